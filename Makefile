@@ -1,0 +1,60 @@
+# Needs python3 and make. `make train` is the demonstration, `make test` the check of everything that is fast.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Two cores: torch's own threads would fight over them.
+THREADS ?= 2
+export OMP_NUM_THREADS := $(THREADS)
+
+.PHONY: setup train test test-all test-rules lint format types bench notebook readme wheel clean
+.DEFAULT_GOAL := test
+
+setup: $(STAMP)
+
+# One stamp stands for the whole environment: it is made again when what is to be installed has changed.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples,notebooks,dev]'
+	touch $@
+
+train: $(STAMP)
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: lint types
+	$(BIN)/python -m pytest -m 'not slow and not rules'
+
+test-all: lint types
+	$(BIN)/python -m pytest
+
+test-rules: $(STAMP)
+	$(BIN)/python -m pytest -m rules
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/comms.py
+	$(BIN)/python benchmarks/call_overhead.py
+
+notebook: $(STAMP)
+	$(BIN)/python -m pytest tests/test_notebooks.py
+
+# Rewrites the outputs that stand in README.md with what its blocks print now.
+readme: $(STAMP)
+	$(BIN)/python tests/test_readme.py
+
+wheel: $(STAMP)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find spmd tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
