@@ -1,0 +1,222 @@
+"""Small functional optimizers on pytrees: nothing is mutated, state goes in and comes out.
+
+An `Optimizer` is a pair of pure functions, as in optax, but `update` gives the new parameters themselves:
+
+    optimizer = adamw(lr=1e-3)
+    state = optimizer.init(params)
+    params, state = optimizer.update(params, state, grads)
+
+Updates are elementwise apart from a few scalars, so under `jit` they need no collective where parameters, state and
+gradients lie alike. The lists of leaves go through `torch._foreach_*`: a step is a few list operators, however many
+parameters there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+from spmd.errors import SpmdError
+
+Tree: TypeAlias = Any
+"""A pytree of floating-point tensors."""
+
+
+@attrs.frozen
+class Optimizer:
+    """A pair of pure functions.
+
+    Args:
+        init: `init(params) -> state`: the state before the first step.
+        update: `update(params, state, grads) -> (params, state)`: one step. `grads` is a pytree like `params`.
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
+
+
+class SgdState(NamedTuple):
+    """What `sgd` keeps: momentum buffers shaped like the parameters, or None without momentum."""
+
+    momentum: Tree
+
+
+class AdamWState(NamedTuple):
+    """What `adamw` keeps.
+
+    Fields:
+        step: steps taken, 0-d int64.
+        mean: running mean of the gradients, shaped like the parameters.
+        square: running mean of their squares, shaped like the parameters.
+    """
+
+    step: Tensor
+    mean: Tree
+    square: Tree
+
+
+def sgd(lr: float | Tensor, momentum: float = 0.0, *, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
+    """Stochastic gradient descent, as `torch.optim.SGD`.
+
+    Args:
+        lr: the learning rate, a number or a 0-d tensor. To change it from step to step, make the optimizer inside the
+            jitted function from a tensor that is an argument.
+        momentum: the decay of the momentum buffer; 0 keeps no buffer.
+        nesterov: take the gradient after the momentum step.
+        weight_decay: added to the gradient, times the parameter.
+
+    Raises:
+        SpmdError: `nesterov` without momentum.
+
+    >>> params = {"w": torch.tensor([1.0, 2.0])}
+    >>> optimizer = sgd(lr=0.5)
+    >>> params, state = optimizer.update(params, optimizer.init(params), {"w": torch.tensor([1.0, -1.0])})
+    >>> params
+    {'w': tensor([0.5000, 2.5000])}
+    """
+    if nesterov and momentum == 0.0:
+        raise SpmdError("sgd(nesterov=True) needs momentum (got momentum=0.0). Pass momentum=0.9.")
+
+    def init(params: Tree) -> SgdState:
+        return SgdState(_zeros_like(params) if momentum else None)
+
+    def update(params: Tree, state: SgdState, grads: Tree) -> tuple[Tree, SgdState]:
+        weights: Sequence[Tensor]
+        weights, spec = optree.tree_flatten(params)
+        if not weights:
+            return params, state
+        steps = _leaves_like(spec, grads, "grads")
+        if weight_decay:
+            steps = torch._foreach_add(steps, weights, alpha=weight_decay)
+        if momentum:
+            buffers = torch._foreach_mul(_leaves_like(spec, state.momentum, "state.momentum"), momentum)
+            buffers = torch._foreach_add(buffers, steps)
+            steps = torch._foreach_add(steps, buffers, alpha=momentum) if nesterov else buffers
+            state = SgdState(spec.unflatten(buffers))
+        return spec.unflatten(torch._foreach_sub(weights, torch._foreach_mul(steps, lr))), state
+
+    return Optimizer(init, update)
+
+
+def adamw(
+    lr: float | Tensor = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> Optimizer:
+    """Adam with decoupled weight decay, as `torch.optim.AdamW`; plain Adam where `weight_decay` is 0 (the default).
+
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The bias corrections are folded into two
+    scalars, so that they cost the same for one parameter and for a thousand.
+
+    Args:
+        lr: the learning rate, a number or a 0-d tensor. To change it from step to step, make the optimizer inside the
+            jitted function from a tensor that is an argument.
+        b1: decay of the running mean of gradients.
+        b2: decay of the running mean of squared gradients.
+        eps: added to the denominator.
+        weight_decay: the parameters shrink by `lr * weight_decay` a step.
+
+    >>> params = [torch.tensor([1.0, 2.0])]
+    >>> optimizer = adamw(lr=0.1)
+    >>> params, state = optimizer.update(params, optimizer.init(params), [torch.tensor([3.0, -3.0])])
+    >>> params, state.step
+    ([tensor([0.9000, 2.1000])], tensor(1))
+    """
+
+    def init(params: Tree) -> AdamWState:
+        return AdamWState(torch.zeros((), dtype=torch.int64), _zeros_like(params), _zeros_like(params))
+
+    def update(params: Tree, state: AdamWState, grads: Tree) -> tuple[Tree, AdamWState]:
+        weights: Sequence[Tensor]
+        weights, spec = optree.tree_flatten(params)
+        if not weights:
+            return params, state
+        slopes = _leaves_like(spec, grads, "grads")
+        mean = torch._foreach_mul(_leaves_like(spec, state.mean, "state.mean"), b1)
+        mean = torch._foreach_add(mean, slopes, alpha=1 - b1)
+        square = torch._foreach_mul(_leaves_like(spec, state.square, "state.square"), b2)
+        square = torch._foreach_addcmul(square, slopes, slopes, value=1 - b2)
+
+        # m / c1 / (sqrt(v / c2) + eps) = (sqrt(c2) / c1) * m / (sqrt(v) + eps * sqrt(c2)), c the bias corrections.
+        step = state.step + 1
+        root = _bias_correction(b2, step).sqrt()
+        denominators = torch._foreach_add(torch._foreach_sqrt(square), root * eps)
+        steps = torch._foreach_mul(torch._foreach_div(mean, denominators), lr * root / _bias_correction(b1, step))
+        if weight_decay:
+            weights = torch._foreach_mul(weights, 1 - lr * weight_decay)
+        new = AdamWState(step, spec.unflatten(mean), spec.unflatten(square))
+        return spec.unflatten(torch._foreach_sub(weights, steps)), new
+
+    return Optimizer(init, update)
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """The Euclidean norm of all leaves taken together, 0-d.
+
+    Squares are summed before the root, so where leaves are sharded one scalar is reduced, not one a leaf.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
+    tensor(5.)
+    """
+    leaves = optree.tree_leaves(tree)
+    if not leaves:
+        raise SpmdError("global_norm needs at least one tensor (got an empty pytree).")
+    total = leaves[0].square().sum()
+    for leaf in leaves[1:]:
+        total = total + leaf.square().sum()
+    return total.sqrt()
+
+
+def clip_by_global_norm(max_norm: float, optimizer: Optimizer) -> Optimizer:
+    """`optimizer` on gradients scaled down to a global norm of at most `max_norm`.
+
+    Scales as `torch.nn.utils.clip_grad_norm_`. The state is that of `optimizer`.
+
+    Raises:
+        SpmdError: `max_norm` is not positive.
+
+    >>> optimizer = clip_by_global_norm(1.0, sgd(lr=1.0))
+    >>> params = torch.zeros(2)
+    >>> params, _ = optimizer.update(params, optimizer.init(params), torch.tensor([3.0, 4.0]))
+    >>> params
+    tensor([-0.6000, -0.8000])
+    """
+    if not max_norm > 0:
+        raise SpmdError(f"clip_by_global_norm needs a positive max_norm (got {max_norm!r}).")
+
+    def update(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any]:
+        leaves, spec = optree.tree_flatten(grads)
+        if leaves:
+            # The small number is torch's: a gradient of zeros is divided by it.
+            scale = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
+            grads = spec.unflatten(torch._foreach_mul(leaves, scale))
+        return optimizer.update(params, state, grads)
+
+    return Optimizer(optimizer.init, update)
+
+
+def _bias_correction(decay: float, step: Tensor) -> Tensor:
+    """`1 - decay**step`, by expm1: the difference would lose half its digits in the first steps."""
+    return -torch.expm1(step * math.log(decay)) if decay else torch.ones_like(step, dtype=torch.get_default_dtype())
+
+
+def _zeros_like(tree: Tree) -> Tree:
+    return optree.tree_map(torch.zeros_like, tree)
+
+
+def _leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> Sequence[Tensor]:
+    leaves, found = optree.tree_flatten(tree)
+    if found != spec:
+        raise SpmdError(
+            f"{what} must be a pytree like params: expected {spec} (got {found}). "
+            "Pass the gradients of these params, and the state that init made from them."
+        )
+    return leaves

@@ -1,0 +1,133 @@
+import pytest
+import torch
+
+from spmd.errors import SpmdError
+from spmd.optim import AdamWState, adamw, clip_by_global_norm, global_norm, sgd
+
+SHAPES = {"w": (4, 3), "b": (3,), "scale": (), "none": (0, 2)}
+
+
+def draw(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def run(optimizer, steps=4):
+    """Parameters after some steps of the optimizer under test."""
+    params = draw(0)
+    state = optimizer.init(params)
+    for step in range(steps):
+        params, state = optimizer.update(params, state, draw(step + 1))
+    return params
+
+
+def run_torch(make, steps=4, clip=None):
+    """Parameters after the same steps of one of torch's optimizers."""
+    params = {name: torch.nn.Parameter(value) for name, value in draw(0).items()}
+    optimizer = make(list(params.values()))
+    for step in range(steps):
+        for name, grad in draw(step + 1).items():
+            params[name].grad = grad
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(params.values(), clip)
+        optimizer.step()
+    return {name: value.detach() for name, value in params.items()}
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "weight_decay": 0.3}]
+)
+def test_sgd_is_torchs(lr, options):
+    torch.testing.assert_close(run(sgd(lr, **options)), run_torch(lambda p: torch.optim.SGD(p, lr=0.1, **options)))
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.5)])
+@pytest.mark.parametrize(("eps", "weight_decay"), [(1e-8, 0.0), (0.1, 0.2)])
+def test_adamw_is_torchs(lr, betas, eps, weight_decay):
+    expected = run_torch(lambda p: torch.optim.AdamW(p, lr=0.01, betas=betas, eps=eps, weight_decay=weight_decay))
+    torch.testing.assert_close(run(adamw(lr, *betas, eps, weight_decay)), expected)
+
+
+def test_adamw_keeps_torchs_moments():
+    params, optimizer = draw(0), adamw()
+    state = optimizer.init(params)
+    parameter = torch.nn.Parameter(params["w"].clone())
+    reference = torch.optim.AdamW([parameter], weight_decay=0.0)
+    for step in range(3):
+        grads = draw(step + 1)
+        params, state = optimizer.update(params, state, grads)
+        parameter.grad = grads["w"]
+        reference.step()
+    kept = reference.state[parameter]
+    torch.testing.assert_close(state.mean["w"], kept["exp_avg"])
+    torch.testing.assert_close(state.square["w"], kept["exp_avg_sq"])
+    assert state.step.item() == 3
+
+
+def test_first_step_is_exact_where_a_difference_would_cancel():
+    # After one step m / c1 is the gradient and v / c2 its square: the parameter moves by lr, whatever the gradient.
+    params, optimizer = torch.zeros(3), adamw(lr=1.0, b2=0.9999)
+    params, _ = optimizer.update(params, optimizer.init(params), torch.tensor([0.1, 1.0, -1e3]))
+    torch.testing.assert_close(params, torch.tensor([-1.0, -1.0, 1.0]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clip_is_torchs(max_norm):
+    expected = run_torch(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), clip=max_norm)
+    torch.testing.assert_close(run(clip_by_global_norm(max_norm, sgd(0.1, 0.9))), expected)
+
+
+def test_global_norm_of_all_leaves():
+    tree = draw(3)
+    expected = torch.cat([leaf.reshape(-1) for leaf in tree.values()]).norm()
+    torch.testing.assert_close(global_norm(tree), expected)
+
+
+@pytest.mark.parametrize("optimizer", [sgd(0.1, 0.9), adamw(), clip_by_global_norm(0.1, adamw(weight_decay=0.1))])
+def test_nothing_is_mutated(optimizer):
+    params, grads = draw(0), draw(1)
+    state = optimizer.init(params)
+    optimizer.update(params, state, grads)
+    torch.testing.assert_close(params, draw(0), rtol=0, atol=0)
+    torch.testing.assert_close(grads, draw(1), rtol=0, atol=0)
+    assert all(not leaf.any() for leaf in torch.utils._pytree.tree_leaves(state))
+
+
+def test_number_of_operators_does_not_grow_with_parameters():
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    def calls(number):
+        optimizer, params = adamw(), [torch.ones(2) for _ in range(number)]
+        state = optimizer.init(params)
+        with Count() as count:
+            optimizer.update(params, state, params)
+        return count.calls
+
+    assert calls(1) == calls(40)
+    assert calls(1) <= 22
+
+
+def test_empty_tree():
+    optimizer = clip_by_global_norm(1.0, adamw())
+    params, state = optimizer.update({}, optimizer.init({}), {})
+    assert params == {}
+    assert isinstance(state, AdamWState)
+
+
+def test_errors():
+    params, optimizer = draw(0), adamw()
+    with pytest.raises(SpmdError, match="grads must be a pytree like params"):
+        optimizer.update(params, optimizer.init(params), {"w": params["w"]})
+    with pytest.raises(SpmdError, match="needs momentum"):
+        sgd(0.1, nesterov=True)
+    with pytest.raises(SpmdError, match=r"positive max_norm \(got 0\)"):
+        clip_by_global_norm(0, sgd(0.1))
+    with pytest.raises(SpmdError, match="empty pytree"):
+        global_norm([])
