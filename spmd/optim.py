@@ -14,7 +14,7 @@ parameters there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import attrs
@@ -87,8 +87,8 @@ def sgd(lr: float | Tensor, momentum: float = 0.0, *, nesterov: bool = False, we
         return SgdState(_zeros_like(params) if momentum else None)
 
     def update(params: Tree, state: SgdState, grads: Tree) -> tuple[Tree, SgdState]:
-        weights: Sequence[Tensor]
-        weights, spec = optree.tree_flatten(params)
+        spec = optree.tree_structure(params)
+        weights = _leaves_like(spec, params, "params")
         if not weights:
             return params, state
         steps = _leaves_like(spec, grads, "grads")
@@ -135,8 +135,8 @@ def adamw(
         return AdamWState(torch.zeros((), dtype=torch.int64), _zeros_like(params), _zeros_like(params))
 
     def update(params: Tree, state: AdamWState, grads: Tree) -> tuple[Tree, AdamWState]:
-        weights: Sequence[Tensor]
-        weights, spec = optree.tree_flatten(params)
+        spec = optree.tree_structure(params)
+        weights = _leaves_like(spec, params, "params")
         if not weights:
             return params, state
         slopes = _leaves_like(spec, grads, "grads")
@@ -212,11 +212,11 @@ def _zeros_like(tree: Tree) -> Tree:
     return optree.tree_map(torch.zeros_like, tree)
 
 
-def _leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> Sequence[Tensor]:
+def _leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> tuple[Tensor, ...]:
     leaves, found = optree.tree_flatten(tree)
     if found != spec:
         raise SpmdError(
             f"{what} must be a pytree like params: expected {spec} (got {found}). "
             "Pass the gradients of these params, and the state that init made from them."
         )
-    return leaves
+    return tuple(leaves)
