@@ -1,0 +1,209 @@
+"""Pytrees of arguments: paths for messages, and specs as pytree prefixes.
+
+A prefix is JAX's idea: a tree of specs that may stop early, and where it stops its spec holds for all leaves below. A
+leaf of a prefix is a `P` or a tuple of placements, one a mesh axis; a tuple of `P`s is a container. Trees are optree's:
+dicts, tuples, lists, namedtuples, registered classes; None is an empty subtree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import optree
+import torch
+
+from spmd.errors import ShardingError
+from spmd.mesh import Mesh
+from spmd.placement import Partial, Placement, Replicate, Shard
+from spmd.spec import DTensorSpec, P, TensorMeta
+
+SpecLike: TypeAlias = P | Sequence[Placement]
+"""What users write for one tensor: a `P`, or one placement for each mesh axis."""
+
+_TEXT_LIMIT = 300
+
+
+def is_spec(node: Any) -> bool:
+    """Whether a node of a prefix is one spec: a `P`, or a tuple or list that holds nothing but placements.
+
+    >>> is_spec((Shard(0), Replicate())), is_spec((P(), P("data"))), is_spec(())
+    (True, False, False)
+    """
+    if type(node) in (tuple, list):  # not a namedtuple: that is a container of the user's
+        return len(node) > 0 and all(isinstance(item, (Shard, Replicate, Partial)) for item in node)
+    return isinstance(node, P)
+
+
+def path_text(accessor: optree.PyTreeAccessor) -> str:
+    """A path as messages show it: the argument's number or name, then Python's way to the leaf; `""` for the root.
+
+    >>> accessors, _, _ = optree.tree_flatten_with_accessor(({"w": [3, 4]},))
+    >>> path_text(accessors[1])
+    "0['w'][1]"
+    """
+    if not accessor:
+        return ""
+    return f"{accessor[0].entry}{accessor[1:].codify('')}"
+
+
+def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
+    """The path (as text), value and order of every leaf of a pytree, and its structure.
+
+    >>> paths, leaves, _ = flatten_with_paths(({"w": 1, "b": None}, 2))
+    >>> paths, leaves
+    (["0['w']", '1'], [1, 2])
+    """
+    accessors, leaves, structure = optree.tree_flatten_with_accessor(tree)
+    return [path_text(accessor) for accessor in accessors], leaves, structure
+
+
+def broadcast_prefix(prefix: Any, tree: Any, *, what: str, of: str = "the arguments") -> list[SpecLike]:
+    """The spec of every leaf of `tree`, in optree's order, from a pytree prefix of specs.
+
+    Args:
+        prefix: specs, or containers that match those of `tree` with specs below.
+        tree: any pytree; only its structure matters.
+        what: what the prefix is, for messages: `"in_specs"`.
+        of: what the tree is, for messages.
+
+    Raises:
+        ShardingError: the prefix does not fit; the message has the path and both structures.
+
+    >>> broadcast_prefix((P(), P("data")), ({"w": 1, "b": 2}, 3), what="in_specs")
+    [P(), P(), P('data')]
+    """
+    try:
+        return _broadcast(prefix, tree, optree.PyTreeAccessor())
+    except _MismatchError as mismatch:
+        where = path_text(mismatch.accessor)
+        raise ShardingError(
+            f"{what} does not fit {of}{f' at {where}' if where else ''}: {mismatch.reason}\n"
+            f"  {what}: {_shorten(repr(prefix))}\n  {of}: {_shorten(structure_text(tree))}"
+        ) from None
+
+
+def leaf_specs(
+    prefix: Any, tree: Any, mesh: Mesh, *, what: str, item: str = "argument", of: str = "the arguments"
+) -> list[DTensorSpec]:
+    """The DTensorSpec of every leaf (anything with shape and dtype) of `tree`, from a pytree prefix of specs.
+
+    Raises:
+        ShardingError: the prefix does not fit the tree, a leaf is no tensor, or a spec does not fit its leaf; the
+            message names the leaf.
+    """
+    specs = broadcast_prefix(prefix, tree, what=what, of=of)
+    paths, leaves, _ = flatten_with_paths(tree)
+    return [
+        make_spec(mesh, spec, leaf_meta(leaf, f"{item} {path}".rstrip()), where=f"{item} {path}".rstrip())
+        for spec, leaf, path in zip(specs, leaves, paths, strict=True)
+    ]
+
+
+def make_spec(mesh: Mesh, spec: SpecLike, meta: TensorMeta, *, where: str) -> DTensorSpec:
+    """`DTensorSpec.make`, whose errors also say which tensor: `where` is text like `argument 0['w']`.
+
+    Raises:
+        ShardingError: the spec does not fit the mesh or the tensor.
+    """
+    try:
+        return DTensorSpec.make(mesh, spec, meta)
+    except ShardingError as error:
+        raise ShardingError(f"{where} {meta}: {error}") from None
+
+
+def leaf_meta(leaf: Any, where: str) -> TensorMeta:
+    """The meta of a tensor, or of anything else that has a shape and a dtype of torch.
+
+    Raises:
+        ShardingError: it is no tensor; `where` names it.
+    """
+    if isinstance(leaf, TensorMeta):
+        return leaf
+    if not isinstance(getattr(leaf, "dtype", None), torch.dtype):
+        raise ShardingError(
+            f"{where} is no tensor (got {type(leaf).__name__} {_shorten(repr(leaf))}). "
+            "Pass a tensor: torch.tensor(...) makes one of a number."
+        )
+    return TensorMeta(tuple(leaf.shape), leaf.dtype)
+
+
+def structure_text(tree: Any) -> str:
+    """A pytree as messages show it: `({'w': f32[8,6]}, i64[])`."""
+
+    def show(leaf: Any) -> _Text:
+        if isinstance(leaf, torch.Tensor):
+            return _Text(str(TensorMeta.of(leaf)))
+        return _Text(str(leaf) if isinstance(leaf, TensorMeta) else type(leaf).__name__)
+
+    return repr(optree.tree_map(show, tree))
+
+
+class _Text(str):
+    """Text that is its own repr."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _MismatchError(Exception):
+    """A prefix that does not fit its tree, below `accessor`."""
+
+    def __init__(self, accessor: optree.PyTreeAccessor, reason: str) -> None:
+        super().__init__(reason)
+        self.accessor = accessor
+        self.reason = reason
+
+
+def _broadcast(prefix: Any, tree: Any, accessor: optree.PyTreeAccessor) -> list[SpecLike]:
+    if is_spec(prefix):
+        return [prefix] * optree.tree_structure(tree).num_leaves
+    if prefix is None and tree is None:
+        return []
+    if prefix is None or optree.tree_is_leaf(prefix):
+        raise _MismatchError(accessor, f"{_shorten(repr(prefix))} is not a spec. {_remedy(prefix)}")
+    if tree is None or optree.tree_is_leaf(tree):
+        raise _MismatchError(accessor, f"expected one spec for {structure_text(tree)} (got {_container(prefix)}).")
+    wanted, given = _children(tree), _children(prefix)
+    if not _same_container(prefix, tree) or wanted.keys() != given.keys():
+        raise _MismatchError(accessor, f"expected one spec or {_container(tree)} (got {_container(prefix)}).")
+    specs = []
+    for key, (entry, child) in wanted.items():
+        specs += _broadcast(given[key][1], child, accessor + optree.PyTreeAccessor((entry,)))
+    return specs
+
+
+def _children(node: Any) -> dict[Any, tuple[optree.PyTreeEntry, Any]]:
+    """The children of one container with their entries, by key, in optree's order."""
+    accessors, children, _ = optree.tree_flatten_with_accessor(node, is_leaf=lambda item: item is not node)
+    entries = [accessor[0] for accessor in accessors]
+    return {entry.entry: (entry, child) for entry, child in zip(entries, children, strict=True)}
+
+
+def _same_container(prefix: Any, tree: Any) -> bool:
+    return type(prefix) is type(tree) or (isinstance(prefix, Mapping) and isinstance(tree, Mapping))
+
+
+def _container(node: Any) -> str:
+    name = type(node).__name__
+    if isinstance(node, Mapping):
+        return f"a {name} with keys {_shorten(', '.join(map(repr, _children(node))))}"
+    if isinstance(node, (tuple, list)):
+        return f"a {name} of {len(node)}"
+    return f"a {name}"
+
+
+def _remedy(prefix: Any) -> str:
+    if prefix is None:
+        return "Write P() for a tensor that every rank holds whole."
+    if isinstance(prefix, (Shard, Replicate, Partial)):
+        return f"Placements come in a tuple, one a mesh axis: ({prefix!r}, ...); or name axes: P('data')."
+    if isinstance(prefix, str):
+        return f"Write P({prefix!r})."
+    return "A spec is a P or a tuple of placements, one a mesh axis."
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _TEXT_LIMIT else f"{text[: _TEXT_LIMIT - 3]}..."
