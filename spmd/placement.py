@@ -73,6 +73,13 @@ def supports_reduction(op: Reduction, dtype: torch.dtype) -> bool:
     return dtype != torch.bool if op == "sum" else not dtype.is_complex
 
 
+def combine(op: Reduction, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The elementwise reduction of two tensors of one shape and dtype: one step of finishing a partial value."""
+    if op == "sum":
+        return torch.add(left, right)
+    return torch.maximum(left, right) if op == "max" else torch.minimum(left, right)
+
+
 def neutral_element(op: Reduction, dtype: torch.dtype) -> float | int | bool:
     """The value that changes nothing under the reduction `op`.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import NoneType
 from typing import TypeAlias
 
 import attrs
@@ -99,7 +100,9 @@ class P:
         parsed = tuple(_parse_dim(dim) for dim in dims)
         while parsed and not parsed[-1]:
             parsed = parsed[:-1]
-        reductions = _parse_partial({} if partial is None else partial)
+        if not isinstance(partial, (Mapping, NoneType)):
+            raise ShardingError(f"partial must map mesh axes to reductions, as {{'model': 'sum'}} (got {partial!r}).")
+        reductions = _parse_partial(partial or {})
         _check_axes(parsed, reductions)
         self.__attrs_init__(parsed, reductions)  # type: ignore[attr-defined]
 
@@ -152,12 +155,7 @@ def _parse_dim(dim: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _parse_partial(partial: Mapping[str, Reduction] | Iterable[tuple[str, Reduction]]) -> Reductions:
-    try:
-        return tuple(sorted(partial.items() if isinstance(partial, Mapping) else partial))
-    except TypeError:
-        raise ShardingError(
-            f"partial must map mesh axes to reductions, as {{'model': 'sum'}} (got {partial!r})."
-        ) from None
+    return tuple(sorted(partial.items() if isinstance(partial, Mapping) else partial))
 
 
 def _check_axes(dims: Dims, partial: Reductions) -> None:

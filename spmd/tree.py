@@ -36,15 +36,15 @@ def is_spec(node: Any) -> bool:
 
 
 def path_text(accessor: optree.PyTreeAccessor) -> str:
-    """A path as messages show it: the argument's number or name, then Python's way to the leaf; `""` for the root.
+    """A path as messages show it: an argument's number, then Python's way to the leaf; `""` for the root.
 
     >>> accessors, _, _ = optree.tree_flatten_with_accessor(({"w": [3, 4]},))
     >>> path_text(accessors[1])
     "0['w'][1]"
     """
-    if not accessor:
-        return ""
-    return f"{accessor[0].entry}{accessor[1:].codify('')}"
+    if accessor and isinstance(accessor[0], optree.SequenceEntry):
+        return f"{accessor[0].entry}{accessor[1:].codify('')}"
+    return accessor.codify("")
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSpec]:

@@ -1,0 +1,125 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+
+from spmd.errors import MeshError
+from spmd.mesh import Mesh, Runtime, current_mesh, make_mesh, use_mesh
+from spmd.testing.strategies import meshes
+
+
+@given(meshes())
+def test_rank_and_coordinate_are_inverse(mesh):
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    assert list(mesh.coordinates()) == coordinates
+    assert list(range(mesh.size)) == [mesh.rank(coordinate) for coordinate in coordinates]
+
+
+def test_the_last_axis_varies_fastest():
+    mesh = make_mesh({"data": 2, "model": 3})
+    assert [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)] == list(mesh.coordinates())
+
+
+@given(meshes())
+def test_groups_partition_the_ranks_in_axis_order(mesh):
+    for axes in (mesh.names, tuple(reversed(mesh.names)), mesh.names[:1], ()):
+        groups = mesh.groups(axes)
+        assert list(range(mesh.size)) == sorted(rank for group in groups for rank in group)
+        for group in groups:
+            indices = [mesh.axis_index(mesh.coordinate(rank), axes) for rank in group]
+            assert list(range(mesh.axis_size(axes))) == indices
+
+
+def test_groups_over_several_axes_follow_the_order_of_the_axes():
+    mesh = make_mesh({"data": 2, "model": 2})
+    assert ((0, 1, 2, 3),) == mesh.groups(("data", "model"))
+    assert ((0, 2, 1, 3),) == mesh.groups(("model", "data"))
+
+
+def test_axis_sizes():
+    mesh = make_mesh({"data": 2, "model": 3})
+    assert {"data": 2, "model": 3} == mesh.axes
+    assert (6, 3, 6, 1) == (mesh.size, mesh.axis_size("model"), mesh.axis_size(("model", "data")), mesh.axis_size(()))
+
+
+@given(meshes())
+def test_meshes_are_values(mesh):
+    same = make_mesh(mesh.axes, runtime="virtual")
+    assert (mesh, hash(mesh)) == (same, hash(same))
+    assert mesh == pickle.loads(pickle.dumps(mesh)) == copy.deepcopy(mesh)
+    assert mesh != make_mesh({**mesh.axes, "more": 1}, runtime="virtual")
+    assert mesh != make_mesh(mesh.axes, runtime="abstract")
+
+
+def test_a_hash_is_not_carried_to_another_process():
+    mesh = make_mesh({"data": 2})
+    hash(mesh)
+    restored = pickle.loads(pickle.dumps(mesh))
+    assert {mesh: 1}[restored] == 1
+
+
+def test_str():
+    assert "Mesh(data=2, model=4)" == str(make_mesh({"data": 2, "model": 4}))
+
+
+def test_device():
+    assert torch.device("cpu") == make_mesh({"data": 2}).device
+    assert torch.device("meta") == make_mesh({"data": 2}, device="meta").device
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ({}, "needs at least one axis"),
+        ({"data": 0}, "'data' must have a positive integer size .got 0."),
+        ({"data": 2.0}, "must have a positive integer size .got 2.0."),
+        ({"data": True}, "must have a positive integer size .got True."),
+        ({"a b": 2}, "must be identifiers .got 'a b'."),
+        ({3: 2}, "must be identifiers .got 3."),
+        ((2, 4), "axes must map names to sizes, as make_mesh"),
+    ],
+)
+def test_malformed_meshes(axes, text):
+    with pytest.raises(MeshError, match=text):
+        make_mesh(axes)
+
+
+def test_malformed_meshes_made_directly():
+    with pytest.raises(MeshError, match=r"must be unique .got data, data."):
+        Mesh(("data", "data"), (2, 2))
+    with pytest.raises(MeshError, match="one size an axis"):
+        Mesh(("data",), (2, 2))
+
+
+def test_wrong_lookups_name_the_mesh():
+    mesh = make_mesh({"data": 2, "model": 4})
+    with pytest.raises(MeshError, match=r"Unknown mesh axis 'tp': Mesh.data=2, model=4. has axes 'data', 'model'"):
+        mesh.axis_size("tp")
+    with pytest.raises(MeshError, match=r"Rank must be in 0\.\.7 of Mesh.data=2, model=4. .got 8."):
+        mesh.coordinate(8)
+    for coordinate in ((2, 0), (0, -1), (0,)):
+        with pytest.raises(MeshError, match="Coordinate must lie in Mesh"):
+            mesh.rank(coordinate)
+
+
+def test_runtimes(monkeypatch):
+    assert Runtime.ABSTRACT is make_mesh({"data": 65536}, runtime="abstract").runtime
+    assert Runtime.VIRTUAL is make_mesh({"data": 2}).runtime
+    with pytest.raises(MeshError, match=r"runtime must be 'auto'.* \(got 'real'\)"):
+        make_mesh({"data": 2}, runtime="real")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(MeshError, match="'distributed' is not available yet"):
+        make_mesh({"data": 2})
+
+
+def test_use_mesh_nests_and_ends():
+    outer, inner = make_mesh({"data": 2}), make_mesh({"model": 2})
+    with use_mesh(outer):
+        with use_mesh(inner):
+            assert inner == current_mesh()
+            assert outer == current_mesh(outer)
+        assert outer == current_mesh()
+    with pytest.raises(MeshError, match="No mesh was given and none is set"):
+        current_mesh()
