@@ -1,0 +1,85 @@
+"""What calling a jitted function costs beyond running its programs.
+
+The function gives back its arguments, so its local programs do nothing and the whole call is overhead: checking each
+leaf against its spec, and wrapping each result.
+
+    python benchmarks/call_overhead.py
+"""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable
+
+import attrs
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import spmd
+from spmd import P
+
+LEAVES = (1, 2, 5, 10, 20, 50, 100, 200)
+FIXED_US, LEAF_US = 100.0, 2.0
+"""What a call may add, and what each leaf may add to that."""
+
+
+@attrs.frozen
+class Overhead:
+    """Microseconds of one call with so many leaves, and of running its programs alone."""
+
+    leaves: int
+    call: float
+    programs: float
+
+    @property
+    def added(self) -> float:
+        """What the call adds."""
+        return self.call - self.programs
+
+    @property
+    def budget(self) -> float:
+        """What it may add."""
+        return FIXED_US + LEAF_US * self.leaves
+
+
+def microseconds(function: Callable[[], object]) -> float:
+    """The best of several timings: anything above it is the machine doing something else."""
+    timer = timeit.Timer(function)
+    number = max(1, int(0.02 / max(timer.timeit(10) / 10, 1e-7)))
+    return min(timer.repeat(7, number)) / number * 1e6
+
+
+def measure(leaves: int) -> Overhead:
+    """Time the identity of a list of so many vectors on eight virtual ranks."""
+    mesh = spmd.make_mesh({"data": 8}, runtime="virtual")
+    arguments = [spmd.distribute(torch.zeros(8), P("data"), mesh) for _ in range(leaves)]
+    identity = spmd.jit(lambda values: values, (P("data"),), P("data"), mesh=mesh)
+    identity(arguments)
+    shards = [list(argument.shards) for argument in arguments]
+    run = identity.compile(arguments)
+    return Overhead(leaves, microseconds(lambda: identity(arguments)), microseconds(lambda: run(shards)))
+
+
+def main() -> int:
+    """Print the table; the exit status is 1 where a call adds more than it may."""
+    table = Table(title="Microseconds a call of an empty program on eight virtual ranks", title_justify="left")
+    for column in ("leaves", "call", "programs", "ratio", "added", "added a leaf", "budget"):
+        table.add_column(column, justify="right")
+    rows = [measure(leaves) for leaves in LEAVES]
+    for row in rows:
+        table.add_row(
+            str(row.leaves),
+            f"{row.call:.1f}",
+            f"{row.programs:.1f}",
+            f"{row.call / row.programs:.1f}",
+            f"{row.added:.1f}",
+            f"{row.added / row.leaves:.2f}",
+            f"{row.budget:.0f}",
+        )
+    Console().print(table)
+    return int(any(row.added > row.budget for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""What a training run shows in a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import optree
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import spmd
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of ten as collectives are counted.
+
+    >>> size(6_514_000)
+    '6.51 MB'
+    """
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def mesh_table(mesh: spmd.Mesh, strategy: str) -> Table:
+    """The ranks of a mesh of one or two axes, as a grid; of others, the axes."""
+    table = Table(title=f"{mesh}: strategy {strategy}", title_justify="left")
+    if len(mesh.names) > 2:
+        table.add_column("axis")
+        table.add_column("size", justify="right")
+        for name, count in mesh.axes.items():
+            table.add_row(name, str(count))
+        return table
+    rows, columns = mesh.sizes if len(mesh.sizes) == 2 else (1, mesh.size)
+    table.add_column("" if len(mesh.names) == 1 else f"{mesh.names[0]} ↓ {mesh.names[1]} →")
+    for column in range(columns):
+        table.add_column(f"{mesh.names[-1]} {column}", justify="right")
+    for row in range(rows):
+        ranks = range(row * columns, (row + 1) * columns)
+        table.add_row("" if len(mesh.names) == 1 else f"{mesh.names[0]} {row}", *(f"rank {rank}" for rank in ranks))
+    return table
+
+
+def params_table(params: Any) -> Table:
+    """How the parameters lie; blocks are alike, so one stands for all."""
+    table = Table(title="Parameters", title_justify="left")
+    for name, justify in (("name", "left"), ("global", "right"), ("spec", "left"), ("rank 0", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("bytes a rank", justify="right")
+    blocks = len(params["blocks"])
+    shown = {**params, "blocks": params["blocks"][0]}
+    paths, leaves, _ = optree.tree_flatten_with_path(shown)
+    for path, leaf in zip(paths, leaves, strict=True):
+        name = ".".join(map(str, path)).replace("blocks", f"blocks[0..{blocks - 1}]")
+        local = leaf.spec.local_shape((0,) * len(leaf.mesh.names))
+        table.add_row(
+            name, str(list(leaf.shape)), repr(leaf.spec.pspec), str(list(local)), size(leaf.spec.local_bytes())
+        )
+    everything = optree.tree_leaves(params)
+    whole = sum(leaf.spec.meta.nbytes for leaf in everything)
+    table.add_section()
+    table.add_row("all", size(whole), "", "", size(sum(leaf.spec.local_bytes() for leaf in everything)))
+    return table
+
+
+def comms_table(plan: Any) -> Table:
+    """The collectives of a step, by kind, axes and cause."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    totals: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+    for comm in plan.comms:
+        key = (comm.kind, ", ".join(comm.axes), comm.cause)
+        counts[key] += 1
+        totals[key] += comm.bytes
+    table = Table(title="Collectives of one step (bytes sent by a rank, ring model)", title_justify="left")
+    for name in ("kind", "axes", "count", "bytes", "cause"):
+        table.add_column(name, justify="right" if name in ("count", "bytes") else "left")
+    for key in sorted(totals, key=lambda key: (-totals[key], key)):
+        kind, axes, cause = key
+        table.add_row(kind, axes, str(counts[key]), size(totals[key]), cause)
+    table.add_section()
+    table.add_row("all", "", str(sum(counts.values())), size(sum(totals.values())), "")
+    return table
+
+
+def losses_table(pairs: list[tuple[float, float]]) -> Table:
+    """Losses on the mesh and on one device, side by side; at most twelve of them."""
+    table = Table(title="Losses of the same steps", title_justify="left")
+    for name in ("step", "mesh", "one device", "difference"):
+        table.add_column(name, justify="right")
+    stride = max(1, len(pairs) // 12)
+    for step in range(0, len(pairs), stride):
+        mesh, single = pairs[step]
+        table.add_row(str(step), f"{mesh:.6f}", f"{single:.6f}", f"{mesh - single:+.1e}")
+    return table
+
+
+def progress(console: Console) -> Progress:
+    """A bar with the loss and tokens per second."""
+    return Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+        console=console,
+    )

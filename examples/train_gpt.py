@@ -1,0 +1,158 @@
+"""Train a byte-level GPT on the Python standard library, on a mesh of ranks that live in this process.
+
+python examples/train_gpt.py
+python examples/train_gpt.py --mesh data=8 --strategy fsdp
+python examples/train_gpt.py --steps 20 --verify
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from itertools import islice
+from typing import Any
+
+import optree
+import torch
+from rich.console import Console
+
+import corpus
+import gpt
+import report
+import spmd
+from layouts import STRATEGIES
+from training import Training, init, make_step
+
+TOLERANCE = 1e-5
+"""How far losses of the first five steps may be from one device's; rounding drives later ones apart."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; the exit status is 1 if `--verify` finds other losses than one device's."""
+    options = parse(arguments)
+    console = Console()
+    strategy = STRATEGIES[options.strategy]
+    mesh = spmd.make_mesh(options.mesh or strategy.mesh, runtime="virtual")
+    config = gpt.Config(
+        vocab=256, width=options.width, layers=options.layers, heads=options.heads, context=options.context
+    )
+    training = Training(config, strategy, mesh)
+    text = corpus.read()
+    console.print(report.mesh_table(mesh, options.strategy))
+    console.print(
+        f"{len(text.train) / 1e6:.1f} MB of text to train on and {len(text.held_out) / 1e6:.1f} MB held out, "
+        f"from {text.files} files of Python's standard library"
+    )
+    state = training.init(options.seed)
+    console.print(report.params_table(state.params))
+
+    batches = list(islice(corpus.batches(text.train, options.batch, config.context, options.seed), options.steps))
+    train_step = training.step()
+    describe(console, train_step, (state, batches[0]), options.show_program)
+
+    before = held_out_loss(training, state, text.held_out, options.batch)
+    state, losses = train(console, train_step, state, batches)
+    after = held_out_loss(training, state, text.held_out, options.batch)
+    console.print(f"held-out loss {before:.3f} → {after:.3f} nats a byte ({after / math.log(2):.2f} bits)")
+    show_sample(console, state, config, options.seed)
+    return verify(console, training, batches, losses, options.seed) if options.verify else 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--strategy", choices=STRATEGIES, default="dp_tp", help="how the step is spread (dp_tp)")
+    parser.add_argument("--mesh", type=mesh_axes, help="such as data=2,model=4 (the strategy's own)")
+    parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--batch", type=positive, default=16, help="sequences a step (16)")
+    parser.add_argument("--context", type=positive, default=64, help="bytes a sequence (64)")
+    parser.add_argument("--width", type=positive, default=128)
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show-program", action="store_true", help="print the program that each rank runs")
+    parser.add_argument("--verify", action="store_true", help="run the same steps on one device too")
+    return parser.parse_args(arguments)
+
+
+def mesh_axes(text: str) -> dict[str, int]:
+    """Axes of `data=2,model=4`."""
+    axes = {}
+    for part in text.split(","):
+        name, _, count = part.partition("=")
+        if not name.isidentifier() or not count.isdigit() or int(count) < 1 or name in axes:
+            raise argparse.ArgumentTypeError(f"expected something like data=2,model=4 (got {text!r})")
+        axes[name] = int(count)
+    return axes
+
+
+def positive(text: str) -> int:
+    """A positive integer."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer (got {text!r})")
+    return int(text)
+
+
+def describe(console: Console, train_step: Any, arguments: tuple[Any, ...], show_program: bool) -> None:
+    """Plan the step; print its collectives and, if asked to, the program."""
+    start = time.perf_counter()
+    with console.status("tracing and planning the training step"):
+        plan = train_step.plan(*arguments)
+        program = train_step.lower(*arguments)
+    console.print(f"planned in {time.perf_counter() - start:.1f} s")
+    console.print(report.comms_table(plan))
+    if show_program:
+        console.print(program.as_text(), markup=False, highlight=False, soft_wrap=True)
+
+
+def train(console: Console, train_step: Any, state: Any, batches: list[gpt.Batch]) -> tuple[Any, list[float]]:
+    """Run the steps under a progress bar."""
+    losses: list[float] = []
+    with report.progress(console) as progress:
+        task = progress.add_task("training", total=len(batches), loss=math.nan, speed=0.0)
+        for batch in batches:
+            start = time.perf_counter()
+            state, loss = train_step(state, batch)
+            losses.append(loss.item())
+            speed = batch[0].numel() / (time.perf_counter() - start)
+            progress.update(task, advance=1, loss=losses[-1], speed=speed)
+    return state, losses
+
+
+def held_out_loss(training: Training, state: Any, text: torch.Tensor, batch: int, count: int = 8) -> float:
+    """The mean loss of a few batches of held-out text, the same ones every time."""
+    loss = training.loss()
+    batches = islice(corpus.batches(text, batch, training.config.context, seed=1), count)
+    return sum(loss(state.params, each).item() for each in batches) / count
+
+
+def show_sample(console: Console, state: Any, config: gpt.Config, seed: int) -> None:
+    """Print what the model writes after `def `, generated on one device from the gathered parameters."""
+    params = optree.tree_map(lambda leaf: leaf.full_tensor(), state.params)
+    prompt = b"def "
+    tokens = gpt.generate(params, torch.tensor(list(prompt)), config, 240, seed)
+    console.rule("a sample")
+    text = (prompt + bytes(tokens.tolist())).decode(errors="replace")
+    console.print(text, markup=False, highlight=False)
+    console.rule()
+
+
+def verify(console: Console, training: Training, batches: list[gpt.Batch], losses: list[float], seed: int) -> int:
+    """Run the same steps on one device and compare."""
+    step = make_step(training.config, training.optimizer)
+    state = init(training.config, training.optimizer, seed)
+    singles = []
+    for batch in batches:
+        state, loss = step(state, batch)
+        singles.append(loss.item())
+    pairs = list(zip(losses, singles, strict=True))
+    console.print(report.losses_table(pairs))
+    worst = max(abs(mesh - single) for mesh, single in pairs[:5])
+    verdict = "within" if worst <= TOLERANCE else "NOT within"
+    console.print(f"the first {len(pairs[:5])} losses are {verdict} {TOLERANCE:.0e} of one device's ({worst:.1e})")
+    return int(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,12 @@
+import hypothesis
+import pytest
+import torch
+
+# Deadlines measure the machine, not the code. A failing example is printed as code, so no database of them is kept.
+hypothesis.settings.register_profile("suite", deadline=None, database=None, print_blob=True)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,121 @@
+import argparse
+
+import optree
+import pytest
+import torch
+
+import corpus
+import gpt
+import layouts
+import report
+import spmd
+import textbook
+import train_gpt
+import training
+from spmd import P
+from spmd.optim import adamw
+
+SMALL = gpt.Config(vocab=16, width=8, heads=2, layers=2, context=6)
+BENCHMARK = {"dp": 6.51, "fsdp": 9.77, "tp": 16.54, "dp_tp": 8.05, "fsdp_tp": 8.53, "sp": 16.58}
+
+
+def small_batch(batch=4):
+    tokens = torch.randint(SMALL.vocab, (batch, SMALL.context + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_fused_attention_is_plain_attention():
+    params, (tokens, _) = gpt.init(SMALL), small_batch()
+    fused = gpt.Config(vocab=16, width=8, heads=2, layers=2, context=6, fused_attention=True)
+    torch.testing.assert_close(gpt.forward(params, tokens, fused), gpt.forward(params, tokens, SMALL))
+
+
+def test_forward_is_causal():
+    params, (tokens, _) = gpt.init(SMALL), small_batch()
+    changed = tokens.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % SMALL.vocab
+    before, after = gpt.forward(params, tokens, SMALL), gpt.forward(params, changed, SMALL)
+    torch.testing.assert_close(after[:, :3], before[:, :3])
+    assert not torch.allclose(after[:, 3:], before[:, 3:])
+
+
+def test_a_fresh_model_knows_nothing():
+    loss = gpt.loss(gpt.init(SMALL), small_batch(64), SMALL)
+    torch.testing.assert_close(loss, torch.tensor(float(SMALL.vocab)).log(), rtol=0.01, atol=0)
+
+
+def test_training_learns_on_one_device():
+    step = training.make_step(SMALL, adamw(1e-2))
+    state, batch = training.init(SMALL, adamw(1e-2)), small_batch()
+    losses = []
+    for _ in range(60):
+        state, loss = step(state, batch)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4
+
+
+def test_generate_continues_a_prompt():
+    prompt = torch.tensor([1, 2, 3])
+    first, again = (gpt.generate(gpt.init(SMALL), prompt, SMALL, length=9) for _ in range(2))
+    assert first.shape == (9,)
+    assert first.tolist() == again.tolist()
+
+
+def test_corpus_is_source_text_and_held_out_files_are_others():
+    text = corpus.read(megabytes=0.3)
+    assert 0.3e6 <= len(text.train) + len(text.held_out) <= 1e6
+    assert b"import " in bytes(text.train.tolist())
+    assert bytes(text.held_out[:2000].tolist()) not in bytes(text.train.tolist())
+
+
+def test_batches_are_windows_and_what_follows():
+    text = torch.arange(100, dtype=torch.uint8)
+    tokens, targets = next(corpus.batches(text, batch=5, context=7, seed=3))
+    assert (5, 7) == tokens.shape == targets.shape
+    torch.testing.assert_close(targets, tokens + 1)
+    again, _ = next(corpus.batches(text, batch=5, context=7, seed=3))
+    torch.testing.assert_close(again, tokens)
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"model": 3}, {"data": 2, "model": 4}, {"other": 2}])
+@pytest.mark.parametrize("name", layouts.STRATEGIES)
+def test_every_strategy_fits_every_mesh(name, axes):
+    mesh = spmd.make_mesh(axes, runtime="virtual")
+    state = training.Training(SMALL, layouts.STRATEGIES[name], mesh).init()
+    torch.testing.assert_close(state.params["head"].full_tensor(), gpt.init(SMALL)["head"])
+    assert {axis for leaf in optree.tree_leaves(state) for dim in leaf.spec.dims for axis in dim} <= set(axes)
+
+
+def test_fully_sharded_specs_take_the_largest_dim_that_divides():
+    mesh = spmd.make_mesh({"data": 2, "model": 4}, runtime="virtual")
+    specs = layouts.param_specs(layouts.STRATEGIES["fsdp_tp"], mesh, gpt.Config(layers=1))
+    block = specs["blocks"][0]
+    assert P(("model", "data")) == specs["tokens"]
+    assert P(None, "data") == specs["positions"]
+    assert P("data", "model") == block["o"]
+    assert P(None, ("model", "data")) == block["down"]["weight"]
+
+
+@pytest.mark.parametrize("name", layouts.STRATEGIES)
+def test_textbook_bytes_are_the_published_ones(name):
+    assert BENCHMARK[name] == round(textbook.textbook(name) / 1e6, 2)
+
+
+def test_sizes_for_people():
+    assert [report.size(n) for n in (512, 2048, 6_513_920, 1.5e9)] == ["512 B", "2.05 kB", "6.51 MB", "1.5 GB"]
+
+
+def test_mesh_option():
+    assert train_gpt.mesh_axes("data=2,model=4") == {"data": 2, "model": 4}
+    for text in ("data", "data=0", "data=2,data=2", "=3"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"data=2,model=4 \(got"):
+            train_gpt.mesh_axes(text)
+
+
+@pytest.mark.parametrize("arguments", [["--strategy", "dp_tp"], ["--strategy", "fsdp", "--mesh", "data=3"]])
+def test_train_gpt_runs_and_verifies(arguments, capsys):
+    sizes = ["--steps", "6", "--batch", "4", "--context", "16", "--width", "32", "--heads", "4", "--layers", "1"]
+    assert train_gpt.main([*arguments, *sizes, "--verify", "--show-program"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("Parameters", "Collectives of one step", "def train_step(", "held-out loss", "within 1e-05"):
+        assert part in printed

@@ -1,0 +1,76 @@
+import ast
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import spmd
+
+tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from Python 3.11 on")
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_version_is_the_projects():
+    assert PROJECT["version"] == spmd.__version__
+
+
+def test_every_public_name_exists():
+    assert [name for name in spmd.__all__ if not hasattr(spmd, name)] == []
+
+
+def test_import_takes_little_longer_than_torch():
+    code = (
+        "import sys, time, warnings; warnings.simplefilter('ignore'); import torch; start = time.perf_counter(); "
+        "import spmd; print(time.perf_counter() - start)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        for _ in range(3)
+    ]
+    assert min(map(float, runs)) < 0.3
+
+
+def test_the_package_imports_only_what_it_declares():
+    allowed = {re.split(r"[<>=]", requirement)[0] for requirement in PROJECT["dependencies"]} | {"spmd"}
+    foreign = set()
+    for path in (ROOT / "spmd").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            else:
+                continue
+            roots = {name.partition(".")[0] for name in names}
+            # The shared Hypothesis strategies are for tests, which install it.
+            permitted = allowed | ({"hypothesis"} if "testing" in path.parts else set())
+            foreign |= {(path.name, root) for root in roots - permitted - sys.stdlib_module_names}
+    assert foreign == set()
+
+
+def test_constraints_pin_every_dependency_exactly():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+(; python_version >= \"3\.11\")?", line)] == []
+    pinned = {re.split("==", line)[0].lower() for line in lines}
+    extras = [requirement for group in PROJECT["optional-dependencies"].values() for requirement in group]
+    wanted = {re.split(r"[<>=]", requirement)[0] for requirement in PROJECT["dependencies"] + extras}
+    assert wanted <= pinned
+    assert "torch==2.13.0" in lines
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_its_types(tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    subprocess.run([*command, "--wheel-dir", tmp_path, ROOT], check=True, env=environment)
+    (wheel,) = tmp_path.glob("spmd-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "spmd").rglob("*.py")}
+    assert sources | {"spmd/py.typed"} <= names
+    assert {name for name in names if not name.startswith(("spmd/", "spmd-"))} == set()

@@ -1,0 +1,57 @@
+"""The README's python blocks run, and print the text blocks that follow them.
+
+`python tests/test_readme.py` (or `make readme`) writes what they print now into the README.
+"""
+
+import contextlib
+import io
+import linecache
+import re
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<output>.*?)```\n)?", re.DOTALL)
+
+
+def run_blocks(text):
+    """The README's text with outputs as printed now. Blocks share one namespace, as cells of a notebook do."""
+    namespace = {}
+
+    def run(match):
+        code = match["code"]
+        if match["output"] is None:
+            execute(code, namespace)
+            return match[0]
+        return f"```python\n{code}```\n\n```text\n{execute(code, namespace)}```\n"
+
+    return BLOCK.sub(run, text)
+
+
+def execute(code, namespace):
+    """What a block prints. A first line `# name.py` names its file, which the programs' source lines quote."""
+    named = re.match(r"# (\w+\.py)\n", code)
+    name = named[1] if named else "example.py"
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, name, "exec"), namespace)
+    return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
+
+
+def test_readme_prints_what_it_says():
+    text = README.read_text()
+    assert text == run_blocks(text)
+
+
+def test_readme_shows_three_programs():
+    outputs = [match["output"] for match in BLOCK.finditer(README.read_text()) if match["output"] is not None]
+    assert ["def layer(", *["def train_step("] * 3] == [re.search(r"def \w+\(", output)[0] for output in outputs]
+
+
+def test_other_text_is_found():
+    stale = "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
+    assert run_blocks(stale) == stale.replace("3", "2")
+
+
+if __name__ == "__main__":
+    README.write_text(run_blocks(README.read_text()))
