@@ -18,6 +18,7 @@ from rich.table import Table
 
 import spmd
 from spmd import P
+from spmd.runtime.virtual import VirtualProgram
 
 LEAVES = (1, 2, 5, 10, 20, 50, 100, 200)
 FIXED_US, LEAF_US = 100.0, 2.0
@@ -56,8 +57,8 @@ def measure(leaves: int) -> Overhead:
     arguments = [spmd.distribute(torch.zeros(8), P("data"), mesh) for _ in range(leaves)]
     identity = spmd.jit(lambda values: values, (P("data"),), P("data"), mesh=mesh)
     identity(arguments)
-    shards = [list(argument.shards) for argument in arguments]
-    run = identity.compile(arguments)
+    shards = [argument.shards for argument in arguments]
+    run = VirtualProgram(identity.lower(arguments))
     return Overhead(leaves, microseconds(lambda: identity(arguments)), microseconds(lambda: run(shards)))
 
 

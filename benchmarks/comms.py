@@ -16,11 +16,10 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the model and its layouts are the example's
 
-from spmd.collectives.virtual import record_traffic
-
 import gpt
 import layouts
 import spmd
+from spmd.collectives import record_traffic
 from textbook import BATCH, PEERS, WORKLOAD, textbook
 from training import Training
 
@@ -34,7 +33,7 @@ class Measurement:
     Args:
         counts: collectives of each kind in the program of a rank.
         bytes: bytes that a rank sends, of each kind, by the ring model.
-        moved: bytes that the rank which sends most was seen to send when the step ran.
+        moved: bytes that a rank was seen to send when the step ran.
         loss: the loss of the step.
     """
 
@@ -68,7 +67,7 @@ def measure(name: str) -> Measurement:
         sent[collective.kind] += collective.bytes
     with record_traffic() as traffic:
         _, loss = step(state, batch)
-    return Measurement(dict(counts), dict(sent), traffic.bytes_per_rank, loss.item())
+    return Measurement(dict(counts), dict(sent), traffic.sent(), loss.item())
 
 
 def main() -> int:
