@@ -57,7 +57,7 @@ def test_training_learns_on_one_device():
 def test_generate_continues_a_prompt():
     prompt = torch.tensor([1, 2, 3])
     first, again = (gpt.generate(gpt.init(SMALL), prompt, SMALL, length=9) for _ in range(2))
-    assert first.shape == (9,)
+    assert (9,) == first.shape
     assert first.tolist() == again.tolist()
 
 
@@ -102,11 +102,11 @@ def test_textbook_bytes_are_the_published_ones(name):
 
 
 def test_sizes_for_people():
-    assert [report.size(n) for n in (512, 2048, 6_513_920, 1.5e9)] == ["512 B", "2.05 kB", "6.51 MB", "1.5 GB"]
+    assert ["512 B", "2.05 kB", "6.51 MB", "1.5 GB"] == [report.size(n) for n in (512, 2048, 6_513_920, 1.5e9)]
 
 
 def test_mesh_option():
-    assert train_gpt.mesh_axes("data=2,model=4") == {"data": 2, "model": 4}
+    assert {"data": 2, "model": 4} == train_gpt.mesh_axes("data=2,model=4")
     for text in ("data", "data=0", "data=2,data=2", "=3"):
         with pytest.raises(argparse.ArgumentTypeError, match=r"data=2,model=4 \(got"):
             train_gpt.mesh_axes(text)
@@ -115,7 +115,7 @@ def test_mesh_option():
 @pytest.mark.parametrize("arguments", [["--strategy", "dp_tp"], ["--strategy", "fsdp", "--mesh", "data=3"]])
 def test_train_gpt_runs_and_verifies(arguments, capsys):
     sizes = ["--steps", "6", "--batch", "4", "--context", "16", "--width", "32", "--heads", "4", "--layers", "1"]
-    assert train_gpt.main([*arguments, *sizes, "--verify", "--show-program"]) == 0
+    assert 0 == train_gpt.main([*arguments, *sizes, "--verify", "--show-program"])
     printed = capsys.readouterr().out
     for part in ("Parameters", "Collectives of one step", "def train_step(", "held-out loss", "within 1e-05"):
         assert part in printed

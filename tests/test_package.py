@@ -21,7 +21,7 @@ def test_version_is_the_projects():
 
 
 def test_every_public_name_exists():
-    assert [name for name in spmd.__all__ if not hasattr(spmd, name)] == []
+    assert [] == [name for name in spmd.__all__ if not hasattr(spmd, name)]
 
 
 def test_import_takes_little_longer_than_torch():
@@ -51,12 +51,13 @@ def test_the_package_imports_only_what_it_declares():
             # The shared Hypothesis strategies are for tests, which install it.
             permitted = allowed | ({"hypothesis"} if "testing" in path.parts else set())
             foreign |= {(path.name, root) for root in roots - permitted - sys.stdlib_module_names}
-    assert foreign == set()
+    assert set() == foreign
 
 
 def test_constraints_pin_every_dependency_exactly():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+(; python_version >= \"3\.11\")?", line)] == []
+    pin = re.compile(r"[\w.-]+==[\w.]+(; python_version >= \"3\.11\")?")
+    assert [] == [line for line in lines if not pin.fullmatch(line)]
     pinned = {re.split("==", line)[0].lower() for line in lines}
     extras = [requirement for group in PROJECT["optional-dependencies"].values() for requirement in group]
     wanted = {re.split(r"[<>=]", requirement)[0] for requirement in PROJECT["dependencies"] + extras}
@@ -73,4 +74,4 @@ def test_wheel_holds_the_package_and_its_types(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "spmd").rglob("*.py")}
     assert sources | {"spmd/py.typed"} <= names
-    assert {name for name in names if not name.startswith(("spmd/", "spmd-"))} == set()
+    assert set() == {name for name in names if not name.startswith(("spmd/", "spmd-"))}

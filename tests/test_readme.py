@@ -50,7 +50,7 @@ def test_readme_shows_three_programs():
 
 def test_other_text_is_found():
     stale = "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
-    assert run_blocks(stale) == stale.replace("3", "2")
+    assert stale.replace("3", "2") == run_blocks(stale)
 
 
 if __name__ == "__main__":
