@@ -2,11 +2,13 @@
 
 A prefix is JAX's idea: a tree of specs that may stop early, and where it stops its spec holds for all leaves below. A
 leaf of a prefix is a `P` or a tuple of placements, one a mesh axis; a tuple of `P`s is a container. Trees are optree's:
-dicts, tuples, lists, namedtuples, registered classes; None is an empty subtree.
+dicts, tuples, lists, namedtuples; None is an empty subtree. A class of the user's is registered with optree for all of
+optree's users or in the namespace `"spmd"`, as `optree.dataclasses.dataclass(namespace="spmd")` does.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -20,6 +22,14 @@ from spmd.spec import DTensorSpec, P, TensorMeta
 
 SpecLike: TypeAlias = P | Sequence[Placement]
 """What users write for one tensor: a `P`, or one placement for each mesh axis."""
+
+NAMESPACE = "spmd"
+"""The optree namespace in which users register their own containers."""
+
+tree_flatten = functools.partial(optree.tree_flatten, namespace=NAMESPACE)
+tree_leaves = functools.partial(optree.tree_leaves, namespace=NAMESPACE)
+tree_map = functools.partial(optree.tree_map, namespace=NAMESPACE)
+tree_structure = functools.partial(optree.tree_structure, namespace=NAMESPACE)
 
 _TEXT_LIMIT = 300
 
@@ -54,7 +64,7 @@ def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSp
     >>> paths, leaves
     (["0['w']", '1'], [1, 2])
     """
-    accessors, leaves, structure = optree.tree_flatten_with_accessor(tree)
+    accessors, leaves, structure = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
     return [path_text(accessor) for accessor in accessors], leaves, structure
 
 
@@ -136,7 +146,7 @@ def structure_text(tree: Any) -> str:
             return _Text(str(TensorMeta.of(leaf)))
         return _Text(str(leaf) if isinstance(leaf, TensorMeta) else type(leaf).__name__)
 
-    return repr(optree.tree_map(show, tree))
+    return repr(tree_map(show, tree))
 
 
 class _Text(str):
@@ -159,12 +169,12 @@ class _MismatchError(Exception):
 
 def _broadcast(prefix: Any, tree: Any, accessor: optree.PyTreeAccessor) -> list[SpecLike]:
     if is_spec(prefix):
-        return [prefix] * optree.tree_structure(tree).num_leaves
+        return [prefix] * tree_structure(tree).num_leaves
     if prefix is None and tree is None:
         return []
-    if prefix is None or optree.tree_is_leaf(prefix):
+    if prefix is None or _is_leaf(prefix):
         raise _MismatchError(accessor, f"{_shorten(repr(prefix))} is not a spec. {_remedy(prefix)}")
-    if tree is None or optree.tree_is_leaf(tree):
+    if tree is None or _is_leaf(tree):
         raise _MismatchError(accessor, f"expected one spec for {structure_text(tree)} (got {_container(prefix)}).")
     wanted, given = _children(tree), _children(prefix)
     if not _same_container(prefix, tree) or wanted.keys() != given.keys():
@@ -175,9 +185,15 @@ def _broadcast(prefix: Any, tree: Any, accessor: optree.PyTreeAccessor) -> list[
     return specs
 
 
+def _is_leaf(node: Any) -> bool:
+    return optree.tree_is_leaf(node, namespace=NAMESPACE)
+
+
 def _children(node: Any) -> dict[Any, tuple[optree.PyTreeEntry, Any]]:
     """The children of one container with their entries, by key, in optree's order."""
-    accessors, children, _ = optree.tree_flatten_with_accessor(node, is_leaf=lambda item: item is not node)
+    accessors, children, _ = optree.tree_flatten_with_accessor(
+        node, is_leaf=lambda item: item is not node, namespace=NAMESPACE
+    )
     entries = [accessor[0] for accessor in accessors]
     return {entry.entry: (entry, child) for entry, child in zip(entries, children, strict=True)}
 
