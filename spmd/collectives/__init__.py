@@ -1,0 +1,32 @@
+"""Collectives between the ranks of a mesh: JAX's public functions, and the primitives underneath."""
+
+from spmd.collectives.environment import axis_environment, axis_size
+from spmd.collectives.functional import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+    shard_offset,
+)
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "axis_environment",
+    "axis_index",
+    "axis_size",
+    "pcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "shard_offset",
+]

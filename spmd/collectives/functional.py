@@ -1,0 +1,285 @@
+"""The collectives that users call, with JAX's names and argument order, on pytrees of tensors.
+
+`axis_name` is a mesh axis or a tuple of them, taken together with the first one major. Differentiation is described in
+`spmd.collectives.primitives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
+from spmd.collectives.environment import axis_size, resolve_axes
+from spmd.errors import SpmdError
+
+AxisName: TypeAlias = str | Sequence[str]
+Tree = TypeVar("Tree")
+
+_ops = torch.ops.spmd
+
+
+def psum(x: Tree, axis_name: AxisName) -> Tree:
+    """The sum of `x` over the ranks along `axis_name`, on all of them; `jax.lax.psum`.
+
+    Booleans are summed as int64. A Python number is the same on all ranks: `psum(1, axis)` is the axis size.
+
+    Args:
+        x: a pytree of tensors, of equal shapes on all ranks, or Python numbers.
+        axis_name: one or several mesh axes.
+
+    Raises:
+        SpmdError: an axis that is unknown here, or a leaf that is neither a tensor nor a number.
+
+    >>> from spmd.collectives import axis_environment
+    >>> with axis_environment({"data": 2}):
+    ...     psum({"count": 3}, "data")
+    {'count': 6}
+    """
+    size = axis_size(axis_name)
+    return _reduce("psum", "sum", x, axis_name, lambda number: number * size)
+
+
+def pmean(x: Tree, axis_name: AxisName) -> Tree:
+    """The mean of `x` over the ranks along `axis_name`, on all of them; integers give floats; `jax.lax.pmean`.
+
+    Arguments and errors are those of `psum`.
+    """
+    size = axis_size(axis_name)
+    return optree.tree_map(lambda total: total / size, psum(x, axis_name))  # type: ignore[arg-type, return-value]
+
+
+def pmax(x: Tree, axis_name: AxisName) -> Tree:
+    """The elementwise maximum of `x` over the ranks along `axis_name`, on all of them; `jax.lax.pmax`.
+
+    Its gradient goes, in equal parts, to the elements that equal the maximum. Arguments and errors are those of `psum`.
+    """
+    return _reduce("pmax", "max", x, axis_name, lambda number: number)
+
+
+def pmin(x: Tree, axis_name: AxisName) -> Tree:
+    """The elementwise minimum of `x` over the ranks along `axis_name`, on all of them; `jax.lax.pmin`.
+
+    Its gradient goes, in equal parts, to the elements that equal the minimum. Arguments and errors are those of `psum`.
+    """
+    return _reduce("pmin", "min", x, axis_name, lambda number: number)
+
+
+def pcast(x: Tree, axis_name: AxisName, *, to: Literal["varying"] = "varying") -> Tree:
+    """`x` itself, taken from now on as a value that may differ between the ranks along `axis_name`; `jax.lax.pcast`.
+
+    Its gradient is summed over those ranks: a rank's part of it is only the effect of that rank's copy.
+
+    Raises:
+        SpmdError: an axis that is unknown here, a leaf that is no tensor, or a `to` other than `"varying"`.
+    """
+    if to != "varying":
+        raise SpmdError(f"pcast: 'to' must be 'varying' (got {to!r}).")
+    axes, _ = resolve_axes(axis_name)
+    return _map("pcast", lambda leaf: _ops.pcast(leaf, axes) if axes else leaf, x)
+
+
+def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, size: int | None = None) -> Tree:
+    """The values of `x` on all ranks along `axis_name`, stacked or joined, on all of them; `jax.lax.all_gather`.
+
+    Args:
+        x: a pytree of tensors.
+        axis_name: one or several mesh axes.
+        axis: the dim of the result along which values are stacked or joined.
+        tiled: join along the existing dim `axis` instead of stacking along a new one.
+        size: the length of dim `axis` in a tiled result, if the ranks hold its uneven chunks, as `torch.chunk` cuts a
+            dim of that length. By default chunks have equal lengths.
+
+    Raises:
+        SpmdError: an axis that is unknown here, a dim out of range, or a size without `tiled`.
+
+    >>> from spmd.collectives import axis_environment
+    >>> with axis_environment({"data": 4}):
+    ...     all_gather(torch.empty(2, 3, device="meta"), "data", axis=1, tiled=True).shape
+    torch.Size([2, 12])
+    """
+    axes, _ = resolve_axes(axis_name)
+    if size is not None and not tiled:
+        raise SpmdError(f"all_gather: 'size' is for tiled=True only (got size={size}).")
+    count = axis_size(axes)
+
+    def gather(leaf: Tensor) -> Tensor:
+        dim = _dim("all_gather", "axis", axis, leaf.ndim + (not tiled))
+        leaf = leaf if tiled else leaf.unsqueeze(dim)
+        length = leaf.shape[dim] * count if size is None else size
+        return _ops.all_gather(leaf, dim, length, axes)
+
+    return _map("all_gather", gather, x)
+
+
+def psum_scatter(
+    x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, tiled: bool = False, size: int | None = None
+) -> Tree:
+    """This rank's part of the sum of `x` over the ranks along `axis_name`; `jax.lax.psum_scatter`.
+
+    Args:
+        x: a pytree of tensors, of equal shapes on all ranks.
+        axis_name: one or several mesh axes.
+        scatter_dimension: the dim that is cut.
+        tiled: keep the dim, cut to a chunk, instead of removing it; if False its length must be the number of ranks.
+        size: the length of this rank's chunk, if it is uneven (as `torch.chunk` cuts). By default chunks have equal
+            lengths.
+
+    Raises:
+        SpmdError: an axis that is unknown here, a dim out of range, or a length that does not fit.
+
+    >>> from spmd.collectives import axis_environment
+    >>> with axis_environment({"data": 4}):
+    ...     psum_scatter(torch.empty(8, 3, device="meta"), "data", tiled=True).shape
+    torch.Size([2, 3])
+    """
+    axes, _ = resolve_axes(axis_name)
+    if size is not None and not tiled:
+        raise SpmdError(f"psum_scatter: 'size' is for tiled=True only (got size={size}).")
+    count = axis_size(axes)
+
+    def scatter(leaf: Tensor) -> Tensor:
+        dim = _dim("psum_scatter", "scatter_dimension", scatter_dimension, leaf.ndim)
+        if size is None:
+            _check_split("psum_scatter", leaf, dim, count, tiled)
+        leaf = leaf.to(torch.int64) if leaf.dtype == torch.bool else leaf
+        result = _ops.reduce_scatter(leaf, "sum", dim, leaf.shape[dim] // count if size is None else size, axes)
+        return result if tiled else result.squeeze(dim)
+
+    return _map("psum_scatter", scatter, x)
+
+
+def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Tree:
+    """Cut `split_axis`, send the i-th piece to the i-th rank, and stack or join what comes; `jax.lax.all_to_all`.
+
+    Args:
+        x: a pytree of tensors, of equal shapes on all ranks.
+        axis_name: one or several mesh axes.
+        split_axis: the dim of `x` that is cut, evenly.
+        concat_axis: the dim of the result along which the pieces are stacked or joined, in the order of the ranks.
+        tiled: cut and join existing dims instead of removing the one, whose length must be the number of ranks, and
+            adding the other.
+
+    Raises:
+        SpmdError: an axis that is unknown here, a dim out of range, or a length that does not divide.
+
+    >>> from spmd.collectives import axis_environment
+    >>> with axis_environment({"data": 4}):
+    ...     all_to_all(torch.empty(8, 3, device="meta"), "data", 0, 1, tiled=True).shape
+    torch.Size([2, 12])
+    """
+    axes, _ = resolve_axes(axis_name)
+    count = axis_size(axes)
+
+    def exchange(leaf: Tensor) -> Tensor:
+        split = _dim("all_to_all", "split_axis", split_axis, leaf.ndim)
+        concat = _dim("all_to_all", "concat_axis", concat_axis, leaf.ndim)
+        _check_split("all_to_all", leaf, split, count, tiled)
+        if not tiled:
+            pieces = _ops.all_to_all(leaf.movedim(split, 0).unsqueeze(1), 0, 1, 1, count, axes)
+            return pieces.squeeze(0).movedim(0, concat)
+        if split == concat:
+            pieces = leaf.unflatten(split, (count, -1)).movedim(split, 0).unsqueeze(1)
+            return _ops.all_to_all(pieces, 0, 1, 1, count, axes).squeeze(0).movedim(0, split).flatten(split, split + 1)
+        return _ops.all_to_all(leaf, split, concat, leaf.shape[split] // count, leaf.shape[concat] * count, axes)
+
+    return _map("all_to_all", exchange, x)
+
+
+def ppermute(x: Tree, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -> Tree:
+    """Send `x` from rank to rank; a rank to which nothing is sent gets zeros; `jax.lax.ppermute`.
+
+    Args:
+        x: a pytree of tensors, of equal shapes on all ranks.
+        axis_name: one or several mesh axes.
+        perm: pairs (source, destination) of indices along `axis_name`; no source and no destination twice.
+
+    Raises:
+        SpmdError: an axis that is unknown here, or an index that is out of range or there twice.
+
+    >>> from spmd.collectives import axis_environment
+    >>> with axis_environment({"data": 2}):
+    ...     ppermute(torch.empty(3, device="meta"), "data", [(0, 1), (1, 0)]).shape
+    torch.Size([3])
+    """
+    axes, _ = resolve_axes(axis_name)
+    count = axis_size(axes)
+    sources = [-1] * count
+    for source, destination in perm:
+        if not (0 <= source < count and 0 <= destination < count):
+            raise SpmdError(f"ppermute: perm must hold indices in 0..{count - 1} (got {(source, destination)}).")
+        if sources[destination] >= 0 or source in sources:
+            raise SpmdError(f"ppermute: a source or destination is there twice in perm={list(perm)}.")
+        sources[destination] = source
+    return _map("ppermute", lambda leaf: _ops.permute(leaf, sources, list(leaf.shape), axes), x)
+
+
+def axis_index(axis_name: AxisName) -> Tensor:
+    """This rank's index along `axis_name`, a 0-d int64 tensor; `jax.lax.axis_index`.
+
+    Raises:
+        SpmdError: an axis that is unknown here.
+    """
+    return _ops.axis_index(resolve_axes(axis_name)[0])
+
+
+def shard_offset(size: int, axis_name: AxisName) -> Tensor:
+    """Where this rank's chunk starts of a dim of length `size` sharded over `axis_name`, a 0-d int64 tensor.
+
+    Chunks are nested in the order of the axes, uneven or empty, as those of a `DTensorSpec`.
+
+    Raises:
+        SpmdError: an axis that is unknown here.
+    """
+    return _ops.shard_offset(size, resolve_axes(axis_name)[0])
+
+
+def _reduce(name: str, op: str, x: Tree, axis_name: AxisName, number: Callable[[Any], Any]) -> Tree:
+    axes, _ = resolve_axes(axis_name)
+
+    def reduce(leaf: Any) -> Any:
+        if isinstance(leaf, (bool, int, float, complex)):
+            return number(leaf)
+        _check_tensor(name, leaf)
+        if op == "sum" and leaf.dtype == torch.bool:
+            leaf = leaf.to(torch.int64)
+        return _ops.all_reduce(leaf, op, axes) if axes else leaf
+
+    return optree.tree_map(reduce, x)  # type: ignore[arg-type, return-value]
+
+
+def _map(name: str, function: Callable[[Tensor], Tensor], x: Tree) -> Tree:
+    def apply(leaf: Any) -> Tensor:
+        _check_tensor(name, leaf)
+        return function(leaf)
+
+    return optree.tree_map(apply, x)  # type: ignore[arg-type, return-value]
+
+
+def _check_tensor(name: str, leaf: Any) -> None:
+    if not isinstance(leaf, Tensor):
+        raise SpmdError(f"{name}: every leaf of 'x' must be a tensor (got {type(leaf).__name__}).")
+
+
+def _dim(name: str, argument: str, dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise SpmdError(f"{name}: {argument!r} must lie in {-ndim}..{ndim - 1} (got {dim}).")
+    return dim % ndim
+
+
+def _check_split(name: str, leaf: Tensor, dim: int, count: int, tiled: bool) -> None:
+    length = leaf.shape[dim]
+    if tiled and length % count:
+        raise SpmdError(
+            f"{name}: dim {dim} of {list(leaf.shape)} must divide into {count} equal chunks. Pad it, or use "
+            "psum_scatter with size=..."
+        )
+    if not tiled and length != count:
+        raise SpmdError(
+            f"{name}: dim {dim} of {list(leaf.shape)} must have the length {count}, the number of ranks. Pass "
+            "tiled=True to cut it into chunks."
+        )

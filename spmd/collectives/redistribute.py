@@ -1,0 +1,151 @@
+"""From one spec to another: the sequence of collectives, as data that can be priced, lowered and run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from spmd.collectives import virtual
+from spmd.collectives.moves import Layout, Move, cheapest_moves, permutation_sources, strip_trivial
+from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.errors import ShardingError
+from spmd.mesh import Coordinate
+from spmd.placement import Reduction
+from spmd.spec import DTensorSpec
+
+__all__ = ["Step", "StepKind", "redistribute_shards", "redistribution"]
+
+
+@attrs.frozen
+class Step:
+    """One primitive of a redistribution.
+
+    Args:
+        kind: which one.
+        axes: the mesh axes that it works along, major first.
+        source, target: the specs before and after. Axes of size 1 may be missing between the steps of a sequence.
+        dims: the tensor dims that it changes: `(dim,)`, or `(split_dim, concat_dim)` of an all_to_all; none for others.
+        op: the reduction of an all_reduce, reduce_scatter or to_partial.
+    """
+
+    kind: StepKind
+    axes: tuple[str, ...]
+    source: DTensorSpec
+    target: DTensorSpec
+    dims: tuple[int, ...] = ()
+    op: Reduction | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks communicate."""
+        return self.kind.is_collective
+
+    @property
+    def bytes(self) -> float:
+        """Bytes sent per rank by the ring algorithm, for the largest shard; 0 for a local step."""
+        whole = self.target if self.kind is StepKind.ALL_GATHER else self.source
+        return ring_bytes(self.kind, self.source.mesh.axis_size(self.axes), whole.local_bytes())
+
+    @property
+    def primitive(self) -> torch._ops.OpOverload:
+        """The operator, `torch.ops.spmd.<kind>.default`."""
+        return getattr(torch.ops.spmd, self.kind.value).default
+
+    def arguments(self, coordinate: Coordinate) -> tuple[Any, ...]:
+        """The primitive's arguments after the tensor, for the rank at `coordinate`."""
+        shape, axes = self.target.local_shape(coordinate), list(self.axes)
+        if self.kind in (StepKind.ALL_REDUCE, StepKind.TO_PARTIAL):
+            return (self.op, axes)
+        if self.kind is StepKind.REDUCE_SCATTER:
+            return (self.op, self.dims[0], shape[self.dims[0]], axes)
+        if self.kind is StepKind.ALL_TO_ALL:
+            split_dim, concat_dim = self.dims
+            return (split_dim, concat_dim, shape[split_dim], shape[concat_dim], axes)
+        if self.kind is StepKind.PERMUTE:
+            sources = permutation_sources(self.source.mesh, self.axes, self.source.dims, self.target.dims)
+            return (list(sources), list(shape), axes)
+        return (self.dims[0], shape[self.dims[0]], axes)
+
+    def apply(self, x: Tensor, coordinate: Coordinate) -> Tensor:
+        """Call the primitive on `x`, the shard of the rank at `coordinate` under `source`; gives its shard of `target`.
+
+        Inside a trace, or on fake or meta tensors; the virtual runtime runs all ranks together.
+        """
+        return self.primitive(x, *self.arguments(coordinate))
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}[{', '.join(self.axes)}]: {self.source.pspec!r} -> {self.target.pspec!r}"
+
+
+@lru_cache(maxsize=65536)
+def redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step, ...]:
+    """The steps that take a value from one spec to another, sending the fewest bytes per rank.
+
+    A change along one axis is one step: Partial to Shard a reduce_scatter, Partial to Replicate an all_reduce, Shard to
+    Replicate an all_gather, Shard to Shard an all_to_all; Replicate to Shard and to Partial are local. Equal specs
+    need none, and neither do changes along axes of size 1 only.
+
+    Raises:
+        ShardingError: specs of different meshes or metas.
+
+    >>> from spmd.mesh import make_mesh
+    >>> from spmd.spec import P, TensorMeta
+    >>> mesh, meta = make_mesh({"x": 2}, runtime="virtual"), TensorMeta((4, 4), torch.float32)
+    >>> partial = DTensorSpec.make(mesh, P(partial={"x": "sum"}), meta)
+    >>> [str(step) for step in redistribution(partial, DTensorSpec.make(mesh, P("x"), meta))]
+    ["reduce_scatter[x]: P(partial={'x': 'sum'}) -> P('x')"]
+    """
+    if source.mesh != target.mesh or source.meta != target.meta:
+        raise ShardingError(
+            f"Only the spec of a value can change, not its mesh, shape or dtype (got {source} on {source.mesh}, "
+            f"expected {target.meta} on {target.mesh})."
+        )
+    start, goal = (strip_trivial(spec.mesh, Layout(spec.dims, spec.partial)) for spec in (source, target))
+    steps = []
+    here = source
+    moves = cheapest_moves(source.mesh, source.meta, start, goal)
+    for index, move in enumerate(moves):
+        there = target if index == len(moves) - 1 else _spec_after(source, move)
+        steps.append(Step(move.kind, move.axes, here, there, move.dims, move.op))
+        here = there
+    return tuple(steps)
+
+
+def _spec_after(source: DTensorSpec, move: Move) -> DTensorSpec:
+    return DTensorSpec(source.mesh, move.result.dims, move.result.partial, source.meta)
+
+
+def redistribute_shards(shards: Sequence[Tensor], source: DTensorSpec, target: DTensorSpec) -> tuple[Tensor, ...]:
+    """Redistribute a value whose shards are all in this process.
+
+    Args:
+        shards: the shard of every rank under `source`, in rank order.
+        source, target: specs of one mesh, shape and dtype.
+
+    Returns:
+        The shard of every rank under `target`, in rank order; read-only, since ranks may share a tensor.
+
+    Raises:
+        ShardingError: specs of different meshes or metas, or a wrong number of shards.
+
+    >>> from spmd.mesh import make_mesh
+    >>> from spmd.spec import P, TensorMeta
+    >>> mesh, meta = make_mesh({"x": 2}, runtime="virtual"), TensorMeta((2,), torch.int64)
+    >>> source, target = DTensorSpec.make(mesh, P("x"), meta), DTensorSpec.make(mesh, P(), meta)
+    >>> redistribute_shards([torch.tensor([1]), torch.tensor([2])], source, target)
+    (tensor([1, 2]), tensor([1, 2]))
+    """
+    mesh = source.mesh
+    if len(shards) != mesh.size:
+        raise ShardingError(f"Expected one shard for each of the {mesh.size} ranks of {mesh} (got {len(shards)}).")
+    for step in redistribution(source, target):
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+            ((x, *step.arguments(where)), {}) for x, where in zip(shards, mesh.coordinates(), strict=True)
+        ]
+        shards = virtual.run(step.primitive, mesh, calls)
+    return tuple(shards)

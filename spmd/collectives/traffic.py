@@ -1,0 +1,149 @@
+"""How many bytes collectives send: closed forms of the ring algorithms, and a count of what a run really sends.
+
+The two are computed independently, so that one checks the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from enum import Enum
+
+import attrs
+from torch import Tensor
+
+from spmd.spec import chunk_bounds
+
+
+class StepKind(Enum):
+    """What a step of a redistribution does; the value is the name of its primitive."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    PERMUTE = "permute"
+    SHARD = "shard"
+    TO_PARTIAL = "to_partial"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks communicate."""
+        return self not in (StepKind.SHARD, StepKind.TO_PARTIAL)
+
+
+def ring_bytes(kind: StepKind, ranks: int, nbytes: float) -> float:
+    """Bytes that each rank sends when `ranks` ranks run a collective by the ring algorithm.
+
+    Args:
+        kind: the collective; steps without communication send nothing.
+        ranks: the size of a group.
+        nbytes: bytes of the result for an all_gather, of the argument for all others, on one rank.
+
+    Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005).
+
+    >>> ring_bytes(StepKind.ALL_REDUCE, 4, 1000), ring_bytes(StepKind.ALL_GATHER, 4, 1000)
+    (1500.0, 750.0)
+    """
+    if ranks == 1 or not kind.is_collective:
+        return 0.0
+    if kind is StepKind.PERMUTE:
+        return float(nbytes)
+    rounds = 2 if kind is StepKind.ALL_REDUCE else 1
+    return rounds * (ranks - 1) * nbytes / ranks
+
+
+@attrs.frozen
+class Transfer:
+    """One collective that ran: its primitive's name, its axes, and the bytes that each rank sent, in rank order."""
+
+    kind: str
+    axes: tuple[str, ...]
+    sent: tuple[int, ...]
+
+
+@attrs.define
+class Traffic:
+    """The collectives that ran inside a `record_traffic` block, in order."""
+
+    transfers: list[Transfer] = attrs.field(factory=list)
+
+    def record(self, kind: str, axes: Sequence[str], sent: Sequence[int]) -> None:
+        """Add a collective that ran, and the bytes that each rank sent."""
+        self.transfers.append(Transfer(kind, tuple(axes), tuple(sent)))
+
+    def sent(self, kind: str | None = None) -> float:
+        """Bytes sent per rank, the mean over ranks, by collectives of one kind or by all."""
+        chosen = [transfer for transfer in self.transfers if kind in (None, transfer.kind)]
+        return math.fsum(sum(transfer.sent) / len(transfer.sent) for transfer in chosen)
+
+
+_traffic: ContextVar[Traffic | None] = ContextVar("spmd_traffic", default=None)
+
+
+@contextlib.contextmanager
+def record_traffic() -> Iterator[Traffic]:
+    """Count the bytes that collectives of the virtual runtime send inside the `with` block.
+
+    >>> with record_traffic() as traffic:
+    ...     pass
+    >>> traffic.sent()
+    0.0
+    """
+    traffic = Traffic()
+    token = _traffic.set(traffic)
+    try:
+        yield traffic
+    finally:
+        _traffic.reset(token)
+
+
+def active_traffic() -> Traffic | None:
+    """The record of the innermost `record_traffic` block, if there is one."""
+    return _traffic.get()
+
+
+def sent_bytes(kind: str, arguments: Sequence[tuple], results: Sequence[Tensor]) -> list[int]:
+    """Bytes that each rank of one group sends, played through round by round on the tensors that the ranks hold.
+
+    Args:
+        kind: the primitive's name.
+        arguments: the primitive's arguments on each rank of the group.
+        results: its result on each rank.
+    """
+    inputs: list[Tensor] = [rank_arguments[0] for rank_arguments in arguments]
+    ranks = range(len(inputs))
+    if kind == "all_reduce":
+        numel = inputs[0].numel()
+        bounds = [chunk_bounds(numel, (len(inputs),), (index,)) for index in ranks]
+        blocks = [(stop - start) * inputs[0].element_size() for start, stop in bounds]
+        return [a + b for a, b in zip(_scatter_ring(blocks), _gather_ring(blocks), strict=True)]
+    if kind == "all_gather":
+        return _gather_ring([x.nbytes for x in inputs])
+    if kind == "reduce_scatter":
+        return _scatter_ring([result.nbytes for result in results])
+    if kind == "all_to_all":
+        return [_exchange_sent(rank, arguments) for rank in ranks]
+    sources = list(arguments[0][1])
+    return [x.nbytes * sum(source == rank != to for to, source in enumerate(sources)) for rank, x in enumerate(inputs)]
+
+
+def _gather_ring(blocks: Sequence[int]) -> list[int]:
+    """In round t, rank i hands the block of rank i - t on to rank i + 1."""
+    count = len(blocks)
+    return [sum(blocks[(rank - t) % count] for t in range(count - 1)) for rank in range(count)]
+
+
+def _scatter_ring(blocks: Sequence[int]) -> list[int]:
+    """In round t, rank i hands its partial sum of the block of rank i - 1 - t on to rank i + 1."""
+    count = len(blocks)
+    return [sum(blocks[(rank - 1 - t) % count] for t in range(count - 1)) for rank in range(count)]
+
+
+def _exchange_sent(rank: int, arguments: Sequence[tuple]) -> int:
+    """What a rank of an all_to_all holds of the chunks of the others; argument 3 is the length of each one's chunk."""
+    x, split_dim = arguments[rank][:2]
+    row = x.nbytes // x.shape[split_dim] if x.shape[split_dim] else 0
+    return sum(row * chunk[3] for other, chunk in enumerate(arguments) if other != rank)

@@ -1,0 +1,231 @@
+"""The primitives as pure functions over all ranks at once: what the virtual runtime executes.
+
+Reductions run in rank order, so results do not depend on scheduling. Values are read-only, and ranks may share one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
+from spmd.collectives.traffic import active_traffic, sent_bytes
+from spmd.errors import DivergenceError, SpmdError
+from spmd.mesh import Mesh
+from spmd.spec import chunk_bounds
+
+Arguments: TypeAlias = tuple[Any, ...]
+
+
+@attrs.frozen(cache_hash=True)
+class Group:
+    """Ranks that communicate: their numbers in the order of their index along axes of the given sizes."""
+
+    ranks: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def bounds(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Start and stop of every rank's chunk of a dim of this length."""
+        return _bounds(length, self.sizes)
+
+
+@lru_cache(maxsize=4096)
+def _bounds(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(chunk_bounds(length, sizes, index) for index in itertools.product(*map(range, sizes)))
+
+
+@lru_cache(maxsize=4096)
+def _groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Group, ...]:
+    sizes = tuple(mesh.axis_size(axis) for axis in axes)
+    return tuple(Group(ranks, sizes) for ranks in mesh.groups(axes))
+
+
+def neutral_value(op: str, dtype: torch.dtype) -> bool | int | float:
+    """The number that a reduction by `op` ignores: 0 for sum, the dtype's least for max, its greatest for min.
+
+    >>> neutral_value("max", torch.float32), neutral_value("min", torch.uint8), neutral_value("min", torch.bool)
+    (-inf, 255, True)
+    """
+    if op == "sum":
+        return False if dtype == torch.bool else 0
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max
+
+
+_COMBINE: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+)
+
+
+def _reduce(op: str, tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0].contiguous()
+    combine = _COMBINE[op]
+    total = combine(tensors[0], tensors[1])
+    for tensor in tensors[2:]:
+        combine(total, tensor, out=total)
+    return total.contiguous()
+
+
+def _equal_shapes(calls: Sequence[Arguments]) -> list[Tensor]:
+    """The tensors of the calls; an error if their shapes differ, which torch would broadcast."""
+    tensors = [arguments[0] for arguments in calls]
+    shapes = {tensor.shape for tensor in tensors}
+    if len(shapes) != 1:
+        raise DivergenceError(
+            f"Ranks hold different shapes in one collective: {sorted(map(tuple, shapes))}. Expected equal ones."
+        )
+    return tensors
+
+
+def _all_reduce(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    return [_reduce(calls[0][1], _equal_shapes(calls))] * len(calls)
+
+
+def _pcast(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    return [arguments[0] for arguments in calls]
+
+
+def _all_gather(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    _, dim, size, _ = calls[0]
+    tensors = [arguments[0] for arguments in calls]
+    found = [tensor.shape[dim] for tensor in tensors]
+    if found != [stop - start for start, stop in group.bounds(size)]:
+        raise DivergenceError(f"all_gather: ranks hold {found} of dim {dim}, not the chunks of its length {size}.")
+    return [torch.cat(tensors, dim).contiguous()] * len(calls)
+
+
+def _reduce_scatter(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    _, op, dim, _, _ = calls[0]
+    tensors = _equal_shapes(calls)
+    chunks = group.bounds(tensors[0].shape[dim])
+    return [_reduce(op, [tensor.narrow(dim, start, stop - start) for tensor in tensors]) for start, stop in chunks]
+
+
+def _all_to_all(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    _, split_dim, concat_dim, *_ = calls[0]
+    tensors = [arguments[0] for arguments in calls]
+    chunks = group.bounds(tensors[0].shape[split_dim])
+    return [
+        torch.cat([tensor.narrow(split_dim, start, stop - start) for tensor in tensors], concat_dim).contiguous()
+        for start, stop in chunks
+    ]
+
+
+def _permute(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    results = []
+    for index, (x, sources, shape, _) in enumerate(calls):
+        source = sources[index]
+        results.append(calls[source][0].contiguous() if source >= 0 else x.new_zeros(shape))
+    return results
+
+
+def _shard(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    results = []
+    for index, (x, dim, _, _) in enumerate(calls):
+        start, stop = group.bounds(x.shape[dim])[index]
+        results.append(x.narrow(dim, start, stop - start).contiguous())
+    return results
+
+
+def _to_partial(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    x, op, _ = calls[0]
+    neutral = torch.full_like(x, neutral_value(op, x.dtype), memory_format=torch.contiguous_format)
+    return [x.contiguous()] + [neutral] * (len(calls) - 1)
+
+
+def _axis_index(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    return [torch.tensor(index) for index in range(len(calls))]
+
+
+def _shard_offset(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    return [torch.tensor(group.bounds(size)[index][0]) for index, (size, _) in enumerate(calls)]
+
+
+KERNELS: Mapping[torch._ops.OpOverload, Callable[[Group, Sequence[Arguments]], list[Tensor]]] = MappingProxyType(
+    {
+        torch.ops.spmd.all_reduce.default: _all_reduce,
+        torch.ops.spmd.pcast.default: _pcast,
+        torch.ops.spmd.all_gather.default: _all_gather,
+        torch.ops.spmd.all_gather_invariant.default: _all_gather,
+        torch.ops.spmd.reduce_scatter.default: _reduce_scatter,
+        torch.ops.spmd.all_to_all.default: _all_to_all,
+        torch.ops.spmd.permute.default: _permute,
+        torch.ops.spmd.shard.default: _shard,
+        torch.ops.spmd.to_partial.default: _to_partial,
+        torch.ops.spmd.axis_index.default: _axis_index,
+        torch.ops.spmd.shard_offset.default: _shard_offset,
+    }
+)
+"""What the ranks of one group compute together: their calls' arguments in, their results out, both in group order."""
+
+_TRAFFIC_KINDS: Mapping[torch._ops.OpOverload, str] = MappingProxyType(
+    {
+        torch.ops.spmd.all_reduce.default: "all_reduce",
+        torch.ops.spmd.all_gather.default: "all_gather",
+        torch.ops.spmd.all_gather_invariant.default: "all_gather",
+        torch.ops.spmd.reduce_scatter.default: "reduce_scatter",
+        torch.ops.spmd.all_to_all.default: "all_to_all",
+        torch.ops.spmd.permute.default: "permute",
+    }
+)
+
+
+def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, Mapping[str, Any]]]) -> list[Tensor]:
+    """Run one primitive on every rank of a mesh.
+
+    Args:
+        op: a primitive, `torch.ops.spmd.<name>.default`.
+        mesh: the mesh.
+        calls: the arguments and keyword arguments of each rank's call, in rank order.
+
+    Returns:
+        Each rank's result, in rank order; contiguous, read-only, possibly one tensor on several ranks.
+
+    Raises:
+        SpmdError: an operator that is no primitive.
+        DivergenceError: arguments that do not fit together.
+
+    >>> from spmd.mesh import make_mesh
+    >>> mesh = make_mesh({"data": 2}, runtime="virtual")
+    >>> run(torch.ops.spmd.all_reduce.default, mesh, [((torch.tensor(x), "sum", ["data"]), {}) for x in (1, 2)])
+    [tensor(3), tensor(3)]
+    """
+    if op not in KERNELS:
+        raise SpmdError(f"{op} is not a collective primitive. Expected one of {', '.join(map(str, KERNELS))}.")
+    arguments = [_positional(op, args, kwargs) if kwargs else tuple(args) for args, kwargs in calls]
+    if len(arguments) != mesh.size:
+        raise SpmdError(f"{op} needs one call for each of the {mesh.size} ranks of {mesh} (got {len(arguments)}).")
+    axes = tuple(arguments[0][-1])
+    if any(tuple(rank_arguments[-1]) != axes for rank_arguments in arguments):
+        raise DivergenceError(f"{op} runs over different axes on different ranks of {mesh}. Expected {axes} on all.")
+    kernel, kind, traffic = KERNELS[op], _TRAFFIC_KINDS.get(op), active_traffic()
+    results: list[Tensor] = [arguments[0][0]] * mesh.size
+    sent = [0] * mesh.size
+    for group in _groups(mesh, axes):
+        members = [arguments[rank] for rank in group.ranks]
+        outputs = kernel(group, members)
+        for rank, output in zip(group.ranks, outputs, strict=True):
+            results[rank] = output
+        if traffic is not None and kind is not None:
+            for rank, count in zip(group.ranks, sent_bytes(kind, members, outputs), strict=True):
+                sent[rank] = count
+    if traffic is not None and kind is not None:
+        traffic.record(kind, axes, sent)
+    return results
+
+
+def _positional(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    rest = op._schema.arguments[len(args) :]
+    return (*args, *(kwargs[argument.name] for argument in rest))
