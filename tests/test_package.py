@@ -1,6 +1,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -69,7 +70,11 @@ def test_constraints_pin_every_dependency_exactly():
 def test_wheel_holds_the_package_and_its_types(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    subprocess.run([*command, "--wheel-dir", tmp_path, ROOT], check=True, env=environment)
+    source = tmp_path / "source"  # a copy: building leaves files beside the sources
+    shutil.copytree(ROOT / "spmd", source / "spmd", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([*command, "--wheel-dir", tmp_path, source], check=True, env=environment)
     (wheel,) = tmp_path.glob("spmd-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "spmd").rglob("*.py")}
