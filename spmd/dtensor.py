@@ -1,0 +1,332 @@
+"""The value that jitted functions take and give: a global tensor as the shards that this process holds."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, SupportsIndex
+
+import optree
+import torch
+
+from spmd.collectives.redistribute import redistribute_shards
+from spmd.errors import MeshError, ShardingError
+from spmd.mesh import Coordinate, Mesh, Runtime, current_mesh
+from spmd.placement import Placement, combine, neutral_element
+from spmd.spec import DTensorSpec, P, TensorMeta
+from spmd.tree import SpecLike, flatten_with_paths, leaf_specs, make_spec
+
+aten = torch.ops.aten
+
+
+class DTensor(torch.Tensor):
+    """A global tensor on a mesh: a spec, and the shards that this process holds.
+
+    Shape, dtype and device are those of the global tensor. It is an immutable value that carries no gradient: make one
+    with `distribute` or `DTensor.from_local`, compute on it in a function under `spmd.jit`, and read it by
+    `full_tensor()`, `shards`, or, if it has one element that every rank holds, `item()`.
+
+    The idea is JAX's global `jax.Array`; the name is torch's.
+
+    >>> from spmd.mesh import make_mesh
+    >>> mesh = make_mesh({"data": 2}, runtime="virtual")
+    >>> x = distribute(torch.arange(3), P("data"), mesh)
+    >>> x
+    DTensor(i64[3] P('data') on Mesh(data=2), shards [2] [1])
+    >>> x.shards, x.full_tensor()
+    ((tensor([0, 1]), tensor([2])), tensor([0, 1, 2]))
+    """
+
+    __slots__ = ("_shards", "_spec")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _spec: DTensorSpec
+    _shards: tuple[torch.Tensor, ...]
+
+    def __new__(cls, *args: object, **kwargs: object) -> DTensor:
+        """Refuse: a bare constructor would not validate."""
+        raise TypeError("DTensors are made by spmd.distribute(tensor, spec, mesh) or DTensor.from_local(...).")
+
+    @property
+    def spec(self) -> DTensorSpec:
+        """How the tensor lies on its mesh."""
+        return self._spec
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement for each mesh axis, in mesh order."""
+        return self._spec.placements
+
+    @property
+    def shards(self) -> tuple[torch.Tensor, ...]:
+        """The shards that this process holds, in rank order: on a virtual mesh those of all ranks.
+
+        They are the tensors themselves, not copies, and not to be written to.
+        """
+        return self._shards
+
+    def to_local(self) -> torch.Tensor:
+        """The only shard of a process that holds one.
+
+        Raises:
+            ShardingError: this process holds several ranks.
+        """
+        if len(self._shards) != 1:
+            raise ShardingError(
+                f"to_local() needs a process that holds one rank (got {len(self._shards)} ranks on {self.mesh}). "
+                "Use .shards[rank]."
+            )
+        return self._shards[0]
+
+    def full_tensor(self) -> torch.Tensor:
+        """The global tensor, assembled from its shards and reduced where it is partial; a new plain tensor."""
+        return _assemble(self._spec, self._shards)
+
+    def redistribute(self, spec: SpecLike) -> DTensor:
+        """The same global tensor under another spec: a `P`, or one placement for each mesh axis.
+
+        Raises:
+            ShardingError: the spec does not fit the mesh or the tensor.
+
+        >>> from spmd.mesh import make_mesh
+        >>> x = distribute(torch.arange(3), P("data"), make_mesh({"data": 2}, runtime="virtual"))
+        >>> x.redistribute(P()).shards
+        (tensor([0, 1, 2]), tensor([0, 1, 2]))
+        """
+        target = make_spec(self.mesh, spec, self._spec.meta, where="the tensor")
+        if target == self._spec:
+            return self
+        return wrap(target, tuple(redistribute_shards(self._shards, self._spec, target)))
+
+    @staticmethod
+    def from_local(
+        shards: torch.Tensor | Sequence[torch.Tensor],
+        mesh: Mesh,
+        spec: SpecLike,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> DTensor:
+        """A DTensor from the shards of this process, which are not copied.
+
+        Args:
+            shards: the shard of each rank in rank order; a process of one rank may give the shard itself.
+            mesh: the mesh.
+            spec: how the global tensor lies. Replicas are trusted to be equal.
+            shape: the global shape; by default what the shards add up to.
+
+        Raises:
+            ShardingError: a wrong number of shards, or a shard whose shape, dtype or device is not what the spec says;
+                the message names the rank.
+
+        >>> from spmd.mesh import make_mesh
+        >>> mesh = make_mesh({"data": 2}, runtime="virtual")
+        >>> DTensor.from_local([torch.zeros(2, 3), torch.zeros(1, 3)], mesh, P("data")).shape
+        torch.Size([3, 3])
+        """
+        held = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
+        coordinates = list(_held_coordinates(mesh))
+        if len(held) != len(coordinates):
+            raise ShardingError(
+                f"from_local needs one shard for each of the {len(coordinates)} ranks of {mesh} that this process "
+                f"holds (got {len(held)})."
+            )
+        for rank, shard in enumerate(held):
+            if not isinstance(shard, torch.Tensor) or isinstance(shard, DTensor):
+                raise ShardingError(f"Shard of rank {rank} must be a plain torch.Tensor (got {type(shard).__name__}).")
+        pspec = make_spec(mesh, spec, TensorMeta.of(held[0]), where="shard of rank 0").pspec
+        meta = TensorMeta(_global_shape(held, mesh, pspec) if shape is None else shape, held[0].dtype)
+        complete = make_spec(mesh, pspec, meta, where="global tensor")
+        for coordinate, shard in zip(coordinates, held, strict=True):
+            _check_shard(complete, coordinate, shard)
+        return wrap(complete, tuple(shard.detach() for shard in held))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves its own untyped
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer the few operators that only look; refuse the rest."""
+        if func in (aten.detach.default, aten.alias.default):
+            return wrap(args[0]._spec, args[0]._shards)
+        if func is aten._local_scalar_dense.default:
+            return _scalar(args[0])
+        arguments: Any = (args, dict(kwargs or {}))
+        value = next(leaf for leaf in optree.tree_leaves(arguments) if isinstance(leaf, DTensor))
+        raise ShardingError(
+            f"{func} was called on {value} outside spmd.jit. Put the computation in a function under spmd.jit, or take "
+            "the whole tensor by .full_tensor()."
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"DTensors are immutable (tried to set {name!r}).")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"DTensors are immutable (tried to delete {name!r}).")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's is untyped
+        shapes = [f"[{','.join(map(str, shard.shape))}]" for shard in self._shards]
+        counts = [(shape, len(list(group))) for shape, group in itertools.groupby(shapes)]
+        shown = " ".join(shape if count == 1 else f"{count}x{shape}" for shape, count in counts)
+        return f"DTensor({self._spec} on {self.mesh}, shards {shown})"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item(), format_spec) if format_spec else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        copied = wrap(self._spec, tuple(shard.clone() for shard in self._shards))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return wrap, (self._spec, self._shards)
+
+    # These methods of torch.Tensor reach for storage or autograd state, which a DTensor has none of, without any
+    # operator that __torch_dispatch__ would see; share_memory_ would even crash the interpreter.
+
+    def _refuse(self, *args: object, method: str, remedy: str, **kwargs: object) -> NoReturn:
+        raise ShardingError(f"{method}() was called on {self}. {remedy}")
+
+    _READ = "Take the whole tensor first: .full_tensor()."
+    _GRAD = "DTensors carry no gradient: differentiate with torch.func inside spmd.jit."
+    tolist = functools.partialmethod(_refuse, method="tolist", remedy=_READ)
+    numpy = functools.partialmethod(_refuse, method="numpy", remedy=_READ)
+    __dlpack__ = functools.partialmethod(_refuse, method="__dlpack__", remedy=_READ)
+    data_ptr = functools.partialmethod(_refuse, method="data_ptr", remedy=_READ)
+    share_memory_ = functools.partialmethod(_refuse, method="share_memory_", remedy=_READ)
+    backward = functools.partialmethod(_refuse, method="backward", remedy=_GRAD)
+    requires_grad_ = functools.partialmethod(_refuse, method="requires_grad_", remedy=_GRAD)
+    register_hook = functools.partialmethod(_refuse, method="register_hook", remedy=_GRAD)
+
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_set_spec = DTensor.__dict__["_spec"].__set__
+_set_shards = DTensor.__dict__["_shards"].__set__
+
+
+def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
+    """A DTensor of shards that are known to fit: the fast way for the transforms, which validates nothing."""
+    meta = spec.meta
+    value = _make_wrapper(DTensor, meta.shape, dtype=meta.dtype, device=spec.mesh.device)
+    _set_spec(value, spec)
+    _set_shards(value, shards)
+    return value
+
+
+def distribute(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
+    """Place the tensors of a pytree on a mesh.
+
+    Args:
+        tree: a pytree of tensors, whole and of any device, or DTensors, which are redistributed.
+        specs: a pytree prefix of specs: `P`s, or tuples of one placement for each mesh axis. Where a spec is partial,
+            index 0 of the axis holds the value and the others hold the neutral element.
+        mesh: the mesh; by default that of `use_mesh`.
+
+    Returns:
+        The tree with DTensors for leaves. Their shards are copies; gradients do not flow through.
+
+    Raises:
+        ShardingError: specs that are no prefix of the tree, a spec that does not fit its tensor, a leaf that is none.
+        MeshError: no mesh, an abstract one, or a DTensor on another mesh.
+
+    >>> from spmd.mesh import make_mesh
+    >>> mesh = make_mesh({"data": 2}, runtime="virtual")
+    >>> placed = distribute({"w": torch.zeros(4, 3), "b": torch.zeros(3)}, {"w": P("data"), "b": P()}, mesh)
+    >>> placed["w"]
+    DTensor(f32[4,3] P('data') on Mesh(data=2), shards 2x[2,3])
+    """
+    mesh = current_mesh(mesh)
+    targets = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree")
+    paths, leaves, structure = flatten_with_paths(tree)
+    placed = [
+        place(leaf, target, f"leaf {path}".rstrip()) for path, leaf, target in zip(paths, leaves, targets, strict=True)
+    ]
+    return structure.unflatten(placed)
+
+
+def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> DTensor:
+    """One tensor, plain or DTensor, of the spec's shape and dtype, placed by a spec.
+
+    Raises:
+        MeshError: an abstract mesh, or a DTensor on another mesh.
+        ShardingError: not a tensor.
+    """
+    if isinstance(value, DTensor):
+        if value.mesh != spec.mesh:
+            raise MeshError(
+                f"{where} {value.spec} lies on {value.mesh} and not on {spec.mesh}. Assemble it first: .full_tensor()."
+            )
+        return value.redistribute(spec.pspec)
+    if not isinstance(value, torch.Tensor):
+        raise ShardingError(f"{where} must be a torch.Tensor with data (got {type(value).__name__}).")
+    value = value.detach()
+    return wrap(spec, tuple(_cut(value, spec, coordinate) for coordinate in _held_coordinates(spec.mesh)))
+
+
+def _cut(value: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:
+    """The shard of the rank at `coordinate`, as a copy."""
+    for axis, op in spec.partial:
+        if coordinate[spec.mesh.axis_position(axis)] > 0:
+            neutral = neutral_element(op, value.dtype)
+            return torch.full(spec.local_shape(coordinate), neutral, dtype=value.dtype, device=spec.mesh.device)
+    part = value[spec.local_slices(coordinate)]
+    return part.to(spec.mesh.device, copy=True, memory_format=torch.contiguous_format)
+
+
+def _held_coordinates(mesh: Mesh) -> Iterator[Coordinate]:
+    """The coordinates of the ranks whose shards this process holds, in rank order."""
+    if mesh.runtime is not Runtime.VIRTUAL:
+        raise MeshError(f"A {mesh.runtime.value} mesh holds no data here (got {mesh}). Use runtime='virtual'.")
+    return mesh.coordinates()
+
+
+def _assemble(spec: DTensorSpec, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The global tensor; partial axes are reduced in rank order, and index 0 speaks for replicated axes."""
+    mesh, reductions = spec.mesh, dict(spec.partial)
+    full = torch.empty(spec.meta.shape, dtype=spec.meta.dtype, device=mesh.device)
+    sharded = {axis for axes in spec.dims for axis in axes}
+    replicated = [p for p, axis in enumerate(mesh.names) if axis not in sharded and axis not in reductions]
+    pending = [mesh.axis_position(axis) for axis in reductions]
+    for coordinate, shard in zip(mesh.coordinates(), shards, strict=True):
+        if any(coordinate[position] for position in replicated):
+            continue
+        part = full[spec.local_slices(coordinate)]
+        if any(coordinate[position] for position in pending):
+            part.copy_(combine(spec.partial[0][1], part, shard))
+        else:
+            part.copy_(shard)
+    return full
+
+
+def _scalar(value: DTensor) -> Any:
+    if not value.spec.is_replicated:
+        raise ShardingError(
+            f"Only a value that every rank holds converts to a Python number (got {value}). "
+            "Make it so in out_specs, P(), or assemble it first: .full_tensor().item()."
+        )
+    return value.shards[0].item()
+
+
+def _global_shape(shards: Sequence[torch.Tensor], mesh: Mesh, pspec: P) -> tuple[int, ...]:
+    """What the shards add up to: along each dim, the lengths on the ranks that differ only in the axes of that dim."""
+    shape = list(shards[0].shape)
+    for dim, axes in enumerate(pspec.dims):
+        if axes:
+            ranks = mesh.groups(axes)[0]
+            shape[dim] = sum(shards[rank].shape[dim] if dim < shards[rank].ndim else 0 for rank in ranks)
+    return tuple(shape)
+
+
+def _check_shard(spec: DTensorSpec, coordinate: Coordinate, shard: torch.Tensor) -> None:
+    rank = spec.mesh.rank(coordinate)
+    expected = TensorMeta(spec.local_shape(coordinate), spec.meta.dtype)
+    if TensorMeta.of(shard) != expected:
+        raise ShardingError(
+            f"Shard of rank {rank} must be {expected} for a global tensor {spec} on {spec.mesh} "
+            f"(got {TensorMeta.of(shard)})."
+        )
+    if shard.device.type != spec.mesh.device.type:
+        raise ShardingError(f"Shard of rank {rank} must be on {spec.mesh.device} (got {shard.device}).")

@@ -1,0 +1,308 @@
+import copy
+import io
+import pickle
+from collections import namedtuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd.dtensor import DTensor, distribute, place, wrap
+from spmd.errors import MeshError, ShardingError
+from spmd.mesh import make_mesh, use_mesh
+from spmd.placement import Partial, Replicate, Shard
+from spmd.spec import DTensorSpec, P, TensorMeta
+from spmd.testing.strategies import meshes, shards, tensor_specs, tensors
+
+MESH = make_mesh({"data": 2, "model": 3}, runtime="virtual")
+ONE = make_mesh({"data": 1}, runtime="virtual")
+Pair = namedtuple("Pair", "first second")
+
+
+def assert_same(expected, actual):
+    assert (expected.shape, expected.dtype) == (actual.shape, actual.dtype)
+    assert torch.equal(expected, actual)
+
+
+def small():
+    return distribute(torch.arange(35.0).view(5, 7), P("model", "data"), MESH)
+
+
+@given(st.data(), tensor_specs())
+def test_distribute_and_full_tensor_round_trip(data, spec):
+    whole = data.draw(tensors(spec.meta))
+    value = distribute(whole, spec.pspec, spec.mesh)
+    assert spec == value.spec
+    assert_same(whole, value.full_tensor())
+    for coordinate, shard in zip(spec.mesh.coordinates(), value.shards, strict=True):
+        assert spec.local_shape(coordinate) == tuple(shard.shape)
+        assert shard.is_contiguous()
+
+
+@given(st.data(), tensor_specs())
+def test_full_tensor_reduces_what_is_partial(data, spec):
+    held, whole = data.draw(shards(spec))
+    assert_same(whole, DTensor.from_local(held, spec.mesh, spec.pspec, shape=spec.meta.shape).full_tensor())
+
+
+@given(st.data(), tensor_specs())
+def test_from_local_infers_the_shape(data, spec):
+    held, _ = data.draw(shards(spec))
+    assert spec == DTensor.from_local(held, spec.mesh, spec.pspec).spec
+
+
+@given(st.data(), meshes())
+def test_redistribute_keeps_the_value(data, mesh):
+    source = data.draw(tensor_specs(mesh))
+    held, whole = data.draw(shards(source))
+    target = data.draw(tensor_specs(mesh, source.meta))
+    moved = DTensor.from_local(held, mesh, source.pspec, shape=source.meta.shape).redistribute(target.pspec)
+    assert target == moved.spec
+    assert_same(whole, moved.full_tensor())
+    for coordinate, shard in zip(mesh.coordinates(), moved.shards, strict=True):
+        assert target.local_shape(coordinate) == tuple(shard.shape)
+
+
+def test_partial_lies_on_index_0_of_its_axis():
+    value = distribute(torch.tensor([1.0, -2.0]), P(partial={"data": "max"}), MESH)
+    least = [-torch.inf, -torch.inf]
+    assert [[1.0, -2.0]] * 3 + [least] * 3 == [shard.tolist() for shard in value.shards]
+    both = distribute(torch.tensor([5]), P(partial={"data": "sum", "model": "sum"}), MESH)
+    assert [[5], [0], [0], [0], [0], [0]] == [shard.tolist() for shard in both.shards]
+
+
+def test_a_dtensor_looks_like_its_global_tensor():
+    value = small()
+    assert (5, 7) == tuple(value.shape) == tuple(value.size())
+    assert (2, 35, 5, torch.float32, torch.device("cpu")) == (
+        value.ndim,
+        value.numel(),
+        len(value),
+        value.dtype,
+        value.device,
+    )
+    assert (MESH, (Shard(1), Shard(0))) == (value.mesh, value.placements)
+    assert not value.requires_grad
+    assert value.grad is None
+    assert isinstance(value, torch.Tensor)
+
+
+def test_repr():
+    assert "DTensor(f32[5,7] P('model', 'data') on Mesh(data=2, model=3), shards 2x[2,4] [1,4] 2x[2,3] [1,3])" == repr(
+        small()
+    )
+    assert "DTensor(f32[] P() on Mesh(data=1), shards [])" == str(distribute(torch.tensor(1.0), P(), ONE))
+
+
+def test_shards_are_copies():
+    whole = torch.ones(4, 2)
+    for spec in (P(), P("data")):
+        value = distribute(whole, spec, ONE)
+        value.to_local().add_(1)
+        assert torch.equal(torch.ones(4, 2), whole)
+    replicated = distribute(whole, P(), MESH)
+    assert 6 == len({shard.data_ptr() for shard in replicated.shards})
+
+
+def test_full_tensor_is_a_copy():
+    value = distribute(torch.zeros(2), P(), ONE)
+    value.full_tensor().add_(1)
+    assert [0.0, 0.0] == value.full_tensor().tolist()
+
+
+def test_gradients_do_not_flow():
+    weight = torch.nn.Parameter(torch.ones(2))
+    value = distribute(weight, P(), ONE)
+    assert not value.requires_grad
+    assert not value.to_local().requires_grad
+    assert not DTensor.from_local(weight * 2, ONE, P()).to_local().requires_grad
+
+
+def test_distribute_places_trees():
+    tree = {"w": torch.ones(6, 2), "pair": Pair(torch.ones(3), None)}
+    placed = distribute(tree, {"w": P("model"), "pair": P()}, MESH)
+    assert (P("model"), P(), None) == (placed["w"].spec.pspec, placed["pair"].first.spec.pspec, placed["pair"].second)
+    with use_mesh(MESH):
+        assert P("data") == distribute(torch.ones(6), (Shard(0), Replicate())).spec.pspec
+
+
+def test_distribute_redistributes_dtensors():
+    value = distribute(torch.arange(5), P("model"), MESH)
+    assert distribute(value, P("model"), MESH) is value
+    moved = distribute([value], P("data"), MESH)[0]
+    assert P("data") == moved.spec.pspec
+    assert_same(torch.arange(5), moved.full_tensor())
+
+
+@pytest.mark.parametrize(
+    ("tree", "specs", "text"),
+    [
+        ({"w": torch.ones(3)}, {"v": P()}, r"specs does not fit the tree: .*keys 'w' \(got a dict with keys 'v'\)"),
+        ({"w": torch.ones(3)}, P("tp"), r"leaf \['w'\] f32\[3\]: Unknown mesh axis 'tp'"),
+        ({"w": torch.ones(3)}, P("data", "model"), r"leaf \['w'\] f32\[3\]: P\('data', 'model'\) names 2 dims"),
+        ({"w": 3}, P(), r"leaf \['w'\] is no tensor \(got int 3\). Pass a tensor"),
+        (TensorMeta((), torch.int64), P(), r"leaf must be a torch.Tensor with data \(got TensorMeta\)"),
+        (torch.ones(2) > 0, P(partial={"data": "sum"}), "leaf b8.2.: .*torch.bool has no sum"),
+    ],
+)
+def test_distribute_refuses(tree, specs, text):
+    with pytest.raises(ShardingError, match=text):
+        distribute(tree, specs, MESH)
+
+
+def test_meshes_must_be_there_and_agree():
+    value = distribute(torch.ones(2), P(), ONE)
+    with pytest.raises(
+        MeshError, match=r"leaf f32\[2\] P\(\) lies on Mesh\(data=1\) and not on Mesh\(data=2, model=3\)"
+    ):
+        distribute(value, P(), MESH)
+    with pytest.raises(MeshError, match="No mesh was given"):
+        distribute(torch.ones(2), P())
+    with pytest.raises(MeshError, match=r"abstract mesh holds no data .*Mesh\(data=8\)"):
+        distribute(torch.ones(2), P(), make_mesh({"data": 8}, runtime="abstract"))
+
+
+@pytest.mark.parametrize(
+    ("held", "spec", "shape", "text"),
+    [
+        ([torch.ones(2)] * 5, P(), None, r"one shard for each of the 6 ranks of Mesh\(data=2, model=3\) .*\(got 5\)"),
+        (torch.ones(2), P(), None, r"\(got 1\)"),
+        (
+            [torch.ones(2)] * 6,
+            P("model"),
+            (5,),
+            r"Shard of rank 2 must be f32\[1\] for .* f32\[5\] P\('model'\) .*f32\[2\]",
+        ),
+        (
+            [torch.ones(2)] * 5 + [torch.ones(2).int()],
+            P(),
+            None,
+            r"Shard of rank 5 must be f32\[2\] .*\(got i32\[2\]\)",
+        ),
+        ([torch.ones(2)] * 3 + [torch.ones(())] * 3, P("data"), None, r"Shard of rank \d must be"),
+        ([torch.ones(2)] * 5 + [3], P(), None, r"Shard of rank 5 must be a plain torch.Tensor \(got int\)"),
+        ([torch.ones(2)] * 5 + [torch.ones(2, device="meta")], P(), None, "rank 5 must be on cpu .got meta."),
+        ([torch.ones(2)] * 6, P("tp"), None, "Unknown mesh axis 'tp'"),
+        ([torch.ones(2)] * 6, P("model"), (5, 1), r"Shard of rank 0 must be f32\[2,1\]"),
+    ],
+)
+def test_from_local_refuses(held, spec, shape, text):
+    with pytest.raises(ShardingError, match=text):
+        DTensor.from_local(held, MESH, spec, shape=shape)
+
+
+def test_to_local():
+    assert_same(torch.ones(3), DTensor.from_local(torch.ones(3), ONE, (Shard(0),)).to_local())
+    with pytest.raises(ShardingError, match=r"\(got 6 ranks on Mesh\(data=2, model=3\)\). Use .shards\[rank\]"):
+        small().to_local()
+
+
+def test_redistribute_refuses_what_does_not_fit():
+    with pytest.raises(ShardingError, match=r"the tensor f32.5,7.: Unknown mesh axis 'tp'"):
+        small().redistribute(P("tp"))
+    with pytest.raises(ShardingError, match="one placement for each of the 2 axes"):
+        small().redistribute((Partial(),))
+
+
+def test_replicated_scalars_are_numbers():
+    value = distribute(torch.tensor(2.5), P(), MESH)
+    assert (2.5, 2.5, 2, True, "2.50") == (value.item(), float(value), int(value), bool(value), f"{value:.2f}")
+    assert 7 == distribute(torch.tensor([7]), P(), MESH).item()
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(partial={"data": "sum"})])
+def test_other_values_are_no_numbers(spec):
+    value = distribute(torch.ones(1), spec, MESH)
+    for convert in (float, bool, torch.Tensor.item):
+        with pytest.raises(ShardingError, match=r"Only a value that every rank holds .*\.full_tensor\(\)\.item\(\)"):
+            convert(value)
+
+
+OPERATORS = [
+    lambda x: x + 1,
+    lambda x: 1 - x,
+    lambda x: x @ x.T,
+    lambda x: x[0],
+    lambda x: list(x),
+    lambda x: x.add_(1),
+    lambda x: x.__setitem__(0, 1.0),
+    lambda x: x == x,
+    lambda x: torch.cat([torch.ones(5, 7), x]),
+    lambda x: torch._foreach_add([x], 1.0),
+    lambda x: torch.zeros_like(x),
+    lambda x: torch.add(torch.ones(5, 7), 1, out=x),
+    lambda x: torch.nn.functional.layer_norm(x, (7,)),
+    lambda x: x.double(),
+    lambda x: x.clone(),
+    lambda x: x.copy_(torch.ones(5, 7)),
+]
+
+
+@pytest.mark.parametrize("operate", OPERATORS)
+def test_operators_outside_jit_are_refused(operate):
+    with pytest.raises(ShardingError, match=r"aten\.\w+\.\w+ was called on DTensor\(f32.* outside spmd.jit. Put the"):
+        operate(small())
+
+
+@pytest.mark.parametrize("name", ["tolist", "numpy", "data_ptr", "share_memory_", "__dlpack__"])
+def test_methods_that_reach_for_storage_are_refused(name):
+    with pytest.raises(ShardingError, match=rf"{name}\(\) was called on DTensor.*\.full_tensor\(\)"):
+        getattr(small(), name)()
+
+
+@pytest.mark.parametrize("name", ["backward", "requires_grad_", "register_hook"])
+def test_methods_of_autograd_are_refused(name):
+    with pytest.raises(
+        ShardingError, match=rf"{name}\(\) was called on .*differentiate with torch.func inside spmd.jit"
+    ):
+        getattr(small(), name)()
+
+
+def test_dtensors_are_immutable():
+    value = small()
+    for name in ("spec", "_spec", "shards", "_shards", "requires_grad", "grad", "data", "anything"):
+        with pytest.raises(AttributeError, match=f"DTensors are immutable .tried to set '{name}'"):
+            setattr(value, name, None)
+    with pytest.raises(AttributeError, match=r"immutable .tried to delete '_spec'"):
+        del value._spec
+    with pytest.raises(TypeError, match=r"made by spmd.distribute"):
+        DTensor(torch.ones(2))
+
+
+def test_detach_is_the_same_value():
+    value = small()
+    detached = value.detach()
+    assert (DTensor, value.spec, value.shards) == (type(detached), detached.spec, detached.shards)
+
+
+def save_and_load(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), save_and_load])
+def test_copies(again):
+    value = small()
+    other = again(value)
+    assert type(other) is DTensor
+    assert value.spec == other.spec
+    assert_same(value.full_tensor(), other.full_tensor())
+
+
+def test_a_deep_copy_shares_nothing_and_keeps_identity():
+    value = small()
+    first, second = copy.deepcopy([value, value])
+    assert first is second
+    assert not {shard.data_ptr() for shard in value.shards} & {shard.data_ptr() for shard in first.shards}
+
+
+def test_wrap_and_place_are_the_ways_of_the_transforms():
+    spec = DTensorSpec.make(ONE, P("data"), TensorMeta((2,), torch.float32))
+    shard = torch.ones(2)
+    assert wrap(spec, (shard,)).to_local() is shard
+    placed = place(shard, spec)
+    assert spec == placed.spec
+    assert place(placed, spec) is placed
