@@ -252,7 +252,7 @@ def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> 
 
     Raises:
         MeshError: an abstract mesh, or a DTensor on another mesh.
-        ShardingError: not a tensor.
+        ShardingError: not a tensor, or one without data.
     """
     if isinstance(value, DTensor):
         if value.mesh != spec.mesh:
@@ -260,8 +260,9 @@ def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> 
                 f"{where} {value.spec} lies on {value.mesh} and not on {spec.mesh}. Assemble it first: .full_tensor()."
             )
         return value.redistribute(spec.pspec)
-    if not isinstance(value, torch.Tensor):
-        raise ShardingError(f"{where} must be a torch.Tensor with data (got {type(value).__name__}).")
+    if not isinstance(value, torch.Tensor) or (value.is_meta and spec.mesh.device.type != "meta"):
+        kind = "a meta tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ShardingError(f"{where} must be a torch.Tensor with data (got {kind}).")
     value = value.detach()
     return wrap(spec, tuple(_cut(value, spec, coordinate) for coordinate in _held_coordinates(spec.mesh)))
 

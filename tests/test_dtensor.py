@@ -143,6 +143,7 @@ def test_distribute_redistributes_dtensors():
         ({"w": torch.ones(3)}, P("data", "model"), r"leaf \['w'\] f32\[3\]: P\('data', 'model'\) names 2 dims"),
         ({"w": 3}, P(), r"leaf \['w'\] is no tensor \(got int 3\). Pass a tensor"),
         (TensorMeta((), torch.int64), P(), r"leaf must be a torch.Tensor with data \(got TensorMeta\)"),
+        ([torch.empty(2, device="meta")], P(), r"leaf 0 must be a torch.Tensor with data \(got a meta tensor\)"),
         (torch.ones(2) > 0, P(partial={"data": "sum"}), "leaf b8.2.: .*torch.bool has no sum"),
     ],
 )
