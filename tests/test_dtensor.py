@@ -46,6 +46,13 @@ def test_full_tensor_reduces_what_is_partial(data, spec):
     assert_same(whole, DTensor.from_local(held, spec.mesh, spec.pspec, shape=spec.meta.shape).full_tensor())
 
 
+@pytest.mark.parametrize(("spec", "expected"), [(P(partial={"data": "sum"}), 8), (P(partial={"model": "sum"}), 10)])
+def test_replicas_are_not_reduced(spec, expected):
+    along_data = spec == P(partial={"data": "sum"})
+    held = [torch.tensor([3, 5][row] if along_data else [1, 2, 7][column]) for row, column in MESH.coordinates()]
+    assert expected == DTensor.from_local(held, MESH, spec).full_tensor().item()
+
+
 @given(st.data(), tensor_specs())
 def test_from_local_infers_the_shape(data, spec):
     held, _ = data.draw(shards(spec))
