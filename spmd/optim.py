@@ -18,11 +18,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import attrs
-import optree
 import torch
 from torch import Tensor
 
 from spmd.errors import SpmdError
+from spmd.tree import tree_flatten, tree_leaves, tree_map, tree_structure
+
+aten = torch.ops.aten
 
 Tree: TypeAlias = Any
 """A pytree of floating-point tensors."""
@@ -87,7 +89,7 @@ def sgd(lr: float | Tensor, momentum: float = 0.0, *, nesterov: bool = False, we
         return SgdState(_zeros_like(params) if momentum else None)
 
     def update(params: Tree, state: SgdState, grads: Tree) -> tuple[Tree, SgdState]:
-        spec = optree.tree_structure(params)
+        spec = tree_structure(params)
         weights = _leaves_like(spec, params, "params")
         if not weights:
             return params, state
@@ -99,7 +101,7 @@ def sgd(lr: float | Tensor, momentum: float = 0.0, *, nesterov: bool = False, we
             buffers = torch._foreach_add(buffers, steps)
             steps = torch._foreach_add(steps, buffers, alpha=momentum) if nesterov else buffers
             state = SgdState(spec.unflatten(buffers))
-        return spec.unflatten(torch._foreach_sub(weights, torch._foreach_mul(steps, lr))), state
+        return spec.unflatten(torch._foreach_sub(weights, _scale(steps, lr))), state
 
     return Optimizer(init, update)
 
@@ -135,7 +137,7 @@ def adamw(
         return AdamWState(torch.zeros((), dtype=torch.int64), _zeros_like(params), _zeros_like(params))
 
     def update(params: Tree, state: AdamWState, grads: Tree) -> tuple[Tree, AdamWState]:
-        spec = optree.tree_structure(params)
+        spec = tree_structure(params)
         weights = _leaves_like(spec, params, "params")
         if not weights:
             return params, state
@@ -148,10 +150,10 @@ def adamw(
         # m / c1 / (sqrt(v / c2) + eps) = (sqrt(c2) / c1) * m / (sqrt(v) + eps * sqrt(c2)), c the bias corrections.
         step = state.step + 1
         root = _bias_correction(b2, step).sqrt()
-        denominators = torch._foreach_add(torch._foreach_sqrt(square), root * eps)
-        steps = torch._foreach_mul(torch._foreach_div(mean, denominators), lr * root / _bias_correction(b1, step))
+        denominators = aten._foreach_add.Tensor(torch._foreach_sqrt(square), root * eps)
+        steps = _scale(torch._foreach_div(mean, denominators), lr * root / _bias_correction(b1, step))
         if weight_decay:
-            weights = torch._foreach_mul(weights, 1 - lr * weight_decay)
+            weights = _scale(weights, 1 - lr * weight_decay)
         new = AdamWState(step, spec.unflatten(mean), spec.unflatten(square))
         return spec.unflatten(torch._foreach_sub(weights, steps)), new
 
@@ -166,7 +168,7 @@ def global_norm(tree: Tree) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
     """
-    leaves = optree.tree_leaves(tree)
+    leaves = tree_leaves(tree)
     if not leaves:
         raise SpmdError("global_norm needs at least one tensor (got an empty pytree).")
     total = leaves[0].square().sum()
@@ -193,11 +195,11 @@ def clip_by_global_norm(max_norm: float, optimizer: Optimizer) -> Optimizer:
         raise SpmdError(f"clip_by_global_norm needs a positive max_norm (got {max_norm!r}).")
 
     def update(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any]:
-        leaves, spec = optree.tree_flatten(grads)
+        leaves, spec = tree_flatten(grads)
         if leaves:
             # The small number is torch's: a gradient of zeros is divided by it.
             scale = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
-            grads = spec.unflatten(torch._foreach_mul(leaves, scale))
+            grads = spec.unflatten(_scale(tuple(leaves), scale))
         return optimizer.update(params, state, grads)
 
     return Optimizer(optimizer.init, update)
@@ -208,12 +210,19 @@ def _bias_correction(decay: float, step: Tensor) -> Tensor:
     return -torch.expm1(step * math.log(decay)) if decay else torch.ones_like(step, dtype=torch.get_default_dtype())
 
 
+def _scale(tensors: tuple[Tensor, ...], factor: float | Tensor) -> tuple[Tensor, ...]:
+    # torch._foreach_mul would take a 0-d tensor for a number and read it, which stalls a device and cannot be traced.
+    return (
+        aten._foreach_mul.Tensor(tensors, factor) if isinstance(factor, Tensor) else torch._foreach_mul(tensors, factor)
+    )
+
+
 def _zeros_like(tree: Tree) -> Tree:
-    return optree.tree_map(torch.zeros_like, tree)
+    return tree_map(torch.zeros_like, tree)
 
 
-def _leaves_like(spec: optree.PyTreeSpec, tree: Tree, what: str) -> tuple[Tensor, ...]:
-    leaves, found = optree.tree_flatten(tree)
+def _leaves_like(spec: Any, tree: Tree, what: str) -> tuple[Tensor, ...]:
+    leaves, found = tree_flatten(tree)
     if found != spec:
         raise SpmdError(
             f"{what} must be a pytree like params: expected {spec} (got {found}). "
