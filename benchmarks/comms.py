@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the model and it
 import gpt
 import layouts
 import spmd
-from spmd.collectives import record_traffic
+from spmd.collectives.traffic import record_traffic
 from textbook import BATCH, PEERS, WORKLOAD, textbook
 from training import Training
 

@@ -47,19 +47,19 @@ def mesh_table(mesh: spmd.Mesh, strategy: str) -> Table:
 
 def params_table(params: Any) -> Table:
     """How the parameters lie; blocks are alike, so one stands for all."""
-    table = Table(title="Parameters", title_justify="left")
-    for name, justify in (("name", "left"), ("global", "right"), ("spec", "left"), ("rank 0", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    title = f"Parameters (blocks.* stands for each of {len(params['blocks'])} blocks)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("name", no_wrap=True)
+    table.add_column("global", justify="right")
+    table.add_column("spec")
+    table.add_column("local", justify="right")
     table.add_column("bytes a rank", justify="right")
-    blocks = len(params["blocks"])
-    shown = {**params, "blocks": params["blocks"][0]}
-    paths, leaves, _ = optree.tree_flatten_with_path(shown)
+    paths, leaves, _ = optree.tree_flatten_with_path({**params, "blocks": {"*": params["blocks"][0]}})
     for path, leaf in zip(paths, leaves, strict=True):
-        name = ".".join(map(str, path)).replace("blocks", f"blocks[0..{blocks - 1}]")
-        local = leaf.spec.local_shape((0,) * len(leaf.mesh.names))
-        table.add_row(
-            name, str(list(leaf.shape)), repr(leaf.spec.pspec), str(list(local)), size(leaf.spec.local_bytes())
-        )
+        spec = leaf.spec
+        local = spec.local_shape((0,) * len(spec.mesh.names))
+        name = ".".join(map(str, path))
+        table.add_row(name, str(list(leaf.shape)), repr(spec.pspec), str(list(local)), size(spec.local_bytes()))
     everything = optree.tree_leaves(params)
     whole = sum(leaf.spec.meta.nbytes for leaf in everything)
     table.add_section()

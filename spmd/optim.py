@@ -212,9 +212,9 @@ def _bias_correction(decay: float, step: Tensor) -> Tensor:
 
 def _scale(tensors: tuple[Tensor, ...], factor: float | Tensor) -> tuple[Tensor, ...]:
     # torch._foreach_mul would take a 0-d tensor for a number and read it, which stalls a device and cannot be traced.
-    return (
-        aten._foreach_mul.Tensor(tensors, factor) if isinstance(factor, Tensor) else torch._foreach_mul(tensors, factor)
-    )
+    if isinstance(factor, Tensor):
+        return aten._foreach_mul.Tensor(tensors, factor)
+    return torch._foreach_mul(tensors, factor)
 
 
 def _zeros_like(tree: Tree) -> Tree:
