@@ -1,0 +1,266 @@
+"""One signature of a jitted function: its stages, each made when it is first asked for, and the call itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.canonicalize import canonicalize
+from spmd.dtensor import DTensor, place, wrap
+from spmd.errors import MeshError, PlanError, ShardingError, TraceError
+from spmd.lower import LocalProgram, lower
+from spmd.mesh import Mesh, Runtime, use_mesh
+from spmd.plan import plan
+from spmd.plan.machine import Machine
+from spmd.plan.plan import Plan
+from spmd.recorder import where
+from spmd.rules import find_rule
+from spmd.rules.rule import Rule
+from spmd.runtime import VirtualProgram
+from spmd.source import user_source
+from spmd.spec import DTensorSpec, TensorMeta
+from spmd.trace import Traced, trace
+from spmd.tree import leaf_specs, tree_flatten, tree_map, tree_structure
+
+Shards = tuple[torch.Tensor, ...]
+
+
+def _argnums(numbers: int | Sequence[int]) -> tuple[int, ...]:
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+
+
+def _one_of(*allowed: str) -> Callable[[Any, attrs.Attribute[str], str], None]:
+    def check(_: Any, attribute: attrs.Attribute[str], value: str) -> None:
+        if value not in allowed:
+            raise PlanError(f"{attribute.name} must be one of {', '.join(map(repr, allowed))} (got {value!r}).")
+
+    return check
+
+
+def _check_backend(_: Any, attribute: attrs.Attribute[str], value: str) -> None:
+    _one_of("eager", "inductor")(_, attribute, value)
+    if value == "inductor":
+        raise PlanError("backend='inductor' is not available yet. Use backend='eager'.")
+
+
+@attrs.frozen
+class Options:
+    """What `jit` was told besides the function, its specs and its mesh."""
+
+    static_argnums: tuple[int, ...] = attrs.field(converter=_argnums)
+    donate_argnums: tuple[int, ...] = attrs.field(converter=_argnums)
+    comms: str = attrs.field(validator=_one_of("allow", "error"))
+    backend: str = attrs.field(validator=_check_backend)
+    machine: Machine | None
+    rules: Mapping[Any, Rule]
+
+
+class _Leaf:
+    """A tensor as tracing sees it: its meta, on the mesh's device."""
+
+    __slots__ = ("device", "dtype", "shape")
+
+    def __init__(self, meta: TensorMeta, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = meta.shape, meta.dtype, device
+
+
+class Compiled:
+    """A jitted function for one structure, and one shape and dtype of each argument.
+
+    Call it with such arguments. `traced`, `plan` and `program` are the stages behind it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        in_specs: Any,
+        out_specs: Any,
+        mesh: Mesh,
+        options: Options,
+    ) -> None:
+        self.mesh, self.options = mesh, options
+        self._function, self._args, self._out_specs = function, _abstract(args, mesh, options), out_specs
+        dynamic = _dynamic(args, options)
+        self.in_specs = tuple(leaf_specs(in_specs, dynamic, mesh, what="in_specs"))
+        self._tree = tree_structure(dynamic)
+
+    @functools.cached_property
+    def traced(self) -> Traced:
+        """The function as one flat program."""
+        with use_mesh(self.mesh):
+            return trace(self._function, self._args, static_argnums=self.options.static_argnums)
+
+    @functools.cached_property
+    def out_specs(self) -> tuple[DTensorSpec, ...]:
+        """The spec of every result; equal ones of arguments are the same objects, which calls recognise faster."""
+        metas = [value.meta for value in self.traced.graph.outputs]
+        tree = self.traced.out_tree.unflatten(metas)
+        specs = leaf_specs(self._out_specs, tree, self.mesh, what="out_specs", item="result", of="the result")
+        known = {spec: spec for spec in self.in_specs}
+        return tuple(known.setdefault(spec, spec) for spec in specs)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            PlanError: under `comms="error"`, a collective or an operator without a rule.
+        """
+        rules = self.options.rules
+        graph = canonicalize(self.traced.graph, lambda op: find_rule(op, rules) is None)
+        found = plan(
+            graph, self.mesh, self.in_specs, self.out_specs, rules=rules, machine=self.options.machine or Machine()
+        )
+        if self.options.comms == "error":
+            _forbid_communication(found, self.traced.name)
+        return found
+
+    @functools.cached_property
+    def program(self) -> LocalProgram:
+        """The program that each rank runs."""
+        return lower(self.plan, rules=self.options.rules, name=self.traced.name)
+
+    @functools.cached_property
+    def executable(self) -> VirtualProgram:
+        """The program, ready to run.
+
+        Raises:
+            MeshError: nothing runs on an abstract mesh.
+        """
+        if self.mesh.runtime is not Runtime.VIRTUAL:
+            raise MeshError(
+                f"{self.mesh} is {self.mesh.runtime.value}: a function can be planned and lowered for it, not run. "
+                "Use make_mesh(..., runtime='virtual')."
+            )
+        return VirtualProgram(self.program)
+
+    def prepare(self) -> None:
+        """Make everything that a call needs."""
+        self._executable, self._results, self._out_tree = self.executable, self.out_specs, self.traced.out_tree
+
+    def __call__(self, *args: Any) -> Any:
+        """Run with arguments of this signature."""
+        leaves, tree = tree_flatten(_dynamic(args, self.options))
+        if tree != self._tree:
+            raise TraceError(f"Compiled for arguments {self._tree} (got {tree}). Call the jitted function instead.")
+        return self.run(self.place(leaves))
+
+    def match(self, leaves: Sequence[Any]) -> list[Shards] | None:
+        """The shards of the arguments if all are what this signature expects, else None."""
+        shards = []
+        for leaf, spec in zip(leaves, self.in_specs, strict=True):
+            if type(leaf) is DTensor:
+                if leaf._spec is not spec and leaf._spec != spec:
+                    return None
+                shards.append(leaf._shards)
+            elif _fits(leaf, spec.meta):
+                _refuse_transformed(leaf)
+                shards.append(place(leaf, spec)._shards)
+            else:
+                return None
+        return shards
+
+    def place(self, leaves: Sequence[Any]) -> list[Shards]:
+        """The shards of the arguments; plain tensors are placed by `in_specs`.
+
+        Raises:
+            MeshError: a DTensor on another mesh.
+            ShardingError: a DTensor whose spec differs, or an argument that is no tensor with data.
+        """
+        self.prepare()
+        paths = self.traced.input_paths
+        return [
+            _place(leaf, spec, f"argument {path}")._shards
+            for leaf, spec, path in zip(leaves, self.in_specs, paths, strict=True)
+        ]
+
+    def run(self, shards: list[Shards]) -> Any:
+        """Run on the shards of all arguments, and wrap the shards of the results."""
+        results = self._executable(shards)
+        return self._out_tree.unflatten(list(map(wrap, self._results, results)))
+
+
+def _dynamic(args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
+    static = {number % len(args) for number in options.static_argnums} if args else set()
+    return tuple(arg for number, arg in enumerate(args) if number not in static)
+
+
+def _abstract(args: tuple[Any, ...], mesh: Mesh, options: Options) -> tuple[Any, ...]:
+    """The arguments without their data, so that a signature keeps no tensors alive."""
+    static = {number % len(args) for number in options.static_argnums} if args else set()
+
+    def leaf(value: Any) -> Any:
+        if hasattr(value, "shape") and isinstance(getattr(value, "dtype", None), torch.dtype):
+            return _Leaf(TensorMeta(tuple(value.shape), value.dtype), mesh.device)
+        return value
+
+    return tuple(arg if number in static else tree_map(leaf, arg) for number, arg in enumerate(args))
+
+
+def _place(leaf: Any, spec: DTensorSpec, name: str) -> DTensor:
+    if not isinstance(leaf, DTensor):
+        _refuse_transformed(leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            raise ShardingError(
+                f"{name} {spec.meta} is a meta tensor, which has no data. Meta tensors serve .trace, .plan and .lower."
+            )
+        return place(leaf, spec, name)
+    if leaf.mesh != spec.mesh:
+        raise MeshError(
+            f"{name} {spec.meta} lies on {leaf.mesh}, but the function runs on {spec.mesh}. Place it with "
+            "spmd.distribute(value.full_tensor(), spec, mesh)."
+        )
+    if leaf.spec != spec:
+        raise _spec_mismatch(leaf.spec, spec, name)
+    return leaf
+
+
+def _spec_mismatch(held: DTensorSpec, wanted: DTensorSpec, name: str) -> ShardingError:
+    differences = [
+        f"dim {dim} (size {size}) has axes {given} in the value given and {asked} in in_specs"
+        for dim, (size, given, asked) in enumerate(zip(wanted.meta.shape, held.dims, wanted.dims, strict=True))
+        if given != asked
+    ]
+    if held.partial != wanted.partial:
+        differences.append(f"it is partial over {dict(held.partial)} and in_specs says {dict(wanted.partial)}")
+    return ShardingError(
+        f"{name} {wanted.meta} has spec {held.pspec!r} but in_specs says {wanted.pspec!r}: {'; '.join(differences)}.\n"
+        f"  {where(user_source())}. Pass value.redistribute({wanted.pspec!r}), or change in_specs to {held.pspec!r}."
+    )
+
+
+def _fits(leaf: Any, meta: TensorMeta) -> bool:
+    """Whether a leaf is a plain tensor with data, of a given shape and dtype."""
+    plain = isinstance(leaf, torch.Tensor) and not leaf.is_meta
+    return plain and leaf.dtype is meta.dtype and tuple(leaf.shape) == meta.shape
+
+
+def _refuse_transformed(leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+        raise TraceError(
+            f"A jitted function was called under a torch.func transform, at {where(user_source())}. Put the transform "
+            "inside: spmd.jit(torch.func.grad(f), in_specs, out_specs)."
+        )
+
+
+def _forbid_communication(found: Plan, name: str) -> None:
+    lines = [
+        f"{comm.kind} over {', '.join(comm.axes)}, {comm.bytes:,.0f} bytes: {comm.cause}, at {comm.source}"
+        for comm in found.comms
+    ]
+    lines += [
+        f"{operation.op} has no sharding rule and runs replicated, at {operation.source}"
+        for operation in found.fallbacks
+    ]
+    if lines:
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise PlanError(
+            f"comms='error' forbids what the plan of {name} does:\n{listed}\n"
+            "  Change the specs or the function, give the operator a rule (rules=RULES | {op: rule}), or allow it: "
+            "comms='allow'."
+        )

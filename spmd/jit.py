@@ -1,0 +1,263 @@
+"""`jit`: a function for one device becomes a function of DTensors that runs on a mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, overload
+
+import torch
+
+from spmd.compiled import Compiled, Options
+from spmd.constrain import constrain
+from spmd.errors import MeshError, PlanError, TraceError
+from spmd.lower import LocalProgram
+from spmd.mesh import Mesh, current_mesh
+from spmd.plan.machine import Machine
+from spmd.plan.plan import Plan
+from spmd.rules import RULES
+from spmd.rules.rule import Rule
+from spmd.spec import TensorMeta
+from spmd.trace import Traced, is_tracing
+from spmd.tree import broadcast_prefix, tree_flatten
+
+_MISSING: Any = object()
+
+
+class Jitted:
+    """A function under `jit`: call it, or look at the stages that a call goes through.
+
+    The stages `trace`, `plan` and `lower` take the arguments of a call; meta tensors or `TensorMeta` may stand for
+    tensors that nobody wants to allocate. All stages of one signature (structure, shapes, dtypes, static arguments,
+    mesh) are made once and kept.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Mesh | None, options: Options
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._in_specs, self._out_specs = function, in_specs, out_specs
+        self._mesh, self._options = mesh, options
+        self._compiled: dict[Any, Compiled] = {}
+        self._last: tuple[Any, Compiled] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run a step: DTensors, or plain tensors that `in_specs` place, to DTensors by `out_specs`.
+
+        Raises:
+            MeshError: no mesh, an abstract one, or one that differs from an argument's.
+            ShardingError: specs that do not fit the arguments, or a DTensor whose spec is not that of `in_specs`.
+            TraceError: the function cannot be one static program.
+            PlanError: `comms="error"` and the plan communicates.
+        """
+        if is_tracing():
+            return self._inline(args)
+        mesh = current_mesh(self._mesh)
+        static, dynamic = self._split(args)
+        leaves, tree = tree_flatten(dynamic)
+        if self._last is not None:
+            key, compiled = self._last
+            if key == (mesh, static, tree):
+                shards = compiled.match(leaves)
+                if shards is not None:
+                    return compiled.run(shards)
+        compiled = self._lookup(args, mesh)
+        result = compiled.run(compiled.place(leaves))
+        self._last = (mesh, static, tree), compiled
+        return result
+
+    def trace(self, *args: Any) -> Traced:
+        """The function as a flat program of functional operators over global tensors."""
+        return self._lookup(args, current_mesh(self._mesh)).traced
+
+    def plan(self, *args: Any) -> Plan:
+        """The plan: a spec for every value, and every collective with its cause."""
+        return self._lookup(args, current_mesh(self._mesh)).plan
+
+    def lower(self, *args: Any) -> LocalProgram:
+        """The program that each rank runs; `print(f.lower(*args).as_text())` shows it."""
+        return self._lookup(args, current_mesh(self._mesh)).program
+
+    def compile(self, *args: Any) -> Compiled:
+        """What a call with such arguments runs: a callable, ready to execute, that takes the same arguments."""
+        compiled = self._lookup(args, current_mesh(self._mesh))
+        compiled.prepare()
+        return compiled
+
+    def __repr__(self) -> str:
+        return f"spmd.jit({getattr(self._function, '__qualname__', self._function)})"
+
+    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The static arguments, as part of a cache key, and the dynamic ones."""
+        if not self._options.static_argnums:
+            return (), args
+        numbers = _positions(self._options.static_argnums, len(args), "static_argnums")
+        static = tuple((number, type(args[number]), args[number]) for number in numbers)
+        return static, tuple(arg for number, arg in enumerate(args) if number not in numbers)
+
+    def _lookup(self, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
+        static, dynamic = self._split(args)
+        leaves, tree = tree_flatten(dynamic)
+        _positions(self._options.donate_argnums, len(args), "donate_argnums")
+        metas = tuple(TensorMeta(tuple(leaf.shape), leaf.dtype) if is_tensor(leaf) else None for leaf in leaves)
+        key = (mesh, static, tree, metas)
+        try:
+            found = self._compiled.get(key)
+        except TypeError:
+            raise TraceError(
+                f"Static arguments of {self!r} must be hashable (got {[item[2] for item in static]}). "
+                "Pass tuples for lists, or pass tensors as dynamic arguments."
+            ) from None
+        if found is None:
+            found = Compiled(self._function, args, self._in_specs, self._out_specs, mesh, self._options)
+            self._compiled[key] = found
+        return found
+
+    def _inline(self, args: tuple[Any, ...]) -> Any:
+        """The function itself, as part of a program that is being traced, with its specs as constraints."""
+        outer = current_mesh()
+        if self._mesh is not None and self._mesh != outer:
+            raise MeshError(
+                f"{self!r} was made for {self._mesh} and is called in a function under jit on {outer}. "
+                "Functions that call each other share one mesh."
+            )
+        static, dynamic = self._split(args)
+        placed = iter(_constrain(self._in_specs, dynamic, "in_specs", "the arguments"))
+        numbers = {number for number, _, _ in static}
+        result = self._function(*(arg if number in numbers else next(placed) for number, arg in enumerate(args)))
+        return _constrain(self._out_specs, result, "out_specs", "the result")
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or stands for one."""
+    return hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype)
+
+
+def _constrain(specs: Any, tree: Any, what: str, of: str) -> Any:
+    leaves, structure = tree_flatten(tree)
+    prefix = broadcast_prefix(specs, tree, what=what, of=of)
+    return structure.unflatten([constrain(leaf, spec) for leaf, spec in zip(leaves, prefix, strict=True)])
+
+
+def _positions(numbers: Sequence[int], count: int, what: str) -> tuple[int, ...]:
+    for number in numbers:
+        if not -count <= number < count:
+            raise TraceError(f"{what}={tuple(numbers)} names argument {number}, but the call has {count} arguments.")
+    return tuple(sorted(number % count for number in numbers))
+
+
+@overload
+def jit(
+    in_specs: Any,
+    out_specs: Any,
+    /,
+    *,
+    mesh: Mesh | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    comms: Literal["allow", "error"] = ...,
+    backend: Literal["eager", "inductor"] = ...,
+    machine: Machine | None = ...,
+    rules: Mapping[Any, Rule] | None = ...,
+) -> Callable[[Callable[..., Any]], Jitted]: ...
+
+
+@overload
+def jit(
+    function: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    /,
+    *,
+    mesh: Mesh | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    comms: Literal["allow", "error"] = ...,
+    backend: Literal["eager", "inductor"] = ...,
+    machine: Machine | None = ...,
+    rules: Mapping[Any, Rule] | None = ...,
+) -> Jitted: ...
+
+
+@overload
+def jit(
+    *function: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    mesh: Mesh | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    comms: Literal["allow", "error"] = ...,
+    backend: Literal["eager", "inductor"] = ...,
+    machine: Machine | None = ...,
+    rules: Mapping[Any, Rule] | None = ...,
+) -> Any: ...
+
+
+def jit(
+    *positional: Any,
+    in_specs: Any = _MISSING,
+    out_specs: Any = _MISSING,
+    mesh: Mesh | None = None,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    comms: Literal["allow", "error"] = "allow",
+    backend: Literal["eager", "inductor"] = "eager",
+    machine: Machine | None = None,
+    rules: Mapping[Any, Rule] | None = None,
+) -> Any:
+    """Compile a function of whole tensors into the program that each rank of a mesh runs.
+
+    `@jit(in_specs, out_specs)` decorates; `jit(f, in_specs, out_specs)` wraps. The function is traced once for each
+    signature, with its `torch.func` transforms, planned as a whole, and lowered to plain torch operators on shards with
+    collectives between them. Modelled on `jax.jit` with `in_shardings` and `out_shardings`.
+
+    Args:
+        in_specs: a pytree prefix of the tuple of arguments that are not static: specs are `P`s, or tuples of one
+            placement for each mesh axis.
+        out_specs: a pytree prefix of the result.
+        mesh: the mesh; by default that of `use_mesh` when the function is called.
+        static_argnums: positions of arguments that are no tensors: hashable, and part of the signature.
+        donate_argnums: positions of arguments that the caller will not use again. The virtual runtime frees nothing
+            that the caller still holds, so today this is only checked.
+        comms: `"error"` refuses a plan that communicates, or that runs an operator without a rule replicated.
+        backend: `"eager"`.
+        machine: cost constants for the planner.
+        rules: sharding rules in place of `spmd.rules.RULES`: `RULES | {my_op: my_rule}`.
+
+    Raises:
+        PlanError: an unknown `comms` or `backend`.
+
+    >>> from spmd import P, make_mesh
+    >>> mesh = make_mesh({"data": 2}, runtime="virtual")
+    >>> double = jit(lambda x: x + x, P("data"), P("data"), mesh=mesh)
+    >>> double(torch.arange(4.0)).full_tensor()
+    tensor([0., 2., 4., 6.])
+    """
+    function, in_specs, out_specs = _parse(positional, in_specs, out_specs)
+    options = Options(
+        static_argnums=static_argnums,
+        donate_argnums=donate_argnums,
+        comms=comms,
+        backend=backend,
+        machine=machine,
+        rules=RULES if rules is None else rules,
+    )
+    if function is None:
+        return lambda decorated: Jitted(decorated, in_specs, out_specs, mesh, options)
+    return Jitted(function, in_specs, out_specs, mesh, options)
+
+
+def _parse(positional: tuple[Any, ...], in_specs: Any, out_specs: Any) -> tuple[Callable[..., Any] | None, Any, Any]:
+    rest = list(positional)
+    function = rest.pop(0) if rest and callable(rest[0]) else None
+    if rest and in_specs is _MISSING:
+        in_specs = rest.pop(0)
+    if rest and out_specs is _MISSING:
+        out_specs = rest.pop(0)
+    if rest or in_specs is _MISSING or out_specs is _MISSING:
+        raise PlanError(
+            f"jit takes in_specs and out_specs, after the function if it is given (got {len(positional)} positional "
+            "arguments). Write @spmd.jit(in_specs, out_specs) or spmd.jit(f, in_specs, out_specs)."
+        )
+    return function, in_specs, out_specs

@@ -1,0 +1,65 @@
+"""Plan to local program: what each rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from spmd.collectives.redistribute import redistribution
+from spmd.lower.emit import emit
+from spmd.lower.program import COLLECTIVES, LocalCollective, LocalProgram
+from spmd.mesh import Coordinate
+from spmd.optimize import PASSES, optimize
+from spmd.plan.markers import REDISTRIBUTE
+from spmd.plan.plan import Plan
+from spmd.rules import RULES
+from spmd.rules.rule import Rule
+from spmd.spec import DTensorSpec
+
+__all__ = ["COLLECTIVES", "LocalCollective", "LocalProgram", "lower"]
+
+
+def lower(
+    plan: Plan,
+    *,
+    rules: Mapping[Any, Rule] = RULES,
+    name: str = "program",
+    input_names: Sequence[str] | None = None,
+    passes: Sequence[Callable[[fx.Graph], None]] = PASSES,
+) -> LocalProgram:
+    """The program that each rank runs under a plan.
+
+    Programs are made when they are first asked for, one for each set of local shapes.
+
+    Args:
+        plan: the plan.
+        rules: the rules that the plan was made with.
+        name: the name of the function.
+        input_names: a name for each input; by default those of the plan's values.
+        passes: what `spmd.optimize` does to each graph.
+    """
+    names = tuple(input_names or (value.name for value in plan.graph.inputs))
+
+    def build(coordinate: Coordinate) -> fx.GraphModule:
+        return optimize(emit(plan, rules, names, coordinate), passes)
+
+    return LocalProgram(
+        name=name,
+        mesh=plan.mesh,
+        input_specs=tuple(plan.specs[value] for value in plan.graph.inputs),
+        output_specs=tuple(plan.specs[value] for value in plan.graph.outputs),
+        uneven=_uneven_specs(plan),
+        build=build,
+    )
+
+
+def _uneven_specs(plan: Plan) -> tuple[DTensorSpec, ...]:
+    """The distinct specs of values, and of the steps between them, that are not even."""
+    specs = dict.fromkeys(plan.specs.values())
+    for operation in plan.graph.operations:
+        if operation.op is REDISTRIBUTE:
+            ends = plan.specs[operation.operands[0]], plan.specs[operation.tensors[0]]
+            specs |= dict.fromkeys(step.target for step in redistribution(*ends))
+    return tuple(spec for spec in specs if not spec.is_even)

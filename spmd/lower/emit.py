@@ -1,0 +1,240 @@
+"""One rank's graph from a plan: every operation on the rank's local tensors, redistributions as collectives."""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from spmd.collectives.redistribute import redistribution
+from spmd.graph import Operation, Source, Value, map_leaves
+from spmd.lower.groups import Unit, schedule
+from spmd.lower.layout import Layout, localize_step
+from spmd.mesh import Coordinate
+from spmd.plan.bodies import body_of, trace_body
+from spmd.plan.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.plan import Plan
+from spmd.rules import find_rule
+from spmd.rules.rule import Body, Rule
+from spmd.spec import TensorMeta
+from spmd.text import operator_name
+
+_MARKERS = (REDISTRIBUTE, RELABEL)
+
+RESHAPE = torch.ops.aten.reshape.default
+"""Local views are reshapes: a shard need not have the strides that the whole tensor had."""
+
+
+def emit(plan: Plan, rules: Mapping[Any, Rule], input_names: Sequence[str], coordinate: Coordinate) -> fx.GraphModule:
+    """The program of the rank at `coordinate`, not yet optimized.
+
+    Every node has `meta["val"]`: the TensorMeta of its local tensor (a tuple where the operator returns several). Nodes
+    that stand for a value of the plan have `meta["spec"]`, a Layout; collectives have `meta["cause"]` and
+    `meta["source"]`.
+    """
+    emitter = _Emitter(plan, rules, coordinate)
+    for value, name in zip(plan.graph.inputs, input_names, strict=True):
+        emitter.define(value, emitter.graph.placeholder(_identifier(name)))
+    for index, (value, tensor) in enumerate(plan.graph.constants):
+        emitter.define(value, emitter.constant(f"constant_{index}", tensor))
+    alone = frozenset(operation for operation in plan.graph.operations if emitter.body(operation))
+    for unit in schedule(plan.graph.operations, alone):
+        emitter.emit(unit)
+    emitter.graph.output(tuple(emitter.nodes[value] for value in plan.graph.outputs))
+    return fx.GraphModule(emitter.attributes, emitter.graph, "LocalProgram")
+
+
+class _Emitter:
+    """The graph being written and the node of every value so far."""
+
+    def __init__(self, plan: Plan, rules: Mapping[Any, Rule], coordinate: Coordinate) -> None:
+        self.plan, self.rules, self.coordinate = plan, rules, coordinate
+        self.graph = fx.Graph()
+        self.nodes: dict[Value, fx.Node] = {}
+        self.attributes: dict[str, Any] = {}
+        self.consumers = _consumers(plan)
+        self.producers = {value: operation for operation in plan.graph.operations for value in operation.tensors}
+
+    def layout(self, value: Value) -> Layout:
+        return Layout(self.plan.specs[value], self.plan.logical[value])
+
+    def local(self, value: Value) -> TensorMeta:
+        return TensorMeta(self.layout(value).shape(self.coordinate), value.meta.dtype)
+
+    def define(self, value: Value, node: fx.Node) -> None:
+        self.nodes[value] = node
+        node.meta.update(val=self.local(value), spec=self.layout(value))
+
+    def constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        self.attributes[name] = tensor
+        return self.graph.create_node("get_attr", name, name=name)
+
+    def call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+        return self.graph.create_node("call_function", op, args, dict(kwargs), name=f"{operator_name(op)}_1")
+
+    def body(self, operation: Operation) -> tuple[Body, tuple[str, ...]] | None:
+        """The local body of an operation and the axes that it spans, major first."""
+        return body_of(self.plan.strategies.get(operation, {}))
+
+    def emit(self, unit: Unit) -> None:
+        operation = unit.operations[0]
+        if operation.op is RELABEL:
+            self.nodes[operation.tensors[0]] = self.nodes[operation.operands[0]]
+        elif operation.op is REDISTRIBUTE:
+            self.redistribute(operation)
+        elif self.body(operation):
+            self.inline_body(operation)
+        else:
+            self.operator(unit)
+
+    def operator(self, unit: Unit) -> None:
+        """An operator as it is, on local tensors and with local sizes."""
+        replace = lambda leaf: self.nodes[leaf] if isinstance(leaf, Value) else leaf  # noqa: E731
+        operation = unit.operations[0]
+        args = tuple(map_leaves(replace, unit.args))
+        kwargs = map_leaves(replace, dict(unit.kwargs))
+        rule = find_rule(unit.op, self.rules) if len(unit.operations) == 1 else None
+        if rule is not None and rule.size_argument is not None:
+            args = _with_argument(unit.op, args, kwargs, rule.size_argument, self.local(operation.tensors[0]).shape)
+        op = RESHAPE if unit.op is torch.ops.aten.view.default else unit.op
+        node = self.call(op, args, kwargs)
+        node.meta["source"] = operation.source
+        if len(unit.operations) > 1:
+            self.unpack(node, tuple(operation.results[0] for operation in unit.operations))
+        elif _returns_one_tensor(op):
+            self.define(operation.tensors[0], node)
+        else:
+            self.unpack(node, operation.results)
+
+    def unpack(self, node: fx.Node, results: tuple[Value | None, ...]) -> None:
+        node.meta["val"] = tuple(None if value is None else self.local(value) for value in results)
+        for index, value in enumerate(results):
+            if value is not None:
+                item = self.graph.create_node("call_function", operator.getitem, (node, index), name=node.name)
+                self.define(value, item)
+
+    def redistribute(self, operation: Operation) -> None:
+        """The steps from the operand's spec to the result's, each over physical dims where it can be."""
+        (value,), (result,) = operation.operands, operation.tensors
+        node, atoms = self.nodes[value], self.plan.logical[result]
+        shape = self.local(value).shape
+        cause, source = self.cause(operation)
+        for step in redistribution(self.plan.specs[value], self.plan.specs[result]):
+            local = localize_step(step, atoms, self.coordinate)
+            node = self.reshape(node, shape, local.view)
+            node = self.call(local.step.primitive, (node, *local.step.arguments(self.coordinate)), {})
+            node.meta["val"] = TensorMeta(local.step.target.local_shape(self.coordinate), value.meta.dtype)
+            node.meta["spec"] = Layout(step.target, atoms)
+            if step.is_collective:
+                node.meta.update(cause=cause, source=source)
+            shape = node.meta["val"].shape
+        node = self.reshape(node, shape, self.local(result).shape)
+        self.nodes[result] = node
+        if node is not self.nodes[value]:
+            node.meta["spec"] = self.layout(result)
+
+    def reshape(self, node: fx.Node, shape: tuple[int, ...], wanted: tuple[int, ...]) -> fx.Node:
+        if shape == wanted:
+            return node
+        view = self.call(RESHAPE, (node, list(wanted)), {})
+        view.meta.update(val=TensorMeta(wanted, node.meta["val"].dtype))
+        if "spec" in node.meta:
+            view.meta["spec"] = node.meta["spec"]
+        return view
+
+    def inline_body(self, operation: Operation) -> None:
+        found = self.body(operation)
+        assert found is not None
+        body, axes = found
+        unsharded = lambda value: TensorMeta(  # noqa: E731
+            self.layout(value).without(axes).shape(self.coordinate), value.meta.dtype
+        )
+        module = trace_body(body, axes, operation, self.plan.mesh, self.local, unsharded)
+        mapping: dict[fx.Node, Any] = {}
+        operands = iter(dict.fromkeys(operation.operands))
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                mapping[node] = self.nodes[next(operands)]
+            elif node.op == "get_attr":
+                mapping[node] = self.constant(
+                    f"{operator_name(operation.op)}{node.target}", getattr(module, node.target)
+                )
+                mapping[node].meta["val"] = TensorMeta.of(getattr(module, node.target))
+            elif node.op == "call_function":
+                mapping[node] = self.copy_from_body(node, mapping, operation)
+            else:
+                results = node.args[0]
+        for value, result in zip(operation.results, results, strict=True):
+            if value is not None:
+                self.nodes[value] = mapping[result]
+                if result.op == "call_function":
+                    mapping[result].meta["spec"] = self.layout(value)
+
+    def copy_from_body(self, node: fx.Node, mapping: Mapping[fx.Node, Any], operation: Operation) -> fx.Node:
+        name = f"{operator_name(node.target)}_1" if isinstance(node.target, torch._ops.OpOverload) else node.name
+        copy = self.graph.create_node(
+            "call_function",
+            node.target,
+            fx.map_arg(node.args, mapping.__getitem__),
+            fx.map_arg(node.kwargs, mapping.__getitem__),
+            name=name,
+        )
+        copy.meta["val"] = map_leaves(lambda t: None if t is None else TensorMeta.of(t), _plain(node.meta["val"]))
+        copy.meta["source"] = operation.source
+        if getattr(node.target, "namespace", None) == "spmd":
+            copy.meta["cause"] = f"{operator_name(operation.op)} over a sharded dim"
+        return copy
+
+    def cause(self, operation: Operation) -> tuple[str, Source | None]:
+        """Which operator wants the redistribution, and the user's line of it."""
+        (operand,), (result,) = operation.operands, operation.tensors
+        producer = self.producers.get(operand)
+        while producer is not None and producer.op in _MARKERS:
+            operand = producer.operands[0]
+            producer = self.producers.get(operand)
+        user = self.consumers.get(result)
+        while user is not None and user.op in _MARKERS:
+            user = self.consumers.get(user.tensors[0])
+        origin = f"input {operand.name}" if producer is None else operator_name(producer.op)
+        taker = "the result" if user is None else operator_name(user.op)
+        held, wanted = self.layout(operation.operands[0]), self.layout(result)
+        return f"{origin} gives {held}, {taker} wants {wanted}", operation.source or (user.source if user else None)
+
+
+def _identifier(path: str) -> str:
+    """A name from a path: `params_w` from `params['w']`."""
+    name = re.sub(r"\W+", "_", path).strip("_")
+    return name if name.isidentifier() and not keyword.iskeyword(name) else f"arg_{name}"
+
+
+def _consumers(plan: Plan) -> dict[Value, Operation]:
+    """The first operation that reads each value."""
+    consumers: dict[Value, Operation] = {}
+    for operation in plan.graph.operations:
+        for value in operation.operands:
+            consumers.setdefault(value, operation)
+    return consumers
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (tuple, list)) else value
+
+
+def _returns_one_tensor(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch._C.TensorType)
+
+
+def _with_argument(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, shape: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """The arguments with the size argument replaced by a local shape."""
+    if position < len(args):
+        return (*args[:position], list(shape), *args[position + 1 :])
+    kwargs[op._schema.arguments[position].name] = list(shape)
+    return args

@@ -1,0 +1,37 @@
+"""Passes over a rank's graph.
+
+Each pass changes a graph in place; `optimize` gives them a copy of their own, so that from outside each run is a pure
+function. New nodes carry `meta["val"]`, and collectives `meta["cause"]` and `meta["source"]`, as lowering wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.fx as fx
+
+from spmd.optimize.clean import drop_dead_nodes, drop_identities, merge_reshapes, share_common_subexpressions
+from spmd.optimize.shards import scatter_reductions, shard_factories
+
+Pass = Callable[[fx.Graph], None]
+
+PASSES: tuple[Pass, ...] = (
+    drop_dead_nodes,
+    merge_reshapes,
+    drop_identities,
+    share_common_subexpressions,
+    shard_factories,
+    scatter_reductions,
+    drop_dead_nodes,
+)
+"""All passes, in the order in which they run."""
+
+
+def optimize(module: fx.GraphModule, passes: Sequence[Pass] = PASSES) -> fx.GraphModule:
+    """A copy of the module after all passes; linted, and compiled anew."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for apply in passes:
+        apply(graph)
+    graph.lint()
+    return fx.GraphModule(module, graph, module.__class__.__name__)

@@ -1,0 +1,114 @@
+"""Python source from a rank's graph: a generator that stops at every collective.
+
+Between two collectives a rank's program is straight-line Python, which costs next to nothing above the operators that
+it calls. `y = (yield (x, ...)).pop()` hands the arguments of a collective to whoever drives the ranks and takes its
+result: out of a list, so that nobody but the program holds it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Generator
+from typing import Any, TypeAlias, cast
+
+import attrs
+import torch
+import torch.fx as fx
+
+from spmd.lower.program import is_primitive
+
+RankProgram: TypeAlias = Callable[..., Generator[tuple[Any, ...], Any, None]]
+"""A generator function of the local inputs: yields the arguments of each primitive, is sent a list that ends in its
+result, and yields the tuple of local outputs at last."""
+
+
+@attrs.frozen(eq=False)
+class Generated:
+    """A compiled rank program.
+
+    Args:
+        function: the generator function.
+        primitives: the primitive of each stop, in order.
+        source: its text.
+    """
+
+    function: RankProgram
+    primitives: tuple[torch._ops.OpOverload, ...]
+    source: str
+
+
+def generate(module: fx.GraphModule) -> Generated:
+    """Compile a lowered graph; every variable is deleted after its last use."""
+    writer = _Writer(module)
+    namespace = writer.namespace
+    exec(compile(writer.source, "<spmd local program>", "exec"), namespace)
+    return Generated(namespace["program"], tuple(writer.primitives), writer.source)
+
+
+class _Writer:
+    """The text being written and the objects that it refers to by name."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.namespace: dict[str, Any] = {}
+        self.known: dict[int, str] = {}
+        self.primitives: list[torch._ops.OpOverload] = []
+        nodes = list(module.graph.nodes)
+        self.variables = {node: f"v{index}" for index, node in enumerate(nodes)}
+        inputs = [self.variables[node] for node in nodes if node.op == "placeholder"]
+        lines = [f"def program({', '.join(inputs)}):"]
+        dying = _last_uses(nodes)
+        for node in nodes:
+            lines += self.statement(node, module)
+            if dying[node]:
+                lines.append(f"    del {', '.join(self.variables[other] for other in dying[node])}")
+        self.source = "\n".join(lines)
+
+    def statement(self, node: fx.Node, module: fx.GraphModule) -> list[str]:
+        name, target = self.variables[node], cast(Any, node.target)
+        if node.op == "placeholder":
+            return []
+        if node.op == "get_attr":
+            return [f"    {name} = {self.reference(getattr(module, target))}"]
+        if node.op == "output":
+            return [f"    yield {self.argument(node.args[0])}"]
+        if target is operator.getitem:
+            return [f"    {name} = {self.argument(node.args[0])}[{node.args[1]!r}]"]
+        arguments = [self.argument(argument) for argument in node.args]
+        if is_primitive(node):
+            self.primitives.append(target)
+            arguments += [self.argument(value) for value in node.kwargs.values()]
+            return [f"    {name} = (yield ({', '.join(arguments)},)).pop()"]
+        arguments += [f"{key}={self.argument(value)}" for key, value in node.kwargs.items()]
+        return [f"    {name} = {self.reference(getattr(target, '_op', target))}({', '.join(arguments)})"]
+
+    def argument(self, argument: Any) -> str:
+        if isinstance(argument, fx.Node):
+            return self.variables[argument]
+        if isinstance(argument, tuple):
+            return f"({', '.join(self.argument(item) for item in argument)}{',' if len(argument) == 1 else ''})"
+        if isinstance(argument, list):
+            return f"[{', '.join(self.argument(item) for item in argument)}]"
+        literal = argument is None or isinstance(argument, (bool, int, str))
+        if literal or (isinstance(argument, float) and math.isfinite(argument)):
+            return repr(argument)
+        return self.reference(argument)
+
+    def reference(self, target: Any) -> str:
+        """A global of the program that holds an operator, a dtype, a tensor, ..."""
+        if id(target) not in self.known:
+            self.known[id(target)] = f"g{len(self.known)}"
+            self.namespace[self.known[id(target)]] = target
+        return self.known[id(target)]
+
+
+def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nothing needs after it."""
+    dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    seen: set[fx.Node] = set()
+    for node in reversed(nodes[:-1]):
+        for operand in dict.fromkeys(node.all_input_nodes):
+            if operand not in seen and not any(user.op == "output" for user in operand.users):
+                dying[node].append(operand)
+            seen.add(operand)
+    return dying

@@ -1,0 +1,298 @@
+"""Lowering of plans written by hand: values against one device, and the operators that each rank runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from handmade import PlanBuilder, lowered, operators, run
+
+from spmd import collectives
+from spmd.errors import PlanError
+from spmd.lower import lower
+from spmd.lower.verify import verify
+from spmd.mesh import Mesh, make_mesh
+from spmd.optimize import PASSES, optimize
+from spmd.spec import P, TensorMeta
+
+aten = torch.ops.aten
+
+
+def mesh_of(**axes: int) -> Mesh:
+    return make_mesh(axes, runtime="virtual")
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [8, 7, 1])
+def test_row_parallel_matmul(size: int, rows: int) -> None:
+    builder = PlanBuilder(mesh_of(m=size))
+    x, w = builder.input("x", (rows, 6), P(None, "m")), builder.input("w", (6, 5), P("m"))
+    product = builder.call(aten.mm.default, (x, w), [((rows, 5), P(partial={"m": "sum"}))])
+    plan = builder.plan(builder.move(product, P()))
+    a, b = normal(rows, 6), normal(6, 5)
+    torch.testing.assert_close(run(plan, a, b)[0], a @ b)
+    assert operators(lowered(plan)) == ["mm", "all_reduce"][: 1 if size == 1 else 2]
+
+
+def test_ranks_with_equal_shapes_share_a_program() -> None:
+    builder = PlanBuilder(mesh_of(d=4))
+    x = builder.input("x", (5, 2), P("d"))
+    program = lowered(builder.plan(builder.call(aten.neg.default, (x,), [((5, 2), P("d"))])))
+    modules = [program.graph_module((index,)) for index in range(4)]
+    assert [modules[0] is module for module in modules] == [True, True, False, False]
+    assert len({id(module) for module in modules}) == 3
+
+
+@pytest.mark.parametrize(("seq", "size"), [(6, 2), (6, 3), (5, 2), (5, 4), (2, 4)])
+def test_inner_atom_is_gathered_by_view_collective_view(seq: int, size: int) -> None:
+    """`[b * s, d]` with `s` sharded is locally `[b * (s / n), d]`."""
+    builder = PlanBuilder(mesh_of(m=size))
+    x = builder.input("x", (4, seq, 3), P(None, "m"))
+    flat = builder.call(aten.view.default, (x, [4 * seq, 3]), [((4 * seq, 3), P(None, "m"))], atoms=[(4, seq), (3,)])
+    whole = builder.move(flat, P())
+    plan = builder.plan(builder.relabel(whole, [(4 * seq,), (3,)], P()))
+    value = normal(4, seq, 3)
+    assert torch.equal(run(plan, value)[0], value.view(4 * seq, 3))
+    # The view to [4 * s / n, 3] and the one back to [4, s / n, 3] before the gather merge into nothing.
+    assert operators(lowered(plan)) == ["all_gather", "reshape"]
+
+
+@pytest.mark.parametrize(("batch", "collectives"), [(4, ["reshape", "all_gather"]), (3, ["all_gather", "reshape"])])
+def test_leading_atom_needs_no_view_where_even(batch: int, collectives: list[str]) -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (batch, 5, 3), P("m"))
+    flat = builder.call(aten.view.default, (x, [batch * 5, 3]), [((batch * 5, 3), P("m"))], atoms=[(batch, 5), (3,)])
+    plan = builder.plan(builder.relabel(builder.move(flat, P()), [(batch * 5,), (3,)], P()))
+    value = normal(batch, 5, 3)
+    assert torch.equal(run(plan, value)[0], value.view(batch * 5, 3))
+    assert operators(lowered(plan)) == collectives
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(4, 6), (5, 7), (1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (P("d", "m"), P("d")),
+        (P("d", "m"), P(None, "m")),
+        (P("d", "m"), P()),
+        (P("d", "m"), P("d", None, "m")),
+        (P("d", "m"), P(None, None, "d")),
+        (P(("d", "m")), P("d")),
+        (P(("m", "d")), P(None, ("d", "m"))),
+        (P("d"), P("d", "m")),
+        (P(None, None, "m", partial={"d": "sum"}), P("d")),
+        (P(None, "d", partial={"m": "sum"}), P("m", "d")),
+    ],
+)
+def test_redistribution_of_two_atoms(batch: int, seq: int, source: P, target: P) -> None:
+    builder = PlanBuilder(mesh_of(d=2, m=3))
+    shape = (batch * seq, 4)
+    atoms = [(batch, seq), (4,)]
+    x = builder.input("x", (batch, seq, 4), source)
+    flat = builder.call(aten.view.default, (x, list(shape)), [(shape, source)], atoms=atoms)
+    moved = builder.move(flat, target)
+    back = builder.call(aten.view.default, (moved, [batch, seq, 4]), [((batch, seq, 4), target)])
+    value = normal(batch, seq, 4)
+    torch.testing.assert_close(run(builder.plan(back), value)[0], value)
+
+
+def test_size_arguments_become_local() -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (6, 1), P("m"))
+    wide = builder.call(aten.expand.default, (x, [6, 4]), [((6, 4), P("m"))])
+    ones = builder.call(aten.full.default, ([6, 4], 1.0), [((6, 4), P("m"))], kwargs={"dtype": torch.float32})
+    total = builder.call(aten.add.Tensor, (wide, ones), [((6, 4), P("m"))])
+    value = normal(6, 1)
+    plan = builder.plan(total)
+    assert torch.equal(run(plan, value)[0], value.expand(6, 4) + 1)
+    assert "expand(x, [3, 4])" in lowered(plan).as_text()
+    assert "full([3, 4], 1.0, dtype=torch.float32)" in lowered(plan).as_text()
+
+
+def test_several_results_and_unused_ones() -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (4, 3), P("m"))
+    left, _, right = builder.call(aten.split.Tensor, (x, 1, 1), [((4, 1), P("m")), ((4, 1), P("m")), ((4, 1), P("m"))])
+    value = normal(4, 3)
+    plan = builder.plan(right, left)
+    results = run(plan, value)
+    assert torch.equal(results[0], value[:, 2:])
+    assert torch.equal(results[1], value[:, :1])
+    assert lowered(plan).as_text().count("split_1[") == 2
+
+
+def test_local_body_is_inlined() -> None:
+    def body(axes: tuple[str, ...], call: object, x: torch.Tensor, dim: list[int], keepdim: bool) -> torch.Tensor:
+        return collectives.psum(torch.sum(x, dim, keepdim), axes)
+
+    builder = PlanBuilder(mesh_of(d=2, m=3))
+    x = builder.input("x", (4, 7), P("d", "m"))
+    total = builder.call(aten.sum.dim_IntList, (x, [1], True), [((4, 1), P("d"))], body=body, axes=("m",))
+    plan = builder.plan(total)
+    value = normal(4, 7)
+    torch.testing.assert_close(run(plan, value)[0], value.sum(1, keepdim=True))
+    assert operators(lowered(plan)) == ["sum", "all_reduce"]
+    (comm,) = lowered(plan).collectives
+    assert (comm.kind, comm.axes, comm.bytes) == ("all_reduce", ("m",), 2 * 2 / 3 * 2 * 4)
+    assert (comm.cause, str(comm.source)) == ("sum over a sharded dim", "model.py:1")
+
+
+def test_body_sees_the_call_with_its_own_axes_whole() -> None:
+    seen = []
+
+    def body(axes: tuple[str, ...], call: object, x: torch.Tensor) -> torch.Tensor:
+        seen.append((axes, call.operands, call.results, tuple(x.shape)))  # type: ignore[attr-defined]
+        return x.neg()
+
+    builder = PlanBuilder(mesh_of(d=2, m=2))
+    x = builder.input("x", (4, 6), P("d", "m"))
+    result = builder.call(aten.neg.default, (x,), [((4, 6), P("d", "m"))], body=body, axes=("m",))
+    lowered(builder.plan(result)).graph_module()
+    meta = TensorMeta((2, 6), torch.float32)
+    assert seen[0] == (("m",), (meta,), (meta,), (2, 3))
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_groups_become_one_list_operator(count: int) -> None:
+    builder = PlanBuilder(mesh_of(d=2))
+    xs = [builder.input(f"x{i}", (4, i + 1), P("d")) for i in range(count)]
+    ys = [builder.input(f"y{i}", (4, i + 1), P()) for i in range(count)]
+    sums = []
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        shard = builder.move(y, P("d"))
+        sums.append(builder.call(aten.add.Tensor, (x, shard), [((4, i + 1), P("d"))], kwargs={"alpha": -0.5}, group=1))
+    roots = [
+        builder.call(aten.addcdiv.default, (s, x, x), [((4, i + 1), P("d"))], kwargs={"value": 2.0}, group=2)
+        for i, (s, x) in enumerate(zip(sums, xs, strict=True))
+    ]
+    plan = builder.plan(*roots)
+    a = [normal(4, i + 1) for i in range(count)]
+    b = [normal(4, i + 1) for i in range(count)]
+    expected = [torch.addcdiv(x - 0.5 * y, x, x, value=2.0) for x, y in zip(a, b, strict=True)]
+    for result, truth in zip(run(plan, *a, *b), expected, strict=True):
+        torch.testing.assert_close(result, truth)
+    names = [name for name in operators(lowered(plan)) if name.startswith("foreach")]
+    assert names == ["foreach_add", "foreach_addcdiv"]
+
+
+def test_list_operators_share_a_scalar_tensor() -> None:
+    builder = PlanBuilder(mesh_of(d=2))
+    xs = [builder.input(f"x{i}", (4,), P("d")) for i in range(3)]
+    scale = builder.input("scale", (), P())
+    scaled = [builder.call(aten.mul.Tensor, (x, scale), [((4,), P("d"))], group=7) for x in xs]
+    plan = builder.plan(*scaled)
+    assert operators(lowered(plan)) == ["foreach_mul"]
+    values = [normal(4), normal(4) + 1, normal(4) + 2]
+    for result, value in zip(run(plan, *values, torch.tensor(3.0)), values, strict=True):
+        assert torch.equal(result, value * 3)
+
+
+def test_members_that_depend_on_each_other_are_not_joined() -> None:
+    builder = PlanBuilder(mesh_of(d=2))
+    x = builder.input("x", (4,), P("d"))
+    first = builder.call(aten.mul.Tensor, (x, 2.0), [((4,), P("d"))], group=1)
+    second = builder.call(aten.mul.Tensor, (first, 2.0), [((4,), P("d"))], group=1)
+    plan = builder.plan(second)
+    assert operators(lowered(plan)) == ["mul", "mul"]
+    assert torch.equal(run(plan, normal(4))[0], normal(4) * 4)
+
+
+def test_shard_of_full_is_a_smaller_full() -> None:
+    builder = PlanBuilder(mesh_of(m=4))
+    x = builder.input("x", (8,), P("m"))
+    full = builder.call(aten.full.default, ([8], 3.0), [((8,), P())], kwargs={"dtype": torch.float32})
+    total = builder.call(aten.add.Tensor, (x, builder.move(full, P("m"))), [((8,), P("m"))])
+    plan = builder.plan(total)
+    assert operators(lowered(plan)) == ["full", "add"]
+    assert torch.equal(run(plan, normal(8))[0], normal(8) + 3)
+
+
+@pytest.mark.parametrize("rows", [8, 7, 2])
+def test_all_reduce_then_shard_is_reduce_scatter(rows: int) -> None:
+    builder = PlanBuilder(mesh_of(m=4))
+    x = builder.input("x", (rows, 3), P(partial={"m": "sum"}))
+    plan = builder.plan(builder.move(builder.move(x, P()), P("m")))
+    assert operators(lowered(plan)) == ["reduce_scatter"]
+    torch.testing.assert_close(run(plan, normal(rows, 3))[0], normal(rows, 3))
+
+
+def test_all_reduce_over_two_axes_then_shard_over_one() -> None:
+    builder = PlanBuilder(mesh_of(d=2, m=2))
+    x = builder.input("x", (4, 3), P(partial={"d": "sum", "m": "sum"}))
+    plan = builder.plan(builder.move(builder.move(x, P()), P("m")))
+    torch.testing.assert_close(run(plan, normal(4, 3))[0], normal(4, 3))
+    assert operators(lowered(plan))[0] == "reduce_scatter"
+
+
+def test_all_reduce_that_others_read_stays() -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (4, 3), P(partial={"m": "sum"}))
+    whole = builder.move(x, P())
+    plan = builder.plan(whole, builder.move(whole, P("m")))
+    assert operators(lowered(plan)) == ["all_reduce", "shard"]
+
+
+def test_common_subexpressions_and_dead_operations_go() -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (4,), P("m"))
+    first = builder.call(aten.exp.default, (x,), [((4,), P("m"))])
+    second = builder.call(aten.exp.default, (x,), [((4,), P("m"))])
+    builder.call(aten.sin.default, (x,), [((4,), P("m"))])
+    total = builder.call(aten.add.Tensor, (first, second), [((4,), P("m"))])
+    assert operators(lowered(builder.plan(total))) == ["exp", "add"]
+
+
+def test_identity_program_has_no_nodes_of_its_own() -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (4,), P("m"))
+    view = builder.call(aten.view.default, (x, [4]), [((4,), P("m"))])
+    program = lowered(builder.plan(view))
+    assert [node.op for node in program.graph_module().graph.nodes] == ["placeholder", "output"]
+
+
+def test_constants_are_lifted() -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (4,), P("m"))
+    table = builder.constant(torch.arange(4.0))
+    plan = builder.plan(builder.call(aten.mul.Tensor, (x, builder.move(table, P("m"))), [((4,), P("m"))]))
+    assert torch.equal(run(plan, normal(4))[0], normal(4) * torch.arange(4.0))
+
+
+def test_programs_of_an_abstract_mesh_of_many_ranks() -> None:
+    mesh = make_mesh({"d": 1024, "m": 64}, runtime="abstract")
+    builder = PlanBuilder(mesh)
+    x = builder.input("x", (4096, 64), P("d", "m"))
+    program = lower(builder.plan(builder.move(x, P("d"))))
+    assert program.graph_module((1023, 63)) is program.graph_module()
+    assert [(comm.kind, comm.bytes) for comm in program.collectives] == [("all_gather", 63 / 64 * 4 * 64 * 4)]
+
+
+def test_verify_finds_a_node_that_does_nothing() -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (4,), P("m"))
+    builder.call(aten.sin.default, (x,), [((4,), P("m"))])
+    program = lower(builder.plan(x), passes=())
+    with pytest.raises(PlanError, match=r"nodes that do nothing \(drop_dead_nodes\).*sin"):
+        verify(program)
+
+
+def test_verify_finds_a_wrong_shape() -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (4, 6), P("m"))
+    wrong = builder.call(aten.sum.dim_IntList, (x, [0]), [((4,), P("m"))])
+    with pytest.raises(PlanError, match=r"sum.*gives f32\[6\], but the program says f32\[2\]"):
+        verify(lower(builder.plan(wrong)))
+
+
+def test_passes_leave_their_input_alone() -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (4,), P("m"))
+    builder.call(aten.sin.default, (x,), [((4,), P("m"))])
+    module = lower(builder.plan(x), passes=()).graph_module()
+    before = str(module.graph)
+    optimized = optimize(module, PASSES)
+    assert str(module.graph) == before
+    assert len(optimized.graph.nodes) == 2
