@@ -1,0 +1,7 @@
+"""Planning: from a program over global tensors to a spec for every value and a strategy for every operation."""
+
+from spmd.plan.machine import Machine
+from spmd.plan.plan import Comm, Plan
+from spmd.plan.search import plan
+
+__all__ = ["Comm", "Machine", "Plan", "plan"]

@@ -1,0 +1,110 @@
+"""Local bodies of rules, traced into the operators that one rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from spmd.collectives.environment import axis_environment
+from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.graph import Operation, Value, map_leaves
+from spmd.mesh import Mesh
+from spmd.placement import Placement
+from spmd.plan.draft import Draft, regroup
+from spmd.rules.rule import Body
+from spmd.rules.strategy import Strategy
+from spmd.spec import TensorMeta
+
+_COLLECTIVES = {kind.value: kind for kind in StepKind if kind.is_collective}
+
+
+def trace_body(
+    body: Body,
+    axes: Sequence[str],
+    operation: Operation,
+    mesh: Mesh,
+    local: Callable[[Value], TensorMeta],
+    unsharded: Callable[[Value], TensorMeta],
+) -> fx.GraphModule:
+    """What one rank computes for `operation`, as a graph over its distinct operands in order of first appearance.
+
+    Args:
+        body: the body of the operation's strategy.
+        axes: the mesh axes that it spans, major first.
+        operation: the call.
+        mesh: the mesh.
+        local: the meta of the shard of each value.
+        unsharded: the meta of each value with the body's axes not sharded, which the body sees in its `call`.
+    """
+    operands = tuple(dict.fromkeys(operation.operands))
+    call = operation.call(unsharded)
+
+    def run(*tensors: torch.Tensor) -> Any:
+        given = dict(zip(operands, tensors, strict=True))
+        replace = lambda leaf: given[leaf] if isinstance(leaf, Value) else leaf  # noqa: E731
+        kwargs = map_leaves(replace, dict(operation.kwargs))
+        result = body(tuple(axes), call, *map_leaves(replace, operation.args), **kwargs)
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    with FakeTensorMode() as mode, axis_environment(mesh.axes):
+        metas = [local(value) for value in operands]
+        tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=mesh.device) for meta in metas]
+        del mode
+        return make_fx(run, tracing_mode="real")(*tensors)
+
+
+def body_of(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | None:
+    """The local body among an operation's strategies and the mesh axes that it spans, major first; None without one."""
+    axes = tuple(axis for axis, strategy in chosen.items() if strategy.body is not None)
+    if not axes:
+        return None
+    body = chosen[axes[0]].body
+    assert body is not None
+    return body, axes
+
+
+def body_collectives(
+    draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]
+) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """The kind, the mesh axes and the bytes sent per rank of every collective in an operation's local body.
+
+    Args:
+        draft: the program.
+        operation: the operation.
+        chosen: its strategies, by mesh axis, in the order of planning.
+    """
+    found = body_of(chosen)
+    if found is None:
+        return
+    body, axes = found
+    states = _states(operation, chosen)
+
+    def local(value: Value, without: tuple[str, ...] = ()) -> TensorMeta:
+        kept = {axis: state for axis, state in states[value].items() if axis not in without}
+        return TensorMeta(regroup(draft.sizes_at(value, kept), draft.logical[value]), value.meta.dtype)
+
+    module = trace_body(body, axes, operation, draft.mesh, local, lambda value: local(value, axes))
+    for node in module.graph.nodes:
+        if getattr(node.target, "namespace", None) != "spmd":
+            continue
+        kind = _COLLECTIVES.get(node.target.overloadpacket.__name__)
+        if kind is not None:
+            spanned = tuple(node.args[-1])
+            moved = node if kind is StepKind.ALL_GATHER else node.args[0]
+            size = TensorMeta.of(moved.meta["val"]).nbytes
+            yield kind.value, spanned, ring_bytes(kind, draft.mesh.axis_size(spanned), size)
+
+
+def _states(operation: Operation, chosen: Mapping[str, Strategy]) -> dict[Value, dict[str, Placement]]:
+    """The placement of every tensor of an operation on each axis."""
+    values = (*operation.operands, *operation.tensors)
+    states: dict[Value, dict[str, Placement]] = {value: {} for value in values}
+    for axis, strategy in chosen.items():
+        for value, state in zip(values, (*strategy.operands, *strategy.results), strict=True):
+            states[value][axis] = state
+    return states

@@ -1,0 +1,178 @@
+"""The edges of a program: from the physical specs that users give to the logical specs that planning uses.
+
+A spec shards a physical dim in contiguous chunks. Where that dim is made of several atoms, the same chunks are shards of
+the leading atoms only as far as the axes divide them; and planning nests axes in one order, which a spec may not share.
+What cannot be carried over is gathered at the edge, as an explicit operation with its price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+
+from spmd.constrain import parse_spec
+from spmd.graph import Graph, Operation, Source, Value
+from spmd.mesh import Mesh
+from spmd.plan.draft import flat_shape, logical_meta, physical_shape
+from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.rules.strategy import LogicalShape
+from spmd.spec import Dims, DTensorSpec
+
+Specs = tuple[DTensorSpec, DTensorSpec]
+
+_CONSTRAINTS = (torch.ops.spmd.constrain.default, torch.ops.spmd.reshard.default)
+
+
+@attrs.frozen(eq=False)
+class Bounded:
+    """A program whose inputs, results and constraints are explicit operations with given specs."""
+
+    graph: Graph
+    logical: Mapping[Value, LogicalShape]
+    fixed: Mapping[Operation, Specs]
+    placed: Mapping[Value, DTensorSpec]
+
+
+def carry_over(spec: DTensorSpec, logical: LogicalShape, order: Sequence[str]) -> DTensorSpec:
+    """The part of a physical spec that holds over the logical shape, as a spec of that shape.
+
+    Of the axes that shard one dim, a leading run is kept: while they follow the planning `order`, and while each
+    divides what is left of the leading atom (a dim of a single atom needs no divisibility).
+    """
+    dims: list[tuple[str, ...]] = []
+    for axes, atoms in zip(spec.dims, logical, strict=True):
+        dims.extend(_carry_dim(spec.mesh, axes, atoms, order))
+    return DTensorSpec(spec.mesh, tuple(dims), spec.partial, logical_meta(spec.meta, logical))
+
+
+def _carry_dim(mesh: Mesh, axes: tuple[str, ...], atoms: tuple[int, ...], order: Sequence[str]) -> list[tuple[str, ...]]:
+    kept: list[tuple[str, ...]] = [()] * len(atoms)
+    atom, left, last = 0, atoms[0], -1
+    for axis in axes:
+        if order.index(axis) < last:
+            break
+        while left == 1 and atom + 1 < len(atoms):
+            atom, left = atom + 1, atoms[atom + 1]
+        size = mesh.axis_size(axis)
+        if len(atoms) > 1 and left % size:
+            break
+        kept[atom] = (*kept[atom], axis)
+        left, last = -(-left // size), order.index(axis)
+    return kept
+
+
+def _physical_dims(dims: Dims, logical: LogicalShape) -> Dims:
+    """Axes by logical dims, as axes by physical dims."""
+    found: list[tuple[str, ...]] = []
+    position = 0
+    for atoms in logical:
+        found.append(tuple(axis for axes in dims[position : position + len(atoms)] for axis in axes))
+        position += len(atoms)
+    return tuple(found)
+
+
+class _Writer:
+    """Writes a bounded program, operation by operation."""
+
+    def __init__(self, mesh: Mesh, logical: Mapping[Value, LogicalShape], order: Sequence[str]) -> None:
+        self.mesh = mesh
+        self.order = order
+        self.logical = dict(logical)
+        self.operations: list[Operation] = []
+        self.fixed: dict[Operation, Specs] = {}
+
+    def emit(
+        self, op: object, value: Value, result: Value, specs: Specs, source: Source | None = None
+    ) -> None:
+        operation = Operation(op, (value,), {}, (result,), source)  # type: ignore[arg-type]
+        self.operations.append(operation)
+        self.fixed[operation] = specs
+
+    def derived(self, value: Value, suffix: str, logical: LogicalShape) -> Value:
+        result = Value(f"{value.name}_{suffix}", value.meta)
+        self.logical[result] = logical
+        return result
+
+    def gathered(self, spec: DTensorSpec, logical: LogicalShape) -> tuple[DTensorSpec, DTensorSpec]:
+        """What of a physical spec is carried over: as a physical spec, and as a logical one."""
+        kept = carry_over(spec, logical, self.order)
+        return attrs.evolve(spec, dims=_physical_dims(kept.dims, logical)), kept
+
+    def enter(self, value: Value, spec: DTensorSpec, result: Value, source: Source | None = None) -> DTensorSpec:
+        """Bring an unrefined `value` that has a physical spec to `result`, which is refined; the spec of `result`."""
+        physical, kept = self.gathered(spec, self.logical[result])
+        if physical != spec:
+            moved = self.derived(value, "gathered", physical_shape(value.meta))
+            self.emit(REDISTRIBUTE, value, moved, (spec, physical), source)
+            value = moved
+        self.emit(RELABEL, value, result, (physical, kept), source)
+        return kept
+
+    def leave(self, value: Value, spec: DTensorSpec, source: Source | None = None) -> Value:
+        """Bring a refined value to an unrefined one that has exactly a physical spec."""
+        physical, kept = self.gathered(spec, self.logical[value])
+        pinned = self.derived(value, "pinned", self.logical[value])
+        self.emit(PIN, value, pinned, (kept, kept), source)
+        plain = self.derived(value, "placed", physical_shape(value.meta))
+        self.emit(RELABEL, pinned, plain, (kept, physical), source)
+        if physical == spec:
+            return plain
+        moved = self.derived(value, "sharded", physical_shape(value.meta))
+        self.emit(REDISTRIBUTE, plain, moved, (physical, spec), source)
+        return moved
+
+    def constrain(self, operation: Operation, spec: DTensorSpec) -> None:
+        """Give the result of a constraint exactly its spec."""
+        (value,), (result,) = operation.operands, operation.tensors
+        physical, kept = self.gathered(spec, self.logical[value])
+        if physical == spec and self.logical[value] == self.logical[result]:
+            self.emit(PIN, value, result, (kept, kept), operation.source)
+        else:
+            self.enter(self.leave(value, spec, operation.source), spec, result, operation.source)
+
+
+def bound(
+    graph: Graph,
+    logical: Mapping[Value, LogicalShape],
+    mesh: Mesh,
+    input_specs: Sequence[DTensorSpec],
+    output_specs: Sequence[DTensorSpec],
+    order: Sequence[str],
+) -> Bounded:
+    """Make inputs, results and constraints explicit, for one order of planning.
+
+    Args:
+        graph: the program.
+        logical: the atoms of its values.
+        mesh: the mesh.
+        input_specs, output_specs: physical specs.
+        order: all axes of the mesh, the one that is planned first (the major one) first.
+    """
+    writer = _Writer(mesh, logical, order)
+    placed: dict[Value, DTensorSpec] = {}
+    inputs = []
+    for value, spec in zip(graph.inputs, input_specs, strict=True):
+        if flat_shape(logical[value]) == value.meta.shape and writer.gathered(spec, logical[value])[0] == spec:
+            inputs.append(value)
+            placed[value] = spec
+            continue
+        plain = Value(value.name, value.meta)
+        writer.logical[plain] = physical_shape(value.meta)
+        inputs.append(plain)
+        placed[plain] = spec
+        writer.enter(plain, spec, value)
+    for value, _ in graph.constants:
+        placed[value] = DTensorSpec.replicated(mesh, logical_meta(value.meta, logical[value]))
+    for operation in graph.operations:
+        if operation.op in _CONSTRAINTS:
+            meta = operation.tensors[0].meta
+            writer.constrain(operation, DTensorSpec.make(mesh, parse_spec(operation.args[1]), meta))
+        else:
+            writer.operations.append(operation)
+    outputs = tuple(
+        writer.leave(value, spec) for value, spec in zip(graph.outputs, output_specs, strict=True)
+    )
+    bounded = Graph(tuple(inputs), graph.constants, tuple(writer.operations), outputs)
+    return Bounded(bounded.verify(), writer.logical, writer.fixed, placed)

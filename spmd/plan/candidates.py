@@ -1,0 +1,96 @@
+"""What each operation may do on the mesh axis that is being planned: its strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd.graph import Graph, Operation, Value
+from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
+from spmd.plan.draft import Draft
+from spmd.plan.markers import REDISTRIBUTE
+from spmd.rules.strategy import Strategy, derive_strategies
+
+
+def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, ...]]:
+    """The strategies of every operation on one mesh axis, given what is decided on the planned ones.
+
+    A strategy that takes partial operands is left out where no operand of it can arise partial: making a whole value
+    partial only to reduce it later saves nothing.
+    """
+    rootless = rootless_values(draft.graph)
+    found: dict[Operation, tuple[Strategy, ...]] = {}
+    arising: dict[Value, set[Placement]] = {
+        value: {spec.placement(axis)} for value, spec in draft.placed.items()
+    }
+    for operation in draft.graph.operations:
+        operands = operation.operands
+        found[operation] = tuple(
+            strategy
+            for strategy in candidates(draft, operation, axis, rootless)
+            if _partials_arise(strategy, [arising[operand] for operand in operands]) or operation in draft.fixed
+        )
+        for position, value in enumerate(operation.tensors):
+            arising[value] = {strategy.results[position] for strategy in found[operation]}
+    return found
+
+
+def _partials_arise(strategy: Strategy, arising: Sequence[set[Placement]]) -> bool:
+    partial = [index for index, state in enumerate(strategy.operands) if isinstance(state, Partial)]
+    return not partial or any(strategy.operands[index] in arising[index] for index in partial)
+
+
+def candidates(draft: Draft, operation: Operation, axis: str, rootless: frozenset[Value]) -> tuple[Strategy, ...]:
+    """The strategies of one operation on one mesh axis.
+
+    Args:
+        draft: the program.
+        operation: one of its operations.
+        axis: the axis to plan.
+        rootless: values that depend on no input; every rank computes them whole.
+    """
+    if operation in draft.fixed:
+        source, target = draft.fixed[operation]
+        return (Strategy((source.placement(axis),), (target.placement(axis),), label="given"),)
+    if operation.op is REDISTRIBUTE:
+        return _pass_through(draft, operation)
+    if operation not in draft.factors or all(value in rootless for value in operation.tensors):
+        return (_replicate(operation),)
+    factors, atoms = draft.factors[operation]
+    shapes = ([draft.logical[v] for v in operation.operands], [draft.logical[v] for v in operation.tensors])
+    found = derive_strategies(factors, atoms, shapes)
+    bodies = [chosen for chosen in draft.strategies.get(operation, {}).values() if chosen.body is not None]
+    return tuple(strategy for strategy in found if strategy.body is None or all(strategy == b for b in bodies))
+
+
+def _replicate(operation: Operation) -> Strategy:
+    return Strategy((Replicate(),) * len(operation.operands), (Replicate(),) * len(operation.tensors))
+
+
+def _pass_through(draft: Draft, operation: Operation) -> tuple[Strategy, ...]:
+    """A redistribution on a planned axis, seen from the next axis: one placement before and after.
+
+    The next axis is minor to the planned ones, so it cannot shard a dim that the redistribution cuts or joins.
+    """
+    (operand,), (result,) = operation.operands, operation.tensors
+    before, after = draft.states[operand], draft.states[result]
+    moved = [
+        state
+        for axis in draft.mesh.names
+        for state, other in ((before.get(axis), after.get(axis)), (after.get(axis), before.get(axis)))
+        if state != other
+    ]
+    cut = {state.dim for state in moved if isinstance(state, Shard)}
+    reduced = {state.op for state in moved if isinstance(state, Partial)}
+    kept: list[Placement] = [Replicate()]
+    kept += [Shard(dim) for dim, size in enumerate(draft.local_sizes(operand)) if dim not in cut and size > 1]
+    kept += [Partial(op) for op in REDUCTIONS if reduced <= {op}]
+    return tuple(Strategy((state,), (state,), label=str(state)) for state in kept)
+
+
+def rootless_values(graph: Graph) -> frozenset[Value]:
+    """The values that depend on no input of the program."""
+    rooted = {*graph.inputs, *(value for value, _ in graph.constants)}
+    for operation in graph.operations:
+        if any(operand in rooted for operand in operation.operands):
+            rooted.update(operation.tensors)
+    return frozenset(value for operation in graph.operations for value in operation.tensors if value not in rooted)

@@ -1,0 +1,102 @@
+"""A plan in the making: the program with the mesh axes that are planned so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from spmd.graph import Graph, Operation, Value
+from spmd.mesh import Mesh
+from spmd.placement import Partial, Placement, Replicate, Shard
+from spmd.rules.rule import Factors
+from spmd.rules.strategy import Atoms, LogicalShape, Strategy
+from spmd.spec import DTensorSpec, TensorMeta
+
+States = Mapping[str, Placement]
+"""The placement of a value on each mesh axis that is planned, in planning order; dims are logical."""
+
+
+@attrs.frozen(eq=False)
+class Draft:
+    """The program, and what is decided about it.
+
+    Args:
+        mesh: the mesh.
+        graph: the program, with the redistributions of planned axes as explicit operations.
+        logical: the atoms of every dim of every value.
+        factors: the factors and their atoms, for every operation that has a rule.
+        fixed: operations whose operand and result specs (over logical shapes) are given: constraints, results, and the
+            changes of layout at the program's edges.
+        placed: the specs (over logical shapes) of inputs and constants.
+        states: the placement of every value on the planned axes.
+        strategies: the strategy of every operation on the planned axes.
+        causes: for every redistribution that planning added, the operation that wanted it.
+    """
+
+    mesh: Mesh
+    graph: Graph
+    logical: Mapping[Value, LogicalShape]
+    factors: Mapping[Operation, tuple[Factors, Atoms]]
+    fixed: Mapping[Operation, tuple[DTensorSpec, DTensorSpec]]
+    placed: Mapping[Value, DTensorSpec]
+    states: Mapping[Value, States]
+    strategies: Mapping[Operation, Mapping[str, Strategy]]
+    causes: Mapping[Operation, Operation]
+
+    def local_sizes(self, value: Value) -> tuple[int, ...]:
+        """The logical shape that the largest shard of a value has on the axes planned so far."""
+        return self.sizes_at(value, self.states.get(value, {}))
+
+    def sizes_at(self, value: Value, states: States) -> tuple[int, ...]:
+        """The logical shape that the largest shard of a value has with these placements."""
+        sizes = flat_shape(self.logical[value])
+        for axis, state in states.items():
+            sizes = shrink(sizes, state, self.mesh.axis_size(axis))
+        return sizes
+
+    def spec(self, value: Value) -> DTensorSpec:
+        """The spec of a value over its logical shape."""
+        return spec_of(self.mesh, self.states[value], logical_meta(value.meta, self.logical[value]))
+
+
+def flat_shape(logical: LogicalShape) -> tuple[int, ...]:
+    """The logical shape as one tuple of atoms."""
+    return tuple(size for atoms in logical for size in atoms)
+
+
+def regroup(sizes: Sequence[int], logical: LogicalShape) -> tuple[int, ...]:
+    """The physical shape of a tensor from its sizes over logical dims."""
+    remaining = iter(sizes)
+    return tuple(math.prod(next(remaining) for _ in atoms) for atoms in logical)
+
+
+def logical_meta(meta: TensorMeta, logical: LogicalShape) -> TensorMeta:
+    """The meta of a tensor seen at its logical shape."""
+    return TensorMeta(flat_shape(logical), meta.dtype)
+
+
+def physical_shape(meta: TensorMeta) -> LogicalShape:
+    """The logical shape of a tensor whose dims are not refined."""
+    return tuple((size,) for size in meta.shape)
+
+
+def shrink(sizes: tuple[int, ...], state: Placement, count: int) -> tuple[int, ...]:
+    """The largest shard's sizes after one more axis of `count` ranks places the tensor."""
+    if not isinstance(state, Shard):
+        return sizes
+    return sizes[: state.dim] + (-(-sizes[state.dim] // count),) + sizes[state.dim + 1 :]
+
+
+def spec_of(mesh: Mesh, states: States, meta: TensorMeta) -> DTensorSpec:
+    """The spec with these placements; axes that share a dim are major first in the order of `states`."""
+    dims = tuple(tuple(axis for axis, state in states.items() if state == Shard(dim)) for dim in range(meta.ndim))
+    partial = {axis: state.op for axis, state in states.items() if isinstance(state, Partial)}
+    return DTensorSpec(mesh, dims, partial, meta)
+
+
+def states_of(spec: DTensorSpec, axes: tuple[str, ...]) -> dict[str, Placement]:
+    """The placements of a spec on some axes, without those that replicate."""
+    found = {axis: spec.placement(axis) for axis in axes}
+    return {axis: state for axis, state in found.items() if state != Replicate()}

@@ -1,0 +1,149 @@
+"""Exact minimisation of a sum of small cost tables, by variable elimination.
+
+Each table speaks of a few variables with small domains. A variable is eliminated by adding up the tables that mention
+it and minimising over it, which leaves one table over its neighbours (bucket elimination: Dechter, "Bucket
+elimination", 1999). The variable with the smallest such table goes first; choices are read off in reverse.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+
+import attrs
+import torch
+
+from spmd.errors import PlanError
+
+MAX_CELLS = 2**26
+"""The largest table that elimination may build (512 MB of float64)."""
+
+
+class TooWideError(PlanError):
+    """An elimination would need a table of more than `MAX_CELLS` cells."""
+
+
+@attrs.frozen(eq=False)
+class Table:
+    """A cost for every combination of values of some variables.
+
+    Args:
+        variables: the variables, ascending.
+        costs: float64, one dim a variable; infinity where a combination is impossible.
+    """
+
+    variables: tuple[int, ...]
+    costs: torch.Tensor
+
+
+@attrs.frozen
+class Solution:
+    """The cheapest choice for every variable, and its cost."""
+
+    choices: tuple[int, ...]
+    cost: float
+
+
+def minimize(domains: Sequence[int], tables: Iterable[Table], max_cells: int = MAX_CELLS) -> Solution:
+    """The assignment that minimises the sum of the tables.
+
+    Ties break towards the lower choice of the variable that is decided first; nothing depends on hashes.
+
+    Args:
+        domains: the number of choices of every variable.
+        tables: cost tables over variables `0 .. len(domains) - 1`.
+        max_cells: the largest table to build.
+
+    Raises:
+        TooWideError: a table would pass `max_cells`.
+        PlanError: no assignment has a finite cost.
+    """
+    buckets = _Buckets(domains, tables)
+    order: list[tuple[int, Table]] = []
+    for variable in buckets.elimination_order(max_cells):
+        joined = buckets.join(variable)
+        order.append((variable, joined))
+        buckets.replace(variable, _minimize_out(joined, variable))
+    cost = buckets.constant
+    if not math.isfinite(cost):
+        raise PlanError("No assignment of strategies satisfies the given specs and constraints.")
+    choices = [0] * len(domains)
+    for variable, table in reversed(order):
+        position = table.variables.index(variable)
+        index = tuple(slice(None) if i == position else choices[v] for i, v in enumerate(table.variables))
+        choices[variable] = int(torch.argmin(table.costs[index]))
+    return Solution(tuple(choices), cost)
+
+
+def _minimize_out(table: Table, variable: int) -> Table:
+    position = table.variables.index(variable)
+    rest = table.variables[:position] + table.variables[position + 1 :]
+    return Table(rest, table.costs.amin(position))
+
+
+class _Buckets:
+    """The tables that are left, by variable, and the sum of those that no variable is left in."""
+
+    def __init__(self, domains: Sequence[int], tables: Iterable[Table]) -> None:
+        self.domains = domains
+        self.constant = 0.0
+        self.tables: list[dict[int, Table]] = [{} for _ in domains]
+        self.neighbours: list[set[int]] = [set() for _ in domains]
+        self.count = 0
+        for table in tables:
+            self._add(table)
+
+    def _add(self, table: Table) -> None:
+        if not table.variables:
+            self.constant += float(table.costs)
+            return
+        for variable in table.variables:
+            self.tables[variable][self.count] = table
+            self.neighbours[variable].update(other for other in table.variables if other != variable)
+        self.count += 1
+
+    def elimination_order(self, max_cells: int) -> Iterable[int]:
+        """Variables, the one with the smallest joint table first; the caller eliminates each before the next."""
+        heap = [(self._cells(variable), variable) for variable in range(len(self.domains))]
+        heapq.heapify(heap)
+        done = [False] * len(self.domains)
+        while heap:
+            cells, variable = heapq.heappop(heap)
+            if done[variable]:
+                continue
+            actual = self._cells(variable)
+            if actual > cells:
+                heapq.heappush(heap, (actual, variable))
+                continue
+            if actual > max_cells:
+                raise TooWideError(f"The search would need a table of {actual:.3g} cells (at most {max_cells:.3g}).")
+            done[variable] = True
+            affected = sorted(self.neighbours[variable])
+            yield variable
+            for other in affected:
+                heapq.heappush(heap, (self._cells(other), other))
+
+    def _cells(self, variable: int) -> int:
+        return self.domains[variable] * math.prod(self.domains[other] for other in self.neighbours[variable])
+
+    def join(self, variable: int) -> Table:
+        """The sum of all tables that mention a variable."""
+        scope = tuple(sorted({variable, *self.neighbours[variable]}))
+        total = torch.zeros([1] * len(scope), dtype=torch.float64)
+        # Small tables first: sums over few variables stay small until the last ones widen them.
+        for _, table in sorted(self.tables[variable].items(), key=lambda item: (item[1].costs.numel(), item[0])):
+            total = total + table.costs.reshape([self.domains[v] if v in table.variables else 1 for v in scope])
+        return Table(scope, total.expand([self.domains[v] for v in scope]))
+
+    def replace(self, variable: int, message: Table) -> None:
+        """Put `message` in place of all tables that mention a variable."""
+        for key, table in self.tables[variable].items():
+            for other in table.variables:
+                if other != variable:
+                    del self.tables[other][key]
+        for other in self.neighbours[variable]:
+            self.neighbours[other].discard(variable)
+        self.tables[variable] = {}
+        self.neighbours[variable] = set()
+        self._add(message)

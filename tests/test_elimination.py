@@ -1,0 +1,58 @@
+"""Variable elimination against exhaustive search."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd.errors import PlanError
+from spmd.plan.elimination import Table, TooWideError, minimize
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[int], list[Table]]:
+    domains = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    scopes = draw(
+        st.lists(st.sets(st.integers(0, len(domains) - 1), min_size=0, max_size=3).map(sorted), min_size=1, max_size=8)
+    )
+    costs = st.one_of(st.integers(0, 9).map(float), st.just(float("inf")))
+    tables = []
+    for scope in scopes:
+        shape = [domains[variable] for variable in scope]
+        count = torch.Size(shape).numel()
+        values = draw(st.lists(costs, min_size=count, max_size=count))
+        tables.append(Table(tuple(scope), torch.tensor(values, dtype=torch.float64).reshape(shape)))
+    return domains, tables
+
+
+def total(tables: list[Table], choices: tuple[int, ...]) -> float:
+    return sum(float(table.costs[tuple(choices[variable] for variable in table.variables)]) for table in tables)
+
+
+@given(problems())
+def test_elimination_finds_the_minimum(problem: tuple[list[int], list[Table]]) -> None:
+    domains, tables = problem
+    best = min(total(tables, choices) for choices in product(*map(range, domains)))
+    if best == float("inf"):
+        with pytest.raises(PlanError, match="No assignment"):
+            minimize(domains, tables)
+        return
+    solution = minimize(domains, tables)
+    assert solution.cost == best
+    assert total(tables, solution.choices) == best
+
+
+def test_a_variable_without_tables_takes_its_first_choice() -> None:
+    assert minimize([3, 2], [Table((1,), torch.tensor([1.0, 0.0], dtype=torch.float64))]).choices == (0, 1)
+
+
+def test_ties_break_towards_the_first_choice() -> None:
+    assert minimize([3], [Table((0,), torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64))]).choices == (1,)
+
+
+def test_a_table_that_would_be_too_large_is_refused() -> None:
+    clique = [Table((a, b), torch.zeros(8, 8, dtype=torch.float64)) for a in range(5) for b in range(a + 1, 5)]
+    with pytest.raises(TooWideError, match=r"table of 3.28e\+04 cells \(at most 1e\+03\)"):
+        minimize([8] * 5, clique, max_cells=1000)
