@@ -17,13 +17,13 @@ import attrs
 from spmd.collectives.traffic import StepKind, ring_bytes
 from spmd.errors import ShardingError
 from spmd.mesh import Mesh
-from spmd.placement import REDUCTIONS, Reduction
+from spmd.placement import Reduction
 from spmd.spec import Dims, TensorMeta
 
 
 @attrs.frozen(cache_hash=True)
 class Layout:
-    """A spec without its mesh and meta. A value with several partial axes is reduced over the first one first."""
+    """A spec without its mesh and meta; as in a spec, all partial axes wait for one reduction."""
 
     dims: Dims
     partial: tuple[tuple[str, Reduction], ...] = ()
@@ -113,20 +113,17 @@ def _slices(here: Layout, goal: Layout) -> Iterator[Move]:
 
 
 def _reductions(here: Layout, goal: Layout) -> Iterator[Move]:
-    for op in REDUCTIONS:
-        axes = [axis for axis, other in here.partial if other == op and _commutes(here, axis, op)]
-        for dim, wanted in enumerate(goal.dims):
-            for run in _runs(wanted):
-                if set(run) <= set(axes):
-                    result = here.without_partial(run).replace_dims((dim, here.dims[dim] + run))
-                    yield Move(StepKind.REDUCE_SCATTER, run, result, (dim,), op)
-        for chosen in _subsets(axes):
-            yield Move(StepKind.ALL_REDUCE, chosen, here.without_partial(chosen), (), op)
-
-
-def _commutes(layout: Layout, axis: str, op: Reduction) -> bool:
-    """Whether nothing is to be reduced by another operation before `axis`: max and sum do not commute."""
-    return all(other == op or name > axis for name, other in layout.partial)
+    if not here.partial:
+        return
+    op = here.partial[0][1]
+    axes = tuple(axis for axis, _ in here.partial)
+    for dim, wanted in enumerate(goal.dims):
+        for run in _runs(wanted):
+            if set(run) <= set(axes):
+                result = here.without_partial(run).replace_dims((dim, here.dims[dim] + run))
+                yield Move(StepKind.REDUCE_SCATTER, run, result, (dim,), op)
+    for chosen in _subsets(axes):
+        yield Move(StepKind.ALL_REDUCE, chosen, here.without_partial(chosen), (), op)
 
 
 def _exchanges(here: Layout, goal: Layout) -> Iterator[Move]:
@@ -168,11 +165,10 @@ def _gathers(here: Layout) -> Iterator[Move]:
 
 
 def _partials(here: Layout, goal: Layout) -> Iterator[Move]:
-    used = here.used
-    for op in REDUCTIONS:
-        axes = [axis for axis, other in goal.partial if other == op and axis not in used and _commutes(here, axis, op)]
-        for chosen in _subsets(axes):
-            yield Move(StepKind.TO_PARTIAL, chosen, here.with_partial(chosen, op), (), op)
+    axes = tuple(axis for axis, _ in goal.partial if axis not in here.used)
+    if axes and set(here.partial) <= set(goal.partial):
+        op = goal.partial[0][1]
+        yield Move(StepKind.TO_PARTIAL, axes, here.with_partial(axes, op), (), op)
 
 
 def _runs(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -203,7 +199,8 @@ def permutation_sources(mesh: Mesh, axes: tuple[str, ...], before: Dims, after: 
     No rank sends twice, and one that already holds its piece keeps it. Both layouts must cut the tensor into the same
     pieces.
     """
-    middles = [_strip_common(*pair) for pair in zip(before, after, strict=True)]
+    cuts = (strip_trivial(mesh, Layout(dims)).dims for dims in (before, after))
+    middles = [_strip_common(*pair) for pair in zip(*cuts, strict=True)]
     indices = list(itertools.product(*(range(mesh.axis_size(axis)) for axis in axes)))
 
     def piece(index: tuple[int, ...], side: int) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ Reductions run in rank order, so results do not depend on scheduling. Values are
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -20,6 +19,7 @@ from spmd.collectives import primitives as _primitives  # noqa: F401  (defines t
 from spmd.collectives.traffic import active_traffic, sent_bytes
 from spmd.errors import DivergenceError, SpmdError
 from spmd.mesh import Mesh
+from spmd.placement import neutral_element
 from spmd.spec import chunk_bounds
 
 Arguments: TypeAlias = tuple[Any, ...]
@@ -46,21 +46,6 @@ def _bounds(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Group, ...]:
     sizes = tuple(mesh.axis_size(axis) for axis in axes)
     return tuple(Group(ranks, sizes) for ranks in mesh.groups(axes))
-
-
-def neutral_value(op: str, dtype: torch.dtype) -> bool | int | float:
-    """The number that a reduction by `op` ignores: 0 for sum, the dtype's least for max, its greatest for min.
-
-    >>> neutral_value("max", torch.float32), neutral_value("min", torch.uint8), neutral_value("min", torch.bool)
-    (-inf, 255, True)
-    """
-    if op == "sum":
-        return False if dtype == torch.bool else 0
-    if dtype == torch.bool:
-        return op == "min"
-    if dtype.is_floating_point:
-        return -math.inf if op == "max" else math.inf
-    return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max
 
 
 _COMBINE: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
@@ -141,7 +126,7 @@ def _shard(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
 
 def _to_partial(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
     x, op, _ = calls[0]
-    neutral = torch.full_like(x, neutral_value(op, x.dtype), memory_format=torch.contiguous_format)
+    neutral = torch.full_like(x, neutral_element(op, x.dtype), memory_format=torch.contiguous_format)
     return [x.contiguous()] + [neutral] * (len(calls) - 1)
 
 

@@ -1,0 +1,83 @@
+import math
+
+import pytest
+import torch
+
+import spmd.collectives.primitives  # noqa: F401  (defines torch.ops.spmd)
+from spmd.collectives.traffic import StepKind, record_traffic, ring_bytes
+from spmd.collectives.virtual import run
+from spmd.errors import DivergenceError, SpmdError
+from spmd.mesh import make_mesh
+
+MESH = make_mesh({"x": 2, "y": 3}, runtime="virtual")
+ops = torch.ops.spmd
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_neutral_elements_are_neutral(op, dtype):
+    x = torch.tensor([0, 1, 1]).to(dtype)
+    x = torch.tensor([math.inf, -math.inf, 1.0]).to(dtype) if dtype.is_floating_point else x
+    parts = run(ops.to_partial.default, MESH, [((x, op, ["x", "y"]), {})] * 6)
+    whole = run(ops.all_reduce.default, MESH, [((part, op, ["x", "y"]), {}) for part in parts])
+    for result in whole:
+        assert dtype == result.dtype
+        assert torch.equal(x, result)
+
+
+def test_ranks_that_disagree_are_found():
+    mesh = make_mesh({"x": 2}, runtime="virtual")
+
+    def calls(*arguments):
+        return [(rank_arguments, {}) for rank_arguments in arguments]
+
+    one, two = torch.ones(1), torch.ones(2)
+    with pytest.raises(DivergenceError, match=r"different shapes in one collective: \[\(1,\), \(2,\)\]"):
+        run(ops.all_reduce.default, mesh, calls((one, "sum", ["x"]), (two, "sum", ["x"])))
+    with pytest.raises(DivergenceError, match=r"ranks hold \[1, 2\] of dim 0, not the chunks of its length 3"):
+        run(ops.all_gather.default, mesh, calls((one, 0, 3, ["x"]), (two, 0, 3, ["x"])))
+    with pytest.raises(DivergenceError, match="runs over different axes on different ranks"):
+        run(ops.all_reduce.default, MESH, calls(*[(one, "sum", ["x"])] * 5, (one, "sum", ["y"])))
+    with pytest.raises(SpmdError, match=r"needs one call for each of the 2 ranks of Mesh\(x=2\) \(got 1\)"):
+        run(ops.all_reduce.default, mesh, calls((one, "sum", ["x"])))
+    with pytest.raises(SpmdError, match=r"aten\.add\.Tensor is not a collective primitive"):
+        run(torch.ops.aten.add.Tensor, mesh, calls((one, one), (one, one)))
+
+
+def test_keyword_arguments_are_arguments():
+    mesh = make_mesh({"x": 2}, runtime="virtual")
+    calls = [((torch.tensor(value),), {"axes": ["x"], "op": "max"}) for value in (3, 2)]
+    assert [3, 3] == [result.item() for result in run(ops.all_reduce.default, mesh, calls)]
+
+
+def test_reductions_run_in_rank_order():
+    mesh = make_mesh({"x": 3}, runtime="virtual")
+    values = [1e8, 1.0, -1e8]  # in float32 the order decides: (1e8 + 1) - 1e8 = 0
+    results = run(ops.all_reduce.default, mesh, [((torch.tensor(value), "sum", ["x"]), {}) for value in values])
+    assert [0.0] * 3 == [result.item() for result in results]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in StepKind if kind.is_collective], ids=lambda kind: kind.value)
+def test_traffic_of_even_shards_is_the_closed_form(kind):
+    n, x = 4, torch.randn(8, 4)
+    mesh = make_mesh({"x": n, "y": 2}, runtime="virtual")
+    rest = {
+        "all_reduce": ("sum",), "all_gather": (0, 8 * n), "reduce_scatter": ("sum", 0, 2),
+        "all_to_all": (0, 1, 2, 16), "permute": ([1, 2, 3, 0], [8, 4]),
+    }[kind.value]  # fmt: skip
+    op = getattr(ops, kind.value).default
+    with record_traffic() as traffic:
+        run(op, mesh, [((x, *rest, ["x"]), {}) for _ in range(mesh.size)])
+    whole = x.nbytes * n if kind is StepKind.ALL_GATHER else x.nbytes
+    (transfer,) = traffic.transfers
+    assert (kind.value, ("x",)) == (transfer.kind, transfer.axes)
+    assert {ring_bytes(kind, n, whole)} == set(transfer.sent)
+
+
+def test_local_steps_and_groups_of_one_send_nothing():
+    mesh = make_mesh({"x": 1, "y": 2}, runtime="virtual")
+    with record_traffic() as traffic:
+        run(ops.shard.default, mesh, [((torch.ones(2), 0, 1, ["y"]), {})] * 2)
+        run(ops.all_reduce.default, mesh, [((torch.ones(2), "sum", ["x"]), {})] * 2)
+    assert [(0, 0)] == [transfer.sent for transfer in traffic.transfers]
+    assert 0.0 == ring_bytes(StepKind.ALL_REDUCE, 1, 8) == ring_bytes(StepKind.SHARD, 4, 8) == traffic.sent()
