@@ -27,6 +27,8 @@ from training import Training, init, make_step
 TOLERANCE = 1e-5
 """How far losses of the first five steps may be from one device's; rounding drives later ones apart."""
 
+HELD_OUT_BATCHES = 8
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; the exit status is 1 if `--verify` finds other losses than one device's."""
@@ -51,9 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
     train_step = training.step()
     describe(console, train_step, (state, batches[0]), options.show_program)
 
-    before = held_out_loss(training, state, text.held_out, options.batch)
+    held_out = list(
+        islice(corpus.batches(text.held_out, options.batch, config.context, options.seed), HELD_OUT_BATCHES)
+    )
+    loss = training.loss()
+    before = mean_loss(loss, state, held_out)
     state, losses = train(console, train_step, state, batches)
-    after = held_out_loss(training, state, text.held_out, options.batch)
+    after = mean_loss(loss, state, held_out)
     console.print(f"held-out loss {before:.3f} → {after:.3f} nats a byte ({after / math.log(2):.2f} bits)")
     show_sample(console, state, config, options.seed)
     return verify(console, training, batches, losses, options.seed) if options.verify else 0
@@ -120,11 +126,9 @@ def train(console: Console, train_step: Any, state: Any, batches: list[gpt.Batch
     return state, losses
 
 
-def held_out_loss(training: Training, state: Any, text: torch.Tensor, batch: int, count: int = 8) -> float:
-    """The mean loss of a few batches of held-out text, the same ones every time."""
-    loss = training.loss()
-    batches = islice(corpus.batches(text, batch, training.config.context, seed=1), count)
-    return sum(loss(state.params, each).item() for each in batches) / count
+def mean_loss(loss: Any, state: Any, batches: list[gpt.Batch]) -> float:
+    """The mean loss over some batches."""
+    return sum(loss(state.params, batch).item() for batch in batches) / len(batches)
 
 
 def show_sample(console: Console, state: Any, config: gpt.Config, seed: int) -> None:

@@ -26,10 +26,8 @@ def test_every_public_name_exists():
 
 
 def test_import_takes_little_longer_than_torch():
-    code = (
-        "import sys, time, warnings; warnings.simplefilter('ignore'); import torch; start = time.perf_counter(); "
-        "import spmd; print(time.perf_counter() - start)"
-    )
+    # The processor's time, since other work on the machine is not the package's.
+    code = "import time, torch; start = time.process_time(); import spmd; print(time.process_time() - start)"
     runs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
         for _ in range(3)
