@@ -1,0 +1,170 @@
+"""`constrain` and `reshard`: the user's say about how a value inside a jitted function is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from spmd.errors import MeshError, ShardingError
+from spmd.mesh import Mesh, current_mesh
+from spmd.placement import Placement
+from spmd.spec import P, TensorMeta
+from spmd.trace import is_tracing
+
+T = TypeVar("T")
+
+
+def constrain(x: T, spec: P | Sequence[Placement]) -> T:
+    """Fix the sharding of a value inside `jit`; JAX's `with_sharding_constraint`.
+
+    The cotangent of `x` is constrained to the same spec. On a DTensor outside of `jit`, redistributes it.
+
+    Args:
+        x: a tensor inside a traced function, or a DTensor.
+        spec: a `P`, or a tuple of placements, one for each axis of the mesh.
+
+    Raises:
+        ShardingError: the spec does not fit the tensor or the mesh, or `x` is a plain tensor outside of `jit`.
+    """
+    return _apply(x, spec, "constrain")
+
+
+def reshard(x: T, spec: P | Sequence[Placement]) -> T:
+    """Move a value to a sharding inside `jit`; unlike with `constrain`, its cotangent may lie as it likes.
+
+    Args and Raises are those of `constrain`.
+    """
+    return _apply(x, spec, "reshard")
+
+
+def encode_spec(spec: P) -> str:
+    """A spec as text: axes of a dim joined by `,`, dims by `|`, then `;` and the partial axes.
+
+    >>> encode_spec(P("data", None, ("x", "y"), partial={"model": "sum"}))
+    'data||x,y;model=sum'
+    """
+    dims = "|".join(",".join(axes) for axes in spec.dims)
+    partial = ",".join(f"{axis}={op}" for axis, op in spec.partial)
+    return f"{dims};{partial}" if partial else dims
+
+
+def parse_spec(text: str) -> P:
+    """The inverse of `encode_spec`.
+
+    >>> parse_spec("data||x,y;model=sum")
+    P('data', None, ('x', 'y'), partial={'model': 'sum'})
+    """
+    dims, _, partial = text.partition(";")
+    parts = [tuple(dim.split(",")) if dim else None for dim in dims.split("|")]
+    return P(*parts, partial=dict(item.split("=") for item in partial.split(",")) if partial else None)  # type: ignore[arg-type]
+
+
+def _apply(x: Any, spec: P | Sequence[Placement], name: str) -> Any:
+    if hasattr(x, "redistribute"):
+        return x.redistribute(spec)
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"spmd.{name} takes a tensor (got {type(x).__name__}).")
+    if not is_tracing():
+        raise ShardingError(
+            f"spmd.{name} was given a plain tensor {TensorMeta.of(x)} outside of spmd.jit. "
+            "Call it inside a jitted function, or make a DTensor with spmd.distribute(x, spec)."
+        )
+    spec = spec if isinstance(spec, P) else P.from_placements(tuple(spec), current_mesh())
+    _check_spec(x, spec, name)
+    return _FUNCTIONS[name].apply(x, encode_spec(spec))
+
+
+def _check_spec(x: torch.Tensor, spec: P, name: str) -> None:
+    if len(spec.dims) > x.ndim:
+        raise ShardingError(
+            f"spmd.{name}: {spec!r} shards dim {len(spec.dims) - 1} of {TensorMeta.of(x)}, which has {x.ndim} dims."
+        )
+    mesh = _mesh_or_none()
+    if mesh is None:
+        return
+    for axis in (*(axis for axes in spec.dims for axis in axes), *(axis for axis, _ in spec.partial)):
+        if axis not in mesh.names:
+            raise ShardingError(
+                f"spmd.{name}: unknown mesh axis {axis!r} in {spec!r}: {mesh} has axes "
+                f"{', '.join(map(repr, mesh.names))}."
+            )
+
+
+def _mesh_or_none() -> Mesh | None:
+    try:
+        return current_mesh()
+    except MeshError:
+        return None
+
+
+@torch.library.custom_op("spmd::constrain", mutates_args=(), schema="(Tensor x, str spec) -> Tensor")
+def _constrain(x: torch.Tensor, spec: str) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("spmd::reshard", mutates_args=(), schema="(Tensor x, str spec) -> Tensor")
+def _reshard(x: torch.Tensor, spec: str) -> torch.Tensor:
+    return x.clone()
+
+
+@_constrain.register_fake
+@_reshard.register_fake
+def _same_shape(x: torch.Tensor, spec: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+# torch.func transforms need an autograd.Function: the autograd rules of torch.library do not work below them.
+class _Constrain(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, spec: str) -> torch.Tensor:
+        return torch.ops.spmd.constrain(x, spec)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+        ctx.spec = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _Constrain.apply(grad, ctx.spec), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:  # type: ignore[override]
+        return _Constrain.apply(tangent, ctx.spec)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: torch.Tensor, spec: str) -> tuple[torch.Tensor, int]:
+        return _Constrain.apply(x, _batched(spec, in_dims[0], x.ndim)), in_dims[0]
+
+
+class _Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, spec: str) -> torch.Tensor:
+        return torch.ops.spmd.reshard(x, spec)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+        ctx.spec = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:  # type: ignore[override]
+        return _Reshard.apply(tangent, ctx.spec)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: torch.Tensor, spec: str) -> tuple[torch.Tensor, int]:
+        return _Reshard.apply(x, _batched(spec, in_dims[0], x.ndim)), in_dims[0]
+
+
+def _batched(text: str, dim: int, ndim: int) -> str:
+    """The spec of a batch of values: the mapped dim is not sharded, the others keep their axes."""
+    spec = parse_spec(text)
+    dims = [*spec.dims, *((),) * (ndim - 1 - len(spec.dims))]
+    return encode_spec(P(*dims[:dim], None, *dims[dim:], partial=dict(spec.partial)))
+
+
+_FUNCTIONS: Mapping[str, type[torch.autograd.Function]] = {"constrain": _Constrain, "reshard": _Reshard}

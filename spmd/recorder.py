@@ -1,0 +1,243 @@
+"""Records every operator that torch dispatches as one operation of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spmd.errors import TraceError
+from spmd.graph import Operation, Source, Value, iterate_leaves
+from spmd.spec import TensorMeta
+
+OpOverload = torch._ops.OpOverload
+
+
+class Namer:
+    """Gives out names that are valid in Python and unique in a graph: `mm`, `mm_1`, ..."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+        self._counts: dict[str, int] = {}
+
+    def fresh(self, hint: str) -> str:
+        """A name like `hint` that was not given out before."""
+        base = re.sub(r"\W+", "_", hint).strip("_") or "value"
+        base = f"_{base}" if base[0].isdigit() else base
+        count = self._counts.get(base, 0)
+        name = f"{base}_{count}" if count else base
+        while name in self._taken:
+            count += 1
+            name = f"{base}_{count}"
+        self._counts[base] = count + 1
+        self._taken.add(name)
+        return name
+
+
+class Recorder(FakeTensorMode):
+    """A dispatch mode in which tensors are fake and every operator becomes an `Operation`.
+
+    It is the fake mode itself, and no mode above it, because functionalization runs above the fake mode only.
+
+    Args:
+        namer: names of new values.
+        source: finds the user's line of the operator that is being dispatched.
+        labels: what to call the inputs in messages.
+
+    A tensor that is not fake was made outside of the trace: it becomes a constant, once for each tensor.
+    """
+
+    def __init__(
+        self,
+        namer: Namer,
+        source: Callable[[], Source | None],
+        labels: Mapping[Value, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__()
+        self._propagating = False
+        self.operations: list[Operation] = []
+        self.constants: dict[Value, torch.Tensor] = {}
+        self._namer = namer
+        self._source = source
+        self._labels = labels
+        # Tensors are known by identity, so each must stay alive as long as its id is in the table.
+        self._values: dict[int, tuple[torch.Tensor, Value]] = {}
+        self._fakes: dict[Value, torch.Tensor] = {}
+
+    def fake(self, value: Value, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The fake tensor that stands for a value; made on first use."""
+        if value not in self._fakes:
+            with _disable_current_modes(), self._propagation(), self:
+                tensor = torch.empty(value.meta.shape, dtype=value.meta.dtype, device=device)
+            self._bind(tensor, value)
+            self._fakes[value] = tensor
+        return self._fakes[value]
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """The value that a tensor stands for; a tensor from outside of the trace becomes a constant."""
+        known = self._values.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if isinstance(tensor, FakeTensor):
+            raise TraceError(
+                f"A tensor {TensorMeta.of(tensor)} of another trace was used. Do not keep tensors of a traced function "
+                "in globals or attributes: return them."
+            )
+        return self._constant(tensor)
+
+    def lift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that stands for a tensor from outside of the trace, which becomes a constant."""
+        return self.fake(self.value(tensor), tensor.device)
+
+    def source_of(self, tensor: torch.Tensor) -> Source | None:
+        """The line of the operation that made a tensor, or of the nearest one before it that has a line."""
+        producers = {result: operation for operation in self.operations for result in operation.tensors}
+        pending = [self.value(tensor)]
+        for candidate in pending:
+            operation = producers.get(candidate)
+            if operation is not None and operation.source is not None:
+                return operation.source
+            pending.extend(reversed(operation.operands if operation is not None else ()))
+        return None
+
+    def mutation(self, target: torch.Tensor, source: Source | None) -> TraceError:
+        """The error for a write to an argument or to a tensor from outside."""
+        value = self.value(target)
+        label = f"argument {self._labels[value]}" if value in self._labels else "closed-over tensor"
+        return TraceError(
+            f"In-place write to {label} {value.meta} at {where(source)}. Arguments and tensors from outside are never "
+            "mutated: compute a new tensor and return it; state goes in and comes out."
+        )
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._propagating:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        if func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        source = self._source()
+        if func._schema.is_mutable:
+            tensors = [leaf for leaf in iterate_leaves(args) if isinstance(leaf, torch.Tensor)]
+            raise self.mutation(tensors[0], source)
+        _reject_random(func, args, kwargs, source)
+        arguments, options = self._symbols(args), self._symbols(kwargs)
+        fake_args, fake_kwargs = self._lower(args), self._lower(kwargs)
+        try:
+            with self._propagation():
+                outputs = super().__torch_dispatch__(func, types, fake_args, fake_kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _data_dependent(func, error, source) from None
+        self._record(func, arguments, options, outputs, source)
+        return outputs
+
+    @contextlib.contextmanager
+    def _propagation(self) -> Iterator[None]:
+        """Operators that fake propagation itself calls are not the program's."""
+        before, self._propagating = self._propagating, True
+        try:
+            yield
+        finally:
+            self._propagating = before
+
+    def _record(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, source: Source | None
+    ) -> None:
+        name = func._schema.name.split("::")[-1]
+        results = []
+        for leaf in iterate_leaves(outputs):
+            value = None
+            if isinstance(leaf, torch.Tensor):
+                value = Value(self._namer.fresh(name), TensorMeta.of(leaf))
+                self._bind(leaf, value)
+            results.append(value)
+        if any(results):
+            self.operations.append(Operation(func, args, kwargs, tuple(results), source))
+
+    def _bind(self, tensor: torch.Tensor, value: Value) -> None:
+        self._values[id(tensor)] = (tensor, value)
+
+    def _constant(self, tensor: torch.Tensor) -> Value:
+        if tensor.is_meta or hasattr(tensor, "full_tensor"):
+            raise TraceError(
+                f"The function closes over a {type(tensor).__name__} {tuple(tensor.shape)} that cannot be a constant "
+                "of the program. Pass it as an argument."
+            )
+        value = Value(self._namer.fresh("constant"), TensorMeta.of(tensor))
+        self._bind(tensor, value)
+        self.constants[value] = tensor
+        return value
+
+    def _symbols(self, tree: Any) -> Any:
+        return _map_tensors(self.value, tree)
+
+    def _lower(self, tree: Any) -> Any:
+        return _map_tensors(self._as_fake, tree)
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.lift(tensor)
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([_map_tensors(function, item) for item in tree])
+    if type(tree) is dict:
+        return {key: _map_tensors(function, item) for key, item in tree.items()}
+    return tuple(tree) if isinstance(tree, torch.Size) else tree
+
+
+def where(source: Source | None) -> str:
+    """A source for the text of an error: the line's place and its code."""
+    if source is None:
+        return "an unknown line"
+    return f"{source} (`{source.code}`)" if source.code else str(source)
+
+
+def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return kwargs.get(name, args[position] if position < len(args) else argument.default_value)
+    return None
+
+
+def _reject_random(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], source: Source | None) -> None:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return
+    if 0.0 in (_argument(func, args, kwargs, "dropout_p"), _argument(func, args, kwargs, "p")):
+        return  # a dropout that drops nothing draws nothing
+    if False in (_argument(func, args, kwargs, "train"), _argument(func, args, kwargs, "training")):
+        return
+    raise TraceError(
+        f"{func} at {where(source)} draws from torch's global generator: its values would depend on the mesh. "
+        "Draw the numbers outside and pass them in, or use explicit keys (spmd.random)."
+    )
+
+
+def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -> TraceError:
+    if isinstance(error, DynamicOutputShapeException):
+        return TraceError(
+            f"The shape of the result of {func} at {where(source)} depends on the values of its tensors, and a program "
+            "has static shapes. Use torch.where or a mask of fixed shape."
+        )
+    return TraceError(
+        f"The value of a tensor is needed as a Python number at {where(source)} (.item(), float(), bool() or `if` on a "
+        "tensor), and a traced function has no values. Keep it a tensor (torch.where instead of `if`), or pass the "
+        "number with static_argnums."
+    )

@@ -1,0 +1,249 @@
+"""Traces a function into a flat functional graph of aten operators over global tensors.
+
+The function runs once, on fake tensors, under functionalization (in-place operators on its own tensors become
+functional) with a dispatch mode below that records each operator: `torch.func` transforms inside the function are
+already unfolded there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spmd.errors import TraceError
+from spmd.graph import Graph, Value, map_leaves
+from spmd.recorder import Namer, Recorder, where
+from spmd.source import SourceTracker, user_source
+from spmd.spec import TensorMeta
+from spmd.tree import tree_flatten
+
+_tracing: ContextVar[bool] = ContextVar("spmd_tracing", default=False)
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced right now; a jitted function that is called then inlines itself."""
+    return _tracing.get()
+
+
+@attrs.frozen(eq=False)
+class Traced:
+    """A traced function.
+
+    Args:
+        graph: the program over flat inputs and outputs.
+        in_tree: optree's treespec of the tuple of dynamic arguments.
+        out_tree: optree's treespec of the result.
+        input_paths: where each input stands among the arguments, for messages: `0['w']`.
+        output_paths: where each output stands in the result, for messages: `[1]['loss']`; empty for a bare tensor.
+        name: the function's name.
+    """
+
+    graph: Graph
+    in_tree: optree.PyTreeSpec
+    out_tree: optree.PyTreeSpec
+    input_paths: tuple[str, ...]
+    output_paths: tuple[str, ...]
+    name: str
+
+
+def trace(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    static_argnums: Sequence[int] = (),
+    name: str | None = None,
+) -> Traced:
+    """Trace a function of pytrees of tensors.
+
+    Args:
+        function: a pure function; `torch.func` transforms may be used inside.
+        args: its positional arguments. Leaves are tensors of any device, or anything with `shape` and `dtype`
+            (TensorMeta); None is an empty subtree. Values are not read.
+        static_argnums: positions of arguments that are passed to the function as they are.
+        name: of the program; by default the function's.
+
+    Raises:
+        TraceError: a leaf that is no tensor, a result that is no tensor, an in-place write to an argument or to a
+            tensor from outside, an operator that draws random numbers, or control flow on the value of a tensor.
+
+    >>> traced = trace(lambda x: {"y": x.sin()}, (TensorMeta((2, 3), torch.float32),))
+    >>> traced.output_paths, [str(operation.op) for operation in traced.graph.operations]
+    (("['y']",), ['aten.sin.default'])
+    """
+    static = {number % len(args) for number in static_argnums} if args else set()
+    dynamic = [number for number in range(len(args)) if number not in static]
+    leaves, in_tree = tree_flatten(tuple(args[number] for number in dynamic))
+    accessors = in_tree.accessors()
+    paths = [f"{dynamic[accessor[0].entry]}{accessor[1:].codify('')}" for accessor in accessors]
+    for leaf, path in zip(leaves, paths, strict=True):
+        _check_leaf(leaf, path)
+    parameters = _parameter_names(function, len(args))
+    hints = [f"{parameters[dynamic[accessor[0].entry]]}{accessor[1:].codify('')}" for accessor in accessors]
+    result: dict[str, Any] = {}
+
+    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        values = iter(in_tree.unflatten(tensors))
+        output = function(*(args[number] if number in static else next(values) for number in range(len(args))))
+        outputs, result["tree"] = tree_flatten(output)
+        result["paths"] = tuple(accessor.codify("") for accessor in result["tree"].accessors())
+        for leaf, path in zip(outputs, result["paths"], strict=True):
+            _check_result(leaf, path)
+        return outputs
+
+    graph = trace_flat(flat, leaves, names=hints, paths=paths)
+    name = name or str(getattr(function, "__name__", type(function).__name__))
+    return Traced(graph, in_tree, result["tree"], tuple(paths), result["paths"], name)
+
+
+def trace_flat(
+    function: Callable[..., Sequence[torch.Tensor]],
+    leaves: Sequence[Any],
+    *,
+    names: Sequence[str] | None = None,
+    paths: Sequence[str] | None = None,
+) -> Graph:
+    """Trace a function from tensors to a sequence of tensors.
+
+    Args:
+        function: takes one tensor for each leaf, gives a list or tuple of tensors.
+        leaves: anything with `shape` and `dtype`; with `device` too, that device decides which kernels are traced.
+        names: hints for the names of the inputs.
+        paths: of the leaves, for messages.
+
+    Raises:
+        TraceError: as `trace`.
+    """
+    namer = Namer()
+    hints = names or [f"arg{index}" for index in range(len(leaves))]
+    inputs = tuple(
+        Value(namer.fresh(hint), TensorMeta(leaf.shape, leaf.dtype)) for hint, leaf in zip(hints, leaves, strict=True)
+    )
+    labels = dict(zip(inputs, paths or hints, strict=True))
+    recorder = Recorder(namer, SourceTracker(trace_flat.__code__).current, labels)
+    fakes = [recorder.fake(value, _device(leaf)) for value, leaf in zip(inputs, leaves, strict=True)]
+
+    lifting = _ClosureLifting(recorder)
+    token = _tracing.set(True)
+    try:
+        with torch.no_grad(), recorder, FunctionalTensorMode(), lifting:
+            outputs = function(*[lifting.functional(fake) for fake in fakes])
+            outputs = [lifting.finish(tensor) for tensor in outputs]
+            lifting.check_writes()
+    finally:
+        _tracing.reset(token)
+    results = tuple(recorder.value(tensor) for tensor in outputs)
+    return Graph(inputs, tuple(recorder.constants.items()), tuple(recorder.operations), results).verify()
+
+
+class _ClosureLifting(TorchFunctionMode):
+    """Gives functionalization its own tensor for each closed-over one, and refuses to read a traced tensor's memory.
+
+    Functionalization tracks only what it has wrapped; without this, `mask = closed_over > 0; mask[0] = True` would
+    reach the recorder as an in-place write.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        # The closed-over tensor is kept beside its stand-in: its id must not be used again.
+        self._lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tracked: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def functional(self, fake: torch.Tensor) -> torch.Tensor:
+        """The tensor under functionalization that stands for a fake one; writes to it are refused."""
+        wrapped = FunctionalTensor.to_functional(fake)
+        self._tracked.append((fake, wrapped))
+        return wrapped
+
+    def finish(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor below functionalization, with everything that was written to it."""
+        if not isinstance(tensor, FunctionalTensor):
+            return tensor
+        torch._sync(tensor)
+        return torch._from_functional_tensor(tensor.elem)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _MEMORY_READERS:
+            raise TraceError(
+                f".{func.__name__}() at {where(user_source())} needs the values of a tensor, and a traced function has "
+                "none. Keep to torch operators, or compute it outside and pass it in."
+            )
+        if func is torch.Tensor.backward:
+            raise TraceError(
+                f".backward() at {where(user_source())} writes gradients into tensors. "
+                "Use torch.func.grad or torch.func.grad_and_value, which return them."
+            )
+        if getattr(func, "__name__", "") == "__get__" and func not in _VIEW_GETTERS:
+            return func(*args, **(kwargs or {}))
+        return func(*map_leaves(self._lift, args), **map_leaves(self._lift, kwargs or {}))
+
+    def check_writes(self) -> None:
+        """TraceError if an argument or a closed-over tensor was written to."""
+        for fake, wrapped in self._tracked:
+            written = self.finish(wrapped)
+            if written is not fake:
+                raise self._recorder.mutation(fake, self._recorder.source_of(written))
+
+    def _lift(self, leaf: Any) -> Any:
+        if type(leaf) not in _PLAIN or torch._is_functional_tensor(leaf) or is_functorch_wrapped_tensor(leaf):
+            return leaf
+        if id(leaf) not in self._lifted:
+            with temporarily_clear_interpreter_stack():  # the stand-in itself is no result of the function
+                with _disable_current_modes():
+                    fake = self._recorder.lift(leaf)
+                self._lifted[id(leaf)] = (leaf, self.functional(fake))
+        return self._lifted[id(leaf)][1]
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_VIEW_GETTERS = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")
+)
+_MEMORY_READERS = frozenset(
+    {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__}
+)
+
+
+def _device(leaf: Any) -> torch.device:
+    device = getattr(leaf, "device", None)
+    return device if isinstance(device, torch.device) and device.type != "meta" else torch.device("cpu")
+
+
+def _check_leaf(leaf: Any, path: str) -> None:
+    if hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype):
+        return
+    raise TraceError(
+        f"Argument {path} must be a tensor (got {type(leaf).__name__} {leaf!r:.60}). Pass torch.tensor(...), "
+        f"or make the argument static: static_argnums=({re.match('[0-9]+', path).group()},)."  # type: ignore[union-attr]
+    )
+
+
+def _check_result(leaf: Any, path: str) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        raise TraceError(
+            f"Result{path} must be a tensor (got {type(leaf).__name__} {leaf!r:.60}). "
+            "Return tensors only, or None for nothing."
+        )
+
+
+def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [named[index] if index < len(named) else f"arg{index}" for index in range(count)]
