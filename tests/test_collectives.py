@@ -429,15 +429,17 @@ def test_autograd_outside_of_torch_func():
     assert [[10.0], [10.0]] == [g.tolist() for g in lockstep(gradient, mesh, [(x,) for x in xs])]
 
 
-def test_no_grad_stops_gradients():
+def test_no_grad_stops_gradients_of_all_levels():
     def function(x):
         with torch.no_grad():
             constant = psum(x, "x")
-        return (constant * x).sum()
+        return constant * x**2
 
     mesh = make_mesh({"x": 2}, runtime="virtual")
-    gradients = lockstep(torch.func.grad(function), mesh, [(torch.tensor([1.0]),), (torch.tensor([4.0]),)])
-    assert [[5.0], [5.0]] == [g.tolist() for g in gradients]
+    arguments = [(torch.tensor(1.0),), (torch.tensor(4.0),)]
+    assert [10.0, 40.0] == [g.item() for g in lockstep(torch.func.grad(function), mesh, arguments)]
+    second = torch.func.grad(torch.func.grad(function))
+    assert [10.0, 10.0] == [g.item() for g in lockstep(second, mesh, arguments)]
 
 
 def test_constants_are_not_folded_at_tracing():

@@ -70,7 +70,7 @@ def check_pair(source, target, generator):
         assert first.target == second.source
 
 
-MESHES = {"1d": {"x": 3}, "2x2": {"x": 2, "y": 2}, "2x3": {"x": 2, "y": 3}}
+MESHES = {"1d": {"x": 3}, "2x2": {"x": 2, "y": 2}, "2x3": {"x": 2, "y": 3}, "3x3": {"x": 3, "y": 3}}
 
 
 @pytest.mark.parametrize("shape", [(12,), (7,), (1,), (12, 6), (5, 2), (0, 3)], ids=str)

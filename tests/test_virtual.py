@@ -81,3 +81,27 @@ def test_local_steps_and_groups_of_one_send_nothing():
         run(ops.all_reduce.default, mesh, [((torch.ones(2), "sum", ["x"]), {})] * 2)
     assert [(0, 0)] == [transfer.sent for transfer in traffic.transfers]
     assert 0.0 == ring_bytes(StepKind.ALL_REDUCE, 1, 8) == ring_bytes(StepKind.SHARD, 4, 8) == traffic.sent()
+
+
+@pytest.mark.parametrize(
+    ("op", "rest"),
+    [
+        (ops.all_reduce, ("sum",)),
+        (ops.all_gather, (1, 12)),
+        (ops.reduce_scatter, ("sum", 1, 2)),
+        (ops.all_to_all, (2, 1, 1, 12)),
+        (ops.permute, ([1, 2, 0], [2, 4, 3, 5])),
+        (ops.shard, (1, 2)),
+        (ops.to_partial, ("max",)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_results_are_contiguous_whatever_the_strides(op, rest, axis):
+    mesh = make_mesh({"x": 1, "y": 3}, runtime="virtual")
+    x = torch.randn(2, 3, 5, 4).permute(0, 3, 1, 2)
+    if axis == "x":  # a group of one: nothing is cut or moved, and sizes are those of x
+        rest = {ops.all_gather: (1, 4), ops.reduce_scatter: ("sum", 1, 4), ops.all_to_all: (2, 1, 3, 4)}.get(op, rest)
+        rest = {ops.permute: ([0], [2, 4, 3, 5]), ops.shard: (1, 4)}.get(op, rest)
+    for result in run(op.default, mesh, [((x, *rest, [axis]), {})] * 3):
+        assert result.is_contiguous()

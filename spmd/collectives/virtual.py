@@ -6,7 +6,7 @@ Reductions run in rank order, so results do not depend on scheduling. Values are
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -74,6 +74,12 @@ def _equal_shapes(calls: Sequence[Arguments]) -> list[Tensor]:
     return tensors
 
 
+def _cut(group: Group, tensors: Sequence[Tensor], dim: int) -> Iterator[tuple[Tensor, ...]]:
+    """For every rank of the group, its chunk of `dim` of each of the tensors."""
+    lengths = [stop - start for start, stop in group.bounds(tensors[0].shape[dim])]
+    return zip(*(tensor.split(lengths, dim) for tensor in tensors), strict=True)
+
+
 def _all_reduce(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
     return [_reduce(calls[0][1], _equal_shapes(calls))] * len(calls)
 
@@ -93,19 +99,13 @@ def _all_gather(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
 
 def _reduce_scatter(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
     _, op, dim, _, _ = calls[0]
-    tensors = _equal_shapes(calls)
-    chunks = group.bounds(tensors[0].shape[dim])
-    return [_reduce(op, [tensor.narrow(dim, start, stop - start) for tensor in tensors]) for start, stop in chunks]
+    return [_reduce(op, pieces) for pieces in _cut(group, _equal_shapes(calls), dim)]
 
 
 def _all_to_all(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
     _, split_dim, concat_dim, *_ = calls[0]
     tensors = [arguments[0] for arguments in calls]
-    chunks = group.bounds(tensors[0].shape[split_dim])
-    return [
-        torch.cat([tensor.narrow(split_dim, start, stop - start) for tensor in tensors], concat_dim).contiguous()
-        for start, stop in chunks
-    ]
+    return [torch.cat(pieces, concat_dim).contiguous() for pieces in _cut(group, tensors, split_dim)]
 
 
 def _permute(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
