@@ -349,6 +349,17 @@ def test_forward_mode(case):
     assert_close(expected, results)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp uses it
+def test_forward_mode_nests():
+    def slope(function):
+        return lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+
+    mesh = make_mesh({"x": 2}, runtime="virtual")
+    arguments = [(torch.tensor(1.0),), (torch.tensor(4.0),)]
+    results = lockstep(slope(slope(lambda x: psum(x, "x") ** 3)), mesh, arguments)
+    assert [6 * 5 * 2**2] * 2 == [result.item() for result in results]  # d/dt² (5 + 2t)³ at t = 0
+
+
 @each_case
 @pytest.mark.parametrize("in_dim", [0, -1])
 def test_vmap_is_a_loop(case, in_dim):
