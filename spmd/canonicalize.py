@@ -6,7 +6,8 @@ Canonical programs are written as follows.
 * No means: a sum and a division (`spmd.decompositions`).
 * One spelling for each meaning (`spmd.normal_forms`); `view.default` stands for any change of shape and copies where
   strides demand it, as `torch.reshape`: strides are not part of a program.
-* No operation that does nothing, none twice, none unused.
+* No operation that does nothing, none twice, none unused. A copy to contiguous memory stays where a kernel that reads
+  its operands by stride depends on it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from spmd.decompositions import DECOMPOSITIONS, decompose_operations, expand_operations, substitute
 from spmd.foreach import split_lists
 from spmd.graph import Graph, Operation, Value
-from spmd.normal_forms import normalize
+from spmd.normal_forms import is_contiguous_copy, normalize
 
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
@@ -114,7 +115,7 @@ def _identity(operation: Operation) -> Value | None:
     if not operation.args or not isinstance(operation.args[0], Value) or len(operation.tensors) != 1:
         return None
     operand, meta = operation.args[0], operation.tensors[0].meta
-    if operation.op in _COPIES:
+    if operation.op in _COPIES and not is_contiguous_copy(operation):
         return operand
     if operation.op in _RESHAPERS and operand.meta == meta:
         return operand

@@ -7,9 +7,11 @@ already unfolded there.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -137,7 +139,7 @@ def trace_flat(
     lifting = _ClosureLifting(recorder)
     token = _tracing.set(True)
     try:
-        with torch.no_grad(), recorder, FunctionalTensorMode(), lifting:
+        with torch.no_grad(), _errors_raised_only(), recorder, FunctionalTensorMode(), lifting:
             outputs = function(*[lifting.functional(fake) for fake in fakes])
             outputs = [lifting.finish(tensor) for tensor in outputs]
             lifting.check_writes()
@@ -145,6 +147,18 @@ def trace_flat(
         _tracing.reset(token)
     results = tuple(recorder.value(tensor) for tensor in outputs)
     return Graph(inputs, tuple(recorder.constants.items()), tuple(recorder.operations), results).verify()
+
+
+@contextlib.contextmanager
+def _errors_raised_only() -> Iterator[None]:
+    """Without torch's log of every error in a shape: the user gets the error itself."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    silence: Callable[[logging.LogRecord], bool] = lambda record: False  # noqa: E731
+    log.addFilter(silence)
+    try:
+        yield
+    finally:
+        log.removeFilter(silence)
 
 
 class _ClosureLifting(TorchFunctionMode):

@@ -146,6 +146,21 @@ def test_losses_become_sums(name):
         assert "mean" not in str(operation.op)
 
 
+@pytest.mark.parametrize("after", [lambda x: x, lambda x: x.transpose(1, 2) * 2])
+def test_the_layout_that_attention_needs_stays(after):
+    def function(x):
+        q, k, v = (after((x + i).transpose(-1, -2).contiguous()) for i in range(3))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).contiguous().view(2, -1)
+
+    canonical(torch.func.grad(lambda x: function(x).sin().sum()), ATTENDED)
+    graph = canonical(function, ATTENDED)
+    assert 3 == names(graph).count("clone.default")
+
+
+ATTENDED = torch.randn(2, 3, 4, 5)
+
+
 def test_decompose_what_has_no_rule():
     needs = lambda op: op in (aten._softmax.default, aten.addmm.default, aten.gelu.default)  # noqa: E731
     graph = canonical(lambda x: F.gelu(torch.addmm(x, x, Y.T @ Y).softmax(1)), X, decompose=needs)

@@ -294,11 +294,12 @@ def test_results_must_be_tensors():
     assert "Result[1]['loss'] must be a tensor (got float 3.0)." in str(error.value)
 
 
-def test_errors_of_the_user_and_of_torch_pass_unchanged():
+def test_errors_of_the_user_and_of_torch_pass_unchanged(caplog):
     with pytest.raises(RuntimeError, match=r"reduction dim|cannot be multiplied"):
         trace(lambda x: x @ x, (META,))
     with pytest.raises(KeyError, match="missing"):
         trace(lambda x: {}["missing"], (META,))
+    assert [] == caplog.records
 
 
 def test_nothing_is_drawn_without_dropout():
