@@ -24,7 +24,7 @@ from spmd.runtime import VirtualProgram
 from spmd.source import user_source
 from spmd.spec import DTensorSpec, TensorMeta
 from spmd.trace import Traced, trace
-from spmd.tree import leaf_specs, tree_flatten, tree_map, tree_structure
+from spmd.tree import leaf_specs, tree_flatten, tree_leaves, tree_map, tree_structure
 
 Shards = tuple[torch.Tensor, ...]
 
@@ -86,8 +86,11 @@ class Compiled:
         self.mesh, self.options = mesh, options
         self._function, self._args, self._out_specs = function, _abstract(args, mesh, options), out_specs
         dynamic = _dynamic(args, options)
+        for leaf in tree_leaves(dynamic):
+            _refuse_transformed(leaf)
         self.in_specs = tuple(leaf_specs(in_specs, dynamic, mesh, what="in_specs"))
         self._tree = tree_structure(dynamic)
+        self._seen = list(self.in_specs)  # the object that last came in place of each spec: identity is quick to check
 
     @functools.cached_property
     def traced(self) -> Traced:
@@ -153,14 +156,17 @@ class Compiled:
     def match(self, leaves: Sequence[Any]) -> list[Shards] | None:
         """The shards of the arguments if all are what this signature expects, else None."""
         shards = []
-        for leaf, spec in zip(leaves, self.in_specs, strict=True):
+        for index, leaf in enumerate(leaves):
             if type(leaf) is DTensor:
-                if leaf._spec is not spec and leaf._spec != spec:
-                    return None
+                held = leaf._spec
+                if held is not self._seen[index]:
+                    if held != self.in_specs[index]:
+                        return None
+                    self._seen[index] = held
                 shards.append(leaf._shards)
-            elif _fits(leaf, spec.meta):
+            elif _fits(leaf, self.in_specs[index].meta):
                 _refuse_transformed(leaf)
-                shards.append(place(leaf, spec)._shards)
+                shards.append(place(leaf, self.in_specs[index])._shards)
             else:
                 return None
         return shards

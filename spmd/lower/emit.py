@@ -16,7 +16,7 @@ from spmd.graph import Operation, Source, Value, map_leaves
 from spmd.lower.groups import Unit, schedule
 from spmd.lower.layout import Layout, localize_step
 from spmd.mesh import Coordinate
-from spmd.plan.bodies import body_of, trace_body
+from spmd.plan.bodies import body_of, trace_body, with_local_size
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
 from spmd.rules import find_rule
@@ -42,7 +42,7 @@ def emit(plan: Plan, rules: Mapping[Any, Rule], input_names: Sequence[str], coor
         emitter.define(value, emitter.graph.placeholder(_identifier(name)))
     for index, (value, tensor) in enumerate(plan.graph.constants):
         emitter.define(value, emitter.constant(f"constant_{index}", tensor))
-    alone = frozenset(operation for operation in plan.graph.operations if emitter.body(operation))
+    alone = frozenset(operation for operation in plan.graph.operations if emitter.has_body(operation))
     for unit in schedule(plan.graph.operations, alone):
         emitter.emit(unit)
     emitter.graph.output(tuple(emitter.nodes[value] for value in plan.graph.outputs))
@@ -77,9 +77,19 @@ class _Emitter:
     def call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         return self.graph.create_node("call_function", op, args, dict(kwargs), name=f"{operator_name(op)}_1")
 
+    def has_body(self, operation: Operation) -> bool:
+        """Whether some rank runs a local body for an operation."""
+        rule = find_rule(operation.op, self.rules)
+        planned = body_of(self.plan.strategies.get(operation, {}))
+        return planned is not None or (rule is not None and rule.empty is not None)
+
     def body(self, operation: Operation) -> tuple[Body, tuple[str, ...]] | None:
-        """The local body of an operation and the axes that it spans, major first."""
-        return body_of(self.plan.strategies.get(operation, {}))
+        """The local body that this rank runs for an operation, and the axes that it spans, major first."""
+        planned = body_of(self.plan.strategies.get(operation, {}))
+        rule = find_rule(operation.op, self.rules)
+        if planned is not None or rule is None or rule.empty is None:
+            return planned
+        return None if all(self.local(value).numel for value in operation.operands) else (rule.empty, ())
 
     def emit(self, unit: Unit) -> None:
         operation = unit.operations[0]
@@ -100,7 +110,7 @@ class _Emitter:
         kwargs = map_leaves(replace, dict(unit.kwargs))
         rule = find_rule(unit.op, self.rules) if len(unit.operations) == 1 else None
         if rule is not None and rule.size_argument is not None:
-            args = _with_argument(unit.op, args, kwargs, rule.size_argument, self.local(operation.tensors[0]).shape)
+            args = with_local_size(args, rule.size_argument, self.local(operation.tensors[0]).shape)
         op = RESHAPE if unit.op is torch.ops.aten.view.default else unit.op
         node = self.call(op, args, kwargs)
         node.meta["source"] = operation.source
@@ -154,7 +164,9 @@ class _Emitter:
         unsharded = lambda value: TensorMeta(  # noqa: E731
             self.layout(value).without(axes).shape(self.coordinate), value.meta.dtype
         )
-        module = trace_body(body, axes, operation, self.plan.mesh, self.local, unsharded)
+        rule = find_rule(operation.op, self.rules)
+        size_argument = None if rule is None else rule.size_argument
+        module = trace_body(body, axes, operation, self.plan.mesh, self.local, unsharded, size_argument)
         mapping: dict[fx.Node, Any] = {}
         operands = iter(dict.fromkeys(operation.operands))
         for node in module.graph.nodes:
@@ -228,13 +240,3 @@ def _plain(value: Any) -> Any:
 def _returns_one_tensor(op: torch._ops.OpOverload) -> bool:
     returns = op._schema.returns
     return len(returns) == 1 and isinstance(returns[0].type, torch._C.TensorType)
-
-
-def _with_argument(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, shape: tuple[int, ...]
-) -> tuple[Any, ...]:
-    """The arguments with the size argument replaced by a local shape."""
-    if position < len(args):
-        return (*args[:position], list(shape), *args[position + 1 :])
-    kwargs[op._schema.arguments[position].name] = list(shape)
-    return args
