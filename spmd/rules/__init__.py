@@ -1,0 +1,85 @@
+"""Sharding rules: for every operator, how it can run on shards along one mesh axis.
+
+`RULES` is immutable; `RULES | {my_op: my_rule}` adds to it.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from spmd.rules.attention import ATTENTION
+from spmd.rules.builders import along, pointwise, reduction
+from spmd.rules.elementwise import POINTWISE
+from spmd.rules.embedding import EMBEDDING
+from spmd.rules.factories import FACTORIES
+from spmd.rules.indexing import INDEXING
+from spmd.rules.loss import LOSS
+from spmd.rules.matmul import MATMUL
+from spmd.rules.normalization import NORMALIZATION
+from spmd.rules.notation import factors
+from spmd.rules.partial import carry, decreasing, ignores, increasing, linear
+from spmd.rules.reductions import REDUCTION
+from spmd.rules.rule import Body, Call, Factors, Row, Rule
+from spmd.rules.shape import MOVES, VIEWS
+from spmd.rules.softmax import SOFTMAX
+from spmd.rules.strategy import Strategy, derive_strategies
+
+RULES: MappingProxyType[torch._ops.OpOverload, Rule] = MappingProxyType(
+    {
+        **POINTWISE,
+        **MATMUL,
+        **VIEWS,
+        **MOVES,
+        **INDEXING,
+        **FACTORIES,
+        **REDUCTION,
+        **SOFTMAX,
+        **NORMALIZATION,
+        **ATTENTION,
+        **EMBEDDING,
+        **LOSS,
+    }
+)
+"""The rule of every operator that has one of its own; other pointwise operators are found by their tag."""
+
+_POINTWISE = pointwise()
+
+
+def find_rule(op: torch._ops.OpOverload, rules: Mapping[torch._ops.OpOverload, Rule] = RULES) -> Rule | None:
+    """The rule of an operator: its own, else the pointwise one if torch tags it so, else None.
+
+    >>> find_rule(torch.ops.aten.cos.default) is not None
+    True
+    """
+    if op in rules:
+        return rules[op]
+    schema = op._schema
+    tensors = all(str(value.type) == "Tensor" for value in schema.returns)
+    lists = any(str(argument.type) == "List[Tensor]" for argument in schema.arguments)
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    if torch.Tag.pointwise not in op.tags or random or lists or schema.is_mutable or not tensors:
+        return None
+    return _POINTWISE
+
+
+__all__ = [
+    "RULES",
+    "Body",
+    "Call",
+    "Factors",
+    "Row",
+    "Rule",
+    "Strategy",
+    "along",
+    "carry",
+    "decreasing",
+    "derive_strategies",
+    "factors",
+    "find_rule",
+    "ignores",
+    "increasing",
+    "linear",
+    "pointwise",
+    "reduction",
+]

@@ -1,0 +1,250 @@
+"""Run one strategy of one call on virtual shards: the executor behind `check_rule`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from spmd.collectives.environment import axis_environment
+from spmd.collectives.virtual import KERNELS, run
+from spmd.errors import RuleError
+from spmd.mesh import Mesh
+from spmd.placement import Partial, Placement, Reduction, Replicate, Shard
+from spmd.rules.reductions import neutral_value
+from spmd.rules.rule import Body, Call, FactorDims, Factors, Rule
+from spmd.rules.strategy import Strategy
+from spmd.spec import TensorMeta, chunk_bounds
+
+AXIS = "axis"
+"""The name of the one mesh axis that strategies are executed on."""
+
+
+@attrs.frozen(eq=False)
+class Example:
+    """One call with real arguments, and its results on one device."""
+
+    call: Call
+    tensors: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Example:
+        """Run an operator on real arguments."""
+        results = tensors_of(op(*args, **kwargs))
+        meta = lambda leaf: TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf  # noqa: E731
+        call = Call(op, _map(meta, tuple(args)), _map(meta, dict(kwargs)), tuple(map(TensorMeta.of, results)))
+        return cls(call, tensors_of((*args, *kwargs.values())), results)
+
+    def arguments(
+        self, tensors: Sequence[Tensor], size_argument: int | None = None, shape: Sequence[int] = ()
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments with other tensors, and with a result of `shape` where the operator takes its size."""
+        given = iter(tensors)
+        replace = lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf  # noqa: E731
+        args, kwargs = _map(replace, self.call.args), _map(replace, dict(self.call.kwargs))
+        if size_argument is not None:
+            args = (*args[:size_argument], list(shape), *args[size_argument + 1 :])
+        return args, kwargs
+
+
+def tensors_of(tree: Any) -> tuple[Tensor, ...]:
+    """The tensors in nested tuples and lists, in order."""
+    if isinstance(tree, Tensor):
+        return (tree,)
+    return tuple(itertools.chain.from_iterable(map(tensors_of, tree))) if isinstance(tree, (tuple, list)) else ()
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_map(function, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _map(function, item) for key, item in tree.items()}
+    return function(tree)
+
+
+Grouping: TypeAlias = tuple[tuple[int, ...], ...]
+"""For each dim of a tensor, the lengths of the factors that it is made of."""
+
+
+def logical_shapes(metas: Sequence[TensorMeta], dims: Sequence[FactorDims], factors: Factors) -> tuple[Grouping, ...]:
+    """The factor lengths of every dim of tensors whose dims have these factors."""
+    return tuple(
+        tuple(tuple(factors.sizes[n] for n in names) or (size,) for names, size in zip(tensor, meta.shape, strict=True))
+        for tensor, meta in zip(dims, metas, strict=True)
+    )
+
+
+def physical_shape(grouping: Grouping, placement: Placement, ranks: int, rank: int) -> tuple[int, ...]:
+    """The shape of one rank's shard."""
+    flat = [size for group in grouping for size in group]
+    if isinstance(placement, Shard):
+        start, stop = chunk_bounds(flat[placement.dim], (ranks,), (rank,))
+        flat[placement.dim] = stop - start
+    sizes = iter(flat)
+    return tuple(math.prod(next(sizes) for _ in group) for group in grouping)
+
+
+def split(
+    value: Tensor, grouping: Grouping, placement: Placement, ranks: int, generator: torch.Generator
+) -> list[Tensor]:
+    """What every rank holds of `value`; a Partial is split into parts that do not cancel, negative and unequal ones."""
+    if isinstance(placement, Replicate):
+        return [value] * ranks
+    if isinstance(placement, Partial):
+        return _split_partial(value, placement.op, ranks, generator)
+    logical = value.reshape([size for group in grouping for size in group])
+    bounds = [chunk_bounds(logical.shape[placement.dim], (ranks,), (rank,)) for rank in range(ranks)]
+    return [
+        logical.narrow(placement.dim, start, stop - start)
+        .reshape(physical_shape(grouping, placement, ranks, rank))
+        .contiguous()
+        for rank, (start, stop) in enumerate(bounds)
+    ]
+
+
+def _split_partial(value: Tensor, op: Reduction, ranks: int, generator: torch.Generator) -> list[Tensor]:
+    if value.dtype == torch.bool:
+        winner = torch.randint(ranks, value.shape, generator=generator)
+        rest = torch.full_like(value, bool(neutral_value(op, torch.bool)))
+        return [torch.where(winner == rank, value, rest) for rank in range(ranks)]
+    if value.is_floating_point():
+        noise = [3 * torch.randn(value.shape, generator=generator, dtype=value.dtype) for _ in range(ranks)]
+    else:
+        noise = [torch.randint(-9, 10, value.shape, generator=generator, dtype=value.dtype) for _ in range(ranks)]
+    if op == "sum":
+        parts = noise[1:]
+        return [value - sum(parts, torch.zeros_like(value)), *parts]
+    winner = torch.randint(ranks, value.shape, generator=generator)
+    sign = -1 if op == "max" else 1
+    return [torch.where(winner == rank, value, value + sign * noise[rank].abs()) for rank in range(ranks)]
+
+
+def execute(
+    example: Example,
+    rule: Rule,
+    strategy: Strategy,
+    shards: Sequence[Sequence[Tensor]],
+    grouping: Sequence[Grouping],
+    ranks: int,
+) -> list[tuple[Tensor, ...]]:
+    """Every rank's results, from every rank's shards of the operands; `grouping` is that of the results."""
+    arguments, calls = [], []
+    for rank in range(ranks):
+        shapes = [physical_shape(g, p, ranks, rank) for g, p in zip(grouping, strategy.results, strict=True)]
+        results = [TensorMeta(shape, meta.dtype) for shape, meta in zip(shapes, example.call.results, strict=True)]
+        calls.append(attrs.evolve(example.call, results=tuple(results)))
+        arguments.append(example.arguments([shard[rank] for shard in shards], rule.size_argument, shapes[0]))
+    if strategy.body is not None:
+        return run_body(strategy.body, calls, arguments)
+    return [tensors_of(_run_operator(call, rule, *given)) for call, given in zip(calls, arguments, strict=True)]
+
+
+def _run_operator(call: Call, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if rule.empty is not None and not all(tensor.numel() for tensor in tensors_of((*args, *kwargs.values()))):
+        return rule.empty((), call, *args, **kwargs)
+    return call.op(*args, **kwargs)
+
+
+def run_body(
+    body: Body, calls: Sequence[Call], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> list[tuple[Tensor, ...]]:
+    """Run a local body on all ranks in lock step, from every rank's call (as `Body` says) and local arguments.
+
+    Raises:
+        RuleError: ranks take different collectives, or different numbers of them.
+    """
+    mesh = Mesh((AXIS,), (len(arguments),))
+    tensors = [tensors_of((*args, *kwargs.values())) for args, kwargs in arguments]
+    programs = [_traced(body, call, *given, mesh) for call, given in zip(calls, arguments, strict=True)]
+    ranks = [_steps(program, given) for program, given in zip(programs, tensors, strict=True)]
+    answers: list[Any] = [None] * len(ranks)
+    while True:
+        requests, finished = [], []
+        for rank, answer in zip(ranks, answers, strict=True):
+            try:
+                requests.append(rank.send(answer))
+            except StopIteration as stop:
+                finished.append(tensors_of(stop.value))
+        if len(finished) == len(ranks):
+            return finished
+        if finished or len({op for op, _, _ in requests}) != 1:
+            raise RuleError(f"The local body of {calls[0].op} takes different collectives on different ranks.")
+        answers = run(requests[0][0], mesh, [(args, kwargs) for _, args, kwargs in requests])
+
+
+def _traced(
+    body: Body, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh
+) -> torch.fx.GraphModule:
+    def function(*tensors: Tensor) -> Any:
+        given = iter(tensors)
+        replace = lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf  # noqa: E731
+        result = body(mesh.names, call, *_map(replace, args), **_map(replace, kwargs))
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    with axis_environment(mesh.axes):
+        return make_fx(function, tracing_mode="fake")(*tensors_of((*args, *kwargs.values())))
+
+
+_Request: TypeAlias = tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]
+
+
+def _steps(module: torch.fx.GraphModule, tensors: Sequence[Tensor]) -> Generator[_Request, Tensor, Any]:
+    """Interpret a graph; each collective is handed out, and its result is sent back in."""
+    given = iter(tensors)
+    values: dict[torch.fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = getattr(module, node.target)
+        elif node.op == "output":
+            return args[0]
+        else:
+            values[node] = (yield node.target, args, kwargs) if node.target in KERNELS else node.target(*args, **kwargs)
+    raise RuleError("A traced body has no output.")
+
+
+def mismatch(
+    shards: Sequence[Tensor], expected: Tensor, placement: Placement, grouping: Grouping, *, values: bool = True
+) -> str | None:
+    """Why the ranks' `shards` are not `expected` placed so; None if they are."""
+    ranks = len(shards)
+    for rank, shard in enumerate(shards):
+        shape = physical_shape(grouping, placement, ranks, rank)
+        if tuple(shard.shape) != shape or shard.dtype != expected.dtype:
+            return f"rank {rank} has {TensorMeta.of(shard)}, expected {TensorMeta(shape, expected.dtype)}"
+    if not values:
+        return None
+    if isinstance(placement, Replicate):
+        wrong = [rank for rank, shard in enumerate(shards) if not _close(shard, expected)]
+        return f"rank {wrong[0]} differs" if wrong else None
+    whole = _assemble(shards, placement, grouping).reshape(expected.shape)
+    return None if _close(whole, expected) else "values differ"
+
+
+def _assemble(shards: Sequence[Tensor], placement: Placement, grouping: Grouping) -> Tensor:
+    if isinstance(placement, Shard):
+        flat = [size for group in grouping for size in group]
+        pieces = []
+        for rank, shard in enumerate(shards):
+            start, stop = chunk_bounds(flat[placement.dim], (len(shards),), (rank,))
+            sizes = [stop - start if dim == placement.dim else size for dim, size in enumerate(flat)]
+            pieces.append(shard.reshape(sizes))
+        return torch.cat(pieces, placement.dim)
+    stacked = torch.stack(list(shards))
+    if isinstance(placement, Partial) and placement.op != "sum":
+        return stacked.amax(0) if placement.op == "max" else stacked.amin(0)
+    return stacked.sum(0, dtype=stacked.dtype)
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    exact = not (expected.is_floating_point() or expected.is_complex())
+    return torch.equal(actual, expected) if exact else torch.allclose(actual, expected, 1e-5, 1e-6, equal_nan=True)

@@ -1,0 +1,43 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import attrs
+import torch
+
+from spmd.rules.builders import aligned, rule
+from spmd.rules.notation import Pattern, Rows, factors
+from spmd.rules.partial import increasing, linear
+from spmd.rules.rule import Call, Factors, Rule
+
+aten = torch.ops.aten
+
+
+def _product_plus(pattern: str, *rows: Rows) -> Rule:
+    """The rule of a product with sum factor `k` to which the first operand is added, broadcast."""
+    parsed = Pattern.parse(pattern)
+
+    def make(call: Call) -> Factors:
+        added, *product = call.operands
+        bound = parsed.bind(list(zip(parsed.operands, product, strict=True)), call.results)
+        names = [name for (name,) in parsed.results[0]]
+        first = aligned(added, names, call.results[0].shape)
+        return attrs.evolve(bound, operands=(first, *bound.operands), reduce={"k": "sum"}, additive=frozenset({0}))
+
+    return rule(make, increasing("self", times="beta"), *rows)
+
+
+MATMUL: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
+    {
+        aten.mm.default: factors("i k, k j -> i j", linear("self", "mat2"), sum="k"),
+        aten.bmm.default: factors("b i k, b k j -> b i j", linear("self", "mat2"), sum="k"),
+        aten.mv.default: factors("i k, k -> i", linear("self", "vec"), sum="k"),
+        aten.dot.default: factors("k, k -> ", linear("self", "tensor"), sum="k"),
+        aten.addmm.default: _product_plus("i k, k j -> i j", linear("self mat1", "self mat2")),
+        aten.baddbmm.default: _product_plus("b i k, b k j -> b i j", linear("self batch1", "self batch2")),
+        aten.addmv.default: _product_plus("i k, k -> i", linear("self mat", "self vec")),
+    }
+)

@@ -1,0 +1,116 @@
+"""What a rule is: a pure function from one call of one operator to its factors.
+
+A *factor* is one loop of the operator's mathematics, as in Shardy: matrix multiplication has three, `i k, k j -> i j`.
+A rule says which factors make up each dim of each operand and result; which placements follow from that is derived
+once, for all rules, in `spmd.rules.strategy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+
+from spmd.errors import RuleError
+from spmd.placement import Placement, Reduction
+from spmd.spec import TensorMeta
+
+FactorDims: TypeAlias = tuple[tuple[str, ...], ...]
+"""For each dim of a tensor, the factors that it is made of, major first; `()` for a dim that cannot be sharded."""
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """One call of an operator: its arguments with a TensorMeta in place of every tensor."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[TensorMeta, ...]
+
+    @property
+    def operands(self) -> tuple[TensorMeta, ...]:
+        """The tensor arguments in order of appearance, also from inside lists."""
+        return tuple(_metas((*self.args, *self.kwargs.values())))
+
+    def argument(self, name: str) -> Any:
+        """An argument by its name in the operator's schema, its default if it was not given."""
+        for position, argument in enumerate(self.op._schema.arguments):
+            if argument.name == name:
+                if name in self.kwargs:
+                    return self.kwargs[name]
+                return self.args[position] if position < len(self.args) else argument.default_value
+        raise RuleError(f"{self.op} has no argument {name!r}.")
+
+
+def _metas(arguments: tuple[Any, ...] | list[Any]) -> list[TensorMeta]:
+    found: list[TensorMeta] = []
+    for argument in arguments:
+        if isinstance(argument, TensorMeta):
+            found.append(argument)
+        elif isinstance(argument, (tuple, list)):
+            found.extend(_metas(argument))
+    return found
+
+
+Body: TypeAlias = Callable[..., Any]
+"""`body(axes, call, *args, **kwargs)`: what a rank computes, on its local tensors, with the public collectives over the
+mesh axes `axes`. In `args` the tensors and the size argument are local. `call` is the unsharded call, but for its
+`results`, which are those that this rank is to give; the result has the operator's structure."""
+
+
+@attrs.frozen
+class Row:
+    """One strategy written out: a placement (over physical dims) for every tensor operand and every tensor result.
+
+    Without a `body` the operator itself runs on the local tensors.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    body: Body | None = None
+
+
+@attrs.frozen(eq=False)
+class Factors:
+    """The factors of one call.
+
+    Args:
+        operands, results: the factors of every dim of every tensor operand and result.
+        sizes: the length of every factor.
+        reduce: factors that results sum (or max, ...) over: where a result lacks the factor it becomes Partial.
+        replicate: factors along which the operator cannot be cut.
+        additive: operands (by position) that are added to a reduced product, as `addmm`'s bias: where a reduced factor
+            that they lack is cut, they must be Partial themselves.
+        bodies: what a rank computes where the factor is cut, for factors along which the operator alone is not enough;
+            such a body does not depend on where a shard lies.
+        rows: strategies that do not follow from factors: linearity (Partial in, Partial out) and local bodies.
+    """
+
+    operands: tuple[FactorDims, ...]
+    results: tuple[FactorDims, ...]
+    sizes: Mapping[str, int]
+    reduce: Mapping[str, Reduction] = attrs.field(factory=dict)
+    replicate: frozenset[str] = frozenset()
+    additive: frozenset[int] = frozenset()
+    bodies: Mapping[str, Body] = attrs.field(factory=dict)
+    rows: tuple[Row, ...] = ()
+
+
+@attrs.frozen
+class Rule:
+    """The sharding rule of an operator.
+
+    Args:
+        factorize: the factors of a call.
+        size_argument: position of the argument that repeats the result's shape (`view`, `expand`, `full`): lowering
+            puts the local shape there.
+        empty: what a rank computes in place of the operator where one of its operands has no elements, if the operator
+            fails there. It is called with no axes.
+    """
+
+    factorize: Callable[[Call], Factors]
+    size_argument: int | None = None
+    empty: Body | None = None

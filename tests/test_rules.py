@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from rule_calls import ARBITRARY, CALLS, INCOMPLETE, UNSEARCHED
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from spmd.errors import RuleError
+from spmd.placement import Partial, Replicate, Shard
+from spmd.rules import RULES, Factors, Rule, derive_strategies, factors, find_rule, linear, pointwise
+from spmd.rules.check import check_rule
+from spmd.rules.execute import Example
+from spmd.rules.shape import common_factors
+
+aten = torch.ops.aten
+R, Psum, Pmax, Pmin = Replicate(), Partial("sum"), Partial("max"), Partial("min")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0:UserWarning")
+
+
+def strategies(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> dict[tuple, tuple]:
+    example = Example.of(op, args, kwargs)
+    rule = find_rule(op)
+    assert rule is not None
+    return {row.operands: row.results for row in derive_strategies(rule.factorize(example.call))}
+
+
+def test_every_rule_has_calls() -> None:
+    assert RULES.keys() == CALLS.keys()
+
+
+@pytest.mark.parametrize("op", RULES, ids=str)
+def test_no_row_is_wrong(op: torch._ops.OpOverload) -> None:
+    report = check_rule(op, RULES[op], CALLS[op], missing=False, values=op not in ARBITRARY)
+    assert () == report.wrong, str(report)
+    assert report.passed >= 2 * len(CALLS[op])
+
+
+@pytest.mark.rules
+@pytest.mark.parametrize("op", [op for op in RULES if op not in UNSEARCHED], ids=str)
+def test_missing_rows_are_known(op: torch._ops.OpOverload) -> None:
+    report = check_rule(op, RULES[op], CALLS[op], values=op not in ARBITRARY, combinations=60)
+    assert any(op in ops for ops in INCOMPLETE.values()) == bool(report.missing), str(report)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [aten.cos.default, aten.rsqrt.default, aten.abs.default, aten.eq.Tensor, aten.pow.Tensor_Scalar, aten.gelu.default],
+    ids=str,
+)
+def test_pointwise_operators_are_found_by_their_tag(op: torch._ops.OpOverload) -> None:
+    x = torch.rand(4, 5)
+    args = {2: (x, x[0]), 1: (x,)}[1 if op._schema.name[6:] in ("cos", "rsqrt", "abs", "gelu") else 2]
+    args = (x, 2) if op is aten.pow.Tensor_Scalar else args
+    rule = find_rule(op)
+    assert op not in RULES and rule is not None
+    assert () == check_rule(op, rule, [(args, {})]).wrong
+
+
+@pytest.mark.parametrize(
+    "op", [aten.nonzero.default, aten.add_.Tensor, aten.equal.default, aten.rrelu.default, aten.svd.default], ids=str
+)
+def test_no_rule(op: torch._ops.OpOverload) -> None:
+    assert find_rule(op) is None
+
+
+def test_rules_are_immutable_and_extended_by_union() -> None:
+    mine = pointwise(linear("self"))
+    extended = RULES | {aten.cos.default: mine}
+    assert extended[aten.cos.default] is mine and aten.cos.default not in RULES
+    assert find_rule(aten.cos.default, extended) is mine
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        RULES[aten.cos.default] = mine  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "row", "results"),
+    [
+        (aten.mm.default, (torch.ones(4, 5), torch.ones(5, 3)), (Shard(1), Shard(0)), (Psum,)),
+        (aten.mm.default, (torch.ones(4, 5), torch.ones(5, 3)), (R, Psum), (Psum,)),
+        (
+            aten.addmm.default,
+            (torch.ones(3), torch.ones(4, 5), torch.ones(5, 3)),
+            (Psum, Shard(1), Shard(0)),
+            (Psum,),
+        ),
+        (aten.add.Tensor, (torch.ones(4), torch.ones(4)), (Psum, Psum), (Psum,)),
+        (aten.add.Tensor, (torch.ones(4), 0), (Psum,), (Psum,)),
+        (aten.mul.Tensor, (torch.ones(4), torch.ones(4)), (R, Psum), (Psum,)),
+        (aten.mul.Tensor, (torch.ones(4), -2.0), (Pmax,), (Pmin,)),
+        (aten.neg.default, (torch.ones(4),), (Pmin,), (Pmax,)),
+        (aten.amax.default, (torch.ones(4, 5), [1]), (Shard(1),), (Pmax,)),
+        (aten.embedding.default, (torch.ones(4, 5), torch.tensor([1])), (Shard(0), R), (Psum,)),
+        (aten._log_softmax.default, (torch.ones(4, 5), 1, False), (Shard(1),), (Shard(1),)),
+        (aten.view.default, (torch.ones(6, 4), [2, 3, 4]), (Shard(1),), (Shard(1),)),
+        (aten.full.default, ([4, 5], 1.0), (), (Shard(1),)),
+    ],
+)
+def test_rows(op: torch._ops.OpOverload, args: tuple, row: tuple, results: tuple) -> None:
+    found = derive_strategies(RULES[op].factorize(Example.of(op, args, {}).call))
+    assert (row, results) in [(strategy.operands, strategy.results) for strategy in found]
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "row"),
+    [
+        (aten.add.Tensor, (torch.ones(4), 1.0), (Psum,)),
+        (aten.add.Tensor, (torch.ones(4), torch.ones(4)), (Psum, R)),
+        (aten.mul.Tensor, (torch.ones(4), torch.ones(4)), (Psum, Psum)),
+        (aten.addmm.default, (torch.ones(3), torch.ones(4, 5), torch.ones(5, 3)), (R, Shard(1), Shard(0))),
+        (aten.amax.default, (torch.ones(4, 5), [1]), (Pmin,)),
+        (aten.linalg_vector_norm.default, (torch.ones(4), torch.inf), (Pmax,)),
+        (aten.argmax.default, (torch.ones(4), 0), (Shard(0),)),
+        (aten.mse_loss.default, (torch.ones(4), torch.ones(4), 1), (Shard(0), Shard(0))),
+        (aten._to_copy.default, (torch.ones(4),), (Psum,)),
+    ],
+)
+def test_rows_that_would_be_wrong(op: torch._ops.OpOverload, args: tuple, row: tuple) -> None:
+    kwargs = {"dtype": torch.int64} if op is aten._to_copy.default else {}
+    assert row not in strategies(op, *args, **kwargs)
+
+
+def test_check_rule_finds_wrong_rows() -> None:
+    op = aten.addmm.default
+    wrong = factors("j, i k, k j -> i j", linear("self", "mat1"), sum="k")
+    report = check_rule(op, wrong, [((torch.randn(3), torch.randn(4, 5), torch.randn(5, 3)), {})], missing=False)
+    assert {(R, Shard(1), Shard(0)), (Psum, R, R), (R, Psum, R)} == {finding.operands for finding in report.wrong}
+    assert "result 0: values differ" in str(report)
+
+
+def test_check_rule_finds_missing_rows() -> None:
+    op = aten.mm.default
+    report = check_rule(op, factors("i k, k j -> i j", replicate="i k"), [((torch.randn(4, 5), torch.randn(5, 6)), {})])
+    found = {(finding.operands, finding.results) for finding in report.missing}
+    assert {
+        ((Shard(0), R), (Shard(0),)),
+        ((Shard(1), Shard(0)), (Psum,)),
+        ((Psum, R), (Psum,)),
+        ((R, Psum), (Psum,)),
+    } == found
+
+
+def test_check_rule_finds_bodies_that_diverge() -> None:
+    def body(axes: tuple[str, ...], call: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        return torch.ops.spmd.all_reduce(x, "sum", list(axes)) if x.shape[0] == 2 else x
+
+    def factorize(call: Any) -> Factors:
+        return attrs.evolve(RULES[aten._softmax.default].factorize(call), bodies={"d0": body})
+
+    report = check_rule(aten._softmax.default, Rule(factorize), [((torch.randn(3, 2), 0, False), {})], missing=False)
+    assert "takes different collectives on different ranks" in str(report)
+
+
+def test_view_that_mixes_dims_is_replicated() -> None:
+    assert common_factors((4, 6), (6, 4)) == (((), ()), ((), ()), {})
+
+
+def test_view_of_factors_in_the_middle() -> None:
+    expected = ((("f0",), ("f1", "f2"), ("f3",)), (("f0", "f1"), ("f2", "f3")), {"f0": 2, "f1": 3, "f2": 4, "f3": 5})
+    assert expected == common_factors((2, 12, 5), (6, 20))
+
+
+def test_pointwise_rule_on_an_operator_that_is_none() -> None:
+    with pytest.raises(RuleError, match=r"f32\[3\] does not broadcast to \[4, 3, 4\]|does not broadcast"):
+        call = Example.of(aten.stack.default, ([torch.ones(3), torch.ones(3)],), {}).call
+        pointwise().factorize(attrs.evolve(call, results=(attrs.evolve(call.results[0], shape=(2, 4)),)))
+
+
+def gradient(loss: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    return lambda *args: torch.func.grad_and_value(loss, argnums=tuple(range(len(args))))(*args)
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    q = x.view(2, 4, 2, 4).transpose(1, 2)
+    scores = q @ q.transpose(-1, -2) / 2.0
+    causal = torch.ones(4, 4, dtype=torch.bool).tril().logical_not()
+    mixed = torch.softmax(scores.masked_fill(causal, -torch.inf) + torch.full((4, 4), -9.0).triu(1), -1) @ q
+    return mixed.transpose(1, 2).reshape(2, 4, 8).square().sum()
+
+
+PROGRAMS = {
+    "linear": (lambda x, w, b: F.linear(x, w, b).sum(), (2, 4, 8), (3, 8), (3,)),
+    "attention": (attention, (2, 4, 8)),
+    "flash": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True).sum(), (2, 2, 4, 8)),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b).sum(), (2, 4, 8), (8,), (8,)),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w).sum(), (2, 4, 8), (8,)),
+    "cross_entropy": (lambda x: F.cross_entropy(x, torch.ones(4, dtype=torch.int64), ignore_index=2), (4, 6)),
+    "smoothed": (lambda x: F.cross_entropy(x, torch.ones(4, dtype=torch.int64), label_smoothing=0.1), (4, 6)),
+    "embedding": (lambda w: F.embedding(torch.ones(2, 4, dtype=torch.int64), w).sum(), (6, 8)),
+    "one_hot": (lambda x: (x * (x.argmax(1)[:, None] == torch.arange(6))).sum(), (4, 6)),
+    "activations": (
+        lambda x: sum(
+            f(x).sum() for f in (F.gelu, F.silu, F.relu, F.softplus, F.leaky_relu, torch.tanh, torch.sigmoid, torch.abs)
+        ),
+        (4, 6),
+    ),
+    "losses": (lambda x: F.mse_loss(x, x * 2) + F.smooth_l1_loss(x, x * 2) + F.huber_loss(x, x * 2), (4, 6)),
+    "bce": (lambda x: F.binary_cross_entropy_with_logits(x, x.sigmoid()), (4, 6)),
+    "reductions": (
+        lambda x: x.amax(1).sum() + x.max() + x.max(0).values.sum() + x.var(1).sum() + x.mean() + x.logsumexp(1).sum(),
+        (4, 6),
+    ),
+    "norms": (lambda x: torch.linalg.vector_norm(x) + x.norm(dim=1).sum(), (4, 6)),
+    "pieces": (
+        lambda x: (torch.cat([x, x[:, 1:3]], 1)[:, :6] + torch.stack(x.split(2, 1)).sum() + x.unbind(1)[0].sum()).sum(),
+        (4, 6),
+    ),
+    "clip": (lambda x: (x * (1.0 / (x.square().sum().sqrt() + 1e-6)).clamp(max=1.0)).sum(), (4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_operators_of_training_have_rules(name: str) -> None:
+    loss, *shapes = PROGRAMS[name]
+    tensors = [torch.rand(shape) for shape in shapes]
+    module = make_fx(torch.func.functionalize(gradient(loss)), tracing_mode="fake")(*tensors)
+    ops = {node.target for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    assert ops and [] == sorted(str(op) for op in ops if find_rule(op) is None)
