@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,6 +31,7 @@ def trace_body(
     mesh: Mesh,
     local: Callable[[Value], TensorMeta],
     unsharded: Callable[[Value], TensorMeta],
+    size_argument: int | None = None,
 ) -> fx.GraphModule:
     """What one rank computes for `operation`, as a graph over its distinct operands in order of first appearance.
 
@@ -39,16 +41,22 @@ def trace_body(
         operation: the call.
         mesh: the mesh.
         local: the meta of the shard of each value.
-        unsharded: the meta of each value with the body's axes not sharded, which the body sees in its `call`.
+        unsharded: the meta of each value with the body's axes not sharded, which the body sees in its `call`; of the
+            results it sees the local metas.
+        size_argument: as in `Rule`; the body gets the local size.
     """
     operands = tuple(dict.fromkeys(operation.operands))
-    call = operation.call(unsharded)
+    results = tuple(local(value) for value in operation.tensors)
+    call = attrs.evolve(operation.call(unsharded), results=results)
+    args = operation.args
+    if size_argument is not None:
+        args = with_local_size(args, size_argument, local(operation.tensors[0]).shape)
 
     def run(*tensors: torch.Tensor) -> Any:
         given = dict(zip(operands, tensors, strict=True))
         replace = lambda leaf: given[leaf] if isinstance(leaf, Value) else leaf  # noqa: E731
         kwargs = map_leaves(replace, dict(operation.kwargs))
-        result = body(tuple(axes), call, *map_leaves(replace, operation.args), **kwargs)
+        result = body(tuple(axes), call, *map_leaves(replace, args), **kwargs)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
     with FakeTensorMode() as mode, axis_environment(mesh.axes):
@@ -56,6 +64,12 @@ def trace_body(
         tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=mesh.device) for meta in metas]
         del mode
         return make_fx(run, tracing_mode="real")(*tensors)
+
+
+def with_local_size(args: tuple[Any, ...], position: int, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """An operator's arguments with the one that repeats the result's shape, or its first length, replaced."""
+    size = list(shape) if isinstance(args[position], (tuple, list)) else shape[0]
+    return (*args[:position], size, *args[position + 1 :])
 
 
 def body_of(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | None:

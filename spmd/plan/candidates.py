@@ -58,8 +58,20 @@ def candidates(draft: Draft, operation: Operation, axis: str, rootless: frozense
     factors, atoms = draft.factors[operation]
     shapes = ([draft.logical[v] for v in operation.operands], [draft.logical[v] for v in operation.tensors])
     found = derive_strategies(factors, atoms, shapes)
+    values = (*operation.operands, *operation.tensors)
+    found = tuple(s for s in found if all(_reduces_alike(draft, *pair) for pair in zip(values, _states(s), strict=True)))
     bodies = [chosen for chosen in draft.strategies.get(operation, {}).values() if chosen.body is not None]
     return tuple(strategy for strategy in found if strategy.body is None or all(strategy == b for b in bodies))
+
+
+def _states(strategy: Strategy) -> tuple[Placement, ...]:
+    return (*strategy.operands, *strategy.results)
+
+
+def _reduces_alike(draft: Draft, value: Value, state: Placement) -> bool:
+    """Whether a value that waits for a reduction on a planned axis would wait for the same one: others do not commute."""
+    planned = draft.states.get(value, {}).values()
+    return not isinstance(state, Partial) or all(other == state for other in planned if isinstance(other, Partial))
 
 
 def _replicate(operation: Operation) -> Strategy:

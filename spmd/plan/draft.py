@@ -58,7 +58,7 @@ class Draft:
 
     def spec(self, value: Value) -> DTensorSpec:
         """The spec of a value over its logical shape."""
-        return spec_of(self.mesh, self.states[value], logical_meta(value.meta, self.logical[value]))
+        return spec_of(self.mesh, self.states.get(value, {}), logical_meta(value.meta, self.logical[value]))
 
 
 def flat_shape(logical: LogicalShape) -> tuple[int, ...]:
