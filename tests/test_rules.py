@@ -7,9 +7,12 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from optree import tree_leaves
 from rule_calls import ARBITRARY, CALLS, INCOMPLETE, UNSEARCHED
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import spmd
+from spmd import P
 from spmd.errors import RuleError
 from spmd.placement import Partial, Replicate, Shard
 from spmd.rules import RULES, Factors, Rule, derive_strategies, factors, find_rule, linear, pointwise
@@ -221,3 +224,34 @@ def test_operators_of_training_have_rules(name: str) -> None:
     module = make_fx(torch.func.functionalize(gradient(loss)), tracing_mode="fake")(*tensors)
     ops = {node.target for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     assert ops and [] == sorted(str(op) for op in ops if find_rule(op) is None)
+
+
+def assert_equal_results(expected: Any, actual: Any) -> None:
+    for wanted, given in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
+        torch.testing.assert_close(given.full_tensor(), wanted)
+
+
+def test_bodies_compose_with_shards_on_other_axes() -> None:
+    """Classes over one axis and the batch over another, both uneven, and a vocabulary over both."""
+    mesh = spmd.make_mesh({"data": 2, "model": 3}, runtime="virtual")
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(61, 8191, generator=generator, dtype=torch.float64)
+    weight, target = scores[0].exp(), torch.randint(8191, (61,), generator=generator)
+    target[3] = 2
+
+    def loss(scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> Any:
+        return gradient(lambda scores: F.cross_entropy(scores, target, weight, ignore_index=2))(scores)
+
+    sharded = spmd.jit(loss, (P("data", "model"), P("data"), P()), (P("data", "model"), P()), mesh=mesh)
+    plan = sharded.plan(scores, target, weight)
+    assert {"all_reduce"} == {comm.kind for comm in plan.comms}
+    assert_equal_results(loss(scores, target, weight), sharded(scores, target, weight))
+
+    table, indices = torch.randn(1001, 64, generator=generator), torch.randint(1001, (5, 3), generator=generator)
+
+    def embed(table: torch.Tensor, indices: torch.Tensor) -> Any:
+        return gradient(lambda table: F.embedding(indices, table, padding_idx=1).square().sum())(table)
+
+    sharded = spmd.jit(embed, (P(("model", "data")), P()), (P(("model", "data")), P()), mesh=mesh)
+    assert {"all_reduce"} == {comm.kind for comm in sharded.plan(table, indices).comms}
+    assert_equal_results(embed(table, indices), sharded(table, indices))

@@ -67,9 +67,9 @@ class Pattern:
         cut = [tuple(_cuttable(names, size, sizes) for names, size in zip(*pair, strict=True)) for pair in pairs]
         return Factors(tuple(cut[: len(operands)]), tuple(cut[len(operands) :]), sizes)
 
-    def _misfit(self, operands: Sequence[tuple[FactorDims, TensorMeta]], results: Sequence[TensorMeta], why: str) -> (
-        RuleError
-    ):
+    def _misfit(
+        self, operands: Sequence[tuple[FactorDims, TensorMeta]], results: Sequence[TensorMeta], why: str
+    ) -> RuleError:
         shapes = f"{', '.join(str(meta) for _, meta in operands)} -> {', '.join(map(str, results))}"
         return RuleError(f"Factors {self.text!r} do not fit {shapes}: {why}.")
 
