@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -60,12 +61,12 @@ class Operation:
     source: Source | None = None
     group: int | None = None
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Value, ...]:
         """The tensor arguments in order of appearance (a value used twice is there twice)."""
         return tuple(leaf for leaf in iterate_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Value))
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Value, ...]:
         """The results without the Nones."""
         return tuple(result for result in self.results if result is not None)

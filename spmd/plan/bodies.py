@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -84,7 +85,7 @@ def body_of(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | No
 
 def body_collectives(
     draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]
-) -> Iterator[tuple[str, tuple[str, ...], float]]:
+) -> tuple[tuple[str, tuple[str, ...], float], ...]:
     """The kind, the mesh axes and the bytes sent per rank of every collective in an operation's local body.
 
     Args:
@@ -94,7 +95,7 @@ def body_collectives(
     """
     found = body_of(chosen)
     if found is None:
-        return
+        return ()
     body, axes = found
     states = _states(operation, chosen)
 
@@ -102,16 +103,37 @@ def body_collectives(
         kept = {axis: state for axis, state in states[value].items() if axis not in without}
         return TensorMeta(regroup(draft.sizes_at(value, kept), draft.logical[value]), value.meta.dtype)
 
-    module = trace_body(body, axes, operation, draft.mesh, local, lambda value: local(value, axes))
+    unsharded = lambda value: local(value, axes)  # noqa: E731
+    signature = f"{operation.call(local)} {operation.call(unsharded)}"
+    return _traced_collectives(_BodyCall(body, axes, draft.mesh, signature, operation, local, unsharded))
+
+
+@attrs.frozen
+class _BodyCall:
+    """One use of a body; equal uses, by their `signature`, share one trace."""
+
+    body: Body
+    axes: tuple[str, ...]
+    mesh: Mesh
+    signature: str
+    operation: Operation = attrs.field(eq=False)
+    local: Callable[[Value], TensorMeta] = attrs.field(eq=False)
+    unsharded: Callable[[Value], TensorMeta] = attrs.field(eq=False)
+
+
+@lru_cache(maxsize=256)
+def _traced_collectives(use: _BodyCall) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+    module = trace_body(use.body, use.axes, use.operation, use.mesh, use.local, use.unsharded)
+    found = []
     for node in module.graph.nodes:
-        if getattr(node.target, "namespace", None) != "spmd":
-            continue
-        kind = _COLLECTIVES.get(node.target.overloadpacket.__name__)
+        name = node.target.overloadpacket.__name__ if getattr(node.target, "namespace", None) == "spmd" else None
+        kind = _COLLECTIVES.get(name)
         if kind is not None:
             spanned = tuple(node.args[-1])
             moved = node if kind is StepKind.ALL_GATHER else node.args[0]
             size = TensorMeta.of(moved.meta["val"]).nbytes
-            yield kind.value, spanned, ring_bytes(kind, draft.mesh.axis_size(spanned), size)
+            found.append((kind.value, spanned, ring_bytes(kind, use.mesh.axis_size(spanned), size)))
+    return tuple(found)
 
 
 def _states(operation: Operation, chosen: Mapping[str, Strategy]) -> dict[Value, dict[str, Placement]]:
