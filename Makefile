@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Two cores: torch's own threads would fight over them.
-THREADS ?= 2
+# Virtual ranks run many small operators: torch's threads cost more than they give, the more so on a busy machine.
+THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
 .PHONY: setup train test test-all test-rules lint format types bench notebook readme wheel clean

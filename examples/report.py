@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -68,11 +69,11 @@ def params_table(params: Any) -> Table:
 
 
 def comms_table(plan: Any) -> Table:
-    """The collectives of a step, by kind, axes and cause."""
+    """The collectives of a step, by kind, axes and cause; blocks are alike."""
     counts: Counter[tuple[str, str, str]] = Counter()
     totals: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     for comm in plan.comms:
-        key = (comm.kind, ", ".join(comm.axes), comm.cause)
+        key = (comm.kind, ", ".join(comm.axes), re.sub(r"_blocks_\d+_", "_blocks_*_", comm.cause))
         counts[key] += 1
         totals[key] += comm.bytes
     table = Table(title="Collectives of one step (bytes sent by a rank, ring model)", title_justify="left")

@@ -79,7 +79,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show-program", action="store_true", help="print the program that each rank runs")
     parser.add_argument("--verify", action="store_true", help="run the same steps on one device too")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.width % options.heads:
+        parser.error(f"--heads must divide --width (got {options.heads} and {options.width})")
+    return options
 
 
 def mesh_axes(text: str) -> dict[str, int]:

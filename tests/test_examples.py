@@ -4,6 +4,7 @@ import optree
 import pytest
 import torch
 
+import comms
 import corpus
 import gpt
 import layouts
@@ -94,6 +95,57 @@ def test_fully_sharded_specs_take_the_largest_dim_that_divides():
     assert P(None, "data") == specs["positions"]
     assert P("data", "model") == block["o"]
     assert P(None, ("model", "data")) == block["down"]["weight"]
+
+
+def assert_trains_as_on_one_device(config, strategy, mesh, batch, steps=5):
+    """Losses within 1e-5; Adam's moments, of which the first is the gradient, within 1e-5 of the largest entry."""
+    on_mesh = training.Training(config, strategy, mesh)
+    state, step = on_mesh.init(), on_mesh.step()
+    single, single_step = training.init(config, on_mesh.optimizer), training.make_step(config, on_mesh.optimizer)
+    for _ in range(steps):
+        state, loss = step(state, batch)
+        single, single_loss = single_step(single, batch)
+        torch.testing.assert_close(loss.full_tensor(), single_loss, rtol=0, atol=1e-5)
+    leaves = zip(optree.tree_leaves(state.optimizer), optree.tree_leaves(single.optimizer), strict=True)
+    for got, want in leaves:
+        torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+    specs = optree.tree_leaves(on_mesh.state_spec)
+    assert specs == [leaf.spec.pspec for leaf in optree.tree_leaves(state)]
+
+
+@pytest.mark.parametrize("name", layouts.STRATEGIES)
+def test_strategies_train_as_one_device(name):
+    strategy = layouts.STRATEGIES[name]
+    mesh = spmd.make_mesh(strategy.mesh, runtime="virtual")
+    assert_trains_as_on_one_device(SMALL, strategy, mesh, small_batch(8))
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"model": 2}, {"data": 3}, {"model": 3}, {"data": 2, "model": 3}])
+@pytest.mark.parametrize("name", ["dp_tp", "fsdp_tp", "sp"])  # the others are these without an axis
+def test_strategies_train_as_one_device_on_uneven_meshes(name, axes):
+    mesh, config = spmd.make_mesh(axes, runtime="virtual"), attrs.evolve(SMALL, layers=1)
+    assert_trains_as_on_one_device(config, layouts.STRATEGIES[name], mesh, small_batch(4), steps=2)
+
+
+@pytest.mark.parametrize("name", ["dp", "fsdp"])
+def test_thirteen_sequences_over_eight_ranks(name):
+    mesh = spmd.make_mesh({"data": 8}, runtime="virtual")
+    assert_trains_as_on_one_device(SMALL, layouts.STRATEGIES[name], mesh, small_batch(13))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", layouts.STRATEGIES)
+def test_workload_trains_as_one_device(name):
+    strategy = layouts.STRATEGIES[name]
+    mesh = spmd.make_mesh(strategy.mesh, runtime="virtual")
+    assert_trains_as_on_one_device(textbook.WORKLOAD, strategy, mesh, comms.workload_batch())
+
+
+@pytest.mark.parametrize("name", ["dp", "fsdp", "tp"])
+def test_workload_sends_at_most_the_textbooks_bytes(name):
+    measured = comms.measure(name)
+    assert round(measured.total / textbook.textbook(name), 2) <= 1.00
+    assert measured.total == pytest.approx(measured.moved, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", layouts.STRATEGIES)
