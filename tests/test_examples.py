@@ -1,5 +1,6 @@
 import argparse
 
+import attrs
 import optree
 import pytest
 import torch
