@@ -7,12 +7,15 @@ import weakref
 from collections import namedtuple
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
 
 import spmd
 from spmd import DTensor, DTensorSpec, P, Partial, Replicate, Shard, TensorMeta
+from spmd.collectives.traffic import record_traffic
 from spmd.lower import LocalProgram
 from spmd.lower.verify import verify
 from spmd.plan.plan import Plan
@@ -56,11 +59,16 @@ LAYOUTS = {
 }
 
 
+SLOW_RANKS = spmd.Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0)
+"""A machine on which it pays to shard even small tensors."""
+
+
 @pytest.mark.parametrize("axes", [{"data": 1, "model": 1}, {"data": 2, "model": 2}, {"data": 3, "model": 2}])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_step_equals_one_device(axes: dict[str, int], layout: str) -> None:
+@pytest.mark.parametrize("machine", [None, SLOW_RANKS], ids=["default", "slow"])
+def test_training_step_equals_one_device(axes: dict[str, int], layout: str, machine: spmd.Machine | None) -> None:
     params, (param_specs, x_spec) = parameters(), LAYOUTS[layout]
-    step = spmd.jit((param_specs, x_spec), (param_specs, P()), mesh=mesh_of(**axes))(sgd_step)
+    step = spmd.jit((param_specs, x_spec), (param_specs, P()), mesh=mesh_of(**axes), machine=machine)(sgd_step)
     x = torch.randn(7, 6)
     verify(step.lower(params, x))
     state, expected = params, params
@@ -307,6 +315,61 @@ def test_communication_is_counted() -> None:
     (comm,) = f.lower(torch.ones(8)).collectives
     assert (comm.kind, comm.axes, comm.bytes) == ("all_reduce", ("data",), 2 * 3 / 4 * 4)
     assert [(c.kind, c.axes, c.bytes) for c in f.plan(torch.ones(8)).comms] == [(comm.kind, comm.axes, comm.bytes)]
+
+
+OPERATORS = (
+    lambda x, y: x + y,
+    lambda x, y: x * y.mean(),
+    lambda x, y: torch.softmax(x, 1) - y,
+    lambda x, y: (x.flatten(0, 1) @ y.flatten(0, 1).mT @ x.flatten(0, 1)).view(x.shape),
+    lambda x, y: torch.einsum("abc,abd->acd", x, y) @ y.mT @ x / 10 + y if x.shape[1] == x.shape[2] else x - y,
+    lambda x, y: (x.transpose(0, 1).reshape(-1, x.shape[2]) * 2).view(x.shape[1], -1, x.shape[2]).transpose(0, 1),
+    lambda x, y: x - y.amax(2, keepdim=True),
+    lambda x, y: torch.cat([x[:, 1:], y[:, :1]], 1),
+    lambda x, y: x.sum((0, 2), keepdim=True) + y,
+    lambda x, y: F.layer_norm(x, x.shape[-1:]) * y,
+    lambda x, y: torch.where(x > 0, x, y).cumsum(1),
+)
+SPECS = (P(), P("data"), P(None, "model"), P("data", "model"), P(("model", "data")), P(None, None, ("data", "model")))
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(
+    chosen=st.lists(st.sampled_from(range(len(OPERATORS))), min_size=1, max_size=5),
+    shape=st.tuples(*[st.integers(1, 5)] * 3),
+    sizes=st.sampled_from([(2, 2), (3, 2), (1, 4)]),
+    specs=st.tuples(*[st.sampled_from(SPECS)] * 3),
+)
+def test_any_program_equals_one_device(
+    chosen: list[int], shape: tuple[int, ...], sizes: tuple[int, int], specs: tuple[P, P, P]
+) -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def loss(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = x
+            for index in chosen:
+                h, y_next = OPERATORS[index](h, y), h
+            return (h * y_next).sum(), h
+
+        return torch.func.grad(loss, has_aux=True)(x)
+
+    mesh = mesh_of(data=sizes[0], model=sizes[1])
+    f = spmd.jit(program, specs[:2], (specs[2], P()), mesh=mesh, machine=SLOW_RANKS)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    verify(f.lower(x, y))
+    close(f(x, y), program(x, y))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_programs_send_what_their_plans_say(layout: str) -> None:
+    specs, mesh = LAYOUTS[layout], mesh_of(data=2, model=2)
+    step = spmd.jit(specs, (specs[0], P()), mesh=mesh, machine=SLOW_RANKS)(sgd_step)
+    args = parameters(), torch.randn(8, 6)
+    planned = sorted((comm.kind, comm.axes, comm.bytes) for comm in step.plan(*args).comms)
+    assert sorted((comm.kind, comm.axes, comm.bytes) for comm in step.lower(*args).collectives) == planned
+    with record_traffic() as traffic:
+        step(*args)
+    assert traffic.sent() == pytest.approx(sum(sent for _, _, sent in planned))
 
 
 def test_rules_can_be_added() -> None:
