@@ -70,7 +70,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strategy", choices=STRATEGIES, default="dp_tp", help="how the step is spread (dp_tp)")
     parser.add_argument("--mesh", type=mesh_axes, help="such as data=2,model=4 (the strategy's own)")
-    parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--steps", type=positive, default=700)
     parser.add_argument("--batch", type=positive, default=16, help="sequences a step (16)")
     parser.add_argument("--context", type=positive, default=64, help="bytes a sequence (64)")
     parser.add_argument("--width", type=positive, default=128)
