@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch.fx as fx
 
 _UNINTERESTING = ("device", "layout", "pin_memory", "memory_format")
 """Keyword arguments that say nothing about the mathematics."""
+
+
+_WIDTH = 116
+"""Longer calls, of list operators, are broken into lines of about this width."""
 
 
 def operator_name(op: Any) -> str:
@@ -65,7 +70,13 @@ def _expression(node: fx.Node) -> str:
         return f"{_argument(node.args[0])}[{node.args[1]}]"
     arguments = [_argument(argument) for argument in node.args]
     arguments += [f"{key}={_argument(item)}" for key, item in node.kwargs.items() if key not in _UNINTERESTING]
-    return f"{operator_name(node.target)}({', '.join(arguments)})"
+    flat = f"{operator_name(node.target)}({', '.join(arguments)})"
+    if len(flat) <= _WIDTH:
+        return flat
+    lines = [
+        textwrap.fill(argument, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 9) for argument in arguments
+    ]
+    return "\n".join([f"{operator_name(node.target)}(", *(f"{line}," for line in lines), "    )"])
 
 
 def _argument(argument: Any) -> str:

@@ -51,6 +51,17 @@ def test_text_is_python_and_deterministic() -> None:
     assert "split_1 = split(x, 2, 1)  # 2 tensors" in text
 
 
+def test_long_calls_are_broken_into_lines() -> None:
+    builder = PlanBuilder(make_mesh({"m": 2}, runtime="virtual"))
+    xs = [builder.input(f"parameter_of_layer_{index}", (4,), P("m")) for index in range(20)]
+    plan = builder.plan(*[builder.call(aten.mul.Tensor, (x, 0.5), [((4,), P("m"))], group=1) for x in xs])
+    text = lowered(plan).as_text()
+    ast.parse(text)
+    assert max(len(line) for line in text.splitlines() if "return" not in line) <= 120
+    assert "    foreach_mul_1 = foreach_mul(\n        [parameter_of_layer_0, parameter_of_layer_1," in text
+    assert "parameter_of_layer_19],\n        0.5,\n    )  # 20 tensors" in text
+
+
 def test_a_program_without_arguments() -> None:
     builder = PlanBuilder(make_mesh({"m": 2}, runtime="virtual"))
     full = builder.call(
