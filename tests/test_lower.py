@@ -210,13 +210,30 @@ def test_shard_of_full_is_a_smaller_full() -> None:
     assert torch.equal(run(plan, normal(8))[0], normal(8) + 3)
 
 
-@pytest.mark.parametrize("rows", [8, 7, 2])
-def test_all_reduce_then_shard_is_reduce_scatter(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(8, ["reduce_scatter"]), (7, ["all_reduce", "shard"]), (2, ["all_reduce", "shard"])]
+)
+def test_all_reduce_then_shard_is_reduce_scatter_where_ranks_are_alike(rows: int, expected: list[str]) -> None:
     builder = PlanBuilder(mesh_of(m=4))
     x = builder.input("x", (rows, 3), P(partial={"m": "sum"}))
     plan = builder.plan(builder.move(builder.move(x, P()), P("m")))
-    assert operators(lowered(plan)) == ["reduce_scatter"]
+    assert operators(lowered(plan)) == expected
     torch.testing.assert_close(run(plan, normal(rows, 3))[0], normal(rows, 3))
+
+
+def test_uneven_ranks_keep_equal_primitives_in_step() -> None:
+    """Where two rows of x are held, both shards are one call; where one row is, one of them needs no view."""
+    builder = PlanBuilder(mesh_of(d=2, m=2))
+    x = builder.input("x", (3, 3, 1), P("d"))
+    atoms = [(3, 3), (1,)]
+    flat = builder.call(aten.view.default, (x, [9, 1]), [((9, 1), P("d"))], atoms=atoms)
+    cut = builder.call(aten.neg.default, (builder.move(flat, P("d", "m")),), [((9, 1), P("d", "m"))], atoms=atoms)
+    back = builder.call(aten.view.default, (cut, [3, 3, 1]), [((3, 3, 1), P("d", "m"))])
+    plan = builder.plan(back, builder.move(x, P("d", "m")))
+    value = normal(3, 3, 1)
+    assert [result.tolist() for result in run(plan, value)] == [(-value).tolist(), value.tolist()]
+    with pytest.raises(PlanError, match=r"Ranks \(0, 0\) and \(1, 0\) communicate differently"):
+        verify(lower(plan, passes=PASSES))
 
 
 def test_all_reduce_over_two_axes_then_shard_over_one() -> None:

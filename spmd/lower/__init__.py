@@ -11,7 +11,7 @@ from spmd.collectives.redistribute import redistribution
 from spmd.lower.emit import emit
 from spmd.lower.program import COLLECTIVES, LocalCollective, LocalProgram
 from spmd.mesh import Coordinate
-from spmd.optimize import PASSES, optimize
+from spmd.optimize import PASSES, UNEVEN_PASSES, optimize
 from spmd.plan.markers import REDISTRIBUTE
 from spmd.plan.plan import Plan
 from spmd.rules import RULES
@@ -27,7 +27,7 @@ def lower(
     rules: Mapping[Any, Rule] = RULES,
     name: str = "program",
     input_names: Sequence[str] | None = None,
-    passes: Sequence[Callable[[fx.Graph], None]] = PASSES,
+    passes: Sequence[Callable[[fx.Graph], None]] | None = None,
 ) -> LocalProgram:
     """The program that each rank runs under a plan.
 
@@ -38,19 +38,21 @@ def lower(
         rules: the rules that the plan was made with.
         name: the name of the function.
         input_names: a name for each input; by default those of the plan's values.
-        passes: what `spmd.optimize` does to each graph.
+        passes: what `spmd.optimize` does to each graph; by default all that is sound for the plan.
     """
+    uneven = _uneven_specs(plan)
+    chosen = (UNEVEN_PASSES if uneven else PASSES) if passes is None else passes
     names = tuple(input_names or (value.name for value in plan.graph.inputs))
 
     def build(coordinate: Coordinate) -> fx.GraphModule:
-        return optimize(emit(plan, rules, names, coordinate), passes)
+        return optimize(emit(plan, rules, names, coordinate), chosen)
 
     return LocalProgram(
         name=name,
         mesh=plan.mesh,
         input_specs=tuple(plan.specs[value] for value in plan.graph.inputs),
         output_specs=tuple(plan.specs[value] for value in plan.graph.outputs),
-        uneven=_uneven_specs(plan),
+        uneven=uneven,
         build=build,
     )
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spmd.errors import PlanError
 from spmd.lower.program import LocalProgram, is_primitive
 from spmd.mesh import Coordinate
-from spmd.optimize.clean import drop_dead_nodes, drop_identities, merge_reshapes, share_common_subexpressions
+from spmd.optimize.clean import drop_dead_nodes, drop_identities, merge_reshapes, share_local_subexpressions
 from spmd.spec import TensorMeta
 
 
@@ -44,7 +44,7 @@ def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = Non
 
 
 def _check_no_idle_nodes(graph: fx.Graph) -> None:
-    for clean in (drop_dead_nodes, merge_reshapes, drop_identities, share_common_subexpressions, drop_dead_nodes):
+    for clean in (drop_dead_nodes, merge_reshapes, drop_identities, share_local_subexpressions, drop_dead_nodes):
         copy = fx.Graph()
         copy.output(copy.graph_copy(graph, {}))
         clean(copy)

@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 
 import torch.fx as fx
 
-from spmd.optimize.clean import drop_dead_nodes, drop_identities, merge_reshapes, share_common_subexpressions
+from spmd.optimize.clean import (
+    drop_dead_nodes,
+    drop_identities,
+    merge_reshapes,
+    share_common_subexpressions,
+    share_local_subexpressions,
+)
 from spmd.optimize.shards import scatter_reductions, shard_factories
 
 Pass = Callable[[fx.Graph], None]
@@ -24,7 +30,17 @@ PASSES: tuple[Pass, ...] = (
     scatter_reductions,
     drop_dead_nodes,
 )
-"""All passes, in the order in which they run."""
+"""All passes, in the order in which they run, for programs that are one on all ranks."""
+
+UNEVEN_PASSES: tuple[Pass, ...] = (
+    drop_dead_nodes,
+    merge_reshapes,
+    drop_identities,
+    share_local_subexpressions,
+    drop_dead_nodes,
+)
+"""The passes for ranks whose shapes differ. They must run the same primitives, but a view that is one of these ranks'
+identities may stand between two primitives of another: no pass may look at shapes and change primitives."""
 
 
 def optimize(module: fx.GraphModule, passes: Sequence[Pass] = PASSES) -> fx.GraphModule:

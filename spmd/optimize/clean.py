@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,14 +49,25 @@ def merge_reshapes(graph: fx.Graph) -> None:
 
 def share_common_subexpressions(graph: fx.Graph) -> None:
     """Compute equal calls once. Programs are functional, so equal arguments give equal results."""
+    _share(graph, lambda node: node.op in ("call_function", "get_attr"))
+
+
+def share_local_subexpressions(graph: fx.Graph) -> None:
+    """Compute equal calls once, except those of collective primitives."""
+    _share(graph, lambda node: node.op in ("call_function", "get_attr") and not _is_primitive(node))
+
+
+def _share(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> None:
     seen: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op not in ("call_function", "get_attr"):
-            continue
+    for node in filter(eligible, list(graph.nodes)):
         key = (node.op, node.target, _hashable(node.args), _hashable(node.kwargs))
         first = seen.setdefault(key, node)
         if first is not node:
             _replace(graph, node, first)
+
+
+def _is_primitive(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "spmd"
 
 
 def _hashable(argument: Any) -> Any:
