@@ -8,6 +8,7 @@ divisibility chain; elsewhere the operator keeps that dim whole.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import attrs
@@ -46,7 +47,7 @@ class _Breakpoints:
     def atoms(self) -> tuple[int, ...]:
         """The sizes of the parts, major first."""
         cuts = [1, *sorted(self.points), self.size]
-        return tuple(outer // inner for inner, outer in zip(cuts, cuts[1:], strict=False))[::-1]
+        return tuple(outer // inner for inner, outer in itertools.pairwise(cuts))[::-1]
 
 
 def refine(graph: Graph, factors: Mapping[Operation, Factors]) -> Refinement:

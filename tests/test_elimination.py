@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from spmd.errors import PlanError
 from spmd.plan.elimination import Table, TooWideError, minimize
+from spmd.plan.neighbourhoods import evaluate, improve
 
 
 @st.composite
@@ -56,3 +57,27 @@ def test_a_table_that_would_be_too_large_is_refused() -> None:
     clique = [Table((a, b), torch.zeros(8, 8, dtype=torch.float64)) for a in range(5) for b in range(a + 1, 5)]
     with pytest.raises(TooWideError, match=r"table of 3.28e\+04 cells \(at most 1e\+03\)"):
         minimize([8] * 5, clique, max_cells=1000)
+
+
+@given(problems())
+def test_neighbourhood_search_keeps_feasible_and_never_gets_worse(problem: tuple[list[int], list[Table]]) -> None:
+    domains, tables = problem
+    feasible = [choices for choices in product(*map(range, domains)) if evaluate(tables, choices) < float("inf")]
+    if not feasible:
+        return
+    order = range(len(domains))
+    found = improve(domains, tables, feasible[0], order, window=2)
+    assert found.cost == total(tables, found.choices)
+    assert found.cost <= evaluate(tables, feasible[0])
+    assert improve(domains, tables, feasible[0], order, window=len(domains)).cost == minimize(domains, tables).cost
+
+
+def test_neighbourhood_search_solves_what_is_too_wide_at_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pairs = [(a, b) for a in range(12) for b in range(a + 1, 12)]
+    clique = [Table(pair, torch.rand(4, 4, generator=generator, dtype=torch.float64)) for pair in pairs]
+    with pytest.raises(TooWideError):
+        minimize([4] * 12, clique, max_cells=4**8)
+    best = minimize([4] * 12, clique, max_cells=4**12).cost
+    found = improve([4] * 12, clique, [0] * 12, range(12), window=8, max_cells=4**8)
+    assert best <= found.cost <= 1.05 * best

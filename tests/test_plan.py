@@ -48,7 +48,12 @@ def train(state: State, x: Tensor) -> State:
 
 
 def plan_of(
-    axes: dict[str, int], layer: tuple[P, P], batch: P, count: int = 2, tokens: tuple[int, ...] = (4, 256), width: int = WIDTH
+    axes: dict[str, int],
+    layer: tuple[P, P],
+    batch: P,
+    count: int = 2,
+    tokens: tuple[int, ...] = (4, 256),
+    width: int = WIDTH,
 ) -> Plan:
     mesh = spmd.make_mesh(axes, runtime="abstract")
     layers = [(meta(4 * width, width), meta(width, 4 * width))] * count

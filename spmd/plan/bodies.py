@@ -22,7 +22,9 @@ from spmd.rules.rule import Body
 from spmd.rules.strategy import Strategy
 from spmd.spec import TensorMeta
 
-_COLLECTIVES = {kind.value: kind for kind in StepKind if kind.is_collective}
+_COLLECTIVES: Mapping[Any, StepKind] = {
+    getattr(torch.ops.spmd, kind.value).default: kind for kind in StepKind if kind.is_collective
+}
 
 
 def trace_body(
@@ -126,8 +128,7 @@ def _traced_collectives(use: _BodyCall) -> tuple[tuple[str, tuple[str, ...], flo
     module = trace_body(use.body, use.axes, use.operation, use.mesh, use.local, use.unsharded)
     found = []
     for node in module.graph.nodes:
-        name = node.target.overloadpacket.__name__ if getattr(node.target, "namespace", None) == "spmd" else None
-        kind = _COLLECTIVES.get(name)
+        kind = _COLLECTIVES.get(node.target) if node.op == "call_function" else None
         if kind is not None:
             spanned = tuple(node.args[-1])
             moved = node if kind is StepKind.ALL_GATHER else node.args[0]

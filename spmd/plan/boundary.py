@@ -1,7 +1,7 @@
 """The edges of a program: from the physical specs that users give to the logical specs that planning uses.
 
-A spec shards a physical dim in contiguous chunks. Where that dim is made of several atoms, the same chunks are shards of
-the leading atoms only as far as the axes divide them; and planning nests axes in one order, which a spec may not share.
+A spec shards a physical dim in contiguous chunks. Where that dim is made of several atoms, the same chunks are shards
+of the leading atoms only as far as the axes divide them; and planning nests axes in one order, which a spec may not share.
 What cannot be carried over is gathered at the edge, as an explicit operation with its price.
 """
 
@@ -47,7 +47,9 @@ def carry_over(spec: DTensorSpec, logical: LogicalShape, order: Sequence[str]) -
     return DTensorSpec(spec.mesh, tuple(dims), spec.partial, logical_meta(spec.meta, logical))
 
 
-def _carry_dim(mesh: Mesh, axes: tuple[str, ...], atoms: tuple[int, ...], order: Sequence[str]) -> list[tuple[str, ...]]:
+def _carry_dim(
+    mesh: Mesh, axes: tuple[str, ...], atoms: tuple[int, ...], order: Sequence[str]
+) -> list[tuple[str, ...]]:
     kept: list[tuple[str, ...]] = [()] * len(atoms)
     atom, left, last = 0, atoms[0], -1
     for axis in axes:
@@ -83,9 +85,7 @@ class _Writer:
         self.operations: list[Operation] = []
         self.fixed: dict[Operation, Specs] = {}
 
-    def emit(
-        self, op: object, value: Value, result: Value, specs: Specs, source: Source | None = None
-    ) -> None:
+    def emit(self, op: object, value: Value, result: Value, specs: Specs, source: Source | None = None) -> None:
         operation = Operation(op, (value,), {}, (result,), source)  # type: ignore[arg-type]
         self.operations.append(operation)
         self.fixed[operation] = specs
@@ -171,8 +171,6 @@ def bound(
             writer.constrain(operation, DTensorSpec.make(mesh, parse_spec(operation.args[1]), meta))
         else:
             writer.operations.append(operation)
-    outputs = tuple(
-        writer.leave(value, spec) for value, spec in zip(graph.outputs, output_specs, strict=True)
-    )
+    outputs = tuple(writer.leave(value, spec) for value, spec in zip(graph.outputs, output_specs, strict=True))
     bounded = Graph(tuple(inputs), graph.constants, tuple(writer.operations), outputs)
     return Bounded(bounded.verify(), writer.logical, writer.fixed, placed)

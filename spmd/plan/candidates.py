@@ -8,7 +8,7 @@ from spmd.graph import Graph, Operation, Value
 from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
 from spmd.plan.draft import Draft
 from spmd.plan.markers import REDISTRIBUTE
-from spmd.rules.strategy import Strategy, derive_strategies
+from spmd.rules.strategy import Strategy
 
 
 def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, ...]]:
@@ -19,9 +19,7 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
     """
     rootless = rootless_values(draft.graph)
     found: dict[Operation, tuple[Strategy, ...]] = {}
-    arising: dict[Value, set[Placement]] = {
-        value: {spec.placement(axis)} for value, spec in draft.placed.items()
-    }
+    arising: dict[Value, set[Placement]] = {value: {spec.placement(axis)} for value, spec in draft.placed.items()}
     for operation in draft.graph.operations:
         operands = operation.operands
         found[operation] = tuple(
@@ -53,13 +51,14 @@ def candidates(draft: Draft, operation: Operation, axis: str, rootless: frozense
         return (Strategy((source.placement(axis),), (target.placement(axis),), label="given"),)
     if operation.op is REDISTRIBUTE:
         return _pass_through(draft, operation)
-    if operation not in draft.factors or all(value in rootless for value in operation.tensors):
+    if operation not in draft.options or all(value in rootless for value in operation.tensors):
         return (_replicate(operation),)
-    factors, atoms = draft.factors[operation]
-    shapes = ([draft.logical[v] for v in operation.operands], [draft.logical[v] for v in operation.tensors])
-    found = derive_strategies(factors, atoms, shapes)
     values = (*operation.operands, *operation.tensors)
-    found = tuple(s for s in found if all(_reduces_alike(draft, *pair) for pair in zip(values, _states(s), strict=True)))
+    found = tuple(
+        s
+        for s in draft.options[operation]
+        if all(_reduces_alike(draft, *pair) for pair in zip(values, _states(s), strict=True))
+    )
     bodies = [chosen for chosen in draft.strategies.get(operation, {}).values() if chosen.body is not None]
     return tuple(strategy for strategy in found if strategy.body is None or all(strategy == b for b in bodies))
 
@@ -69,7 +68,7 @@ def _states(strategy: Strategy) -> tuple[Placement, ...]:
 
 
 def _reduces_alike(draft: Draft, value: Value, state: Placement) -> bool:
-    """Whether a value that waits for a reduction on a planned axis would wait for the same one: others do not commute."""
+    """Whether a value would wait for one kind of reduction on all axes: different kinds do not commute."""
     planned = draft.states.get(value, {}).values()
     return not isinstance(state, Partial) or all(other == state for other in planned if isinstance(other, Partial))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -14,7 +14,7 @@ from spmd.collectives.traffic import StepKind, ring_bytes
 from spmd.graph import Graph, Operation, Value, map_leaves
 from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.bodies import body_collectives
-from spmd.plan.draft import Draft, flat_shape, shrink
+from spmd.plan.draft import Draft, States, flat_shape, shrink
 from spmd.plan.machine import Machine
 from spmd.plan.markers import REDISTRIBUTE
 from spmd.rules.strategy import Strategy
@@ -32,7 +32,7 @@ _ATTENTION_FLOPS = {
 def flops(operation: Operation) -> float:
     """Floating-point operations of the unsharded operator; 0 where memory traffic is all that counts."""
     packet = operation.op.overloadpacket
-    formula = _ATTENTION_FLOPS.get(packet.__name__) or flop_registry.get(packet)
+    formula: Any = _ATTENTION_FLOPS.get(packet.__name__) or flop_registry.get(packet)
     if formula is None:
         return 0.0
     call = operation.call()
@@ -94,30 +94,28 @@ class LocalCost:
     flops: Mapping[Operation, float]
 
     @classmethod
-    def of(cls, machine: Machine, draft: Draft, preview: Mapping[Value, Placement] | None, ranks: int) -> LocalCost:
+    def of(cls, machine: Machine, draft: Draft, preview: Mapping[Value, States] | None = None) -> LocalCost:
         """The costs of a draft.
 
         Args:
             machine: the machine.
             draft: the program.
-            preview: placements of values on an axis of `ranks` ranks that is planned later, as far as they are guessed.
-            ranks: the size of that axis.
+            preview: placements of values on axes that are planned later, as far as they are guessed.
         """
+        preview = preview or {}
         values = (*draft.graph.inputs, *(value for value, _ in draft.graph.constants))
         values += tuple(value for operation in draft.graph.operations for value in operation.tensors)
-        guess = preview or {}
-        sizes = {value: shrink(draft.local_sizes(value), guess.get(value, Replicate()), ranks) for value in values}
+        states = {value: {**draft.states.get(value, {}), **preview.get(value, {})} for value in values}
         work = {operation: flops(operation) for operation in draft.graph.operations}
-        shares = {operation: _planned_share(draft, operation) for operation, amount in work.items() if amount}
-        for operation in shares if guess else ():
-            if any(isinstance(guess.get(v), Shard) for v in (*operation.operands, *operation.tensors)):
-                shares[operation] /= ranks
         return cls(
             machine,
             draft,
             fused_values(draft.graph),
-            sizes,
-            {operation: amount * shares.get(operation, 1.0) for operation, amount in work.items()},
+            {value: draft.sizes_at(value, found) for value, found in states.items()},
+            {
+                operation: amount * _share(draft, operation, preview) if amount else 0.0
+                for operation, amount in work.items()
+            },
         )
 
     def seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
@@ -160,50 +158,51 @@ class LocalCost:
         return sum(self.machine.collective_seconds(axes, sent) for _, axes, sent in found)
 
 
-def _planned_share(draft: Draft, operation: Operation) -> float:
-    """The part of an operation's arithmetic that one rank does on the planned axes."""
+def _share(draft: Draft, operation: Operation, preview: Mapping[Value, States]) -> float:
+    """The part of an operation's arithmetic that one rank does on the planned axes and, as guessed, on later ones."""
     share = 1.0
-    sizes = [flat_shape(draft.logical[value]) for value in (*operation.operands, *operation.tensors)]
+    values = (*operation.operands, *operation.tensors)
+    sizes = [flat_shape(draft.logical[value]) for value in values]
     for axis, strategy in draft.strategies.get(operation, {}).items():
         states = (*strategy.operands, *strategy.results)
         after = [shrink(size, state, draft.mesh.axis_size(axis)) for size, state in zip(sizes, states, strict=True)]
         shares = [math.prod(new) / math.prod(old) for old, new in zip(sizes, after, strict=True) if new != old]
         share *= shares[0] if shares else 1.0
         sizes = after
-    return share
+    later = {axis for value in values for axis, state in preview.get(value, {}).items() if isinstance(state, Shard)}
+    return share / draft.mesh.axis_size(sorted(later))
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(cache_hash=True)
 class MoveCost:
-    """Times of moving a value between placements along one mesh axis; local steps are free."""
+    """Times of moving one tensor between placements along one mesh axis; local steps are free.
+
+    Args:
+        machine: the machine.
+        axis: the mesh axis, of `count` ranks.
+        sizes: the tensor's logical shape without this axis.
+        itemsize: bytes an element.
+    """
 
     machine: Machine
     axis: str
     count: int
+    sizes: tuple[int, ...]
+    itemsize: int
 
-    def seconds(self, source: Placement, target: Placement, sizes: Sequence[int], itemsize: int) -> float:
-        """Time to bring a tensor from one placement to another.
-
-        Args:
-            source, target: the placements.
-            sizes: the tensor's shape without this axis.
-            itemsize: bytes an element.
-        """
-        return _move_seconds(self.machine, self.axis, self.count, source, target, tuple(sizes), itemsize)
-
-
-@lru_cache(maxsize=1 << 18)
-def _move_seconds(
-    machine: Machine, axis: str, n: int, source: Placement, target: Placement, sizes: tuple[int, ...], itemsize: int
-) -> float:
-    whole = math.prod(sizes) * itemsize
-    if source == target or isinstance(source, Replicate):
-        return 0.0
-    if isinstance(source, Partial):
+    def seconds(self, source: Placement, target: Placement) -> float:
+        """Time to bring the tensor from one placement to another."""
+        whole = math.prod(self.sizes) * self.itemsize
+        if source == target or isinstance(source, Replicate):
+            return 0.0
+        if isinstance(source, Partial):
+            return self._collective(
+                StepKind.REDUCE_SCATTER if isinstance(target, Shard) else StepKind.ALL_REDUCE, whole
+            )
         if isinstance(target, Shard):
-            return machine.collective_seconds((axis,), ring_bytes(StepKind.REDUCE_SCATTER, n, whole))
-        return machine.collective_seconds((axis,), ring_bytes(StepKind.ALL_REDUCE, n, whole))
-    if isinstance(target, Shard):
-        local = math.prod(shrink(sizes, source, n)) * itemsize
-        return machine.collective_seconds((axis,), ring_bytes(StepKind.ALL_TO_ALL, n, local))
-    return machine.collective_seconds((axis,), ring_bytes(StepKind.ALL_GATHER, n, whole))
+            local = math.prod(shrink(self.sizes, source, self.count)) * self.itemsize
+            return self._collective(StepKind.ALL_TO_ALL, local)
+        return self._collective(StepKind.ALL_GATHER, whole)
+
+    def _collective(self, kind: StepKind, nbytes: int) -> float:
+        return self.machine.collective_seconds((self.axis,), ring_bytes(kind, self.count, nbytes))

@@ -10,8 +10,7 @@ import attrs
 from spmd.graph import Graph, Operation, Value
 from spmd.mesh import Mesh
 from spmd.placement import Partial, Placement, Replicate, Shard
-from spmd.rules.rule import Factors
-from spmd.rules.strategy import Atoms, LogicalShape, Strategy
+from spmd.rules.strategy import LogicalShape, Strategy
 from spmd.spec import DTensorSpec, TensorMeta
 
 States = Mapping[str, Placement]
@@ -26,7 +25,7 @@ class Draft:
         mesh: the mesh.
         graph: the program, with the redistributions of planned axes as explicit operations.
         logical: the atoms of every dim of every value.
-        factors: the factors and their atoms, for every operation that has a rule.
+        options: the strategies on one mesh axis of every operation that has a rule.
         fixed: operations whose operand and result specs (over logical shapes) are given: constraints, results, and the
             changes of layout at the program's edges.
         placed: the specs (over logical shapes) of inputs and constants.
@@ -38,7 +37,7 @@ class Draft:
     mesh: Mesh
     graph: Graph
     logical: Mapping[Value, LogicalShape]
-    factors: Mapping[Operation, tuple[Factors, Atoms]]
+    options: Mapping[Operation, tuple[Strategy, ...]]
     fixed: Mapping[Operation, tuple[DTensorSpec, DTensorSpec]]
     placed: Mapping[Value, DTensorSpec]
     states: Mapping[Value, States]
@@ -86,7 +85,7 @@ def shrink(sizes: tuple[int, ...], state: Placement, count: int) -> tuple[int, .
     """The largest shard's sizes after one more axis of `count` ranks places the tensor."""
     if not isinstance(state, Shard):
         return sizes
-    return sizes[: state.dim] + (-(-sizes[state.dim] // count),) + sizes[state.dim + 1 :]
+    return (*sizes[: state.dim], -(-sizes[state.dim] // count), *sizes[state.dim + 1 :])
 
 
 def spec_of(mesh: Mesh, states: States, meta: TensorMeta) -> DTensorSpec:

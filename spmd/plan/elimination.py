@@ -22,8 +22,8 @@ MAX_CELLS = 2**26
 """The largest table that elimination may build (512 MB of float64)."""
 
 FILL_WEIGHT = 0.3
-"""How much the pairs of variables that an elimination joins count beside the size of its table; with 0.3 a GPT step needs
-a quarter of the cells that the smallest table first needs."""
+"""How much the pairs of variables that an elimination joins count beside the size of its table. With 0.3 a GPT step
+needs a quarter of the cells of the order that takes the smallest table first."""
 
 
 class TooWideError(PlanError):

@@ -32,7 +32,7 @@ def finish(draft: Draft, machine: Machine) -> Plan:
         if operation in kept
     }
     comms = tuple(_comms(graph, draft, specs, strategies, causes, machine))
-    cost = LocalCost.of(machine, draft, None, 1)
+    cost = LocalCost.of(machine, draft)
     local = sum(cost.planned_seconds(operation) for operation in draft.graph.operations)
     return Plan(
         mesh=draft.mesh,
@@ -43,7 +43,7 @@ def finish(draft: Draft, machine: Machine) -> Plan:
         fallbacks=tuple(
             kept[operation]
             for operation in draft.graph.operations
-            if operation.op not in _MARKERS and operation not in draft.factors
+            if operation.op not in _MARKERS and operation not in draft.options
         ),
         seconds=local + sum(comm.seconds for comm in comms),
         comms=comms,

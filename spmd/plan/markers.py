@@ -1,5 +1,4 @@
-"""The operators that planning adds to a program: they stand for a spec that is asked for, a change of spec, and a change
-of logical dims.
+"""The operators that planning adds to a program: for a spec that is asked for, a change of spec, a change of dims.
 
 None is ever executed. Lowering replaces `redistribute` by collectives and slices, and `relabel` by nothing.
 """

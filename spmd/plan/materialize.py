@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from spmd.graph import Graph, Operation, Value, map_leaves
+from spmd.graph import Operation, Value, map_leaves
 from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.draft import Draft
 from spmd.plan.markers import REDISTRIBUTE
@@ -32,7 +32,7 @@ class _Materializer:
         self.held: dict[Value, dict[Placement, Value]] = {}
         self.logical = dict(draft.logical)
         self.states = {value: dict(states) for value, states in draft.states.items()}
-        self.factors = dict(draft.factors)
+        self.options = dict(draft.options)
         self.fixed = dict(draft.fixed)
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
         self.causes: dict[Operation, Operation] = {}
@@ -47,7 +47,7 @@ class _Materializer:
             self.draft,
             graph=graph,
             logical=self.logical,
-            factors=self.factors,
+            options=self.options,
             fixed=self.fixed,
             states=self.states,
             strategies=self.strategies,
@@ -90,8 +90,8 @@ class _Materializer:
             self.fixed[new] = self.fixed.pop(old)
         elif old.op is not REDISTRIBUTE:
             self.strategies[new] = {**self.draft.strategies.get(old, {}), self.axis: strategy}
-        if old in self.factors:
-            self.factors[new] = self.factors.pop(old)
+        if old in self.options:
+            self.options[new] = self.options.pop(old)
         if old in self.draft.causes:
             self.causes[new] = self.draft.causes[old]
 

@@ -7,35 +7,21 @@ value with one use needs no hub: moving it is a table between its producer and i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import torch
 
 from spmd.graph import Operation, Value
-from spmd.placement import Partial, Placement, Replicate, Shard
+from spmd.placement import Placement
 from spmd.plan.candidates import all_candidates
 from spmd.plan.cost import LocalCost, MoveCost
-from spmd.plan.draft import Draft
-from spmd.plan.elimination import Table, minimize
+from spmd.plan.draft import Draft, States
+from spmd.plan.elimination import Table, TooWideError, minimize
+from spmd.plan.hubs import Hub, Move, edge_table, hub_choices, hub_table, offer_table, plan_moves
 from spmd.plan.machine import Machine
+from spmd.plan.neighbourhoods import improve
 from spmd.rules.strategy import Strategy
-
-Move = tuple[Placement, Placement]
-
-
-@attrs.frozen
-class Hub:
-    """The placements in which a value is at hand for its uses."""
-
-    held: frozenset[Placement]
-
-    def offers(self, wanted: Placement) -> bool:
-        """Whether a use can have a placement without a further collective: from a replica, all others are local."""
-        return wanted in self.held or Replicate() in self.held
 
 
 @attrs.frozen(eq=False)
@@ -56,45 +42,6 @@ class AxisChoice:
     seconds: float
 
 
-@lru_cache(maxsize=4096)
-def hub_choices(sources: tuple[Placement, ...], wanted: tuple[Placement, ...], acquire: int) -> tuple[Hub, ...]:
-    """The hubs worth considering: a replica, of which every shard is a slice, or up to `acquire` shards.
-
-    A pending reduction may be at hand besides, if the value can be produced so; it is never acquired.
-    """
-    shards = tuple(state for state in wanted if isinstance(state, Shard))
-    sets: list[tuple[Placement, ...]] = [(Replicate(),), *((shard,) for shard in shards)]
-    pending = [state for state in wanted if isinstance(state, Partial) and state in sources]
-    with_pending = [(partial, *held) for partial in pending for held in ((), *sets)]
-    pairs = combinations(shards, 2) if acquire > 1 else ()
-    return tuple(Hub(frozenset(held)) for held in (*sets, *pairs, *with_pending))
-
-
-def plan_moves(
-    source: Placement, hub: Hub, seconds: Callable[[Placement, Placement], float]
-) -> tuple[tuple[Move, ...], float]:
-    """The cheapest moves from the placement in which a value is produced to those of a hub, and their time.
-
-    Infinite if the hub holds a pending reduction that the value is not produced with.
-    """
-    targets = sorted((state for state in hub.held if state != source), key=repr)
-    if source == Replicate() or not targets:
-        return (), 0.0
-    if any(isinstance(state, Partial) for state in targets):
-        return (), math.inf
-    if len(targets) == 1:
-        return ((source, targets[0]),), seconds(source, targets[0])
-    first, second = targets
-    chains: list[tuple[Move, Move]] = [
-        ((source, first), (source, second)),
-        ((source, first), (first, second)),
-        ((source, second), (second, first)),
-    ]
-    costs = [sum(seconds(*move) for move in chain) for chain in chains]
-    best = costs.index(min(costs))
-    return chains[best], costs[best]
-
-
 @attrs.frozen(eq=False)
 class _Use:
     """One operation that takes a value, at one or several operand positions."""
@@ -113,7 +60,7 @@ class AxisProblem:
         draft: the program and the axes planned so far.
         axis: the axis to plan.
         machine: its costs.
-        preview: guessed placements on another axis of `preview_ranks` ranks, planned later.
+        preview: guessed placements of values on axes that are planned later.
         acquire: how many shards may be acquired for one value.
     """
 
@@ -122,16 +69,15 @@ class AxisProblem:
         draft: Draft,
         axis: str,
         machine: Machine,
-        preview: Mapping[Value, Placement] | None = None,
-        preview_ranks: int = 1,
+        preview: Mapping[Value, States] | None = None,
         acquire: int = 2,
     ) -> None:
         self.draft = draft
         self.axis = axis
-        self.count = draft.mesh.axis_size(axis)
         self.acquire = acquire
-        self.cost = LocalCost.of(machine, draft, preview, preview_ranks)
-        self.move = MoveCost(machine, axis, self.count)
+        self.cost = LocalCost.of(machine, draft, preview or {})
+        self._move_costs: dict[tuple[tuple[int, ...], int], MoveCost] = {}
+        self.machine = machine
         self.strategies = all_candidates(draft, axis)
         self.variables = {operation: index for index, operation in enumerate(draft.graph.operations)}
         self.domains = [len(self.strategies[operation]) for operation in draft.graph.operations]
@@ -144,9 +90,13 @@ class AxisProblem:
         }
 
     def solve(self) -> AxisChoice:
-        """The cheapest strategies and hubs; PlanError if there are none, TooWideError if the search is too large."""
+        """The cheapest strategies and hubs, or good ones where the exact search would be too large."""
         tables = list(self._tables())
-        solution = minimize(self.domains, tables)
+        try:
+            solution = minimize(self.domains, tables)
+        except TooWideError:
+            replicated = [0] * len(self.domains)  # every domain has the replica first
+            solution = improve(self.domains, tables, replicated, self._program_order())
         strategies = {
             operation: self.strategies[operation][solution.choices[variable]]
             for operation, variable in self.variables.items()
@@ -155,18 +105,28 @@ class AxisProblem:
         moves = {value: self._moves(value, produced[value], strategies, solution.choices) for value in self.uses}
         return AxisChoice(strategies, produced, moves, solution.cost)
 
+    def _program_order(self) -> list[int]:
+        """All variables, hubs beside the producers of their values."""
+        places = {variable: float(variable) for variable in self.variables.values()}
+        for value, (hub, _) in self.hubs.items():
+            places[hub] = self.variables[self.producers[value][0]] + 0.5 if value in self.producers else -1.0
+        return sorted(places, key=lambda variable: (places[variable], variable))
+
     def _moves(
         self, value: Value, source: Placement, strategies: Mapping[Operation, Strategy], choices: Sequence[int]
     ) -> tuple[Move, ...]:
         if value in self.hubs:
             variable, hubs = self.hubs[value]
-            return self._reach(value, source, hubs[choices[variable]])[0]
+            return plan_moves(source, hubs[choices[variable]], self._move_cost(value))[0]
         (use,) = self.uses[value]
         (wanted,) = use.wanted(strategies[use.operation])
         return () if Hub(frozenset([source])).offers(wanted) else ((source, wanted),)
 
-    def _reach(self, value: Value, source: Placement, hub: Hub) -> tuple[tuple[Move, ...], float]:
-        return plan_moves(source, hub, lambda start, stop: self._move_seconds(value, start, stop))
+    def _move_cost(self, value: Value) -> MoveCost:
+        key = (self.cost.sizes[value], value.meta.dtype.itemsize)
+        if key not in self._move_costs:
+            self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
+        return self._move_costs[key]
 
     def _source(self, value: Value, strategies: Mapping[Operation, Strategy]) -> Placement:
         if value in self.producers:
@@ -189,50 +149,29 @@ class AxisProblem:
         operation, position = self.producers[value]
         return tuple(strategy.results[position] for strategy in self.strategies[operation])
 
-    def _move_seconds(self, value: Value, source: Placement, target: Placement) -> float:
-        return self.move.seconds(source, target, self.cost.sizes[value], value.meta.dtype.itemsize)
-
     def _edge_tables(self, value: Value, use: _Use) -> Iterator[Table]:
-        sources = self._sources(value)
         (position,) = use.positions
-        wanted = [strategy.operands[position] for strategy in self.strategies[use.operation]]
-        known: dict[Move, float] = {}
-        for source in dict.fromkeys(sources):
-            for target in dict.fromkeys(wanted):
-                known[source, target] = self._move_seconds(value, source, target)
-        costs = [[known[source, target] for target in wanted] for source in sources]
+        wanted = tuple(strategy.operands[position] for strategy in self.strategies[use.operation])
+        costs = edge_table(self._sources(value), wanted, self._move_cost(value))
         yield self._table(value, self.variables[use.operation], costs)
 
     def _hub_tables(self, value: Value, uses: Sequence[_Use]) -> Iterator[Table]:
         sources = self._sources(value)
-        wanted = dict.fromkeys(
-            state for use in uses for strategy in self.strategies[use.operation] for state in use.wanted(strategy)
-        )
+        options = [tuple(map(use.wanted, self.strategies[use.operation])) for use in uses]
+        wanted = dict.fromkeys(state for option in options for states in option for state in states)
         hubs = hub_choices(tuple(dict.fromkeys(sources)), tuple(wanted), self.acquire)
         hub = len(self.domains)
         self.domains.append(len(hubs))
         self.hubs[value] = (hub, hubs)
-        reach = {source: [self._reach(value, source, choice)[1] for choice in hubs] for source in dict.fromkeys(sources)}
-        yield self._table(value, hub, [reach[source] for source in sources])
-        for use in uses:
-            options = [use.wanted(strategy) for strategy in self.strategies[use.operation]]
-            offered = {
-                option: [all(choice.offers(state) for state in option) for choice in hubs]
-                for option in dict.fromkeys(options)
-            }
-            yield Table((self.variables[use.operation], hub), torch.tensor(_mask([offered[o] for o in options]), dtype=torch.float64))
+        yield self._table(value, hub, hub_table(sources, hubs, self._move_cost(value)))
+        for use, option in zip(uses, options, strict=True):
+            yield Table((self.variables[use.operation], hub), offer_table(option, hubs))
 
-    def _table(self, value: Value, variable: int, costs: list[list[float]]) -> Table:
+    def _table(self, value: Value, variable: int, costs: torch.Tensor) -> Table:
         """A table between the producer of a value (rows) and another variable (columns)."""
-        table = torch.tensor(costs, dtype=torch.float64)
         if value not in self.producers:
-            return Table((variable,), table[0])
-        producer = self.variables[self.producers[value][0]]
-        return Table((producer, variable), table)
-
-
-def _mask(allowed: list[list[bool]]) -> list[list[float]]:
-    return [[0.0 if entry else float("inf") for entry in row] for row in allowed]
+            return Table((variable,), costs[0])
+        return Table((self.variables[self.producers[value][0]], variable), costs)
 
 
 def _uses(draft: Draft) -> dict[Value, list[_Use]]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 
 import attrs
 import torch
 
 from spmd.atoms import Refinement, refine
-from spmd.errors import PlanError
 from spmd.graph import Graph, Operation, Value
 from spmd.mesh import Mesh
-from spmd.placement import Placement
 from spmd.plan.boundary import bound
-from spmd.plan.draft import Draft
+from spmd.plan.draft import Draft, States
 from spmd.plan.finish import finish
 from spmd.plan.machine import Machine
 from spmd.plan.materialize import materialize
@@ -22,6 +21,7 @@ from spmd.plan.plan import Plan
 from spmd.plan.problem import AxisProblem
 from spmd.rules import RULES, find_rule
 from spmd.rules.rule import Factors, Rule
+from spmd.rules.strategy import Strategy, derive_strategies
 from spmd.spec import DTensorSpec
 
 
@@ -36,8 +36,8 @@ def plan(
 ) -> Plan:
     """Decide how every value of a program lies on a mesh, so that a step takes the least predicted time.
 
-    Mesh axes are planned one at a time, each exactly, in every order; before a search the effect of the axes that
-    follow may be previewed by planning one of them alone. The cheapest of these plans wins, the earliest on a tie.
+    Mesh axes are planned one at a time, each exactly, in every order, and once more at the sizes that the later axes
+    turned out to leave. The cheapest of these plans wins, the earliest on a tie.
 
     Args:
         graph: the program over global tensors, in canonical form.
@@ -56,6 +56,7 @@ def plan(
     outputs = [_without_trivial_axes(spec, axes) for spec in output_specs]
     factors = _factorize(graph, rules)
     refinement = refine(graph, factors)
+    options = {operation: _derive(operation, found, refinement) for operation, found in factors.items()}
     plans = []
     for order in permutations(axes):
         bounded = bound(graph, refinement.values, mesh, inputs, outputs, order)
@@ -63,41 +64,54 @@ def plan(
             mesh=mesh,
             graph=bounded.graph,
             logical=bounded.logical,
-            factors={operation: (found, refinement.factors[operation]) for operation, found in factors.items()},
+            options=options,
             fixed=bounded.fixed,
             placed=bounded.placed,
             states={},
             strategies={},
             causes={},
         )
-        plans += [finish(planned, machine) for planned in _plan_order(draft, order, machine)]
+        with _one_thread():
+            plans += [finish(planned, machine) for planned in _plan_order(draft, order, machine)]
     return min(plans, key=lambda found: found.seconds)
 
 
 def _plan_order(draft: Draft, order: Sequence[str], machine: Machine) -> list[Draft]:
-    """The drafts that planning the axes in one order leads to, without and with previews."""
-    if len(order) <= 1:
-        return [_plan_axes(draft, order, machine, None)]
-    return [_plan_axes(draft, order, machine, preview) for preview in (None, order[-1])]
+    """The drafts that planning the axes in one order leads to: first blindly, then knowing what later axes will do."""
+    first = _plan_axes(draft, order, machine, {})
+    return [first] if len(order) < 2 else [first, _plan_axes(draft, order, machine, first.states)]
 
 
-def _plan_axes(draft: Draft, order: Sequence[str], machine: Machine, preview: str | None) -> Draft:
-    guess: Mapping[Value, Placement] | None = None
-    ranks = 1
-    if preview is not None:
-        ranks = draft.mesh.axis_size(preview)
-        alone = AxisProblem(draft, preview, machine)
-        guess = alone.solve().produced
-    for axis in order:
-        ahead = guess if axis != preview else None
-        draft = materialize(draft, axis, AxisProblem(draft, axis, machine, ahead, ranks).solve())
+def _plan_axes(draft: Draft, order: Sequence[str], machine: Machine, preview: Mapping[Value, States]) -> Draft:
+    for position, axis in enumerate(order):
+        later = order[position + 1 :]
+        ahead = {value: {a: s for a, s in states.items() if a in later} for value, states in preview.items()}
+        draft = materialize(draft, axis, AxisProblem(draft, axis, machine, ahead).solve())
     return draft
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The search is many small tensor operations: threads only get into each other's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _without_trivial_axes(spec: DTensorSpec, axes: tuple[str, ...]) -> DTensorSpec:
     """The spec without axes of one rank, which place nothing."""
     dims = tuple(tuple(axis for axis in dim if axis in axes) for dim in spec.dims)
     return attrs.evolve(spec, dims=dims, partial=tuple(item for item in spec.partial if item[0] in axes))
+
+
+def _derive(operation: Operation, factors: Factors, refinement: Refinement) -> tuple[Strategy, ...]:
+    """The strategies of an operation on one mesh axis, over the atoms of the program."""
+    logical = [refinement.values[value] for value in (*operation.operands, *operation.tensors)]
+    count = len(operation.operands)
+    return derive_strategies(factors, refinement.factors[operation], (logical[:count], logical[count:]))
 
 
 def _factorize(graph: Graph, rules: Mapping[torch._ops.OpOverload, Rule]) -> dict[Operation, Factors]:
