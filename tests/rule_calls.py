@@ -412,9 +412,7 @@ CALLS: Mapping[torch._ops.OpOverload, Calls] = (
 ARBITRARY = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default})
 """Operators whose values mean nothing."""
 
-UNSEARCHED = frozenset(
-    {*_NORMALIZATION, *_ATTENTION, *_EMBEDDING, *(op for op in _LOSS if "nll" in str(op))}
-)
+UNSEARCHED = frozenset({*_NORMALIZATION, *_ATTENTION, *_EMBEDDING, *(op for op in _LOSS if "nll" in str(op))})
 """Operators whose kernels do not check that shapes fit together, and read or write out of bounds where they do not."""
 
 INCOMPLETE = {

@@ -1,7 +1,8 @@
 """The edges of a program: from the physical specs that users give to the logical specs that planning uses.
 
 A spec shards a physical dim in contiguous chunks. Where that dim is made of several atoms, the same chunks are shards
-of the leading atoms only as far as the axes divide them; and planning nests axes in one order, which a spec may not share.
+of the leading atoms only as far as the axes divide them; and planning nests axes in one order, which a spec may not
+share.
 What cannot be carried over is gathered at the edge, as an explicit operation with its price.
 """
 
@@ -148,12 +149,12 @@ def bound(
         logical: the atoms of its values.
         mesh: the mesh.
         input_specs, output_specs: physical specs.
-        order: all axes of the mesh, the one that is planned first (the major one) first.
+        order: all axes of more than one rank, the one that is planned first (the major one) first.
     """
     writer = _Writer(mesh, logical, order)
     placed: dict[Value, DTensorSpec] = {}
     inputs = []
-    for value, spec in zip(graph.inputs, input_specs, strict=True):
+    for value, spec in zip(graph.inputs, map(_without_trivial_axes, input_specs), strict=True):
         if flat_shape(logical[value]) == value.meta.shape and writer.gathered(spec, logical[value])[0] == spec:
             inputs.append(value)
             placed[value] = spec
@@ -168,9 +169,21 @@ def bound(
     for operation in graph.operations:
         if operation.op in _CONSTRAINTS:
             meta = operation.tensors[0].meta
-            writer.constrain(operation, DTensorSpec.make(mesh, parse_spec(operation.args[1]), meta))
+            writer.constrain(
+                operation, _without_trivial_axes(DTensorSpec.make(mesh, parse_spec(operation.args[1]), meta))
+            )
         else:
             writer.operations.append(operation)
-    outputs = tuple(writer.leave(value, spec) for value, spec in zip(graph.outputs, output_specs, strict=True))
+    outputs = tuple(
+        writer.leave(value, spec)
+        for value, spec in zip(graph.outputs, map(_without_trivial_axes, output_specs), strict=True)
+    )
     bounded = Graph(tuple(inputs), graph.constants, tuple(writer.operations), outputs)
     return Bounded(bounded.verify(), writer.logical, writer.fixed, placed)
+
+
+def _without_trivial_axes(spec: DTensorSpec) -> DTensorSpec:
+    """The spec without axes of one rank, which place nothing."""
+    sizes = spec.mesh.axes
+    dims = tuple(tuple(axis for axis in dim if sizes[axis] > 1) for dim in spec.dims)
+    return attrs.evolve(spec, dims=dims, partial=tuple(item for item in spec.partial if sizes[item[0]] > 1))

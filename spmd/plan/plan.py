@@ -6,8 +6,11 @@ from collections.abc import Mapping
 
 import attrs
 
+from spmd.errors import PlanError
 from spmd.graph import Graph, Operation, Source, Value
 from spmd.mesh import Mesh
+from spmd.plan.draft import regroup
+from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
 
@@ -57,3 +60,41 @@ class Plan:
     fallbacks: tuple[Operation, ...]
     seconds: float
     comms: tuple[Comm, ...]
+
+    def verify(self) -> Plan:
+        """Check that every value has the placements that its producer leaves and its users take; returns the plan.
+
+        Raises:
+            PlanError: an operation whose operands or results lie otherwise than its strategies say.
+        """
+        self.graph.verify()
+        for operation in self.graph.operations:
+            if operation.op is REDISTRIBUTE or operation.op is RELABEL:
+                self._verify_marker(operation)
+                continue
+            values = (*operation.operands, *operation.tensors)
+            for axis, strategy in self.strategies.get(operation, {}).items():
+                for value, state in zip(values, (*strategy.operands, *strategy.results), strict=True):
+                    if self.specs[value].placement(axis) != state:
+                        raise PlanError(
+                            f"{value!r} has {self.specs[value]} where {operation!r} is {state} on {axis!r}."
+                        )
+        return self
+
+    def _verify_marker(self, operation: Operation) -> None:
+        (operand,), (result,) = operation.operands, operation.tensors
+        if operation.op is REDISTRIBUTE and self.logical[operand] != self.logical[result]:
+            raise PlanError(f"{operation!r} changes atoms from {self.logical[operand]} to {self.logical[result]}.")
+        if operation.op is RELABEL and self._local_shape(operand) != self._local_shape(result):
+            raise PlanError(f"{operation!r} moves data from {self.specs[operand]} to {self.specs[result]}.")
+
+    def _local_shape(self, value: Value) -> tuple[int, ...]:
+        """The physical shape of the largest shard."""
+        return regroup(self.specs[value].local_shape((0,) * len(self.mesh.names)), self.logical[value])
+
+    def __str__(self) -> str:
+        lines = [f"{value!r} {self.specs[value].pspec!r}" for value in self.graph.inputs]
+        for operation in self.graph.operations:
+            specs = ", ".join(f"{self.specs[value].pspec!r}" for value in operation.tensors)
+            lines.append(f"{operation!r}  # {specs} {operation.source or ''}".rstrip())
+        return "\n".join(lines)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 
-import attrs
 import torch
 
 from spmd.atoms import Refinement, refine
@@ -52,14 +51,12 @@ def plan(
     """
     machine = machine or Machine()
     axes = tuple(name for name, size in mesh.axes.items() if size > 1)
-    inputs = [_without_trivial_axes(spec, axes) for spec in input_specs]
-    outputs = [_without_trivial_axes(spec, axes) for spec in output_specs]
     factors = _factorize(graph, rules)
     refinement = refine(graph, factors)
     options = {operation: _derive(operation, found, refinement) for operation, found in factors.items()}
     plans = []
     for order in permutations(axes):
-        bounded = bound(graph, refinement.values, mesh, inputs, outputs, order)
+        bounded = bound(graph, refinement.values, mesh, input_specs, output_specs, order)
         draft = Draft(
             mesh=mesh,
             graph=bounded.graph,
@@ -73,7 +70,7 @@ def plan(
         )
         with _one_thread():
             plans += [finish(planned, machine) for planned in _plan_order(draft, order, machine)]
-    return min(plans, key=lambda found: found.seconds)
+    return min(plans, key=lambda found: found.seconds).verify()
 
 
 def _plan_order(draft: Draft, order: Sequence[str], machine: Machine) -> list[Draft]:
@@ -99,12 +96,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _without_trivial_axes(spec: DTensorSpec, axes: tuple[str, ...]) -> DTensorSpec:
-    """The spec without axes of one rank, which place nothing."""
-    dims = tuple(tuple(axis for axis in dim if axis in axes) for dim in spec.dims)
-    return attrs.evolve(spec, dims=dims, partial=tuple(item for item in spec.partial if item[0] in axes))
 
 
 def _derive(operation: Operation, factors: Factors, refinement: Refinement) -> tuple[Strategy, ...]:

@@ -58,9 +58,7 @@ def _cut_vocabulary_backward(_: Call) -> Iterator[Row]:
     yield Row((Replicate(), Replicate()), (Shard(0),), _lookup_backward)
 
 
-_BACKWARD = factors(
-    "... d, ... -> v d", linear("grad_output"), _cut_vocabulary_backward, sum="...", replicate="v"
-)
+_BACKWARD = factors("... d, ... -> v d", linear("grad_output"), _cut_vocabulary_backward, sum="...", replicate="v")
 _BACKWARD_BY_FREQUENCY = factors(
     "... d, ... -> v d", linear("grad_output"), _cut_vocabulary_backward, replicate="... v"
 )

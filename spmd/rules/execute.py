@@ -179,9 +179,7 @@ def run_body(
         answers = run(requests[0][0], mesh, [(args, kwargs) for _, args, kwargs in requests])
 
 
-def _traced(
-    body: Body, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh
-) -> torch.fx.GraphModule:
+def _traced(body: Body, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> torch.fx.GraphModule:
     def function(*tensors: Tensor) -> Any:
         given = iter(tensors)
         replace = lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf  # noqa: E731
