@@ -4,6 +4,7 @@ Canonical programs are written as follows.
 
 * No list operators: their elements are operations that share a group (`spmd.foreach`).
 * No means: a sum and a division (`spmd.decompositions`).
+* What is known to be one number everywhere is that number (`spmd.fills`).
 * One spelling for each meaning (`spmd.normal_forms`); `view.default` stands for any change of shape and copies where
   strides demand it, as `torch.reshape`: strides are not part of a program.
 * No operation that does nothing, none twice, none unused. A copy to contiguous memory stays where a kernel that reads
@@ -20,6 +21,7 @@ import attrs
 import torch
 
 from spmd.decompositions import DECOMPOSITIONS, decompose_operations, expand_operations, substitute
+from spmd.fills import fold_fills
 from spmd.foreach import split_lists
 from spmd.graph import Graph, Operation, Value
 from spmd.normal_forms import is_contiguous_copy, normalize
@@ -165,5 +167,12 @@ def _frozen(argument: Any) -> Any:
     return argument if isinstance(argument, Value) else (type(argument), repr(argument))
 
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (expand_known, split_lists, normalize, simplify, eliminate_dead)
+PASSES: tuple[Callable[[Graph], Graph], ...] = (
+    expand_known,
+    split_lists,
+    normalize,
+    fold_fills,
+    simplify,
+    eliminate_dead,
+)
 """In order of execution: dead code goes last, after what made it so."""

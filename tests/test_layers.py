@@ -25,6 +25,7 @@ LAYERS = (
         "normal_forms",
         "foreach",
         "decompositions",
+        "fills",
         "constrain",
         "atoms",
     ),
