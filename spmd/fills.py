@@ -60,7 +60,9 @@ def _apply(operation: Operation, fills: Mapping[Value, Number]) -> Number | None
     """A pointwise operator on its operands' numbers, computed as the operator itself would compute each element."""
 
     def element(leaf: object) -> object:
-        return torch.full((1,) * leaf.meta.ndim, fills[leaf], dtype=leaf.meta.dtype) if isinstance(leaf, Value) else leaf
+        if not isinstance(leaf, Value):
+            return leaf
+        return torch.full((1,) * leaf.meta.ndim, fills[leaf], dtype=leaf.meta.dtype)
 
     kwargs = map_leaves(element, dict(operation.kwargs))
     result = operation.op(*map_leaves(element, operation.args), **kwargs)

@@ -71,6 +71,16 @@ class Operation:
         """The results without the Nones."""
         return tuple(result for result in self.results if result is not None)
 
+    @property
+    def name(self) -> str:
+        """The operator's name without its overload: `mm`."""
+        return self.op.overloadpacket.__name__  # type: ignore[no-any-return]
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the operator only renames the elements of its argument."""
+        return any(argument.alias_info is not None for argument in self.op._schema.arguments)
+
     def call(self, meta: Callable[[Value], TensorMeta] = lambda value: value.meta) -> Call:
         """This call as rules see it: values replaced by their metas."""
         replace = lambda leaf: meta(leaf) if isinstance(leaf, Value) else leaf  # noqa: E731

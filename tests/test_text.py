@@ -8,7 +8,7 @@ import pytest
 import torch
 from handmade import PlanBuilder, lowered
 
-from spmd.lower.layout import Layout
+from spmd.plan.layout import Layout
 from spmd.mesh import make_mesh
 from spmd.spec import DTensorSpec, P, TensorMeta
 

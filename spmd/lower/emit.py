@@ -12,19 +12,18 @@ import torch
 import torch.fx as fx
 
 from spmd.collectives.redistribute import redistribution
-from spmd.graph import Operation, Source, Value, map_leaves
+from spmd.graph import Operation, Value, map_leaves
 from spmd.lower.groups import Unit, schedule
-from spmd.lower.layout import Layout, localize_step
+from spmd.lower.steps import localize_step
 from spmd.mesh import Coordinate
 from spmd.plan.bodies import body_of, trace_body, with_local_size
+from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
 from spmd.rules import find_rule
 from spmd.rules.rule import Body, Rule
 from spmd.spec import TensorMeta
 from spmd.text import operator_name
-
-_MARKERS = (REDISTRIBUTE, RELABEL)
 
 RESHAPE = torch.ops.aten.reshape.default
 """Local views are reshapes: a shard need not have the strides that the whole tensor had."""
@@ -57,18 +56,13 @@ class _Emitter:
         self.graph = fx.Graph()
         self.nodes: dict[Value, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
-        self.consumers = _consumers(plan)
-        self.producers = {value: operation for operation in plan.graph.operations for value in operation.tensors}
-
-    def layout(self, value: Value) -> Layout:
-        return Layout(self.plan.specs[value], self.plan.logical[value])
 
     def local(self, value: Value) -> TensorMeta:
-        return TensorMeta(self.layout(value).shape(self.coordinate), value.meta.dtype)
+        return TensorMeta(self.plan.layout(value).shape(self.coordinate), value.meta.dtype)
 
     def define(self, value: Value, node: fx.Node) -> None:
         self.nodes[value] = node
-        node.meta.update(val=self.local(value), spec=self.layout(value))
+        node.meta.update(val=self.local(value), spec=self.plan.layout(value))
 
     def constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
         self.attributes[name] = tensor
@@ -133,7 +127,7 @@ class _Emitter:
         (value,), (result,) = operation.operands, operation.tensors
         node, atoms = self.nodes[value], self.plan.logical[result]
         shape = self.local(value).shape
-        cause, source = self.cause(operation)
+        cause = self.plan.causes[operation]
         for step in redistribution(self.plan.specs[value], self.plan.specs[result]):
             local = localize_step(step, atoms, self.coordinate)
             node = self.reshape(node, shape, local.view)
@@ -141,12 +135,12 @@ class _Emitter:
             node.meta["val"] = TensorMeta(local.step.target.local_shape(self.coordinate), value.meta.dtype)
             node.meta["spec"] = Layout(step.target, atoms)
             if step.is_collective:
-                node.meta.update(cause=cause, source=source)
+                node.meta.update(cause=cause.text, source=cause.source)
             shape = node.meta["val"].shape
         node = self.reshape(node, shape, self.local(result).shape)
         self.nodes[result] = node
         if node is not self.nodes[value]:
-            node.meta["spec"] = self.layout(result)
+            node.meta["spec"] = self.plan.layout(result)
 
     def reshape(self, node: fx.Node, shape: tuple[int, ...], wanted: tuple[int, ...]) -> fx.Node:
         if shape == wanted:
@@ -162,7 +156,7 @@ class _Emitter:
         assert found is not None
         body, axes = found
         unsharded = lambda value: TensorMeta(  # noqa: E731
-            self.layout(value).without(axes).shape(self.coordinate), value.meta.dtype
+            self.plan.layout(value).without(axes).shape(self.coordinate), value.meta.dtype
         )
         rule = find_rule(operation.op, self.rules)
         size_argument = None if rule is None else rule.size_argument
@@ -185,7 +179,7 @@ class _Emitter:
             if value is not None:
                 self.nodes[value] = mapping[result]
                 if result.op == "call_function":
-                    mapping[result].meta["spec"] = self.layout(value)
+                    mapping[result].meta["spec"] = self.plan.layout(value)
 
     def copy_from_body(self, node: fx.Node, mapping: Mapping[fx.Node, Any], operation: Operation) -> fx.Node:
         name = f"{operator_name(node.target)}_1" if isinstance(node.target, torch._ops.OpOverload) else node.name
@@ -202,35 +196,11 @@ class _Emitter:
             copy.meta["cause"] = f"{operator_name(operation.op)} over a sharded dim"
         return copy
 
-    def cause(self, operation: Operation) -> tuple[str, Source | None]:
-        """Which operator wants the redistribution, and the user's line of it."""
-        (operand,), (result,) = operation.operands, operation.tensors
-        producer = self.producers.get(operand)
-        while producer is not None and producer.op in _MARKERS:
-            operand = producer.operands[0]
-            producer = self.producers.get(operand)
-        user = self.consumers.get(result)
-        while user is not None and user.op in _MARKERS:
-            user = self.consumers.get(user.tensors[0])
-        origin = f"input {operand.name}" if producer is None else operator_name(producer.op)
-        taker = "the result" if user is None else operator_name(user.op)
-        held, wanted = self.layout(operation.operands[0]), self.layout(result)
-        return f"{origin} gives {held}, {taker} wants {wanted}", operation.source or (user.source if user else None)
-
 
 def _identifier(path: str) -> str:
     """A name from a path: `params_w` from `params['w']`."""
     name = re.sub(r"\W+", "_", path).strip("_")
     return name if name.isidentifier() and not keyword.iskeyword(name) else f"arg_{name}"
-
-
-def _consumers(plan: Plan) -> dict[Value, Operation]:
-    """The first operation that reads each value."""
-    consumers: dict[Value, Operation] = {}
-    for operation in plan.graph.operations:
-        for value in operation.operands:
-            consumers.setdefault(value, operation)
-    return consumers
 
 
 def _plain(value: Any) -> Any:

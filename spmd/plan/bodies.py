@@ -17,7 +17,8 @@ from spmd.collectives.traffic import StepKind, ring_bytes
 from spmd.graph import Operation, Value, map_leaves
 from spmd.mesh import Mesh
 from spmd.placement import Placement
-from spmd.plan.draft import Draft, regroup
+from spmd.plan.draft import Draft
+from spmd.plan.layout import regroup
 from spmd.rules.rule import Body
 from spmd.rules.strategy import Strategy
 from spmd.spec import TensorMeta

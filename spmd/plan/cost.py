@@ -40,11 +40,6 @@ def flops(operation: Operation) -> float:
     return float(formula(*shapes, out_val=call.results[0].shape))
 
 
-def is_view(operation: Operation) -> bool:
-    """Whether an operation only renames the elements of its argument."""
-    return any(argument.alias_info is not None for argument in operation.op._schema.arguments)
-
-
 def is_pointwise(operation: Operation) -> bool:
     """Whether a compiler would fuse an operation with its neighbours."""
     return torch.Tag.pointwise in operation.op.tags or not operation.operands
@@ -60,7 +55,7 @@ def fused_values(graph: Graph) -> frozenset[Value]:
     for value in (*graph.inputs, *(value for value, _ in graph.constants)):
         inner[value] = False
     for operation in graph.operations:
-        if operation.op is REDISTRIBUTE or is_view(operation):
+        if operation.op is REDISTRIBUTE or operation.is_view:
             for value in operation.tensors:
                 root[value] = root.get(operation.operands[0], operation.operands[0])
             continue
@@ -147,7 +142,7 @@ class LocalCost:
         return self.machine.compute_seconds(self.flops[operation], traffic)
 
     def _is_free(self, operation: Operation) -> bool:
-        return operation in self.draft.fixed or operation.op is REDISTRIBUTE or is_view(operation)
+        return operation in self.draft.fixed or operation.op is REDISTRIBUTE or operation.is_view
 
     def _body_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
         """Time of the collectives in a local body that `strategy` brings to one more axis."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import attrs
 
@@ -31,7 +30,6 @@ class Draft:
         placed: the specs (over logical shapes) of inputs and constants.
         states: the placement of every value on the planned axes.
         strategies: the strategy of every operation on the planned axes.
-        causes: for every redistribution that planning added, the operation that wanted it.
     """
 
     mesh: Mesh
@@ -42,7 +40,6 @@ class Draft:
     placed: Mapping[Value, DTensorSpec]
     states: Mapping[Value, States]
     strategies: Mapping[Operation, Mapping[str, Strategy]]
-    causes: Mapping[Operation, Operation]
 
     def local_sizes(self, value: Value) -> tuple[int, ...]:
         """The logical shape that the largest shard of a value has on the axes planned so far."""
@@ -63,12 +60,6 @@ class Draft:
 def flat_shape(logical: LogicalShape) -> tuple[int, ...]:
     """The logical shape as one tuple of atoms."""
     return tuple(size for atoms in logical for size in atoms)
-
-
-def regroup(sizes: Sequence[int], logical: LogicalShape) -> tuple[int, ...]:
-    """The physical shape of a tensor from its sizes over logical dims."""
-    remaining = iter(sizes)
-    return tuple(math.prod(next(remaining) for _ in atoms) for atoms in logical)
 
 
 def logical_meta(meta: TensorMeta, logical: LogicalShape) -> TensorMeta:

@@ -10,12 +10,12 @@ import attrs
 from spmd.collectives.redistribute import redistribution
 from spmd.graph import Graph, Operation, Value, map_leaves
 from spmd.plan.bodies import body_collectives
+from spmd.plan.causes import Cause
 from spmd.plan.cost import LocalCost
 from spmd.plan.draft import Draft, flat_shape
 from spmd.plan.machine import Machine
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Comm, Plan
-from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
 
 _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
@@ -25,29 +25,26 @@ def finish(draft: Draft, machine: Machine) -> Plan:
     """The plan that a draft with all axes planned describes."""
     specs = _specs(draft)
     graph, kept = _without_pins(draft.graph, draft, specs)
-    causes = {kept[operation]: cause for operation, cause in draft.causes.items() if operation in kept}
     strategies = {
         kept[operation]: MappingProxyType(dict(chosen))
         for operation, chosen in draft.strategies.items()
         if operation in kept
     }
-    comms = tuple(_comms(graph, draft, specs, strategies, causes, machine))
-    cost = LocalCost.of(machine, draft)
-    local = sum(cost.planned_seconds(operation) for operation in draft.graph.operations)
-    return Plan(
+    fallbacks = (kept[o] for o in draft.graph.operations if o.op not in _MARKERS and o not in draft.options)
+    plan = Plan(
         mesh=draft.mesh,
         graph=graph,
         logical=MappingProxyType(dict(draft.logical)),
         specs=MappingProxyType(specs),
         strategies=MappingProxyType(strategies),
-        fallbacks=tuple(
-            kept[operation]
-            for operation in draft.graph.operations
-            if operation.op not in _MARKERS and operation not in draft.options
-        ),
-        seconds=local + sum(comm.seconds for comm in comms),
-        comms=comms,
+        fallbacks=tuple(fallbacks),
+        seconds=0.0,
+        comms=(),
     )
+    comms = tuple(_comms(plan, draft, machine))
+    cost = LocalCost.of(machine, draft)
+    local = sum(cost.planned_seconds(operation) for operation in draft.graph.operations)
+    return attrs.evolve(plan, comms=comms, seconds=local + sum(comm.seconds for comm in comms))
 
 
 def _specs(draft: Draft) -> dict[Value, DTensorSpec]:
@@ -88,41 +85,16 @@ def _changes_nothing(operation: Operation, draft: Draft, specs: Mapping[Value, D
     return same_dims and specs[operand] == specs[result]
 
 
-def _comms(
-    graph: Graph,
-    draft: Draft,
-    specs: Mapping[Value, DTensorSpec],
-    strategies: Mapping[Operation, Mapping[str, Strategy]],
-    causes: Mapping[Operation, Operation],
-    machine: Machine,
-) -> Iterator[Comm]:
-    producers = {value: operation for operation in graph.operations for value in operation.tensors}
-    for operation in graph.operations:
+def _comms(plan: Plan, draft: Draft, machine: Machine) -> Iterator[Comm]:
+    for operation in plan.graph.operations:
         if operation.op is REDISTRIBUTE:
             (operand,), (result,) = operation.operands, operation.tensors
-            cause = _cause(operand, specs[result], specs[operand], producers, causes.get(operation))
-            for step in redistribution(specs[operand], specs[result]):
-                if step.is_collective:
-                    seconds = machine.collective_seconds(step.axes, step.bytes)
-                    yield Comm(step.kind.value, step.axes, step.bytes, seconds, cause, operation.source)
-            continue
-        for kind, axes, sent in body_collectives(draft, operation, strategies.get(operation, {})):
-            cause = f"{_name(operation)} over a sharded dim"
-            yield Comm(kind, axes, sent, machine.collective_seconds(axes, sent), cause, operation.source)
-
-
-def _name(operation: Operation) -> str:
-    return operation.op.overloadpacket.__name__
-
-
-def _cause(
-    operand: Value,
-    wanted: DTensorSpec,
-    held: DTensorSpec,
-    producers: Mapping[Value, Operation],
-    user: Operation | None,
-) -> str:
-    producer = producers.get(operand)
-    origin = f"input {operand.name}" if producer is None else _name(producer)
-    taker = "the boundary" if user is None else "the result" if user.op is PIN else _name(user)
-    return f"{origin} gives {held.pspec!r}, {taker} wants {wanted.pspec!r}"
+            steps = redistribution(plan.specs[operand], plan.specs[result])
+            sent = [(step.kind.value, step.axes, step.bytes) for step in steps if step.is_collective]
+            cause = plan.causes[operation]
+        else:
+            sent = list(body_collectives(draft, operation, plan.strategies.get(operation, {})))
+            cause = Cause(f"{operation.name} over a sharded dim", operation.source)
+        for kind, axes, nbytes in sent:
+            seconds = machine.collective_seconds(axes, nbytes)
+            yield Comm(kind, axes, nbytes, seconds, cause.text, cause.source)

@@ -35,7 +35,6 @@ class _Materializer:
         self.options = dict(draft.options)
         self.fixed = dict(draft.fixed)
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
-        self.causes: dict[Operation, Operation] = {}
 
     def run(self) -> Draft:
         for value in (*self.draft.graph.inputs, *(value for value, _ in self.draft.graph.constants)):
@@ -51,7 +50,6 @@ class _Materializer:
             fixed=self.fixed,
             states=self.states,
             strategies=self.strategies,
-            causes=self.causes,
         )
 
     def _define(self, value: Value, state: Placement) -> None:
@@ -92,8 +90,6 @@ class _Materializer:
             self.strategies[new] = {**self.draft.strategies.get(old, {}), self.axis: strategy}
         if old in self.options:
             self.options[new] = self.options.pop(old)
-        if old in self.draft.causes:
-            self.causes[new] = self.draft.causes[old]
 
     def _reduce(self, value: Value, operation: Operation) -> None:
         """Do the moves of a value that start from a pending reduction at once."""
@@ -124,7 +120,6 @@ class _Materializer:
         moved = Value(f"{value.name}_{_suffix(source, target)}", value.meta)
         operation = Operation(REDISTRIBUTE, (held[source],), {}, (moved,), user.source)
         self.operations.append(operation)
-        self.causes[operation] = user
         self.logical[moved] = self.logical[value]
         self.states[moved] = {axis: s for axis, s in self.states[value].items() if axis != self.axis}
         self._set_state(moved, target)

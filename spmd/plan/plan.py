@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
 
 import attrs
 
 from spmd.errors import PlanError
 from spmd.graph import Graph, Operation, Source, Value
 from spmd.mesh import Mesh
-from spmd.plan.draft import regroup
+from spmd.plan.causes import Cause, find_causes
+from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
@@ -61,6 +64,15 @@ class Plan:
     seconds: float
     comms: tuple[Comm, ...]
 
+    def layout(self, value: Value) -> Layout:
+        """How a value lies on the mesh."""
+        return Layout(self.specs[value], self.logical[value])
+
+    @cached_property
+    def causes(self) -> Mapping[Operation, Cause]:
+        """Why each redistribution is there."""
+        return MappingProxyType(find_causes(self.graph, self.layout))
+
     def verify(self) -> Plan:
         """Check that every value has the placements that its producer leaves and its users take; returns the plan.
 
@@ -90,11 +102,11 @@ class Plan:
 
     def _local_shape(self, value: Value) -> tuple[int, ...]:
         """The physical shape of the largest shard."""
-        return regroup(self.specs[value].local_shape((0,) * len(self.mesh.names)), self.logical[value])
+        return self.layout(value).shape((0,) * len(self.mesh.names))
 
     def __str__(self) -> str:
-        lines = [f"{value!r} {self.specs[value].pspec!r}" for value in self.graph.inputs]
+        lines = [f"{value!r} {self.layout(value)}" for value in self.graph.inputs]
         for operation in self.graph.operations:
-            specs = ", ".join(f"{self.specs[value].pspec!r}" for value in operation.tensors)
+            specs = ", ".join(f"{self.layout(value)}" for value in operation.tensors)
             lines.append(f"{operation!r}  # {specs} {operation.source or ''}".rstrip())
         return "\n".join(lines)

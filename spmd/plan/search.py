@@ -66,7 +66,6 @@ def plan(
             placed=bounded.placed,
             states={},
             strategies={},
-            causes={},
         )
         with _one_thread():
             plans += [finish(planned, machine) for planned in _plan_order(draft, order, machine)]
