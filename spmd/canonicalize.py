@@ -111,6 +111,9 @@ _RESHAPERS = frozenset({
 })  # fmt: skip
 """Give their operand where shape and dtype stay."""
 
+_ONE_IS_NEUTRAL = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar})
+"""Give their first operand where the second is the number 1 and shape and dtype stay."""
+
 
 def _identity(operation: Operation) -> Value | None:
     """The operand that an operation gives unchanged, if it does."""
@@ -120,6 +123,8 @@ def _identity(operation: Operation) -> Value | None:
     if operation.op in _COPIES and not is_contiguous_copy(operation):
         return operand
     if operation.op in _RESHAPERS and operand.meta == meta:
+        return operand
+    if operation.op in _ONE_IS_NEUTRAL and operation.group is None and operation.args[1] == 1 and operand.meta == meta:
         return operand
     if operation.op is aten.permute.default and list(operation.args[1]) == list(range(meta.ndim)):
         return operand
