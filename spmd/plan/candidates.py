@@ -94,7 +94,7 @@ def _pass_through(draft: Draft, operation: Operation) -> tuple[Strategy, ...]:
     reduced = {state.op for state in moved if isinstance(state, Partial)}
     kept: list[Placement] = [Replicate()]
     kept += [Shard(dim) for dim, size in enumerate(draft.local_sizes(operand)) if dim not in cut and size > 1]
-    kept += [Partial(op) for op in REDUCTIONS if reduced <= {op}]
+    kept += [Partial(op) for op in REDUCTIONS if reduced <= {op} and _reduces_alike(draft, operand, Partial(op))]
     return tuple(Strategy((state,), (state,), label=str(state)) for state in kept)
 
 
