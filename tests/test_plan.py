@@ -15,6 +15,7 @@ from torch import Tensor
 import spmd
 from spmd import P, TensorMeta
 from spmd.plan import Plan
+from spmd.plan.elimination import TooWideError
 
 WIDTH, TOKENS, RANKS = 4096, 1024, 8
 PARAMETER = WIDTH * 4 * WIDTH * 4
@@ -190,3 +191,17 @@ def test_plans_do_not_depend_on_hash_seeds() -> None:
         texts.add(run.stdout)
     assert len(texts) == 1
     assert "def step" in texts.pop()
+
+
+def test_a_search_that_is_too_wide_falls_back_to_neighbourhoods(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ({"data": 4, "model": 2}, (P("data", "model"), P("model", "data")), P("data"), 1)
+    exact = plan_of(*arguments)
+
+    def refuse(*_: object) -> None:
+        raise TooWideError("refused")
+
+    monkeypatch.setattr("spmd.plan.problem.minimize", refuse)
+    fallback = plan_of(*arguments)
+    assert exact.exact
+    assert not fallback.exact
+    assert exact.seconds <= fallback.seconds <= 1.01 * exact.seconds

@@ -30,6 +30,7 @@ class Draft:
         placed: the specs (over logical shapes) of inputs and constants.
         states: the placement of every value on the planned axes.
         strategies: the strategy of every operation on the planned axes.
+        exact: whether the planned axes were searched exactly.
     """
 
     mesh: Mesh
@@ -40,6 +41,7 @@ class Draft:
     placed: Mapping[Value, DTensorSpec]
     states: Mapping[Value, States]
     strategies: Mapping[Operation, Mapping[str, Strategy]]
+    exact: bool
 
     def local_sizes(self, value: Value) -> tuple[int, ...]:
         """The logical shape that the largest shard of a value has on the axes planned so far."""

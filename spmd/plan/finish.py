@@ -38,6 +38,7 @@ def finish(draft: Draft, machine: Machine) -> Plan:
         specs=MappingProxyType(specs),
         strategies=MappingProxyType(strategies),
         fallbacks=tuple(fallbacks),
+        exact=draft.exact,
         seconds=0.0,
         comms=(),
     )

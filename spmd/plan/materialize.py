@@ -50,6 +50,7 @@ class _Materializer:
             fixed=self.fixed,
             states=self.states,
             strategies=self.strategies,
+            exact=self.draft.exact and self.choice.exact,
         )
 
     def _define(self, value: Value, state: Placement) -> None:

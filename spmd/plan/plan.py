@@ -51,6 +51,7 @@ class Plan:
         specs: the spec of every value, over its logical shape.
         strategies: for every operation, its strategy on each mesh axis by name (none for redistributions).
         fallbacks: operations that have no rule and run replicated.
+        exact: whether every axis was searched exactly; if not, large-neighbourhood search found the plan.
         seconds: predicted time of a step.
         comms: every collective, in order of execution.
     """
@@ -61,6 +62,7 @@ class Plan:
     specs: Mapping[Value, DTensorSpec]
     strategies: Mapping[Operation, Mapping[str, Strategy]]
     fallbacks: tuple[Operation, ...]
+    exact: bool
     seconds: float
     comms: tuple[Comm, ...]
 

@@ -33,12 +33,14 @@ class AxisChoice:
         produced: the placement in which every value that is used is produced.
         moves: the moves of every value that is used, in an order in which each can start; slices of a replica and
             the like, which cost nothing, are not among them.
+        exact: whether it is known to be the best.
         seconds: its cost.
     """
 
     strategies: Mapping[Operation, Strategy]
     produced: Mapping[Value, Placement]
     moves: Mapping[Value, tuple[Move, ...]]
+    exact: bool
     seconds: float
 
 
@@ -92,9 +94,11 @@ class AxisProblem:
     def solve(self) -> AxisChoice:
         """The cheapest strategies and hubs, or good ones where the exact search would be too large."""
         tables = list(self._tables())
+        exact = True
         try:
             solution = minimize(self.domains, tables)
         except TooWideError:
+            exact = False
             replicated = [0] * len(self.domains)  # every domain has the replica first
             solution = improve(self.domains, tables, replicated, self._program_order())
         strategies = {
@@ -103,7 +107,7 @@ class AxisProblem:
         }
         produced = {value: self._source(value, strategies) for value in self.uses}
         moves = {value: self._moves(value, produced[value], strategies, solution.choices) for value in self.uses}
-        return AxisChoice(strategies, produced, moves, solution.cost)
+        return AxisChoice(strategies, produced, moves, exact, solution.cost)
 
     def _program_order(self) -> list[int]:
         """All variables, hubs beside the producers of their values."""

@@ -66,6 +66,7 @@ def plan(
             placed=bounded.placed,
             states={},
             strategies={},
+            exact=True,
         )
         with _one_thread():
             plans += [finish(planned, machine) for planned in _plan_order(draft, order, machine)]
