@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import optree
 import pytest
@@ -205,3 +206,18 @@ def test_a_search_that_is_too_wide_falls_back_to_neighbourhoods(monkeypatch: pyt
     assert exact.exact
     assert not fallback.exact
     assert exact.seconds <= fallback.seconds <= 1.01 * exact.seconds
+
+
+@pytest.mark.parametrize("place", [spmd.constrain, spmd.reshard])
+@pytest.mark.parametrize("spec", [P("a"), P("b"), P(("a", "b")), P(("b", "a")), P(partial={"a": "sum"}), P()])
+def test_constraints_are_met_exactly_even_where_atoms_do_not_divide(place: Any, spec: P) -> None:
+    def step(x: Tensor) -> Tensor:
+        return place((x + 1).reshape(24), spec).reshape(4, 6) * 2
+
+    mesh = spmd.make_mesh({"a": 3, "b": 2}, runtime="virtual")
+    x = torch.arange(24.0).reshape(4, 6)
+    found = spmd.jit(step, P("b"), P(None, "a"), mesh=mesh)
+    plan = found.plan(x)
+    reached = {str(plan.layout(value)) for value in plan.specs if value.meta.shape == (24,)}
+    assert repr(spec) in reached
+    assert torch.equal((x + 1) * 2, found(x).full_tensor())
