@@ -23,7 +23,7 @@ import torch
 from spmd.decompositions import DECOMPOSITIONS, decompose_operations, expand_operations, substitute
 from spmd.fills import fold_fills
 from spmd.foreach import split_lists
-from spmd.graph import Graph, Operation, Value
+from spmd.graph import Graph, Operation, Value, freeze
 from spmd.normal_forms import is_contiguous_copy, normalize
 
 OpOverload = torch._ops.OpOverload
@@ -161,15 +161,7 @@ def _boundaries(shape: Sequence[int]) -> set[int]:
 
 
 def _key(operation: Operation) -> Any:
-    return operation.op, _frozen(operation.args), _frozen(dict(operation.kwargs))
-
-
-def _frozen(argument: Any) -> Any:
-    if isinstance(argument, (list, tuple)):
-        return tuple(_frozen(item) for item in argument)
-    if isinstance(argument, dict):
-        return tuple((name, _frozen(argument[name])) for name in sorted(argument))
-    return argument if isinstance(argument, Value) else (type(argument), repr(argument))
+    return operation.op, freeze(operation.args), freeze(dict(operation.kwargs))
 
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (

@@ -165,3 +165,12 @@ def iterate_leaves(tree: Any) -> Iterator[Any]:
             yield from iterate_leaves(item)
     else:
         yield tree
+
+
+def freeze(tree: Any) -> Any:
+    """Operator arguments as a hashable key: equal for arguments that mean the same, and 1, 1.0 and True do not."""
+    if isinstance(tree, (tuple, list)):
+        return tuple(freeze(item) for item in tree)
+    if isinstance(tree, dict):
+        return tuple((key, freeze(tree[key])) for key in sorted(tree))
+    return tree if isinstance(tree, (Value, TensorMeta)) else (type(tree), repr(tree))

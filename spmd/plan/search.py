@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 
 import torch
 
 from spmd.atoms import Refinement, refine
-from spmd.graph import Graph, Operation, Value
+from spmd.graph import Graph, Operation, Value, freeze
 from spmd.mesh import Mesh
 from spmd.plan.boundary import bound
 from spmd.plan.draft import Draft, States
@@ -53,7 +53,7 @@ def plan(
     axes = tuple(name for name, size in mesh.axes.items() if size > 1)
     factors = _factorize(graph, rules)
     refinement = refine(graph, factors)
-    options = {operation: _derive(operation, found, refinement) for operation, found in factors.items()}
+    options = _derive(graph.operations, factors, refinement)
     plans = []
     for order in permutations(axes):
         bounded = bound(graph, refinement.values, mesh, input_specs, output_specs, order)
@@ -98,18 +98,36 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _derive(operation: Operation, factors: Factors, refinement: Refinement) -> tuple[Strategy, ...]:
-    """The strategies of an operation on one mesh axis, over the atoms of the program."""
-    logical = [refinement.values[value] for value in (*operation.operands, *operation.tensors)]
-    count = len(operation.operands)
-    return derive_strategies(factors, refinement.factors[operation], (logical[:count], logical[count:]))
+def _derive(
+    operations: Iterable[Operation], factors: Mapping[Operation, Factors], refinement: Refinement
+) -> dict[Operation, tuple[Strategy, ...]]:
+    """The strategies on one mesh axis of every operation that has factors, over the atoms of the program."""
+    known: dict[Hashable, tuple[Strategy, ...]] = {}
+    found = {}
+    for operation in operations:
+        if operation not in factors:
+            continue
+        logical = tuple(refinement.values[value] for value in (*operation.operands, *operation.tensors))
+        atoms = refinement.factors[operation]
+        key = (id(factors[operation]), tuple(atoms.items()), logical)
+        if key not in known:
+            count = len(operation.operands)
+            known[key] = derive_strategies(factors[operation], atoms, (logical[:count], logical[count:]))
+        found[operation] = known[key]
+    return found
 
 
 def _factorize(graph: Graph, rules: Mapping[torch._ops.OpOverload, Rule]) -> dict[Operation, Factors]:
-    """The factors of every operation that has a rule."""
+    """The factors of every operation that has a rule; the same object for calls that are alike."""
+    known: dict[Hashable, Factors] = {}
     found = {}
     for operation in graph.operations:
         rule = find_rule(operation.op, rules)
-        if rule is not None:
-            found[operation] = rule.factorize(operation.call())
+        if rule is None:
+            continue
+        call = operation.call()
+        key = (call.op, freeze(call.args), freeze(dict(call.kwargs)), call.results)
+        if key not in known:
+            known[key] = rule.factorize(call)
+        found[operation] = known[key]
     return found
