@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from spmd.errors import TraceError
+from spmd.fused import FUSED
 from spmd.graph import Graph, Operation, Source, Value, iterate_leaves, map_leaves
 from spmd.recorder import Namer, Recorder
 
@@ -208,5 +209,6 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape),
     **{op: _torch_body(op) for op in _LOSSES},
+    **FUSED,
 }
 """Always applied: a mean loses how many ranks it was taken over, a sum and a count do not."""

@@ -6,9 +6,9 @@ that one list operator stood for carry its number in `Operation.group`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -37,10 +37,45 @@ _RENAMED: Mapping[str, OpOverload] = {
     "minimum.Scalar": aten.clamp_max.default,
     "minimum.ScalarList": aten.clamp_max.default,
     "norm.Scalar": aten.linalg_vector_norm.default,
+    "zero.default": aten.zeros_like.default,
 }  # fmt: skip
 """Elements that have another name: a number is an operand of `add.Tensor` as of any other."""
 
-_UNSPLIT = frozenset({"addcmul.Tensor", "addcdiv.Tensor"})  # their numbers are one tensor
+
+_Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+def _scaled(tensors: _Tensors, scalars: torch.Tensor) -> _Tensors:
+    numbers = [scalar.to(x.dtype) for scalar, x in zip(scalars.unbind(), tensors, strict=True)]
+    return torch._foreach_mul(tensors, numbers)
+
+
+def _addcmul(x: Any, first: Any, second: Any, scalars: torch.Tensor) -> _Tensors:
+    return torch._foreach_add(x, torch._foreach_mul(_scaled(first, scalars), second))
+
+
+def _addcdiv(x: Any, first: Any, second: Any, scalars: torch.Tensor) -> _Tensors:
+    return torch._foreach_add(x, torch._foreach_div(_scaled(first, scalars), second))
+
+
+def _powsum(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> _Tensors:
+    return [power.sum(dtype=dtype) for power in torch._foreach_pow(torch._foreach_abs(x), ord)]
+
+
+_BODIES: Mapping[str, Callable[..., _Tensors]] = {
+    "addcmul.Tensor": _addcmul,
+    "addcdiv.Tensor": _addcdiv,
+    "powsum.Scalar": _powsum,
+}
+
+
+@lru_cache(maxsize=1024)
+def list_body(op: OpOverload) -> Callable[..., _Tensors] | None:
+    """What a list operator computes, where it is no one operator for each element; else None.
+
+    `_foreach_addcmul.Tensor` reads its numbers from one tensor, which a kernel cannot do while it is traced.
+    """
+    return _BODIES.get(f"{op._schema.name.removeprefix(_PREFIX)}.{op._overloadname}")
 
 
 @lru_cache(maxsize=1024)
@@ -52,7 +87,7 @@ def element_operator(op: OpOverload) -> OpOverload | None:
     """
     name = op._schema.name
     key = f"{name.removeprefix(_PREFIX)}.{op._overloadname}"
-    if not name.startswith(_PREFIX) or key in _UNSPLIT:
+    if not name.startswith(_PREFIX) or key in _BODIES:
         return None
     if key in _RENAMED:
         return _RENAMED[key]

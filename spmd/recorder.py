@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.errors import TraceError
+from spmd.foreach import list_body
 from spmd.graph import Operation, Source, Value, iterate_leaves
 from spmd.spec import TensorMeta
 
@@ -128,9 +129,10 @@ class Recorder(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
-        if func._can_decompose():
+        body = func.decompose if func._can_decompose() else list_body(func)
+        if body is not None:
             with self:
-                return func.decompose(*args, **kwargs)
+                return body(*args, **kwargs)
         source = self._source()
         if func._schema.is_mutable:
             tensors = [leaf for leaf in iterate_leaves(args) if isinstance(leaf, torch.Tensor)]

@@ -24,6 +24,7 @@ LAYERS = (
         "canonicalize",
         "normal_forms",
         "foreach",
+        "fused",
         "decompositions",
         "fills",
         "constrain",
