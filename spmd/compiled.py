@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import attrs
@@ -11,7 +12,7 @@ import torch
 
 from spmd.canonicalize import canonicalize
 from spmd.dtensor import DTensor, place, wrap
-from spmd.errors import MeshError, PlanError, ShardingError, TraceError
+from spmd.errors import MeshError, PlanError, RuleError, ShardingError, TraceError
 from spmd.lower import LocalProgram, lower
 from spmd.mesh import Mesh, Runtime, use_mesh
 from spmd.plan import plan
@@ -30,7 +31,10 @@ Shards = tuple[torch.Tensor, ...]
 
 
 def _argnums(numbers: int | Sequence[int]) -> tuple[int, ...]:
-    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if not all(isinstance(number, int) for number in found):
+        raise TraceError(f"Argument numbers are positions from 0, or from the end below it (got {numbers!r}).")
+    return found
 
 
 def _one_of(*allowed: str) -> Callable[[Any, attrs.Attribute[str], str], None]:
@@ -47,6 +51,18 @@ def _check_backend(_: Any, attribute: attrs.Attribute[str], value: str) -> None:
         raise PlanError("backend='inductor' is not available yet. Use backend='eager'.")
 
 
+def _check_machine(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, (Machine, NoneType)):
+        raise PlanError(f"machine must be a spmd.Machine (got {value!r}).")
+
+
+def _check_rules(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(rule, Rule) for rule in value.values()):
+        raise RuleError(
+            f"rules must map operators to spmd.rules.Rule (got {value!r:.80}). Write spmd.rules.RULES | {{op: rule}}."
+        )
+
+
 @attrs.frozen
 class Options:
     """What `jit` was told besides the function, its specs and its mesh."""
@@ -55,8 +71,8 @@ class Options:
     donate_argnums: tuple[int, ...] = attrs.field(converter=_argnums)
     comms: str = attrs.field(validator=_one_of("allow", "error"))
     backend: str = attrs.field(validator=_check_backend)
-    machine: Machine | None
-    rules: Mapping[Any, Rule]
+    machine: Machine | None = attrs.field(validator=_check_machine)
+    rules: Mapping[Any, Rule] = attrs.field(validator=_check_rules)
 
 
 class _Leaf:
@@ -88,7 +104,8 @@ class Compiled:
         dynamic = _dynamic(args, options)
         for leaf in tree_leaves(dynamic):
             _refuse_transformed(leaf)
-        self.in_specs = tuple(leaf_specs(in_specs, dynamic, mesh, what="in_specs"))
+        of = "the arguments that are not static" if options.static_argnums else "the arguments"
+        self.in_specs = tuple(leaf_specs(in_specs, dynamic, mesh, what="in_specs", of=of))
         self._tree = tree_structure(dynamic)
         self._seen = list(self.in_specs)  # the object that last came in place of each spec: identity is quick to check
 
@@ -141,6 +158,9 @@ class Compiled:
                 "Use make_mesh(..., runtime='virtual')."
             )
         return VirtualProgram(self.program)
+
+    def __repr__(self) -> str:
+        return f"Compiled({self.traced.name} for {self._tree} on {self.mesh})"
 
     def prepare(self) -> None:
         """Make everything that a call needs."""

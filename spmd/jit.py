@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -12,14 +13,14 @@ from spmd.compiled import Compiled, Options
 from spmd.constrain import constrain
 from spmd.errors import MeshError, PlanError, TraceError
 from spmd.lower import LocalProgram
-from spmd.mesh import Mesh, current_mesh
+from spmd.mesh import Mesh, check_mesh, current_mesh
 from spmd.plan.machine import Machine
 from spmd.plan.plan import Plan
 from spmd.rules import RULES
 from spmd.rules.rule import Rule
 from spmd.spec import TensorMeta
 from spmd.trace import Traced, is_tracing
-from spmd.tree import broadcast_prefix, tree_flatten
+from spmd.tree import broadcast_prefix, tree_flatten, tree_leaves
 
 _MISSING: Any = object()
 
@@ -37,12 +38,14 @@ class Jitted:
     ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._in_specs, self._out_specs = function, in_specs, out_specs
-        self._mesh, self._options = mesh, options
+        self._mesh, self._options = None if mesh is None else check_mesh(mesh), options
         self._compiled: dict[Any, Compiled] = {}
         self._last: tuple[Any, Compiled] | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run a step: DTensors, or plain tensors that `in_specs` place, to DTensors by `out_specs`.
+
+        Arguments given by name take their places in the function's signature.
 
         Raises:
             MeshError: no mesh, an abstract one, or one that differs from an argument's.
@@ -50,6 +53,7 @@ class Jitted:
             TraceError: the function cannot be one static program.
             PlanError: `comms="error"` and the plan communicates.
         """
+        args = self._positional(args, keywords) if keywords else args
         if is_tracing():
             return self._inline(args)
         mesh = current_mesh(self._mesh)
@@ -66,26 +70,55 @@ class Jitted:
         self._last = (mesh, static, tree), compiled
         return result
 
-    def trace(self, *args: Any) -> Traced:
+    def trace(self, *args: Any, **keywords: Any) -> Traced:
         """The function as a flat program of functional operators over global tensors."""
-        return self._lookup(args, current_mesh(self._mesh)).traced
+        return self._signature(args, keywords).traced
 
-    def plan(self, *args: Any) -> Plan:
+    def plan(self, *args: Any, **keywords: Any) -> Plan:
         """The plan: a spec for every value, and every collective with its cause."""
-        return self._lookup(args, current_mesh(self._mesh)).plan
+        return self._signature(args, keywords).plan
 
-    def lower(self, *args: Any) -> LocalProgram:
+    def lower(self, *args: Any, **keywords: Any) -> LocalProgram:
         """The program that each rank runs; `print(f.lower(*args).as_text())` shows it."""
-        return self._lookup(args, current_mesh(self._mesh)).program
+        return self._signature(args, keywords).program
 
-    def compile(self, *args: Any) -> Compiled:
+    def compile(self, *args: Any, **keywords: Any) -> Compiled:
         """What a call with such arguments runs: a callable, ready to execute, that takes the same arguments."""
-        compiled = self._lookup(args, current_mesh(self._mesh))
+        compiled = self._signature(args, keywords)
         compiled.prepare()
         return compiled
 
     def __repr__(self) -> str:
         return f"spmd.jit({getattr(self._function, '__qualname__', self._function)})"
+
+    def _signature(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
+        return self._lookup(self._positional(args, keywords), current_mesh(self._mesh))
+
+    def _positional(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments by position: that is how `in_specs` and `static_argnums` speak of them."""
+        if not keywords:
+            return args
+        bound = self._bind(args, keywords, follow_wrapped=True)
+        if bound is None or bound.kwargs:
+            names = ", ".join(keywords if bound is None else bound.kwargs)
+            raise TraceError(
+                f"{self!r} was given {names} by name, which cannot go by position. in_specs speak of positions: make "
+                "a function of positional arguments, as lambda x, y: f(x, option=y)."
+            )
+        return bound.args
+
+    def _bind(
+        self, args: tuple[Any, ...], keywords: dict[str, Any], *, follow_wrapped: bool
+    ) -> inspect.BoundArguments | None:
+        """The arguments in the places of the function's signature; None if it does not tell its signature."""
+        try:
+            signature = inspect.signature(self._function, follow_wrapped=follow_wrapped)
+        except (TypeError, ValueError):
+            return None
+        try:
+            return signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise TraceError(f"{self!r} takes {signature}: {error}.") from None
 
     def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The static arguments, as part of a cache key, and the dynamic ones."""
@@ -98,7 +131,6 @@ class Jitted:
     def _lookup(self, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
         static, dynamic = self._split(args)
         leaves, tree = tree_flatten(dynamic)
-        _positions(self._options.donate_argnums, len(args), "donate_argnums")
         metas = tuple(TensorMeta(tuple(leaf.shape), leaf.dtype) if is_tensor(leaf) else None for leaf in leaves)
         key = (mesh, static, tree, metas)
         try:
@@ -109,9 +141,20 @@ class Jitted:
                 "Pass tuples for lists, or pass tensors as dynamic arguments."
             ) from None
         if found is None:
+            self._check_call(args, static)
             found = Compiled(self._function, args, self._in_specs, self._out_specs, mesh, self._options)
             self._compiled[key] = found
         return found
+
+    def _check_call(self, args: tuple[Any, ...], static: tuple[tuple[int, type, Any], ...]) -> None:
+        self._bind(args, {}, follow_wrapped=False)  # a decorator may give a function arguments of its own
+        _positions(self._options.donate_argnums, len(args), "donate_argnums")
+        for number, kind, value in static:
+            if any(is_tensor(leaf) for leaf in tree_leaves(value)):
+                raise TraceError(
+                    f"Static argument {number} of {self!r} holds a tensor (got {kind.__name__}): every new one would "
+                    "be a new program. Pass it as a dynamic argument, or close over it."
+                )
 
     def _inline(self, args: tuple[Any, ...]) -> Any:
         """The function itself, as part of a program that is being traced, with its specs as constraints."""
@@ -249,6 +292,8 @@ def jit(
 
 
 def _parse(positional: tuple[Any, ...], in_specs: Any, out_specs: Any) -> tuple[Callable[..., Any] | None, Any, Any]:
+    if any(isinstance(item, Mesh) for item in positional):
+        raise PlanError("jit takes the mesh by name (got it by position). Write mesh=mesh.")
     rest = list(positional)
     function = rest.pop(0) if rest and callable(rest[0]) else None
     if rest and in_specs is _MISSING:

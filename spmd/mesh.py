@@ -170,7 +170,28 @@ def make_mesh(
         raise MeshError(f"runtime must be 'auto', 'virtual', 'distributed' or 'abstract' (got {runtime!r}).")
     if runtime == "distributed":
         raise MeshError("runtime='distributed' is not available yet. Use runtime='virtual' in one process.")
-    return Mesh(tuple(axes), tuple(axes.values()), Runtime(runtime), torch.device(device or "cpu"))
+    mesh = Mesh(tuple(axes), tuple(axes.values()), Runtime(runtime), _parse_device(device or "cpu"))
+    if mesh.runtime is Runtime.VIRTUAL:
+        _check_available(mesh.device)
+    return mesh
+
+
+def _parse_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise MeshError(f"device must be one of torch's, as 'cpu' or 'cuda' (got {device!r}).") from None
+
+
+def _check_available(device: torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise MeshError(
+            f"Device {str(device)!r} is not available here ({reason}). "
+            "Pass another device, or runtime='abstract' to plan for it only."
+        ) from None
 
 
 _default_mesh: ContextVar[Mesh | None] = ContextVar("spmd_default_mesh", default=None)
@@ -180,11 +201,14 @@ _default_mesh: ContextVar[Mesh | None] = ContextVar("spmd_default_mesh", default
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Make `mesh` the default of everything called inside the `with` block.
 
+    Raises:
+        MeshError: `mesh` is not a Mesh.
+
     >>> with use_mesh(make_mesh({"data": 2})) as mesh:
     ...     current_mesh() is mesh
     True
     """
-    token = _default_mesh.set(mesh)
+    token = _default_mesh.set(check_mesh(mesh))
     try:
         yield mesh
     finally:
@@ -193,7 +217,14 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
 
 def current_mesh(mesh: Mesh | None = None) -> Mesh:
     """`mesh` if one is given, else the default set by `use_mesh`; MeshError if there is neither."""
-    found = mesh or _default_mesh.get()
+    found = _default_mesh.get() if mesh is None else check_mesh(mesh)
     if found is None:
         raise MeshError("No mesh was given and none is set. Pass mesh=... or enter `with spmd.use_mesh(mesh):`.")
     return found
+
+
+def check_mesh(mesh: Mesh) -> Mesh:
+    """`mesh` itself; MeshError if it is anything else."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh must be a Mesh (got {type(mesh).__name__} {mesh!r:.60}). Make one: spmd.make_mesh(...).")
+    return mesh

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmd.errors import TraceError
 from spmd.foreach import list_body
 from spmd.graph import Operation, Source, Value, iterate_leaves
+from spmd.source import user_source
 from spmd.spec import TensorMeta
 
 OpOverload = torch._ops.OpOverload
@@ -177,8 +178,8 @@ class Recorder(FakeTensorMode):
     def _constant(self, tensor: torch.Tensor) -> Value:
         if tensor.is_meta or hasattr(tensor, "full_tensor"):
             raise TraceError(
-                f"The function closes over a {type(tensor).__name__} {tuple(tensor.shape)} that cannot be a constant "
-                "of the program. Pass it as an argument."
+                f"The function closes over a {type(tensor).__name__} {TensorMeta.of(tensor)} that cannot be a constant "
+                f"of the program, at {where(self._source())}. Pass it as an argument."
             )
         value = Value(self._namer.fresh("constant"), TensorMeta.of(tensor))
         self._bind(tensor, value)
@@ -205,8 +206,9 @@ def _map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return tuple(tree) if isinstance(tree, torch.Size) else tree
 
 
-def where(source: Source | None) -> str:
-    """A source for the text of an error: the line's place and its code."""
+def where(source: Source | None = None) -> str:
+    """A source for the text of an error: the line's place and its code; by default the user's line that runs now."""
+    source = source or user_source()  # a module of torch under jit has no line of the user's; its call has
     if source is None:
         return "an unknown line"
     return f"{source} (`{source.code}`)" if source.code else str(source)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -29,7 +28,7 @@ from spmd.graph import Graph, Value, map_leaves
 from spmd.recorder import Namer, Recorder, where
 from spmd.source import SourceTracker, user_source
 from spmd.spec import TensorMeta
-from spmd.tree import tree_flatten
+from spmd.tree import leaf_remedy, tree_flatten
 
 _tracing: ContextVar[bool] = ContextVar("spmd_tracing", default=False)
 
@@ -58,6 +57,9 @@ class Traced:
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
     name: str
+
+    def __str__(self) -> str:
+        return f"{self.name}\n{self.graph}"
 
 
 def trace(
@@ -240,10 +242,7 @@ def _device(leaf: Any) -> torch.device:
 def _check_leaf(leaf: Any, path: str) -> None:
     if hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype):
         return
-    raise TraceError(
-        f"Argument {path} must be a tensor (got {type(leaf).__name__} {leaf!r:.60}). Pass torch.tensor(...), "
-        f"or make the argument static: static_argnums=({re.match('[0-9]+', path).group()},)."  # type: ignore[union-attr]
-    )
+    raise TraceError(f"Argument {path} must be a tensor (got {type(leaf).__name__} {leaf!r:.60}). {leaf_remedy(leaf)}")
 
 
 def _check_result(leaf: Any, path: str) -> None:

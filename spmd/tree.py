@@ -131,11 +131,22 @@ def leaf_meta(leaf: Any, where: str) -> TensorMeta:
     if isinstance(leaf, TensorMeta):
         return leaf
     if not isinstance(getattr(leaf, "dtype", None), torch.dtype):
-        raise ShardingError(
-            f"{where} is no tensor (got {type(leaf).__name__} {_shorten(repr(leaf))}). "
-            "Pass a tensor: torch.tensor(...) makes one of a number."
-        )
+        shown = _shorten(" ".join(repr(leaf).split()), 60)
+        raise ShardingError(f"{where} is no tensor (got {type(leaf).__name__} {shown}). {leaf_remedy(leaf)}")
     return TensorMeta(tuple(leaf.shape), leaf.dtype)
+
+
+def leaf_remedy(leaf: Any) -> str:
+    """What to do about a leaf that is no tensor."""
+    if isinstance(leaf, torch.nn.Module):
+        return "Pass its state, dict(module.named_parameters()), and call it by torch.func.functional_call."
+    if isinstance(leaf, (bool, int, float, complex)):
+        return "Pass a tensor, torch.tensor(...); or, to a jitted function, a static argument: static_argnums."
+    if hasattr(leaf, "__array__"):
+        return "Pass torch.as_tensor(...)."
+    if isinstance(leaf, (str, bytes)) or callable(leaf):
+        return "Pass a tensor; or, to a jitted function, a static argument: static_argnums."
+    return f"Pass a tensor, or register {type(leaf).__name__} with optree as a container: namespace='{NAMESPACE}'."
 
 
 def structure_text(tree: Any) -> str:
@@ -221,5 +232,5 @@ def _remedy(prefix: Any) -> str:
     return "A spec is a P or a tuple of placements, one a mesh axis."
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= _TEXT_LIMIT else f"{text[: _TEXT_LIMIT - 3]}..."
+def _shorten(text: str, limit: int = _TEXT_LIMIT) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

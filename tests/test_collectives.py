@@ -2,6 +2,7 @@ import itertools
 import math
 
 import attrs
+import optree.dataclasses
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -537,3 +538,14 @@ def test_no_axes_mean_no_collective():
 
 def test_inverse_permutation():
     assert [-1, 0, 2] == inverse_permutation([1, -1, 2])
+
+
+@optree.dataclasses.dataclass(namespace="spmd")
+class Pair:
+    first: object
+    second: object
+
+
+def test_containers_of_the_package_s_namespace() -> None:
+    with axis_environment({"data": 2}):
+        assert Pair(6, 8) == psum(Pair(3, 4), "data")

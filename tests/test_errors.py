@@ -257,3 +257,123 @@ def test_errors_do_not_poison_the_cache() -> None:
         g(torch.ones(2))
     fail[0] = False
     assert g(torch.ones(2)).shape == (2,)
+
+
+def two_tensors(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+def test_arguments_by_name_take_their_places() -> None:
+    x, w = torch.randn(4, 3), torch.randn(3, 2)
+    f = spmd.jit(two_tensors, (P("data"), P()), P("data"), mesh=MESH)
+    for result in (f(x, w=w), f(w=w, x=x)):
+        torch.testing.assert_close(result.full_tensor(), x @ w)
+    assert f.lower(x, w=w).as_text() == f.lower(x, w).as_text()
+    outer = spmd.jit(lambda x, w: f(w=w, x=x), (P(), P()), P(), mesh=MESH)
+    torch.testing.assert_close(outer(x, w).full_tensor(), x @ w)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f, x: f(x), r"two_tensors\) takes \(x: .*: missing a required argument: 'w'"),
+        (lambda f, x: f(x, x, x), r"two_tensors\) takes \(x: .*: too many positional arguments"),
+        (lambda f, x: f(x, v=x), r"two_tensors\) takes \(x: .*: (missing a required|got an unexpected)"),
+    ],
+)
+def test_calls_that_do_not_fit_the_signature(call: Any, message: str) -> None:
+    f = spmd.jit(two_tensors, P(), P(), mesh=MESH)
+    with pytest.raises(spmd.TraceError, match=message):
+        call(f, torch.ones(4, 4))
+
+
+def test_keyword_only_arguments() -> None:
+    f = spmd.jit(lambda x, *, scale: x * scale, P(), P(), mesh=MESH)
+    with pytest.raises(spmd.TraceError, match="was given scale by name, which cannot go by position"):
+        f(torch.ones(2), scale=torch.ones(2))
+
+
+class Unregistered:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (1.5, r"got float 1.5\). Pass a tensor, torch.tensor\(...\); or, to a jitted function, a static argument"),
+        ("relu", r"got str 'relu'\). Pass a tensor; or, to a jitted function, a static argument: static_argnums"),
+        (torch.nn.Linear(2, 2), r"got Linear .*Pass its state, dict\(module.named_parameters\(\)\)"),
+        (Unregistered(), r"got Unregistered .*register Unregistered with optree as a container: namespace='spmd'"),
+    ],
+)
+def test_arguments_of_other_kinds(leaf: Any, message: str) -> None:
+    f = spmd.jit(identity, P(), P(), mesh=MESH)
+    with pytest.raises(spmd.ShardingError, match=r"argument 0\['a'\] is no tensor \(" + message):
+        f({"a": leaf})
+
+
+def test_static_tensors() -> None:
+    f = spmd.jit(identity, P(), P(), mesh=MESH, static_argnums=1)
+    with pytest.raises(spmd.TraceError, match=r"Static argument 1 of .* holds a tensor \(got tuple\)"):
+        f(torch.ones(2), (torch.ones(2),))
+
+
+def test_specs_of_static_arguments() -> None:
+    f = spmd.jit(identity, (P(), None), P(), mesh=MESH, static_argnums=1)
+    with pytest.raises(spmd.ShardingError, match="in_specs does not fit the arguments that are not static: expected"):
+        f(torch.ones(2), 3)
+
+
+def test_closed_over_dtensors() -> None:
+    closed = spmd.distribute(torch.ones(4), P("data"), MESH)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x + closed
+
+    with pytest.raises(spmd.TraceError, match=rf"at {line_of(f, 'x + closed')} .*closes over. Pass it as an argument"):
+        spmd.jit(f, P(), P(), mesh=MESH)(torch.ones(4))
+    with pytest.raises(spmd.TraceError, match=r"closes over a DTensor f32\[4\] that cannot be a constant"):
+        spmd.jit(lambda x: (x, closed), P(), P(), mesh=MESH)(torch.ones(4))
+
+
+def test_modules_of_torch_have_the_line_of_their_call() -> None:
+    f = spmd.jit(torch.nn.Dropout(0.5), P(), P(), mesh=MESH)
+    with pytest.raises(spmd.TraceError, match=r"at test_errors.py:\d+ .*draws from torch's global generator"):
+        f(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mesh: spmd.jit(identity, P(), P(), mesh=mesh),
+        lambda mesh: spmd.distribute(torch.ones(2), P(), mesh),
+        lambda mesh: spmd.use_mesh(mesh).__enter__(),
+    ],
+)
+def test_what_is_no_mesh(use: Any) -> None:
+    with pytest.raises(spmd.MeshError, match=r"mesh must be a Mesh \(got dict {'data': 2}\). Make one: spmd.make_mesh"):
+        use({"data": 2})
+
+
+@pytest.mark.parametrize("device", ["bogus", "cuda:99"])
+def test_devices_that_there_are_not(device: str) -> None:
+    with pytest.raises(spmd.MeshError, match=r"device must be one of torch's|is not available here"):
+        spmd.make_mesh({"data": 2}, runtime="virtual", device=device)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"machine": "h100"}, spmd.PlanError, r"machine must be a spmd.Machine \(got 'h100'\)"),
+        ({"rules": [1]}, spmd.RuleError, r"rules must map operators to spmd.rules.Rule \(got \[1\]\)"),
+        ({"static_argnums": "n"}, spmd.TraceError, r"Argument numbers are positions .*\(got 'n'\)"),
+    ],
+)
+def test_options_of_other_types(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        spmd.jit(identity, P(), P(), mesh=MESH, **options)
+
+
+def test_mesh_by_position() -> None:
+    with pytest.raises(spmd.PlanError, match="jit takes the mesh by name"):
+        spmd.jit(identity, P(), P(), MESH)  # type: ignore[call-overload]

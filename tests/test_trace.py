@@ -285,7 +285,7 @@ def test_arguments_must_be_tensors(leaf):
     with pytest.raises(TraceError) as error:
         trace(lambda x, tree: x, (META, {"n": [leaf]}))
     assert f"Argument 1['n'][0] must be a tensor (got {type(leaf).__name__} {leaf!r})." in str(error.value)
-    assert "static_argnums=(1,)" in str(error.value)
+    assert "static_argnums" in str(error.value)
 
 
 def test_results_must_be_tensors():

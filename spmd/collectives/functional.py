@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
 from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
 from spmd.collectives.environment import axis_size, resolve_axes
 from spmd.errors import SpmdError
+from spmd.tree import tree_map
 
 AxisName: TypeAlias = str | Sequence[str]
 Tree = TypeVar("Tree")
@@ -50,7 +50,7 @@ def pmean(x: Tree, axis_name: AxisName) -> Tree:
     Arguments and errors are those of `psum`.
     """
     size = axis_size(axis_name)
-    return optree.tree_map(lambda total: total / size, psum(x, axis_name))  # type: ignore[arg-type, return-value]
+    return tree_map(lambda total: total / size, psum(x, axis_name))  # type: ignore[arg-type, return-value]
 
 
 def pmax(x: Tree, axis_name: AxisName) -> Tree:
@@ -249,7 +249,7 @@ def _reduce(name: str, op: str, x: Tree, axis_name: AxisName, number: Callable[[
             leaf = leaf.to(torch.int64)
         return _ops.all_reduce(leaf, op, axes) if axes else leaf
 
-    return optree.tree_map(reduce, x)  # type: ignore[arg-type, return-value]
+    return tree_map(reduce, x)  # type: ignore[arg-type, return-value]
 
 
 def _map(name: str, function: Callable[[Tensor], Tensor], x: Tree) -> Tree:
@@ -257,7 +257,7 @@ def _map(name: str, function: Callable[[Tensor], Tensor], x: Tree) -> Tree:
         _check_tensor(name, leaf)
         return function(leaf)
 
-    return optree.tree_map(apply, x)  # type: ignore[arg-type, return-value]
+    return tree_map(apply, x)  # type: ignore[arg-type, return-value]
 
 
 def _check_tensor(name: str, leaf: Any) -> None:
