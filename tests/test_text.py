@@ -8,8 +8,8 @@ import pytest
 import torch
 from handmade import PlanBuilder, lowered
 
-from spmd.plan.layout import Layout
 from spmd.mesh import make_mesh
+from spmd.plan.layout import Layout
 from spmd.spec import DTensorSpec, P, TensorMeta
 
 aten = torch.ops.aten
