@@ -14,7 +14,7 @@ aten = torch.ops.aten
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 
 
-def _widened(tensors: Tensors) -> list[Tensor]:
+def _widened(tensors: Tensors) -> Tensors:
     """Half precision as float: kernels compute in it, and round what they store."""
     return [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
 

@@ -5,35 +5,14 @@ Lengths 2 to 7 over two and three shards give even, uneven and empty shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from draws import Calls, b, call, each, f, i
+from rule_calls_order import CHANCE, ORDER
 
 aten = torch.ops.aten
-Calls: TypeAlias = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
-
-_generator = torch.Generator().manual_seed(0)
-
-
-def f(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape, generator=_generator, dtype=dtype)
-
-
-def i(bound: int, *shape: int) -> torch.Tensor:
-    return torch.randint(bound, shape, generator=_generator)
-
-
-def b(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=_generator) > 0.5
-
-
-def call(*args: Any, **kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    return args, kwargs
-
-
-def each(ops: Sequence[torch._ops.OpOverload], make: Callable[[], Calls]) -> dict[torch._ops.OpOverload, Calls]:
-    return {op: make() for op in ops}
 
 
 def binary() -> Calls:
@@ -185,10 +164,6 @@ _SHAPE = {
     ],
     aten.tril.default: [call(f(4, 5)), call(f(3, 4, 4), 1)],
     aten.triu.default: [call(f(4, 5)), call(f(3, 4, 4), -1)],
-    aten.cumsum.default: [call(f(4, 5), 1)],
-    aten.cumprod.default: [call(f(4, 5), 1)],
-    aten.cummax.default: [call(f(4, 5), 0)],
-    aten.logcumsumexp.default: [call(f(4, 5), 1)],
     aten.sort.default: [call(f(4, 5), 1), call(f(4, 5), 0, True)],
     aten.sort.stable: [call(f(4, 5), stable=True, dim=1)],
     aten.topk.default: [call(f(4, 5), 2), call(f(4, 5), 3, 0)],
@@ -254,10 +229,6 @@ _REDUCTION = {
     aten.amin.default: [*reduced(), call(i(5, 4, 3), [0])],
     aten.max.default: [call(f(4, 5)), call(i(5, 4))],
     aten.min.default: [call(f(4, 5))],
-    aten.max.dim: by_dim(),
-    aten.min.dim: by_dim(),
-    aten.argmax.default: [*by_dim(), call(f(4, 5))],
-    aten.argmin.default: [*by_dim(), call(f(4, 5))],
     aten.any.default: [call(b(4, 5)), call(torch.zeros(4, dtype=torch.bool))],
     aten.any.dim: [call(b(4, 5), 1)],
     aten.any.dims: [call(b(4, 5), [0, 1])],
@@ -406,6 +377,7 @@ CALLS: Mapping[torch._ops.OpOverload, Calls] = (
     | _ATTENTION
     | _EMBEDDING
     | _LOSS
+    | ORDER
 )
 """For every operator of `RULES`, arguments and keyword arguments of some calls."""
 
@@ -429,7 +401,7 @@ INCOMPLETE = {
         aten.minimum.default, aten.max.other, aten.min.other, aten._to_copy.default,
         aten.relu.default, aten.relu6.default, aten.sign.default, aten.sgn.default,
         aten.sum.default, aten.any.default, aten.any.dims, aten.all.default, aten.all.dims,
-        aten.logsumexp.default, aten.linalg_vector_norm.default, aten.scatter.value,
+        aten.logsumexp.default, aten.linalg_vector_norm.default, aten.scatter.value, *CHANCE,
     ),
     "operands whose values are ignored": (
         aten.copy.default, aten.fill.Tensor, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,

@@ -12,6 +12,7 @@ from spmd.rules.attention import ATTENTION
 from spmd.rules.builders import along, pointwise, reduction
 from spmd.rules.elementwise import POINTWISE
 from spmd.rules.embedding import EMBEDDING
+from spmd.rules.extremes import EXTREMES
 from spmd.rules.factories import FACTORIES
 from spmd.rules.indexing import INDEXING
 from spmd.rules.loss import LOSS
@@ -21,6 +22,7 @@ from spmd.rules.notation import factors
 from spmd.rules.partial import carry, decreasing, ignores, increasing, linear
 from spmd.rules.reductions import REDUCTION
 from spmd.rules.rule import Body, Call, Factors, Row, Rule
+from spmd.rules.scan import SCAN
 from spmd.rules.shape import MOVES, VIEWS
 from spmd.rules.softmax import SOFTMAX
 from spmd.rules.strategy import Strategy, derive_strategies
@@ -34,6 +36,8 @@ RULES: MappingProxyType[torch._ops.OpOverload, Rule] = MappingProxyType(
         **INDEXING,
         **FACTORIES,
         **REDUCTION,
+        **EXTREMES,
+        **SCAN,
         **SOFTMAX,
         **NORMALIZATION,
         **ATTENTION,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import attrs
 import torch
 
+from spmd.collectives import shard_offset
+from spmd.placement import Shard
 from spmd.rules.builders import aligned, along, cut_all, dim_names, rule
 from spmd.rules.notation import factors
 from spmd.rules.partial import carry, increasing, linear
-from spmd.rules.rule import Call, FactorDims, Factors, Rule
+from spmd.rules.rule import Call, FactorDims, Factors, Row, Rule
 
 aten = torch.ops.aten
 
@@ -148,7 +151,29 @@ def _diagonal(call: Call) -> Factors:
     return Factors((cut_all(operand.shape, names, fixed),), (placed,), sizes)
 
 
-_MATRICES = factors("... _ _ -> ... _ _", carry("self"))
+@attrs.frozen
+class _Triangle:
+    """Keeps the elements of matrices at one side of a diagonal where the dim `cut` is cut: by where the shard lies."""
+
+    lower: bool
+    cut: int
+
+    def __call__(self, axes: tuple[str, ...], call: Call, x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
+        places = [torch.arange(size, device=x.device) for size in x.shape[-2:]]
+        places[self.cut] = places[self.cut] + shard_offset(call.operands[0].shape[self.cut], axes)
+        above = places[1] - places[0].unsqueeze(1) - diagonal
+        return torch.where(above <= 0 if self.lower else above >= 0, x, torch.zeros_like(x))
+
+
+def _triangle(lower: bool) -> Rule:
+    def rows(call: Call) -> Iterator[Row]:
+        for cut in (-2, -1):
+            placed = (Shard(call.operands[0].ndim + cut),)
+            yield Row(placed, placed, _Triangle(lower, cut))
+
+    return factors("... _ _ -> ... _ _", carry("self"), rows)
+
+
 _ALONG = along(carry("self"))
 
 VIEWS: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
@@ -182,12 +207,8 @@ MOVES: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
         aten.flip.default: along(carry("self"), dims="dims"),
         aten.roll.default: along(carry("self"), dims="dims"),
         aten.constant_pad_nd.default: rule(_pad, linear("self value"), increasing("self")),
-        aten.tril.default: _MATRICES,
-        aten.triu.default: _MATRICES,
-        aten.cumsum.default: along(linear("self")),
-        aten.cumprod.default: along(),
-        aten.cummax.default: along(),
-        aten.logcumsumexp.default: along(),
+        aten.tril.default: _triangle(lower=True),
+        aten.triu.default: _triangle(lower=False),
         aten.sort.default: along(),
         aten.sort.stable: along(),
         aten.topk.default: along(),

@@ -1,0 +1,69 @@
+"""Scans along a dim, cut too: each rank scans its shard, and adds what all shards before it come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+
+from spmd.collectives import all_gather, axis_index
+from spmd.placement import Shard
+from spmd.rules.builders import along
+from spmd.rules.notation import Rows
+from spmd.rules.partial import linear
+from spmd.rules.rule import Body, Call, Row, Rule
+
+aten = torch.ops.aten
+
+
+def _before(totals: torch.Tensor, neutral: float, axes: tuple[str, ...]) -> torch.Tensor:
+    """Every rank's totals in a new first dim, `neutral` in place of those of this rank and of the ranks after it."""
+    gathered = all_gather(totals, axes)
+    rank = torch.arange(gathered.shape[0], device=totals.device).view(-1, *[1] * totals.ndim)
+    return torch.where(rank < axis_index(axes), gathered, torch.full_like(gathered, neutral))
+
+
+def _cumsum(
+    axes: tuple[str, ...], call: Call, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    scanned = x.cumsum(dim, dtype=dtype)
+    total = x.sum(dim, keepdim=True, dtype=scanned.dtype)
+    return scanned + _before(total, 0, axes).sum(0, dtype=scanned.dtype)
+
+
+def _cumprod(
+    axes: tuple[str, ...], call: Call, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    scanned = x.cumprod(dim, dtype=dtype)
+    total = x.prod(dim, keepdim=True, dtype=scanned.dtype)
+    return scanned * _before(total, 1, axes).prod(0, dtype=scanned.dtype)
+
+
+def _logcumsumexp(axes: tuple[str, ...], call: Call, x: torch.Tensor, dim: int) -> torch.Tensor:
+    total = x.logsumexp(dim, keepdim=True)
+    return torch.logaddexp(x.logcumsumexp(dim), _before(total, -math.inf, axes).logsumexp(0))
+
+
+def _scanned(body: Body) -> Rows:
+    """The row in which operand and result are cut along the dim that is scanned; `body` takes no complex numbers."""
+
+    def rows(call: Call) -> Iterator[Row]:
+        (operand,) = call.operands
+        if operand.ndim and not operand.dtype.is_complex:
+            cut = Shard(call.argument("dim") % operand.ndim)
+            yield Row((cut,), (cut,), body)
+
+    return rows
+
+
+SCAN: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
+    {
+        aten.cumsum.default: along(linear("self"), _scanned(_cumsum)),
+        aten.cumprod.default: along(_scanned(_cumprod)),
+        aten.logcumsumexp.default: along(_scanned(_logcumsumexp)),
+        aten.cummax.default: along(),
+        aten.cummin.default: along(),
+    }
+)
