@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import attrs
 import torch
 
 Calls: TypeAlias = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
 
-_generator = torch.Generator().manual_seed(0)
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
-def f(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape, generator=_generator, dtype=dtype)
+@attrs.frozen
+class Draws:
+    """Draws tensors, in an order of its own: `f` of floats, `i` of integers below a bound, `b` of booleans."""
 
+    generator: torch.Generator = attrs.field(converter=_seeded)
 
-def i(bound: int, *shape: int) -> torch.Tensor:
-    return torch.randint(bound, shape, generator=_generator)
+    def f(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=dtype)
 
+    def i(self, bound: int, *shape: int) -> torch.Tensor:
+        return torch.randint(bound, shape, generator=self.generator)
 
-def b(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=_generator) > 0.5
+    def b(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator) > 0.5
 
 
 def call(*args: Any, **kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from draws import Calls, b, call, each, f, i
+from draws import Calls, Draws, call, each
 from rule_calls_order import CHANCE, ORDER
 
 aten = torch.ops.aten
+_draws = Draws(0)
+f, i, b = _draws.f, _draws.i, _draws.b
 
 
 def binary() -> Calls:

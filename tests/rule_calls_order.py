@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
-from draws import Calls, b, call, f, i
+from draws import Calls, Draws, call
 
 aten = torch.ops.aten
+_draws = Draws(2)
+f, i, b = _draws.f, _draws.i, _draws.b
 nan, inf = torch.nan, torch.inf
 
 _LINES = torch.tensor([[1.0, nan, 3.0, nan, inf], [2.0, 2.0, -inf, 2.0, 0.0], [-inf] * 5, [inf] * 5])
