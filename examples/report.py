@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
 from typing import Any
@@ -12,6 +13,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import spmd
+
+FILE_WIDTH = 120
+"""Columns of output that goes to no terminal."""
+
+WIDEST_GRID = 8
+"""Ranks side by side in a drawn mesh, at most."""
+
+SHOWN = 0.99
+"""What part of a step's bytes the table of collectives breaks down by cause."""
+
+
+def make_console() -> Console:
+    """A console as wide as the terminal, and wide enough for the tables where there is none."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=FILE_WIDTH)
 
 
 def size(count: float) -> str:
@@ -28,21 +44,22 @@ def size(count: float) -> str:
 
 
 def mesh_table(mesh: spmd.Mesh, strategy: str) -> Table:
-    """The ranks of a mesh of one or two axes, as a grid; of others, the axes."""
+    """The ranks of a small mesh of one or two axes, as a grid; of others, the axes."""
     table = Table(title=f"{mesh}: strategy {strategy}", title_justify="left")
-    if len(mesh.names) > 2:
+    if len(mesh.names) > 2 or mesh.sizes[-1] > WIDEST_GRID:
         table.add_column("axis")
         table.add_column("size", justify="right")
         for name, count in mesh.axes.items():
             table.add_row(name, str(count))
         return table
-    rows, columns = mesh.sizes if len(mesh.sizes) == 2 else (1, mesh.size)
-    table.add_column("" if len(mesh.names) == 1 else f"{mesh.names[0]} ↓ {mesh.names[1]} →")
+    columns = mesh.sizes[-1]
+    if len(mesh.names) == 2:
+        table.add_column(" ↓ ".join(mesh.names) + " →")
     for column in range(columns):
         table.add_column(f"{mesh.names[-1]} {column}", justify="right")
-    for row in range(rows):
-        ranks = range(row * columns, (row + 1) * columns)
-        table.add_row("" if len(mesh.names) == 1 else f"{mesh.names[0]} {row}", *(f"rank {rank}" for rank in ranks))
+    for row in range(mesh.size // columns):
+        head = [f"{mesh.names[0]} {row}"] * (len(mesh.names) - 1)
+        table.add_row(*head, *(f"rank {rank}" for rank in range(row * columns, (row + 1) * columns)))
     return table
 
 
@@ -69,7 +86,7 @@ def params_table(params: Any) -> Table:
 
 
 def comms_table(plan: Any) -> Table:
-    """The collectives of a step, by kind, axes and cause; blocks are alike."""
+    """The collectives of a step, by kind, axes and cause; blocks are alike, and small ones are one row."""
     counts: Counter[tuple[str, str, str]] = Counter()
     totals: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     for comm in plan.comms:
@@ -79,11 +96,19 @@ def comms_table(plan: Any) -> Table:
     table = Table(title="Collectives of one step (bytes sent by a rank, ring model)", title_justify="left")
     for name in ("kind", "axes", "count", "bytes", "cause"):
         table.add_column(name, justify="right" if name in ("count", "bytes") else "left")
-    for key in sorted(totals, key=lambda key: (-totals[key], key)):
+    rest, everything = sum(totals.values()), sum(totals.values())
+    by_size = sorted(totals, key=lambda key: (-totals[key], key))
+    for position, key in enumerate(by_size):
+        if rest <= (1 - SHOWN) * everything and len(by_size) - position > 1:
+            smaller = by_size[position:]
+            row = ("smaller", "", sum(counts[other] for other in smaller), size(rest), f"{len(smaller)} other causes")
+            table.add_row(*map(str, row))
+            break
         kind, axes, cause = key
         table.add_row(kind, axes, str(counts[key]), size(totals[key]), cause)
+        rest -= totals[key]
     table.add_section()
-    table.add_row("all", "", str(sum(counts.values())), size(sum(totals.values())), "")
+    table.add_row("all", "", str(sum(counts.values())), size(everything), "")
     return table
 
 
@@ -97,6 +122,15 @@ def losses_table(pairs: list[tuple[float, float]]) -> Table:
         mesh, single = pairs[step]
         table.add_row(str(step), f"{mesh:.6f}", f"{single:.6f}", f"{mesh - single:+.1e}")
     return table
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows as it is: what an untrained model writes may hold control characters.
+
+    >>> printable("a\\tb\\x1b[2J\\n")
+    'a\\tb�[2J\\n'
+    """
+    return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
 
 
 def progress(console: Console) -> Progress:

@@ -29,11 +29,14 @@ TOLERANCE = 1e-5
 
 HELD_OUT_BATCHES = 8
 
+LOG_LINES = 10
+"""Lines of progress where there is no terminal to draw a bar in."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; the exit status is 1 if `--verify` finds other losses than one device's."""
     options = parse(arguments)
-    console = Console()
+    console = report.make_console()
     strategy = STRATEGIES[options.strategy]
     mesh = spmd.make_mesh(options.mesh or strategy.mesh, runtime="virtual")
     config = gpt.Config(
@@ -43,8 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     text = corpus.read()
     console.print(report.mesh_table(mesh, options.strategy))
     console.print(
-        f"{len(text.train) / 1e6:.1f} MB of text to train on and {len(text.held_out) / 1e6:.1f} MB held out, "
-        f"from {text.files} files of Python's standard library"
+        f"{len(text.train) / 1e6:.1f} MB of text to train on, {len(text.held_out) / 1e6:.1f} MB held out: "
+        f"{text.files} files of the standard library"
     )
     state = training.init(options.seed)
     console.print(report.params_table(state.params))
@@ -117,15 +120,18 @@ def describe(console: Console, train_step: Any, arguments: tuple[Any, ...], show
 
 def train(console: Console, train_step: Any, state: Any, batches: list[gpt.Batch]) -> tuple[Any, list[float]]:
     """Run the steps under a progress bar."""
+    train_step.compile(state, batches[0])
     losses: list[float] = []
+    start = time.perf_counter()
     with report.progress(console) as progress:
         task = progress.add_task("training", total=len(batches), loss=math.nan, speed=0.0)
-        for batch in batches:
-            start = time.perf_counter()
+        for done, batch in enumerate(batches, start=1):
             state, loss = train_step(state, batch)
             losses.append(loss.item())
-            speed = batch[0].numel() / (time.perf_counter() - start)
+            speed = done * batch[0].numel() / (time.perf_counter() - start)
             progress.update(task, advance=1, loss=losses[-1], speed=speed)
+            if not console.is_terminal and done * LOG_LINES // len(batches) > (done - 1) * LOG_LINES // len(batches):
+                console.print(f"step {done} of {len(batches)}: loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
     return state, losses
 
 
@@ -141,7 +147,7 @@ def show_sample(console: Console, state: Any, config: gpt.Config, seed: int) -> 
     tokens = gpt.generate(params, torch.tensor(list(prompt)), config, 240, seed)
     console.rule("a sample")
     text = (prompt + bytes(tokens.tolist())).decode(errors="replace")
-    console.print(text, markup=False, highlight=False)
+    console.print(report.printable(text), markup=False, highlight=False)
     console.rule()
 
 
@@ -157,7 +163,7 @@ def verify(console: Console, training: Training, batches: list[gpt.Batch], losse
     console.print(report.losses_table(pairs))
     worst = max(abs(mesh - single) for mesh, single in pairs[:5])
     verdict = "within" if worst <= TOLERANCE else "NOT within"
-    console.print(f"the first {len(pairs[:5])} losses are {verdict} {TOLERANCE:.0e} of one device's ({worst:.1e})")
+    console.print(f"losses up to step {len(pairs[:5])} are {verdict} {TOLERANCE:.0e} of one device's ({worst:.1e})")
     return int(worst > TOLERANCE)
 
 
