@@ -44,6 +44,7 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/comms.py
 	$(BIN)/python benchmarks/call_overhead.py
+	$(BIN)/python benchmarks/step_time.py
 
 notebook: $(STAMP)
 	$(BIN)/python -m pytest tests/test_notebooks.py

@@ -1,0 +1,102 @@
+"""What a step on a virtual mesh costs beside the same step on one device.
+
+Eight virtual ranks do the work of one device in turns, so the ratio is what spreading costs: work that ranks repeat,
+collectives, and more but smaller operators. `first` is the time of tracing, planning and lowering, paid once.
+
+    OMP_NUM_THREADS=1 python benchmarks/step_time.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the model and its layouts are the example's
+
+import gpt
+import layouts
+import spmd
+from comms import workload_batch
+from textbook import WORKLOAD
+from training import Training, init, make_step
+
+STEPS = 15
+
+
+@attrs.frozen
+class StepTime:
+    """Seconds of one strategy.
+
+    Args:
+        first: of making the program: trace, plan, lower.
+        mesh: of a step on the mesh, the median.
+        single: of a step on one device, the median; steps take turns with those on the mesh.
+    """
+
+    first: float
+    mesh: float
+    single: float
+
+    @property
+    def ratio(self) -> float:
+        """How many steps on one device a step on the mesh costs."""
+        return self.mesh / self.single
+
+
+class Timed:
+    """A training step that goes on from its own result, and the seconds of each call."""
+
+    def __init__(self, step: Callable[..., tuple[Any, Any]], state: Any) -> None:
+        self._step, self._state = step, state
+        self.seconds: list[float] = []
+
+    def __call__(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """One step."""
+        start = time.perf_counter()
+        self._state, loss = self._step(self._state, batch)
+        loss.item()
+        self.seconds.append(time.perf_counter() - start)
+
+
+def measure(name: str, config: gpt.Config = WORKLOAD, steps: int = STEPS) -> StepTime:
+    """Time a strategy on its own mesh, and the same step on one device, in turns."""
+    strategy, batch = layouts.STRATEGIES[name], workload_batch(config)
+    training = Training(config, strategy, spmd.make_mesh(strategy.mesh, runtime="virtual"))
+    state, step = training.init(), training.step()
+    start = time.perf_counter()
+    step.compile(state, batch)
+    first = time.perf_counter() - start
+    on_mesh = Timed(step, state)
+    single = Timed(make_step(config, training.optimizer), init(config, training.optimizer))
+    for _ in range(steps + 1):
+        on_mesh(batch)
+        single(batch)
+    return StepTime(first, statistics.median(on_mesh.seconds[1:]), statistics.median(single.seconds[1:]))
+
+
+def main() -> int:
+    """Print the table."""
+    title = f"One training step: medians of {STEPS}, {torch.get_num_threads()} thread(s) of torch"
+    table = Table(title=title, title_justify="left")
+    for column in ("strategy", "mesh", "first, s", "step, ms", "one device, ms", "ratio"):
+        table.add_column(column, justify="left" if column in ("strategy", "mesh") else "right")
+    for name, strategy in layouts.STRATEGIES.items():
+        row = measure(name)
+        axes = ", ".join(f"{axis}={count}" for axis, count in strategy.mesh.items())
+        times = (f"{row.first:.1f}", f"{row.mesh * 1e3:.0f}", f"{row.single * 1e3:.0f}", f"{row.ratio:.2f}")
+        table.add_row(name, axes, *times)
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
