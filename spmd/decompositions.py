@@ -81,7 +81,7 @@ def _record_body(recorder: Recorder, operation: Operation, body: Body) -> dict[V
     try:
         with torch.no_grad(), recorder:
             outputs = body(*args, **kwargs)
-    except (NotImplementedError, TraceError):
+    except (NotImplementedError, TraceError, TypeError):  # torch's are not all made for every overload
         outputs = NotImplemented
     leaves = list(iterate_leaves(outputs))
     values = [recorder.value(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
@@ -127,10 +127,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
+    dims = _dims(x, dim)
     result = dtype or x.dtype
     total = aten.sum.dim_IntList(x, dims, keepdim, dtype=_wide(result))
     return (total / math.prod(x.shape[d] for d in dims)).to(result)
+
+
+def _dims(x: torch.Tensor, dim: Any) -> list[int]:
+    """The dims that a reduction names: all for None or none at all, and none of a number."""
+    return list(range(x.ndim)) if dim is None or len(dim) == 0 or x.ndim == 0 else list(dim)
 
 
 def _variance(
@@ -138,7 +143,7 @@ def _variance(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.is_complex():
         raise NotImplementedError
-    dims = list(range(x.ndim)) if dim is None or len(dim) == 0 else list(dim)
+    dims = _dims(x, dim)
     count = math.prod(x.shape[d] for d in dims)
     wide = x.to(_wide(x.dtype))
     mean = aten.sum.dim_IntList(wide, dims, True) / count
@@ -178,6 +183,17 @@ def _nll_backward(op: OpOverload) -> Body:
     return body
 
 
+def _batch_norm_eval(
+    x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, momentum: float, eps: float
+) -> tuple[torch.Tensor, ...]:
+    wide = _wide(x.dtype)
+    shape = [-1, *(1,) * (x.ndim - 2)]
+    result = (x.to(wide) - mean.to(wide).view(shape)) * (variance.to(wide) + eps).rsqrt().view(shape)
+    result = result if weight is None else result * weight.view(shape)
+    result = result if bias is None else result + bias.view(shape)
+    return result.to(x.dtype), x.new_zeros(0), x.new_zeros(0)
+
+
 def _torch_body(op: OpOverload) -> Body:
     """torch's own decomposition, looked up when it is used."""
 
@@ -206,6 +222,7 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.nll_loss2d_forward.default: _nll_forward(aten.nll_loss2d_forward.default),
     aten.nll_loss_backward.default: _nll_backward(aten.nll_loss_backward.default),
     aten.nll_loss2d_backward.default: _nll_backward(aten.nll_loss2d_backward.default),
+    aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape),
     **{op: _torch_body(op) for op in _LOSSES},

@@ -79,7 +79,7 @@ def _filled(value: float | bool | None = None, argument: int | None = None) -> C
     return form
 
 
-def _with_number(op: OpOverload) -> Callable[[Operation], Spelling]:
+def _renamed(op: OpOverload) -> Callable[[Operation], Spelling]:
     return lambda operation: (op, operation.args, dict(operation.kwargs))
 
 
@@ -177,7 +177,10 @@ NORMAL_FORMS: Mapping[OpOverload, Callable[[Operation], Spelling]] = {
     **_each(_filled(argument=0), aten.scalar_tensor.default),
     **_each(_filled(argument=1), aten.full.default, aten.full_like.default, aten.fill.Scalar),
     **_each(_filled(argument=2), aten.new_full.default),
-    **{getattr(aten, name).Scalar: _with_number(getattr(aten, name).Tensor) for name in ("add", "sub", "mul", "div")},
-    aten.div.Scalar_mode: _with_number(aten.div.Tensor_mode),
+    **{getattr(aten, name).Scalar: _renamed(getattr(aten, name).Tensor) for name in ("add", "sub", "mul", "div")},
+    aten.div.Scalar_mode: _renamed(aten.div.Tensor_mode),
+    # Bits that stand for arithmetic are lost with copies, which mean nothing here.
+    aten._conj.default: _renamed(aten.conj_physical.default),
+    aten._neg_view.default: _renamed(aten.neg.default),
 }  # fmt: skip
 """Operator to its canonical spelling."""

@@ -9,17 +9,19 @@ from types import MappingProxyType
 import torch
 
 from spmd.rules.attention import ATTENTION
-from spmd.rules.builders import along, pointwise, reduction
+from spmd.rules.builders import along, batched, pointwise, reduction
 from spmd.rules.elementwise import POINTWISE
 from spmd.rules.embedding import EMBEDDING
 from spmd.rules.extremes import EXTREMES
 from spmd.rules.factories import FACTORIES
 from spmd.rules.indexing import INDEXING
+from spmd.rules.linalg import LINALG
 from spmd.rules.loss import LOSS
 from spmd.rules.matmul import MATMUL
 from spmd.rules.normalization import NORMALIZATION
 from spmd.rules.notation import factors
 from spmd.rules.partial import carry, decreasing, ignores, increasing, linear
+from spmd.rules.pooling import POOLING
 from spmd.rules.reductions import REDUCTION
 from spmd.rules.rule import Body, Call, Factors, Row, Rule
 from spmd.rules.scan import SCAN
@@ -43,6 +45,8 @@ RULES: MappingProxyType[torch._ops.OpOverload, Rule] = MappingProxyType(
         **ATTENTION,
         **EMBEDDING,
         **LOSS,
+        **LINALG,
+        **POOLING,
     }
 )
 """The rule of every operator that has one of its own; other pointwise operators are found by their tag."""
@@ -76,6 +80,7 @@ __all__ = [
     "Rule",
     "Strategy",
     "along",
+    "batched",
     "carry",
     "decreasing",
     "derive_strategies",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import attrs
 import torch
 
-from spmd.rules.builders import aligned, rule
+from spmd.rules.builders import aligned, nothing, rule
 from spmd.rules.notation import Pattern, operand_names
 from spmd.rules.partial import linear
 from spmd.rules.rule import Call, Factors, Rule
@@ -20,13 +19,6 @@ _DIMS = {
     "query": "b h q e", "key": "b h k e", "value": "b h k v", "attn_mask": "b h q k",
     "out": "b h q v", "grad_out": "b h q v", "logsumexp": "b h q",
 }  # fmt: skip
-
-
-def _nothing(
-    _: tuple[str, ...], call: Call, query: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, ...]:
-    """Zeros: torch's CPU kernels divide by the batch and by the heads, and end the process where there are none."""
-    return tuple(query.new_zeros(meta.shape, dtype=meta.dtype) for meta in call.results)
 
 
 def _attention(*results: str) -> Rule:
@@ -52,7 +44,8 @@ def _attention(*results: str) -> Rule:
         fixed = frozenset(bound.sizes) - set(free)
         return attrs.evolve(bound, operands=operands, reduce={"q": "sum", "k": "sum"}, replicate=fixed)
 
-    return rule(make, linear("grad_out"), empty=_nothing)
+    # torch's CPU kernels divide by the batch and by the heads, and end the process where there are none.
+    return rule(make, linear("grad_out"), empty=nothing)
 
 
 _FORWARD = _attention("out", "logsumexp")

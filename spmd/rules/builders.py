@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from spmd.errors import RuleError
 from spmd.placement import Reduction
-from spmd.rules.notation import Rows, finish
+from spmd.rules.notation import Rows, finish, operand_names, tensor_arguments
 from spmd.rules.rule import Body, Call, FactorDims, Factors, Rule
 from spmd.spec import TensorMeta
 
@@ -62,7 +64,13 @@ def _pointwise(call: Call) -> Factors:
     )
 
 
-def along(*rows: Rows, dims: str = "dim", body: Body | None = None, size_argument: int | None = None) -> Rule:
+def along(
+    *rows: Rows,
+    dims: str = "dim",
+    body: Body | None = None,
+    size_argument: int | None = None,
+    empty: Body | None = None,
+) -> Rule:
     """The rule of an operator that works along the dims which the argument `dims` names, each line on its own.
 
     Tensors have the full number of dims (softmax, cat, sort, slice) or lack the one named (select, stack, unbind). The
@@ -88,7 +96,7 @@ def along(*rows: Rows, dims: str = "dim", body: Body | None = None, size_argumen
         operands, results = tuple(map(place, call.operands)), tuple(map(place, call.results))
         return Factors(operands, results, sizes, bodies=bodies)
 
-    return rule(make, *rows, size_argument=size_argument)
+    return rule(make, *rows, size_argument=size_argument, empty=empty)
 
 
 def reduction(
@@ -125,3 +133,49 @@ def reduction(
         )
 
     return rule(make, *rows, empty=empty)
+
+
+def nothing(_: tuple[str, ...], call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Zeros for every result, each made from all operands: a rank must not drop the moves that others run."""
+    tensors = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+    made = tuple(sum(x.new_zeros(meta.shape, dtype=meta.dtype) for x in tensors) for meta in call.results)
+    return made[0] if len(call.op._schema.returns) == 1 else made
+
+
+def vanish(axes: tuple[str, ...], call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Results without elements, where they have none: for operators that refuse an empty batch."""
+    empty = not any(meta.numel for meta in call.results)
+    return nothing(axes, call, *args, **kwargs) if empty else call.op(*args, **kwargs)
+
+
+def batched(operands: str, results: str, *rows: Rows, size_argument: int | None = None) -> Rule:
+    """The rule of an operator on the trailing dims of its tensors, each item of the batch on its own.
+
+    `batched("2 1", "2")`: two dims of the first operand and one of the second make up an item, and two of the result.
+    The dims before them are the batch; they broadcast and are cut. Tensors of fewer dims are not.
+    """
+    trailing, left = ([int(word) for word in words.split()] for words in (operands, results))
+
+    def make(call: Call) -> Factors:
+        core = dict(zip(tensor_arguments(call.op), trailing, strict=False))
+        given = [(meta, core[name]) for name, meta in zip(operand_names(call), call.operands, strict=True)]
+        pairs = [*given, *zip(call.results, left, strict=False)]
+        shape = torch.broadcast_shapes(*(meta.shape[: max(meta.ndim - count, 0)] for meta, count in pairs))
+        names = dim_names(len(shape))
+
+        def place(meta: TensorMeta, count: int) -> FactorDims:
+            if meta.ndim < count:
+                return ((),) * meta.ndim
+            lead = TensorMeta(meta.shape[: meta.ndim - count], meta.dtype)
+            return (*aligned(lead, names, shape), *((),) * count)
+
+        placed = [place(*pair) for pair in pairs]
+        absent = any(meta.ndim < count or meta.shape == (0,) for meta, count in pairs[len(given) :])
+        return Factors(
+            tuple(placed[: len(given)]),
+            tuple(placed[len(given) :]),
+            dict(zip(names, shape, strict=True)),
+            independent=frozenset(names if absent else ()),
+        )
+
+    return rule(make, *rows, size_argument=size_argument, empty=vanish)

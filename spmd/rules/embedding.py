@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from spmd.placement import Partial, Replicate, Shard
-from spmd.rules.lookup import local_index
+from spmd.rules.lookup import filled, local_index
 from spmd.rules.notation import factors
 from spmd.rules.partial import carry, linear
 from spmd.rules.rule import Call, Factors, Row, Rule
@@ -26,9 +26,7 @@ def _lookup(
     sparse: bool = False,
 ) -> torch.Tensor:
     local, held = local_index(indices, call.operands[0].shape[0], weight.shape[0], axes)
-    if not weight.shape[0]:
-        return weight.new_zeros((*indices.shape, weight.shape[1]))
-    found = aten.embedding.default(weight, local)
+    found = aten.embedding.default(filled(weight, 0), local)
     return torch.where(held.unsqueeze(-1), found, torch.zeros_like(found))
 
 

@@ -114,7 +114,7 @@ def _split_partial(value: Tensor, op: Reduction, ranks: int, generator: torch.Ge
         winner = torch.randint(ranks, value.shape, generator=generator)
         rest = torch.full_like(value, bool(neutral_value(op, torch.bool)))
         return [torch.where(winner == rank, value, rest) for rank in range(ranks)]
-    if value.is_floating_point():
+    if value.is_floating_point() or value.is_complex():
         noise = [3 * torch.randn(value.shape, generator=generator, dtype=value.dtype) for _ in range(ranks)]
     else:
         noise = [torch.randint(-9, 10, value.shape, generator=generator, dtype=value.dtype) for _ in range(ranks)]

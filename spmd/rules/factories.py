@@ -37,6 +37,13 @@ FACTORIES: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
         aten.new_full.default: _NEW,
         aten.new_empty.default: _NEW,
         aten.scalar_tensor.default: factors(" -> "),
+        aten.linspace.default: factors(" -> _"),
+        aten.logspace.default: factors(" -> _"),
+        **{
+            getattr(op, kind): factors(f"{operands} -> _")
+            for op in (aten.linspace, aten.logspace)
+            for kind, operands in (("Tensor_Tensor", ","), ("Tensor_Scalar", ""), ("Scalar_Tensor", ""))
+        },
         aten.arange.default: factors(" -> _"),
         aten.arange.start: factors(" -> _"),
         aten.arange.start_step: factors(" -> _"),

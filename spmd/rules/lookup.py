@@ -19,10 +19,16 @@ def local_index(
     return torch.where(held, local, torch.zeros_like(local)), held
 
 
+def filled(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """`x`, or zeros of length 1 in `dim` if it is empty there, so that there is something to index.
+
+    A rank that holds nothing takes the same steps as the others: they must run the same primitives.
+    """
+    return x if x.shape[dim] else x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
+
+
 def pick(x: torch.Tensor, dim: int, index: torch.Tensor, size: int, axes: tuple[str, ...]) -> torch.Tensor:
     """`x.gather(dim, index)` for a shard `x` of a tensor of `size` in `dim`; zero where it lacks the element."""
     local, held = local_index(index, size, x.shape[dim], axes)
-    if not x.shape[dim]:
-        return x.new_zeros(index.shape)
-    picked = x.gather(dim, local)
+    picked = filled(x, dim).gather(dim, local)
     return torch.where(held, picked, torch.zeros_like(picked))

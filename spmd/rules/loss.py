@@ -10,7 +10,7 @@ import torch
 
 from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.rules.builders import pointwise
-from spmd.rules.lookup import local_index, pick
+from spmd.rules.lookup import filled, local_index, pick
 from spmd.rules.notation import Rows, factors
 from spmd.rules.partial import linear
 from spmd.rules.rule import Call, Factors, Row, Rule
@@ -103,13 +103,12 @@ def _nll_backward(
     whole: TensorMeta = call.argument("self")
     dim = _class_dim(whole)
     local, held = local_index(target, whole.shape[dim], scores.shape[dim], axes)
-    if not scores.shape[dim]:
-        return torch.zeros_like(scores)
     scale = -grad * _target_weight(target, weight, ignore_index, scores.dtype)
     if reduction == _MEAN:
         scale = scale / total_weight
     scale = torch.where(held, scale, torch.zeros_like(scale))
-    return torch.zeros_like(scores).scatter(dim, local.unsqueeze(dim), scale.unsqueeze(dim))
+    empty = torch.zeros_like(filled(scores, dim))
+    return empty.scatter(dim, local.unsqueeze(dim), scale.unsqueeze(dim)).narrow(dim, 0, scores.shape[dim])
 
 
 def _cut_classes(call: Call) -> Iterator[Row]:

@@ -36,7 +36,7 @@ class Flow:
     def __call__(self, call: Call) -> Iterator[Row]:
         """The rows of one call."""
         factor = call.argument(self.times) if self.times else 1
-        if isinstance(factor, TensorMeta) or not factor:
+        if isinstance(factor, (TensorMeta, complex)) or not factor:
             return
         through = self.through if factor > 0 else _exchanged(self.through)
         for group in self.groups:
@@ -103,7 +103,7 @@ def _row(call: Call, group: list[str], source: Reduction, target: Reduction | No
             return None
     if source != "sum" and target is not None:
         to_bool = any(call.results[i].dtype == torch.bool for i in results) and dtypes[0] != torch.bool
-        if to_bool or any(dtype.is_complex for dtype in dtypes):
+        if to_bool or any(dtype.is_complex for dtype in (*dtypes, *(call.results[i].dtype for i in results))):
             return None
     placed = Replicate() if target is None else Partial(target)
     return Row(operands, tuple(placed if i in results else Replicate() for i in range(len(call.results))))

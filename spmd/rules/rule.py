@@ -86,6 +86,7 @@ class Factors:
             that they lack is cut, they must be Partial themselves.
         bodies: what a rank computes where the factor is cut, for factors along which the operator alone is not enough;
             such a body does not depend on where a shard lies.
+        independent: factors that some results lack because they do not depend on anything along them.
         rows: strategies that do not follow from factors: linearity (Partial in, Partial out) and local bodies.
     """
 
@@ -96,6 +97,7 @@ class Factors:
     replicate: frozenset[str] = frozenset()
     additive: frozenset[int] = frozenset()
     bodies: Mapping[str, Body] = attrs.field(factory=dict)
+    independent: frozenset[str] = frozenset()
     rows: tuple[Row, ...] = ()
 
 

@@ -141,6 +141,16 @@ def _pad(call: Call) -> Factors:
     return Factors(found.operands, found.results, found.sizes, replicate=frozenset(padded & found.sizes.keys()))
 
 
+def _unfold(call: Call) -> Factors:
+    """Windows along one dim, which become a dim of their own."""
+    (operand,), (result,) = call.operands, call.results
+    names = dim_names(operand.ndim)
+    at = names[call.argument("dimension") % operand.ndim] if operand.ndim else ""
+    sizes = {name: size for name, size in zip(names, operand.shape, strict=True) if name != at}
+    placed = cut_all(result.shape[: operand.ndim], names, {at})
+    return Factors((cut_all(operand.shape, names, {at}),), (placed + ((),) * (result.ndim - len(placed)),), sizes)
+
+
 def _diagonal(call: Call) -> Factors:
     (operand,), (result,) = call.operands, call.results
     names = dim_names(operand.ndim)
@@ -186,6 +196,7 @@ VIEWS: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
         aten.transpose.int: rule(_transpose, carry("self")),
         aten.t.default: rule(_t, carry("self")),
         aten.expand.default: rule(_expand, carry("self"), size_argument=1),
+        aten.unfold.default: rule(_unfold, carry("self")),
         aten.diagonal.default: rule(_diagonal, carry("self")),
     }
 )
@@ -209,6 +220,10 @@ MOVES: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
         aten.constant_pad_nd.default: rule(_pad, linear("self value"), increasing("self")),
         aten.tril.default: _triangle(lower=True),
         aten.triu.default: _triangle(lower=False),
+        aten.kthvalue.default: along(),
+        aten.mode.default: along(),
+        aten.median.dim: along(),
+        aten.nanmedian.dim: along(),
         aten.sort.default: along(),
         aten.sort.stable: along(),
         aten.topk.default: along(),

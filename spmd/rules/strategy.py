@@ -119,7 +119,8 @@ def _shard_atom(
         return Shard(flat.index(atom)) if atom in flat else otherwise
 
     missing = [dims for dims in factors.results if not any(name in names for names in dims)]
-    if missing and in_operand and name not in factors.reduce and name not in factors.bodies:
+    known = factors.reduce.keys() | factors.bodies.keys() | factors.independent
+    if missing and in_operand and name not in known:
         raise RuleError(f"Factor {name!r} is in no result and neither reduced nor replicated (in {factors}).")
     absent: Placement = Partial(factors.reduce[name]) if name in factors.reduce else Replicate()
     return Strategy(

@@ -1,0 +1,114 @@
+"""The calls of torch's operator database, as functions from tensors to tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import optree
+import torch
+
+Function = Callable[..., list[torch.Tensor]]
+
+ARBITRARY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+"""Entries whose results are memory that nobody has written: only their shapes are compared."""
+
+_DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """One call: a function of all its tensors, which gives all tensors of its result.
+
+    Args:
+        label: the sample and its operands, for messages.
+        function: the function.
+        tensors: its arguments.
+        values: whether the values of the results mean anything.
+    """
+
+    label: str
+    function: Function
+    tensors: tuple[torch.Tensor, ...]
+    values: bool = True
+
+
+def entries(pattern: str = "") -> list[Any]:
+    """The entries (`OpInfo`) of the database whose full name contains `pattern`; `name$` asks for exactly that one."""
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds, and needs expecttest
+
+    exact = pattern.endswith("$")
+    wanted = pattern.removesuffix("$")
+    return [entry for entry in op_db if (wanted == full_name(entry) if exact else wanted in full_name(entry))]
+
+
+def full_name(entry: Any) -> str:
+    """The name of an entry, with that of its variant."""
+    return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else str(entry.name)
+
+
+def cases(entry: Any, samples: int, backward: bool = False) -> Iterator[Case]:
+    """The first `samples` calls of an entry in double precision (or the first dtype that it has).
+
+    With `backward`, the function gives its results and, by `torch.func.vjp`, the gradients of all floating operands;
+    the cotangents are further arguments.
+    """
+    supported = entry.supported_dtypes("cpu")
+    dtype = next(dtype for dtype in (*_DTYPES, *sorted(supported, key=str)) if dtype in supported)
+    torch.manual_seed(0)
+    for number, sample in enumerate(itertools.islice(entry.sample_inputs("cpu", dtype, requires_grad=False), samples)):
+        case = _case(entry, sample, number)
+        if any(tensor.layout is not torch.strided for tensor in case.tensors):
+            continue
+        yield _with_gradients(case) if backward else case
+
+
+def _case(entry: Any, sample: Any, number: int) -> Case:
+    leaves, tree = optree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
+    at = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        given = list(leaves)
+        for position, tensor in zip(at, tensors, strict=True):
+            given[position] = tensor.clone()  # batch norms write to their statistics
+        first, args, kwargs = optree.tree_unflatten(tree, given)  # type: ignore[misc]
+        result = entry.op(first, *args, **kwargs)
+        return [leaf for leaf in optree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+    tensors = tuple(leaves[position].detach() for position in at)
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+    rest = ", ".join(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+    return Case(
+        f"sample {number}: {shapes}{'; ' if rest else ''}{rest:.80}", function, tensors, entry.name not in ARBITRARY
+    )
+
+
+def _with_gradients(case: Case) -> Case:
+    """The case with the gradients of its floating operands."""
+    at = [position for position, tensor in enumerate(case.tensors) if _has_gradient(tensor)]
+    outputs = case.function(*case.tensors)
+    cotangents = tuple(torch.randn_like(output) for output in outputs if _has_gradient(output))
+    count = len(case.tensors)
+
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        def primal(*floating: torch.Tensor) -> Any:
+            given = list(tensors[:count])
+            for position, tensor in zip(at, floating, strict=True):
+                given[position] = tensor
+            return tuple(output for output in case.function(*given) if _has_gradient(output))
+
+        results, pullback, *_ = torch.func.vjp(primal, *(tensors[position] for position in at))
+        return [*results, *pullback(tuple(tensors[count:]))]
+
+    return attrs.evolve(case, function=function, tensors=(*case.tensors, *cotangents))
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def differentiable(case: Case) -> bool:
+    """Whether `torch.func.vjp` of the case means anything: it has a floating operand and a floating result."""
+    return any(map(_has_gradient, case.tensors)) and any(map(_has_gradient, case.function(*case.tensors)))

@@ -1,0 +1,96 @@
+"""Which placements of the operands are tried, what every rank holds then, and whether results are right."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
+import torch
+
+from spmd.mesh import Mesh
+from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard, combine
+from spmd.rules.execute import split
+from spmd.spec import DTensorSpec, TensorMeta
+
+Combination = tuple[tuple[Placement, ...], ...]
+"""For every operand, one placement a mesh axis."""
+
+
+def combinations(tensors: Sequence[torch.Tensor], mesh: Mesh, limit: int, partial: bool) -> Iterator[Combination]:
+    """All combinations of placements if they are at most `limit`, else replication and a fixed sample of the others.
+
+    Args:
+        tensors: the operands.
+        mesh: the mesh.
+        limit: the most combinations.
+        partial: also try partial sums, maxima and minima of floating operands.
+    """
+    options = [_options(tensor, mesh, partial) for tensor in tensors]
+    total = math.prod(map(len, options))
+    chosen = range(total) if total <= limit else [0, *random.Random(total).sample(range(1, total), limit - 1)]
+    for number in chosen:
+        combination = []
+        for option in options:
+            number, index = divmod(number, len(option))
+            combination.append(option[index])
+        yield tuple(combination)
+
+
+def _options(tensor: torch.Tensor, mesh: Mesh, partial: bool) -> list[tuple[Placement, ...]]:
+    single: list[Placement] = [Replicate(), *map(Shard, range(tensor.ndim))]
+    if partial and tensor.is_floating_point():
+        single += map(Partial, REDUCTIONS)
+    return [option for option in itertools.product(single, repeat=len(mesh.names)) if _one_reduction(option)]
+
+
+def _one_reduction(option: Sequence[Placement]) -> bool:
+    return len({placement.op for placement in option if isinstance(placement, Partial)}) <= 1
+
+
+def spread(tensor: torch.Tensor, spec: DTensorSpec) -> tuple[torch.Tensor, ...]:
+    """What every rank holds of a tensor; the parts of a partial value do not cancel."""
+    axes = [axis for axis, _ in spec.partial]
+    parts = [tensor]
+    if axes:
+        grouping = tuple((size,) for size in tensor.shape)
+        generator = torch.Generator().manual_seed(0)
+        parts = split(tensor, grouping, Partial(spec.partial[0][1]), spec.mesh.axis_size(axes), generator)
+    return tuple(
+        parts[spec.mesh.axis_index(coordinate, axes)][spec.local_slices(coordinate)].clone()
+        for coordinate in spec.mesh.coordinates()
+    )
+
+
+def difference(shards: Sequence[torch.Tensor], spec: DTensorSpec, expected: torch.Tensor, values: bool) -> str | None:
+    """Why the shards of all ranks are not `expected` placed by `spec`; None if they are."""
+    axes = [axis for axis, _ in spec.partial]
+    for rank, (coordinate, shard) in enumerate(zip(spec.mesh.coordinates(), shards, strict=True)):
+        meta = TensorMeta(spec.local_shape(coordinate), expected.dtype)
+        if TensorMeta.of(shard) != meta:
+            return f"rank {rank} holds {TensorMeta.of(shard)}, expected {meta}"
+    groups = spec.mesh.groups(axes) if axes else tuple((rank,) for rank in range(spec.mesh.size))
+    for group in groups if values else ():
+        held = [shards[rank] for rank in group]
+        whole = reduce(lambda left, right: combine(spec.partial[0][1], left, right), held)
+        wanted = expected[spec.local_slices(spec.mesh.coordinate(group[0]))]
+        reason = _apart(whole, wanted)
+        if reason is not None:
+            return f"rank {group[0]}: {reason}"
+    return None
+
+
+def _apart(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
+    rtol, atol = _TOLERANCES.get(expected.dtype, (1e-4, 1e-5))
+    if not (expected.is_floating_point() or expected.is_complex()):
+        rtol, atol = 0.0, 0.0
+    try:
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
+    except AssertionError as error:
+        return "; ".join(str(error).splitlines()[2:4]) or "values differ"
+    return None
+
+
+_TOLERANCES = {torch.float64: (1e-6, 1e-7), torch.complex128: (1e-6, 1e-7)}
