@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from spmd.placement import Partial, Replicate, Shard
-from spmd.rules.builders import aligned, dim_names, rule
+from spmd.placement import Partial, Reduction, Replicate, Shard
+from spmd.rules.builders import aligned, cut_all, dim_names, rule
 from spmd.rules.lookup import pick
-from spmd.rules.partial import carry, increasing, linear
+from spmd.rules.notation import Rows
+from spmd.rules.partial import carry, increasing, keeps_max, keeps_min, linear
 from spmd.rules.rule import Call, FactorDims, Factors, Row, Rule
 from spmd.spec import TensorMeta
 
@@ -55,26 +56,83 @@ def _index_put(call: Call) -> Factors:
     result, own, sizes = _indexed(whole, indices)
     placed = aligned(values, result, [sizes[name] for name in result])
     operands = (_whole(whole, sizes), *_positions(indices, own, sizes), placed)
-    return _accumulated(call.argument("accumulate"), operands, (operands[0],), sizes, own)
+    return _written(call, operands, sizes, own)
 
 
-def _replaced(call: Call) -> Iterator[Row]:
-    """Where values replace elements rather than add to them, maxima and minima stay."""
-    if not call.argument("accumulate"):
-        yield from increasing("self values")(call)
+def _put(call: Call) -> Factors:
+    whole, index, source = call.operands
+    own = [f"i{i}" for i in range(index.ndim)]
+    placed = cut_all(index.shape, own)
+    operands = (((),) * whole.ndim, placed, placed if source.shape == index.shape else ((),) * source.ndim)
+    shared = own if source.shape == index.shape else []
+    return _written(call, operands, dict(zip(own, index.shape, strict=True)), own, shared)
 
 
-def _accumulated(
-    add: bool,
+def _take(call: Call) -> Factors:
+    whole, index = call.operands
+    own = [f"i{i}" for i in range(index.ndim)]
+    placed = cut_all(index.shape, own)
+    return Factors((((),) * whole.ndim, placed), (placed,), dict(zip(own, index.shape, strict=True)))
+
+
+_COMBINED: Mapping[str, Reduction] = {"sum": "sum", "add": "sum", "amax": "max", "amin": "min"}
+
+
+def _given(call: Call, name: str, otherwise: Any) -> Any:
+    return call.argument(name) if any(argument.name == name for argument in call.op._schema.arguments) else otherwise
+
+
+def _includes(call: Call) -> bool:
+    """Whether what a place holds counts beside what is written there."""
+    return bool(_given(call, "include_self", True))
+
+
+def _combination(call: Call) -> Reduction | None:
+    """How a place combines what it holds with all that is written there; None if it does not, or in no simple way."""
+    if call.op in _ADDING or _given(call, "accumulate", False):
+        return "sum"
+    return _COMBINED.get(_given(call, "reduce", "")) if _includes(call) else None
+
+
+def _written(
+    call: Call,
     operands: Sequence[FactorDims],
-    results: Sequence[FactorDims],
     sizes: Mapping[str, int],
     own: Sequence[str],
+    shared: Sequence[str] | None = None,
 ) -> Factors:
-    """Factors of writes into the first operand: where they add, each rank may write a share of them."""
-    reduce: Any = dict.fromkeys(own, "sum") if add else {}
-    fixed = frozenset() if add else frozenset(own)
-    return Factors(tuple(operands), tuple(results), sizes, reduce, fixed, frozenset({0}) if add else frozenset())
+    """Factors of writes into the first operand at places with the factors `own`.
+
+    Where writes combine, each rank may write a share of them, along the factors `shared`: by default all of `own`.
+    """
+    kind = _combination(call)
+    reduce = dict.fromkeys(own if shared is None else shared, kind) if kind else {}
+    fixed = frozenset(own) - reduce.keys()
+    additive = frozenset({0}) if reduce else frozenset()
+    return Factors(tuple(operands), (operands[0],), sizes, reduce, fixed, additive)
+
+
+def _flows(source: str) -> Rows:
+    """How Partial values go through writes of the argument `source` into `self`."""
+    both = f"self {source}"
+    through: Mapping[Reduction | None, tuple[Rows, ...]] = {
+        "sum": (linear(both), increasing("self")),
+        "max": (keeps_max(both), increasing("self")),
+        "min": (keeps_min(both), increasing("self")),
+        None: (linear(both), increasing(both)),
+    }
+
+    def rows(call: Call) -> Iterator[Row]:
+        reduce = _given(call, "reduce", None)
+        flows = through[_COMBINED.get(reduce) if reduce is not None else _combination(call)]
+        if reduce == "mean":
+            flows = (linear(both),)
+        elif reduce in ("prod", "multiply"):
+            flows = (linear("self"),) if _includes(call) else ()
+        for flow in flows:
+            yield from flow(call)
+
+    return rows
 
 
 def _index_select(call: Call) -> Factors:
@@ -96,7 +154,7 @@ def _index_add(call: Call) -> Factors:
     sizes["k"] = index.numel
     placed = tuple(("k",) if i == dim else (name,) for i, name in enumerate(names))
     target = _whole(whole, sizes)
-    return _accumulated(True, (target, (("k",),) * index.ndim, placed[: source.ndim]), (target,), sizes, ["k"])
+    return _written(call, (target, (("k",),) * index.ndim, placed[: source.ndim]), sizes, ["k"])
 
 
 def _elementwise_index(call: Call) -> tuple[FactorDims, FactorDims, dict[str, int]]:
@@ -124,10 +182,8 @@ def _gather(call: Call) -> Factors:
 def _scatter(call: Call) -> Factors:
     whole, positions, sizes = _elementwise_index(call)
     operands = (whole, *(positions for _ in call.operands[1:]))
-    adds = call.op is aten.scatter_add.default
-    if adds and call.operands[1].shape != call.operands[2].shape:
-        adds = False
-    return _accumulated(adds, operands, (whole,), sizes, ["k"] if "k" in sizes else [])
+    own = ["k"] if "k" in sizes else []
+    return _written(call, operands, sizes, own, own if len({meta.shape for meta in call.operands[1:]}) == 1 else [])
 
 
 def _gather_body(
@@ -144,15 +200,23 @@ def _cut_gathered(call: Call) -> Iterator[Row]:
         yield Row((Shard(dim), Replicate()), (Partial("sum"),), _gather_body)
 
 
+_ADDING = frozenset({aten.scatter_add.default, aten.index_add.default})
+
 INDEXING: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
     {
         aten.index.Tensor: rule(_index, carry("self")),
-        aten.index_put.default: rule(_index_put, linear("self values"), _replaced),
+        aten.index_put.default: rule(_index_put, _flows("values")),
         aten.index_select.default: rule(_index_select, carry("self")),
-        aten.index_add.default: rule(_index_add, linear("self source")),
+        aten.index_add.default: rule(_index_add, _flows("source")),
+        aten.index_reduce.default: rule(_index_add, _flows("source")),
         aten.gather.default: rule(_gather, carry("self"), _cut_gathered),
-        aten.scatter.src: rule(_scatter, carry("self src")),
+        aten.scatter.src: rule(_scatter, _flows("src")),
         aten.scatter.value: rule(_scatter, linear("self value"), increasing("self")),
-        aten.scatter_add.default: rule(_scatter, linear("self src")),
+        aten.scatter.reduce: rule(_scatter, _flows("src")),
+        aten.scatter.value_reduce: rule(_scatter, _flows("value")),
+        aten.scatter_add.default: rule(_scatter, _flows("src")),
+        aten.scatter_reduce.two: rule(_scatter, _flows("src")),
+        aten.take.default: rule(_take, carry("self")),
+        aten.put.default: rule(_put, _flows("source")),
     }
 )
