@@ -18,8 +18,8 @@ import torch
 
 from spmd.errors import PlanError
 
-MAX_CELLS = 2**26
-"""The largest table that elimination may build (512 MB of float64)."""
+MAX_CELLS = 2**24
+"""The largest table that elimination may build (128 MB of float64)."""
 
 FILL_WEIGHT = 0.3
 """How much the pairs of variables that an elimination joins count beside the size of its table. With 0.3 a GPT step
