@@ -12,7 +12,9 @@ import torch
 from draws import Calls, Draws, call, each
 from rule_calls_indexing import CHANCE as FEW_VALUES
 from rule_calls_indexing import INDEXING
+from rule_calls_linalg import LINALG
 from rule_calls_order import CHANCE, ORDER
+from rule_calls_pooling import POOLING
 
 aten = torch.ops.aten
 _draws = Draws(0)
@@ -125,6 +127,7 @@ _MATMUL = {
         call(f(4, 1), f(4, 5), f(5, 3)),
     ],
     aten.baddbmm.default: [call(f(4, 2, 3), f(4, 2, 5), f(4, 5, 3)), call(f(1, 1, 3), f(4, 2, 5), f(4, 5, 3))],
+    aten.addbmm.default: [call(f(4, 3), f(5, 4, 2), f(5, 2, 3)), call(f(3), f(5, 4, 2), f(5, 2, 3), beta=2)],
     aten.addmv.default: [call(f(4), f(4, 5), f(5))],
 }
 
@@ -146,6 +149,7 @@ _SHAPE = {
     aten.transpose.int: [call(f(4, 5, 3), 0, -1), call(f(), 0, 0)],
     aten.t.default: [call(f(4, 5)), call(f(4))],
     aten.expand.default: [call(f(4, 1), [3, 4, 5]), call(f(), [4]), call(f(4, 5), [-1, 5])],
+    aten.unfold.default: [call(f(4, 5, 3), 1, 2, 1), call(f(5), 0, 3, 2)],
     aten.diagonal.default: [call(f(4, 5, 3)), call(f(4, 5, 3), 1, 0, 2)],
     aten.repeat.default: [call(f(4, 5), [2, 1, 3]), call(f(4, 5), [1, 2])],
     aten.cat.default: [call([f(4, 5), f(4, 3)], 1), call([f(4), f(0), f(3)]), call([f(4, 5), f(0)], 0)],
@@ -168,6 +172,10 @@ _SHAPE = {
     ],
     aten.tril.default: [call(f(4, 5)), call(f(3, 4, 4), 1)],
     aten.triu.default: [call(f(4, 5)), call(f(3, 4, 4), -1)],
+    aten.kthvalue.default: [call(f(4, 5), 2, 0)],
+    aten.mode.default: [call(i(3, 4, 5), 0)],
+    aten.median.dim: [call(f(4, 5), 0)],
+    aten.nanmedian.dim: [call(f(4, 5), 1)],
     aten.sort.default: [call(f(4, 5), 1), call(f(4, 5), 0, True)],
     aten.sort.stable: [call(f(4, 5), stable=True, dim=1)],
     aten.topk.default: [call(f(4, 5), 2), call(f(4, 5), 3, 0)],
@@ -206,6 +214,14 @@ _FACTORIES = {
     aten.new_full.default: [call(f(3), [4, 5], 2.0)],
     aten.new_empty.default: [call(f(3), [4, 5])],
     aten.scalar_tensor.default: [call(2.0)],
+    aten.linspace.default: [call(0, 2, 5)],
+    aten.linspace.Tensor_Tensor: [call(f(), f(), 5)],
+    aten.linspace.Tensor_Scalar: [call(f(), 2, 5)],
+    aten.linspace.Scalar_Tensor: [call(0, f(), 5)],
+    aten.logspace.default: [call(0, 2, 5)],
+    aten.logspace.Tensor_Tensor: [call(f(), f(), 5)],
+    aten.logspace.Tensor_Scalar: [call(f(), 2, 5)],
+    aten.logspace.Scalar_Tensor: [call(0, f(), 5)],
     aten.arange.default: [call(5)],
     aten.arange.start: [call(2, 7)],
     aten.arange.start_step: [call(2, 7, 2)],
@@ -383,13 +399,17 @@ CALLS: Mapping[torch._ops.OpOverload, Calls] = (
     | _LOSS
     | ORDER
     | INDEXING
+    | LINALG
+    | POOLING
 )
 """For every operator of `RULES`, arguments and keyword arguments of some calls."""
 
 ARBITRARY = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default})
 """Operators whose values mean nothing."""
 
-UNSEARCHED = frozenset({*_NORMALIZATION, *_ATTENTION, *_EMBEDDING, *(op for op in _LOSS if "nll" in str(op))})
+UNSEARCHED = frozenset(
+    {*_NORMALIZATION, *_ATTENTION, *_EMBEDDING, *LINALG, *POOLING, *(op for op in _LOSS if "nll" in str(op))}
+)
 """Operators whose kernels do not check that shapes fit together, and read or write out of bounds where they do not."""
 
 INCOMPLETE = {

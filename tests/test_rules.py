@@ -24,12 +24,8 @@ aten = torch.ops.aten
 R, Psum, Pmax, Pmin = Replicate(), Partial("sum"), Partial("max"), Partial("min")
 
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{message}:UserWarning")
-    for message in (
-        ".*degrees of freedom is <= 0",
-        "index_reduce.. is in beta",
-        "The reduce argument of torch.scatter with Tensor src is deprecated",
-    )
+    pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.(cholesky|triangular_solve) is deprecated:UserWarning"),
 ]
 
 
