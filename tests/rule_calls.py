@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from draws import Calls, Draws, call, each
+from rule_calls_indexing import CHANCE as FEW_VALUES
+from rule_calls_indexing import INDEXING
 from rule_calls_linalg import LINALG
 from rule_calls_order import CHANCE, ORDER
 from rule_calls_pooling import POOLING
@@ -396,6 +398,7 @@ CALLS: Mapping[torch._ops.OpOverload, Calls] = (
     | _EMBEDDING
     | _LOSS
     | ORDER
+    | INDEXING
     | LINALG
     | POOLING
 )
@@ -415,15 +418,13 @@ INCOMPLETE = {
         aten.softplus_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
         aten.hardtanh_backward.default, aten.hardsigmoid_backward.default, aten.binary_cross_entropy.default,
     ),
-    "max and min of the target of an addition, and by the sign of alpha": (
-        aten.index_add.default, aten.scatter_add.default, aten.index_put.default,
-    ),
+    "max and min of what is added, where places are written to once": (aten.index_add.default, aten.index_put.default),
     "infinities absorb any sum": (aten.masked_fill.Scalar,),
     "right by chance, for few values": (
         aten.minimum.default, aten.max.other, aten.min.other, aten._to_copy.default,
         aten.relu.default, aten.relu6.default, aten.sign.default, aten.sgn.default,
         aten.sum.default, aten.any.default, aten.any.dims, aten.all.default, aten.all.dims,
-        aten.logsumexp.default, aten.linalg_vector_norm.default, aten.scatter.value, *CHANCE,
+        aten.logsumexp.default, aten.linalg_vector_norm.default, aten.scatter.value, *CHANCE, *FEW_VALUES,
     ),
     "operands whose values are ignored": (
         aten.copy.default, aten.fill.Tensor, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
