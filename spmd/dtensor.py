@@ -275,6 +275,8 @@ def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> 
             f"{where} must be a torch.Tensor with data (got {kind}). What has only a shape serves the stages of a "
             "jitted function: .trace, .plan and .lower."
         )
+    if value.layout is not torch.strided:
+        raise ShardingError(f"{where} must be dense (got layout {value.layout}). Pass it as .to_dense().")
     value = value.detach()
     return wrap(spec, tuple(_cut(value, spec, coordinate) for coordinate in _held_coordinates(spec.mesh)))
 

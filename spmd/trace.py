@@ -28,7 +28,7 @@ from spmd.graph import Graph, Value, map_leaves
 from spmd.recorder import Namer, Recorder, where
 from spmd.source import SourceTracker, user_source
 from spmd.spec import TensorMeta
-from spmd.tree import leaf_remedy, tree_flatten
+from spmd.tree import leaf_remedy, tree_flatten, tree_leaves
 
 _tracing: ContextVar[bool] = ContextVar("spmd_tracing", default=False)
 
@@ -141,7 +141,7 @@ def trace_flat(
     lifting = _ClosureLifting(recorder)
     token = _tracing.set(True)
     try:
-        with torch.no_grad(), _errors_raised_only(), recorder, FunctionalTensorMode(), lifting:
+        with torch.no_grad(), _errors_raised_only(), recorder, _Functionalization(), lifting:
             outputs = function(*[lifting.functional(fake) for fake in fakes])
             outputs = [lifting.finish(tensor) for tensor in outputs]
             lifting.check_writes()
@@ -161,6 +161,18 @@ def _errors_raised_only() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(silence)
+
+
+class _Functionalization(FunctionalTensorMode):
+    """Functionalization without torch.linalg's checks for failures, which need values: a singular matrix has no
+    inverse that is finite, and that is what comes out."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._linalg_check_errors.default:
+            return None
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _ClosureLifting(TorchFunctionMode):
@@ -203,6 +215,11 @@ class _ClosureLifting(TorchFunctionMode):
                 f".backward() at {where(user_source())} writes gradients into tensors. "
                 "Use torch.func.grad or torch.func.grad_and_value, which return them."
             )
+        if func in (torch.tensor, torch.as_tensor) and _is_list_of_tensors(args):
+            raise TraceError(
+                f"torch.{func.__name__} of a list of tensors at {where(user_source())} needs their values, and a "
+                "traced function has none. Use torch.stack or torch.cat."
+            )
         if getattr(func, "__name__", "") == "__get__" and func not in _VIEW_GETTERS:
             return func(*args, **(kwargs or {}))
         return func(*map_leaves(self._lift, args), **map_leaves(self._lift, kwargs or {}))
@@ -232,6 +249,11 @@ _VIEW_GETTERS = frozenset(
 _MEMORY_READERS = frozenset(
     {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__}
 )
+
+
+def _is_list_of_tensors(args: tuple[Any, ...]) -> bool:
+    listed = bool(args) and isinstance(args[0], (list, tuple))
+    return listed and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[0]))
 
 
 def _device(leaf: Any) -> torch.device:

@@ -116,6 +116,8 @@ def make_spec(mesh: Mesh, spec: SpecLike, meta: TensorMeta, *, where: str) -> DT
     Raises:
         ShardingError: the spec does not fit the mesh or the tensor.
     """
+    if not is_spec(spec):
+        raise ShardingError(f"{where} {meta}: {_shorten(repr(spec))} is not a spec. {_remedy(spec)}")
     try:
         return DTensorSpec.make(mesh, spec, meta)
     except ShardingError as error:
@@ -210,7 +212,10 @@ def _children(node: Any) -> dict[Any, tuple[optree.PyTreeEntry, Any]]:
 
 
 def _same_container(prefix: Any, tree: Any) -> bool:
-    return type(prefix) is type(tree) or (isinstance(prefix, Mapping) and isinstance(tree, Mapping))
+    if isinstance(prefix, Mapping) and isinstance(tree, Mapping):
+        return True
+    # Nobody writes torch.return_types.sort((P(), P())): for what torch names so, a tuple will do.
+    return type(prefix) is type(tree) or (type(prefix) is tuple and optree.is_structseq(tree))
 
 
 def _container(node: Any) -> str:

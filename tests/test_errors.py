@@ -377,3 +377,23 @@ def test_options_of_other_types(options: dict[str, Any], error: type[Exception],
 def test_mesh_by_position() -> None:
     with pytest.raises(spmd.PlanError, match="jit takes the mesh by name"):
         spmd.jit(identity, P(), P(), MESH)  # type: ignore[call-overload]
+
+
+def test_a_tensor_of_tensors() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([x.sum(), 1.0])
+
+    place = re.escape(line_of(f, "torch.tensor"))
+    with pytest.raises(spmd.TraceError, match=rf"torch.tensor of a list of tensors at {place} .*Use torch.stack"):
+        spmd.jit(f, P(), P(), mesh=MESH)(torch.ones(4))
+
+
+def test_sparse_tensors() -> None:
+    with pytest.raises(spmd.ShardingError, match=r"argument 0 must be dense \(got layout torch.sparse_coo\)"):
+        spmd.jit(identity, P(), P(), mesh=MESH)(torch.ones(4).to_sparse())
+
+
+@pytest.mark.parametrize("spec", ["data", None])
+def test_specs_that_are_none_to_redistribute(spec: Any) -> None:
+    with pytest.raises(spmd.ShardingError, match=rf"{spec!r} is not a spec. Write P\("):
+        spmd.distribute(torch.ones(4), P(), MESH).redistribute(spec)

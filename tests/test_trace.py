@@ -337,7 +337,8 @@ def test_the_mapped_dim_is_not_sharded(in_dim, text):
 
 def assert_same_inside(function, x):
     """As `assert_same`, for functions that can only be called while tracing: their constraints change no values."""
-    traced = trace(function, (x,))
+    with use_mesh(make_mesh({"a": 2, "b": 2}, runtime="virtual")):
+        traced = trace(function, (x,))
     free = [op for op in traced.graph.operations if not op.op._schema.name.startswith("spmd::")]
     assert len(free) < len(traced.graph.operations)
     (got,) = evaluate(traced.graph, [x])
@@ -355,12 +356,15 @@ def test_placements_are_specs_of_the_current_mesh():
 def test_constrain_refuses():
     with pytest.raises(ShardingError, match=r"plain tensor f32\[3\] outside of spmd.jit"):
         constrain(CLOSED, P("a"))
-    with pytest.raises(ShardingError, match=r"shards dim 2 of f32\[4,3\], which has 2 dims"):
-        trace(lambda x: constrain(x, P(None, None, "a")), (META,))
-    with (
-        use_mesh(make_mesh({"a": 2}, runtime="virtual")),
-        pytest.raises(ShardingError, match="unknown mesh axis 'z'"),
+    for spec, text in (
+        (P(None, None, "a"), r"constrain at .*test_trace.*f32\[4,3\]: .*names 3 dims but the tensor f32\[4,3\] has 2"),
+        (P("z"), "Unknown mesh axis 'z'"),
+        ("a", r"'a' is not a spec. Write P\('a'\)"),
+        (None, r"None is not a spec. Write P\(\)"),
+        ((Shard(2),), r"Shard\(2\) in \[Shard\(2\)\] shards a dim that the tensor f32\[4,3\] lacks"),
+        ((Shard(0), Shard(1)), "Expected one placement for each of the 1 axes"),
     ):
-        trace(lambda x: reshard(x, P("z")), (META,))
+        with use_mesh(make_mesh({"a": 2}, runtime="virtual")), pytest.raises(ShardingError, match=text):
+            trace(lambda x, spec=spec: constrain(x, spec), (META,))
     with pytest.raises(ShardingError, match="takes a tensor"):
         constrain(3, P())

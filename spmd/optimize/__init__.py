@@ -25,8 +25,8 @@ PASSES: tuple[Pass, ...] = (
     drop_dead_nodes,
     merge_reshapes,
     drop_identities,
-    share_common_subexpressions,
     shard_factories,
+    share_common_subexpressions,
     scatter_reductions,
     drop_dead_nodes,
 )

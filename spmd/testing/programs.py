@@ -1,0 +1,151 @@
+"""Hypothesis strategies for whole programs: a random function, a mesh, arguments that lie on it, specs of results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from spmd.dtensor import DTensor
+from spmd.jit import Jitted, jit
+from spmd.mesh import Mesh
+from spmd.placement import REDUCTIONS, supports_reduction
+from spmd.plan import Machine
+from spmd.spec import P, TensorMeta
+from spmd.testing.operators import OPERATORS, SHARDING, real, sharding_operators
+from spmd.testing.strategies import meshes, pspecs, shapes, shards, tensor_specs
+
+MACHINES = (Machine(), Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0))
+"""One on which small tensors are best replicated, and one on which it pays to shard them."""
+
+_LARGEST = 4096  # elements of a value
+
+
+@attrs.frozen
+class Step:
+    """One step of a program: an operator by name, two operands (counted back from the newest value), and a number."""
+
+    operator: str
+    first: int
+    second: int
+    number: int
+
+
+@attrs.frozen
+class Program:
+    """A pure function of tensors: its steps, run in order on a growing list of values.
+
+    Calling it gives the last two values; with `gradient`, also the gradients of all floating-point arguments by a
+    weighted sum of those. `mesh` is for the steps that speak of sharding: without one they do nothing.
+    """
+
+    steps: tuple[Step, ...]
+    gradient: bool = True
+
+    def __call__(self, *args: torch.Tensor, mesh: Mesh | None = None) -> Any:
+        """The results, as a list of tensors."""
+        if not self.gradient:
+            return self.values(args, mesh)
+        chosen = [index for index, arg in enumerate(args) if arg.is_floating_point()]
+
+        def loss(*floats: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            given = dict(zip(chosen, floats, strict=True))
+            values = self.values([given.get(index, arg) for index, arg in enumerate(args)], mesh)
+            total = sum((real(v) * (0.7 + n)).sum() for n, v in enumerate(values))
+            return total + 0.0 * floats[0].sum(), values  # type: ignore[return-value]
+
+        grads, values = torch.func.grad(loss, argnums=tuple(range(len(chosen))), has_aux=True)(
+            *[args[index] for index in chosen]
+        )
+        return [*values, *grads]
+
+    def values(self, args: Sequence[torch.Tensor], mesh: Mesh | None) -> list[torch.Tensor]:
+        """The last two values."""
+        operators = {**OPERATORS, **sharding_operators(mesh)}
+        known = list(args)
+        for step in self.steps:
+            first, second = (known[-1 - position % len(known)] for position in (step.first, step.second))
+            made = operators[step.operator](first, second, step.number)
+            known += [made] if isinstance(made, torch.Tensor) else list(made)
+            if known[-1].numel() > _LARGEST:
+                known[-1] = known[-1].flatten()[:_LARGEST]
+        return known[-2:]
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """A program with everything that it takes to run it on a mesh and on one device.
+
+    Args:
+        program: the function.
+        mesh: the mesh.
+        arguments: DTensors on it.
+        whole: the same as plain tensors.
+        out_specs: a spec for every result.
+        machine: for the planner.
+    """
+
+    program: Program
+    mesh: Mesh
+    arguments: tuple[DTensor, ...]
+    whole: tuple[torch.Tensor, ...] = attrs.field(repr=False)
+    out_specs: tuple[P, ...]
+    machine: Machine
+
+    def jitted(self) -> Jitted:
+        """The program under `jit` on the mesh."""
+        specs = tuple(argument.spec.pspec for argument in self.arguments)
+        function = functools.partial(self.program, mesh=self.mesh)
+        return jit(function, specs, list(self.out_specs), mesh=self.mesh, machine=self.machine)
+
+
+steps = st.builds(
+    Step,
+    st.sampled_from((*OPERATORS, *SHARDING)),
+    st.sampled_from((0, 0, 0, 1, 2, 3)),
+    st.integers(0, 5),
+    st.integers(0, 31),
+)
+"""Steps of programs."""
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_steps: int = 6, max_size: int = 6) -> Case:
+    """Programs of up to `max_steps` steps on drawn meshes; those that rounding alone would change are left out."""
+    mesh = draw(meshes(max_size=3))
+    program = Program(tuple(draw(st.lists(steps, min_size=1, max_size=max_steps))), draw(st.booleans()))
+    arguments, wholes = [], []
+    for dtype in (torch.float64, torch.float64, draw(st.sampled_from((torch.float64, torch.int64, torch.bool)))):
+        meta = TensorMeta(draw(shapes(max_size=max_size)), dtype)
+        spec = draw(tensor_specs(mesh, meta))
+        held, value = draw(shards(spec))
+        arguments.append(DTensor.from_local(held, mesh, spec.pspec, shape=meta.shape))
+        wholes.append(value)
+    results = program(*wholes)
+    assume(_is_stable(program, wholes, results))
+    out_specs = []
+    for result in results:
+        reductions = tuple(op for op in REDUCTIONS if supports_reduction(op, result.dtype))
+        out_specs.append(draw(pspecs(mesh.names, result.ndim, reductions)))
+    return Case(program, mesh, tuple(arguments), tuple(wholes), tuple(out_specs), draw(st.sampled_from(MACHINES)))
+
+
+def _is_stable(program: Program, args: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+    """Whether a change in the last digits of the arguments changes nothing but last digits of the results."""
+    moved = [arg * (1 + 1e-13) + 1e-13 if arg.is_floating_point() else arg for arg in args]
+    return all(agree(other, result) for other, result in zip(program(*moved), results, strict=True))
+
+
+def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors have one shape and dtype, and values that differ by rounding in double precision only."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(actual, expected)
+    scale = expected.nan_to_num(0, 0, 0).abs().amax().item() if expected.numel() else 0.0
+    return torch.allclose(actual, expected, rtol=1e-8, atol=1e-9 * max(1.0, scale), equal_nan=True)
