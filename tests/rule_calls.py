@@ -15,6 +15,7 @@ from rule_calls_indexing import INDEXING
 from rule_calls_linalg import LINALG
 from rule_calls_order import CHANCE, ORDER
 from rule_calls_pooling import POOLING
+from rule_calls_spatial import SPATIAL
 
 aten = torch.ops.aten
 _draws = Draws(0)
@@ -401,6 +402,7 @@ CALLS: Mapping[torch._ops.OpOverload, Calls] = (
     | INDEXING
     | LINALG
     | POOLING
+    | SPATIAL
 )
 """For every operator of `RULES`, arguments and keyword arguments of some calls."""
 
@@ -408,7 +410,7 @@ ARBITRARY = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.n
 """Operators whose values mean nothing."""
 
 UNSEARCHED = frozenset(
-    {*_NORMALIZATION, *_ATTENTION, *_EMBEDDING, *LINALG, *POOLING, *(op for op in _LOSS if "nll" in str(op))}
+    {*_NORMALIZATION, *_ATTENTION, *_EMBEDDING, *LINALG, *POOLING, *SPATIAL, *(op for op in _LOSS if "nll" in str(op))}
 )
 """Operators whose kernels do not check that shapes fit together, and read or write out of bounds where they do not."""
 

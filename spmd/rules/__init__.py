@@ -10,6 +10,7 @@ import torch
 
 from spmd.rules.attention import ATTENTION
 from spmd.rules.builders import along, batched, pointwise, reduction
+from spmd.rules.convolution import CONVOLUTION
 from spmd.rules.elementwise import POINTWISE
 from spmd.rules.embedding import EMBEDDING
 from spmd.rules.extremes import EXTREMES
@@ -46,6 +47,7 @@ RULES: MappingProxyType[torch._ops.OpOverload, Rule] = MappingProxyType(
         **EMBEDDING,
         **LOSS,
         **LINALG,
+        **CONVOLUTION,
         **POOLING,
     }
 )

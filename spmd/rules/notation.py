@@ -123,7 +123,9 @@ def _solve(pairs: Sequence[tuple[FactorDims, tuple[int, ...]]]) -> dict[str, int
 def _cuttable(names: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if names in (("1",), ("_",)):
         return ()
-    return names if size == math.prod(sizes[name] for name in names) else ()
+    if size != math.prod(sizes[name] for name in names):
+        return ()
+    return tuple(name for name in names if sizes[name] != 1) if len(names) > 1 else names  # atoms are longer than 1
 
 
 @cache

@@ -1,0 +1,204 @@
+"""Convolution and its gradients: over the batch, channels, groups, and over space with halo exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from spmd.placement import Partial, Placement, Replicate, Shard
+from spmd.rules.builders import rule
+from spmd.rules.halo import Halo
+from spmd.rules.notation import factors
+from spmd.rules.partial import linear
+from spmd.rules.rule import Body, Call, Factors, Row, Rule
+
+aten = torch.ops.aten
+
+
+def _terms(call: Call) -> tuple[str, str, str, str]:
+    """The factors of image, weight, result and bias; channels of several groups `g` are `(g c)`."""
+    space = " _" * (call.operands[0].ndim - 2)
+    inner, outer = ("c", "o") if call.argument("groups") == 1 else ("(g c)", "(g o)")
+    weight = f"{inner} o" if call.argument("transposed") else f"{outer} c"
+    return f"n {inner}{space}", f"{weight}{space}", f"n {outer}{space}", outer
+
+
+def _convolution(call: Call) -> Factors:
+    image, weight, result, bias = _terms(call)
+    found = factors(f"{image}, {weight}, {bias} -> {result}", sum="c", additive="bias").factorize(call)
+    return attrs.evolve(found, bodies={"g": _forward} if "g" in found.sizes else {})
+
+
+def _convolution_backward(call: Call) -> Factors:
+    image, weight, result, bias = _terms(call)
+    asked = [term for term, wanted in zip((image, weight, bias), call.argument("output_mask"), strict=True) if wanted]
+    found = factors(f"{result}, {image}, {weight} -> {', '.join(asked)}", sum="n o").factorize(call)
+    # The bias' gradient has no factor c and is no sum over it: every rank computes all of it.
+    bodies = ({"c": _backward} if call.argument("output_mask")[2] else {}) | (
+        {"g": _backward} if "g" in found.sizes else {}
+    )
+    return attrs.evolve(found, bodies=bodies)
+
+
+def _linear_backward(call: Call) -> Iterator[Row]:
+    """The gradients of the image and of the weight are bilinear, and each ignores what it is the gradient of."""
+    positions = [sum(call.argument("output_mask")[:i]) for i in range(2)]
+    image, weight = call.argument("output_mask")[:2]
+    yield from linear("grad_output")(call)
+    if weight:
+        yield from linear(f"input:{positions[1]}")(call)
+    if image:
+        yield from linear("weight:0")(call)
+
+
+def _least(x: Tensor, *least: int) -> Tensor:
+    """`x` with zeros added to those of its first dims that are empty: torch's kernels refuse empty ones."""
+    added = [0 if size else least[dim] if dim < len(least) else 1 for dim, size in enumerate(x.shape)]
+    pads = [pad for count in reversed(added) for pad in (0, count)]
+    return aten.constant_pad_nd.default(x, pads) if any(added) else x
+
+
+def _cropped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(shape):
+        x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
+    return x
+
+
+def _channels(weight: Tensor, options: Sequence[Any]) -> tuple[int, int]:
+    """How many channels to give an image, and a result, that have none."""
+    groups, inner = options[-1], options[-1] * max(weight.shape[1], 1)
+    return (groups, inner) if options[3] else (inner, groups)
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """The operator on tensors whose batch or channels may be empty; a result without elements may be larger."""
+    inner, outer = _channels(weight, options)
+    bias = None if bias is None else _least(bias, outer)
+    return aten.convolution.default(_least(x, 1, inner), _least(weight, options[-1]), bias, *options)  # type: ignore[no-any-return]
+
+
+def _differentiate(grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """All three gradients of tensors whose batch or channels may be empty; those without elements may be larger."""
+    inner, outer = _channels(weight, options)
+    given = (_least(grad, 1, outer), _least(x, 1, inner), _least(weight, options[-1]))
+    return aten.convolution_backward.default(*given, [given[0].shape[1]], *options, [True] * 3)  # type: ignore[no-any-return]
+
+
+def _asked(mask: Sequence[bool], *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
+
+
+def _grouped(options: Sequence[Any], channels: int, weight: Tensor) -> list[Any]:
+    """The options with as many groups as a rank has that holds these channels of the side that weights cut."""
+    *kept, groups = options
+    return [*kept, max(channels // weight.shape[1], 1) if weight.shape[1] else groups]
+
+
+def _forward(
+    axes: tuple[str, ...], call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+) -> Tensor:
+    """Without exchange: for some of the groups, and for no elements."""
+    (result,) = call.results
+    channels = result.shape[1] if options[3] else x.shape[1]
+    return _cropped(_convolve(x, weight, bias, *_grouped(options, channels, weight)), result.shape)
+
+
+def _backward(
+    axes: tuple[str, ...], call: Call, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *options: Any
+) -> tuple[Tensor | None, ...]:
+    """Without exchange: for some of the groups, some channels of each, and for no elements."""
+    *given, mask = options
+    channels = grad.shape[1] if given[3] else x.shape[1]
+    dx, dw, db = _differentiate(grad, x, weight, _grouped(given, channels, weight))
+    return _asked(mask, _cropped(dx, x.shape), _cropped(dw, weight.shape), _cropped(db, grad.shape[1:2]))
+
+
+def _halo(call: Call, dim: int, axes: tuple[str, ...]) -> Halo:
+    """How image and result meet along `dim`; the small side of a transposed convolution is the image."""
+    pick = lambda name: (call.argument(name) * dim)[0 if len(call.argument(name)) == 1 else dim - 2]  # noqa: E731
+    image, weight = (call.operands[call.operands.index(call.argument(name))] for name in ("input", "weight"))
+    stride, padding, reach = pick("stride"), pick("padding"), (weight.shape[dim] - 1) * pick("dilation")
+    length = image.shape[dim]
+    if call.argument("transposed"):
+        large = (length - 1) * stride - 2 * padding + reach + pick("output_padding") + 1
+        return Halo(dim, axes, length, large, stride, padding, reach)
+    return Halo(dim, axes, (length + 2 * padding - reach - 1) // stride + 1, length, stride, padding, reach)
+
+
+def _unpadded(options: Sequence[Any], dim: int, space: int) -> list[Any]:
+    """The options of a convolution whose large side has all the rows of its windows in `dim`."""
+    stride, padding, dilation, transposed, output_padding, groups = options
+    padding, output_padding = (list(x) * (space if len(x) == 1 else 1) for x in (padding, output_padding))
+    padding[dim - 2] = output_padding[dim - 2] = 0
+    return [stride, padding, dilation, transposed, output_padding, groups]
+
+
+@cache
+def _forward_over(dim: int) -> Body:
+    """The convolution with `dim` of image and result sharded."""
+
+    def body(
+        axes: tuple[str, ...], call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+    ) -> Tensor:
+        halo, result = _halo(call, dim, axes), call.results[0].shape
+        local = _unpadded(options, dim, x.ndim - 2)
+        if not call.argument("transposed"):
+            return _cropped(_convolve(halo.gather(x, max(result[dim], 1)), weight, bias, *local), result)
+        window = _convolve(_least(x), weight, None, *local)
+        y = _cropped(halo.scatter(window, result[dim]), result)
+        return y if bias is None else y + bias.view(-1, *(1,) * (x.ndim - 2))
+
+    return body
+
+
+@cache
+def _backward_over(dim: int) -> Body:
+    """The gradients with `dim` of image and result sharded; those of weight and bias are partial sums."""
+
+    def body(
+        axes: tuple[str, ...], call: Call, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *options: Any
+    ) -> tuple[Tensor | None, ...]:
+        halo, mask = _halo(call, dim, axes), options[-1]
+        local = _unpadded(options[:-1], dim, x.ndim - 2)
+        if call.argument("transposed"):
+            dx, dw, _ = _differentiate(halo.gather(grad, max(x.shape[dim], 1)), _least(x), weight, local)
+        else:
+            window = halo.gather(x, max(grad.shape[dim], 1))
+            dx, dw, _ = _differentiate(_least(grad), window, weight, local)
+            dx = halo.scatter(dx, x.shape[dim]) if mask[0] else dx
+        return _asked(mask, _cropped(dx, x.shape), _cropped(dw, weight.shape), _bias(grad))
+
+    return body
+
+
+def _bias(grad: Tensor) -> Tensor:
+    return grad.sum([dim for dim in range(grad.ndim) if dim != 1])
+
+
+def _cut_space(call: Call) -> Iterator[Row]:
+    for dim in range(2, call.operands[0].ndim):
+        replicated = (Replicate(),) * (len(call.operands) - 1)
+        yield Row((Shard(dim), *replicated), (Shard(dim),), _forward_over(dim))
+
+
+def _cut_space_backward(call: Call) -> Iterator[Row]:
+    for dim in range(2, call.operands[0].ndim):
+        placed: tuple[Placement, ...] = (Shard(dim), Partial("sum"), Partial("sum"))
+        results = tuple(row for row, asked in zip(placed, call.argument("output_mask"), strict=True) if asked)
+        yield Row((Shard(dim), Shard(dim), Replicate()), results, _backward_over(dim))
+
+
+CONVOLUTION: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
+    {
+        aten.convolution.default: rule(_convolution, linear("input bias", "weight bias"), _cut_space, empty=_forward),
+        aten.convolution_backward.default: rule(
+            _convolution_backward, _linear_backward, _cut_space_backward, empty=_backward
+        ),
+    }
+)

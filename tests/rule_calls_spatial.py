@@ -1,0 +1,58 @@
+"""Small calls of convolution, normalisation and what else works on images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from draws import Calls, Draws, call
+
+aten = torch.ops.aten
+_draws = Draws(4)
+f, i = _draws.f, _draws.i
+
+# Image and weight; bias; stride, padding, dilation, transposed, output_padding, groups.
+_CONVOLUTIONS: Sequence[tuple[Sequence[int], Sequence[int], bool, tuple[Any, ...]]] = (
+    ((2, 3, 7), (4, 3, 3), True, ([1], [1], [1], False, [0], 1)),
+    ((2, 3, 8), (4, 3, 3), False, ([2], [1], [1], False, [0], 1)),
+    ((2, 3, 9), (2, 3, 2), True, ([3], [0], [2], False, [0], 1)),
+    ((1, 2, 3), (2, 2, 5), True, ([1], [4], [1], False, [0], 1)),
+    ((2, 3, 4), (4, 3, 1), True, ([1], [0], [1], False, [0], 1)),
+    ((2, 3, 7, 6), (4, 3, 3, 2), True, ([2, 1], [1], [1, 3], False, [0, 0], 1)),
+    ((2, 4, 5, 4), (6, 2, 3, 3), True, ([1, 1], [1, 1], [1, 1], False, [0, 0], 2)),
+    ((2, 3, 6, 5), (3, 1, 3, 3), False, ([1, 1], [1, 1], [1, 1], False, [0, 0], 3)),
+    ((1, 2, 4, 3, 5), (2, 2, 3, 1, 2), False, ([1, 2, 1], [1, 0, 1], [1, 1, 1], False, [0, 0, 0], 1)),
+    ((2, 3, 5), (3, 4, 3), True, ([2], [1], [1], True, [1], 1)),
+    ((2, 3, 7), (3, 2, 3), False, ([1], [1], [2], True, [0], 1)),
+    ((1, 2, 4), (2, 2, 2), True, ([3], [0], [1], True, [2], 1)),
+    ((2, 4, 4, 5), (4, 2, 3, 3), True, ([2, 1], [1, 0], [1, 1], True, [1, 0], 2)),
+)
+
+
+def convolutions() -> Calls:
+    return [
+        call(f(*image), f(*weight), f(weight[1] * options[5] if options[3] else weight[0]) if bias else None, *options)
+        for image, weight, bias, options in _CONVOLUTIONS
+    ]
+
+
+def convolution_gradients() -> Calls:
+    found = []
+    for args, _ in convolutions():
+        image, weight, bias, *options = args
+        result = aten.convolution.default(*args)
+        sizes = None if bias is None else list(bias.shape)
+        mask = [True, True, bias is not None]
+        found.append(call(f(*result.shape), image, weight, sizes, *options, mask))
+    image, weight, _, *options = convolutions()[5][0]
+    grad = torch.ones_like(aten.convolution.default(image, weight, None, *options))
+    found.append(call(grad, image, weight, None, *options, [False, True, False]))
+    found.append(call(grad, image, weight, None, *options, [True, False, False]))
+    return found
+
+
+SPATIAL: Mapping[torch._ops.OpOverload, Calls] = {
+    aten.convolution.default: convolutions(),
+    aten.convolution_backward.default: convolution_gradients(),
+}
