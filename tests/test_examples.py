@@ -1,9 +1,12 @@
 import argparse
+import re
+from pathlib import Path
 
 import attrs
 import optree
 import pytest
 import torch
+from rich.console import Console
 
 import comms
 import corpus
@@ -11,6 +14,7 @@ import gpt
 import layouts
 import report
 import spmd
+import step_time
 import textbook
 import train_gpt
 import training
@@ -173,6 +177,22 @@ def test_workload_sends_at_most_the_textbooks_bytes(name):
     assert measured.total == pytest.approx(measured.moved, rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", layouts.STRATEGIES)
+def test_readme_has_the_bytes_that_the_benchmark_counts(name):
+    measured, reference = comms.measure(name).total, textbook.textbook(name)
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    cells = re.search(rf"^\| {name} \| (.*) \|$", readme, re.MULTILINE)[1].split(" | ")
+    peers = [comms.ratio(megabytes, reference) for megabytes in attrs.astuple(textbook.PEERS[name])]
+    assert [f"{reference / 1e6:.2f}", *peers, comms.ratio(measured, reference)] == cells
+
+
+def test_step_times_are_of_both():
+    measured = step_time.measure("dp", SMALL, steps=2)
+    assert min(measured.first, measured.mesh, measured.single) > 0
+    assert measured.mesh / measured.single == measured.ratio
+
+
 @pytest.mark.parametrize("name", layouts.STRATEGIES)
 def test_textbook_bytes_are_the_published_ones(name):
     assert BENCHMARK[name] == round(textbook.textbook(name) / 1e6, 2)
@@ -180,6 +200,42 @@ def test_textbook_bytes_are_the_published_ones(name):
 
 def test_sizes_for_people():
     assert ["512 B", "2.05 kB", "6.51 MB", "1.5 GB"] == [report.size(n) for n in (512, 2048, 6_513_920, 1.5e9)]
+
+
+def rendered(table):
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    ("axes", "part"),
+    [
+        ({"data": 3}, "rank 0 │ rank 1 │ rank 2"),
+        ({"data": 2, "model": 3}, "data 1         │  rank 3 │  rank 4 │  rank 5"),
+        ({"data": 64}, "data │   64"),
+        ({"x": 2, "y": 2, "z": 2}, "z    │    2"),
+    ],
+    ids=str,
+)
+def test_mesh_table(axes, part):
+    assert part in rendered(report.mesh_table(spmd.make_mesh(axes, runtime="virtual"), "dp"))
+
+
+def test_comms_table_accounts_for_every_collective():
+    strategy = layouts.STRATEGIES["fsdp"]
+    on_mesh = training.Training(SMALL, strategy, spmd.make_mesh(strategy.mesh, runtime="virtual"))
+    plan = on_mesh.step().plan(on_mesh.init(), small_batch(8))
+    printed = rendered(report.comms_table(plan))
+    counts = [int(count) for count in re.findall(r"^│ [^│]*\w[^│]*│[^│]*│ +(\d+) │", printed, re.MULTILINE)]
+    assert "smaller" in printed
+    assert len(plan.comms) == counts[-1] == sum(counts[:-1])
+    assert report.size(sum(comm.bytes for comm in plan.comms)) in printed
+
+
+def test_samples_hold_no_control_characters():
+    assert "def f():\n\treturn \ufffd[2J\ufffd" == report.printable("def f():\n\treturn \x1b[2J\x07")
 
 
 def test_mesh_option():
@@ -194,5 +250,12 @@ def test_train_gpt_runs_and_verifies(arguments, capsys):
     sizes = ["--steps", "6", "--batch", "4", "--context", "16", "--width", "32", "--heads", "4", "--layers", "1"]
     assert 0 == train_gpt.main([*arguments, *sizes, "--verify", "--show-program"])
     printed = capsys.readouterr().out
-    for part in ("Parameters", "Collectives of one step", "def train_step(", "held-out loss", "within 1e-05"):
+    for part in (
+        "Parameters",
+        "Collectives of one step",
+        "def train_step(",
+        "step 6 of 6",
+        "held-out loss",
+        "within 1e-05",
+    ):
         assert part in printed
