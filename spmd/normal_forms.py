@@ -103,9 +103,10 @@ def _positive_dims(operation: Operation) -> Operation:
     for position, (parameter, argument) in enumerate(zip(operation.op._schema.arguments, args, strict=False)):
         if parameter.name not in ("dim", "dims") or not operation.operands:
             continue
-        # cat takes 1-d empty tensors beside others, so its result tells the number of dims
-        joining = operation.op in _STACKING or operation.op is aten.cat.default
-        ndim = _meta(operation).ndim if joining else operation.operands[0].meta.ndim
+        # cat takes 1-d empty tensors beside others, so its result tells the number of dims; select_backward gives more
+        # dims than it takes
+        by_result = operation.op in _STACKING or operation.op is aten.cat.default or _restores_shape(operation.op)
+        ndim = _meta(operation).ndim if by_result else operation.operands[0].meta.ndim
         if isinstance(argument, int) and not isinstance(argument, bool) and argument < 0:
             args[position] = argument % max(ndim, 1)
         elif isinstance(argument, (list, tuple)) and all(isinstance(dim, int) for dim in argument):
@@ -113,6 +114,10 @@ def _positive_dims(operation: Operation) -> Operation:
     if args == list(operation.args):
         return operation
     return attrs.evolve(operation, args=tuple(args))
+
+
+def _restores_shape(op: OpOverload) -> bool:
+    return any(parameter.name == "input_sizes" for parameter in op._schema.arguments)
 
 
 def _needed_layouts(graph: Graph) -> frozenset[Operation]:

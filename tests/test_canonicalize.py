@@ -311,3 +311,17 @@ def test_passes_are_pure():
     for run in (*PASSES, normalize, simplify, eliminate_dead):
         run(graph)
     assert before == str(graph)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "dim"),
+    [
+        (lambda x: x.select(-1, 1).sin().sum(), "select_backward", 2),
+        (lambda x: x.unfold(-1, 2, 1).sin().sum(), "unfold_backward", 2),
+        (lambda x: x[..., 1:].sin().sum(), "slice_backward", 2),
+    ],
+)
+def test_dims_of_backward_operators_count_those_of_their_results(function, name, dim):
+    graph = canonicalize(trace(torch.func.grad(function), (torch.rand(3, 3, 3),)).graph)
+    (operation,) = [operation for operation in graph.operations if name in str(operation.op)]
+    assert dim == operation.args[2]
