@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from draws import Calls, Draws, call, each
 from rule_calls_indexing import CHANCE as FEW_VALUES
-from rule_calls_indexing import INDEXING
+from rule_calls_indexing import COUNTING, INDEXING, UNCHECKED
 from rule_calls_linalg import LINALG
 from rule_calls_order import CHANCE, ORDER
 from rule_calls_pooling import POOLING
@@ -70,6 +70,8 @@ _POINTWISE = {
     aten.softplus_backward.default: [call(f(4, 5), f(4, 5), 1, 20)],
     aten.leaky_relu_backward.default: [call(f(4, 5), f(4, 5), 0.1, False)],
     aten.elu_backward.default: [call(f(4, 5), 1, 1, 1, False, f(4, 5))],
+    aten.hardshrink_backward.default: [call(f(4, 5), f(4, 5), 0.5)],
+    aten.softshrink_backward.default: [call(f(4, 5), f(4, 5), 0.5)],
     aten.hardtanh_backward.default: [call(f(4, 5), f(4, 5), -1, 1)],
 }
 _POINTWISE |= each(
@@ -151,6 +153,8 @@ _SHAPE = {
     aten.t.default: [call(f(4, 5)), call(f(4))],
     aten.expand.default: [call(f(4, 1), [3, 4, 5]), call(f(), [4]), call(f(4, 5), [-1, 5])],
     aten.unfold.default: [call(f(4, 5, 3), 1, 2, 1), call(f(5), 0, 3, 2)],
+    aten.unfold_backward.default: [call(f(4, 4, 3, 2), [4, 5, 3], 1, 2, 1), call(f(2, 3), [5], 0, 3, 2)],
+    aten.diagonal_scatter.default: [call(f(4, 5, 3), f(3, 4)), call(f(4, 5, 3), f(5, 2), 1, 0, 2)],
     aten.diagonal.default: [call(f(4, 5, 3)), call(f(4, 5, 3), 1, 0, 2)],
     aten.repeat.default: [call(f(4, 5), [2, 1, 3]), call(f(4, 5), [1, 2])],
     aten.cat.default: [call([f(4, 5), f(4, 3)], 1), call([f(4), f(0), f(3)]), call([f(4, 5), f(0)], 0)],
@@ -256,6 +260,8 @@ _REDUCTION = {
     aten.all.default: [call(b(4, 5)), call(torch.ones(4, dtype=torch.bool))],
     aten.all.dim: [call(b(4, 5), 1)],
     aten.all.dims: [call(b(4, 5), [0, 1]), call(torch.ones(4, 5, dtype=torch.bool), [0, 1])],
+    aten.median.default: [call(f(4, 5))],
+    aten.nanmedian.default: [call(f(4, 5))],
     aten.prod.default: [call(f(4, 5))],
     aten.prod.dim_int: by_dim(),
     aten.var.correction: [call(f(4, 5), [1], correction=1), call(f(4, 5), None, correction=0, keepdim=True)],
@@ -400,6 +406,7 @@ CALLS: Mapping[torch._ops.OpOverload, Calls] = (
     | _LOSS
     | ORDER
     | INDEXING
+    | COUNTING
     | LINALG
     | POOLING
     | SPATIAL
@@ -410,9 +417,20 @@ ARBITRARY = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.n
 """Operators whose values mean nothing."""
 
 UNSEARCHED = frozenset(
-    {*_NORMALIZATION, *_ATTENTION, *_EMBEDDING, *LINALG, *POOLING, *SPATIAL, *(op for op in _LOSS if "nll" in str(op))}
+    {
+        *_NORMALIZATION,
+        *_ATTENTION,
+        *_EMBEDDING,
+        *UNCHECKED,
+        *LINALG,
+        *POOLING,
+        *SPATIAL,
+        *(op for op in _LOSS if "nll" in str(op)),
+    }
 )
 """Operators whose kernels do not check that shapes fit together, and read or write out of bounds where they do not."""
+
+BY_CHANCE = "right by chance, for few values"
 
 INCOMPLETE = {
     "max and min through a product with a tensor of known sign": (
@@ -422,10 +440,10 @@ INCOMPLETE = {
     ),
     "max and min of what is added, where places are written to once": (aten.index_add.default, aten.index_put.default),
     "infinities absorb any sum": (aten.masked_fill.Scalar,),
-    "right by chance, for few values": (
+    BY_CHANCE: (
         aten.minimum.default, aten.max.other, aten.min.other, aten._to_copy.default,
         aten.relu.default, aten.relu6.default, aten.sign.default, aten.sgn.default,
-        aten.sum.default, aten.any.default, aten.any.dims, aten.all.default, aten.all.dims,
+        aten.prod.default, aten.sum.default, aten.any.default, aten.any.dims, aten.all.default, aten.all.dims,
         aten.logsumexp.default, aten.linalg_vector_norm.default, aten.scatter.value, *CHANCE, *FEW_VALUES,
     ),
     "operands whose values are ignored": (

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optree import tree_leaves
-from rule_calls import ARBITRARY, CALLS, INCOMPLETE, UNSEARCHED
+from rule_calls import ARBITRARY, BY_CHANCE, CALLS, INCOMPLETE, UNSEARCHED
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
@@ -51,7 +51,8 @@ def test_no_row_is_wrong(op: torch._ops.OpOverload) -> None:
 @pytest.mark.parametrize("op", [op for op in RULES if op not in UNSEARCHED], ids=str)
 def test_missing_rows_are_known(op: torch._ops.OpOverload) -> None:
     report = check_rule(op, RULES[op], CALLS[op], values=op not in ARBITRARY, combinations=60)
-    assert any(op in ops for ops in INCOMPLETE.values()) == bool(report.missing), str(report)
+    reasons = [reason for reason, ops in INCOMPLETE.items() if op in ops]
+    assert bool(reasons) == bool(report.missing) or BY_CHANCE in reasons, str(report)
 
 
 @pytest.mark.parametrize(

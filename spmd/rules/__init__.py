@@ -11,6 +11,7 @@ import torch
 from spmd.rules.attention import ATTENTION
 from spmd.rules.builders import along, batched, pointwise, reduction
 from spmd.rules.convolution import CONVOLUTION
+from spmd.rules.counting import COUNTING
 from spmd.rules.elementwise import POINTWISE
 from spmd.rules.embedding import EMBEDDING
 from spmd.rules.extremes import EXTREMES
@@ -41,6 +42,7 @@ RULES: MappingProxyType[torch._ops.OpOverload, Rule] = MappingProxyType(
         **REDUCTION,
         **EXTREMES,
         **SCAN,
+        **COUNTING,
         **SOFTMAX,
         **NORMALIZATION,
         **ATTENTION,

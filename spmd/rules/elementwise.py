@@ -123,6 +123,11 @@ _BACKWARD = {
     )
 }
 
+_SHRINK = {
+    aten.hardshrink_backward.default: pointwise(linear("grad_out")),
+    aten.softshrink_backward.default: pointwise(linear("grad_output")),
+}
+
 POINTWISE: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
-    _ARITHMETIC | _CHOICE | _COPIES | _LIKE | _INCREASING | _BACKWARD
+    _ARITHMETIC | _CHOICE | _COPIES | _LIKE | _INCREASING | _BACKWARD | _SHRINK
 )

@@ -97,6 +97,8 @@ REDUCTION: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
         aten.all.default: reduction("min", dims=None),
         aten.all.dim: reduction("min"),
         aten.all.dims: reduction("min"),
+        aten.median.default: reduction(None, dims=None),
+        aten.nanmedian.default: reduction(None, dims=None),
         aten.prod.default: reduction(None, dims=None),
         aten.prod.dim_int: reduction(None),
         aten.var.correction: reduction(None),

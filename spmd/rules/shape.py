@@ -141,24 +141,27 @@ def _pad(call: Call) -> Factors:
     return Factors(found.operands, found.results, found.sizes, replicate=frozenset(padded & found.sizes.keys()))
 
 
-def _unfold(call: Call) -> Factors:
-    """Windows along one dim, which become a dim of their own."""
-    (operand,), (result,) = call.operands, call.results
-    names = dim_names(operand.ndim)
-    at = names[call.argument("dimension") % operand.ndim] if operand.ndim else ""
-    sizes = {name: size for name, size in zip(names, operand.shape, strict=True) if name != at}
-    placed = cut_all(result.shape[: operand.ndim], names, {at})
-    return Factors((cut_all(operand.shape, names, {at}),), (placed + ((),) * (result.ndim - len(placed)),), sizes)
+def _windows(call: Call, dim: str) -> Factors:
+    """Windows along the dim that the argument `dim` names become a dim of their own, the last; or the other way."""
+    wide, narrow = sorted((*call.operands, *call.results), key=lambda meta: -meta.ndim)
+    names = dim_names(narrow.ndim)
+    fixed = {names[call.argument(dim) % narrow.ndim]} if narrow.ndim else set()
+    sizes = {name: size for name, size in zip(names, narrow.shape, strict=True) if name not in fixed}
+    placed = {narrow.ndim: cut_all(narrow.shape, names, fixed)}
+    placed[wide.ndim] = (*placed[narrow.ndim], ())
+    return Factors((placed[call.operands[0].ndim],), (placed[call.results[0].ndim],), sizes)
 
 
 def _diagonal(call: Call) -> Factors:
-    (operand,), (result,) = call.operands, call.results
-    names = dim_names(operand.ndim)
-    fixed = {names[call.argument(name) % operand.ndim] for name in ("dim1", "dim2")}
+    """Of matrices in the dims `dim1` and `dim2`; operands are the matrices first, results those or the diagonals."""
+    matrices = call.operands[0]
+    names = dim_names(matrices.ndim)
+    fixed = {names[call.argument(name) % matrices.ndim] for name in ("dim1", "dim2")}
     kept = [name for name in names if name not in fixed]
-    sizes = {name: size for name, size in zip(names, operand.shape, strict=True) if name not in fixed}
-    placed = (*cut_all(result.shape[:-1], kept), ())
-    return Factors((cut_all(operand.shape, names, fixed),), (placed,), sizes)
+    sizes = {name: size for name, size in zip(names, matrices.shape, strict=True) if name not in fixed}
+    whole, diagonals = cut_all(matrices.shape, names, fixed), (*((name,) for name in kept), ())
+    results = tuple(whole if meta.ndim == matrices.ndim else diagonals for meta in call.results)
+    return Factors((whole, *(diagonals for _ in call.operands[1:])), results, sizes)
 
 
 @attrs.frozen
@@ -196,7 +199,7 @@ VIEWS: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
         aten.transpose.int: rule(_transpose, carry("self")),
         aten.t.default: rule(_t, carry("self")),
         aten.expand.default: rule(_expand, carry("self"), size_argument=1),
-        aten.unfold.default: rule(_unfold, carry("self")),
+        aten.unfold.default: rule(lambda call: _windows(call, "dimension"), carry("self")),
         aten.diagonal.default: rule(_diagonal, carry("self")),
     }
 )
@@ -215,6 +218,8 @@ MOVES: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
         aten.slice.Tensor: rule(_same_sizes, carry("self")),
         aten.slice_backward.default: along(carry("grad_output"), size_argument=1),
         aten.slice_scatter.default: along(carry("self src")),
+        aten.unfold_backward.default: rule(lambda call: _windows(call, "dim"), linear("grad_in"), size_argument=1),
+        aten.diagonal_scatter.default: rule(_diagonal, carry("self src")),
         aten.flip.default: along(carry("self"), dims="dims"),
         aten.roll.default: along(carry("self"), dims="dims"),
         aten.constant_pad_nd.default: rule(_pad, linear("self value"), increasing("self")),
