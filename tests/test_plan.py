@@ -16,6 +16,7 @@ from torch import Tensor
 import spmd
 from spmd import P, TensorMeta
 from spmd.plan import Plan
+from spmd.plan.cost import flops
 from spmd.plan.elimination import TooWideError
 
 WIDTH, TOKENS, RANKS = 4096, 1024, 8
@@ -221,3 +222,22 @@ def test_constraints_are_met_exactly_even_where_atoms_do_not_divide(place: Any, 
     reached = {str(plan.layout(value)) for value in plan.specs if value.meta.shape == (24,)}
     assert repr(spec) in reached
     assert torch.equal((x + 1) * 2, found(x).full_tensor())
+
+
+def test_convolution_and_its_backward_have_arithmetic() -> None:
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda w: F.conv2d(x, w).square().sum())(w)
+
+    mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+    plan = spmd.jit(step, (P(), P("data")), P(), mesh=mesh).plan(meta(4, 3, 3, 3), meta(2, 3, 8, 8))
+    assert counts(plan) == {("all_reduce", ("data",)): 1}
+    assert repr(plan).startswith("Plan(")
+    backward = next(operation for operation in plan.graph.operations if operation.name == "convolution_backward")
+    assert flops(backward) == 2 * 2 * 4 * 6 * 6 * 3 * 3 * 3
+
+
+def test_programs_print_themselves() -> None:
+    mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+    program = spmd.jit(torch.sin, P("data"), P("data"), mesh=mesh).lower(meta(4))
+    assert str(program) == program.as_text()
+    assert repr(program) == "LocalProgram(sin on Mesh(data=2), 0 collectives)"

@@ -42,7 +42,7 @@ class LocalCollective:
         return f"{self.cause}{where}; {self.kind} over {', '.join(self.axes)}, {self.bytes:,.0f} bytes"
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class LocalProgram:
     """What each rank runs: plain torch operators on local tensors and collectives with mesh axis names.
 
@@ -59,8 +59,8 @@ class LocalProgram:
     input_specs: tuple[DTensorSpec, ...]
     output_specs: tuple[DTensorSpec, ...]
     uneven: tuple[DTensorSpec, ...]
-    build: Callable[[Coordinate], fx.GraphModule] = attrs.field(repr=False)
-    _modules: dict[Any, fx.GraphModule] = attrs.field(factory=dict, init=False, repr=False)
+    build: Callable[[Coordinate], fx.GraphModule]
+    _modules: dict[Any, fx.GraphModule] = attrs.field(factory=dict, init=False)
 
     def graph_module(self, coordinate: Coordinate | None = None) -> fx.GraphModule:
         """The program of the rank at `coordinate` (zero by default); equal programs are one object."""
@@ -94,6 +94,11 @@ class LocalProgram:
         header = [f"{self.mesh}: the program {ranks}"]
         remark = lambda node: str(self._collective(node)) if is_collective(node) else None  # noqa: E731
         return program_text(self.name, self.graph_module().graph, header, remark)
+
+    __str__ = as_text
+
+    def __repr__(self) -> str:
+        return f"LocalProgram({self.name} on {self.mesh}, {len(self.collectives)} collectives)"
 
     def count(self) -> dict[str, int]:
         """How many collectives of each kind there are."""

@@ -18,7 +18,6 @@ from spmd.plan.draft import Draft, States, flat_shape, shrink
 from spmd.plan.machine import Machine
 from spmd.plan.markers import REDISTRIBUTE
 from spmd.rules.strategy import Strategy
-from spmd.spec import TensorMeta
 
 _ATTENTION_FLOPS = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
@@ -35,9 +34,9 @@ def flops(operation: Operation) -> float:
     formula: Any = _ATTENTION_FLOPS.get(packet.__name__) or flop_registry.get(packet)
     if formula is None:
         return 0.0
-    call = operation.call()
-    shapes = map_leaves(lambda leaf: leaf.shape if isinstance(leaf, TensorMeta) else leaf, call.args)
-    return float(formula(*shapes, out_val=call.results[0].shape))
+    shapes = map_leaves(lambda leaf: leaf.meta.shape if isinstance(leaf, Value) else leaf, operation.args)
+    results = [None if result is None else result.meta.shape for result in operation.results]
+    return float(formula(*shapes, out_val=results if len(results) > 1 else results[0]))
 
 
 def is_pointwise(operation: Operation) -> bool:

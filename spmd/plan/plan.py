@@ -39,7 +39,7 @@ class Comm:
     source: Source | None
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Plan:
     """How a program runs on a mesh.
 
@@ -105,6 +105,12 @@ class Plan:
     def _local_shape(self, value: Value) -> tuple[int, ...]:
         """The physical shape of the largest shard."""
         return self.layout(value).shape((0,) * len(self.mesh.names))
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({len(self.graph.operations)} operations on {self.mesh}, {len(self.comms)} collectives, "
+            f"{sum(comm.bytes for comm in self.comms):,.0f} bytes sent per rank, {self.seconds:.3g} s)"
+        )
 
     def __str__(self) -> str:
         lines = [f"{value!r} {self.layout(value)}" for value in self.graph.inputs]
