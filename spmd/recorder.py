@@ -238,10 +238,29 @@ def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -
     if isinstance(error, DynamicOutputShapeException):
         return TraceError(
             f"The shape of the result of {func} at {where(source)} depends on the values of its tensors, and a program "
-            "has static shapes. Use torch.where or a mask of fixed shape."
+            f"has static shapes. {_STATIC_SHAPES.get(func._schema.name.removeprefix('aten::'), _STATIC_SHAPE)}"
         )
+    asked = "" if func is torch.ops.aten._local_scalar_dense.default else f"{func}, "
     return TraceError(
-        f"The value of a tensor is needed as a Python number at {where(source)} (.item(), float(), bool() or `if` on a "
-        "tensor), and a traced function has no values. Keep it a tensor (torch.where instead of `if`), or pass the "
-        "number with static_argnums."
+        f"The value of a tensor is needed as a Python number at {where(source)} ({asked}.item(), float(), bool() or "
+        "`if` on a tensor), and a traced function has no values. Keep it a tensor (torch.where instead of `if`, "
+        "num_classes= for one_hot), or pass the number with static_argnums."
     )
+
+
+_STATIC_SHAPE = "Use torch.where or a mask of fixed shape."
+_SORTED = "Equal values are neighbours in x.sort().values; or find the unique ones outside and pass them in."
+_STATIC_SHAPES: Mapping[str, str] = {
+    "nonzero": "Use torch.where(mask, x, 0), or torch.nonzero_static(x, size=...) for a fixed number of places.",
+    "masked_select": "Use torch.where(mask, x, 0), and mask.sum() for how many there are.",
+    "index": "Use torch.where(mask, x, 0) instead of x[mask], and mask.sum() for how many there are.",
+    "unique_consecutive": _SORTED,
+    "unique_dim": _SORTED,
+    "_unique": _SORTED,
+    "_unique2": _SORTED,
+    "repeat_interleave": "Pass output_size=..., the sum of the repeats.",
+    "bincount": "Use torch.nn.functional.one_hot(index, n).sum(0), or torch.zeros(n).index_add(0, index, weights).",
+    "linalg_lstsq": "Use torch.linalg.pinv(A) @ B, or torch.linalg.qr(A) and torch.linalg.solve_triangular.",
+    "_ctc_loss": "Pass input_lengths and target_lengths as tuples of Python numbers.",
+}
+"""What to write instead of an operator whose shapes depend on values."""
