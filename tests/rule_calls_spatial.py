@@ -52,7 +52,40 @@ def convolution_gradients() -> Calls:
     return found
 
 
+def batch_norms(*options: Any, statistics: bool) -> Calls:
+    """With and without parameters, over four channels; `options` come before the momentum."""
+    given = (f(4), f(4).exp()) if statistics else ()
+    return [
+        call(f(3, 4, 5), f(4), f(4), *given, *options, 0.1, 1e-5),
+        call(f(2, 4, 2, 3), None, None, *given, *options, 0.1, 1e-5),
+        call(f(5, 4), f(4), None, *given, *options, 0.1, 1e-5),
+    ]
+
+
+def batch_norm_gradients(train: bool) -> Calls:
+    found = []
+    for mask, weight in (([True, True, True], f(4)), ([True, False, False], None), ([False, True, True], f(4))):
+        image, running = f(5, 4, 3), (f(4), f(4).exp())
+        given = (None, None) if train else running
+        _, mean, invstd = aten.native_batch_norm.default(image, weight, None, *given, train, 0.1, 1e-5)
+        found.append(call(f(5, 4, 3), image, weight, *given, mean, invstd, train, 1e-5, mask))
+    return found
+
+
+def without_statistics() -> Calls:
+    return [call(*args[:3], None, None, *args[3:]) for args, _ in batch_norms(True, statistics=False)]
+
+
 SPATIAL: Mapping[torch._ops.OpOverload, Calls] = {
     aten.convolution.default: convolutions(),
     aten.convolution_backward.default: convolution_gradients(),
+    aten.native_batch_norm.default: [*batch_norms(False, statistics=True), *without_statistics()],
+    aten._native_batch_norm_legit.no_stats: batch_norms(True, statistics=False),
+    aten._native_batch_norm_legit_functional.default: [
+        *batch_norms(True, statistics=True),
+        *batch_norms(False, statistics=True),
+    ],
+    aten._native_batch_norm_legit_no_training.default: batch_norms(statistics=True),
+    aten._batch_norm_with_update_functional.default: batch_norms(statistics=True),
+    aten.native_batch_norm_backward.default: [*batch_norm_gradients(True), *batch_norm_gradients(False)],
 }

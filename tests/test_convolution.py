@@ -49,16 +49,7 @@ SPACE = {
 """Has small convolutions sharded over space: arithmetic takes longer than communication."""
 
 
-FLOPS = "plan.cost.flops gives torch's formula one shape, not one a gradient"
-
-GRADIENTS = pytest.param(
-    True,
-    id="gradients",
-    marks=pytest.mark.xfail(raises=TypeError, strict=False, reason=FLOPS),
-)
-"""With gradients; without them `FORWARD`."""
-
-FORWARD = pytest.param(False, id="forward")
+both = pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 
 
 def program(name: str, gradients: bool) -> tuple[Any, list[torch.Tensor]]:
@@ -86,7 +77,7 @@ def sharded_image(image: P, gradients: bool) -> tuple[Any, Any]:
     return (image, P(), P()), (image, image, P(), P()) if gradients else image
 
 
-@pytest.mark.parametrize("gradients", [FORWARD, GRADIENTS])
+@both
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_space_is_sharded(name: str, ranks: int, gradients: bool) -> None:
@@ -103,7 +94,7 @@ def test_space_is_sharded(name: str, ranks: int, gradients: bool) -> None:
     assert_equal_results(f(*arguments), sharded(*arguments))
 
 
-@pytest.mark.parametrize("gradients", [FORWARD, GRADIENTS])
+@both
 @pytest.mark.parametrize("spec", [P(None, None, ("y", "x")), P("x", None, "y")], ids=str)
 @pytest.mark.parametrize("name", ["k3_s1_p1", "k3_s2", "transposed", "groups", "larger_than_a_shard", "empty_shards"])
 def test_space_over_two_axes_and_beside_the_batch(name: str, spec: P, gradients: bool) -> None:
@@ -129,7 +120,6 @@ def test_only_borders_are_exchanged(name: str) -> None:
     assert max(comm.bytes for comm in plan.comms) <= 2 * 8 * 64 * 4
 
 
-@pytest.mark.xfail(raises=TypeError, strict=False, reason=FLOPS)
 def test_gradients_of_space_exchange_borders_and_sum_the_weight() -> None:
     f, arguments = wide("k3_s1_p1")
 

@@ -40,10 +40,8 @@ def _convolution_backward(call: Call) -> Factors:
     asked = [term for term, wanted in zip((image, weight, bias), call.argument("output_mask"), strict=True) if wanted]
     found = factors(f"{result}, {image}, {weight} -> {', '.join(asked)}", sum="n o").factorize(call)
     # The bias' gradient has no factor c and is no sum over it: every rank computes all of it.
-    bodies = ({"c": _backward} if call.argument("output_mask")[2] else {}) | (
-        {"g": _backward} if "g" in found.sizes else {}
-    )
-    return attrs.evolve(found, bodies=bodies)
+    bodies = {"g": _backward} if "g" in found.sizes else {}
+    return attrs.evolve(found, bodies=bodies, independent=frozenset("c"))
 
 
 def _linear_backward(call: Call) -> Iterator[Row]:

@@ -1,0 +1,55 @@
+"""Norms over sharded dims: ranks sum statistics, and the data stay where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optree import tree_leaves
+
+import spmd
+from spmd import P
+
+CASES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], P]] = {
+    "batch_norm over the batch": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+        (61, 4, 64, 64),
+        (4,),
+        P("x"),
+    ),
+    "batch_norm over space": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+        (3, 4, 509, 64),
+        (4,),
+        P(None, None, "x"),
+    ),
+    "layer_norm over its dim": (
+        lambda x, w, b: F.layer_norm(x, (16381,), w, b),
+        (31, 16381),
+        (16381,),
+        P(None, "x"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_statistics_are_communicated(name: str) -> None:
+    operator, shape, parameters, spec = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    arguments = [draw(shape), draw(parameters), draw(parameters)]
+
+    def f(*arguments: torch.Tensor) -> Any:
+        result, pull = torch.func.vjp(operator, *arguments)
+        return result, *pull(result.sin())
+
+    parameter = P("x") if parameters == shape[1:] else P()
+    specs = (spec, parameter, parameter)
+    sharded = spmd.jit(f, specs, (spec, *specs), mesh=spmd.make_mesh({"x": 4}, runtime="virtual"))
+    comms = sharded.plan(*arguments).comms
+    assert {"all_reduce"} == {comm.kind for comm in comms}
+    assert max(comm.bytes for comm in comms) <= 2 * 2 * 8 * max(shape[0], parameters[0] if parameter == P() else 0)
+    for wanted, given in zip(tree_leaves(f(*arguments)), tree_leaves(sharded(*arguments)), strict=True):
+        torch.testing.assert_close(given.full_tensor(), wanted)
