@@ -49,6 +49,11 @@ def test_what_stays_sharded_is_counted() -> None:
     assert (outcome.combinations, outcome.passed, outcome.local, outcome.sharded) == (2, 2, 1, 1)
 
 
+def test_calls_without_a_gradient_are_left_out() -> None:
+    outcome = sweep_entry(entry("argmax"), Setup({"x": 4}, samples=2, backward=True))
+    assert (outcome.status, outcome.combinations) == (Status.SKIPPED, 0)
+
+
 def test_random_numbers_are_refused() -> None:
     outcome = sweep_entry(entry("bernoulli"), Setup({"x": 4}, samples=1))
     assert outcome.status is Status.REFUSED
@@ -100,7 +105,11 @@ def test_wrong_results_hangs_and_crashes_are_told_apart() -> None:
 @pytest.mark.rules
 @pytest.mark.parametrize(
     "setup",
-    [Setup({"x": 4}), Setup({"x": 4}, limit=24, backward=True), Setup({"x": 2, "y": 2}, limit=12, partial=True)],
+    [
+        Setup({"x": 4}, limit=24),
+        Setup({"x": 4}, samples=3, limit=8, backward=True),
+        Setup({"x": 2, "y": 2}, samples=2, limit=6, partial=True),
+    ],
     ids=["forward", "backward", "two axes, partial"],
 )
 def test_the_whole_database(setup: Setup) -> None:

@@ -53,7 +53,7 @@ def cases(entry: Any, samples: int, backward: bool = False) -> Iterator[Case]:
     """The first `samples` calls of an entry in double precision (or the first dtype that it has).
 
     With `backward`, the function gives its results and, by `torch.func.vjp`, the gradients of all floating operands;
-    the cotangents are further arguments.
+    the cotangents are further arguments. Calls without a floating operand and a floating result are left out then.
     """
     supported = entry.supported_dtypes("cpu")
     dtype = next(dtype for dtype in (*_DTYPES, *sorted(supported, key=str)) if dtype in supported)
@@ -62,7 +62,10 @@ def cases(entry: Any, samples: int, backward: bool = False) -> Iterator[Case]:
         case = _case(entry, sample, number)
         if any(tensor.layout is not torch.strided for tensor in case.tensors):
             continue
-        yield _with_gradients(case) if backward else case
+        if not backward:
+            yield case
+        elif entry.supports_autograd and _is_differentiable(case):
+            yield _with_gradients(case)
 
 
 def _case(entry: Any, sample: Any, number: int) -> Case:
@@ -106,9 +109,8 @@ def _with_gradients(case: Case) -> Case:
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    return tensor.layout is torch.strided and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def differentiable(case: Case) -> bool:
-    """Whether `torch.func.vjp` of the case means anything: it has a floating operand and a floating result."""
+def _is_differentiable(case: Case) -> bool:
     return any(map(_has_gradient, case.tensors)) and any(map(_has_gradient, case.function(*case.tensors)))

@@ -22,7 +22,7 @@ from spmd.plan.boundary import carry_over
 from spmd.rules import find_rule
 from spmd.runtime import VirtualProgram
 from spmd.spec import DTensorSpec
-from spmd.testing.op_sweep.cases import Case, cases, differentiable, full_name
+from spmd.testing.op_sweep.cases import Case, cases, full_name
 from spmd.testing.op_sweep.placements import Combination, combinations, difference, spread
 from spmd.trace import trace_flat
 
@@ -93,22 +93,13 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = list(cases(entry, setup.samples))
+            found = list(cases(entry, setup.samples, setup.backward))
         except Exception as error:  # the database's own samples may need what is not there
             outcome.note(Status.SKIPPED, _text(error))
             return outcome
-        if setup.backward:
-            found = list(cases(entry, setup.samples, True)) if entry.supports_autograd and _any(found) else []
         for case in found:
             _sweep_case(case, setup, outcome)
     return outcome
-
-
-def _any(found: Sequence[Case]) -> bool:
-    try:
-        return all(map(differentiable, found))
-    except Exception:
-        return False
 
 
 def _sweep_case(case: Case, setup: Setup, outcome: Outcome) -> None:
