@@ -76,7 +76,69 @@ def without_statistics() -> Calls:
     return [call(*args[:3], None, None, *args[3:]) for args, _ in batch_norms(True, statistics=False)]
 
 
+# The mode, the weights of samples, whether the last offset is given.
+_BAGS = ((0, False, False), (0, True, True), (1, False, False), (2, False, False))
+
+
+def bags() -> Calls:
+    indices, offsets = i(6, 5), torch.tensor([0, 2, 4])
+    return [
+        call(f(6, 4), indices, offsets, False, mode, False, f(5) if weighted else None, last, -1)
+        for mode, weighted, last in _BAGS
+    ]
+
+
+def bag_gradients() -> Calls:
+    found = []
+    for args, _ in bags():
+        out, *found_rows = aten._embedding_bag.default(*args)
+        _, indices, offsets, scale, mode, sparse, weights, *_ = args
+        found.append(call(f(*out.shape), indices, offsets, *found_rows, 6, scale, mode, sparse, weights, -1))
+    return found
+
+
+def dense_bag_gradients() -> Calls:
+    return [
+        call(*args[:2], args[3] if args[3].numel() else torch.tensor([0, 0, 1, 1, 2]), *args[4:9], *args[10:])
+        for args, _ in bag_gradients()
+    ]
+
+
+def bag_weight_gradients() -> Calls:
+    indices, offsets, bag = i(6, 5), torch.tensor([0, 2, 4]), torch.tensor([0, 0, 1, 1, 2])
+    return [call(f(3, 4), f(6, 4), indices, offsets, bag, 0, -1)]
+
+
+def grids(*space: int) -> Calls:
+    shape, dims = tuple(size - 1 for size in space), len(space)
+    return [
+        call(f(3, 4, *shape), f(3, 4, *space), f(3, *shape, dims).tanh(), 0, 0, False, [image, True])
+        for image in (True, False)
+    ]
+
+
+def pairs() -> Calls:
+    x = f(4, 5)
+    return [call(f(6), x, p, aten._pdist_forward.default(x, p)) for p in (2.0, 1.0)]
+
+
 SPATIAL: Mapping[torch._ops.OpOverload, Calls] = {
+    aten.max_unpool2d.default: [
+        call(f(3, 4, 2, 3), torch.arange(6).view(2, 3).mul(4).expand(3, 4, 2, 3), [4, 6]),
+        call(f(4, 1, 2), torch.tensor([[[3, 1]]]).expand(4, 1, 2), [2, 4]),
+    ],
+    aten.max_unpool3d.default: [
+        call(f(2, 4, 1, 1, 2), torch.tensor([3, 6]).expand(2, 4, 1, 1, 2), [2, 2, 2], [2, 2, 2], [0, 0, 0])
+    ],
+    aten._embedding_bag.default: bags(),
+    aten._embedding_bag_forward_only.default: bags(),
+    aten._embedding_bag_backward.default: bag_gradients(),
+    aten._embedding_bag_dense_backward.default: dense_bag_gradients(),
+    aten._embedding_bag_per_sample_weights_backward.default: bag_weight_gradients(),
+    aten._pdist_forward.default: [call(f(4, 5), 2.0)],
+    aten._pdist_backward.default: pairs(),
+    aten.grid_sampler_2d_backward.default: grids(5, 4),
+    aten.grid_sampler_3d_backward.default: grids(3, 5, 4),
     aten.convolution.default: convolutions(),
     aten.convolution_backward.default: convolution_gradients(),
     aten.native_batch_norm.default: [*batch_norms(False, statistics=True), *without_statistics()],

@@ -17,6 +17,7 @@ from spmd.rules.embedding import EMBEDDING
 from spmd.rules.extremes import EXTREMES
 from spmd.rules.factories import FACTORIES
 from spmd.rules.indexing import INDEXING
+from spmd.rules.layers import LAYERS
 from spmd.rules.linalg import LINALG
 from spmd.rules.loss import LOSS
 from spmd.rules.matmul import MATMUL
@@ -51,6 +52,7 @@ RULES: MappingProxyType[torch._ops.OpOverload, Rule] = MappingProxyType(
         **LINALG,
         **CONVOLUTION,
         **POOLING,
+        **LAYERS,
     }
 )
 """The rule of every operator that has one of its own; other pointwise operators are found by their tag."""

@@ -62,6 +62,8 @@ POOLING: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
         **_resampling(),
         aten.grid_sampler_2d.default: factors("n c _ _, n h w _ -> n c h w", linear("input")),
         aten.grid_sampler_3d.default: factors("n c _ _ _, n d h w _ -> n c d h w", linear("input")),
+        aten.max_unpool2d.default: batched("2 2", "2", linear("self")),
+        aten.max_unpool3d.default: batched("3 3", "3", linear("self")),
         aten.im2col.default: batched("3", "2", linear("self")),
         aten.col2im.default: batched("2", "3", linear("self")),
     }
