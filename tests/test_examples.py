@@ -145,7 +145,6 @@ def test_thirteen_sequences_over_eight_ranks(name):
     assert_trains_as_on_one_device(SMALL, layouts.STRATEGIES[name], mesh, small_batch(13))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", layouts.STRATEGIES)
 def test_workload_trains_as_one_device(name):
     strategy = layouts.STRATEGIES[name]
@@ -153,7 +152,6 @@ def test_workload_trains_as_one_device(name):
     assert_trains_as_on_one_device(textbook.WORKLOAD, strategy, mesh, comms.workload_batch())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", layouts.STRATEGIES)
 def test_five_steps_in_double_precision_leave_the_state_of_one_device(name):
     strategy = layouts.STRATEGIES[name]
@@ -177,7 +175,6 @@ def test_workload_sends_at_most_the_textbooks_bytes(name):
     assert measured.total == pytest.approx(measured.moved, rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", layouts.STRATEGIES)
 def test_readme_has_the_bytes_that_the_benchmark_counts(name):
     measured, reference = comms.measure(name).total, textbook.textbook(name)

@@ -62,7 +62,6 @@ def test_constraints_pin_every_dependency_exactly():
     assert "torch==2.13.0" in lines
 
 
-@pytest.mark.slow
 def test_wheel_holds_the_package_and_its_types(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from handmade import PlanBuilder, lowered, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.dtensor import distribute
 from spmd.mesh import make_mesh
 from spmd.plan.plan import Plan
 from spmd.runtime import VirtualProgram
@@ -138,32 +136,3 @@ def test_scalars_survive_the_text(scalar: float) -> None:
     x = builder.input("x", (4,), P("m"))
     plan = builder.plan(builder.call(aten.mul.Tensor, (x, scalar), [((4,), P("m"))]))
     assert torch.equal(run(plan, torch.ones(4))[0], torch.ones(4) * scalar)
-
-
-def test_overhead_of_a_node_is_small() -> None:
-    """An operator in a program costs about what it costs called by hand (the bound is loose: machines are busy)."""
-
-    def seconds(length: int) -> float:
-        plan = chain(length, size=1)
-        program = VirtualProgram(lowered(plan))
-        placed = distribute(torch.ones(4), P(), plan.mesh).shards
-        program([placed])
-        best = float("inf")
-        for _ in range(50):
-            start = time.perf_counter()
-            program([placed])
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    def by_hand() -> float:
-        add, value, best = aten.add.Tensor, torch.ones(4), float("inf")
-        for _ in range(50):
-            start = time.perf_counter()
-            with torch.no_grad():
-                for index in range(200):
-                    value = add(value, float(index))
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    per_node = (seconds(210) - seconds(10)) / 200
-    assert per_node - by_hand() / 200 < 2e-6
