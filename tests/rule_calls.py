@@ -130,6 +130,11 @@ _MATMUL = {
         call(f(4, 1), f(4, 5), f(5, 3)),
     ],
     aten.baddbmm.default: [call(f(4, 2, 3), f(4, 2, 5), f(4, 5, 3)), call(f(1, 1, 3), f(4, 2, 5), f(4, 5, 3))],
+    aten._trilinear.default: [
+        call(f(4, 3), f(5, 3, 2), f(4, 2), [1, 3], [0], [1, 2], [2, 3]),
+        call(f(4, 1), f(5, 3, 2), f(1, 2), [1, 3], [0], [1, 2], [2, 3]),
+        call(f(4, 5), f(4, 5), f(4, 5), [], [], [], [0]),
+    ],
     aten.addbmm.default: [call(f(4, 3), f(5, 4, 2), f(5, 2, 3)), call(f(3), f(5, 4, 2), f(5, 2, 3), beta=2)],
     aten.addmv.default: [call(f(4), f(4, 5), f(5))],
 }
@@ -438,13 +443,16 @@ INCOMPLETE = {
         aten.softplus_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
         aten.hardtanh_backward.default, aten.hardsigmoid_backward.default, aten.binary_cross_entropy.default,
     ),
-    "max and min of what is added, where places are written to once": (aten.index_add.default, aten.index_put.default),
+    "max and min through powers, by their base": (
+        aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor,
+    ),
     "infinities absorb any sum": (aten.masked_fill.Scalar,),
     BY_CHANCE: (
         aten.minimum.default, aten.max.other, aten.min.other, aten._to_copy.default,
         aten.relu.default, aten.relu6.default, aten.sign.default, aten.sgn.default,
         aten.prod.default, aten.sum.default, aten.any.default, aten.any.dims, aten.all.default, aten.all.dims,
         aten.logsumexp.default, aten.linalg_vector_norm.default, aten.scatter.value, *CHANCE, *FEW_VALUES,
+        aten.index_add.default, aten.index_put.default, aten.scatter_add.default, aten.silu_backward.default,
     ),
     "operands whose values are ignored": (
         aten.copy.default, aten.fill.Tensor, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,

@@ -101,6 +101,8 @@ CHANCE = (
 """Operators with rows that are right for some values only: maxima and minima of the positions that are written to."""
 
 UNCHECKED = (
+    aten.as_strided.default,
+    aten.as_strided_scatter.default,
     aten.segment_reduce.default,
     aten._segment_reduce_backward.default,
     aten._histogramdd_from_bin_tensors.default,

@@ -9,7 +9,7 @@ import torch
 
 from spmd.rules.builders import cut_all, dim_names, rule
 from spmd.rules.notation import factors
-from spmd.rules.partial import ignores
+from spmd.rules.partial import ignores, increasing, linear
 from spmd.rules.rule import Call, Factors, Rule
 
 aten = torch.ops.aten
@@ -40,8 +40,8 @@ FACTORIES: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
         aten.linspace.default: factors(" -> _"),
         aten.logspace.default: factors(" -> _"),
         **{
-            getattr(op, kind): factors(f"{operands} -> _")
-            for op in (aten.linspace, aten.logspace)
+            getattr(op, kind): factors(f"{operands} -> _", *rows)
+            for op, rows in ((aten.linspace, (linear("start end"), increasing("start", "end"))), (aten.logspace, ()))
             for kind, operands in (("Tensor_Tensor", ","), ("Tensor_Scalar", ""), ("Scalar_Tensor", ""))
         },
         aten.arange.default: factors(" -> _"),

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import attrs
 import torch
 
-from spmd.rules.builders import aligned, rule, vanish
+from spmd.rules.builders import aligned, dim_names, rule, vanish
 from spmd.rules.notation import Pattern, Rows, factors
 from spmd.rules.partial import increasing, linear
 from spmd.rules.rule import Call, Factors, Rule
@@ -36,6 +36,24 @@ def _product_plus(pattern: str, *rows: Rows) -> Rule:
     return rule(make, increasing("self", times="beta"), *rows, empty=vanish)
 
 
+def _trilinear(call: Call) -> Factors:
+    """A product of three tensors, each with new dims of length 1 at `expand`, summed over `sumdim`."""
+    expanded = [call.argument(f"expand{i}") for i in (1, 2, 3)]
+    names = dim_names(call.operands[0].ndim + len(expanded[0]))
+    own = [[name for dim, name in enumerate(names) if dim not in new] for new in expanded]
+    pairs = [
+        pair for names, meta in zip(own, call.operands, strict=True) for pair in zip(names, meta.shape, strict=True)
+    ]
+    sizes = {name: max(size for other, size in pairs if other == name) for name, _ in pairs}
+    operands = tuple(
+        tuple((name,) if size == sizes[name] else () for name, size in zip(names, meta.shape, strict=True))
+        for names, meta in zip(own, call.operands, strict=True)
+    )
+    summed = [names[dim] for dim in call.argument("sumdim")]
+    result = tuple((name,) if name in sizes else () for name in names if name not in summed)
+    return Factors(operands, (result,), sizes, reduce=dict.fromkeys(summed, "sum"))
+
+
 MATMUL: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
     {
         aten.mm.default: factors("i k, k j -> i j", linear("self", "mat2"), sum="k"),
@@ -45,6 +63,7 @@ MATMUL: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
         aten.addmm.default: _product_plus("i k, k j -> i j", linear("self mat1", "self mat2")),
         aten.baddbmm.default: _product_plus("b i k, b k j -> b i j", linear("self batch1", "self batch2")),
         aten.addmv.default: _product_plus("i k, k -> i", linear("self mat", "self vec")),
+        aten._trilinear.default: rule(_trilinear, linear("i1", "i2", "i3")),
         aten.addbmm.default: _product_plus("k i l, k l j -> i j", linear("self batch1", "self batch2")),
     }
 )
