@@ -141,6 +141,11 @@ SPATIAL: Mapping[torch._ops.OpOverload, Calls] = {
     aten.grid_sampler_3d_backward.default: grids(3, 5, 4),
     aten.convolution.default: convolutions(),
     aten.convolution_backward.default: convolution_gradients(),
+    aten.native_group_norm.default: [
+        call(f(3, 8, 5), f(8), f(8), 3, 8, 5, 4, 1e-5),
+        call(f(4, 6, 2, 3), None, None, 4, 6, 6, 2, 1e-5),
+        call(f(2, 4, 3), f(4), None, 2, 4, 3, 4, 1e-5),
+    ],
     aten.native_batch_norm.default: [*batch_norms(False, statistics=True), *without_statistics()],
     aten._native_batch_norm_legit.no_stats: batch_norms(True, statistics=False),
     aten._native_batch_norm_legit_functional.default: [

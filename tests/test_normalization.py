@@ -53,3 +53,23 @@ def test_only_statistics_are_communicated(name: str) -> None:
     assert max(comm.bytes for comm in comms) <= 2 * 2 * 8 * max(shape[0], parameters[0] if parameter == P() else 0)
     for wanted, given in zip(tree_leaves(f(*arguments)), tree_leaves(sharded(*arguments)), strict=True):
         torch.testing.assert_close(given.full_tensor(), wanted)
+
+
+def test_group_norm_over_batch_and_space_or_groups() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((7, 8, 61, 64), (8,), (8,)))
+    mesh = spmd.make_mesh({"x": 2, "y": 3}, runtime="virtual")
+
+    def f(*arguments: torch.Tensor) -> torch.Tensor:
+        x, w, b = arguments
+        return F.group_norm(x, 4, w, b)
+
+    for image, parameter, kinds in (
+        (P("x", None, "y"), P(), {"all_reduce"}),
+        (P("x"), P(), set()),
+        (P(None, "x"), P("x"), set()),
+        (P("y", "x"), P("x"), set()),
+    ):
+        sharded = spmd.jit(f, (image, parameter, parameter), image, mesh=mesh)
+        assert kinds == {comm.kind for comm in sharded.plan(x, w, b).comms}
+        torch.testing.assert_close(sharded(x, w, b).full_tensor(), f(x, w, b))

@@ -50,7 +50,8 @@ class Example:
         replace = lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf  # noqa: E731
         args, kwargs = _map(replace, self.call.args), _map(replace, dict(self.call.kwargs))
         if size_argument is not None:
-            args = (*args[:size_argument], list(shape), *args[size_argument + 1 :])
+            size = list(shape) if isinstance(args[size_argument], (tuple, list)) else shape[0]
+            args = (*args[:size_argument], size, *args[size_argument + 1 :])
         return args, kwargs
 
 

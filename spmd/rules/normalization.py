@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from spmd.collectives import psum
 from spmd.rules.builders import dim_names, nothing, rule, vanish
-from spmd.rules.notation import operand_names
+from spmd.rules.notation import factors, operand_names
 from spmd.rules.partial import linear
 from spmd.rules.rule import Call, FactorDims, Factors, Rule
 from spmd.spec import TensorMeta
@@ -185,12 +186,62 @@ def _plain_gradients(_: tuple[str, ...], call: Call, grad: Tensor, *args: Any) -
     return tuple(next(made) if wanted else None for wanted in mask)
 
 
+def _groups(call: Call) -> Factors:
+    """Group norm: groups `g` of channels `(g c)`; the operator takes the sizes of its input apart."""
+    found = factors("n (g c) ..., (g c), (g c) -> n (g c) ..., n g, n g").factorize(call)
+    bodies = {name: _own_groups if name == "g" else _group_norm for name in found.sizes if name != "n"}
+    return attrs.evolve(found, bodies=bodies)
+
+
+def _own_groups(
+    axes: tuple[str, ...],
+    call: Call,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    channels: int,
+    space: int,
+    groups: int,
+    eps: float,
+) -> Any:
+    """Some of the groups."""
+    if not x.numel():
+        return nothing((), call, x, *(t for t in (weight, bias) if t is not None))
+    held = x.shape[1]
+    return call.op(x, weight, bias, x.shape[0], held, space, held * groups // channels, eps)
+
+
+def _group_norm(
+    axes: tuple[str, ...],
+    call: Call,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    channels: int,
+    space: int,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Some channels of every group, or some of the space."""
+    grouped = _wide(x).reshape(x.shape[0], groups, math.prod(x.shape[1:]) // groups)
+    centered, mean, variance = _normalized(grouped, (2,), channels // groups * space, eps, axes)
+    rstd = (variance + eps).rsqrt()
+    out = (centered * rstd).reshape(x.shape)
+    out = out if weight is None else out * _column(weight, x)
+    out = out if bias is None else out + _column(bias, x)
+    results = (out, mean.squeeze(2), rstd.squeeze(2))
+    return tuple(t.to(meta.dtype) for t, meta in zip(results, call.results, strict=True))
+
+
 _CHANNELS = rule(_per_channel, empty=vanish)
 
 NORMALIZATION: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
     {
         aten.native_layer_norm.default: rule(_norm),
         aten.native_layer_norm_backward.default: rule(_norm, linear("grad_out")),
+        aten.native_group_norm.default: rule(_groups, size_argument=3, empty=vanish),
         aten.native_batch_norm.default: _CHANNELS,
         aten._native_batch_norm_legit.no_stats: _CHANNELS,
         aten._native_batch_norm_legit_functional.default: _CHANNELS,
