@@ -205,7 +205,12 @@ _INDEXING = {
     ],
     aten.index_select.default: [call(f(4, 5), 1, i(5, 4)), call(f(4, 5), 0, i(4, 7))],
     aten.index_add.default: [call(f(4, 5), 0, i(4, 6), f(6, 5)), call(f(4, 5), 1, i(5, 3), f(4, 3), alpha=-2.0)],
-    aten.gather.default: [call(f(4, 5), 1, i(5, 4, 3)), call(f(4, 5), 0, i(4, 2, 3)), call(f(5), 0, i(5, 4))],
+    aten.gather.default: [
+        call(f(4, 5), 1, i(5, 4, 3)),
+        call(f(4, 5), 0, i(4, 2, 3)),
+        call(f(5), 0, i(5, 4)),
+        call(f(5), 0, i(5, 2, 0)),
+    ],
     aten.scatter.src: [
         call(f(4, 5), 1, torch.tensor([[0, 3], [1, 2], [4, 0], [2, 3]]), f(4, 2)),
         call(f(4, 5), 0, torch.tensor([[0, 3, 1]]), f(2, 5)),

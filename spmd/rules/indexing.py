@@ -163,6 +163,8 @@ def _elementwise_index(call: Call) -> tuple[FactorDims, FactorDims, dict[str, in
     Other dims of `index` may be shorter than those of `self`; then neither is cut.
     """
     whole, index = call.operands[:2]
+    if index.ndim != whole.ndim:  # torch takes any shape of an index without elements
+        return ((),) * whole.ndim, ((),) * index.ndim, {}
     dim = call.argument("dim") % max(whole.ndim, 1)
     names = dim_names(whole.ndim)
     tensors = [meta for meta in call.operands if meta.ndim == whole.ndim]
@@ -196,7 +198,8 @@ def _cut_gathered(call: Call) -> Iterator[Row]:
     """Each rank gathers what its shard of the indexed dim holds; only for whole positions in the other dims."""
     whole, index = call.operands
     dim = call.argument("dim") % max(whole.ndim, 1)
-    if whole.ndim and all(i == dim or size == index.shape[i] for i, size in enumerate(whole.shape)):
+    lengths = zip(whole.shape, index.shape, strict=False)
+    if 0 < whole.ndim == index.ndim and all(i == dim or size == other for i, (size, other) in enumerate(lengths)):
         yield Row((Shard(dim), Replicate()), (Partial("sum"),), _gather_body)
 
 
