@@ -458,6 +458,7 @@ INCOMPLETE = {
         aten.prod.default, aten.sum.default, aten.any.default, aten.any.dims, aten.all.default, aten.all.dims,
         aten.logsumexp.default, aten.linalg_vector_norm.default, aten.scatter.value, *CHANCE, *FEW_VALUES,
         aten.index_add.default, aten.index_put.default, aten.scatter_add.default, aten.silu_backward.default,
+        aten.median.default, aten.nanmedian.default,
     ),
     "operands whose values are ignored": (
         aten.copy.default, aten.fill.Tensor, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
