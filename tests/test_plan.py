@@ -241,3 +241,21 @@ def test_programs_print_themselves() -> None:
     program = spmd.jit(torch.sin, P("data"), P("data"), mesh=mesh).lower(meta(4))
     assert str(program) == program.as_text()
     assert repr(program) == "LocalProgram(sin on Mesh(data=2), 0 collectives)"
+
+
+@pytest.mark.parametrize(
+    ("function", "spec"),
+    [
+        (lambda x: F.batch_norm(x, None, None, None, None, True), P("x", None, "y")),
+        (lambda x: F.batch_norm(x, None, None, None, None, True), P(None, None, "x", "y")),
+        (lambda x: F.layer_norm(x, x.shape[2:]), P(None, None, "x", "y")),
+        (lambda x: torch.logsumexp(x, (2, 3), keepdim=True).expand(x.shape), P(None, None, "x", "y")),
+    ],
+)
+def test_one_body_serves_two_axes(function: Any, spec: P) -> None:
+    mesh = spmd.make_mesh({"x": 2, "y": 3}, runtime="virtual")
+    step = spmd.jit(lambda x: function(x), spec, spec, mesh=mesh)
+    x = torch.randn(5, 12, 7, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(step(x).full_tensor(), function(x))
+    large = spmd.jit(lambda x: function(x), spec, spec, mesh=mesh).plan(meta(5, 12, 770, 6400))
+    assert {kind for kind, _ in counts(large)} == {"all_reduce"}

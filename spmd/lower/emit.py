@@ -171,9 +171,9 @@ class _Emitter:
                     f"{operator_name(operation.op)}{node.target}", getattr(module, node.target)
                 )
                 mapping[node].meta["val"] = TensorMeta.of(getattr(module, node.target))
-            elif node.op == "call_function":
+            elif node.op == "call_function" and node.users:
                 mapping[node] = self.copy_from_body(node, mapping, operation)
-            else:
+            elif node.op == "output":
                 results = node.args[0]
         for value, result in zip(operation.results, results, strict=True):
             if value is not None:

@@ -8,7 +8,7 @@ from spmd.graph import Graph, Operation, Value
 from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
 from spmd.plan.draft import Draft
 from spmd.plan.markers import REDISTRIBUTE
-from spmd.rules.strategy import Strategy
+from spmd.rules.strategy import LOCAL_BODY, Strategy
 
 
 def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, ...]]:
@@ -59,8 +59,15 @@ def candidates(draft: Draft, operation: Operation, axis: str, rootless: frozense
         for s in draft.options[operation]
         if all(_reduces_alike(draft, *pair) for pair in zip(values, _states(s), strict=True))
     )
-    bodies = [chosen for chosen in draft.strategies.get(operation, {}).values() if chosen.body is not None]
-    return tuple(strategy for strategy in found if strategy.body is None or all(strategy == b for b in bodies))
+    chosen = draft.strategies.get(operation, {}).values()
+    return tuple(strategy for strategy in found if all(_runs_together(strategy, other) for other in chosen))
+
+
+def _runs_together(strategy: Strategy, other: Strategy) -> bool:
+    """Whether one body can serve two axes: a written-out row's if both place alike, a factor's wherever it is cut."""
+    if strategy.body is None or other.body is None:
+        return True
+    return strategy == other or (strategy.body is other.body and LOCAL_BODY not in (strategy.label, other.label))
 
 
 def _states(strategy: Strategy) -> tuple[Placement, ...]:

@@ -22,6 +22,10 @@ LogicalShape: TypeAlias = tuple[tuple[int, ...], ...]
 """For each physical dim of a tensor, the sizes of its atoms, major first."""
 
 
+LOCAL_BODY = "local body"
+"""The label of a strategy from a written-out row with a body, which depends on the dims that the row shards."""
+
+
 @attrs.frozen
 class Strategy:
     """A placement on one mesh axis for every tensor operand and result of an operator, over logical dims.
@@ -141,5 +145,5 @@ def _logical_row(row: Row, operands: Sequence[_LogicalDims], results: Sequence[_
             placement = Shard(sum(len(group) for group in dims[: placement.dim]))
         placements.append(placement)
     count = len(row.operands)
-    label = "partial" if row.body is None else "local body"
+    label = "partial" if row.body is None else LOCAL_BODY
     return Strategy(tuple(placements[:count]), tuple(placements[count:]), row.body, label)
