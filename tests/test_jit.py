@@ -7,16 +7,19 @@ import weakref
 from collections import namedtuple
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 
 import spmd
 from spmd import DTensor, DTensorSpec, P, Partial, Replicate, Shard, TensorMeta
+from spmd.collectives import psum
 from spmd.collectives.traffic import record_traffic
 from spmd.lower import LocalProgram
 from spmd.lower.verify import verify
 from spmd.plan.plan import Plan
+from spmd.rules import RULES, Rule, factors
 from spmd.trace import Traced
 
 
@@ -363,3 +366,17 @@ def test_shards_of_one_constant_that_turn_out_alike() -> None:
     x, y = torch.randn(4), torch.randn(4)
     verify(f.lower(x, y))
     close(f(x, y), (x + 2, y + 2))
+
+
+def test_a_collective_that_one_rank_has_no_use_for_is_taken_all_the_same():
+    def body(axes, call, x):
+        total = psum(x.sum(), axes)
+        return x.sin() if x.shape[0] < 2 else x.sin() + total * 0
+
+    plain = factors("a -> a")
+    rule = Rule(lambda call: attrs.evolve(plain.factorize(call), bodies={"a": body}))
+    mesh = spmd.make_mesh({"m": 2}, runtime="virtual")
+    x = torch.arange(3.0)
+    f = spmd.jit(torch.sin, P("m"), P("m"), mesh=mesh, rules=RULES | {torch.ops.aten.sin.default: rule})
+    assert torch.equal(x.sin(), f(x).full_tensor())
+    assert {"all_reduce": 1} == verify(f.lower(x)).count()

@@ -14,6 +14,7 @@ import torch.fx as fx
 from spmd.collectives.redistribute import redistribution
 from spmd.graph import Operation, Value, map_leaves
 from spmd.lower.groups import Unit, schedule
+from spmd.lower.program import is_primitive
 from spmd.lower.steps import localize_step
 from spmd.mesh import Coordinate
 from spmd.plan.bodies import body_of, trace_body, with_local_size
@@ -171,7 +172,7 @@ class _Emitter:
                     f"{operator_name(operation.op)}{node.target}", getattr(module, node.target)
                 )
                 mapping[node].meta["val"] = TensorMeta.of(getattr(module, node.target))
-            elif node.op == "call_function" and node.users:
+            elif node.op == "call_function" and (node.users or is_primitive(node)):
                 mapping[node] = self.copy_from_body(node, mapping, operation)
             elif node.op == "output":
                 results = node.args[0]

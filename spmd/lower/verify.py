@@ -12,7 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spmd.errors import PlanError
 from spmd.lower.program import LocalProgram, is_primitive
 from spmd.mesh import Coordinate
-from spmd.optimize.clean import drop_dead_nodes, drop_identities, merge_reshapes, share_local_subexpressions
+from spmd.optimize.clean import (
+    drop_dead_local_nodes,
+    drop_dead_nodes,
+    drop_identities,
+    merge_reshapes,
+    share_local_subexpressions,
+)
 from spmd.spec import TensorMeta
 
 
@@ -28,7 +34,7 @@ def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = Non
     for coordinate in program.mesh.coordinates() if coordinates is None else coordinates:
         module = program.graph_module(coordinate)
         module.graph.lint()
-        _check_no_idle_nodes(module.graph)
+        _check_no_idle_nodes(module.graph, bool(program.uneven))
         _check_boundary(program, module.graph, coordinate)
         _check_metas(module)
         sequences[coordinate] = [
@@ -43,8 +49,9 @@ def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = Non
     return program
 
 
-def _check_no_idle_nodes(graph: fx.Graph) -> None:
-    for clean in (drop_dead_nodes, merge_reshapes, drop_identities, share_local_subexpressions, drop_dead_nodes):
+def _check_no_idle_nodes(graph: fx.Graph, uneven: bool) -> None:
+    dead = drop_dead_local_nodes if uneven else drop_dead_nodes
+    for clean in (dead, merge_reshapes, drop_identities, share_local_subexpressions, dead):
         copy = fx.Graph()
         copy.output(copy.graph_copy(graph, {}))
         clean(copy)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch.fx as fx
 
 from spmd.optimize.clean import (
+    drop_dead_local_nodes,
     drop_dead_nodes,
     drop_identities,
     merge_reshapes,
@@ -33,11 +34,11 @@ PASSES: tuple[Pass, ...] = (
 """All passes, in the order in which they run, for programs that are one on all ranks."""
 
 UNEVEN_PASSES: tuple[Pass, ...] = (
-    drop_dead_nodes,
+    drop_dead_local_nodes,
     merge_reshapes,
     drop_identities,
     share_local_subexpressions,
-    drop_dead_nodes,
+    drop_dead_local_nodes,
 )
 """The passes for ranks whose shapes differ. They must run the same primitives, but a view that is one of these ranks'
 identities may stand between two primitives of another: no pass may look at shapes and change primitives."""

@@ -19,8 +19,17 @@ _COPIES = (aten.detach.default, aten.alias.default, aten.clone.default, aten.lif
 
 def drop_dead_nodes(graph: fx.Graph) -> None:
     """Remove nodes that no output needs. Arguments stay; operators in a local program have no effects."""
+    _drop_dead(graph, lambda node: node.op in ("placeholder", "output"))
+
+
+def drop_dead_local_nodes(graph: fx.Graph) -> None:
+    """As `drop_dead_nodes`, but primitives stay: another rank may need what comes of them."""
+    _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or _is_primitive(node))
+
+
+def _drop_dead(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> None:
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("placeholder", "output"):
+        if not node.users and not keep(node):
             graph.erase_node(node)
 
 
