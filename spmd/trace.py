@@ -220,6 +220,11 @@ class _ClosureLifting(TorchFunctionMode):
                 f"torch.{func.__name__} of a list of tensors at {where(user_source())} needs their values, and a "
                 "traced function has none. Use torch.stack or torch.cat."
             )
+        if func in _SPLITTERS and any(isinstance(leaf, torch.Tensor) for leaf in (*args[1:], *(kwargs or {}).values())):
+            raise TraceError(
+                f"{func.__name__} at {where(user_source())} splits where a tensor says, and a program has static "
+                "shapes. Pass the places as a tuple of integers."
+            )
         if getattr(func, "__name__", "") == "__get__" and func not in _VIEW_GETTERS:
             return func(*args, **(kwargs or {}))
         return func(*map_leaves(self._lift, args), **map_leaves(self._lift, kwargs or {}))
@@ -246,6 +251,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _VIEW_GETTERS = frozenset(
     getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")
 )
+_SPLITTERS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
 _MEMORY_READERS = frozenset(
     {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__}
 )

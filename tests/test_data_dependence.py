@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import spmd
 from spmd import P, TraceError
+from spmd.trace import trace
 
 MESH = spmd.make_mesh({"x": 2}, runtime="virtual")
 HERE = r"at test_data_dependence\.py:\d+"
@@ -69,3 +70,19 @@ def test_what_the_errors_advise(name: str) -> None:
     x, i = torch.randn(4), torch.tensor([1, 2, 0, 1])
     expected = INSTEAD[name](x, i)
     torch.testing.assert_close(spmd.jit(INSTEAD[name], P("x"), P(), mesh=MESH)(x, i).full_tensor(), expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, places: torch.tensor_split(x, places),
+        lambda x, places: x.tensor_split(tensor_indices_or_sections=places),
+    ],
+)
+def test_a_split_at_the_places_of_a_tensor_is_refused(function):
+    with pytest.raises(TraceError, match=r"tensor_split at test_data_dependence\.py:\d+ .*tuple of integers"):
+        trace(function, (torch.ones(6), torch.tensor([1, 3])))
+
+
+def test_a_split_at_given_places_is_traced():
+    assert len(trace(lambda x: x.tensor_split((1, 3)), (torch.ones(6),)).graph.outputs) == 3
