@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -78,7 +77,7 @@ def _apply(x: Any, spec: SpecLike, name: str) -> Any:
             f"spmd.{name} was given a plain tensor {TensorMeta.of(x)} outside of spmd.jit. "
             "Call it inside a jitted function, or make a DTensor with spmd.distribute(x, spec)."
         )
-    return _FUNCTIONS[name].apply(x, encode_spec(_fitting(x, spec, name)))
+    return _Place.apply(x, encode_spec(_fitting(x, spec, name)), name)
 
 
 def _fitting(x: torch.Tensor, spec: SpecLike, name: str) -> P:
@@ -103,48 +102,30 @@ def _same_shape(x: torch.Tensor, spec: str) -> torch.Tensor:
 
 
 # torch.func transforms need an autograd.Function: the autograd rules of torch.library do not work below them.
-class _Constrain(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor, spec: str) -> torch.Tensor:
-        return torch.ops.spmd.constrain(x, spec)  # type: ignore[no-any-return]
+class _Place(torch.autograd.Function):
+    """`constrain` or `reshard`, by name. The cotangent of a constrained value is constrained too."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
-        ctx.spec = inputs[1]
+    def forward(x: torch.Tensor, spec: str, name: str) -> torch.Tensor:
+        return getattr(torch.ops.spmd, name)(x, spec)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _Constrain.apply(grad, ctx.spec), None
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, str, str], output: torch.Tensor) -> None:
+        ctx.spec, ctx.name = inputs[1:]
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:  # type: ignore[override]
-        return _Constrain.apply(tangent, ctx.spec)  # type: ignore[no-any-return]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return grad if ctx.name == "reshard" else _Place.apply(grad, ctx.spec, ctx.name), None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: torch.Tensor, spec: str) -> tuple[torch.Tensor, int]:
-        return _Constrain.apply(x, _batched(spec, in_dims[0], x.ndim)), in_dims[0]
-
-
-class _Reshard(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor, spec: str) -> torch.Tensor:
-        return torch.ops.spmd.reshard(x, spec)  # type: ignore[no-any-return]
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+        return _Place.apply(tangent, ctx.spec, ctx.name)  # type: ignore[no-any-return]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
-        ctx.spec = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:  # type: ignore[override]
-        return _Reshard.apply(tangent, ctx.spec)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: torch.Tensor, spec: str) -> tuple[torch.Tensor, int]:
-        return _Reshard.apply(x, _batched(spec, in_dims[0], x.ndim)), in_dims[0]
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], x: torch.Tensor, spec: str, name: str
+    ) -> tuple[torch.Tensor, int]:
+        return _Place.apply(x, _batched(spec, in_dims[0], x.ndim), name), in_dims[0]
 
 
 def _batched(text: str, dim: int, ndim: int) -> str:
@@ -152,6 +133,3 @@ def _batched(text: str, dim: int, ndim: int) -> str:
     spec = parse_spec(text)
     dims = [*spec.dims, *((),) * (ndim - 1 - len(spec.dims))]
     return encode_spec(P(*dims[:dim], None, *dims[dim:], partial=dict(spec.partial)))
-
-
-_FUNCTIONS: Mapping[str, type[torch.autograd.Function]] = {"constrain": _Constrain, "reshard": _Reshard}
