@@ -8,7 +8,7 @@ import attrs
 
 from spmd.graph import Graph, Operation, Value
 from spmd.mesh import Mesh
-from spmd.placement import Partial, Placement, Replicate, Shard
+from spmd.placement import Partial, Placement, Shard
 from spmd.rules.strategy import LogicalShape, Strategy
 from spmd.spec import DTensorSpec, TensorMeta
 
@@ -86,9 +86,3 @@ def spec_of(mesh: Mesh, states: States, meta: TensorMeta) -> DTensorSpec:
     dims = tuple(tuple(axis for axis, state in states.items() if state == Shard(dim)) for dim in range(meta.ndim))
     partial = {axis: state.op for axis, state in states.items() if isinstance(state, Partial)}
     return DTensorSpec(mesh, dims, partial, meta)
-
-
-def states_of(spec: DTensorSpec, axes: tuple[str, ...]) -> dict[str, Placement]:
-    """The placements of a spec on some axes, without those that replicate."""
-    found = {axis: spec.placement(axis) for axis in axes}
-    return {axis: state for axis, state in found.items() if state != Replicate()}

@@ -30,18 +30,14 @@ class AxisChoice:
 
     Args:
         strategies: of every operation.
-        produced: the placement in which every value that is used is produced.
         moves: the moves of every value that is used, in an order in which each can start; slices of a replica and
             the like, which cost nothing, are not among them.
         exact: whether it is known to be the best.
-        seconds: its cost.
     """
 
     strategies: Mapping[Operation, Strategy]
-    produced: Mapping[Value, Placement]
     moves: Mapping[Value, tuple[Move, ...]]
     exact: bool
-    seconds: float
 
 
 @attrs.frozen(eq=False)
@@ -105,9 +101,8 @@ class AxisProblem:
             operation: self.strategies[operation][solution.choices[variable]]
             for operation, variable in self.variables.items()
         }
-        produced = {value: self._source(value, strategies) for value in self.uses}
-        moves = {value: self._moves(value, produced[value], strategies, solution.choices) for value in self.uses}
-        return AxisChoice(strategies, produced, moves, exact, solution.cost)
+        moves = {value: self._moves(value, strategies, solution.choices) for value in self.uses}
+        return AxisChoice(strategies, moves, exact)
 
     def _program_order(self) -> list[int]:
         """All variables, hubs beside the producers of their values."""
@@ -117,8 +112,9 @@ class AxisProblem:
         return sorted(places, key=lambda variable: (places[variable], variable))
 
     def _moves(
-        self, value: Value, source: Placement, strategies: Mapping[Operation, Strategy], choices: Sequence[int]
+        self, value: Value, strategies: Mapping[Operation, Strategy], choices: Sequence[int]
     ) -> tuple[Move, ...]:
+        source = self._source(value, strategies)
         if value in self.hubs:
             variable, hubs = self.hubs[value]
             return plan_moves(source, hubs[choices[variable]], self._move_cost(value))[0]
