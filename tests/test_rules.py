@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optree import tree_leaves
-from rule_calls import ARBITRARY, BY_CHANCE, CALLS, INCOMPLETE, UNSEARCHED
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
@@ -17,8 +16,9 @@ from spmd.errors import RuleError
 from spmd.placement import Partial, Replicate, Shard
 from spmd.rules import RULES, Factors, Rule, derive_strategies, factors, find_rule, linear, pointwise
 from spmd.rules.check import check_rule
-from spmd.rules.execute import Example
+from spmd.rules.check.execute import Example
 from spmd.rules.shape import common_factors
+from spmd.testing.rule_calls import ARBITRARY, BY_CHANCE, CALLS, INCOMPLETE, UNSEARCHED
 
 aten = torch.ops.aten
 R, Psum, Pmax, Pmin = Replicate(), Partial("sum"), Partial("max"), Partial("min")

@@ -12,7 +12,7 @@ import torch
 
 from spmd.mesh import Mesh
 from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard, combine
-from spmd.rules.execute import split
+from spmd.rules.check.execute import split
 from spmd.spec import DTensorSpec, TensorMeta
 
 Combination = tuple[tuple[Placement, ...], ...]

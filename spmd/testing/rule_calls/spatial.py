@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from draws import Calls, Draws, call
+
+from spmd.testing.rule_calls.draws import Calls, Draws, call
 
 aten = torch.ops.aten
 _draws = Draws(4)

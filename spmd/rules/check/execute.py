@@ -42,6 +42,11 @@ class Example:
         call = Call(op, _map(meta, tuple(args)), _map(meta, dict(kwargs)), tuple(map(TensorMeta.of, results)))
         return cls(call, tensors_of((*args, *kwargs.values())), results)
 
+    def __str__(self) -> str:
+        metas = ", ".join(map(str, self.call.operands))
+        rest = [argument for argument in self.call.args if isinstance(argument, (bool, int, float, str))]
+        return f"{self.call.op}({metas}{'; ' if rest else ''}{', '.join(map(str, rest))})"
+
     def arguments(
         self, tensors: Sequence[Tensor], size_argument: int | None = None, shape: Sequence[int] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

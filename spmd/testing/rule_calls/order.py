@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from draws import Calls, Draws, call
+
+from spmd.testing.rule_calls.draws import Calls, Draws, call
 
 aten = torch.ops.aten
 _draws = Draws(2)
@@ -42,6 +43,3 @@ ORDER = {
     aten.argmax.default: [*searched(), *_flat],
     aten.argmin.default: [*searched(), *_flat],
 }
-
-CHANCE = tuple(ORDER)
-"""Operators of which some calls are of one element a line, or of infinities: all kinds of parts are right there."""

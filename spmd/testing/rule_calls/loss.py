@@ -1,0 +1,74 @@
+"""Small calls of losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spmd.testing.rule_calls.draws import Calls, Draws, call
+
+aten = torch.ops.aten
+_draws = Draws(17)
+f, i = _draws.f, _draws.i
+
+_REDUCTIONS = (0, 1, 2)
+
+
+def nll() -> Calls:
+    target = torch.tensor([0, 2, 4, 2])
+    weight = f(5).exp()
+    return [
+        *(call(f(4, 5), target, w, r, ignore) for r in _REDUCTIONS for w, ignore in ((None, -100), (weight, 2))),
+        *(call(f(5), torch.tensor(3), None, r, -100) for r in _REDUCTIONS),
+    ]
+
+
+def nll_backward(forward: torch._ops.OpOverload, calls: Calls) -> Calls:
+    found = []
+    for args, _ in calls:
+        loss, total = forward(*args)
+        found.append(call(f(*loss.shape), *args, total))
+    return found
+
+
+def nll2d() -> Calls:
+    weight = f(4).exp()
+    return [call(f(2, 4, 3, 5), i(4, 2, 3, 5), weight, r, 2) for r in _REDUCTIONS]
+
+
+def losses(*rest: Any) -> Calls:
+    return [call(f(4, 5), f(4, 5), r, *rest) for r in _REDUCTIONS]
+
+
+def losses_backward(*rest: Any) -> Calls:
+    return [
+        *(call(f(), f(4, 5), f(4, 5), r, *rest) for r in (1, 2)),
+        call(f(4, 5), f(4, 5), f(4, 5), 0, *rest),
+    ]
+
+
+def probabilities(*shape: int) -> torch.Tensor:
+    return f(*shape).sigmoid()
+
+
+LOSS = {
+    aten.nll_loss_forward.default: nll(),
+    aten.nll_loss_backward.default: nll_backward(aten.nll_loss_forward.default, nll()),
+    aten.nll_loss2d_forward.default: nll2d(),
+    aten.nll_loss2d_backward.default: nll_backward(aten.nll_loss2d_forward.default, nll2d()),
+    aten.mse_loss.default: losses(),
+    aten.mse_loss_backward.default: losses_backward(),
+    aten.smooth_l1_loss.default: losses(0.5),
+    aten.smooth_l1_loss_backward.default: losses_backward(0.5),
+    aten.huber_loss.default: losses(0.5),
+    aten.huber_loss_backward.default: losses_backward(0.5),
+    aten.binary_cross_entropy.default: [
+        call(probabilities(4, 5), probabilities(4, 5), w, r) for r in _REDUCTIONS for w in (None, f(4, 5))
+    ],
+    aten.binary_cross_entropy_backward.default: [
+        call(f() if r else f(4, 5), probabilities(4, 5), probabilities(4, 5), w, r)
+        for r in _REDUCTIONS
+        for w in (None, f(4, 5))
+    ],
+}
