@@ -76,7 +76,7 @@ def simplify(graph: Graph) -> Graph:
         if same is not None:
             replaced[operation.tensors[0]] = same
             continue
-        twin = None if operation.group is not None else seen.setdefault(_key(operation), operation)
+        twin = None if operation.group is not None or operation.draws else seen.setdefault(_key(operation), operation)
         if twin is not None and twin is not operation:
             pairs = zip(operation.results, twin.results, strict=True)
             replaced.update((old, new) for old, new in pairs if old is not None and new is not None)
@@ -88,11 +88,11 @@ def simplify(graph: Graph) -> Graph:
 
 
 def eliminate_dead(graph: Graph) -> Graph:
-    """Drop operations and constants whose results nobody uses."""
+    """Drop operations and constants whose results nobody uses, but no draw: it moves the generator on."""
     live = set(graph.outputs)
     kept = []
     for operation in reversed(graph.operations):
-        if live.isdisjoint(operation.tensors):
+        if live.isdisjoint(operation.tensors) and not operation.draws:
             continue
         live.update(operation.operands)
         kept.append(operation)

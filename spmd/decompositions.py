@@ -26,9 +26,10 @@ def decompose_operations(graph: Graph, needs: Callable[[OpOverload], bool]) -> G
     """Replace every operation whose operator `needs` it by its decomposition, one level deep, keeping its source.
 
     The decompositions are the operator's own (composite operators) and torch's, those to the core set first; an
-    operator without one stays.
+    operator without one stays, and so does a draw, since its decomposition would draw other numbers.
     """
-    return expand_operations(graph, lambda op: _torch_decomposition(op.op) if needs(op.op) else None)
+    needed = lambda operation: needs(operation.op) and not operation.draws  # noqa: E731
+    return expand_operations(graph, lambda call: _torch_decomposition(call.op) if needed(call) else None)
 
 
 def expand_operations(graph: Graph, find: Callable[[Operation], Body | None]) -> Graph:

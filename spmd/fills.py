@@ -52,8 +52,7 @@ def _fill_of(operation: Operation, fills: Mapping[Value, Number]) -> Number | No
     if operation.op in _SHAPERS and operation.tensors[0].meta.dtype == operation.operands[0].meta.dtype:
         return fills[operation.operands[0]]
     pointwise = torch.Tag.pointwise in operation.op.tags and operation.op is not aten._to_copy.default
-    random = torch.Tag.nondeterministic_seeded in operation.op.tags
-    return _apply(operation, fills) if pointwise and not random else None
+    return _apply(operation, fills) if pointwise and not operation.draws else None
 
 
 def _apply(operation: Operation, fills: Mapping[Value, Number]) -> Number | None:

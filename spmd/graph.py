@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 
+from spmd.draws import draws
 from spmd.errors import TraceError
 from spmd.rules.rule import Call
 from spmd.spec import TensorMeta
@@ -80,6 +81,11 @@ class Operation:
     def is_view(self) -> bool:
         """Whether the operator only renames the elements of its argument."""
         return any(argument.alias_info is not None for argument in self.op._schema.arguments)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the operation draws random numbers, and so must be done once, whole and in its place."""
+        return draws(self.op, self.args, self.kwargs)
 
     def call(self, meta: Callable[[Value], TensorMeta] = lambda value: value.meta) -> Call:
         """This call as rules see it: values replaced by their metas."""

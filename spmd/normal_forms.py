@@ -176,7 +176,7 @@ NORMAL_FORMS: Mapping[OpOverload, Callable[[Operation], Spelling]] = {
         _filled(0),
         aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default,
         aten._efficientzerotensor.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
-        aten.empty_strided.default, aten.new_empty_strided.default,
+        aten.new_empty_strided.default,
     ),
     **_each(_filled(1), aten.ones.default, aten.ones_like.default, aten.new_ones.default),
     **_each(_filled(argument=0), aten.scalar_tensor.default),

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spmd.draws import TEMPLATED, draws
 from spmd.errors import TraceError
 from spmd.foreach import list_body
 from spmd.graph import Operation, Source, Value, iterate_leaves
@@ -138,7 +139,10 @@ class Recorder(FakeTensorMode):
         if func._schema.is_mutable:
             tensors = [leaf for leaf in iterate_leaves(args) if isinstance(leaf, torch.Tensor)]
             raise self.mutation(tensors[0], source)
-        _reject_random(func, args, kwargs, source)
+        if draws(func, args, kwargs):
+            _reject_generator(func, kwargs, source)
+            if func in TEMPLATED:
+                args = (self._template(args[0]), *args[1:])
         arguments, options = self._symbols(args), self._symbols(kwargs)
         fake_args, fake_kwargs = self._lower(args), self._lower(kwargs)
         try:
@@ -157,6 +161,15 @@ class Recorder(FakeTensorMode):
             yield
         finally:
             self._propagating = before
+
+    def _template(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor like this one, for a draw to read; its strides order the numbers."""
+        with self._propagation(), self:
+            like = torch.empty_like(tensor)
+        with self:
+            if like.is_contiguous():
+                return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
     def _record(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, source: Source | None
@@ -214,24 +227,12 @@ def where(source: Source | None = None) -> str:
     return f"{source} (`{source.code}`)" if source.code else str(source)
 
 
-def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return kwargs.get(name, args[position] if position < len(args) else argument.default_value)
-    return None
-
-
-def _reject_random(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], source: Source | None) -> None:
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return
-    if 0.0 in (_argument(func, args, kwargs, "dropout_p"), _argument(func, args, kwargs, "p")):
-        return  # a dropout that drops nothing draws nothing
-    if False in (_argument(func, args, kwargs, "train"), _argument(func, args, kwargs, "training")):
-        return
-    raise TraceError(
-        f"{func} at {where(source)} draws from torch's global generator: its values would depend on the mesh. "
-        "Draw the numbers outside and pass them in, or use explicit keys (spmd.random)."
-    )
+def _reject_generator(func: OpOverload, kwargs: dict[str, Any], source: Source | None) -> None:
+    if kwargs.get("generator") is not None:
+        raise TraceError(
+            f"{func} at {where(source)} draws from a torch.Generator of its own, and a program knows the default one "
+            "only. Leave generator= out and call torch.manual_seed, or draw the numbers outside and pass them in."
+        )
 
 
 def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -> TraceError:

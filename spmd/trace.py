@@ -80,7 +80,7 @@ def trace(
 
     Raises:
         TraceError: a leaf that is no tensor, a result that is no tensor, an in-place write to an argument or to a
-            tensor from outside, an operator that draws random numbers, or control flow on the value of a tensor.
+            tensor from outside, a draw from a generator of its own, or control flow on the value of a tensor.
 
     >>> traced = trace(lambda x: {"y": x.sin()}, (TensorMeta((2, 3), torch.float32),))
     >>> traced.output_paths, [str(operation.op) for operation in traced.graph.operations]
@@ -172,7 +172,17 @@ class _Functionalization(FunctionalTensorMode):
     ) -> Any:
         if func is torch.ops.aten._linalg_check_errors.default:
             return None
+        if func is torch.ops.aten.bernoulli_.float and not args[0].is_contiguous():
+            with self:
+                return args[0].copy_(_drawn_in_memory_order(*args))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _drawn_in_memory_order(like: torch.Tensor, p: float = 0.5) -> torch.Tensor:
+    """What `like.bernoulli_(p)` draws; its functional form, unlike those of other draws, knows no strides."""
+    order = sorted(range(like.ndim), key=like.stride, reverse=True)
+    drawn = like.new_empty([like.shape[dim] for dim in order]).bernoulli_(p)
+    return drawn.permute([order.index(dim) for dim in range(like.ndim)])
 
 
 class _ClosureLifting(TorchFunctionMode):

@@ -17,6 +17,7 @@ LAYERS = (
     ("collectives",),
     ("rules",),
     (
+        "draws",
         "graph",
         "source",
         "recorder",

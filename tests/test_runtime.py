@@ -127,7 +127,7 @@ def test_generated_text_deletes_and_yields() -> None:
         "    del v1",
         "    yield (v2,)",
     ]
-    assert generated.primitives == (torch.ops.spmd.all_gather.default,)
+    assert [torch.ops.spmd.all_gather.default] == [stop.op for stop in generated.stops]
 
 
 @pytest.mark.parametrize("scalar", [float("inf"), float("-inf"), 1e300, -3, True])

@@ -242,11 +242,7 @@ def asks_list(x):
 
 
 def draws(x):
-    return F.dropout(x, 0.0) + torch.rand_like(x)  # draws
-
-
-def drops(x):
-    return F.dropout(x, 0.5)  # drops
+    return F.dropout(x, 0.5) + torch.rand(4, generator=torch.Generator())  # draws
 
 
 def calls_backward(x):
@@ -267,8 +263,7 @@ def calls_backward(x):
         (asks_unique, "unique", "shape of the result of aten._unique2.default"),
         (asks_numpy, "numpy", ".numpy()"),
         (asks_list, "list", ".tolist()"),
-        (draws, "draws", "aten.rand_like.default"),
-        (drops, "drops", "draws from torch's global generator: its values would depend on the mesh"),
+        (draws, "draws", "aten.rand.generator"),
         (calls_backward, "backward", ".backward()"),
     ],
 )

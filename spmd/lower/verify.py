@@ -16,6 +16,7 @@ from spmd.optimize.clean import (
     drop_dead_local_nodes,
     drop_dead_nodes,
     drop_identities,
+    is_draw,
     merge_reshapes,
     share_local_subexpressions,
 )
@@ -37,9 +38,7 @@ def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = Non
         _check_no_idle_nodes(module.graph, bool(program.uneven))
         _check_boundary(program, module.graph, coordinate)
         _check_metas(module)
-        sequences[coordinate] = [
-            (node.target._schema.name, tuple(node.args[-1])) for node in module.graph.nodes if is_primitive(node)
-        ]
+        sequences[coordinate] = [_stop(node) for node in module.graph.nodes if is_primitive(node) or is_draw(node)]
     first, *others = sequences
     for other in others:
         if sequences[other] != sequences[first]:
@@ -47,6 +46,12 @@ def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = Non
                 f"Ranks {first} and {other} communicate differently: {sequences[first]} and {sequences[other]}."
             )
     return program
+
+
+def _stop(node: fx.Node) -> tuple[str, Any]:
+    """What all ranks do together at a node: a primitive over some axes, or a draw with the same arguments."""
+    name = node.target._schema.name  # type: ignore[union-attr]
+    return name, tuple(node.args[-1]) if is_primitive(node) else str((node.args, node.kwargs))  # type: ignore[arg-type]
 
 
 def _check_no_idle_nodes(graph: fx.Graph, uneven: bool) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from spmd.draws import draws
+
 aten = torch.ops.aten
 
 _VIEWS = (aten.reshape.default, aten.expand.default)
@@ -18,13 +20,13 @@ _COPIES = (aten.detach.default, aten.alias.default, aten.clone.default, aten.lif
 
 
 def drop_dead_nodes(graph: fx.Graph) -> None:
-    """Remove nodes that no output needs. Arguments stay; operators in a local program have no effects."""
-    _drop_dead(graph, lambda node: node.op in ("placeholder", "output"))
+    """Remove nodes that no output needs. Arguments stay, and draws, the only operators that have an effect."""
+    _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or is_draw(node))
 
 
 def drop_dead_local_nodes(graph: fx.Graph) -> None:
     """As `drop_dead_nodes`, but primitives stay: another rank may need what comes of them."""
-    _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or _is_primitive(node))
+    _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or is_draw(node) or _is_primitive(node))
 
 
 def _drop_dead(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> None:
@@ -57,7 +59,7 @@ def merge_reshapes(graph: fx.Graph) -> None:
 
 
 def share_common_subexpressions(graph: fx.Graph) -> None:
-    """Compute equal calls once. Programs are functional, so equal arguments give equal results."""
+    """Compute equal calls once. Programs are functional, so equal arguments give equal results, but to draws."""
     _share(graph, lambda node: node.op in ("call_function", "get_attr"))
 
 
@@ -69,10 +71,17 @@ def share_local_subexpressions(graph: fx.Graph) -> None:
 def _share(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> None:
     seen: dict[Any, fx.Node] = {}
     for node in filter(eligible, list(graph.nodes)):
+        if is_draw(node):
+            continue
         key = (node.op, node.target, _hashable(node.args), _hashable(node.kwargs))
         first = seen.setdefault(key, node)
         if first is not node:
             _replace(graph, node, first)
+
+
+def is_draw(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return node.op == "call_function" and draws(node.target, node.args, node.kwargs)
 
 
 def _is_primitive(node: fx.Node) -> bool:

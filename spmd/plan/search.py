@@ -19,6 +19,7 @@ from spmd.plan.materialize import materialize
 from spmd.plan.plan import Plan
 from spmd.plan.problem import AxisProblem
 from spmd.rules import RULES, find_rule
+from spmd.rules.random import DRAW
 from spmd.rules.rule import Factors, Rule
 from spmd.rules.strategy import Strategy, derive_strategies
 from spmd.spec import DTensorSpec
@@ -130,7 +131,7 @@ def _factorize(graph: Graph, rules: Mapping[torch._ops.OpOverload, Rule]) -> dic
     known: dict[Hashable, Factors] = {}
     found = {}
     for operation in graph.operations:
-        rule = find_rule(operation.op, rules)
+        rule = DRAW if operation.draws else find_rule(operation.op, rules)
         if rule is None:
             continue
         call = operation.call()

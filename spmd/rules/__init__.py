@@ -25,6 +25,7 @@ from spmd.rules.normalization import NORMALIZATION
 from spmd.rules.notation import factors
 from spmd.rules.partial import carry, decreasing, ignores, increasing, linear
 from spmd.rules.pooling import POOLING
+from spmd.rules.random import RANDOM
 from spmd.rules.reductions import REDUCTION
 from spmd.rules.rule import Body, Call, Factors, Row, Rule
 from spmd.rules.scan import SCAN
@@ -40,6 +41,7 @@ RULES: MappingProxyType[torch._ops.OpOverload, Rule] = MappingProxyType(
         **MOVES,
         **INDEXING,
         **FACTORIES,
+        **RANDOM,
         **REDUCTION,
         **EXTREMES,
         **SCAN,

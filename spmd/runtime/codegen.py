@@ -1,8 +1,9 @@
-"""Python source from a rank's graph: a generator that stops at every collective.
+"""Python source from a rank's graph: a generator that stops at every collective and at every draw.
 
-Between two collectives a rank's program is straight-line Python, which costs next to nothing above the operators that
-it calls. `y = (yield (x, ...)).pop()` hands the arguments of a collective to whoever drives the ranks and takes its
-result: out of a list, so that nobody but the program holds it.
+Between two stops a rank's program is straight-line Python, which costs next to nothing above the operators that it
+calls. `y = (yield (x, ...)).pop()` hands the arguments of a collective to whoever drives the ranks and takes its
+result: out of a list, so that nobody but the program holds it. Random numbers are drawn at a stop, because ranks share
+one generator.
 """
 
 from __future__ import annotations
@@ -17,10 +18,24 @@ import torch
 import torch.fx as fx
 
 from spmd.lower.program import is_primitive
+from spmd.optimize.clean import is_draw
 
 RankProgram: TypeAlias = Callable[..., Generator[tuple[Any, ...], Any, None]]
-"""A generator function of the local inputs: yields the arguments of each primitive, is sent a list that ends in its
-result, and yields the tuple of local outputs at last."""
+"""A generator function of the local inputs: yields the arguments of each stop, is sent a list that ends in its result,
+and yields the tuple of local outputs at last."""
+
+
+@attrs.frozen
+class Stop:
+    """Where all ranks meet.
+
+    Args:
+        op: a collective primitive or an operator that draws.
+        keywords: names of the last of the arguments that are yielded; a primitive's are all positional.
+    """
+
+    op: torch._ops.OpOverload
+    keywords: tuple[str, ...] = ()
 
 
 @attrs.frozen(eq=False)
@@ -29,12 +44,12 @@ class Generated:
 
     Args:
         function: the generator function.
-        primitives: the primitive of each stop, in order.
+        stops: in order.
         source: its text.
     """
 
     function: RankProgram
-    primitives: tuple[torch._ops.OpOverload, ...]
+    stops: tuple[Stop, ...]
     source: str
 
 
@@ -43,7 +58,7 @@ def generate(module: fx.GraphModule) -> Generated:
     writer = _Writer(module)
     namespace = writer.namespace
     exec(compile(writer.source, "<spmd local program>", "exec"), namespace)
-    return Generated(namespace["program"], tuple(writer.primitives), writer.source)
+    return Generated(namespace["program"], tuple(writer.stops), writer.source)
 
 
 class _Writer:
@@ -52,7 +67,7 @@ class _Writer:
     def __init__(self, module: fx.GraphModule) -> None:
         self.namespace: dict[str, Any] = {}
         self.known: dict[int, str] = {}
-        self.primitives: list[torch._ops.OpOverload] = []
+        self.stops: list[Stop] = []
         nodes = list(module.graph.nodes)
         self.variables = {node: f"v{index}" for index, node in enumerate(nodes)}
         inputs = [self.variables[node] for node in nodes if node.op == "placeholder"]
@@ -75,8 +90,8 @@ class _Writer:
         if target is operator.getitem:
             return [f"    {name} = {self.argument(node.args[0])}[{node.args[1]!r}]"]
         arguments = [self.argument(argument) for argument in node.args]
-        if is_primitive(node):
-            self.primitives.append(target)
+        if is_primitive(node) or is_draw(node):
+            self.stops.append(Stop(target, () if is_primitive(node) else tuple(node.kwargs)))
             arguments += [self.argument(value) for value in node.kwargs.values()]
             return [f"    {name} = (yield ({', '.join(arguments)},)).pop()"]
         arguments += [f"{key}={self.argument(value)}" for key, value in node.kwargs.items()]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from spmd.collectives import virtual
 from spmd.lower.program import LocalProgram
-from spmd.runtime.codegen import generate
+from spmd.runtime.codegen import Stop, generate
 
 
 class VirtualProgram:
     """A local program, compiled for every rank of a virtual mesh.
 
-    Ranks run one after the other up to a collective, which is a function over what all of them hold there. A value is
-    freed at its last use on its rank.
+    Ranks run one after the other up to a collective, which is a function over what all of them hold there. Random
+    numbers are drawn once for all. A value is freed at its last use on its rank.
     """
 
-    __slots__ = ("_functions", "_mesh", "_primitives")
+    __slots__ = ("_functions", "_mesh", "_stops")
 
     def __init__(self, program: LocalProgram) -> None:
         generated = {}
@@ -29,7 +30,7 @@ class VirtualProgram:
         self._mesh = program.mesh
         ranks = [generated[program.graph_module(coordinate)] for coordinate in program.mesh.coordinates()]
         self._functions = [rank.function for rank in ranks]
-        self._primitives = ranks[0].primitives
+        self._stops = ranks[0].stops
 
     def __call__(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
         """Run a step.
@@ -45,12 +46,19 @@ class VirtualProgram:
             locals_of_ranks = zip(*inputs, strict=True) if inputs else ((),) * mesh.size
             ranks = [function(*shards) for function, shards in zip(self._functions, locals_of_ranks, strict=True)]
             calls = [(next(rank), _NO_KWARGS) for rank in ranks]
-            for primitive in self._primitives:
-                results = virtual.run(primitive, mesh, calls)
+            for stop in self._stops:
+                results = virtual.run(stop.op, mesh, calls) if stop.op in virtual.KERNELS else _draw(stop, calls)
                 del calls  # frees what a collective has consumed before the ranks go on
                 results.reverse()
                 calls = [(rank.send(results), _NO_KWARGS) for rank in ranks]
             return list(zip(*(outputs for outputs, _ in calls), strict=True))
+
+
+def _draw(stop: Stop, calls: Sequence[tuple[tuple[Any, ...], Mapping[str, object]]]) -> list[Any]:
+    """Random numbers that all ranks share; whole tensors, so the arguments are the same on all."""
+    arguments = calls[0][0]
+    count = len(arguments) - len(stop.keywords)
+    return [stop.op(*arguments[:count], **dict(zip(stop.keywords, arguments[count:], strict=True)))] * len(calls)
 
 
 _NO_KWARGS: dict[str, object] = {}

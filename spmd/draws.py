@@ -1,0 +1,40 @@
+"""Operators that draw random numbers from torch's default generator.
+
+A draw is one of the program's few effects: every rank makes the whole tensor, in the order of the program, each draw
+once. So the numbers are those of one device after the same `torch.manual_seed`, on every mesh, and they cost no
+communication; what is needed of them on a rank is a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+OpOverload = torch._ops.OpOverload
+aten = torch.ops.aten
+
+
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers: operators with dropout do not where it drops nothing.
+
+    >>> x = torch.ones(2)
+    >>> draws(aten.bernoulli.p, (x, 0.5), {}), draws(aten.native_dropout.default, (x, 0.5, False), {})
+    (True, False)
+    """
+    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = {argument.name: argument.default_value for argument in op._schema.arguments}
+    given |= {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+    rate = given.get("dropout_p", given.get("p"))
+    idle = isinstance(rate, float) and rate == 0.0
+    return not idle and given.get("train") is not False and given.get("training") is not False
+
+
+TEMPLATED = frozenset({
+    aten.bernoulli.p, aten.cauchy.default, aten.exponential.default, aten.geometric.default, aten.log_normal.default,
+    aten.normal_functional.default, aten.rand_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+    aten.randn_like.default, aten.random.default, getattr(aten.random, "from"), aten.random.to, aten.uniform.default,
+})  # fmt: skip
+"""Draws that read only the shape, dtype and strides of their first operand."""
