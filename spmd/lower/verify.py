@@ -49,9 +49,9 @@ def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = Non
 
 
 def _stop(node: fx.Node) -> tuple[str, Any]:
-    """What all ranks do together at a node: a primitive over some axes, or a draw with the same arguments."""
+    """What all ranks do together at a node: a primitive over some axes, or a draw."""
     name = node.target._schema.name  # type: ignore[union-attr]
-    return name, tuple(node.args[-1]) if is_primitive(node) else str((node.args, node.kwargs))  # type: ignore[arg-type]
+    return name, tuple(node.args[-1]) if is_primitive(node) else ()  # type: ignore[arg-type]
 
 
 def _check_no_idle_nodes(graph: fx.Graph, uneven: bool) -> None:
