@@ -15,7 +15,9 @@ from torch import Tensor
 
 import spmd
 from spmd import P, TensorMeta
+from spmd.graph import Operation, Value
 from spmd.plan import Plan
+from spmd.plan.bodies import trace_body
 from spmd.plan.cost import flops
 from spmd.plan.elimination import TooWideError
 
@@ -166,6 +168,7 @@ def test_predicted_time_falls_with_the_machine_speed() -> None:
 PROGRAM = """
 import torch, spmd
 from spmd import P, TensorMeta
+from spmd.graph import Operation, Value
 def step(w, x):
     def loss(w):
         return torch.softmax(x @ w["a"], -1).matmul(w["b"]).sum()
@@ -259,3 +262,22 @@ def test_one_body_serves_two_axes(function: Any, spec: P) -> None:
     torch.testing.assert_close(step(x).full_tensor(), function(x))
     large = spmd.jit(lambda x: function(x), spec, spec, mesh=mesh).plan(meta(5, 12, 770, 6400))
     assert {kind for kind, _ in counts(large)} == {"all_reduce"}
+
+
+def test_equal_uses_of_a_body_share_one_trace() -> None:
+    traced = []
+
+    def body(axes: tuple[str, ...], call: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        traced.append(x.shape)
+        return x + y
+
+    def trace(first: Value, second: Value) -> torch.fx.Graph:
+        result = Value("result", first.meta)
+        operation = Operation(torch.ops.aten.add.Tensor, (first, second), {}, (result,))
+        return trace_body(body, ("x",), operation, mesh, lambda v: v.meta, lambda v: v.meta).graph
+
+    mesh = spmd.make_mesh({"x": 2}, runtime="virtual")
+    x, y, z = (Value(name, TensorMeta((size,), torch.float32)) for name, size in (("x", 3), ("y", 3), ("z", 1)))
+    assert trace(x, y) is trace(y, x)
+    assert [1, 2, 2] == [sum(node.op == "placeholder" for node in trace(x, v).nodes) for v in (x, y, z)]
+    assert [(3,), (3,), (3,)] == traced

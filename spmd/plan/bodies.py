@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,12 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd.collectives.environment import axis_environment
 from spmd.collectives.traffic import StepKind, ring_bytes
-from spmd.graph import Operation, Value, map_leaves
+from spmd.graph import Operation, Value, freeze, iterate_leaves, map_leaves
 from spmd.mesh import Mesh
 from spmd.placement import Placement
 from spmd.plan.draft import Draft
 from spmd.plan.layout import regroup
-from spmd.rules.rule import Body
+from spmd.rules.rule import Body, Call
 from spmd.rules.strategy import Strategy
 from spmd.spec import TensorMeta
 
@@ -39,6 +39,8 @@ def trace_body(
 ) -> fx.GraphModule:
     """What one rank computes for `operation`, as a graph over its distinct operands in order of first appearance.
 
+    Equal uses of a body share one graph, which is not to be changed.
+
     Args:
         body: the body of the operation's strategy.
         axes: the mesh axes that it spans, major first.
@@ -49,25 +51,60 @@ def trace_body(
             results it sees the local metas.
         size_argument: as in `Rule`; the body gets the local size.
     """
-    operands = tuple(dict.fromkeys(operation.operands))
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(operation.operands))}
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(
+        lambda leaf: _Operand(numbers[leaf], local(leaf), unsharded(leaf)) if isinstance(leaf, Value) else leaf,
+        (operation.args, dict(operation.kwargs)),
+    )
     results = tuple(local(value) for value in operation.tensors)
-    call = attrs.evolve(operation.call(unsharded), results=results)
-    args = operation.args
-    if size_argument is not None:
-        args = with_local_size(args, size_argument, local(operation.tensors[0]).shape)
+    return _trace(_Use(body, tuple(axes), mesh, operation.op, freeze(arguments), results, size_argument, arguments))
+
+
+@attrs.frozen
+class _Operand:
+    """A tensor argument: its number among the distinct ones, its local meta, and that without the body's axes."""
+
+    number: int
+    local: TensorMeta
+    unsharded: TensorMeta
+
+
+@attrs.frozen
+class _Use:
+    """One use of a body; uses are equal if nothing that it sees differs."""
+
+    body: Body
+    axes: tuple[str, ...]
+    mesh: Mesh
+    op: torch._ops.OpOverload
+    key: Hashable
+    results: tuple[TensorMeta, ...]
+    size_argument: int | None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = attrs.field(eq=False)
+
+
+@lru_cache(maxsize=512)
+def _trace(use: _Use) -> fx.GraphModule:
+    args, kwargs = _replace(lambda operand: operand.unsharded, use.arguments)
+    call = Call(use.op, args, kwargs, use.results)
+    args, kwargs = use.arguments
+    if use.size_argument is not None:
+        args = with_local_size(args, use.size_argument, use.results[0].shape)
+    operands = {leaf.number: leaf.local for leaf in iterate_leaves(use.arguments) if isinstance(leaf, _Operand)}
 
     def run(*tensors: torch.Tensor) -> Any:
-        given = dict(zip(operands, tensors, strict=True))
-        replace = lambda leaf: given[leaf] if isinstance(leaf, Value) else leaf  # noqa: E731
-        kwargs = map_leaves(replace, dict(operation.kwargs))
-        result = body(tuple(axes), call, *map_leaves(replace, args), **kwargs)
+        given = _replace(lambda operand: tensors[operand.number], (args, kwargs))
+        result = use.body(use.axes, call, *given[0], **given[1])
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
-    with FakeTensorMode() as mode, axis_environment(mesh.axes):
-        metas = [local(value) for value in operands]
-        tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=mesh.device) for meta in metas]
-        del mode
+    with FakeTensorMode(), axis_environment(use.mesh.axes):
+        metas = [operands[number] for number in range(len(operands))]
+        tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=use.mesh.device) for meta in metas]
         return make_fx(run, tracing_mode="real")(*tensors)
+
+
+def _replace(function: Callable[[_Operand], Any], arguments: Any) -> Any:
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, _Operand) else leaf, arguments)
 
 
 def with_local_size(args: tuple[Any, ...], position: int, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -107,35 +144,16 @@ def body_collectives(
         return TensorMeta(regroup(draft.sizes_at(value, kept), draft.logical[value]), value.meta.dtype)
 
     unsharded = lambda value: local(value, axes)  # noqa: E731
-    signature = f"{operation.call(local)} {operation.call(unsharded)}"
-    return _traced_collectives(_BodyCall(body, axes, draft.mesh, signature, operation, local, unsharded))
-
-
-@attrs.frozen
-class _BodyCall:
-    """One use of a body; equal uses, by their `signature`, share one trace."""
-
-    body: Body
-    axes: tuple[str, ...]
-    mesh: Mesh
-    signature: str
-    operation: Operation = attrs.field(eq=False)
-    local: Callable[[Value], TensorMeta] = attrs.field(eq=False)
-    unsharded: Callable[[Value], TensorMeta] = attrs.field(eq=False)
-
-
-@lru_cache(maxsize=256)
-def _traced_collectives(use: _BodyCall) -> tuple[tuple[str, tuple[str, ...], float], ...]:
-    module = trace_body(use.body, use.axes, use.operation, use.mesh, use.local, use.unsharded)
-    found = []
+    module = trace_body(body, axes, operation, draft.mesh, local, unsharded)
+    collectives = []
     for node in module.graph.nodes:
         kind = _COLLECTIVES.get(node.target) if node.op == "call_function" else None
         if kind is not None:
             spanned = tuple(node.args[-1])
             moved = node if kind is StepKind.ALL_GATHER else node.args[0]
             size = TensorMeta.of(moved.meta["val"]).nbytes
-            found.append((kind.value, spanned, ring_bytes(kind, use.mesh.axis_size(spanned), size)))
-    return tuple(found)
+            collectives.append((kind.value, spanned, ring_bytes(kind, draft.mesh.axis_size(spanned), size)))
+    return tuple(collectives)
 
 
 def _states(operation: Operation, chosen: Mapping[str, Strategy]) -> dict[Value, dict[str, Placement]]:
