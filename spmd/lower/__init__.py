@@ -45,7 +45,8 @@ def lower(
     names = tuple(input_names or (value.name for value in plan.graph.inputs))
 
     def build(coordinate: Coordinate) -> fx.GraphModule:
-        return optimize(emit(plan, rules, names, coordinate), chosen)
+        graph, constants = emit(plan, rules, names, coordinate)
+        return fx.GraphModule(constants, optimize(graph, chosen), "LocalProgram")
 
     return LocalProgram(
         name=name,

@@ -30,8 +30,10 @@ RESHAPE = torch.ops.aten.reshape.default
 """Local views are reshapes: a shard need not have the strides that the whole tensor had."""
 
 
-def emit(plan: Plan, rules: Mapping[Any, Rule], input_names: Sequence[str], coordinate: Coordinate) -> fx.GraphModule:
-    """The program of the rank at `coordinate`, not yet optimized.
+def emit(
+    plan: Plan, rules: Mapping[Any, Rule], input_names: Sequence[str], coordinate: Coordinate
+) -> tuple[fx.Graph, dict[str, Any]]:
+    """The program of the rank at `coordinate`, not yet optimized, and the constants that it refers to by name.
 
     Every node has `meta["val"]`: the TensorMeta of its local tensor (a tuple where the operator returns several). Nodes
     that stand for a value of the plan have `meta["spec"]`, a Layout; collectives have `meta["cause"]` and
@@ -46,7 +48,7 @@ def emit(plan: Plan, rules: Mapping[Any, Rule], input_names: Sequence[str], coor
     for unit in schedule(plan.graph.operations, alone):
         emitter.emit(unit)
     emitter.graph.output(tuple(emitter.nodes[value] for value in plan.graph.outputs))
-    return fx.GraphModule(emitter.attributes, emitter.graph, "LocalProgram")
+    return emitter.graph, emitter.attributes
 
 
 class _Emitter:

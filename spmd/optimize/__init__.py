@@ -44,11 +44,11 @@ UNEVEN_PASSES: tuple[Pass, ...] = (
 identities may stand between two primitives of another: no pass may look at shapes and change primitives."""
 
 
-def optimize(module: fx.GraphModule, passes: Sequence[Pass] = PASSES) -> fx.GraphModule:
-    """A copy of the module after all passes; linted, and compiled anew."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+def optimize(graph: fx.Graph, passes: Sequence[Pass] = PASSES) -> fx.Graph:
+    """A copy of the graph after all passes, linted."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
     for apply in passes:
-        apply(graph)
-    graph.lint()
-    return fx.GraphModule(module, graph, module.__class__.__name__)
+        apply(copy)
+    copy.lint()
+    return copy
