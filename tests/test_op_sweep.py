@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmd.testing.op_sweep.cases import entries, full_name
+from spmd.testing.op_sweep.cases import cases, entries, full_name
+from spmd.testing.op_sweep.outcome import BAD, Outcome, Status, summarize
 from spmd.testing.op_sweep.pool import sweep
-from spmd.testing.op_sweep.sweep import Outcome, Setup, Status, sweep_entry
-
-_BAD = (Status.WRONG, Status.ERROR, Status.HANG, Status.CRASH)
+from spmd.testing.op_sweep.report import Report, markdown
+from spmd.testing.op_sweep.setups import SETUPS, Setup
+from spmd.testing.op_sweep.sweep import sweep_entry
 
 
 def entry(name: str) -> object:
@@ -54,10 +55,33 @@ def test_calls_without_a_gradient_are_left_out() -> None:
     assert (outcome.status, outcome.combinations) == (Status.SKIPPED, 0)
 
 
-def test_random_numbers_are_refused() -> None:
-    outcome = sweep_entry(entry("bernoulli"), Setup({"x": 4}, samples=1))
-    assert outcome.status is Status.REFUSED
-    assert "draws from torch's global generator" in outcome.failures[0]
+def test_uneven_and_empty_shards_are_counted() -> None:
+    outcome = sweep_entry(entry("cumsum"), Setup({"x": 4}, samples=1))  # [5, 5, 5] over 4: shards of 2, 2, 1 and 0
+    assert (outcome.combinations, outcome.uneven, outcome.empty) == (4, 3, 3)
+    outcome = sweep_entry(entry("cumsum"), Setup({"x": 3}, samples=1))  # shards of 2, 2 and 1
+    assert (outcome.combinations, outcome.uneven, outcome.empty) == (4, 3, 0)
+
+
+def test_calls_that_add_lengths() -> None:
+    shapes = [
+        {length for tensor in case.tensors for length in tensor.shape} for case in cases(entry("add"), 6, lengths=True)
+    ]
+    seen: set[int] = set()
+    for lengths in shapes:
+        assert not lengths <= seen
+        seen |= lengths
+    assert {0, 1, 5} <= seen
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "nn.functional.dropout"])
+def test_random_operators_draw_the_same_numbers(name: str) -> None:
+    assert_right(sweep_entry(entry(name), Setup({"x": 4}, samples=2, limit=4)))
+
+
+def test_what_depends_on_values_is_refused() -> None:
+    outcome = sweep_entry(entry("nonzero"), Setup({"x": 4}, samples=3, make_fx=True))
+    assert (outcome.status, outcome.calls, outcome.refused) == (Status.REFUSED, 3, 3)
+    assert "depends on the values" in outcome.reason
 
 
 class _Entry:
@@ -96,26 +120,26 @@ def test_wrong_results_hangs_and_crashes_are_told_apart() -> None:
         _Entry("hang", _hang),
         _Entry("crash", lambda x: os._exit(3)),
     ]
-    found = {outcome.name: outcome for outcome in sweep(made, Setup({"x": 2}), jobs=2, seconds=4)}
+    found = {outcome.name: outcome for outcome in sweep(made, Setup({"x": 2}), jobs=2, seconds=8)}
     statuses = {name: outcome.status for name, outcome in found.items()}
     assert {"right": Status.PASS, "wrong": Status.WRONG, "hang": Status.HANG, "crash": Status.CRASH} == statuses
-    assert ["the process ended with 3"] == found["crash"].failures
+    assert "the process ended with 3" == found["crash"].reason
+    page = markdown({"forward": Report(Setup({"x": 2}), list(found.values()), 1.0)})
+    assert "| forward | crash | crash | 0 of 0 | the process ended with 3 |" in page
+    assert "| right | 2 (1) |" in page
+    assert "| combinations wrong | 2 |" in page
+    assert {"entries": 4, "entries: hang": 1, "combinations": 4, "combinations right": 2}.items() <= summarize(
+        list(found.values())
+    ).items()
 
 
 @pytest.mark.rules
-@pytest.mark.parametrize(
-    "setup",
-    [
-        Setup({"x": 4}, limit=24),
-        Setup({"x": 4}, samples=3, limit=8, backward=True),
-        Setup({"x": 2, "y": 2}, samples=2, limit=6, partial=True),
-    ],
-    ids=["forward", "backward", "two axes, partial"],
-)
-def test_the_whole_database(setup: Setup) -> None:
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_whole_database(name: str) -> None:
     torch.set_num_threads(1)
-    bad = [outcome for outcome in sweep(entries(), setup) if outcome.status in _BAD]
-    assert [] == [(outcome.name, outcome.failures[:1]) for outcome in bad]
+    bad = [outcome for outcome in sweep(entries(), SETUPS[name]) if outcome.status in BAD]
+    assert [] == [(outcome.name, outcome.status, outcome.reason) for outcome in bad]
 
 
 def test_names_tell_variants_apart() -> None:

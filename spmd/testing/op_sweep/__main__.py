@@ -1,10 +1,10 @@
-"""`python -m spmd.testing.op_sweep --op PATTERN --json FILE --jobs 2`: a table of what passes, and what does not."""
+"""`python -m spmd.testing.op_sweep --setup forward --op PATTERN`: torch's operators on virtual ranks, against torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,81 +12,61 @@ import attrs
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from spmd.testing.op_sweep.cases import entries
+from spmd.testing.op_sweep.outcome import summarize
 from spmd.testing.op_sweep.pool import sweep
-from spmd.testing.op_sweep.sweep import Outcome, Setup, Status, sweep_entry
+from spmd.testing.op_sweep.report import Report, markdown, show
+from spmd.testing.op_sweep.setups import SETUPS, Setup
+from spmd.testing.op_sweep.sweep import sweep_entry
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m spmd.testing.op_sweep", description=__doc__)
     parser.add_argument("--op", default="", help="part of an entry's name; 'name$' for exactly one")
-    parser.add_argument("--json", type=Path, help="write all outcomes to this file")
+    parser.add_argument("--setup", nargs="+", choices=SETUPS, default=list(SETUPS), help="what to run; by default all")
+    parser.add_argument("--samples", type=int, help="calls of each entry, in place of the setup's number")
+    parser.add_argument("--combinations", type=int, help="placements of each call, at most, in place of the setup's")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--mesh", default="x=4", help="axes of the virtual mesh, as x=2,y=2")
-    parser.add_argument("--samples", type=int, default=6, help="calls of each entry")
-    parser.add_argument("--combinations", type=int, default=200, help="placements of each call, at most")
-    parser.add_argument("--seconds", type=float, default=120.0, help="time for one entry")
-    parser.add_argument("--backward", action="store_true", help="with the gradients, by torch.func.vjp")
-    parser.add_argument("--partial", action="store_true", help="with partial operands too")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time for one entry")
+    parser.add_argument("--json", type=Path, help="write all outcomes to this file")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run the sweep; 1 if anything is wrong, fails or hangs."""
+    """Run the sweeps; 1 if anything is wrong, fails or hangs."""
     options = _arguments()
     torch.set_num_threads(1)
-    mesh = {name: int(size) for name, size in (axis.split("=") for axis in options.mesh.split(","))}
-    setup = Setup(mesh, options.samples, options.combinations, options.partial, options.backward)
     chosen = entries(options.op)
-    sweep_entry(entries("addmm$")[0], attrs.evolve(setup, samples=1, limit=1))  # what every process needs, once
-    outcomes = []
+    sweep_entry(entries("addmm$")[0], Setup({"x": 2}, samples=1, limit=1))  # what every process needs, once
+    reports = {}
     with Progress() as progress:
-        task = progress.add_task("operators", total=len(chosen))
-        for outcome in sweep(chosen, setup, jobs=options.jobs, seconds=options.seconds):
-            outcomes.append(outcome)
-            progress.update(task, advance=1, description=f"{outcome.name:.30}")
-    outcomes.sort(key=lambda outcome: outcome.name)
-    summary = summarize(outcomes)
+        for name in options.setup:
+            given = {"samples": options.samples, "limit": options.combinations}
+            setup = attrs.evolve(SETUPS[name], **{key: value for key, value in given.items() if value is not None})
+            reports[name] = _run(name, setup, chosen, options, progress)
     if options.json:
-        report = {"setup": attrs.asdict(setup), "summary": summary, "entries": [attrs.asdict(o) for o in outcomes]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    _print(outcomes, summary)
-    return int(any(outcome.status in _BAD for outcome in outcomes))
+        options.json.write_text(json.dumps({name: _data(report) for name, report in reports.items()}, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.parent.mkdir(exist_ok=True)
+        options.markdown.write_text(markdown(reports))
+    show(reports, Console())
+    return int(any(report.bad for report in reports.values()))
 
 
-_BAD = (Status.ERROR, Status.WRONG, Status.HANG, Status.CRASH)
+def _run(name: str, setup: Setup, chosen: list[Any], options: argparse.Namespace, progress: Progress) -> Report:
+    task = progress.add_task(name, total=len(chosen))
+    outcomes, start = [], time.monotonic()
+    for outcome in sweep(chosen, setup, jobs=options.jobs, seconds=options.seconds):
+        outcomes.append(outcome)
+        progress.update(task, advance=1, description=f"{name}: {outcome.name:.30}")
+    progress.update(task, description=name)
+    return Report(setup, sorted(outcomes, key=lambda outcome: outcome.name), time.monotonic() - start)
 
 
-def summarize(outcomes: list[Outcome]) -> dict[str, int]:
-    """Counts of entries by status, and of combinations."""
-    counts = Counter(outcome.status.value for outcome in outcomes)
-    return {
-        "entries": len(outcomes),
-        **{status.value: counts[status.value] for status in Status},
-        "without collective": sum(outcome.local > 0 for outcome in outcomes),
-        "of them with a sharded result": sum(outcome.sharded > 0 for outcome in outcomes),
-        "combinations": sum(outcome.combinations for outcome in outcomes),
-        "combinations right": sum(outcome.passed for outcome in outcomes),
-        "combinations wrong": sum(outcome.wrong for outcome in outcomes),
-        "combinations in error": sum(outcome.errors for outcome in outcomes),
-    }
-
-
-def _print(outcomes: list[Outcome], summary: dict[str, Any]) -> None:
-    console = Console()
-    failures = Table("entry", "status", "right", "wrong", "errors", "first failure", title="failures")
-    for outcome in outcomes:
-        if outcome.status in _BAD:
-            counts = (str(outcome.passed), str(outcome.wrong), str(outcome.errors))
-            failures.add_row(outcome.name, outcome.status.value, *counts, "\n".join(outcome.failures[:1]))
-    if failures.rows:
-        console.print(failures)
-    table = Table("what", "count", title="sweep")
-    for what, count in summary.items():
-        table.add_row(what, str(count))
-    console.print(table)
+def _data(report: Report) -> dict[str, Any]:
+    return {**attrs.asdict(report), "summary": summarize(report.outcomes)}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ Function = Callable[..., list[torch.Tensor]]
 ARBITRARY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 """Entries whose results are memory that nobody has written: only their shapes are compared."""
 
+_SEARCHED = 100  # calls of an entry that are looked at; some have thousands
 _DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 
 
@@ -34,6 +35,11 @@ class Case:
     tensors: tuple[torch.Tensor, ...]
     values: bool = True
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether no argument is sparse."""
+        return all(tensor.layout is torch.strided for tensor in self.tensors)
+
 
 def entries(pattern: str = "") -> list[Any]:
     """The entries (`OpInfo`) of the database whose full name contains `pattern`; `name$` asks for exactly that one."""
@@ -49,23 +55,35 @@ def full_name(entry: Any) -> str:
     return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else str(entry.name)
 
 
-def cases(entry: Any, samples: int, backward: bool = False) -> Iterator[Case]:
+def cases(entry: Any, samples: int, backward: bool = False, lengths: bool = False) -> Iterator[Case]:
     """The first `samples` calls of an entry in double precision (or the first dtype that it has).
 
-    With `backward`, the function gives its results and, by `torch.func.vjp`, the gradients of all floating operands;
-    the cotangents are further arguments. Calls without a floating operand and a floating result are left out then.
+    With `lengths`, those in which an operand's dim has a length that no call before has. With `backward`, the function
+    gives its results and, by `torch.func.vjp`, the gradients of all floating operands; the cotangents are further
+    arguments. Calls without a floating operand and a floating result are left out then.
     """
     supported = entry.supported_dtypes("cpu")
-    dtype = next(dtype for dtype in (*_DTYPES, *sorted(supported, key=str)) if dtype in supported)
+    dtype = next((dtype for dtype in (*_DTYPES, *sorted(supported, key=str)) if dtype in supported), None)
+    if dtype is None:
+        return
     torch.manual_seed(0)
-    for number, sample in enumerate(itertools.islice(entry.sample_inputs("cpu", dtype, requires_grad=False), samples)):
-        case = _case(entry, sample, number)
-        if any(tensor.layout is not torch.strided for tensor in case.tensors):
-            continue
+    found = entry.sample_inputs("cpu", dtype, requires_grad=False)
+    dense = (_case(entry, sample, number) for number, sample in enumerate(found))
+    dense = (case for case in itertools.islice(dense, _SEARCHED) if case.is_dense)
+    for case in itertools.islice(_with_new_lengths(dense) if lengths else dense, samples):
         if not backward:
             yield case
         elif entry.supports_autograd and _is_differentiable(case):
             yield _with_gradients(case)
+
+
+def _with_new_lengths(found: Iterator[Case]) -> Iterator[Case]:
+    seen: set[int] = set()
+    for case in found:
+        lengths = {length for tensor in case.tensors for length in tensor.shape}
+        if not lengths <= seen:
+            seen |= lengths
+            yield case
 
 
 def _case(entry: Any, sample: Any, number: int) -> Case:

@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 from spmd.testing.op_sweep.cases import full_name
-from spmd.testing.op_sweep.sweep import Outcome, Setup, Status, sweep_entry
+from spmd.testing.op_sweep.outcome import Outcome, Status
+from spmd.testing.op_sweep.setups import Setup
+from spmd.testing.op_sweep.sweep import sweep_entry
 from spmd.testing.pool import Lost, each
 
 
-def sweep(entries: Sequence[Any], setup: Setup, *, jobs: int = 2, seconds: float = 120.0) -> Iterator[Outcome]:
+def sweep(entries: Sequence[Any], setup: Setup, *, jobs: int = 2, seconds: float = 300.0) -> Iterator[Outcome]:
     """Run entries in processes and give their outcomes as they come.
 
     Args:
@@ -25,7 +27,9 @@ def sweep(entries: Sequence[Any], setup: Setup, *, jobs: int = 2, seconds: float
 
 
 def _lost(entry: Any, lost: Lost) -> Outcome:
+    outcome = Outcome(full_name(entry))
     if lost.exitcode is None:
-        return Outcome(full_name(entry), Status.HANG)
-    failure = f"the process ended with {lost.exitcode}"
-    return Outcome(full_name(entry), Status.CRASH, failures=[failure])
+        outcome.note(Status.HANG, "the time was up")
+    else:
+        outcome.note(Status.CRASH, f"the process ended with {lost.exitcode}")
+    return outcome

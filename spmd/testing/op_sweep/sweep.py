@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -23,68 +23,14 @@ from spmd.rules import find_rule
 from spmd.runtime import VirtualProgram
 from spmd.spec import DTensorSpec
 from spmd.testing.op_sweep.cases import Case, cases, full_name
+from spmd.testing.op_sweep.outcome import Outcome, Status
 from spmd.testing.op_sweep.placements import Combination, combinations, difference, spread
+from spmd.testing.op_sweep.setups import Setup
 from spmd.trace import trace_flat
 
-
-class Status(str, Enum):
-    """What became of an entry: the worst of its combinations."""
-
-    PASS = "pass"
-    SKIPPED = "skipped"  # plain torch fails, or there is nothing to run
-    UNTRACEABLE = "untraceable"  # make_fx fails too
-    REFUSED = "refused"  # a TraceError: random numbers, shapes or control flow that depend on values
-    ERROR = "error"
-    WRONG = "wrong"
-    HANG = "hang"
-    CRASH = "crash"
-
-
-@attrs.frozen
-class Setup:
-    """What is run of every entry.
-
-    Args:
-        mesh: the axes of the virtual mesh.
-        samples: how many calls.
-        limit: how many combinations of placements a call.
-        partial: also with partial operands.
-        backward: with the gradients.
-    """
-
-    mesh: dict[str, int]
-    samples: int = 6
-    limit: int = 200
-    partial: bool = False
-    backward: bool = False
-
-
-@attrs.define
-class Outcome:
-    """The result of one entry.
-
-    `local` counts the right combinations with a sharded operand, a sharded or partial result, and no collective;
-    `sharded` those of them that have a sharded result. `fallbacks` are operators without a rule.
-    """
-
-    name: str
-    status: Status = Status.SKIPPED
-    combinations: int = 0
-    passed: int = 0
-    local: int = 0
-    sharded: int = 0
-    wrong: int = 0
-    errors: int = 0
-    fallbacks: list[str] = attrs.field(factory=list)
-    failures: list[str] = attrs.field(factory=list)
-
-    def note(self, status: Status, failure: str = "") -> None:
-        """Take the result of one combination into account."""
-        order = list(Status)
-        if self.status is Status.SKIPPED or order.index(status) > order.index(self.status):
-            self.status = status
-        if failure and len(self.failures) < 4:
-            self.failures.append(f"{status.value}: {failure:.400}")
+SEED = 42
+"""Of both runs, so that random operators draw the same numbers; some entries of the database set this one themselves,
+which a traced function does only while it is traced."""
 
 
 def sweep_entry(entry: Any, setup: Setup) -> Outcome:
@@ -93,10 +39,12 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = list(cases(entry, setup.samples, setup.backward))
+            found = list(cases(entry, setup.samples, setup.backward, setup.lengths))
         except Exception as error:  # the database's own samples may need what is not there
             outcome.note(Status.SKIPPED, _text(error))
             return outcome
+        if not found:
+            outcome.note(Status.SKIPPED, f"no call with dense tensors{' and a gradient' if setup.backward else ''}")
         for case in found:
             _sweep_case(case, setup, outcome)
     return outcome
@@ -105,41 +53,70 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
 def _sweep_case(case: Case, setup: Setup, outcome: Outcome) -> None:
     mesh = Mesh(tuple(setup.mesh), tuple(setup.mesh.values()))
     try:
+        torch.manual_seed(SEED)
         expected = case.function(*(tensor.clone() for tensor in case.tensors))
     except Exception as error:  # whatever plain torch does, there is nothing to compare with
         outcome.note(Status.SKIPPED, f"{case.label}: {_text(error)}")
         return
     if not expected or any(tensor.layout is not torch.strided for tensor in expected):
+        outcome.note(Status.SKIPPED, f"{case.label}: no dense tensor in the result")
         return
+    outcome.calls += 1
+    before = outcome.wrong + outcome.errors + outcome.refused
+    graph = _trace(case, outcome)
+    if graph is not None:
+        for combination in combinations(case.tensors, mesh, setup.limit, setup.partial):
+            _sweep_combination(_Run(case, graph, mesh, combination, expected), outcome)
+    if setup.make_fx and _make_fx_traces(case):
+        outcome.traced += 1
+        outcome.unmatched += outcome.wrong + outcome.errors + outcome.refused > before
+
+
+def _trace(case: Case, outcome: Outcome) -> Graph | None:
     try:
-        graph = canonicalize(trace_flat(case.function, case.tensors), lambda op: find_rule(op) is None)
+        return canonicalize(trace_flat(case.function, case.tensors), lambda op: find_rule(op) is None)
     except Exception as error:
-        outcome.note(_failed_trace(case, error), f"{case.label}: {_text(error)}")
-        return
-    for combination in combinations(case.tensors, mesh, setup.limit, setup.partial):
-        outcome.combinations += 1
-        run = _Run(case, graph, mesh, combination, expected)
-        try:
-            for reason in run.failures(outcome):
-                outcome.wrong += 1
-                outcome.note(Status.WRONG, f"{case.label}: {reason}")
-                break
-            else:
-                outcome.passed += 1
-                outcome.note(Status.PASS)
-        except Exception as error:
+        refused = isinstance(error, TraceError)
+        untraceable = not _make_fx_traces(case)
+        outcome.refused += refused or untraceable
+        if not (refused or untraceable):
             outcome.errors += 1
-            outcome.note(Status.ERROR, f"{case.label}: {run}: {_text(error)}")
+            outcome.combinations += 1
+        status = Status.UNTRACEABLE if untraceable else Status.REFUSED if refused else Status.ERROR
+        outcome.note(status, f"{case.label}: {_text(error)}")
+        return None
 
 
-def _failed_trace(case: Case, error: Exception) -> Status:
-    if isinstance(error, TraceError):
-        return Status.REFUSED
+def _make_fx_traces(case: Case) -> bool:
     try:
-        make_fx(case.function)(*case.tensors)
+        make_fx(case.function, tracing_mode="fake")(*case.tensors)
     except Exception:
-        return Status.UNTRACEABLE
-    return Status.ERROR
+        return False
+    return True
+
+
+def _sweep_combination(run: _Run, outcome: Outcome) -> None:
+    outcome.combinations += 1
+    try:
+        reason = next(run.failures(outcome), None)
+    except Exception as error:
+        outcome.errors += 1
+        outcome.note(Status.ERROR, f"{run.case.label}: {run}: {_text(error)}")
+        return
+    if reason is not None:
+        outcome.wrong += 1
+        outcome.note(Status.WRONG, f"{run.case.label}: {reason}")
+        return
+    outcome.passed += 1
+    outcome.uneven += any(not spec.is_even for spec in run.operands)
+    outcome.empty += any(map(_has_empty_shard, run.operands))
+    outcome.note(Status.PASS)
+
+
+def _has_empty_shard(spec: DTensorSpec) -> bool:
+    """Whether the last rank, which has the least, has nothing of a sharded dim."""
+    last = spec.local_shape(tuple(size - 1 for size in spec.mesh.sizes))
+    return any(axes and not length for axes, length in zip(spec.dims, last, strict=True))
 
 
 def _text(error: Exception) -> str:
@@ -160,11 +137,15 @@ class _Run:
     def __str__(self) -> str:
         return ", ".join("/".join(map(repr, placements)) for placements in self.combination)
 
-    def failures(self, outcome: Outcome) -> Iterator[str]:
-        operands = [
+    @cached_property
+    def operands(self) -> list[DTensorSpec]:
+        return [
             DTensorSpec.make(self.mesh, placements, value.meta)
             for placements, value in zip(self.combination, self.graph.inputs, strict=True)
         ]
+
+    def failures(self, outcome: Outcome) -> Iterator[str]:
+        operands = self.operands
         shards = [spread(tensor, spec) for tensor, spec in zip(self.case.tensors, operands, strict=True)]
         replicated = [DTensorSpec.replicated(self.mesh, value.meta) for value in self.graph.outputs]
         found = plan(self.graph, self.mesh, operands, replicated)
@@ -189,7 +170,9 @@ class _Run:
     def _compare(
         self, found: Plan, shards: Sequence[Sequence[torch.Tensor]], specs: Sequence[DTensorSpec]
     ) -> Iterator[str]:
-        results = VirtualProgram(lower(found))(shards)
+        program = VirtualProgram(lower(found))
+        torch.manual_seed(SEED)
+        results = program(shards)
         for index, (spec, held, expected) in enumerate(zip(specs, results, self.expected, strict=True)):
             reason = difference(held, spec, expected, self.case.values)
             if reason is not None:

@@ -1,0 +1,104 @@
+"""What became of one entry of the database under one setup."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import attrs
+
+
+class Status(str, Enum):
+    """What became of an entry: the worst of its combinations, from best to worst."""
+
+    SKIPPED = "skipped"  # plain torch fails, or there is no tensor to compare
+    PASS = "pass"
+    UNTRACEABLE = "untraceable"  # make_fx fails too
+    REFUSED = "refused"  # a TraceError: shapes or control flow that depend on values
+    ERROR = "error"
+    WRONG = "wrong"
+    HANG = "hang"
+    CRASH = "crash"
+
+
+BAD = frozenset({Status.ERROR, Status.WRONG, Status.HANG, Status.CRASH})
+"""What a sweep must not find."""
+
+
+@attrs.define
+class Outcome:
+    """The result of one entry.
+
+    Args:
+        name: the entry's full name.
+        status: the worst of all combinations; an entry of which nothing runs is skipped.
+        calls: how many calls plain torch runs.
+        refused: how many of them are refused by a TraceError, or by `make_fx` too.
+        traced: how many of them `make_fx` traces.
+        unmatched: how many of those do not pass here.
+        combinations: how many combinations of placements were run.
+        passed, wrong, errors: what became of them.
+        local: right ones with a sharded operand, a sharded or partial result, and no collective.
+        sharded: those of them that have a sharded result.
+        uneven: right ones in which shards of an operand differ in shape.
+        empty: right ones in which a rank holds nothing of a sharded dim.
+        fallbacks: operators without a rule.
+        failures: the first message of each status.
+    """
+
+    name: str
+    status: Status = Status.SKIPPED
+    calls: int = 0
+    refused: int = 0
+    traced: int = 0
+    unmatched: int = 0
+    combinations: int = 0
+    passed: int = 0
+    wrong: int = 0
+    errors: int = 0
+    local: int = 0
+    sharded: int = 0
+    uneven: int = 0
+    empty: int = 0
+    fallbacks: list[str] = attrs.field(factory=list)
+    failures: dict[Status, str] = attrs.field(factory=dict)
+
+    def note(self, status: Status, failure: str = "") -> None:
+        """Take the result of one combination, or of a call, into account."""
+        self.status = max(self.status, status, key=list(Status).index)
+        if failure:
+            self.failures.setdefault(status, f"{failure:.400}")
+
+    @property
+    def reason(self) -> str:
+        """Why the status is what it is."""
+        return self.failures.get(self.status, "")
+
+
+def summarize(outcomes: list[Outcome]) -> dict[str, int]:
+    """Counts of entries by status, and of combinations."""
+
+    def entries(*statuses: Status) -> int:
+        return sum(outcome.status in statuses for outcome in outcomes)
+
+    def total(field: str) -> int:
+        return sum(getattr(outcome, field) for outcome in outcomes)
+
+    def having(field: str) -> int:
+        return sum(getattr(outcome, field) > 0 for outcome in outcomes)
+
+    return {
+        "entries": len(outcomes),
+        **{f"entries: {status.value}": entries(status) for status in Status},
+        "combinations": total("combinations"),
+        "combinations right": total("passed"),
+        "combinations wrong": total("wrong"),
+        "combinations in error": total("errors"),
+        "combinations right, with uneven shards": total("uneven"),
+        "combinations right, with empty shards": total("empty"),
+        "entries right with uneven shards": having("uneven"),
+        "entries right with empty shards": having("empty"),
+        "entries right without any collective": having("local"),
+        "entries right without any collective, result sharded": having("sharded"),
+        "entries with an operator without a rule": sum(bool(outcome.fallbacks) for outcome in outcomes),
+        "calls refused": total("refused"),
+    }

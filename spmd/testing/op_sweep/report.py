@@ -1,0 +1,189 @@
+"""The tables of a sweep: on the console, and as the page `docs/operators.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import attrs
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from spmd.testing.op_sweep.outcome import BAD, Outcome, Status, summarize
+from spmd.testing.op_sweep.setups import Setup
+
+
+@attrs.frozen
+class Report:
+    """All entries under one setup, and the seconds that they took."""
+
+    setup: Setup
+    outcomes: list[Outcome]
+    seconds: float
+
+    @property
+    def bad(self) -> list[Outcome]:
+        """What should not be."""
+        return [outcome for outcome in self.outcomes if outcome.status in BAD]
+
+    def make_fx(self) -> str | None:
+        """How many entries `make_fx` traces, and how many of these pass; None if it was not asked."""
+        traced = [outcome for outcome in self.outcomes if outcome.traced]
+        passing = sum(not outcome.unmatched for outcome in traced)
+        return f"make_fx traces {len(traced)} entries; {passing} of them pass" if traced else None
+
+
+DTENSOR = (
+    ("forward: entries with a sharded combination that passes", "319"),
+    ("forward: combinations wrong", "282 of 25,137"),
+    ("forward: entries in error", "78"),
+    ("forward: entries that hang", "1"),
+    ("backward: entries that pass", "397 of 472"),
+    ("backward: entries in error", "43"),
+    ("backward: entries wrong", "8"),
+)
+"""What torch's DTensor 2.13 does in the same exercise: recorded measurements."""
+
+
+def show(reports: Mapping[str, Report], console: Console) -> None:
+    """Print what fails and the counts."""
+    failures = Table("setup", "entry", "status", "right", "wrong", "errors", "first failure", title="failures")
+    for name, report in reports.items():
+        for outcome in report.bad:
+            counts = map(str, (outcome.passed, outcome.wrong, outcome.errors))
+            failures.add_row(name, outcome.name, outcome.status.value, *counts, outcome.reason)
+    if failures.rows:
+        console.print(failures)
+    table = Table("", *reports, title="sweep")
+    for row in _summary(reports):
+        table.add_row(*row)
+    console.print(table)
+    for name, report in reports.items():
+        line = report.make_fx()
+        if line is not None:
+            console.print(f"{name}: {line}")
+
+
+def markdown(reports: Mapping[str, Report]) -> str:
+    """The page of `docs/`."""
+    lines = [
+        "# Torch's operators",
+        "",
+        "Every entry of torch's operator database (`torch.testing._internal.common_methods_invocations.op_db`, torch "
+        f"{torch.__version__.split('+')[0]}), run on virtual ranks against plain torch. This page is written by",
+        "",
+        "    python -m spmd.testing.op_sweep --markdown docs/operators.md",
+        "",
+        "A *combination* is one call of an entry with one placement of each operand on each mesh axis. It is right if "
+        "all ranks' shards are those of plain torch's results (values to rounding, shapes and dtypes exactly), twice: "
+        "with replicated results, and with results that stay where the plan leaves them. It is *without a collective* "
+        "if an operand is sharded, a result is sharded or partial, and the program has no collective.",
+        "",
+        "## Setups",
+        "",
+        *_table(("setup", "mesh", "calls of an entry", "combinations of a call", "what"), _setups(reports)),
+        "",
+        "Where a call has more combinations, replication and a fixed sample of the others are run. The calls of the "
+        "database have dims of 0, 1, 2, 3, 5, 10, ...: 5 over 4 is 2, 2, 1, 0, and 1 over 4 is 1, 0, 0, 0.",
+        "",
+        "## Counts",
+        "",
+        *_table(("", *reports), _summary(reports)),
+        "",
+        *(f"{name.capitalize()}: {report.make_fx()}.\n" for name, report in reports.items() if report.make_fx()),
+        "## Beside torch's DTensor",
+        "",
+        *_table(("", "spmd", "DTensor 2.13"), _beside_dtensor(reports)),
+        "",
+        "DTensor's figures are recorded: torch 2.13, the same exercise on four ranks, forward and backward.",
+        "",
+        "## What does not pass",
+        "",
+        *_table(("setup", "entry", "status", "right", "reason"), _failing(reports)),
+        "",
+        "Skipped entries, of which plain torch runs nothing here, or nothing that gives a dense tensor:",
+        "",
+        *_table(("entry", "reason"), _skipped(reports)),
+        "",
+        "## Every entry",
+        "",
+        "Right combinations (of all, where some are not), and in brackets those without a collective.",
+        "",
+        *_table(("entry", *reports), _entries(reports)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', '/').replace('<', '&lt;') for cell in row)} |"
+
+
+def _setups(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+    for name, report in reports.items():
+        setup = report.setup
+        mesh = ", ".join(f"{axis}={size}" for axis, size in setup.mesh.items())
+        calls = f"{setup.samples} that add lengths of dims" if setup.lengths else f"the first {setup.samples}"
+        what = "results and gradients by torch.func.vjp" if setup.backward else "results"
+        operands = ", operands partial sums, maxima and minima too" if setup.partial else ""
+        yield name, mesh, calls, f"up to {setup.limit}", what + operands
+
+
+def _summary(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+    summaries = [summarize(report.outcomes) for report in reports.values()]
+    for what in summaries[0]:
+        yield what, *(f"{summary[what]:,}" for summary in summaries)
+    yield "seconds", *(f"{report.seconds:,.0f}" for report in reports.values())
+
+
+def _beside_dtensor(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+    own: dict[str, str] = {}
+    for name in ("forward", "backward"):
+        if name not in reports:
+            continue
+        counts = summarize(reports[name].outcomes)
+        ran = counts["entries"] - counts["entries: skipped"]
+        own[f"{name}: entries with a sharded combination that passes"] = (
+            f"{counts['entries right without any collective, result sharded']} sharded throughout, no collective"
+        )
+        own[f"{name}: combinations wrong"] = f"{counts['combinations wrong']:,} of {counts['combinations']:,}"
+        own[f"{name}: entries in error"] = str(counts["entries: error"] + counts["entries: crash"])
+        own[f"{name}: entries that hang"] = str(counts["entries: hang"])
+        own[f"{name}: entries that pass"] = f"{counts['entries: pass']} of {ran}"
+        own[f"{name}: entries wrong"] = str(counts["entries: wrong"])
+    for what, theirs in DTENSOR:
+        if what in own:
+            yield what, own[what], theirs
+
+
+def _failing(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+    for name, report in reports.items():
+        for outcome in report.outcomes:
+            if outcome.status not in (Status.PASS, Status.SKIPPED):
+                right = f"{outcome.passed} of {outcome.combinations}"
+                yield name, outcome.name, outcome.status.value, right, outcome.reason
+
+
+def _skipped(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+    first = next(iter(reports.values()))
+    for outcome in first.outcomes:
+        if outcome.status is Status.SKIPPED:
+            yield outcome.name, outcome.reason
+
+
+def _entries(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+    by_name = [{outcome.name: outcome for outcome in report.outcomes} for report in reports.values()]
+    for name in by_name[0]:
+        yield name, *(_cell(found.get(name)) for found in by_name)
+
+
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None or outcome.status is Status.SKIPPED:
+        return ""
+    local = f" ({outcome.local})" if outcome.local else ""
+    if outcome.status is Status.PASS:
+        return f"{outcome.passed}{local}"
+    return f"{outcome.status.value}: {outcome.passed} of {outcome.combinations}{local}"

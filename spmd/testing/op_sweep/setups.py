@@ -1,0 +1,45 @@
+"""What the sweeps run: the mesh, the calls of each entry, and the placements of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import attrs
+
+
+@attrs.frozen
+class Setup:
+    """What is run of every entry.
+
+    Args:
+        mesh: the axes of the virtual mesh.
+        samples: how many calls.
+        limit: how many combinations of placements a call; if there are more, replication and a fixed sample of them.
+        partial: also with partial operands.
+        backward: with the gradients, by `torch.func.vjp`.
+        lengths: the calls in which dims have lengths that no call before has, in place of the first ones.
+        make_fx: also ask of every call whether torch's `make_fx` traces it.
+    """
+
+    mesh: Mapping[str, int]
+    samples: int = 6
+    limit: int = 200
+    partial: bool = False
+    backward: bool = False
+    lengths: bool = False
+    make_fx: bool = False
+
+
+SETUPS: Mapping[str, Setup] = MappingProxyType(
+    {
+        "forward": Setup({"x": 4}, make_fx=True),
+        "backward": Setup({"x": 4}, limit=12, backward=True),
+        "lengths": Setup({"x": 4}, limit=12, lengths=True),
+        "grid": Setup({"x": 2, "y": 2}, samples=3, limit=8),
+        "grid-backward": Setup({"x": 2, "y": 2}, samples=2, limit=4, backward=True),
+        "partial": Setup({"x": 4}, limit=8, partial=True),
+        "grid-partial": Setup({"x": 2, "y": 2}, samples=2, limit=6, partial=True),
+    }
+)
+"""The sweeps that `make test-rules` runs, by name."""
