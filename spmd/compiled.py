@@ -15,7 +15,7 @@ from spmd.dtensor import DTensor, place, wrap
 from spmd.errors import MeshError, PlanError, RuleError, ShardingError, TraceError
 from spmd.lower import LocalProgram, lower
 from spmd.mesh import Mesh, Runtime, use_mesh
-from spmd.plan import plan
+from spmd.plan import Request, plan
 from spmd.plan.machine import Machine
 from spmd.plan.plan import Plan
 from spmd.recorder import where
@@ -134,7 +134,9 @@ class Compiled:
         rules = self.options.rules
         graph = canonicalize(self.traced.graph, lambda op: find_rule(op, rules) is None)
         found = plan(
-            graph, self.mesh, self.in_specs, self.out_specs, rules=rules, machine=self.options.machine or Machine()
+            Request(
+                graph, self.mesh, self.in_specs, self.out_specs, rules=rules, machine=self.options.machine or Machine()
+            )
         )
         if self.options.comms == "error":
             _forbid_communication(found, self.traced.name)

@@ -16,6 +16,7 @@ from spmd.mesh import Mesh
 from spmd.placement import Replicate
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
+from spmd.plan.request import Request
 from spmd.rules.strategy import Strategy
 from spmd.runtime import VirtualProgram
 from spmd.spec import DTensorSpec, P, TensorMeta
@@ -86,7 +87,8 @@ class PlanBuilder:
 
     def plan(self, *outputs: Value) -> Plan:
         graph = Graph(tuple(self.inputs), tuple(self.constants), tuple(self.operations), outputs).verify()
-        return Plan(self.mesh, graph, self.logical, self.specs, self.strategies, (), True, 0.0, ())
+        request = Request(graph, self.mesh, (), ())
+        return Plan(request, self.mesh, graph, self.logical, self.specs, self.strategies, (), True, 0.0, ())
 
 
 def lowered(plan: Plan) -> LocalProgram:

@@ -2,6 +2,7 @@
 
 from spmd.plan.machine import Machine
 from spmd.plan.plan import Comm, Plan
+from spmd.plan.request import Request
 from spmd.plan.search import plan
 
-__all__ = ["Comm", "Machine", "Plan", "plan"]
+__all__ = ["Comm", "Machine", "Plan", "Request", "plan"]

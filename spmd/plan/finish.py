@@ -16,12 +16,13 @@ from spmd.plan.draft import Draft, flat_shape
 from spmd.plan.machine import Machine
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Comm, Plan
+from spmd.plan.request import Request
 from spmd.spec import DTensorSpec
 
 _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
 
 
-def finish(draft: Draft, machine: Machine) -> Plan:
+def finish(draft: Draft, request: Request) -> Plan:
     """The plan that a draft with all axes planned describes."""
     specs = _specs(draft)
     graph, kept = _without_pins(draft.graph, draft, specs)
@@ -32,6 +33,7 @@ def finish(draft: Draft, machine: Machine) -> Plan:
     }
     fallbacks = (kept[o] for o in draft.graph.operations if o.op not in _MARKERS and o not in draft.options)
     plan = Plan(
+        request=request,
         mesh=draft.mesh,
         graph=graph,
         logical=MappingProxyType(dict(draft.logical)),
@@ -42,8 +44,8 @@ def finish(draft: Draft, machine: Machine) -> Plan:
         seconds=0.0,
         comms=(),
     )
-    comms = tuple(_comms(plan, draft, machine))
-    cost = LocalCost.of(machine, draft)
+    comms = tuple(_comms(plan, draft, request.machine))
+    cost = LocalCost.of(request.machine, draft)
     local = sum(cost.planned_seconds(operation) for operation in draft.graph.operations)
     return attrs.evolve(plan, comms=comms, seconds=local + sum(comm.seconds for comm in comms))
 

@@ -14,6 +14,7 @@ from spmd.mesh import Mesh
 from spmd.plan.causes import Cause, find_causes
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.request import Request
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
 
@@ -44,6 +45,7 @@ class Plan:
     """How a program runs on a mesh.
 
     Args:
+        request: what was asked of the planner.
         mesh: the mesh.
         graph: the program, with its redistributions as explicit operations: `spmd::redistribute` moves a value from
             its spec to the spec of the result; `spmd::relabel` renames logical dims and moves nothing.
@@ -56,6 +58,7 @@ class Plan:
         comms: every collective, in order of execution.
     """
 
+    request: Request
     mesh: Mesh
     graph: Graph
     logical: Mapping[Value, tuple[tuple[int, ...], ...]]

@@ -10,7 +10,6 @@ import torch
 
 from spmd.atoms import Refinement, refine
 from spmd.graph import Graph, Operation, Value, freeze
-from spmd.mesh import Mesh
 from spmd.plan.boundary import bound
 from spmd.plan.draft import Draft, States
 from spmd.plan.finish import finish
@@ -18,47 +17,32 @@ from spmd.plan.machine import Machine
 from spmd.plan.materialize import materialize
 from spmd.plan.plan import Plan
 from spmd.plan.problem import AxisProblem
-from spmd.rules import RULES, find_rule
+from spmd.plan.request import Request
+from spmd.rules import find_rule
 from spmd.rules.random import DRAW
 from spmd.rules.rule import Factors, Rule
 from spmd.rules.strategy import Strategy, derive_strategies
-from spmd.spec import DTensorSpec
 
 
-def plan(
-    graph: Graph,
-    mesh: Mesh,
-    input_specs: Sequence[DTensorSpec],
-    output_specs: Sequence[DTensorSpec],
-    *,
-    rules: Mapping[torch._ops.OpOverload, Rule] = RULES,
-    machine: Machine | None = None,
-) -> Plan:
+def plan(request: Request) -> Plan:
     """Decide how every value of a program lies on a mesh, so that a step takes the least predicted time.
 
     Mesh axes are planned one at a time, each exactly, in every order (of four axes and more, in some orders); the best
     order once more, at the sizes that its later axes turned out to leave. The cheapest of these plans wins, the
     earliest on a tie.
 
-    Args:
-        graph: the program over global tensors, in canonical form.
-        mesh: the mesh.
-        input_specs, output_specs: the spec of every input and output.
-        rules: the sharding rules.
-        machine: the machine's cost constants.
-
     Raises:
         PlanError: no plan satisfies the specs.
         RuleError: a rule contradicts its operator.
     """
-    machine = machine or Machine()
+    graph, mesh, machine = request.graph, request.mesh, request.machine
     axes = tuple(name for name, size in mesh.axes.items() if size > 1)
-    factors = _factorize(graph, rules)
+    factors = _factorize(graph, request.rules)
     refinement = refine(graph, factors)
     options = _derive(graph.operations, factors, refinement)
 
     def start(order: Sequence[str]) -> Draft:
-        bounded = bound(graph, refinement.values, mesh, input_specs, output_specs, order)
+        bounded = bound(graph, refinement.values, mesh, request.input_specs, request.output_specs, order)
         return Draft(
             mesh=mesh,
             graph=bounded.graph,
@@ -73,10 +57,10 @@ def plan(
 
     with _one_thread():
         blind = [(order, _plan_axes(start(order), order, machine, {})) for order in _orders(axes)]
-        plans = [finish(draft, machine) for _, draft in blind]
+        plans = [finish(draft, request) for _, draft in blind]
         if len(axes) > 1:
             order, draft = blind[min(range(len(plans)), key=lambda index: plans[index].seconds)]
-            plans.append(finish(_plan_axes(start(order), order, machine, draft.states), machine))
+            plans.append(finish(_plan_axes(start(order), order, machine, draft.states), request))
     return min(plans, key=lambda found: found.seconds).verify()
 
 

@@ -17,7 +17,7 @@ from spmd.graph import Graph
 from spmd.lower import lower
 from spmd.mesh import Mesh
 from spmd.placement import Replicate
-from spmd.plan import Plan, plan
+from spmd.plan import Plan, Request, plan
 from spmd.plan.boundary import carry_over
 from spmd.rules import find_rule
 from spmd.runtime import VirtualProgram
@@ -148,7 +148,7 @@ class _Run:
         operands = self.operands
         shards = [spread(tensor, spec) for tensor, spec in zip(self.case.tensors, operands, strict=True)]
         replicated = [DTensorSpec.replicated(self.mesh, value.meta) for value in self.graph.outputs]
-        found = plan(self.graph, self.mesh, operands, replicated)
+        found = plan(Request(self.graph, self.mesh, operands, replicated))
         outcome.fallbacks = sorted({*outcome.fallbacks, *(str(operation.op) for operation in found.fallbacks)})
         yield from self._compare(found, shards, replicated)
         if all(spec.is_replicated for spec in operands):
@@ -156,7 +156,7 @@ class _Run:
         left = self._left(operands)
         if left == replicated:
             return
-        found = plan(self.graph, self.mesh, operands, left)
+        found = plan(Request(self.graph, self.mesh, operands, left))
         yield from self._compare(found, shards, left)
         if not found.comms and any(any(spec.dims) for spec in operands):
             outcome.local += 1
@@ -164,7 +164,7 @@ class _Run:
 
     def _left(self, operands: Sequence[DTensorSpec]) -> list[DTensorSpec]:
         """The specs in which a plan leaves the results if none are asked for."""
-        free = plan(attrs.evolve(self.graph, outputs=()), self.mesh, operands, ())
+        free = plan(Request(attrs.evolve(self.graph, outputs=()), self.mesh, operands, ()))
         return [_physical(free, value) for value in self.graph.outputs]
 
     def _compare(
