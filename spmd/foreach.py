@@ -70,12 +70,22 @@ _BODIES: Mapping[str, Callable[..., _Tensors]] = {
 
 
 @lru_cache(maxsize=1024)
-def list_body(op: OpOverload) -> Callable[..., _Tensors] | None:
-    """What a list operator computes, where it is no one operator for each element; else None.
+def list_body(op: OpOverload) -> Callable[..., _Tensors | None] | None:
+    """What a list operator computes, in place too, where it is no one operator for each element; else None.
 
     `_foreach_addcmul.Tensor` reads its numbers from one tensor, which a kernel cannot do while it is traced.
     """
-    return _BODIES.get(f"{op._schema.name.removeprefix(_PREFIX)}.{op._overloadname}")
+    key = f"{op._schema.name.removeprefix(_PREFIX)}.{op._overloadname}"
+    body = _BODIES.get(key.replace("_.", "."))
+    return _in_place(body) if body is not None and "_." in key else body
+
+
+def _in_place(body: Callable[..., _Tensors]) -> Callable[..., None]:
+    def write(x: _Tensors, *args: Any) -> None:
+        for item, value in zip(x, body(x, *args), strict=True):
+            item.copy_(value)
+
+    return write
 
 
 @lru_cache(maxsize=1024)

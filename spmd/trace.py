@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.errors import TraceError
+from spmd.foreach import list_body
 from spmd.graph import Graph, Value, map_leaves
 from spmd.recorder import Namer, Recorder, where
 from spmd.source import SourceTracker, user_source
@@ -164,8 +165,8 @@ def _errors_raised_only() -> Iterator[None]:
 
 
 class _Functionalization(FunctionalTensorMode):
-    """Functionalization without torch.linalg's checks for failures, which need values: a singular matrix has no
-    inverse that is finite, and that is what comes out."""
+    """Functionalization without what needs values: torch.linalg's checks for failures (a singular matrix has no inverse
+    that is finite, and that is what comes out), and numbers of a list operator that come as one tensor."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -175,6 +176,10 @@ class _Functionalization(FunctionalTensorMode):
         if func is torch.ops.aten.bernoulli_.float and not args[0].is_contiguous():
             with self:
                 return args[0].copy_(_drawn_in_memory_order(*args))
+        body = list_body(func) if func._schema.is_mutable else None
+        if body is not None:
+            with self:
+                return body(*args, **kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -114,9 +114,17 @@ def test_fused_step_on_shards_needs_no_communication() -> None:
     assert () == step.plan(*lists).comms
 
 
+def in_place(op: Any, a: list[torch.Tensor], *args: Any) -> tuple[list[torch.Tensor]]:
+    written = [x.clone() for x in a]
+    op(written, *args)
+    return (written,)
+
+
 SCALED = {
     "addcmul": lambda a, b, s: (torch._foreach_addcmul(a, b, b, s),),
     "addcdiv": lambda a, b, s: (torch._foreach_addcdiv(a, a, b, s),),
+    "addcmul_": lambda a, b, s: in_place(torch._foreach_addcmul_, a, b, b, s),
+    "addcdiv_": lambda a, b, s: in_place(torch._foreach_addcdiv_, a, a, b, s),
 }
 
 
