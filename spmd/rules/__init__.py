@@ -27,36 +27,18 @@ from spmd.rules.partial import carry, decreasing, ignores, increasing, linear
 from spmd.rules.pooling import POOLING
 from spmd.rules.random import RANDOM
 from spmd.rules.reductions import REDUCTION
-from spmd.rules.rule import Body, Call, Factors, Row, Rule
+from spmd.rules.rule import Body, Call, Factors, Row, Rule, Table
 from spmd.rules.scan import SCAN
 from spmd.rules.shape import MOVES, VIEWS
 from spmd.rules.softmax import SOFTMAX
 from spmd.rules.strategy import Strategy, derive_strategies
 
-RULES: MappingProxyType[torch._ops.OpOverload, Rule] = MappingProxyType(
-    {
-        **POINTWISE,
-        **MATMUL,
-        **VIEWS,
-        **MOVES,
-        **INDEXING,
-        **FACTORIES,
-        **RANDOM,
-        **REDUCTION,
-        **EXTREMES,
-        **SCAN,
-        **COUNTING,
-        **SOFTMAX,
-        **NORMALIZATION,
-        **ATTENTION,
-        **EMBEDDING,
-        **LOSS,
-        **LINALG,
-        **CONVOLUTION,
-        **POOLING,
-        **LAYERS,
-    }
-)
+_FAMILIES = (
+    POINTWISE, MATMUL, VIEWS, MOVES, INDEXING, FACTORIES, RANDOM, REDUCTION, EXTREMES, SCAN, COUNTING, SOFTMAX,
+    NORMALIZATION, ATTENTION, EMBEDDING, LOSS, LINALG, CONVOLUTION, POOLING, LAYERS,
+)  # fmt: skip
+
+RULES: Table = MappingProxyType({op: rule for family in _FAMILIES for op, rule in family.items()})
 """The rule of every operator that has one of its own; other pointwise operators are found by their tag."""
 
 _POINTWISE = pointwise()

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 
-from spmd.errors import RuleError
 from spmd.placement import Reduction
-from spmd.rules.notation import Rows, finish, operand_names, tensor_arguments
-from spmd.rules.rule import Body, Call, FactorDims, Factors, Rule
+from spmd.rules.notation import Rows, finish, operand_names, spell, tensor_arguments, term
+from spmd.rules.rule import Axes, Body, Call, Factors, Rule
 from spmd.spec import TensorMeta
 
 
 def dim_names(count: int) -> tuple[str, ...]:
     """Names for the factors of `count` dims, one each."""
     return tuple(f"d{i}" for i in range(count))
-
-
-def cut_all(shape: Sequence[int], names: Sequence[str], fixed: Iterable[str] = ()) -> FactorDims:
-    """One factor a dim; none for the dims in `fixed`."""
-    return tuple(() if name in fixed else (name,) for name, _ in zip(names, shape, strict=True))
-
-
-def aligned(meta: TensorMeta, names: Sequence[str], shape: Sequence[int]) -> FactorDims:
-    """The factors of a tensor that broadcasts to `shape`, whose factors are `names`; RuleError if it does not."""
-    offset = len(shape) - meta.ndim
-    if offset < 0 or any(size not in (1, full) for size, full in zip(meta.shape, shape[offset:], strict=True)):
-        raise RuleError(f"A tensor {meta} does not broadcast to {list(shape)}. Pass a rule that fits this operator.")
-    pairs = zip(meta.shape, shape[offset:], names[offset:], strict=True)
-    return tuple((name,) if size == full else () for size, full, name in pairs)
 
 
 def argument_dims(call: Call, name: str, ndim: int) -> tuple[int, ...]:
@@ -49,19 +35,19 @@ def rule(
     return Rule(lambda call: finish(call, make(call), rows), size_argument, empty)
 
 
+def everywhere(dims: str, *rows: Rows) -> Rule:
+    """The rule of an operator all of whose operands and results have the same term `dims`."""
+    return rule(lambda call: spell(call, [dims] * len(call.operands), [dims] * len(call.results)), *rows)
+
+
 def pointwise(*rows: Rows) -> Rule:
     """The rule of an operator that computes every element from the operands' elements there, broadcast."""
-    return rule(_pointwise, *rows)
+    return everywhere("...", *rows)
 
 
-def _pointwise(call: Call) -> Factors:
-    shape = max((meta.shape for meta in call.results), key=len)
-    names = dim_names(len(shape))
-    return Factors(
-        tuple(aligned(meta, names, shape) for meta in call.operands),
-        tuple(aligned(meta, names, shape) for meta in call.results),
-        dict(zip(names, shape, strict=True)),
-    )
+def whole(*rows: Rows) -> Rule:
+    """The rule of an operator that cannot be cut, but for `rows`."""
+    return everywhere("*", *rows)
 
 
 def along(
@@ -78,23 +64,18 @@ def along(
     """
 
     def make(call: Call) -> Factors:
-        tensors = (*call.operands, *call.results)
-        ndim = max(meta.ndim for meta in tensors)
+        ndim = max(meta.ndim for meta in (*call.operands, *call.results))
         names = dim_names(ndim)
-        named = {names[dim] for dim in argument_dims(call, dims, ndim)}
-        whole = next(meta for meta in tensors if meta.ndim == ndim)
-        sizes = {name: size for name, size in zip(names, whole.shape, strict=True) if body or name not in named}
-        fixed = () if body else named
+        named = [names[dim] for dim in argument_dims(call, dims, ndim)]
+        full, lacking = term(names, () if body else named), term(name for name in names if name not in named)
 
-        def place(meta: TensorMeta) -> FactorDims:
+        def place(meta: TensorMeta) -> str:
             if meta.shape == (0,) and ndim != 1:  # torch.cat skips such operands
-                return ((),)
-            kept = names if meta.ndim == ndim else [name for name in names if name not in named]
-            return cut_all(meta.shape, kept, fixed)
+                return "_"
+            return full if meta.ndim == ndim else lacking
 
-        bodies = dict.fromkeys(sorted(named), body) if body else {}
-        operands, results = tuple(map(place, call.operands)), tuple(map(place, call.results))
-        return Factors(operands, results, sizes, bodies=bodies)
+        found = spell(call, map(place, call.operands), map(place, call.results))
+        return attrs.evolve(found, bodies=dict.fromkeys(named, body) if body else {})
 
     return rule(make, *rows, size_argument=size_argument, empty=empty)
 
@@ -113,39 +94,19 @@ def reduction(
     """
 
     def make(call: Call) -> Factors:
-        (operand,) = call.operands
-        names = dim_names(operand.ndim)
-        over = argument_dims(call, dims, operand.ndim) if dims else tuple(range(operand.ndim))
+        ndim = call.operands[0].ndim
+        names = dim_names(ndim)
+        over = argument_dims(call, dims, ndim) if dims else range(ndim)
         reduced = [names[dim] for dim in over]
-        kept = [name for name in names if name not in reduced]
-
-        def place(meta: TensorMeta) -> FactorDims:
-            keepdim = meta.ndim == operand.ndim
-            return cut_all(meta.shape, names if keepdim else kept, reduced)
-
-        return Factors(
-            (cut_all(operand.shape, names),),
-            tuple(map(place, call.results)),
-            dict(zip(names, operand.shape, strict=True)),
+        full, kept = term(names, reduced), term(name for name in names if name not in reduced)
+        return attrs.evolve(
+            spell(call, [term(names)], [full if meta.ndim == ndim else kept for meta in call.results]),
             reduce=dict.fromkeys(reduced, kind) if kind else {},
             replicate=frozenset() if kind or body else frozenset(reduced),
             bodies=dict.fromkeys(reduced, body) if body else {},
         )
 
     return rule(make, *rows, empty=empty)
-
-
-def nothing(_: tuple[str, ...], call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Zeros for every result, each made from all operands: a rank must not drop the moves that others run."""
-    tensors = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
-    made = tuple(sum(x.new_zeros(meta.shape, dtype=meta.dtype) for x in tensors) for meta in call.results)
-    return made[0] if len(call.op._schema.returns) == 1 else made
-
-
-def vanish(axes: tuple[str, ...], call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Results without elements, where they have none: for operators that refuse an empty batch."""
-    empty = not any(meta.numel for meta in call.results)
-    return nothing(axes, call, *args, **kwargs) if empty else call.op(*args, **kwargs)
 
 
 def batched(operands: str, results: str, *rows: Rows, size_argument: int | None = None) -> Rule:
@@ -156,26 +117,27 @@ def batched(operands: str, results: str, *rows: Rows, size_argument: int | None 
     """
     trailing, left = ([int(word) for word in words.split()] for words in (operands, results))
 
+    def place(meta: TensorMeta, count: int) -> str:
+        return "*" if meta.ndim < count else f"...{' _' * count}"
+
     def make(call: Call) -> Factors:
         core = dict(zip(tensor_arguments(call.op), trailing, strict=False))
-        given = [(meta, core[name]) for name, meta in zip(operand_names(call), call.operands, strict=True)]
-        pairs = [*given, *zip(call.results, left, strict=False)]
-        shape = torch.broadcast_shapes(*(meta.shape[: max(meta.ndim - count, 0)] for meta, count in pairs))
-        names = dim_names(len(shape))
-
-        def place(meta: TensorMeta, count: int) -> FactorDims:
-            if meta.ndim < count:
-                return ((),) * meta.ndim
-            lead = TensorMeta(meta.shape[: meta.ndim - count], meta.dtype)
-            return (*aligned(lead, names, shape), *((),) * count)
-
-        placed = [place(*pair) for pair in pairs]
-        absent = any(meta.ndim < count or meta.shape == (0,) for meta, count in pairs[len(given) :])
-        return Factors(
-            tuple(placed[: len(given)]),
-            tuple(placed[len(given) :]),
-            dict(zip(names, shape, strict=True)),
-            independent=frozenset(names if absent else ()),
-        )
+        inside = [core[name] for name in operand_names(call)]
+        found = spell(call, map(place, call.operands, inside), map(place, call.results, left))
+        absent = any(meta.ndim < count or meta.shape == (0,) for meta, count in zip(call.results, left, strict=False))
+        return attrs.evolve(found, independent=frozenset(found.sizes if absent else ()))
 
     return rule(make, *rows, size_argument=size_argument, empty=vanish)
+
+
+def nothing(_: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Zeros for every result, each made from all operands: a rank must not drop the moves that others run."""
+    tensors = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+    made = tuple(sum(x.new_zeros(meta.shape, dtype=meta.dtype) for x in tensors) for meta in call.results)
+    return made[0] if len(call.op._schema.returns) == 1 else made
+
+
+def vanish(axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Results without elements, where they have none: for operators that refuse an empty batch."""
+    empty = not any(meta.numel for meta in call.results)
+    return nothing(axes, call, *args, **kwargs) if empty else call.op(*args, **kwargs)

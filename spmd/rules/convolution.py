@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-import attrs
 import torch
 from torch import Tensor
 
 from spmd.placement import Partial, Placement, Replicate, Shard
-from spmd.rules.builders import rule
 from spmd.rules.halo import Halo
-from spmd.rules.notation import factors
+from spmd.rules.notation import by_call, factors
 from spmd.rules.partial import linear
-from spmd.rules.rule import Body, Call, Factors, Row, Rule
+from spmd.rules.rule import Axes, Body, Call, Row, Rule, table
 
 aten = torch.ops.aten
+
+T = TypeVar("T")
+_Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 def _terms(call: Call) -> tuple[str, str, str, str]:
@@ -29,19 +29,24 @@ def _terms(call: Call) -> tuple[str, str, str, str]:
     return f"n {inner}{space}", f"{weight}{space}", f"n {outer}{space}", outer
 
 
-def _convolution(call: Call) -> Factors:
+def _convolution(call: Call) -> Rule:
     image, weight, result, bias = _terms(call)
-    found = factors(f"{image}, {weight}, {bias} -> {result}", sum="c", additive="bias").factorize(call)
-    return attrs.evolve(found, bodies={"g": _forward} if "g" in found.sizes else {})
+    rows = (linear("input bias", "weight bias"), _cut_space)
+    return factors(f"{image}, {weight}, {bias} -> {result}", *rows, sum="c", additive="bias", bodies={"g": _forward})
 
 
-def _convolution_backward(call: Call) -> Factors:
+def _convolution_backward(call: Call) -> Rule:
     image, weight, result, bias = _terms(call)
-    asked = [term for term, wanted in zip((image, weight, bias), call.argument("output_mask"), strict=True) if wanted]
-    found = factors(f"{result}, {image}, {weight} -> {', '.join(asked)}", sum="n o").factorize(call)
+    asked = _asked(call, image, weight, bias)
+    pattern = f"{result}, {image}, {weight} -> {', '.join(term for term in asked if term)}"
+    rows = (_linear_backward, _cut_space_backward)
     # The bias' gradient has no factor c and is no sum over it: every rank computes all of it.
-    bodies = {"g": _backward} if "g" in found.sizes else {}
-    return attrs.evolve(found, bodies=bodies, independent=frozenset("c"))
+    return factors(pattern, *rows, sum="n o", independent="c", bodies={"g": _backward})
+
+
+def _asked(call: Call, *gradients: T) -> tuple[T | None, ...]:
+    """Of the gradients of image, weight and bias, those that the call asks for."""
+    return tuple(x if wanted else None for x, wanted in zip(gradients, call.argument("output_mask"), strict=True))
 
 
 def _linear_backward(call: Call) -> Iterator[Row]:
@@ -88,36 +93,28 @@ def _differentiate(grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[An
     return aten.convolution_backward.default(*given, [given[0].shape[1]], *options, [True] * 3)  # type: ignore[no-any-return]
 
 
-def _asked(mask: Sequence[bool], *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
-
-
 def _grouped(options: Sequence[Any], channels: int, weight: Tensor) -> list[Any]:
     """The options with as many groups as a rank has that holds these channels of the side that weights cut."""
     *kept, groups = options
     return [*kept, max(channels // weight.shape[1], 1) if weight.shape[1] else groups]
 
 
-def _forward(
-    axes: tuple[str, ...], call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
-) -> Tensor:
+def _forward(axes: Axes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     """Without exchange: for some of the groups, and for no elements."""
     (result,) = call.results
     channels = result.shape[1] if options[3] else x.shape[1]
     return _cropped(_convolve(x, weight, bias, *_grouped(options, channels, weight)), result.shape)
 
 
-def _backward(
-    axes: tuple[str, ...], call: Call, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *options: Any
-) -> tuple[Tensor | None, ...]:
+def _backward(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> _Gradients:
     """Without exchange: for some of the groups, some channels of each, and for no elements."""
-    *given, mask = options
-    channels = grad.shape[1] if given[3] else x.shape[1]
-    dx, dw, db = _differentiate(grad, x, weight, _grouped(given, channels, weight))
-    return _asked(mask, _cropped(dx, x.shape), _cropped(dw, weight.shape), _cropped(db, grad.shape[1:2]))
+    options = args[1:-1]
+    channels = grad.shape[1] if options[3] else x.shape[1]
+    dx, dw, db = _differentiate(grad, x, weight, _grouped(options, channels, weight))
+    return _asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), _cropped(db, grad.shape[1:2]))
 
 
-def _halo(call: Call, dim: int, axes: tuple[str, ...]) -> Halo:
+def _halo(call: Call, dim: int, axes: Axes) -> Halo:
     """How image and result meet along `dim`; the small side of a transposed convolution is the image."""
     pick = lambda name: (call.argument(name) * dim)[0 if len(call.argument(name)) == 1 else dim - 2]  # noqa: E731
     image, weight = (call.operands[call.operands.index(call.argument(name))] for name in ("input", "weight"))
@@ -141,9 +138,7 @@ def _unpadded(options: Sequence[Any], dim: int, space: int) -> list[Any]:
 def _forward_over(dim: int) -> Body:
     """The convolution with `dim` of image and result sharded."""
 
-    def body(
-        axes: tuple[str, ...], call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
-    ) -> Tensor:
+    def body(axes: Axes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
         halo, result = _halo(call, dim, axes), call.results[0].shape
         local = _unpadded(options, dim, x.ndim - 2)
         if not call.argument("transposed"):
@@ -159,24 +154,19 @@ def _forward_over(dim: int) -> Body:
 def _backward_over(dim: int) -> Body:
     """The gradients with `dim` of image and result sharded; those of weight and bias are partial sums."""
 
-    def body(
-        axes: tuple[str, ...], call: Call, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *options: Any
-    ) -> tuple[Tensor | None, ...]:
-        halo, mask = _halo(call, dim, axes), options[-1]
-        local = _unpadded(options[:-1], dim, x.ndim - 2)
+    def body(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> _Gradients:
+        halo = _halo(call, dim, axes)
+        local = _unpadded(args[1:-1], dim, x.ndim - 2)
         if call.argument("transposed"):
             dx, dw, _ = _differentiate(halo.gather(grad, max(x.shape[dim], 1)), _least(x), weight, local)
         else:
             window = halo.gather(x, max(grad.shape[dim], 1))
             dx, dw, _ = _differentiate(_least(grad), window, weight, local)
-            dx = halo.scatter(dx, x.shape[dim]) if mask[0] else dx
-        return _asked(mask, _cropped(dx, x.shape), _cropped(dw, weight.shape), _bias(grad))
+            dx = halo.scatter(dx, x.shape[dim]) if call.argument("output_mask")[0] else dx
+        bias = grad.sum([dim for dim in range(grad.ndim) if dim != 1])
+        return _asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), bias)
 
     return body
-
-
-def _bias(grad: Tensor) -> Tensor:
-    return grad.sum([dim for dim in range(grad.ndim) if dim != 1])
 
 
 def _cut_space(call: Call) -> Iterator[Row]:
@@ -188,15 +178,11 @@ def _cut_space(call: Call) -> Iterator[Row]:
 def _cut_space_backward(call: Call) -> Iterator[Row]:
     for dim in range(2, call.operands[0].ndim):
         placed: tuple[Placement, ...] = (Shard(dim), Partial("sum"), Partial("sum"))
-        results = tuple(row for row, asked in zip(placed, call.argument("output_mask"), strict=True) if asked)
+        results = tuple(placement for placement in _asked(call, *placed) if placement is not None)
         yield Row((Shard(dim), Shard(dim), Replicate()), results, _backward_over(dim))
 
 
-CONVOLUTION: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
-    {
-        aten.convolution.default: rule(_convolution, linear("input bias", "weight bias"), _cut_space, empty=_forward),
-        aten.convolution_backward.default: rule(
-            _convolution_backward, _linear_backward, _cut_space_backward, empty=_backward
-        ),
-    }
-)
+CONVOLUTION = table({
+    "convolution": by_call(_convolution, empty=_forward),
+    "convolution_backward": by_call(_convolution_backward, empty=_backward),
+})  # fmt: skip

@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 import torch
 
 from spmd.placement import Partial, Placement, Replicate, Shard
-from spmd.rules.builders import rule
-from spmd.rules.notation import Rows, factors, operand_names
+from spmd.rules.builders import whole
+from spmd.rules.notation import by_call, factors, operand_names
 from spmd.rules.partial import carry
-from spmd.rules.rule import Call, Factors, Row, Rule
+from spmd.rules.rule import Call, Row, Rule, table
 
 aten = torch.ops.aten
 
-# A position in sorted values is the number of those before it: a sum over shards, which are sorted too. (Values with a
-# nan are not sorted: what a binary search finds in them depends on where it begins.)
-_SEARCH = factors("... s, ... v -> ... v", sum="s")
-_SEARCH_ONE = factors("s, ... -> ...", sum="s")
-_SEARCH_ORDERED = factors("... _, ... v, ... _ -> ... v")
-_SEARCH_ONE_ORDERED = factors("_, ..., _ -> ...")
 
+def _search(call: Call) -> Rule:
+    """A position in sorted values is the number of those before it: a sum over shards, which are sorted too.
 
-def _search(call: Call) -> Factors:
-    ordered = call.argument("sorter") is not None
-    if call.operands[0].ndim == 1:
-        return (_SEARCH_ONE_ORDERED if ordered else _SEARCH_ONE).factorize(call)
-    return (_SEARCH_ORDERED if ordered else _SEARCH).factorize(call)
-
-
-def whole(*rows: Rows) -> Rule:
-    """The rule of an operator that cannot be cut, but for `rows`."""
-    return rule(
-        lambda call: Factors(
-            tuple(((),) * meta.ndim for meta in call.operands), tuple(((),) * meta.ndim for meta in call.results), {}
-        ),
-        *rows,
-    )
+    (Values with a nan are not sorted: what a binary search finds in them depends on where it begins.)
+    """
+    line = call.operands[0].ndim == 1
+    if call.argument("sorter") is not None:
+        return factors("_, ..., _ -> ..." if line else "... _, ... v, ... _ -> ... v")
+    return factors("s, ... -> ..." if line else "... s, ... v -> ... v", sum="s")
 
 
 def _bins_are_given(call: Call) -> bool:
@@ -51,39 +37,21 @@ def _bins_are_given(call: Call) -> bool:
 def _binned(call: Call) -> Iterator[Row]:
     """Each rank counts the elements of its shard."""
     if _bins_are_given(call):
-        names = operand_names(call)
         for dim in range(call.operands[0].ndim):
-            placed: list[Placement] = [Replicate() if name == "bins" else Shard(dim) for name in names]
+            placed: list[Placement] = [Replicate() if name == "bins" else Shard(dim) for name in operand_names(call)]
             yield Row(tuple(placed), (Partial("sum"), *(Replicate() for _ in call.results[1:])))
 
 
-_WHOLE = whole()
-_BINNED = whole(_binned)
-
-COUNTING: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
-    {
-        aten.searchsorted.Tensor: rule(_search),
-        aten.searchsorted.Scalar: factors("s -> ", sum="s"),
-        aten.bucketize.Tensor: factors("..., s -> ...", sum="s"),
-        aten.bucketize.Scalar: factors("s -> ", sum="s"),
-        aten.masked_scatter.default: whole(carry("self source")),
-        aten.masked_scatter_backward.default: whole(carry("grad_output")),
-        aten.as_strided.default: whole(carry("self")),
-        aten.as_strided_scatter.default: whole(carry("self src")),
-        aten.histc.default: _BINNED,
-        aten.histogram.bins_tensor: _BINNED,
-        aten.histogram.bin_ct: _BINNED,
-        **dict.fromkeys(
-            (
-                aten._histogramdd_bin_edges.default,
-                aten._histogramdd_from_bin_cts.default,
-                aten._histogramdd_from_bin_tensors.default,
-                aten.nonzero_static.default,
-                aten.segment_reduce.default,
-                aten._segment_reduce_backward.default,
-            ),
-            _WHOLE,
-        ),
-    }
-)
-"""At the end, operators whose every element may depend on all of the operands: they run whole on every rank."""
+# At the end, operators whose every element may depend on all of the operands: they run whole on every rank.
+COUNTING = table({
+    "searchsorted.Tensor": by_call(_search),
+    "bucketize.Tensor": factors("..., s -> ...", sum="s"),
+    "searchsorted.Scalar bucketize.Scalar": factors("s -> ", sum="s"),
+    "histc histogram.bins_tensor histogram.bin_ct": whole(_binned),
+    "masked_scatter": whole(carry("self source")),
+    "masked_scatter_backward": whole(carry("grad_output")),
+    "as_strided": whole(carry("self")),
+    "as_strided_scatter": whole(carry("self src")),
+    "_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors": whole(),
+    "nonzero_static segment_reduce _segment_reduce_backward": whole(),
+})  # fmt: skip

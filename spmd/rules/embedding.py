@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from spmd.placement import Partial, Replicate, Shard
 from spmd.rules.lookup import filled, local_index
-from spmd.rules.notation import factors
+from spmd.rules.notation import by_call, factors
 from spmd.rules.partial import carry, linear
-from spmd.rules.rule import Call, Factors, Row, Rule
+from spmd.rules.rule import Axes, Call, Row, Rule, table
 
 aten = torch.ops.aten
 
 
-def _lookup(
-    axes: tuple[str, ...],
-    call: Call,
-    weight: torch.Tensor,
-    indices: torch.Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> torch.Tensor:
+def _lookup(axes: Axes, call: Call, weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
     local, held = local_index(indices, call.operands[0].shape[0], weight.shape[0], axes)
     found = aten.embedding.default(filled(weight, 0), local)
     return torch.where(held.unsqueeze(-1), found, torch.zeros_like(found))
 
 
 def _lookup_backward(
-    axes: tuple[str, ...],
-    call: Call,
-    grad: torch.Tensor,
-    indices: torch.Tensor,
-    num_weights: int,
-    padding_idx: int,
-    scale_grad_by_freq: bool,
-) -> torch.Tensor:
+    axes: Axes, call: Call, grad: Tensor, indices: Tensor, count: int, padding_idx: int, by_frequency: bool
+) -> Tensor:
     length = call.results[0].shape[0]
-    local, held = local_index(indices, num_weights, length, axes)
+    local, held = local_index(indices, count, length, axes)
     held = held & (indices != padding_idx)
     # Rows of other shards, and padding, are added to one row more, which is then dropped.
     local = torch.where(held, local, torch.full_like(local, length))
-    summed = aten.embedding_dense_backward.default(grad, local, length + 1, -1, scale_grad_by_freq)
-    return summed.narrow(0, 0, length)
+    return aten.embedding_dense_backward.default(grad, local, length + 1, -1, by_frequency).narrow(0, 0, length)
 
 
 def _cut_vocabulary(_: Call) -> Iterator[Row]:
@@ -56,19 +42,13 @@ def _cut_vocabulary_backward(_: Call) -> Iterator[Row]:
     yield Row((Replicate(), Replicate()), (Shard(0),), _lookup_backward)
 
 
-_BACKWARD = factors("... d, ... -> v d", linear("grad_output"), _cut_vocabulary_backward, sum="...", replicate="v")
-_BACKWARD_BY_FREQUENCY = factors(
-    "... d, ... -> v d", linear("grad_output"), _cut_vocabulary_backward, replicate="... v"
-)
+def _embedding_backward(call: Call) -> Rule:
+    fixed = "... v" if call.argument("scale_grad_by_freq") else "v"
+    rows = (linear("grad_output"), _cut_vocabulary_backward)
+    return factors("... d, ... -> v d", *rows, sum="...", replicate=fixed)
 
 
-def _embedding_backward(call: Call) -> Factors:
-    return (_BACKWARD_BY_FREQUENCY if call.argument("scale_grad_by_freq") else _BACKWARD).factorize(call)
-
-
-EMBEDDING: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
-    {
-        aten.embedding.default: factors("v d, ... -> ... d", carry("weight"), _cut_vocabulary, replicate="v"),
-        aten.embedding_dense_backward.default: Rule(_embedding_backward),
-    }
-)
+EMBEDDING = table({
+    "embedding": factors("v d, ... -> ... d", carry("weight"), _cut_vocabulary, replicate="v"),
+    "embedding_dense_backward": by_call(_embedding_backward),
+})  # fmt: skip

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import attrs
 import torch
+from torch import Tensor
 
 from spmd.collectives import pmax, pmin, shard_offset
-from spmd.placement import Replicate, Shard
+from spmd.placement import Replicate, Shard, neutral_element
 from spmd.rules.builders import argument_dims, reduction
-from spmd.rules.notation import Rows
-from spmd.rules.reductions import neutral_value
-from spmd.rules.rule import Call, Row, Rule
-
-aten = torch.ops.aten
+from spmd.rules.rule import Axes, Call, Row, Rule, table
 
 Kind = Literal["max", "min"]
 
@@ -33,14 +29,7 @@ class _Extreme:
     cut: int
     with_values: bool
 
-    def __call__(
-        self,
-        axes: tuple[str, ...],
-        call: Call,
-        x: torch.Tensor,
-        dim: int | None = None,
-        keepdim: bool = False,
-    ) -> Any:
+    def __call__(self, axes: Axes, call: Call, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         whole = call.operands[0].shape
         place = torch.arange(x.shape[self.cut], device=x.device) + shard_offset(whole[self.cut], axes)
         place = place.view([-1 if i == self.cut else 1 for i in range(x.ndim)])
@@ -58,14 +47,12 @@ class _Extreme:
         best, first = (found if keepdim else found.squeeze(dims) for found in (best, first))
         return (best, first) if self.with_values else first
 
-    def _find(
-        self, axes: tuple[str, ...], x: torch.Tensor, place: torch.Tensor, dim: int, end: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _find(self, axes: Axes, x: Tensor, place: Tensor, dim: int, end: int) -> tuple[Tensor, Tensor]:
         """The extremes along a dim, and the first places where they are, kept with length 1.
 
         `place` says where each element lies, below `end`. A nan, as in torch, comes before every number.
         """
-        neutral = neutral_value(self.kind, x.dtype)
+        neutral = neutral_element(self.kind, x.dtype)
         # A rank that holds nothing takes part all the same, with an element that is never found.
         x, place = _extended(x, dim, neutral), _extended(place, dim, 2 * end)
         missing = x != x
@@ -78,27 +65,25 @@ class _Extreme:
         return best, first % end
 
 
-def _extended(x: torch.Tensor, dim: int, value: float) -> torch.Tensor:
+def _extended(x: Tensor, dim: int, value: float) -> Tensor:
     shape = [1 if i == dim % x.ndim else size for i, size in enumerate(x.shape)]
     return torch.cat([x, x.new_full(shape, value)], dim)
 
 
-def _cut(kind: Kind, with_values: bool) -> Rows:
-    """Rows in which a dim that is searched is cut."""
+def _searched(kind: Kind, with_values: bool) -> Rule:
+    """The rule of a search of lines for their extremes, with rows in which a dim that is searched is cut."""
 
     def rows(call: Call) -> Iterator[Row]:
         (operand,) = call.operands
         for dim in argument_dims(call, "dim", operand.ndim):
             yield Row((Shard(dim),), (Replicate(),) * len(call.results), _Extreme(kind, dim, with_values))
 
-    return rows
+    return reduction(None, rows)
 
 
-EXTREMES: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
-    {
-        aten.max.dim: reduction(None, _cut("max", with_values=True)),
-        aten.min.dim: reduction(None, _cut("min", with_values=True)),
-        aten.argmax.default: reduction(None, _cut("max", with_values=False)),
-        aten.argmin.default: reduction(None, _cut("min", with_values=False)),
-    }
-)
+EXTREMES = table({
+    "max.dim": _searched("max", with_values=True),
+    "min.dim": _searched("min", with_values=True),
+    "argmax": _searched("max", with_values=False),
+    "argmin": _searched("min", with_values=False),
+})  # fmt: skip

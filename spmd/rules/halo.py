@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spmd.collectives import all_gather, ppermute, psum_scatter, shard_offset
 from spmd.collectives.environment import resolve_axes
+from spmd.rules.rule import Axes
 from spmd.spec import chunk_bounds
 
 aten = torch.ops.aten
@@ -41,7 +42,7 @@ class Halo:
     """
 
     dim: int
-    axes: tuple[str, ...]
+    axes: Axes
     small: int
     large: int
     stride: int

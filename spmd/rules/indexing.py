@@ -2,78 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from spmd.placement import Partial, Reduction, Replicate, Shard
-from spmd.rules.builders import aligned, cut_all, dim_names, rule
+from spmd.rules.builders import dim_names
 from spmd.rules.lookup import pick
-from spmd.rules.notation import Rows
+from spmd.rules.notation import Rows, by_call, factors, term
 from spmd.rules.partial import carry, increasing, keeps_max, keeps_min, linear
-from spmd.rules.rule import Call, FactorDims, Factors, Row, Rule
-from spmd.spec import TensorMeta
+from spmd.rules.rule import Axes, Call, Row, Rule, table
 
 aten = torch.ops.aten
-
-
-def _index_shape(positions: Sequence[TensorMeta]) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*(meta.shape for meta in positions)))
-
-
-def _indexed(whole: TensorMeta, indices: Sequence[TensorMeta | None]) -> tuple[list[str], list[str], dict[str, int]]:
-    """The factors of the result of `whole[indices]`, those of the index dims, and the lengths of all."""
-    shape = _index_shape([meta for meta in indices if meta is not None])
-    own = [f"i{i}" for i in range(len(shape))]
-    names = dim_names(whole.ndim)
-    at = [dim for dim, meta in enumerate(indices) if meta is not None]
-    kept = [name for dim, name in enumerate(names) if dim not in at]
-    # numpy's rule: where the indexed dims are not neighbours, the index dims come first.
-    start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
-    sizes = {name: whole.shape[int(name[1:])] for name in kept} | dict(zip(own, shape, strict=True))
-    return [*kept[:start], *own, *kept[start:]], own, sizes
-
-
-def _positions(indices: Sequence[TensorMeta | None], own: Sequence[str], sizes: Mapping[str, int]) -> list[FactorDims]:
-    return [aligned(meta, own, [sizes[name] for name in own]) for meta in indices if meta is not None]
-
-
-def _whole(whole: TensorMeta, sizes: Mapping[str, int]) -> FactorDims:
-    return tuple((name,) if name in sizes else () for name in dim_names(whole.ndim))
-
-
-def _index(call: Call) -> Factors:
-    whole, indices = call.operands[0], call.argument("indices")
-    result, own, sizes = _indexed(whole, indices)
-    operands = (_whole(whole, sizes), *_positions(indices, own, sizes))
-    return Factors(operands, (tuple((name,) for name in result),), sizes)
-
-
-def _index_put(call: Call) -> Factors:
-    whole, values, indices = call.operands[0], call.argument("values"), call.argument("indices")
-    result, own, sizes = _indexed(whole, indices)
-    placed = aligned(values, result, [sizes[name] for name in result])
-    operands = (_whole(whole, sizes), *_positions(indices, own, sizes), placed)
-    return _written(call, operands, sizes, own)
-
-
-def _put(call: Call) -> Factors:
-    whole, index, source = call.operands
-    own = [f"i{i}" for i in range(index.ndim)]
-    placed = cut_all(index.shape, own)
-    operands = (((),) * whole.ndim, placed, placed if source.shape == index.shape else ((),) * source.ndim)
-    shared = own if source.shape == index.shape else []
-    return _written(call, operands, dict(zip(own, index.shape, strict=True)), own, shared)
-
-
-def _take(call: Call) -> Factors:
-    whole, index = call.operands
-    own = [f"i{i}" for i in range(index.ndim)]
-    placed = cut_all(index.shape, own)
-    return Factors((((),) * whole.ndim, placed), (placed,), dict(zip(own, index.shape, strict=True)))
-
 
 _COMBINED: Mapping[str, Reduction] = {"sum": "sum", "add": "sum", "amax": "max", "amin": "min"}
 
@@ -89,27 +30,19 @@ def _includes(call: Call) -> bool:
 
 def _combination(call: Call) -> Reduction | None:
     """How a place combines what it holds with all that is written there; None if it does not, or in no simple way."""
-    if call.op in _ADDING or _given(call, "accumulate", False):
+    if call.op in (aten.scatter_add.default, aten.index_add.default) or _given(call, "accumulate", False):
         return "sum"
     return _COMBINED.get(_given(call, "reduce", "")) if _includes(call) else None
 
 
-def _written(
-    call: Call,
-    operands: Sequence[FactorDims],
-    sizes: Mapping[str, int],
-    own: Sequence[str],
-    shared: Sequence[str] | None = None,
-) -> Factors:
-    """Factors of writes into the first operand at places with the factors `own`.
+def _written(call: Call, pattern: str, own: str, *rows: Rows, share: bool = True) -> Rule:
+    """The rule of writes into the first operand at places with the factors `own`.
 
-    Where writes combine, each rank may write a share of them, along the factors `shared`: by default all of `own`.
+    Where writes combine, each rank may write a share of them, unless `share` is False.
     """
     kind = _combination(call)
-    reduce = dict.fromkeys(own if shared is None else shared, kind) if kind else {}
-    fixed = frozenset(own) - reduce.keys()
-    additive = frozenset({0}) if reduce else frozenset()
-    return Factors(tuple(operands), (operands[0],), sizes, reduce, fixed, additive)
+    reductions: dict[str, Any] = {kind: own, "additive": "self"} if kind else {}
+    return factors(pattern, *rows, replicate="" if kind and share else own, **reductions)
 
 
 def _flows(source: str) -> Rows:
@@ -135,61 +68,87 @@ def _flows(source: str) -> Rows:
     return rows
 
 
-def _index_select(call: Call) -> Factors:
-    whole, result = call.operands[0], call.results[0]
-    names = dim_names(whole.ndim)
-    dim = call.argument("dim") % max(whole.ndim, 1)
-    sizes = {name: size for i, (name, size) in enumerate(zip(names, result.shape, strict=True)) if i != dim}
-    placed = tuple(("k",) if i == dim else (name,) for i, name in enumerate(names))
-    positions: FactorDims = (("k",),) if call.operands[1].ndim else ((),) * call.operands[1].ndim
-    sizes["k"] = call.operands[1].numel
-    return Factors((_whole(whole, sizes), positions), (placed,), sizes)
+def _terms(call: Call) -> tuple[str, str, str]:
+    """The terms of `whole`, of the positions and of the result in `whole[indices]`."""
+    indices = call.argument("indices")
+    names = dim_names(call.operands[0].ndim)
+    own = [f"i{i}" for i in range(max(meta.ndim for meta in indices if meta is not None))]
+    at = [dim for dim, meta in enumerate(indices) if meta is not None]
+    kept = [name for dim, name in enumerate(names) if dim not in at]
+    # numpy's rule: where the indexed dims are not neighbours, the index dims come first.
+    start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    return term(names, {names[dim] for dim in at}), term(own), term([*kept[:start], *own, *kept[start:]])
 
 
-def _index_add(call: Call) -> Factors:
-    whole, index, source = call.operands
-    dim = call.argument("dim") % max(whole.ndim, 1)
-    names = dim_names(whole.ndim)
-    sizes = {name: size for i, (name, size) in enumerate(zip(names, whole.shape, strict=True)) if i != dim}
-    sizes["k"] = index.numel
-    placed = tuple(("k",) if i == dim else (name,) for i, name in enumerate(names))
-    target = _whole(whole, sizes)
-    return _written(call, (target, (("k",),) * index.ndim, placed[: source.ndim]), sizes, ["k"])
+def _index(call: Call) -> Rule:
+    whole, own, result = _terms(call)
+    return factors(f"{whole}, [{own}] -> {result}", carry("self"))
 
 
-def _elementwise_index(call: Call) -> tuple[FactorDims, FactorDims, dict[str, int]]:
-    """The dims of `self` and of `index` in gather and scatter; the indexed dim of `index` is the factor `k`.
+def _index_put(call: Call) -> Rule:
+    whole, own, result = _terms(call)
+    return _written(call, f"{whole}, [{own}], [{result}] -> {whole}", own, _flows("values"))
 
-    Other dims of `index` may be shorter than those of `self`; then neither is cut.
+
+def _put(call: Call) -> Rule:
+    _, index, source = call.operands
+    alike = source.shape == index.shape
+    return _written(call, f"*, ..., {'...' if alike else '*'} -> *", "...", _flows("source"), share=alike)
+
+
+def _line(call: Call) -> tuple[str, str, str]:
+    """The terms of the whole, of positions along its dim `dim`, and of the items there."""
+    names = dim_names(call.operands[0].ndim)
+    dim = call.argument("dim") % max(len(names), 1)
+    items = term("k" if i == dim else name for i, name in enumerate(names))
+    return term(names, names[dim : dim + 1]), "k" if call.operands[1].ndim else "", items
+
+
+def _index_select(call: Call) -> Rule:
+    whole, positions, items = _line(call)
+    return factors(f"{whole}, {positions} -> {items}", carry("self"))
+
+
+def _index_add(call: Call) -> Rule:
+    whole, positions, items = _line(call)
+    items = items if call.operands[2].ndim else ""
+    return _written(call, f"{whole}, {positions}, {items} -> {whole}", "k", _flows("source"))
+
+
+def _elementwise(call: Call) -> tuple[str, str, str]:
+    """The terms of `self`, of `index` and of what is written, in gather and scatter; the indexed dim of `index` is `k`.
+
+    Dims of `index` may be shorter than those of the others, which are then not cut.
     """
     whole, index = call.operands[:2]
     if index.ndim != whole.ndim:  # torch takes any shape of an index without elements
-        return ((),) * whole.ndim, ((),) * index.ndim, {}
-    dim = call.argument("dim") % max(whole.ndim, 1)
+        return "*", "*", "*"
     names = dim_names(whole.ndim)
+    dim = call.argument("dim") % max(whole.ndim, 1)
     tensors = [meta for meta in call.operands if meta.ndim == whole.ndim]
-    equal = {names[i] for i in range(whole.ndim) if len({meta.shape[i] for meta in tensors}) == 1 and i != dim}
-    sizes = {name: size for name, size in zip(names, whole.shape, strict=True) if name in equal}
-    positions = tuple(("k",) if i == dim else (name,) if name in equal else () for i, name in enumerate(names))
-    if index.ndim:
-        sizes["k"] = index.shape[dim]
-    return _whole(whole, sizes), positions, sizes
+    uneven = [name for i, name in enumerate(names) if i == dim or len({meta.shape[i] for meta in tensors}) > 1]
+    source = call.operands[-1].shape
+    positions = ["k" if i == dim else name for i, name in enumerate(names)]
+    unlike = {*uneven, *("k" for i in range(whole.ndim) if i == dim and source[i : i + 1] != index.shape[i : i + 1])}
+    return term(names, uneven), term(positions, uneven), term(positions, unlike)
 
 
-def _gather(call: Call) -> Factors:
-    whole, positions, sizes = _elementwise_index(call)
-    return Factors((whole, positions), (positions,), sizes)
+def _gather(call: Call) -> Rule:
+    whole, positions, _ = _elementwise(call)
+    return factors(f"{whole}, {positions} -> {positions}", carry("self"), _cut_gathered)
 
 
-def _scatter(call: Call) -> Factors:
-    whole, positions, sizes = _elementwise_index(call)
-    operands = (whole, *(positions for _ in call.operands[1:]))
-    own = ["k"] if "k" in sizes else []
-    return _written(call, operands, sizes, own, own if len({meta.shape for meta in call.operands[1:]}) == 1 else [])
+def _scatter(*rows: Rows) -> Rule:
+    def choose(call: Call) -> Rule:
+        whole, positions, source = _elementwise(call)
+        alike = len({meta.shape for meta in call.operands[1:]}) == 1
+        return _written(call, f"{whole}, {positions}, {source} -> {whole}", "k", *rows, share=alike)
+
+    return by_call(choose)
 
 
 def _gather_body(
-    axes: tuple[str, ...], call: Call, x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False
+    axes: Axes, call: Call, x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False
 ) -> torch.Tensor:
     return pick(x, dim, index, call.operands[0].shape[dim], axes)
 
@@ -203,23 +162,15 @@ def _cut_gathered(call: Call) -> Iterator[Row]:
         yield Row((Shard(dim), Replicate()), (Partial("sum"),), _gather_body)
 
 
-_ADDING = frozenset({aten.scatter_add.default, aten.index_add.default})
-
-INDEXING: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
-    {
-        aten.index.Tensor: rule(_index, carry("self")),
-        aten.index_put.default: rule(_index_put, _flows("values")),
-        aten.index_select.default: rule(_index_select, carry("self")),
-        aten.index_add.default: rule(_index_add, _flows("source")),
-        aten.index_reduce.default: rule(_index_add, _flows("source")),
-        aten.gather.default: rule(_gather, carry("self"), _cut_gathered),
-        aten.scatter.src: rule(_scatter, _flows("src")),
-        aten.scatter.value: rule(_scatter, linear("self value"), increasing("self")),
-        aten.scatter.reduce: rule(_scatter, _flows("src")),
-        aten.scatter.value_reduce: rule(_scatter, _flows("value")),
-        aten.scatter_add.default: rule(_scatter, _flows("src")),
-        aten.scatter_reduce.two: rule(_scatter, _flows("src")),
-        aten.take.default: rule(_take, carry("self")),
-        aten.put.default: rule(_put, _flows("source")),
-    }
-)
+INDEXING = table({
+    "index.Tensor": by_call(_index),
+    "index_put": by_call(_index_put),
+    "index_select": by_call(_index_select),
+    "index_add index_reduce": by_call(_index_add),
+    "gather": by_call(_gather),
+    "scatter.src scatter.reduce scatter_add scatter_reduce.two": _scatter(_flows("src")),
+    "scatter.value": _scatter(linear("self value"), increasing("self")),
+    "scatter.value_reduce": _scatter(_flows("value")),
+    "take": factors("*, ... -> ...", carry("self")),
+    "put": by_call(_put),
+})  # fmt: skip

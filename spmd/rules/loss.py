@@ -2,75 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
-import attrs
 import torch
+from torch import Tensor
 
-from spmd.placement import Partial, Placement, Replicate, Shard
-from spmd.rules.builders import pointwise
+from spmd.placement import Partial, Replicate, Shard
 from spmd.rules.lookup import filled, local_index, pick
-from spmd.rules.notation import Rows, factors
+from spmd.rules.notation import Rows, by_call, factors
 from spmd.rules.partial import linear
-from spmd.rules.rule import Call, Factors, Row, Rule
-from spmd.spec import TensorMeta
-
-aten = torch.ops.aten
+from spmd.rules.rule import Axes, Call, Row, Rule, table
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 """torch's numbers for `reduction`."""
 
 
-def _by_reduction(none: Rule, mean: Rule, sum: Rule) -> Rule:
-    """The rule that a call's `reduction` argument chooses."""
-    rules = {_NONE: none, _MEAN: mean, _SUM: sum}
-    return Rule(lambda call: rules[call.argument("reduction")].factorize(call))
+def _elementwise(operands: int, *rows: Rows, backward: bool = False) -> Rule:
+    """A loss of every element on its own, then reduced, or its gradient.
 
-
-def _elementwise(operands: int, *rows: Rows) -> Rule:
-    """A loss of every element on its own, then reduced. A mean over shards of unequal size is no sum of means."""
+    A mean over shards of unequal size is no sum of means, and its gradient divides by the elements that a rank sees.
+    """
     terms = ", ".join(["..."] * operands)
-    return _by_reduction(
-        factors(f"{terms} -> ...", *rows),
-        factors(f"{terms} -> ", *rows, replicate="..."),
-        factors(f"{terms} -> ", *rows, sum="..."),
-    )
+
+    def choose(call: Call) -> Rule:
+        kind = call.argument("reduction")
+        result = "..." if backward or kind == _NONE else ""
+        return factors(
+            f"{terms} -> {result}", *rows, sum="..." if kind == _SUM else "", replicate="..." if kind == _MEAN else ""
+        )
+
+    return by_call(choose)
 
 
-def _uncut(rule: Rule) -> Rule:
-    """`rule` with all factors replicated: the mean divides by the number of elements that the rank sees."""
-
-    def factorize(call: Call) -> Factors:
-        found = rule.factorize(call)
-        return attrs.evolve(found, replicate=frozenset(found.sizes))
-
-    return Rule(factorize)
+def _gradient(operands: int, *rows: Rows) -> Rule:
+    return _elementwise(operands, linear("grad_output"), *rows, backward=True)
 
 
-def _elementwise_backward(*rows: Rows) -> Rule:
-    each = pointwise(linear("grad_output"), *rows)
-    return _by_reduction(each, _uncut(each), each)
-
-
-def _class_dim(scores: TensorMeta) -> int:
-    return 1 if scores.ndim > 1 else 0
+def _class_dim(call: Call) -> int:
+    return 1 if call.argument("self").ndim > 1 else 0
 
 
 def _nll(
-    axes: tuple[str, ...],
-    call: Call,
-    scores: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    axes: Axes, call: Call, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
+) -> tuple[Tensor, Tensor]:
     """This rank's classes' share of the loss; the total weight is known to all, as targets and weights are."""
-    whole: TensorMeta = call.argument("self")
-    dim = _class_dim(whole)
-    picked = pick(scores, dim, target.unsqueeze(dim), whole.shape[dim], axes).squeeze(dim)
-    counted = _target_weight(target, weight, ignore_index, scores.dtype)
+    dim = _class_dim(call)
+    picked = pick(scores, dim, target.unsqueeze(dim), call.operands[0].shape[dim], axes).squeeze(dim)
+    counted = _target_weight(target, weight, ignored, scores.dtype)
     loss = -picked * counted
     if reduction == _NONE:
         return loss, counted if scores.ndim == 1 else scores.new_zeros(())
@@ -78,11 +56,9 @@ def _nll(
     return (loss.sum() if reduction == _SUM else loss.sum() / total), total
 
 
-def _target_weight(
-    target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _target_weight(target: Tensor, weight: Tensor | None, ignored: int, dtype: torch.dtype) -> Tensor:
     """The weight of every target's class, zero where it is ignored."""
-    kept = target != ignore_index
+    kept = target != ignored
     if weight is None:
         return kept.to(dtype)
     found = weight[torch.where(kept, target, torch.zeros_like(target))]
@@ -90,75 +66,52 @@ def _target_weight(
 
 
 def _nll_backward(
-    axes: tuple[str, ...],
-    call: Call,
-    grad: torch.Tensor,
-    scores: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: torch.Tensor,
-) -> torch.Tensor:
-    whole: TensorMeta = call.argument("self")
-    dim = _class_dim(whole)
-    local, held = local_index(target, whole.shape[dim], scores.shape[dim], axes)
-    scale = -grad * _target_weight(target, weight, ignore_index, scores.dtype)
-    if reduction == _MEAN:
-        scale = scale / total_weight
+    axes: Axes, call: Call, grad: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, *options: Tensor
+) -> Tensor:
+    dim, (reduction, ignored, total) = _class_dim(call), options
+    local, held = local_index(target, call.operands[1].shape[dim], scores.shape[dim], axes)
+    scale = -grad * _target_weight(target, weight, int(ignored), scores.dtype)
+    scale = scale / total if reduction == _MEAN else scale
     scale = torch.where(held, scale, torch.zeros_like(scale))
     empty = torch.zeros_like(filled(scores, dim))
     return empty.scatter(dim, local.unsqueeze(dim), scale.unsqueeze(dim)).narrow(dim, 0, scores.shape[dim])
 
 
 def _cut_classes(call: Call) -> Iterator[Row]:
-    cut: tuple[Placement, ...] = (Shard(_class_dim(call.argument("self"))), *(Replicate() for _ in call.operands[1:]))
-    yield Row(cut, (Partial("sum"), Replicate()), _nll)
+    others = (Replicate(),) * (len(call.operands) - 1)
+    yield Row((Shard(_class_dim(call)), *others), (Partial("sum"), Replicate()), _nll)
 
 
 def _cut_classes_backward(call: Call) -> Iterator[Row]:
-    cut = Shard(_class_dim(call.argument("self")))
-    yield Row((Replicate(), cut, *(Replicate() for _ in call.operands[2:])), (cut,), _nll_backward)
+    cut, others = Shard(_class_dim(call)), (Replicate(),) * (len(call.operands) - 2)
+    yield Row((Replicate(), cut, *others), (cut,), _nll_backward)
 
 
-def _nll_rule(classes: str, target: str) -> Rule:
-    """The forward rule of scores with the dims `classes`, of which `c` is the class."""
-    rows = (linear("self:0"), _cut_classes)
-    terms = f"{classes}, {target}, c"
-    return _by_reduction(
-        factors(f"{terms} -> {target}, ", *rows, sum=target, replicate="c"),
-        factors(f"{terms} -> , ", *rows, replicate=f"{target} c"),
-        factors(f"{terms} -> , ", *rows, sum=target, replicate="c"),
-    )
+def _likelihood(call: Call) -> tuple[str, str, str]:
+    """The terms of scores, of which `c` is the class, of targets and of the loss."""
+    scores = {1: "c", 2: "b c", 4: "b c h w"}[call.argument("self").ndim]
+    targets = scores.replace("c", "")
+    return scores, targets, targets if call.argument("reduction") == _NONE else ""
 
 
-def _nll_backward_rule(classes: str, target: str) -> Rule:
-    rows = (linear("grad_output"), _cut_classes_backward)
-    each = factors(f"{target}, {classes}, {target}, c, -> {classes}", *rows, replicate="c")
-    scalar = factors(f", {classes}, {target}, c, -> {classes}", *rows, replicate="c")
-    return _by_reduction(each, scalar, scalar)
+def _nll_forward_rule(call: Call) -> Rule:
+    scores, targets, loss = _likelihood(call)
+    fixed = f"{targets} c" if call.argument("reduction") == _MEAN else "c"
+    pattern = f"{scores}, {targets}, c -> {loss}, "
+    return factors(pattern, linear("self:0"), _cut_classes, sum=targets, replicate=fixed)
 
 
-def _by_ndim(operand: str, rules: Mapping[int, Rule]) -> Rule:
-    """The rule for the number of dims of an argument."""
-    return Rule(lambda call: rules[call.argument(operand).ndim].factorize(call))
+def _nll_backward_rule(call: Call) -> Rule:
+    scores, targets, loss = _likelihood(call)
+    pattern = f"{loss}, {scores}, {targets}, c, -> {scores}"
+    return factors(pattern, linear("grad_output"), _cut_classes_backward, replicate="c")
 
 
-LOSS: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
-    {
-        aten.nll_loss_forward.default: _by_ndim("self", {1: _nll_rule("c", ""), 2: _nll_rule("b c", "b")}),
-        aten.nll_loss_backward.default: _by_ndim(
-            "self", {1: _nll_backward_rule("c", ""), 2: _nll_backward_rule("b c", "b")}
-        ),
-        aten.nll_loss2d_forward.default: _nll_rule("b c h w", "b h w"),
-        aten.nll_loss2d_backward.default: _nll_backward_rule("b c h w", "b h w"),
-        aten.mse_loss.default: _elementwise(2),
-        aten.mse_loss_backward.default: _elementwise_backward(),
-        aten.smooth_l1_loss.default: _elementwise(2),
-        aten.smooth_l1_loss_backward.default: _elementwise_backward(),
-        aten.huber_loss.default: _elementwise(2),
-        aten.huber_loss_backward.default: _elementwise_backward(),
-        aten.binary_cross_entropy.default: _elementwise(3, linear("weight")),
-        aten.binary_cross_entropy_backward.default: _elementwise_backward(linear("weight")),
-    }
-)
+LOSS = table({
+    "nll_loss_forward nll_loss2d_forward": by_call(_nll_forward_rule),
+    "nll_loss_backward nll_loss2d_backward": by_call(_nll_backward_rule),
+    "mse_loss smooth_l1_loss huber_loss": _elementwise(2),
+    "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": _gradient(3),
+    "binary_cross_entropy": _elementwise(3, linear("weight")),
+    "binary_cross_entropy_backward": _gradient(4, linear("weight")),
+})  # fmt: skip

@@ -5,17 +5,20 @@ One term a tensor, operands before `->` and results after it; in a term one word
 - a name is a factor; equal names have equal lengths;
 - `(b s)` is a dim made of several factors, major first;
 - `...` is any number of dims, aligned right and broadcast: a dim of length 1 that meets a longer one is not cut;
-- `1` is a dim of length 1 and `_` one of any length, neither of which is ever cut.
+- `1` is a dim of length 1, `_` one of any length and `*` any number of them, none of which is ever cut.
 
-Operand terms stand for the operator's tensor arguments in schema order; those that a call leaves out are skipped.
+A term in brackets, `[b i j]`, broadcasts: its tensor may lack leading dims, and have length 1 in others. Operand terms
+stand for the operator's tensor arguments in schema order; those that a call leaves out are skipped.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import TypeAlias
 
 import attrs
@@ -23,91 +26,105 @@ import torch
 
 from spmd.errors import RuleError
 from spmd.placement import Reduction
-from spmd.rules.rule import Call, FactorDims, Factors, Row, Rule
+from spmd.rules.rule import Body, Call, FactorDims, Factors, Row, Rule
 from spmd.spec import TensorMeta
 
 Rows: TypeAlias = Callable[[Call], Iterable[Row]]
 """What adds written-out rows to a rule: linearity (`spmd.rules.partial`) or local bodies."""
 
-_ELLIPSIS = ("...",)
-_WORD = re.compile(r"\([\w\s]*\)|\.\.\.|\w+")
+_ELLIPSIS: tuple[str, ...] = ("...",)
+_UNCUT: tuple[str, ...] = ("*",)
+_WORD = re.compile(r"\([\w\s]*\)|\.\.\.|\*|\w+")
+
+
+@attrs.frozen
+class Term:
+    """What a pattern says of one tensor: the words of its dims; a `loose` one, in brackets, broadcasts."""
+
+    dims: FactorDims
+    loose: bool = False
+
+    @classmethod
+    def parse(cls, term: str, pattern: str) -> Term:
+        """Parse one term of `pattern`; RuleError if it is malformed."""
+        text = term.strip()
+        loose = text[:1] == "[" and text[-1:] == "]"
+        words = text[1:-1] if loose else text
+        if _WORD.sub("", words).strip():
+            hint = "Write names, '(a b)', '...', '*', '1' or '_'."
+            raise RuleError(f"Factors {pattern!r} have a malformed term {text!r}. {hint}")
+        dims = tuple(tuple(word.strip("()").split()) for word in _WORD.findall(words))
+        if dims.count(_ELLIPSIS) + dims.count(_UNCUT) > 1:
+            raise RuleError(f"Factors {pattern!r} have a term {text!r} with more than one '...' or '*'.")
+        return cls(dims, loose)
+
+    def spell(self, ndim: int, width: int) -> FactorDims | None:
+        """The factors of `ndim` dims, where `...` is at most `width` dims; None if the term has another number."""
+        dims, count = self.dims, ndim - len(self.dims) + 1
+        many = {_ELLIPSIS: [(f"...{i}",) for i in range(width - count, width)], _UNCUT: [("_",)] * count}
+        dims = tuple(itertools.chain.from_iterable(many.get(names, [names]) for names in dims))
+        dims = dims[-ndim or len(dims) :] if self.loose else dims
+        return dims if len(dims) == ndim else None
 
 
 @attrs.frozen
 class Pattern:
-    """A parsed pattern: the words of every dim of every operand and result."""
+    """A parsed pattern: a term for every operand and result."""
 
     text: str
-    operands: tuple[FactorDims, ...]
-    results: tuple[FactorDims, ...]
+    operands: tuple[Term, ...]
+    results: tuple[Term, ...]
 
     @classmethod
+    @cache
     def parse(cls, text: str) -> Pattern:
         """Parse a pattern; RuleError if it is malformed."""
         sides = text.split("->")
         if len(sides) != 2:
             raise RuleError(f"Factors {text!r} must have one '->' between operands and results.")
-        operands, results = (tuple(_parse_term(term, text) for term in side.split(",")) for side in sides)
+        operands, results = (tuple(Term.parse(term, text) for term in side.split(",")) for side in sides)
         return cls(text, operands, results)
 
-    def bind(self, operands: Sequence[tuple[FactorDims, TensorMeta]], results: Sequence[TensorMeta]) -> Factors:
+    def bind(self, operands: Sequence[tuple[Term, TensorMeta]], results: Sequence[TensorMeta]) -> Factors:
         """The factors of tensors with these metas; each operand comes with its term."""
         if len(results) != len(self.results):
             raise self._misfit(operands, results, f"it has {len(self.results)} results, the call {len(results)}")
-        terms = [*operands, *zip(self.results, results, strict=True)]
-        width = max((meta.ndim - len(dims) + 1 for dims, meta in terms if _ELLIPSIS in dims), default=0)
-        expanded = [_expand(dims, meta, width) for dims, meta in terms]
-        if None in expanded:
-            raise self._misfit(operands, results, f"tensor {expanded.index(None)} has another number of dims")
-        pairs = [(dims or (), meta.shape) for dims, (_, meta) in zip(expanded, terms, strict=True)]
+        pairs = [*operands, *zip(self.results, results, strict=True)]
+        width = max((meta.ndim - len(term.dims) + 1 for term, meta in pairs if _ELLIPSIS in term.dims), default=0)
+        spelled = [term.spell(meta.ndim, width) for term, meta in pairs]
+        if None in spelled:
+            raise self._misfit(operands, results, f"tensor {spelled.index(None)} has another number of dims")
+        placed = [(dims or (), meta.shape, term.loose) for dims, (term, meta) in zip(spelled, pairs, strict=True)]
         try:
-            sizes = _solve(pairs)
+            sizes = _solve(placed)
         except ValueError as error:
             raise self._misfit(operands, results, str(error)) from None
-        cut = [tuple(_cuttable(names, size, sizes) for names, size in zip(*pair, strict=True)) for pair in pairs]
+        cut = [tuple(map(_cuttable, dims, shape, [sizes] * len(dims))) for dims, shape, _ in placed]
         return Factors(tuple(cut[: len(operands)]), tuple(cut[len(operands) :]), sizes)
 
     def _misfit(
-        self, operands: Sequence[tuple[FactorDims, TensorMeta]], results: Sequence[TensorMeta], why: str
+        self, operands: Sequence[tuple[Term, TensorMeta]], results: Sequence[TensorMeta], why: str
     ) -> RuleError:
         shapes = f"{', '.join(str(meta) for _, meta in operands)} -> {', '.join(map(str, results))}"
         return RuleError(f"Factors {self.text!r} do not fit {shapes}: {why}.")
 
 
-def _parse_term(term: str, text: str) -> FactorDims:
-    if _WORD.sub("", term).strip():
-        term = term.strip()
-        raise RuleError(f"Factors {text!r} have a malformed term {term!r}. Write names, '(a b)', '...', '1' or '_'.")
-    dims = tuple(tuple(word.strip("()").split()) for word in _WORD.findall(term))
-    if dims.count(_ELLIPSIS) > 1:
-        raise RuleError(f"Factors {text!r} have a term {term.strip()!r} with more than one '...'.")
-    return dims
-
-
-def _expand(dims: FactorDims, meta: TensorMeta, width: int) -> FactorDims | None:
-    """The term with `...` spelled out; None if the tensor has another number of dims."""
-    if _ELLIPSIS in dims:
-        at = dims.index(_ELLIPSIS)
-        count = meta.ndim - len(dims) + 1
-        dims = (*dims[:at], *((f"...{i}",) for i in range(width - count, width)), *dims[at + 1 :])
-    return dims if len(dims) == meta.ndim else None
-
-
-def _solve(pairs: Sequence[tuple[FactorDims, tuple[int, ...]]]) -> dict[str, int]:
-    """The length of every factor, in order of appearance; ValueError if two tensors disagree."""
+def _solve(tensors: Sequence[tuple[FactorDims, tuple[int, ...], bool]]) -> dict[str, int]:
+    """The length of every factor, in order of appearance, loose tensors last; ValueError if two tensors disagree."""
     sizes: dict[str, int] = {}
-    entries = [entry for pair in pairs for entry in zip(*pair, strict=True)]
-    for names, size in entries:
+    ordered = sorted(tensors, key=lambda tensor: tensor[2])
+    entries = [(*entry, loose) for dims, shape, loose in ordered for entry in zip(dims, shape, strict=True)]
+    for names, size, loose in entries:
         if names == ("1",) and size != 1:
             raise ValueError(f"a dim of length {size} stands where 1 is expected")
         if len(names) != 1 or names[0] in ("1", "_"):
             continue
         known = sizes.setdefault(names[0], size)
-        if names[0].startswith("...") and 1 in (known, size):
+        if (loose or names[0].startswith("...")) and 1 in (known, size):
             sizes[names[0]] = size if known == 1 else known
         elif known != size:
             raise ValueError(f"factor {names[0]!r} has lengths {known} and {size}")
-    composite = [entry for entry in entries if len(entry[0]) > 1]
+    composite = [(names, size) for names, size, loose in entries if len(names) > 1 and not (loose and size == 1)]
     for names, size in composite * len(composite):
         unknown = [name for name in names if name not in sizes]
         if len(unknown) == 1:
@@ -117,13 +134,12 @@ def _solve(pairs: Sequence[tuple[FactorDims, tuple[int, ...]]]) -> dict[str, int
             raise ValueError(f"the lengths of ({' '.join(names)}) cannot be told")
         if math.prod(sizes[name] for name in names) != size:
             raise ValueError(f"({' '.join(names)}) has length {size}, not the product of its factors")
-    return sizes
+    appeared = dict.fromkeys(itertools.chain.from_iterable(names for names, _, _ in entries))
+    return {name: sizes[name] for name in appeared if name in sizes}
 
 
 def _cuttable(names: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    if names in (("1",), ("_",)):
-        return ()
-    if size != math.prod(sizes[name] for name in names):
+    if names in (("1",), ("_",)) or size != math.prod(sizes[name] for name in names):
         return ()
     return tuple(name for name in names if sizes[name] != 1) if len(names) > 1 else names  # atoms are longer than 1
 
@@ -147,6 +163,26 @@ def finish(call: Call, factors: Factors, rows: Sequence[Rows]) -> Factors:
     return attrs.evolve(factors, rows=factors.rows + added) if added else factors
 
 
+def spell(call: Call, operands: Iterable[str], results: Iterable[str]) -> Factors:
+    """The factors of a call from a term for every tensor operand and every result.
+
+    >>> meta = TensorMeta((2, 3), torch.float32)
+    >>> spell(Call(torch.ops.aten.neg.default, (meta,), {}, (meta,)), ["i _"], ["i _"]).operands
+    ((('i',), ()),)
+    """
+    pattern = Pattern.parse(f"{', '.join(operands)} -> {', '.join(results)}")
+    return pattern.bind(list(zip(pattern.operands, call.operands, strict=False)), call.results)
+
+
+def term(names: Iterable[str], fixed: Collection[str] = ()) -> str:
+    """The term of dims with a factor each, but for those in `fixed`, which are not cut.
+
+    >>> term(["d0", "d1", "d2"], fixed=["d1"])
+    'd0 _ d2'
+    """
+    return " ".join("_" if name in fixed else name for name in names)
+
+
 def _words(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
     for word in text.split():
         yield from (name for name in sizes if name.startswith("...")) if word == "..." else (word,)
@@ -159,8 +195,11 @@ def factors(
     max: str = "",
     min: str = "",
     replicate: str = "",
+    independent: str = "",
     additive: str = "",
+    bodies: Mapping[str, Body] = MappingProxyType({}),
     size_argument: int | None = None,
+    empty: Body | None = None,
 ) -> Rule:
     """The rule of an operator in factor notation.
 
@@ -169,8 +208,10 @@ def factors(
         rows: what does not follow from factors, such as `linear("self", "mat2")`.
         sum, max, min: factors over which results are reduced.
         replicate: factors along which the operator cannot be cut.
+        independent: factors that some results lack because they do not depend on anything along them.
         additive: names of arguments that are added to a reduced product (`addmm`'s bias).
-        size_argument: as in `Rule`.
+        bodies: what a rank computes where some factors are cut.
+        size_argument, empty: as in `Rule`.
 
     Raises:
         RuleError: the pattern is malformed or, when a call is asked for, does not fit its shapes.
@@ -193,13 +234,19 @@ def factors(
         if not set(names) <= terms.keys():
             raise RuleError(f"Factors {pattern!r} say nothing of argument {names[len(terms)]!r} of {call.op}.")
         bound = parsed.bind([(terms[n], meta) for n, meta in zip(names, call.operands, strict=True)], call.results)
-        reduce = {name: kind for kind, words in kinds.items() for name in _words(words, bound.sizes)}
         bound = attrs.evolve(
             bound,
-            reduce=reduce,
+            reduce={name: kind for kind, words in kinds.items() for name in _words(words, bound.sizes)},
             replicate=frozenset(_words(replicate, bound.sizes)),
+            independent=frozenset(_words(independent, bound.sizes)),
             additive=frozenset(i for i, name in enumerate(names) if name in additive.split()),
+            bodies={name: body for words, body in bodies.items() for name in _words(words, bound.sizes)},
         )
         return finish(call, bound, rows)
 
-    return Rule(factorize, size_argument)
+    return Rule(factorize, size_argument, empty)
+
+
+def by_call(choose: Callable[[Call], Rule], *, size_argument: int | None = None, empty: Body | None = None) -> Rule:
+    """The rule that a call chooses: for patterns that depend on arguments which are no tensors."""
+    return Rule(lambda call: choose(call).factorize(call), size_argument, empty)

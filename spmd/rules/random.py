@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from spmd.rules.builders import whole
+from spmd.rules.rule import table
 
-import torch
-
-from spmd.rules.rule import Call, Factors, Rule
-
-
-def _whole(call: Call) -> Factors:
-    operands, results = (tuple(((),) * meta.ndim for meta in metas) for metas in (call.operands, call.results))
-    return Factors(operands, results, {})
-
-
-DRAW = Rule(_whole)
+DRAW = whole()
 """The rule of a call that draws, whatever the rule of its operator without a draw."""
 
-RANDOM: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType({torch.ops.aten.empty_strided.default: DRAW})
+RANDOM = table({"empty_strided": DRAW})
 """`empty_strided` is what draws fill."""

@@ -8,6 +8,7 @@ once, for all rules, in `spmd.rules.strategy`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import attrs
@@ -54,6 +55,9 @@ def _metas(arguments: tuple[Any, ...] | list[Any]) -> list[TensorMeta]:
             found.extend(_metas(argument))
     return found
 
+
+Axes: TypeAlias = tuple[str, ...]
+"""The mesh axes over which a local body runs, major first."""
 
 Body: TypeAlias = Callable[..., Any]
 """`body(axes, call, *args, **kwargs)`: what a rank computes, on its local tensors, with the public collectives over the
@@ -116,3 +120,25 @@ class Rule:
     factorize: Callable[[Call], Factors]
     size_argument: int | None = None
     empty: Body | None = None
+
+
+Table: TypeAlias = Mapping[torch._ops.OpOverload, Rule]
+"""The rules of several operators."""
+
+
+def table(rows: Mapping[str, Rule]) -> Table:
+    """Rules by the names of the operators that have them: `"mm"` is `aten.mm.default`, `"sum sum.dim_IntList"` are two.
+
+    Raises:
+        RuleError: torch has no such operator.
+    """
+    return MappingProxyType({operator(name): rule for names, rule in rows.items() for name in names.split()})
+
+
+def operator(name: str) -> torch._ops.OpOverload:
+    """The aten operator of a name, `"mm"` or `"sum.dim_IntList"`; RuleError if there is none."""
+    packet, _, overload = name.partition(".")
+    found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise RuleError(f"torch has no operator aten.{name}. Write 'name' or 'name.overload', with spaces between.")
+    return found

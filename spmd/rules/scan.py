@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from spmd.collectives import all_gather, axis_index
 from spmd.placement import Shard
 from spmd.rules.builders import along
 from spmd.rules.notation import Rows
 from spmd.rules.partial import linear
-from spmd.rules.rule import Body, Call, Row, Rule
-
-aten = torch.ops.aten
+from spmd.rules.rule import Axes, Body, Call, Row, table
 
 
-def _before(totals: torch.Tensor, neutral: float, axes: tuple[str, ...]) -> torch.Tensor:
+def _before(totals: Tensor, neutral: float, axes: Axes) -> Tensor:
     """Every rank's totals in a new first dim, `neutral` in place of those of this rank and of the ranks after it."""
     gathered = all_gather(totals, axes)
     rank = torch.arange(gathered.shape[0], device=totals.device).view(-1, *[1] * totals.ndim)
     return torch.where(rank < axis_index(axes), gathered, torch.full_like(gathered, neutral))
 
 
-def _cumsum(
-    axes: tuple[str, ...], call: Call, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _cumsum(axes: Axes, call: Call, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     scanned = x.cumsum(dim, dtype=dtype)
     total = x.sum(dim, keepdim=True, dtype=scanned.dtype)
     return scanned + _before(total, 0, axes).sum(0, dtype=scanned.dtype)
 
 
-def _cumprod(
-    axes: tuple[str, ...], call: Call, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _cumprod(axes: Axes, call: Call, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     scanned = x.cumprod(dim, dtype=dtype)
     total = x.prod(dim, keepdim=True, dtype=scanned.dtype)
     return scanned * _before(total, 1, axes).prod(0, dtype=scanned.dtype)
 
 
-def _logcumsumexp(axes: tuple[str, ...], call: Call, x: torch.Tensor, dim: int) -> torch.Tensor:
+def _logcumsumexp(axes: Axes, call: Call, x: Tensor, dim: int) -> Tensor:
     total = x.logsumexp(dim, keepdim=True)
     return torch.logaddexp(x.logcumsumexp(dim), _before(total, -math.inf, axes).logsumexp(0))
 
@@ -58,12 +52,9 @@ def _scanned(body: Body) -> Rows:
     return rows
 
 
-SCAN: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
-    {
-        aten.cumsum.default: along(linear("self"), _scanned(_cumsum)),
-        aten.cumprod.default: along(_scanned(_cumprod)),
-        aten.logcumsumexp.default: along(_scanned(_logcumsumexp)),
-        aten.cummax.default: along(),
-        aten.cummin.default: along(),
-    }
-)
+SCAN = table({
+    "cumsum": along(linear("self"), _scanned(_cumsum)),
+    "cumprod": along(_scanned(_cumprod)),
+    "logcumsumexp": along(_scanned(_logcumsumexp)),
+    "cummax cummin": along(),
+})  # fmt: skip

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import attrs
 import torch
 
 from spmd.collectives import shard_offset
 from spmd.placement import Shard
-from spmd.rules.builders import aligned, along, cut_all, dim_names, rule
-from spmd.rules.notation import factors
+from spmd.rules.builders import along, dim_names, rule
+from spmd.rules.notation import Rows, by_call, factors, term
 from spmd.rules.partial import carry, increasing, linear
-from spmd.rules.rule import Call, FactorDims, Factors, Row, Rule
-
-aten = torch.ops.aten
+from spmd.rules.rule import Axes, Call, FactorDims, Factors, Row, Rule, table
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[FactorDims, FactorDims, dict[str, int]]:
@@ -79,89 +75,73 @@ def _view(call: Call) -> Factors:
     return Factors((source,), (target,), sizes)
 
 
-def _permutation(call: Call, order: Sequence[int]) -> Factors:
-    (operand,) = call.operands
-    names = dim_names(operand.ndim)
-    moved = tuple((names[dim % operand.ndim],) for dim in order)
-    return Factors((cut_all(operand.shape, names),), (moved,), dict(zip(names, operand.shape, strict=True)))
+def _permutation(order: Callable[[Call], Sequence[int]]) -> Rule:
+    """The rule of an operator that puts its dims into the `order` of a call."""
+
+    def choose(call: Call) -> Rule:
+        names = dim_names(call.operands[0].ndim)
+        return factors(f"{term(names)} -> {term(names[dim] for dim in order(call))}", carry("self"))
+
+    return by_call(choose)
 
 
-def _permute(call: Call) -> Factors:
-    return _permutation(call, call.argument("dims"))
-
-
-def _transpose(call: Call) -> Factors:
-    ndim = call.operands[0].ndim
-    order = list(range(ndim))
-    if ndim:
-        first, second = (call.argument(name) % ndim for name in ("dim0", "dim1"))
+def _transposed(call: Call) -> list[int]:
+    order = list(range(call.operands[0].ndim))
+    if order:
+        first, second = call.argument("dim0"), call.argument("dim1")
         order[first], order[second] = order[second], order[first]
-    return _permutation(call, order)
+    return order
 
 
-def _t(call: Call) -> Factors:
-    return _permutation(call, range(call.operands[0].ndim)[::-1])
-
-
-def _expand(call: Call) -> Factors:
+def _same_dims(call: Call, changed: Collection[int], *rows: Rows) -> Rule:
+    """Dims are cut but for the trailing ones that `changed` counts, from the last, and those whose length changes."""
     (operand,), (result,) = call.operands, call.results
     names = dim_names(result.ndim)
-    return Factors(
-        (aligned(operand, names, result.shape),),
-        (cut_all(result.shape, names),),
-        dict(zip(names, result.shape, strict=True)),
-    )
+    old = (0,) * (result.ndim - operand.ndim) + operand.shape
+    fixed = {name for i, name in enumerate(names) if result.ndim - 1 - i in changed or old[i] != result.shape[i]}
+    return factors(f"[{term(names, fixed)}] -> {term(names, fixed)}", *rows)
 
 
-def _repeat(call: Call) -> Factors:
-    (operand,), (result,) = call.operands, call.results
-    names = dim_names(result.ndim)
-    offset = result.ndim - operand.ndim
-    repeats: Sequence[int] = call.argument("repeats")
-    fixed = {name for i, name in enumerate(names) if i < offset or repeats[i] != 1}
-    sizes = {name: size for name, size in zip(names, result.shape, strict=True) if name not in fixed}
-    return Factors((cut_all(operand.shape, names[offset:], fixed),), (cut_all(result.shape, names, fixed),), sizes)
+def _slice(call: Call) -> Rule:
+    return _same_dims(call, (), carry("self"))
 
 
-def _same_sizes(call: Call) -> Factors:
-    """Dims whose length stays are cut, as in a slice of everything; others are not."""
-    operand, result = call.operands[0].shape, call.results[0].shape
-    names = dim_names(len(operand))
-    sizes = {n: size for n, size, other in zip(names, operand, result, strict=True) if size == other}
-    fixed = set(names) - sizes.keys()
-    return Factors((cut_all(operand, names, fixed),), (cut_all(result, names, fixed),), sizes)
-
-
-def _pad(call: Call) -> Factors:
+def _pad(call: Call) -> Rule:
     """Only dims without padding are cut: a pad and a crop may leave a length as it was."""
-    found = _same_sizes(call)
-    pad: Any = call.argument("pad")
-    ndim = call.operands[0].ndim
-    padded = {f"d{ndim - 1 - i // 2}" for i, amount in enumerate(pad) if amount}
-    return Factors(found.operands, found.results, found.sizes, replicate=frozenset(padded & found.sizes.keys()))
+    padded = {i // 2 for i, amount in enumerate(call.argument("pad")) if amount}
+    return _same_dims(call, padded, linear("self value"), increasing("self"))
 
 
-def _windows(call: Call, dim: str) -> Factors:
+def _repeat(call: Call) -> Rule:
+    repeated = {i for i, count in enumerate(reversed(call.argument("repeats"))) if count != 1}
+    return _same_dims(call, repeated, carry("self"))
+
+
+def _windows(dim: str, *rows: Rows, size_argument: int | None = None) -> Rule:
     """Windows along the dim that the argument `dim` names become a dim of their own, the last; or the other way."""
-    wide, narrow = sorted((*call.operands, *call.results), key=lambda meta: -meta.ndim)
-    names = dim_names(narrow.ndim)
-    fixed = {names[call.argument(dim) % narrow.ndim]} if narrow.ndim else set()
-    sizes = {name: size for name, size in zip(names, narrow.shape, strict=True) if name not in fixed}
-    placed = {narrow.ndim: cut_all(narrow.shape, names, fixed)}
-    placed[wide.ndim] = (*placed[narrow.ndim], ())
-    return Factors((placed[call.operands[0].ndim],), (placed[call.results[0].ndim],), sizes)
+
+    def choose(call: Call) -> Rule:
+        ndim = min(call.operands[0].ndim, call.results[0].ndim)
+        names = dim_names(ndim)
+        narrow = term(names, names[call.argument(dim) % ndim] if ndim else ())
+        placed = {ndim: narrow, ndim + 1: f"{narrow} _"}
+        return factors(f"{placed[call.operands[0].ndim]} -> {placed[call.results[0].ndim]}", *rows)
+
+    return by_call(choose, size_argument=size_argument)
 
 
-def _diagonal(call: Call) -> Factors:
-    """Of matrices in the dims `dim1` and `dim2`; operands are the matrices first, results those or the diagonals."""
-    matrices = call.operands[0]
-    names = dim_names(matrices.ndim)
-    fixed = {names[call.argument(name) % matrices.ndim] for name in ("dim1", "dim2")}
-    kept = [name for name in names if name not in fixed]
-    sizes = {name: size for name, size in zip(names, matrices.shape, strict=True) if name not in fixed}
-    whole, diagonals = cut_all(matrices.shape, names, fixed), (*((name,) for name in kept), ())
-    results = tuple(whole if meta.ndim == matrices.ndim else diagonals for meta in call.results)
-    return Factors((whole, *(diagonals for _ in call.operands[1:])), results, sizes)
+def _diagonal(arguments: str) -> Rule:
+    """Of matrices in the dims `dim1` and `dim2`, the first operand; others are diagonals, results those or matrices."""
+
+    def choose(call: Call) -> Rule:
+        ndim = call.operands[0].ndim
+        names = dim_names(ndim)
+        fixed = {names[call.argument(name) % ndim] for name in ("dim1", "dim2")}
+        matrices, diagonals = term(names, fixed), f"{term(name for name in names if name not in fixed)} _"
+        result = matrices if call.results[0].ndim == ndim else diagonals
+        return factors(f"{matrices}, {diagonals} -> {result}", carry(arguments))
+
+    return by_call(choose)
 
 
 @attrs.frozen
@@ -171,7 +151,7 @@ class _Triangle:
     lower: bool
     cut: int
 
-    def __call__(self, axes: tuple[str, ...], call: Call, x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
+    def __call__(self, axes: Axes, call: Call, x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
         places = [torch.arange(size, device=x.device) for size in x.shape[-2:]]
         places[self.cut] = places[self.cut] + shard_offset(call.operands[0].shape[self.cut], axes)
         above = places[1] - places[0].unsqueeze(1) - diagonal
@@ -187,50 +167,31 @@ def _triangle(lower: bool) -> Rule:
     return factors("... _ _ -> ... _ _", carry("self"), rows)
 
 
-_ALONG = along(carry("self"))
+_VIEW = (_view, carry("self"))
 
-VIEWS: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
-    {
-        aten.view.default: rule(_view, carry("self"), size_argument=1),
-        aten._unsafe_view.default: rule(_view, carry("self"), size_argument=1),
-        aten.reshape.default: rule(_view, carry("self"), size_argument=1),
-        aten.unsqueeze.default: rule(_view, carry("self")),
-        aten.permute.default: rule(_permute, carry("self")),
-        aten.transpose.int: rule(_transpose, carry("self")),
-        aten.t.default: rule(_t, carry("self")),
-        aten.expand.default: rule(_expand, carry("self"), size_argument=1),
-        aten.unfold.default: rule(lambda call: _windows(call, "dimension"), carry("self")),
-        aten.diagonal.default: rule(_diagonal, carry("self")),
-    }
-)
+VIEWS = table({
+    "view _unsafe_view reshape": rule(*_VIEW, size_argument=1),
+    "unsqueeze": rule(*_VIEW),
+    "permute": _permutation(lambda call: call.argument("dims")),
+    "transpose.int": _permutation(_transposed),
+    "t": _permutation(lambda call: range(call.operands[0].ndim)[::-1]),
+    "expand": factors("... -> ...", carry("self"), size_argument=1),
+    "unfold": _windows("dimension", carry("self")),
+    "diagonal": _diagonal("self"),
+})  # fmt: skip
 
-MOVES: Mapping[torch._ops.OpOverload, Rule] = MappingProxyType(
-    {
-        aten.repeat.default: rule(_repeat, carry("self")),
-        aten.cat.default: along(carry("tensors")),
-        aten.stack.default: along(carry("tensors")),
-        aten.split.Tensor: _ALONG,
-        aten.split_with_sizes.default: _ALONG,
-        aten.unbind.int: _ALONG,
-        aten.select.int: _ALONG,
-        aten.select_backward.default: along(carry("grad_output"), size_argument=1),
-        aten.select_scatter.default: along(carry("self src")),
-        aten.slice.Tensor: rule(_same_sizes, carry("self")),
-        aten.slice_backward.default: along(carry("grad_output"), size_argument=1),
-        aten.slice_scatter.default: along(carry("self src")),
-        aten.unfold_backward.default: rule(lambda call: _windows(call, "dim"), linear("grad_in"), size_argument=1),
-        aten.diagonal_scatter.default: rule(_diagonal, carry("self src")),
-        aten.flip.default: along(carry("self"), dims="dims"),
-        aten.roll.default: along(carry("self"), dims="dims"),
-        aten.constant_pad_nd.default: rule(_pad, linear("self value"), increasing("self")),
-        aten.tril.default: _triangle(lower=True),
-        aten.triu.default: _triangle(lower=False),
-        aten.kthvalue.default: along(),
-        aten.mode.default: along(),
-        aten.median.dim: along(),
-        aten.nanmedian.dim: along(),
-        aten.sort.default: along(),
-        aten.sort.stable: along(),
-        aten.topk.default: along(),
-    }
-)
+MOVES = table({
+    "cat stack": along(carry("tensors")),
+    "split.Tensor split_with_sizes unbind.int select.int": along(carry("self")),
+    "select_backward slice_backward": along(carry("grad_output"), size_argument=1),
+    "select_scatter slice_scatter": along(carry("self src")),
+    "slice.Tensor": by_call(_slice),
+    "repeat": by_call(_repeat),
+    "constant_pad_nd": by_call(_pad),
+    "unfold_backward": _windows("dim", linear("grad_in"), size_argument=1),
+    "diagonal_scatter": _diagonal("self src"),
+    "flip roll": along(carry("self"), dims="dims"),
+    "tril": _triangle(lower=True),
+    "triu": _triangle(lower=False),
+    "kthvalue mode median.dim nanmedian.dim sort sort.stable topk": along(),
+})  # fmt: skip

@@ -16,8 +16,7 @@ from spmd.collectives.environment import axis_environment
 from spmd.collectives.virtual import KERNELS, run
 from spmd.errors import RuleError
 from spmd.mesh import Mesh
-from spmd.placement import Partial, Placement, Reduction, Replicate, Shard
-from spmd.rules.reductions import neutral_value
+from spmd.placement import Partial, Placement, Reduction, Replicate, Shard, neutral_element
 from spmd.rules.rule import Body, Call, FactorDims, Factors, Rule
 from spmd.rules.strategy import Strategy
 from spmd.spec import TensorMeta, chunk_bounds
@@ -118,7 +117,7 @@ def split(
 def _split_partial(value: Tensor, op: Reduction, ranks: int, generator: torch.Generator) -> list[Tensor]:
     if value.dtype == torch.bool:
         winner = torch.randint(ranks, value.shape, generator=generator)
-        rest = torch.full_like(value, bool(neutral_value(op, torch.bool)))
+        rest = torch.full_like(value, bool(neutral_element(op, torch.bool)))
         return [torch.where(winner == rank, value, rest) for rank in range(ranks)]
     if value.is_floating_point() or value.is_complex():
         noise = [3 * torch.randn(value.shape, generator=generator, dtype=value.dtype) for _ in range(ranks)]

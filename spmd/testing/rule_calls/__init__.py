@@ -47,7 +47,9 @@ CALLS: Mapping[torch._ops.OpOverload, Calls] = {
 }
 """For every operator of `RULES`, arguments and keyword arguments of some calls."""
 
-ARBITRARY = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default})
+ARBITRARY = frozenset({
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default
+})  # fmt: skip
 """Operators whose values mean nothing."""
 
 UNSEARCHED = frozenset(
