@@ -184,6 +184,30 @@ def _nll_backward(op: OpOverload) -> Body:
     return body
 
 
+def _margin_backward(op: OpOverload) -> Body:
+    """The gradient of a mean over the batch, as that of a sum."""
+    parameters = op._schema.arguments
+    at = [parameter.name for parameter in parameters].index("reduction")
+
+    def body(*args: Any) -> torch.Tensor:
+        given = [*args, *(parameter.default_value for parameter in parameters[len(args) :])]
+        if given[at] != _MEAN:
+            return NotImplemented
+        grad, x = given[:2]
+        given[0], given[at] = grad / (x.shape[0] if x.ndim > 1 else 1), _SUM
+        return op(*given)  # type: ignore[no-any-return]
+
+    return body
+
+
+def _embedding_renorm(table: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Rows that are looked up, where they are longer than `max_norm`, shortened to it."""
+    norms = torch.linalg.vector_norm(table, norm_type, 1)
+    used = torch.zeros_like(norms).scatter(0, indices.flatten(), 1.0)
+    scale = torch.where((used > 0) & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)
+    return table * scale.unsqueeze(1)
+
+
 def _batch_norm_eval(
     x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, momentum: float, eps: float
 ) -> tuple[torch.Tensor, ...]:
@@ -223,6 +247,9 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.nll_loss2d_forward.default: _nll_forward(aten.nll_loss2d_forward.default),
     aten.nll_loss_backward.default: _nll_backward(aten.nll_loss_backward.default),
     aten.nll_loss2d_backward.default: _nll_backward(aten.nll_loss2d_backward.default),
+    aten.multi_margin_loss_backward.default: _margin_backward(aten.multi_margin_loss_backward.default),
+    aten.multilabel_margin_loss_backward.default: _margin_backward(aten.multilabel_margin_loss_backward.default),
+    aten.embedding_renorm.default: _embedding_renorm,
     aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape),

@@ -177,6 +177,24 @@ def test_pointwise_rule_on_an_operator_that_is_none() -> None:
         pointwise().factorize(attrs.evolve(call, results=(attrs.evolve(call.results[0], shape=(2, 4)),)))
 
 
+def test_cross_entropy_in_chunks() -> None:
+    """An operator that torch defines when it is first used."""
+    from torch.nn.modules.linear_cross_entropy import _linear_cross_entropy_batch_chunked as chunked  # since torch 2.13
+
+    scores, table, target = torch.randn(5, 3).double(), torch.randn(4, 3).double(), torch.tensor([0, 3, 1, 1, 2])
+    weight, policy = torch.rand(4).double(), (-100, 0.0, 2, "compact", torch.float64, False)
+    calls = [
+        ((scores, table, target, None, None, "sum", *policy, True, True, False), {}),
+        ((scores, table, target, weight, weight, "sum", *policy, False, True, True), {}),
+        ((scores, table, target, None, None, "mean", *policy, True, True, False), {}),
+    ]
+    op = chunked._opoverload
+    rule = find_rule(op)
+    assert op not in RULES and rule is not None
+    report = check_rule(op, rule, calls, missing=False)
+    assert ((), 10) == (report.wrong, report.passed), str(report)
+
+
 def gradient(loss: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return lambda *args: torch.func.grad_and_value(loss, argnums=tuple(range(len(args))))(*args)
 

@@ -19,7 +19,7 @@ from spmd.rules.factories import FACTORIES
 from spmd.rules.indexing import INDEXING
 from spmd.rules.layers import LAYERS
 from spmd.rules.linalg import LINALG
-from spmd.rules.loss import LOSS
+from spmd.rules.loss import LATE, LOSS
 from spmd.rules.matmul import MATMUL
 from spmd.rules.normalization import NORMALIZATION
 from spmd.rules.notation import factors
@@ -50,9 +50,9 @@ def find_rule(op: torch._ops.OpOverload, rules: Mapping[torch._ops.OpOverload, R
     >>> find_rule(torch.ops.aten.cos.default) is not None
     True
     """
-    if op in rules:
-        return rules[op]
     schema = op._schema
+    if op in rules or schema.name in LATE:
+        return rules.get(op) or LATE[schema.name]
     tensors = all(str(value.type) == "Tensor" for value in schema.returns)
     lists = any(str(argument.type) == "List[Tensor]" for argument in schema.arguments)
     random = torch.Tag.nondeterministic_seeded in op.tags

@@ -12,7 +12,7 @@ from torch import Tensor
 from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.rules.halo import Halo
 from spmd.rules.notation import by_call, factors
-from spmd.rules.partial import linear
+from spmd.rules.partial import increasing, linear
 from spmd.rules.rule import Axes, Body, Call, Row, Rule, table
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ def _terms(call: Call) -> tuple[str, str, str, str]:
 
 def _convolution(call: Call) -> Rule:
     image, weight, result, bias = _terms(call)
-    rows = (linear("input bias", "weight bias"), _cut_space)
+    rows = (linear("input bias", "weight bias"), increasing("bias"), _cut_space)
     return factors(f"{image}, {weight}, {bias} -> {result}", *rows, sum="c", additive="bias", bodies={"g": _forward})
 
 
@@ -58,6 +58,8 @@ def _linear_backward(call: Call) -> Iterator[Row]:
         yield from linear(f"input:{positions[1]}")(call)
     if image:
         yield from linear("weight:0")(call)
+    if image and weight:
+        yield from linear("input weight:0 1")(call)
 
 
 def _least(x: Tensor, *least: int) -> Tensor:

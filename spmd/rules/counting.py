@@ -9,7 +9,7 @@ import torch
 from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.rules.builders import whole
 from spmd.rules.notation import by_call, factors, operand_names
-from spmd.rules.partial import carry
+from spmd.rules.partial import carry, linear
 from spmd.rules.rule import Call, Row, Rule, table
 
 aten = torch.ops.aten
@@ -47,11 +47,11 @@ COUNTING = table({
     "searchsorted.Tensor": by_call(_search),
     "bucketize.Tensor": factors("..., s -> ...", sum="s"),
     "searchsorted.Scalar bucketize.Scalar": factors("s -> ", sum="s"),
-    "histc histogram.bins_tensor histogram.bin_ct": whole(_binned),
+    "histc histogram.bins_tensor histogram.bin_ct": whole(_binned, linear("weight:0")),
     "masked_scatter": whole(carry("self source")),
     "masked_scatter_backward": whole(carry("grad_output")),
     "as_strided": whole(carry("self")),
     "as_strided_scatter": whole(carry("self src")),
     "_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors": whole(),
-    "nonzero_static segment_reduce _segment_reduce_backward": whole(),
+    "nonzero_static segment_reduce _segment_reduce_backward repeat_interleave.Tensor resize": whole(),
 })  # fmt: skip

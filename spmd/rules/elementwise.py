@@ -15,9 +15,13 @@ _INCREASING = """
 """
 
 _BACKWARD = """
-    gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward softplus_backward
-    leaky_relu_backward elu_backward hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward
-    softshrink_backward
+    gelu_backward silu_backward sigmoid_backward tanh_backward leaky_relu_backward elu_backward hardswish_backward
+    mish_backward
+"""
+
+# The derivative is nowhere negative.
+_INCREASING_BACKWARD = """
+    threshold_backward softplus_backward hardtanh_backward hardsigmoid_backward hardshrink_backward softshrink_backward
 """
 
 POINTWISE = table({
@@ -44,5 +48,6 @@ POINTWISE = table({
     "zeros_like ones_like full_like empty_like fill.Scalar": pointwise(ignores("self")),
     _INCREASING: pointwise(increasing("self")),
     _BACKWARD: pointwise(linear("grad_output")),
-    "hardshrink_backward": pointwise(linear("grad_out")),
+    _INCREASING_BACKWARD: pointwise(carry("grad_output", "grad_out")),
+    "rrelu_with_noise_functional": pointwise(),
 })  # fmt: skip

@@ -9,7 +9,7 @@ from spmd.rules.rule import table
 _ENDS = (linear("start end"), increasing("start", "end"))
 
 FACTORIES = table({
-    "full zeros ones empty.memory_format": factors(" -> ...", size_argument=0),
+    "full zeros ones empty.memory_format empty_permuted": factors(" -> ...", size_argument=0),
     "new_zeros new_ones new_full new_empty": factors("* -> ...", ignores("self"), size_argument=1),
     "scalar_tensor": factors(" -> "),
     "linspace logspace arange arange.start arange.start_step": factors(" -> _"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from spmd.placement import Partial, Replicate, Shard
 from spmd.rules.lookup import filled, local_index, pick
 from spmd.rules.notation import Rows, by_call, factors
-from spmd.rules.partial import linear
+from spmd.rules.partial import ignores, linear
 from spmd.rules.rule import Axes, Call, Row, Rule, table
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -104,14 +104,44 @@ def _nll_forward_rule(call: Call) -> Rule:
 def _nll_backward_rule(call: Call) -> Rule:
     scores, targets, loss = _likelihood(call)
     pattern = f"{loss}, {scores}, {targets}, c, -> {scores}"
-    return factors(pattern, linear("grad_output"), _cut_classes_backward, replicate="c")
+    return factors(pattern, linear("grad_output"), ignores("self"), _cut_classes_backward, replicate="c")
 
+
+def _margin_backward(targets: str) -> Rule:
+    """The gradient of a margin loss of scores with classes `c`; targets are of a line or of all its classes."""
+
+    def choose(call: Call) -> Rule:
+        batch = "b" if call.argument("self").ndim == 2 else ""
+        kind = call.argument("reduction")
+        given = targets if batch else targets.replace("b,", "*,").replace("b ", "")
+        pattern = f"{batch if kind == _NONE else ''}, {batch} c, {given} -> {batch} c"
+        return factors(pattern, linear("grad_output"), replicate=f"{batch} c" if kind == _MEAN else "c")
+
+    return by_call(choose)
+
+
+def _chunked(call: Call) -> Rule:
+    """Cross entropy of a linear layer in chunks of the batch `n`, with its gradients; a mean divides by all of it."""
+    asked = [call.argument(f"compute_{name}_grad") for name in ("input", "linear_weight", "linear_bias")]
+    terms = [term if wanted else "*" for term, wanted in zip(("n f", "c f", "c"), asked, strict=True)]
+    fixed = "n c f" if call.argument("reduction") == "mean" else "c f"
+    return factors(f"n f, c f, n, c, c -> , {', '.join(terms)}", sum="n", replicate=fixed)
+
+
+LATE: Mapping[str, Rule] = {
+    "torch_nn::_linear_cross_entropy_batch_chunked": by_call(_chunked),
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": factors("n f, c f, n, c, c -> n", replicate="c f"),
+}
+"""The rules of operators that torch does not define before they are used, by name."""
 
 LOSS = table({
+    "multi_margin_loss_backward": _margin_backward("b, c"),
+    "multilabel_margin_loss_backward": _margin_backward("b c, b c"),
     "nll_loss_forward nll_loss2d_forward": by_call(_nll_forward_rule),
     "nll_loss_backward nll_loss2d_backward": by_call(_nll_backward_rule),
     "mse_loss smooth_l1_loss huber_loss": _elementwise(2),
-    "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": _gradient(3),
+    "mse_loss_backward": _gradient(3, linear("self target")),
+    "smooth_l1_loss_backward huber_loss_backward": _gradient(3),
     "binary_cross_entropy": _elementwise(3, linear("weight")),
     "binary_cross_entropy_backward": _gradient(4, linear("weight")),
 })  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd.rules.builders import dim_names, vanish
+from spmd.rules.builders import dim_names, vanish, whole
 from spmd.rules.notation import Rows, by_call, factors
 from spmd.rules.partial import increasing, linear
 from spmd.rules.rule import Call, Rule, table
@@ -25,6 +25,21 @@ def _trilinear(call: Call) -> Rule:
     return factors(f"[{own[0]}], [{own[1]}], [{own[2]}] -> {result}", linear("i1", "i2", "i3"), sum=summed)
 
 
+def _scaled(call: Call) -> Rule:
+    """A product of 8-bit floats whose scales belong to a whole tensor, or to rows of the one and columns of the other.
+
+    Scales of blocks tie rows and columns together. A sum that is rounded to 8 bits is none of its parts.
+    """
+    (rows, _), (_, columns) = (call.argument(name).shape for name in ("self", "mat2"))
+    left, right = (scale if isinstance(scale := call.argument(f"scale_{x}"), list) else [scale] for x in "ab")
+    if not all(scale.numel == 1 or scale.shape == (rows, 1) for scale in left):
+        return whole()
+    if not all(scale.numel == 1 or scale.shape == (1, columns) for scale in right):
+        return whole()
+    fixed = "k" if call.results[0].dtype.itemsize == 1 else ""
+    return factors("i k, k j, [i _], [_ j], j, _ -> i j", sum="k", additive="bias", replicate=fixed)
+
+
 MATMUL = table({
     "mm": factors("i k, k j -> i j", linear("self", "mat2"), sum="k"),
     "bmm": factors("b i k, b k j -> b i j", linear("self", "mat2"), sum="k"),
@@ -35,4 +50,5 @@ MATMUL = table({
     "addmv": _product_plus("[i], i k, k -> i", linear("self mat", "self vec")),
     "addbmm": _product_plus("[i j], b i k, b k j -> i j", linear("self batch1", "self batch2"), sum="b k"),
     "_trilinear": by_call(_trilinear),
+    "_scaled_mm _scaled_mm_v2": by_call(_scaled),
 })  # fmt: skip

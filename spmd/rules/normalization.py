@@ -12,7 +12,7 @@ from torch import Tensor
 from spmd.collectives import psum
 from spmd.rules.builders import dim_names, nothing, rule, vanish
 from spmd.rules.notation import by_call, factors, spell, term
-from spmd.rules.partial import linear
+from spmd.rules.partial import increasing, linear
 from spmd.rules.reductions import widen
 from spmd.rules.rule import Axes, Call, Factors, Rule, table
 from spmd.spec import TensorMeta
@@ -21,6 +21,8 @@ _Dims: TypeAlias = tuple[int, ...]
 _Vector: TypeAlias = Tensor | None
 _Results: TypeAlias = tuple[Tensor, ...]
 _Gradients: TypeAlias = tuple[Tensor | None, ...]
+
+_AFFINE = (linear("weight bias:0"), increasing("bias:0"))
 
 
 def _normalized(x: Tensor, dims: _Dims, count: int, eps: float, axes: Axes) -> tuple[Tensor, ...]:
@@ -64,7 +66,7 @@ def _terms(call: Call) -> tuple[str, str, str, str]:
 def _layer(call: Call) -> Rule:
     x, statistic, parameter, _ = _terms(call)
     pattern = f"{x}, {parameter}, {parameter} -> {x}, {statistic}, {statistic}"
-    return factors(pattern, bodies={parameter: _layer_norm})
+    return factors(pattern, *_AFFINE, bodies={parameter: _layer_norm})
 
 
 def _layer_backward(call: Call) -> Rule:
@@ -189,8 +191,10 @@ def _group_norm(axes: Axes, call: Call, x: Tensor, weight: _Vector, bias: _Vecto
     return _finished(call, result, mean.squeeze(2), rstd.squeeze(2))
 
 
+_CHANNELS = rule(_per_channel, *_AFFINE, empty=vanish)
 _GROUPED = factors(
     "n (g c) ..., (g c), (g c) -> n (g c) ..., n g, n g",
+    *_AFFINE,
     bodies={"g": _own_groups, "c ...": _group_norm},
     size_argument=3,  # the operator takes the sizes of its input apart
     empty=vanish,
@@ -200,9 +204,7 @@ NORMALIZATION = table({
     "native_layer_norm": by_call(_layer),
     "native_layer_norm_backward": by_call(_layer_backward),
     "native_group_norm": _GROUPED,
-    "native_batch_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional": rule(
-        _per_channel, empty=vanish
-    ),
-    "_native_batch_norm_legit_no_training _batch_norm_with_update_functional": rule(_per_channel, empty=vanish),
+    "native_batch_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional": _CHANNELS,
+    "_native_batch_norm_legit_no_training _batch_norm_with_update_functional": _CHANNELS,
     "native_batch_norm_backward": rule(_per_channel, linear("grad_out"), empty=_plain_gradients),
 })  # fmt: skip

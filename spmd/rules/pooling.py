@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from spmd.rules.builders import batched
 from spmd.rules.notation import factors
-from spmd.rules.partial import linear
+from spmd.rules.partial import carry, ignores, linear
 from spmd.rules.rule import Rule, table
 
-_RESAMPLERS = {
-    1: "upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d",
-    2: """upsample_bilinear2d upsample_bicubic2d upsample_nearest2d _upsample_nearest_exact2d _upsample_bilinear2d_aa
-        _upsample_bicubic2d_aa""",
-    3: "upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d",
+_INTERPOLATORS = {
+    1: "upsample_linear1d",
+    2: "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    3: "upsample_trilinear3d",
 }
 
 
@@ -22,18 +21,20 @@ def _names(pattern: str, words: str) -> str:
 
 def _spatial(n: int) -> dict[str, Rule]:
     """The operators on `n` trailing dims."""
-    forward = batched(f"{n}", f"{n}", linear("self"))
-    backward = batched(f"{n} {n}", f"{n}", linear("grad_output"))
+    forward, copies = batched(f"{n}", f"{n}", linear("self")), batched(f"{n}", f"{n}", carry("self"))
+    backward = batched(f"{n} {n}", f"{n}", linear("grad_output"), ignores("self"))
+    nearest = _names(f"*{n}d", "upsample_nearest _upsample_nearest_exact")
     resized = batched(f"{n}", f"{n}", linear("grad_output"), size_argument=2)
     found = {
-        _names(f"*_pad{n}d", "reflection replication"): forward,
+        _names(f"*_pad{n}d", "reflection replication"): copies,
         _names(f"*_pad{n}d_backward", "reflection replication"): backward,
-        _RESAMPLERS[n]: forward,
-        _names("*_backward", _RESAMPLERS[n]): resized,
+        _INTERPOLATORS[n]: forward,
+        nearest: copies,
+        _names("*_backward", f"{_INTERPOLATORS[n]} {nearest}"): resized,
     }
     if n == 1:
         return found
-    indexed = batched(f"{n} {n} {n}", f"{n}", linear("grad_output"))
+    indexed = batched(f"{n} {n} {n}", f"{n}", linear("grad_output"), ignores("self"))
     return found | {
         _names(f"*_pool{n}d", "avg _adaptive_avg"): forward,
         _names(f"*_pool{n}d_backward", "avg _adaptive_avg"): backward,
@@ -41,7 +42,7 @@ def _spatial(n: int) -> dict[str, Rule]:
         f"fractional_max_pool{n}d": batched(f"{n} 1", f"{n} {n}"),
         _names(f"*_pool{n}d_backward", "adaptive_max fractional_max"): indexed,
         f"max_pool{n}d_with_indices_backward": indexed,
-        f"max_unpool{n}d": batched(f"{n} {n}", f"{n}", linear("self")),
+        f"max_unpool{n}d": batched(f"{n} {n}", f"{n}", carry("self")),
     }
 
 
@@ -51,6 +52,6 @@ POOLING = table({
     **_spatial(3),
     "grid_sampler_2d": factors("n c _ _, n h w _ -> n c h w", linear("input")),
     "grid_sampler_3d": factors("n c _ _ _, n d h w _ -> n c d h w", linear("input")),
-    "im2col": batched("3", "2", linear("self")),
+    "im2col": batched("3", "2", carry("self")),
     "col2im": batched("2", "3", linear("self")),
 })  # fmt: skip

@@ -76,7 +76,7 @@ REDUCTION = table({
     "all": reduction("min", dims=None),
     "all.dim all.dims": reduction("min"),
     "median nanmedian prod": reduction(None, dims=None),
-    "prod.dim_int var.correction std.correction var_mean.correction": reduction(None),
+    "prod.dim_int var.correction std.correction var_mean.correction hash_tensor": reduction(None),
     "logsumexp": reduction(None, body=_logsumexp),
     "linalg_vector_norm": by_call(_vector_norm, empty=_empty_norm),
 })  # fmt: skip

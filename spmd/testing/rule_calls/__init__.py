@@ -48,7 +48,8 @@ CALLS: Mapping[torch._ops.OpOverload, Calls] = {
 """For every operator of `RULES`, arguments and keyword arguments of some calls."""
 
 ARBITRARY = frozenset({
-    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default
+    aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default, aten.empty_like.default,
+    aten.new_empty.default,
 })  # fmt: skip
 """Operators whose values mean nothing."""
 

@@ -15,6 +15,7 @@ FACTORIES = {
     aten.zeros.default: [call([4, 5])],
     aten.ones.default: [call([4, 5])],
     aten.empty.memory_format: [call([4, 5])],
+    aten.empty_permuted.default: [call([4, 5], [1, 0])],
     aten.empty_strided.default: [call([4, 5], [5, 1])],
     aten.new_zeros.default: [call(f(3), [4, 5])],
     aten.new_ones.default: [call(f(3), [4, 5])],

@@ -52,7 +52,23 @@ def probabilities(*shape: int) -> torch.Tensor:
     return f(*shape).sigmoid()
 
 
+def margin_backward(multilabel: bool) -> Calls:
+    scores, grad = f(4, 5), f(4)
+    if not multilabel:
+        weights = (None, f(5).exp())
+        return [
+            *(call(f() if r else grad, scores, i(5, 4), 1, 1.0, w, r) for r in _REDUCTIONS for w in weights),
+            call(f(), f(5), i(5, 1), 2, 1.0, None, 2),
+        ]
+    target = torch.tensor([[0, 3, -1, 0, 0], [2, -1, 0, 0, 0], [1, 2, 3, -1, 0], [4, 0, 1, 2, 3]])
+    forward, backward = aten.multilabel_margin_loss_forward.default, (f(), f(5), target[0])
+    found = [call(f() if r else grad, scores, target, r, forward(scores, target, r)[1]) for r in _REDUCTIONS]
+    return [*found, call(*backward, 2, forward(*backward[1:], 2)[1])]
+
+
 LOSS = {
+    aten.multi_margin_loss_backward.default: margin_backward(multilabel=False),
+    aten.multilabel_margin_loss_backward.default: margin_backward(multilabel=True),
     aten.nll_loss_forward.default: nll(),
     aten.nll_loss_backward.default: nll_backward(aten.nll_loss_forward.default, nll()),
     aten.nll_loss2d_forward.default: nll2d(),

@@ -16,6 +16,7 @@ def binary() -> Calls:
 
 
 POINTWISE = {
+    aten.rrelu_with_noise_functional.default: [call(f(4, 5), f(4, 5), 0.1, 0.3, False)],
     aten.add.Tensor: [*binary(), call(f(4, 5), 2.0), call(f(4), f(4), alpha=-2.0), call(f(4), i(3, 4))],
     aten.add.Scalar: [call(f(4, 5), 2.0), call(f(4), 0)],
     aten.sub.Tensor: [*binary(), call(f(4, 5), 2.0), call(f(4), f(4), alpha=3.0)],

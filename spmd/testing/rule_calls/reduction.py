@@ -23,6 +23,7 @@ REDUCTION = {
     aten.sum.default: [call(f(4, 5)), call(i(5, 4)), call(b(4)), call(f())],
     aten.sum.dim_IntList: [*reduced(), call(f(4, 5), []), call(f(4, 5), None), call(i(5, 4, 3), [0])],
     aten.mean.default: [call(f(4, 5))],
+    aten.hash_tensor.default: [call(f(4, 5), [1]), call(f(4, 5))],
     aten.mean.dim: reduced(),
     aten.amax.default: [*reduced(), call(i(5, 4, 3), [0]), call(f(4, 5))],
     aten.amin.default: [*reduced(), call(i(5, 4, 3), [0])],
