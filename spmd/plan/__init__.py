@@ -1,7 +1,8 @@
 """Planning: from a program over global tensors to a spec for every value and a strategy for every operation."""
 
+from spmd.plan.comm import Comm
 from spmd.plan.machine import Machine
-from spmd.plan.plan import Comm, Plan
+from spmd.plan.plan import Plan
 from spmd.plan.request import Request
 from spmd.plan.search import plan
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import attrs
 
-from spmd.collectives.redistribute import redistribution
 from spmd.graph import Graph, Operation, Value, map_leaves
-from spmd.plan.bodies import body_collectives
-from spmd.plan.causes import Cause
-from spmd.plan.cost import LocalCost
+from spmd.plan.account import account
 from spmd.plan.draft import Draft, flat_shape
-from spmd.plan.machine import Machine
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
-from spmd.plan.plan import Comm, Plan
+from spmd.plan.plan import Plan
 from spmd.plan.request import Request
 from spmd.spec import DTensorSpec
 
@@ -44,10 +40,8 @@ def finish(draft: Draft, request: Request) -> Plan:
         seconds=0.0,
         comms=(),
     )
-    comms = tuple(_comms(plan, draft, request.machine))
-    cost = LocalCost.of(request.machine, draft)
-    local = sum(cost.planned_seconds(operation) for operation in draft.graph.operations)
-    return attrs.evolve(plan, comms=comms, seconds=local + sum(comm.seconds for comm in comms))
+    found = account(plan)
+    return attrs.evolve(plan, comms=found.all_comms, seconds=found.total)
 
 
 def _specs(draft: Draft) -> dict[Value, DTensorSpec]:
@@ -86,18 +80,3 @@ def _changes_nothing(operation: Operation, draft: Draft, specs: Mapping[Value, D
     (operand,), (result,) = operation.operands, operation.tensors
     same_dims = flat_shape(draft.logical[operand]) == flat_shape(draft.logical[result])
     return same_dims and specs[operand] == specs[result]
-
-
-def _comms(plan: Plan, draft: Draft, machine: Machine) -> Iterator[Comm]:
-    for operation in plan.graph.operations:
-        if operation.op is REDISTRIBUTE:
-            (operand,), (result,) = operation.operands, operation.tensors
-            steps = redistribution(plan.specs[operand], plan.specs[result])
-            sent = [(step.kind.value, step.axes, step.bytes) for step in steps if step.is_collective]
-            cause = plan.causes[operation]
-        else:
-            sent = list(body_collectives(draft, operation, plan.strategies.get(operation, {})))
-            cause = Cause(f"{operation.name} over a sharded dim", operation.source)
-        for kind, axes, nbytes in sent:
-            seconds = machine.collective_seconds(axes, nbytes)
-            yield Comm(kind, axes, nbytes, seconds, cause.text, cause.source)

@@ -9,35 +9,15 @@ from types import MappingProxyType
 import attrs
 
 from spmd.errors import PlanError
-from spmd.graph import Graph, Operation, Source, Value
+from spmd.graph import Graph, Operation, Value
 from spmd.mesh import Mesh
 from spmd.plan.causes import Cause, find_causes
+from spmd.plan.comm import Comm
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.request import Request
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
-
-
-@attrs.frozen
-class Comm:
-    """One collective of a plan.
-
-    Args:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute.
-        axes: the mesh axes that it spans.
-        bytes: bytes sent per rank by the ring algorithm.
-        seconds: predicted time.
-        cause: the operator that wanted it, and the spec that it wanted and that was held.
-        source: the user's line.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: float
-    seconds: float
-    cause: str
-    source: Source | None
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -72,6 +52,11 @@ class Plan:
     def layout(self, value: Value) -> Layout:
         """How a value lies on the mesh."""
         return Layout(self.specs[value], self.logical[value])
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The mesh axes of more than one rank in the order in which they were planned; () if nothing was."""
+        return tuple(next(iter(self.strategies.values()), ()))
 
     @cached_property
     def causes(self) -> Mapping[Operation, Cause]:

@@ -1,0 +1,84 @@
+"""The account of a finished plan: its collectives, and the predicted time of each of its operations."""
+
+from __future__ import annotations
+
+import attrs
+
+from spmd.collectives.redistribute import redistribution
+from spmd.graph import Operation, Value
+from spmd.placement import Placement, Replicate
+from spmd.plan.bodies import body_collectives
+from spmd.plan.causes import Cause
+from spmd.plan.comm import Comm
+from spmd.plan.cost import LocalCost
+from spmd.plan.draft import Draft
+from spmd.plan.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.planned import Planned
+
+
+@attrs.frozen
+class Account:
+    """What the operations of a plan take, in order of execution.
+
+    Args:
+        seconds: local time of each, without its collectives.
+        comms: the collectives of each that has any.
+    """
+
+    seconds: dict[Operation, float]
+    comms: dict[Operation, tuple[Comm, ...]]
+
+    @property
+    def all_comms(self) -> tuple[Comm, ...]:
+        """Every collective, in order of execution."""
+        return tuple(comm for comms in self.comms.values() for comm in comms)
+
+    @property
+    def total(self) -> float:
+        """Predicted seconds of a step."""
+        return sum(self.seconds.values()) + sum(comm.seconds for comm in self.all_comms)
+
+
+def account(plan: Planned) -> Account:
+    """Price every operation and every collective of a plan on the machine that it was asked for."""
+    draft = finished_draft(plan)
+    cost = LocalCost.of(plan.request.machine, draft)
+    seconds = {operation: cost.planned_seconds(operation) for operation in plan.graph.operations}
+    comms = {operation: _comms(plan, draft, operation) for operation in plan.graph.operations}
+    return Account(seconds, {operation: found for operation, found in comms.items() if found})
+
+
+def finished_draft(plan: Planned) -> Draft:
+    """A plan as a draft with all axes planned."""
+    given = [*plan.graph.inputs, *(value for value, _ in plan.graph.constants)]
+    markers = [operation for operation in plan.graph.operations if operation.op is RELABEL]
+    return Draft(
+        mesh=plan.mesh,
+        graph=plan.graph,
+        logical=plan.logical,
+        options={},
+        fixed={o: (plan.specs[o.operands[0]], plan.specs[o.tensors[0]]) for o in markers},
+        placed={value: plan.specs[value] for value in given},
+        states={value: _states(plan, value) for value in plan.specs},
+        strategies=plan.strategies,
+        exact=plan.exact,
+    )
+
+
+def _states(plan: Planned, value: Value) -> dict[str, Placement]:
+    spec = plan.specs[value]
+    placements = {axis: spec.placement(axis) for axis in plan.order or plan.mesh.names}
+    return {axis: state for axis, state in placements.items() if state != Replicate()}
+
+
+def _comms(plan: Planned, draft: Draft, operation: Operation) -> tuple[Comm, ...]:
+    if operation.op is REDISTRIBUTE:
+        (operand,), (result,) = operation.operands, operation.tensors
+        steps = redistribution(plan.specs[operand], plan.specs[result])
+        sent = [(step.kind.value, step.axes, step.bytes) for step in steps if step.is_collective]
+        cause = plan.causes[operation]
+    else:
+        sent = list(body_collectives(draft, operation, plan.strategies.get(operation, {})))
+        cause = Cause(f"{operation.name} over a sharded dim", operation.source)
+    seconds = plan.request.machine.collective_seconds
+    return tuple(Comm(kind, axes, size, seconds(axes, size), cause.text, cause.source) for kind, axes, size in sent)

@@ -1,0 +1,97 @@
+"""What every order of planning shares: the atoms of a program's values, and what each of its operations may do."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import attrs
+import torch
+
+from spmd.atoms import Refinement, refine
+from spmd.graph import Graph, Operation, freeze
+from spmd.plan.boundary import bound
+from spmd.plan.draft import Draft
+from spmd.plan.request import Request
+from spmd.rules import find_rule
+from spmd.rules.random import DRAW
+from spmd.rules.rule import Factors, Rule
+from spmd.rules.strategy import Strategy, derive_strategies
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """A request, ready to be planned.
+
+    Args:
+        request: what is asked.
+        refinement: the atoms of every value and factor.
+        options: the strategies on one mesh axis of every operation that has a rule.
+    """
+
+    request: Request
+    refinement: Refinement
+    options: Mapping[Operation, tuple[Strategy, ...]]
+
+    def draft(self, order: Sequence[str]) -> Draft:
+        """The draft with which planning the axes in `order`, major first, begins."""
+        request = self.request
+        bounded = bound(
+            request.graph, self.refinement.values, request.mesh, request.input_specs, request.output_specs, order
+        )
+        return Draft(
+            mesh=request.mesh,
+            graph=bounded.graph,
+            logical=bounded.logical,
+            options=self.options,
+            fixed=bounded.fixed,
+            placed=bounded.placed,
+            states={},
+            strategies={},
+            exact=True,
+        )
+
+
+def prepare(request: Request) -> Prepared:
+    """Refine a program's dims to atoms and derive what each operation may do on one mesh axis.
+
+    Raises:
+        RuleError: a rule contradicts its operator.
+    """
+    factors = _factorize(request.graph, request.rules)
+    refinement = refine(request.graph, factors)
+    return Prepared(request, refinement, _derive(request.graph.operations, factors, refinement))
+
+
+def _derive(
+    operations: Iterable[Operation], factors: Mapping[Operation, Factors], refinement: Refinement
+) -> dict[Operation, tuple[Strategy, ...]]:
+    """The strategies on one mesh axis of every operation that has factors, over the atoms of the program."""
+    known: dict[Hashable, tuple[Strategy, ...]] = {}
+    found = {}
+    for operation in operations:
+        if operation not in factors:
+            continue
+        logical = tuple(refinement.values[value] for value in (*operation.operands, *operation.tensors))
+        atoms = refinement.factors[operation]
+        key = (id(factors[operation]), tuple(atoms.items()), logical)
+        if key not in known:
+            count = len(operation.operands)
+            known[key] = derive_strategies(factors[operation], atoms, (logical[:count], logical[count:]))
+        found[operation] = known[key]
+    return found
+
+
+def _factorize(graph: Graph, rules: Mapping[torch._ops.OpOverload, Rule]) -> dict[Operation, Factors]:
+    """The factors of every operation that has a rule; the same object for calls that are alike."""
+    known: dict[Hashable, Factors] = {}
+    found = {}
+    for operation in graph.operations:
+        rule = DRAW if operation.draws else find_rule(operation.op, rules)
+        if rule is None:
+            continue
+        call = operation.call()
+        key = (call.op, freeze(call.args), freeze(dict(call.kwargs)), call.results)
+        if key not in known:
+            known[key] = rule.factorize(call)
+        found[operation] = known[key]
+    return found
