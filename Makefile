@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules lint format types bench notebook readme wheel clean
+.PHONY: setup train test test-all test-rules operators lint format types bench notebook readme wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -29,6 +29,10 @@ test-all: lint types
 
 test-rules: $(STAMP)
 	$(BIN)/python -m pytest -m rules
+
+# Rewrites docs/operators.md with what the sweeps over torch's operator database find.
+operators: $(STAMP)
+	$(BIN)/python -m spmd.testing.op_sweep --markdown docs/operators.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

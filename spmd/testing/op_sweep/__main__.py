@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from spmd.testing.op_sweep.cases import entries
-from spmd.testing.op_sweep.outcome import summarize
+from spmd.testing.op_sweep.outcome import BAD, summarize
 from spmd.testing.op_sweep.pool import sweep
 from spmd.testing.op_sweep.report import Report, markdown, show
 from spmd.testing.op_sweep.setups import SETUPS, Setup
@@ -60,6 +60,8 @@ def _run(name: str, setup: Setup, chosen: list[Any], options: argparse.Namespace
     outcomes, start = [], time.monotonic()
     for outcome in sweep(chosen, setup, jobs=options.jobs, seconds=options.seconds):
         outcomes.append(outcome)
+        if outcome.status in BAD:
+            progress.console.print(f"{name}: {outcome.name}: {outcome.status.value}: {outcome.reason}", markup=False)
         progress.update(task, advance=1, description=f"{name}: {outcome.name:.30}")
     progress.update(task, description=name)
     return Report(setup, sorted(outcomes, key=lambda outcome: outcome.name), time.monotonic() - start)

@@ -41,6 +41,7 @@ class Outcome:
         sharded: those of them that have a sharded result.
         uneven: right ones in which shards of an operand differ in shape.
         empty: right ones in which a rank holds nothing of a sharded dim.
+        lengths: the lengths of the operands' dims in these calls.
         fallbacks: operators without a rule.
         failures: the first message of each status.
     """
@@ -59,6 +60,7 @@ class Outcome:
     sharded: int = 0
     uneven: int = 0
     empty: int = 0
+    lengths: list[int] = attrs.field(factory=list)
     fallbacks: list[str] = attrs.field(factory=list)
     failures: dict[Status, str] = attrs.field(factory=dict)
 

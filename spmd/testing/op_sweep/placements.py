@@ -11,7 +11,7 @@ from functools import reduce
 import torch
 
 from spmd.mesh import Mesh
-from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard, combine
+from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard, combine, supports_reduction
 from spmd.rules.check.execute import split
 from spmd.spec import DTensorSpec, TensorMeta
 
@@ -26,7 +26,7 @@ def combinations(tensors: Sequence[torch.Tensor], mesh: Mesh, limit: int, partia
         tensors: the operands.
         mesh: the mesh.
         limit: the most combinations.
-        partial: also try partial sums, maxima and minima of floating operands.
+        partial: also try partial sums, maxima and minima.
     """
     options = [_options(tensor, mesh, partial) for tensor in tensors]
     total = math.prod(map(len, options))
@@ -41,9 +41,14 @@ def combinations(tensors: Sequence[torch.Tensor], mesh: Mesh, limit: int, partia
 
 def _options(tensor: torch.Tensor, mesh: Mesh, partial: bool) -> list[tuple[Placement, ...]]:
     single: list[Placement] = [Replicate(), *map(Shard, range(tensor.ndim))]
-    if partial and tensor.is_floating_point() and tensor.dtype.itemsize > 1:  # 8 bits have no arithmetic
-        single += map(Partial, REDUCTIONS)
+    if partial and _has_arithmetic(tensor.dtype):
+        single += [Partial(op) for op in REDUCTIONS if supports_reduction(op, tensor.dtype)]
     return [option for option in itertools.product(single, repeat=len(mesh.names)) if _one_reduction(option)]
+
+
+def _has_arithmetic(dtype: torch.dtype) -> bool:
+    """Whether values can be split into parts, some of them negative; floats of 8 bits cannot even be added."""
+    return dtype == torch.bool or (dtype.is_signed and (dtype.itemsize > 1 or not dtype.is_floating_point))
 
 
 def _one_reduction(option: Sequence[Placement]) -> bool:
@@ -58,7 +63,7 @@ def spread(tensor: torch.Tensor, spec: DTensorSpec) -> tuple[torch.Tensor, ...]:
         grouping = tuple((size,) for size in tensor.shape)
         generator = torch.Generator().manual_seed(0)
         parts = split(tensor, grouping, Partial(spec.partial[0][1]), spec.mesh.axis_size(axes), generator)
-        parts = _exact(tensor, parts) if spec.partial[0][1] == "sum" else parts
+        parts = _exact(tensor, parts) if spec.partial[0][1] == "sum" and tensor.is_floating_point() else parts
     return tuple(
         parts[spec.mesh.axis_index(coordinate, axes)][spec.local_slices(coordinate)].clone()
         for coordinate in spec.mesh.coordinates()

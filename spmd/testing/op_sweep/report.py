@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
@@ -91,6 +92,7 @@ def markdown(reports: Mapping[str, Report]) -> str:
         *_table(("", *reports), _summary(reports)),
         "",
         *(f"{name.capitalize()}: {report.make_fx()}.\n" for name, report in reports.items() if report.make_fx()),
+        *_coverage(reports),
         "## Beside torch's DTensor",
         "",
         *_table(("", "spmd", "DTensor 2.13"), _beside_dtensor(reports)),
@@ -137,6 +139,29 @@ def _summary(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
     for what in summaries[0]:
         yield what, *(f"{summary[what]:,}" for summary in summaries)
     yield "seconds", *(f"{report.seconds:,.0f}" for report in reports.values())
+
+
+def _coverage(reports: Mapping[str, Report]) -> Iterator[str]:
+    """Which entries were right with uneven and with empty shards, of those that have dims for them."""
+    for kind, fits in (("uneven", _is_uneven), ("empty", _leaves_a_rank_empty)):
+        able: set[str] = set()
+        right: set[str] = set()
+        for report in reports.values():
+            ranks = math.prod(report.setup.mesh.values())
+            able |= {found.name for found in report.outcomes if any(fits(length, ranks) for length in found.lengths)}
+            right |= {found.name for found in report.outcomes if getattr(found, kind)}
+        missing = ", ".join(sorted(able - right)) or "none"
+        yield f"{len(able & right)} of {len(able)} entries with dims for {kind} shards were right with such shards."
+        yield f"The others: {missing}."
+        yield ""
+
+
+def _is_uneven(length: int, ranks: int) -> bool:
+    return length % ranks != 0
+
+
+def _leaves_a_rank_empty(length: int, ranks: int) -> bool:
+    return length <= (ranks - 1) * -(-length // ranks)
 
 
 def _beside_dtensor(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:

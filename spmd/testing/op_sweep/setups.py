@@ -34,11 +34,11 @@ class Setup:
 SETUPS: Mapping[str, Setup] = MappingProxyType(
     {
         "forward": Setup({"x": 4}, make_fx=True),
-        "backward": Setup({"x": 4}, limit=12, backward=True),
-        "lengths": Setup({"x": 4}, limit=12, lengths=True),
+        "backward": Setup({"x": 4}, limit=8, backward=True),
+        "lengths": Setup({"x": 4}, limit=8, lengths=True),
         "grid": Setup({"x": 2, "y": 2}, samples=3, limit=8),
         "grid-backward": Setup({"x": 2, "y": 2}, samples=2, limit=4, backward=True),
-        "partial": Setup({"x": 4}, limit=8, partial=True),
+        "partial": Setup({"x": 4}, samples=4, limit=6, partial=True),
         "grid-partial": Setup({"x": 2, "y": 2}, samples=2, limit=6, partial=True),
     }
 )

@@ -53,7 +53,7 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
 def _sweep_case(case: Case, setup: Setup, outcome: Outcome) -> None:
     mesh = Mesh(tuple(setup.mesh), tuple(setup.mesh.values()))
     try:
-        torch.manual_seed(SEED)
+        torch.default_generator.manual_seed(SEED)
         expected = case.function(*(tensor.clone() for tensor in case.tensors))
     except Exception as error:  # whatever plain torch does, there is nothing to compare with
         outcome.note(Status.SKIPPED, f"{case.label}: {_text(error)}")
@@ -62,6 +62,7 @@ def _sweep_case(case: Case, setup: Setup, outcome: Outcome) -> None:
         outcome.note(Status.SKIPPED, f"{case.label}: no dense tensor in the result")
         return
     outcome.calls += 1
+    outcome.lengths = sorted({*outcome.lengths, *(length for tensor in case.tensors for length in tensor.shape)})
     before = outcome.wrong + outcome.errors + outcome.refused
     graph = _trace(case, outcome)
     if graph is not None:
@@ -171,7 +172,7 @@ class _Run:
         self, found: Plan, shards: Sequence[Sequence[torch.Tensor]], specs: Sequence[DTensorSpec]
     ) -> Iterator[str]:
         program = VirtualProgram(lower(found))
-        torch.manual_seed(SEED)
+        torch.default_generator.manual_seed(SEED)
         results = program(shards)
         for index, (spec, held, expected) in enumerate(zip(specs, results, self.expected, strict=True)):
             reason = difference(held, spec, expected, self.case.values)
