@@ -13,11 +13,11 @@ import torch.fx as fx
 
 from spmd.collectives.redistribute import redistribution
 from spmd.graph import Operation, Value, map_leaves
-from spmd.lower.groups import Unit, schedule
 from spmd.lower.program import is_primitive
 from spmd.lower.steps import localize_step
 from spmd.mesh import Coordinate
 from spmd.plan.bodies import body_of, trace_body, with_local_size
+from spmd.plan.groups import Unit, schedule
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan

@@ -15,7 +15,9 @@ from spmd.plan.causes import Cause, find_causes
 from spmd.plan.comm import Comm
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.memory import Memory, measure
 from spmd.plan.request import Request
+from spmd.plan.tape import record
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
 
@@ -62,6 +64,12 @@ class Plan:
     def causes(self) -> Mapping[Operation, Cause]:
         """Why each redistribution is there."""
         return MappingProxyType(find_causes(self.graph, self.layout))
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The bytes that a rank holds at once: the peak, where it is, and what is held there."""
+        tape = record(self.graph, self.mesh, self.layout, self.strategies, self.request.rules)
+        return measure(tape, self.request.donated)
 
     def verify(self) -> Plan:
         """Check that every value has the placements that its producer leaves and its users take; returns the plan.

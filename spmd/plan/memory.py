@@ -1,0 +1,157 @@
+"""How much memory a plan takes: the bytes that a rank holds at once, by a walk over the program in order of execution.
+
+Arguments stay alive until the end, because the caller holds them; donated ones until their last use. Every other value
+is freed at its last use, as the runtimes do. Views share the storage of their base.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from itertools import accumulate
+
+import attrs
+
+from spmd.graph import Operation, Source
+from spmd.plan.tape import Buffer, Tape
+from spmd.spec import TensorMeta
+
+
+class Kind(enum.Enum):
+    """What memory is held for."""
+
+    INPUT = "input"
+    CONSTANT = "constant"
+    OUTPUT = "output"
+    TEMPORARY = "temporary"
+
+
+@attrs.frozen
+class Held:
+    """One tensor of a rank that is held at the peak.
+
+    Args:
+        name: the value's name in the plan.
+        kind: what it is held for; a result that is also an argument is an input.
+        meta: shape and dtype on the rank.
+        nbytes: its bytes.
+        operation: the operator that made it; None for inputs and constants.
+        source: the user's line.
+    """
+
+    name: str
+    kind: Kind
+    meta: TensorMeta
+    nbytes: int
+    operation: str | None
+    source: Source | None
+
+    def __str__(self) -> str:
+        made = f" by {self.operation}" if self.operation else ""
+        where = f" at {self.source}" if self.source else ""
+        return f"{self.nbytes:>16,}  {self.kind.value:<9}  {self.name} {self.meta}{made}{where}"
+
+
+@attrs.frozen(eq=False, repr=False)
+class Memory:
+    """The memory of the rank that holds the largest shards.
+
+    Args:
+        peak: the most bytes held at once.
+        operation: the operation that runs then; None for a program without operations.
+        held: what is held then, the largest first.
+        timeline: the bytes held while each operator runs, in order of execution.
+    """
+
+    peak: int
+    operation: Operation | None
+    held: tuple[Held, ...]
+    timeline: tuple[int, ...]
+
+    @property
+    def by_kind(self) -> Mapping[Kind, int]:
+        """Bytes held at the peak for each purpose."""
+        return {kind: sum(item.nbytes for item in self.held if item.kind is kind) for kind in Kind}
+
+    @property
+    def place(self) -> str:
+        """The operation at the peak and its line."""
+        if self.operation is None:
+            return "the end"
+        where = f" at {self.operation.source}" if self.operation.source else ""
+        return f"{self.operation.name}{where}"
+
+    def largest(self, count: int = 8) -> str:
+        """The largest tensors held at the peak, one a line."""
+        lines = [f"  {item}" for item in self.held[:count]]
+        rest = self.held[count:]
+        if rest:
+            lines.append(f"  {sum(item.nbytes for item in rest):>16,}  in {len(rest)} more")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Memory(peak {self.peak:,} bytes per rank, at {self.place})"
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind.value} {nbytes:,}" for kind, nbytes in self.by_kind.items() if nbytes)
+        return f"peak {self.peak:,} bytes per rank, at {self.place}: {kinds}\n{self.largest()}"
+
+
+def measure(tape: Tape, donated: frozenset[int]) -> Memory:
+    """The memory that a tape takes; `donated` are the positions of inputs that may be freed after their last use."""
+    lives = lifetimes(tape, donated)
+    timeline = live_bytes(tape, lives)
+    index = max(range(len(timeline)), key=timeline.__getitem__)
+    makers = {buffer: event.operation for event in tape.events for buffer in event.writes}
+    held = [
+        _held(buffer, tape, makers)
+        for buffer, (first, last) in lives.items()
+        if first <= index <= last and buffer.nbytes
+    ]
+    held.sort(key=lambda item: -item.nbytes)
+    operation = tape.events[index].operation if tape.events else None
+    return Memory(timeline[index], operation, tuple(held), tuple(timeline))
+
+
+def lifetimes(tape: Tape, donated: frozenset[int]) -> dict[Buffer, tuple[int, int]]:
+    """The first and the last event during which each buffer is held.
+
+    Args:
+        tape: the events.
+        donated: positions of inputs that may be freed after their last use.
+    """
+    end = max(len(tape.events) - 1, 0)
+    last = dict.fromkeys((*tape.inputs, *tape.constants), 0)
+    first = dict(last)
+    for index, event in enumerate(tape.events):
+        for buffer in event.writes:
+            first[buffer] = index
+            last[buffer] = index
+        for buffer in event.reads:
+            last[buffer] = index
+    kept = [buffer for position, buffer in enumerate(tape.inputs) if position not in donated]
+    for buffer in (*kept, *tape.constants, *tape.outputs):
+        last[buffer] = end
+    return {buffer: (first[buffer], last[buffer]) for buffer in first}
+
+
+def live_bytes(tape: Tape, lives: Mapping[Buffer, tuple[int, int]]) -> list[int]:
+    """The bytes held while each event runs; of a program without events, those of its inputs."""
+    changes = [0] * (max(len(tape.events), 1) + 1)
+    for buffer, (first, last) in lives.items():
+        changes[first] += buffer.nbytes
+        changes[last + 1] -= buffer.nbytes
+    return list(accumulate(changes[:-1]))
+
+
+def _held(buffer: Buffer, tape: Tape, makers: Mapping[Buffer, Operation]) -> Held:
+    operation = makers.get(buffer)
+    if buffer in tape.inputs:
+        kind = Kind.INPUT
+    elif buffer in tape.constants:
+        kind = Kind.CONSTANT
+    else:
+        kind = Kind.OUTPUT if buffer in tape.outputs else Kind.TEMPORARY
+    name = buffer.value.name if buffer.value is not None else f"inside {operation.name}" if operation else "?"
+    made, source = (operation.name, operation.source) if operation else (None, None)
+    return Held(name, kind, buffer.meta, buffer.nbytes, made, source)
