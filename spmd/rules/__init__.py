@@ -12,6 +12,7 @@ from spmd.rules.attention import ATTENTION
 from spmd.rules.builders import along, batched, pointwise, reduction
 from spmd.rules.convolution import CONVOLUTION
 from spmd.rules.counting import COUNTING
+from spmd.rules.custom import CustomOperator, custom_operator
 from spmd.rules.elementwise import POINTWISE
 from spmd.rules.embedding import EMBEDDING
 from spmd.rules.extremes import EXTREMES
@@ -65,6 +66,7 @@ __all__ = [
     "RULES",
     "Body",
     "Call",
+    "CustomOperator",
     "Factors",
     "Row",
     "Rule",
@@ -72,6 +74,7 @@ __all__ = [
     "along",
     "batched",
     "carry",
+    "custom_operator",
     "decreasing",
     "derive_strategies",
     "factors",
