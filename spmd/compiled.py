@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any
@@ -56,6 +57,11 @@ def _check_machine(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         raise PlanError(f"machine must be a spmd.Machine (got {value!r}).")
 
 
+def _check_plan(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, (Plan, str, os.PathLike, NoneType)):
+        raise PlanError(f"plan must be a path or a spmd.plan.Plan (got {value!r:.80}).")
+
+
 def _check_rules(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(rule, Rule) for rule in value.values()):
         raise RuleError(
@@ -73,6 +79,7 @@ class Options:
     backend: str = attrs.field(validator=_check_backend)
     machine: Machine | None = attrs.field(validator=_check_machine)
     rules: Mapping[Any, Rule] = attrs.field(validator=_check_rules)
+    plan: Plan | str | os.PathLike[str] | None = attrs.field(default=None, validator=_check_plan)
 
 
 class _Leaf:
@@ -129,11 +136,12 @@ class Compiled:
         """The plan.
 
         Raises:
-            PlanError: under `comms="error"`, a collective or an operator without a rule.
+            PlanError: under `comms="error"`, a collective or an operator without a rule; a given plan that was made
+                for another program, mesh or specs.
         """
         rules = self.options.rules
         graph = canonicalize(self.traced.graph, lambda op: find_rule(op, rules) is None)
-        found = plan(
+        found = self._answer(
             Request(
                 graph, self.mesh, self.in_specs, self.out_specs, rules=rules, machine=self.options.machine or Machine()
             )
@@ -141,6 +149,12 @@ class Compiled:
         if self.options.comms == "error":
             _forbid_communication(found, self.traced.name)
         return found
+
+    def _answer(self, request: Request) -> Plan:
+        given = self.options.plan
+        if given is None:
+            return plan(request)
+        return given.transfer(request) if isinstance(given, Plan) else Plan.load(given, request)
 
     @functools.cached_property
     def program(self) -> LocalProgram:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -51,7 +52,7 @@ class Jitted:
             MeshError: no mesh, an abstract one, or one that differs from an argument's.
             ShardingError: specs that do not fit the arguments, or a DTensor whose spec is not that of `in_specs`.
             TraceError: the function cannot be one static program.
-            PlanError: `comms="error"` and the plan communicates.
+            PlanError: `comms="error"` and the plan communicates, or `plan` is for something else.
         """
         args = self._positional(args, keywords) if keywords else args
         if is_tracing():
@@ -202,6 +203,7 @@ def jit(
     backend: Literal["eager", "inductor"] = ...,
     machine: Machine | None = ...,
     rules: Mapping[Any, Rule] | None = ...,
+    plan: Plan | str | os.PathLike[str] | None = ...,
 ) -> Callable[[Callable[..., Any]], Jitted]: ...
 
 
@@ -219,6 +221,7 @@ def jit(
     backend: Literal["eager", "inductor"] = ...,
     machine: Machine | None = ...,
     rules: Mapping[Any, Rule] | None = ...,
+    plan: Plan | str | os.PathLike[str] | None = ...,
 ) -> Jitted: ...
 
 
@@ -234,6 +237,7 @@ def jit(
     backend: Literal["eager", "inductor"] = ...,
     machine: Machine | None = ...,
     rules: Mapping[Any, Rule] | None = ...,
+    plan: Plan | str | os.PathLike[str] | None = ...,
 ) -> Any: ...
 
 
@@ -248,6 +252,7 @@ def jit(
     backend: Literal["eager", "inductor"] = "eager",
     machine: Machine | None = None,
     rules: Mapping[Any, Rule] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
 ) -> Any:
     """Compile a function of whole tensors into the program that each rank of a mesh runs.
 
@@ -267,6 +272,8 @@ def jit(
         backend: `"eager"`.
         machine: cost constants for the planner.
         rules: sharding rules in place of `spmd.rules.RULES`: `RULES | {my_op: my_rule}`.
+        plan: a plan to run by, in place of a search: a `Plan`, or a file that `Plan.save` wrote, for example on an
+            abstract mesh. A call for which it was not made is refused.
 
     Raises:
         PlanError: an unknown `comms` or `backend`.
@@ -285,6 +292,7 @@ def jit(
         backend=backend,
         machine=machine,
         rules=RULES if rules is None else rules,
+        plan=plan,
     )
     if function is None:
         return lambda decorated: Jitted(decorated, in_specs, out_specs, mesh, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
@@ -11,12 +12,15 @@ import attrs
 from spmd.errors import PlanError
 from spmd.graph import Graph, Operation, Value
 from spmd.mesh import Mesh
+from spmd.plan.account import account
 from spmd.plan.causes import Cause, find_causes
 from spmd.plan.comm import Comm
+from spmd.plan.document import Document, make_document, read, save
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.memory import Memory, measure
 from spmd.plan.request import Request
+from spmd.plan.restore import restore
 from spmd.plan.tape import record
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
@@ -59,6 +63,37 @@ class Plan:
     def order(self) -> tuple[str, ...]:
         """The mesh axes of more than one rank in the order in which they were planned; () if nothing was."""
         return tuple(next(iter(self.strategies.values()), ()))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON that a person can read; equal plans give equal bytes.
+
+        `jit(..., plan=path)` runs the same program by it without a search.
+        """
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], request: Request) -> Plan:
+        """The plan in a file, for a request that asks for the same.
+
+        Raises:
+            PlanError: the file is no plan, or one for another program, mesh or specs.
+        """
+        return cls._restored(read(path), request)
+
+    def transfer(self, request: Request) -> Plan:
+        """This plan for another request that asks for the same, as on a mesh of another runtime.
+
+        Raises:
+            PlanError: the request has another program, mesh axes or specs.
+        """
+        return self._restored(make_document(self), request)
+
+    @classmethod
+    def _restored(cls, document: Document, request: Request) -> Plan:
+        parts = attrs.asdict(restore(document, request), recurse=False)
+        plan = cls(request=request, mesh=request.mesh, seconds=0.0, comms=(), **parts)
+        found = account(plan)
+        return attrs.evolve(plan, comms=found.all_comms, seconds=found.total).verify()
 
     @cached_property
     def causes(self) -> Mapping[Operation, Cause]:

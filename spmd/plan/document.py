@@ -1,0 +1,217 @@
+"""A plan as plain data that a person can read, and as the bytes of a JSON file: the same ones for the same plan.
+
+A document has everything that planning decided, and what it was decided for: the mesh, the specs of arguments and
+results, and the program, line by line. `spmd.plan.restore` makes the plan again from it, without a search; reports need
+the document alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.errors import PlanError
+from spmd.graph import Graph, Operation, Source, Value, freeze, map_leaves
+from spmd.placement import Placement
+from spmd.plan.account import account
+from spmd.plan.comm import Comm
+from spmd.plan.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.planned import Planned
+from spmd.rules.strategy import Strategy
+from spmd.spec import DTensorSpec
+
+FORMAT = 1
+"""The version of the format; files of another are refused."""
+
+Document = dict[str, Any]
+"""What `json` can write."""
+
+
+def make_document(plan: Planned) -> Document:
+    """A plan as plain data; `save` writes it."""
+    request, names, found = plan.request, unique_names(plan.graph), account(plan)
+    numbers = {operation: number for number, operation in enumerate(plan.graph.operations)}
+    templates = _Templates(request.graph)
+    lines = program_lines(request.graph)
+    return {
+        "format": FORMAT,
+        "mesh": dict(plan.mesh.axes),
+        "machine": repr(request.machine),
+        "seconds": plan.seconds,
+        "exact": plan.exact,
+        "program_hash": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+        "inputs": {value.name: str(s) for value, s in zip(request.graph.inputs, request.input_specs, strict=True)},
+        "outputs": [str(spec) for spec in request.output_specs],
+        "program": lines,
+        "arguments": [names[value] for value in plan.graph.inputs],
+        "constants": [names[value] for value, _ in plan.graph.constants],
+        "results": [names[value] for value in plan.graph.outputs],
+        "values": {name: _value(plan, value) for value, name in names.items()},
+        "operations": [_operation(plan, o, names, templates, found.seconds[o]) for o in plan.graph.operations],
+        "comms": [_comm(comm, numbers[o]) for o, comms in found.comms.items() for comm in comms],
+        "fallbacks": [numbers[operation] for operation in plan.fallbacks],
+    }
+
+
+def save(plan: Planned, path: str | os.PathLike[str]) -> None:
+    """Write a plan as JSON, one value and one operation a line."""
+    Path(path).write_text(as_json(make_document(plan)), encoding="utf-8")
+
+
+def as_json(document: Document) -> str:
+    """The text of a document: deterministic, and a line for every item of its lists and mappings."""
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {_block(item)}" for key, item in document.items()) + "\n}\n"
+
+
+def _block(item: Any) -> str:
+    if isinstance(item, dict) and item:
+        rows = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in item.items()]
+        return "{\n " + ",\n ".join(rows) + "\n}"
+    if isinstance(item, list) and item:
+        return "[\n " + ",\n ".join(map(json.dumps, item)) + "\n]"
+    return json.dumps(item)
+
+
+def read(path: str | os.PathLike[str]) -> Document:
+    """The document in a file.
+
+    Raises:
+        PlanError: the file cannot be read, is no plan, or has another format.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"The plan {os.fspath(path)} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise PlanError(f"{os.fspath(path)} is not a saved plan: {error}. Write one with plan.save(path).") from None
+    version = document.get("format") if isinstance(document, dict) else None
+    if version != FORMAT:
+        raise PlanError(
+            f"{os.fspath(path)} has format {version!r}, expected {FORMAT}. Plan again, and save the new plan."
+        )
+    return document  # type: ignore[no-any-return]
+
+
+def program_lines(graph: Graph) -> list[str]:
+    """A program as text, a line for every input, constant, operation and output, without devices and source lines."""
+    return [
+        *(f"input {value!r}" for value in graph.inputs),
+        *(f"constant {value!r}" for value, _ in graph.constants),
+        *(repr(_without_devices(operation)) for operation in graph.operations),
+        *(f"output {value!r}" for value in graph.outputs),
+    ]
+
+
+def _without_devices(operation: Operation) -> Operation:
+    hide = lambda leaf: "a device" if isinstance(leaf, torch.device) else leaf  # noqa: E731
+    return attrs.evolve(
+        operation, args=map_leaves(hide, operation.args), kwargs=map_leaves(hide, dict(operation.kwargs))
+    )
+
+
+def unique_names(graph: Graph) -> dict[Value, str]:
+    """A name for every value of a graph, in order of definition: its own, and where that is taken, with a number."""
+    seen: Counter[str] = Counter()
+    names = {}
+    for value in defined_values(graph):
+        seen[value.name] += 1
+        names[value] = value.name if seen[value.name] == 1 else f"{value.name}:{seen[value.name]}"
+    return names
+
+
+def defined_values(graph: Graph) -> Iterable[Value]:
+    """All values of a graph in order of definition."""
+    yield from graph.inputs
+    yield from (value for value, _ in graph.constants)
+    for operation in graph.operations:
+        yield from operation.tensors
+
+
+class _Templates:
+    """Where the operations of a plan come from in the program that was planned."""
+
+    def __init__(self, graph: Graph) -> None:
+        operations = list(enumerate(graph.operations))
+        self._by_result = {value: number for number, operation in operations for value in operation.tensors}
+        self._by_call = {_call(operation): number for number, operation in reversed(operations)}
+        self._by_source = {operation.source: number for number, operation in reversed(operations)}
+
+    def number(self, operation: Operation) -> int:
+        """The position of the operation that has the same results, or else the same operator and arguments."""
+        for value in operation.tensors:
+            if value in self._by_result:
+                return self._by_result[value]
+        return self._by_call[_call(operation)]
+
+    def at(self, source: Source | None) -> int | None:
+        """The position of the first operation at a source line."""
+        return None if source is None else self._by_source.get(source)
+
+
+def _call(operation: Operation) -> Any:
+    """What two calls have in common that differ in their tensors only."""
+    hide = lambda leaf: leaf.meta if isinstance(leaf, Value) else leaf  # noqa: E731
+    arguments = map_leaves(hide, (operation.args, dict(operation.kwargs)))
+    return operation.op, freeze(arguments), operation.source
+
+
+def _value(plan: Planned, value: Value) -> Document:
+    spec = plan.specs[value]
+    return {
+        "meta": str(value.meta),
+        "spec": str(plan.layout(value)),
+        "atoms": [list(atoms) for atoms in plan.logical[value]],
+        **encode_spec(spec),
+    }
+
+
+def encode_spec(spec: DTensorSpec) -> Document:
+    """The placement of a spec over logical dims."""
+    return {"dims": [list(axes) for axes in spec.dims], "partial": dict(spec.partial)}
+
+
+def _operation(
+    plan: Planned, operation: Operation, names: Mapping[Value, str], templates: _Templates, seconds: float
+) -> Document:
+    marker = operation.op in (REDISTRIBUTE, RELABEL)
+    strategies = plan.strategies.get(operation, {})
+    return {
+        "results": [names[value] for value in operation.tensors],
+        "operator": str(operation.op),
+        "operands": [names[value] for value in operation.operands],
+        "at": str(operation.source or ""),
+        "code": operation.source.code if operation.source else "",
+        "seconds": seconds,
+        "of": templates.at(operation.source) if marker else templates.number(operation),
+        "strategies": {axis: encode_strategy(strategy) for axis, strategy in strategies.items()},
+    }
+
+
+def encode_strategy(strategy: Strategy) -> Document:
+    """A strategy by its label and placements; its body is that of the rule's strategy with the same ones."""
+    texts = lambda states: [_placement(state) for state in states]  # noqa: E731
+    return {"label": strategy.label, "operands": texts(strategy.operands), "results": texts(strategy.results)}
+
+
+def _placement(state: Placement) -> str:
+    return repr(state)
+
+
+def _comm(comm: Comm, operation: int) -> Document:
+    return {
+        "kind": comm.kind,
+        "axes": list(comm.axes),
+        "bytes": comm.bytes,
+        "seconds": comm.seconds,
+        "cause": comm.cause,
+        "at": str(comm.source or ""),
+        "operation": operation,
+    }
