@@ -60,7 +60,7 @@ def measure(leaves: int) -> Overhead:
     identity(arguments)
     shards = [argument.shards for argument in arguments]
     run = VirtualProgram(identity.lower(arguments))
-    return Overhead(leaves, microseconds(lambda: identity(arguments)), microseconds(lambda: run(shards)))
+    return Overhead(leaves, microseconds(lambda: identity(arguments)), microseconds(lambda: run(list(shards))))
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from spmd.canonicalize import canonicalize
-from spmd.dtensor import DTensor, place, wrap
+from spmd.dtensor import DTensor, give_up, place, wrap
 from spmd.errors import MeshError, PlanError, RuleError, ShardingError, TraceError
 from spmd.lower import LocalProgram, lower
 from spmd.mesh import Mesh, Runtime, use_mesh
@@ -113,6 +113,7 @@ class Compiled:
             _refuse_transformed(leaf)
         of = "the arguments that are not static" if options.static_argnums else "the arguments"
         self.in_specs = tuple(leaf_specs(in_specs, dynamic, mesh, what="in_specs", of=of))
+        self.donated = _donated(args, options)
         self._tree = tree_structure(dynamic)
         self._seen = list(self.in_specs)  # the object that last came in place of each spec: identity is quick to check
 
@@ -143,7 +144,13 @@ class Compiled:
         graph = canonicalize(self.traced.graph, lambda op: find_rule(op, rules) is None)
         found = self._answer(
             Request(
-                graph, self.mesh, self.in_specs, self.out_specs, rules=rules, machine=self.options.machine or Machine()
+                graph,
+                self.mesh,
+                self.in_specs,
+                self.out_specs,
+                rules=rules,
+                machine=self.options.machine or Machine(),
+                donated=self.donated,
             )
         )
         if self.options.comms == "error":
@@ -187,7 +194,7 @@ class Compiled:
         leaves, tree = tree_flatten(_dynamic(args, self.options))
         if tree != self._tree:
             raise TraceError(f"Compiled for arguments {self._tree} (got {tree}). Call the jitted function instead.")
-        return self.run(self.place(leaves))
+        return self.run(self.place(leaves), leaves)
 
     def match(self, leaves: Sequence[Any]) -> list[Shards] | None:
         """The shards of the arguments if all are what this signature expects, else None."""
@@ -221,10 +228,39 @@ class Compiled:
             for leaf, spec, path in zip(leaves, self.in_specs, paths, strict=True)
         ]
 
-    def run(self, shards: list[Shards]) -> Any:
-        """Run on the shards of all arguments, and wrap the shards of the results."""
+    def run(self, shards: list[Shards], leaves: Sequence[Any]) -> Any:
+        """Run on the shards of all arguments, and wrap the shards of the results.
+
+        Args:
+            shards: of all arguments; the list is emptied.
+            leaves: the arguments; those that are donated are given up.
+        """
+        for index in self.donated:
+            give_up(leaves[index])
         results = self._executable(shards)
         return self._out_tree.unflatten(list(map(wrap, self._results, results)))
+
+
+def _donated(args: tuple[Any, ...], options: Options) -> frozenset[int]:
+    """The positions, among all tensors of the arguments that are not static, of those that are donated."""
+    static, donated = (
+        {number % len(args) for number in numbers} if args else set()
+        for numbers in (options.static_argnums, options.donate_argnums)
+    )
+    if static & donated:
+        raise TraceError(
+            f"Argument {min(static & donated)} is both in static_argnums={options.static_argnums} and in "
+            f"donate_argnums={options.donate_argnums}. Static arguments hold no tensors that could be donated."
+        )
+    found: list[int] = []
+    position = 0
+    for number, arg in enumerate(args):
+        if number in static:
+            continue
+        count = len(tree_leaves(arg))
+        found += range(position, position + count) if number in donated else ()
+        position += count
+    return frozenset(found)
 
 
 def _dynamic(args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:

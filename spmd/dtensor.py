@@ -167,6 +167,14 @@ class DTensor(torch.Tensor):
             "under spmd.jit, or take the whole tensor by .full_tensor()."
         )
 
+    def __getattr__(self, name: str) -> Any:  # called for what is missing, so it costs living values nothing
+        if name == "_shards":
+            raise ShardingError(
+                f"A DTensor {self._spec} was read at {place_text()}, after it was donated to a jitted function. Use "
+                "what the function returned, or leave the argument out of donate_argnums."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"DTensors are immutable (tried to set {name!r}).")
 
@@ -174,6 +182,8 @@ class DTensor(torch.Tensor):
         raise AttributeError(f"DTensors are immutable (tried to delete {name!r}).")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's is untyped
+        if not _holds_shards(self):
+            return f"DTensor({self._spec} on {self.mesh}, donated)"
         shapes = [f"[{','.join(map(str, shard.shape))}]" for shard in self._shards]
         counts = [(shape, len(list(group))) for shape, group in itertools.groupby(shapes)]
         shown = " ".join(shape if count == 1 else f"{count}x{shape}" for shape, count in counts)
@@ -213,6 +223,21 @@ class DTensor(torch.Tensor):
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _set_spec = DTensor.__dict__["_spec"].__set__
 _set_shards = DTensor.__dict__["_shards"].__set__
+_delete_shards = DTensor.__dict__["_shards"].__delete__
+
+
+def _holds_shards(value: DTensor) -> bool:
+    try:
+        DTensor.__dict__["_shards"].__get__(value)
+    except AttributeError:
+        return False
+    return True
+
+
+def give_up(leaf: Any) -> None:
+    """Let go of the shards of a DTensor, which is dead from then on; other leaves, and dead ones, stay as they are."""
+    if isinstance(leaf, DTensor) and _holds_shards(leaf):
+        _delete_shards(leaf)
 
 
 def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:

@@ -65,9 +65,9 @@ class Jitted:
             if key == (mesh, static, tree):
                 shards = compiled.match(leaves)
                 if shards is not None:
-                    return compiled.run(shards)
+                    return compiled.run(shards, leaves)
         compiled = self._lookup(args, mesh)
-        result = compiled.run(compiled.place(leaves))
+        result = compiled.run(compiled.place(leaves), leaves)
         self._last = (mesh, static, tree), compiled
         return result
 
@@ -266,8 +266,9 @@ def jit(
         out_specs: a pytree prefix of the result.
         mesh: the mesh; by default that of `use_mesh` when the function is called.
         static_argnums: positions of arguments that are no tensors: hashable, and part of the signature.
-        donate_argnums: positions of arguments that the caller will not use again. The virtual runtime frees nothing
-            that the caller still holds, so today this is only checked.
+        donate_argnums: positions of arguments that the caller will not use again: their memory is freed at their last
+            use in the program. A DTensor in such a place is dead after the call, and reading it an error. Plain tensors
+            are copied when they are placed, and stay as they are.
         comms: `"error"` refuses a plan that communicates, or that runs an operator without a rule replicated.
         backend: `"eager"`.
         machine: cost constants for the planner.

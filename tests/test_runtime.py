@@ -79,7 +79,7 @@ def test_results_are_deterministic() -> None:
     plan = builder.plan(builder.move(x, P()))
     program = VirtualProgram(lowered(plan))
     shards = [tuple(torch.randn(64) for _ in range(4))]
-    first, second = program(shards), program(shards)
+    first, second = program(list(shards)), program(list(shards))
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
     expected = shards[0][0] + shards[0][1] + shards[0][2] + shards[0][3]
     assert torch.equal(first[0][0], expected)

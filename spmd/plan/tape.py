@@ -3,7 +3,7 @@
 The runtimes are eager, so every result that is no view is a buffer of its own. Whether an operator gives a view is
 found by running it on meta tensors that have the strides of the rank's tensors: a reshape copies where strides demand
 it. Programs are those of the rank at coordinate zero, which holds the largest shards. What a kernel or a collective
-allocates inside itself is not seen.
+allocates inside itself is not seen, nor what lowering shares between the local bodies of several operations.
 """
 
 from __future__ import annotations

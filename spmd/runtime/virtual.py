@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,19 +32,19 @@ class VirtualProgram:
         self._functions = [rank.function for rank in ranks]
         self._stops = ranks[0].stops
 
-    def __call__(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
+    def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
         """Run a step.
 
         Args:
-            inputs: for each input the shards of all ranks, in rank order.
+            inputs: for each input the shards of all ranks, in rank order. The list is emptied, so that shards which
+                nobody else holds are freed at their last use.
 
         Returns:
             For each output the shards of all ranks, in rank order.
         """
         mesh = self._mesh
         with torch.no_grad():
-            locals_of_ranks = zip(*inputs, strict=True) if inputs else ((),) * mesh.size
-            ranks = [function(*shards) for function, shards in zip(self._functions, locals_of_ranks, strict=True)]
+            ranks = self._start(inputs)
             calls = [(next(rank), _NO_KWARGS) for rank in ranks]
             for stop in self._stops:
                 results = virtual.run(stop.op, mesh, calls) if stop.op in virtual.KERNELS else _draw(stop, calls)
@@ -52,6 +52,13 @@ class VirtualProgram:
                 results.reverse()
                 calls = [(rank.send(results), _NO_KWARGS) for rank in ranks]
             return list(zip(*(outputs for outputs, _ in calls), strict=True))
+
+    def _start(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[Generator[tuple[Any, ...], Any, None]]:
+        """The programs of all ranks, which are now the only ones here that hold the inputs."""
+        locals_of_ranks = zip(*inputs, strict=True) if inputs else ((),) * self._mesh.size
+        ranks = [function(*shards) for function, shards in zip(self._functions, locals_of_ranks, strict=True)]
+        inputs.clear()
+        return ranks
 
 
 def _draw(stop: Stop, calls: Sequence[tuple[tuple[Any, ...], Mapping[str, object]]]) -> list[Any]:

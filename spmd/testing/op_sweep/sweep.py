@@ -173,7 +173,7 @@ class _Run:
     ) -> Iterator[str]:
         program = VirtualProgram(lower(found))
         torch.default_generator.manual_seed(SEED)
-        results = program(shards)
+        results = program(list(map(tuple, shards)))
         for index, (spec, held, expected) in enumerate(zip(specs, results, self.expected, strict=True)):
             reason = difference(held, spec, expected, self.case.values)
             if reason is not None:
