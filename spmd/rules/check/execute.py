@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd.collectives.environment import axis_environment
 from spmd.collectives.virtual import KERNELS, run
-from spmd.errors import RuleError
+from spmd.errors import RuleError, SpmdError
 from spmd.mesh import Mesh
 from spmd.placement import Partial, Placement, Reduction, Replicate, Shard, neutral_element
 from spmd.rules.rule import Body, Call, FactorDims, Factors, Rule
@@ -25,21 +25,28 @@ AXIS = "axis"
 """The name of the one mesh axis that strategies are executed on."""
 
 
+FAILURES = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, SpmdError)
+"""What operators and bodies raise on tensors that do not fit together."""
+
+
 @attrs.frozen(eq=False)
 class Example:
-    """One call with real arguments, and its results on one device."""
+    """One call with real arguments, and its results on one device; `checked` is as in `check_rule`."""
 
     call: Call
     tensors: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
+    checked: bool = True
 
     @classmethod
-    def of(cls, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Example:
+    def of(
+        cls, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, checked: bool = True
+    ) -> Example:
         """Run an operator on real arguments."""
         results = tensors_of(op(*args, **kwargs))
         meta = lambda leaf: TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf  # noqa: E731
         call = Call(op, _map(meta, tuple(args)), _map(meta, dict(kwargs)), tuple(map(TensorMeta.of, results)))
-        return cls(call, tensors_of((*args, *kwargs.values())), results)
+        return cls(call, tensors_of((*args, *kwargs.values())), results, checked)
 
     def __str__(self) -> str:
         metas = ", ".join(map(str, self.call.operands))
@@ -120,7 +127,7 @@ def _split_partial(value: Tensor, op: Reduction, ranks: int, generator: torch.Ge
         rest = torch.full_like(value, bool(neutral_element(op, torch.bool)))
         return [torch.where(winner == rank, value, rest) for rank in range(ranks)]
     if value.is_floating_point() or value.is_complex():
-        noise = [3 * torch.randn(value.shape, generator=generator, dtype=value.dtype) for _ in range(ranks)]
+        noise = [_dyadic(3 * torch.randn(value.shape, generator=generator, dtype=value.dtype)) for _ in range(ranks)]
     else:
         noise = [torch.randint(-9, 10, value.shape, generator=generator, dtype=value.dtype) for _ in range(ranks)]
     if op == "sum":
@@ -129,6 +136,11 @@ def _split_partial(value: Tensor, op: Reduction, ranks: int, generator: torch.Ge
     winner = torch.randint(ranks, value.shape, generator=generator)
     sign = -1 if op == "max" else 1
     return [torch.where(winner == rank, value, value + sign * noise[rank].abs()) for rank in range(ranks)]
+
+
+def _dyadic(noise: Tensor) -> Tensor:
+    """In 64ths: whole numbers are then the sums of their parts without rounding."""
+    return noise.mul(64).round().div(64) if noise.is_floating_point() else noise
 
 
 def execute(

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
-from spmd.errors import SpmdError
-from spmd.rules.check.execute import Example, Grouping, execute, logical_shapes, mismatch, split
+from spmd.rules.check.execute import FAILURES, Example, Grouping, execute, logical_shapes, mismatch, split
 from spmd.rules.check.report import Finding, Report
-from spmd.rules.check.search import physical, search
+from spmd.rules.check.search import is_implied, physical, search
 from spmd.rules.rule import Rule
 from spmd.rules.strategy import Strategy, derive_strategies
 
@@ -23,8 +23,9 @@ def check_rule(
     *,
     sizes: Sequence[int] = (2, 3),
     missing: bool = True,
-    combinations: int = 150,
+    combinations: int = 2500,
     values: bool = True,
+    checked: bool = True,
 ) -> Report:
     """Prove a rule by execution.
 
@@ -36,6 +37,8 @@ def check_rule(
         missing: also search for missing rows, with the plain operator on all placements of the operands.
         combinations: the most placements of operands that one call is searched over; above it, a fixed sample.
         values: False for operators whose values are arbitrary (`empty`): only shapes and dtypes are compared then.
+        checked: False for operators whose kernels do not check that shapes fit together, and read or write elsewhere
+            if they do not: the search leaves out placements by which equal lengths become unequal.
 
     Returns:
         A report; `report.wrong` is empty if the rule is right.
@@ -47,25 +50,35 @@ def check_rule(
     >>> report.wrong, report.missing
     ((), ())
     """
-    passed = 0
-    wrong: list[Finding] = []
-    absent: list[Finding] = []
+    report = Report(str(op))
     for args, kwargs in calls:
-        example = Example.of(op, args, kwargs)
-        factors = rule.factorize(example.call)
-        shapes = logical_shapes(example.call.operands, factors.operands, factors)
-        results = logical_shapes(example.call.results, factors.results, factors)
-        strategies = derive_strategies(factors)
-        for strategy, ranks in itertools.product(strategies, sizes):
-            reason = _try(example, rule, strategy, (shapes, results), ranks, values)
-            if reason is None:
-                passed += 1
-            else:
-                wrong.append(Finding(str(example), ranks, strategy.operands, strategy.results, reason))
-        if missing and values and all(meta.numel for meta in (*example.call.operands, *example.call.results)):
-            covered = [physical(strategy, (*shapes, *results)) for strategy in strategies]
-            absent += search(example, rule, [row for row in covered if row is not None], sizes, combinations)
-    return Report(op, passed, tuple(wrong), tuple(absent))
+        example = Example.of(op, args, kwargs, checked=checked)
+        report = report.join(_check_call(example, rule, sizes, combinations if missing else 0, values))
+    return report
+
+
+def _check_call(example: Example, rule: Rule, sizes: Sequence[int], combinations: int, values: bool) -> Report:
+    factors = rule.factorize(example.call)
+    shapes = logical_shapes(example.call.operands, factors.operands, factors)
+    results = logical_shapes(example.call.results, factors.results, factors)
+    strategies = derive_strategies(factors)
+    wrong: list[Finding] = []
+    for strategy, ranks in itertools.product(strategies, sizes):
+        reason = _try(example, rule, strategy, (shapes, results), ranks, values)
+        if reason is not None:
+            wrong.append(Finding(str(example), ranks, strategy.operands, strategy.results, reason))
+    report = Report(str(example.call.op), 1, len(strategies), len(strategies) * len(sizes) - len(wrong), tuple(wrong))
+    if (
+        not combinations
+        or not values
+        or not all(meta.numel for meta in (*example.call.operands, *example.call.results))
+    ):
+        return report
+    valid = search(example, rule, sizes, combinations)
+    covered = [row for row in (physical(strategy, (*shapes, *results)) for strategy in strategies) if row is not None]
+    absent = [row for row in valid if not is_implied(row, covered)]
+    missing = tuple(Finding(str(example), max(sizes), row.operands, row.results) for row in absent)
+    return attrs.evolve(report, valid=len(valid), missing=missing)
 
 
 def _try(
@@ -82,7 +95,7 @@ def _try(
     shards = [split(tensor, grouping, placement, ranks, generator) for tensor, grouping, placement in placed]
     try:
         local = execute(example, rule, strategy, shards, shapes[1], ranks)
-    except (RuntimeError, IndexError, ValueError, TypeError, SpmdError) as error:
+    except FAILURES as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     for index, (expected, placement) in enumerate(zip(example.results, strategy.results, strict=True)):
         if len(local[0]) != len(example.results):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-import torch
 
-from spmd.placement import Placement
+from spmd.placement import Partial, Placement, Shard
 
 
 @attrs.frozen
@@ -20,6 +19,11 @@ class Finding:
     results: tuple[Placement, ...]
     reason: str = ""
 
+    @property
+    def row(self) -> str:
+        """The placements in short: `R, S0, sum -> max`."""
+        return f"{_short(self.operands)} -> {_short(self.results)}"
+
     def __str__(self) -> str:
         placed = f"{_text(self.operands)} -> {_text(self.results)}"
         return f"{self.call} over {self.ranks}: {placed}{': ' if self.reason else ''}{self.reason}"
@@ -30,22 +34,51 @@ class Report:
     """What `check_rule` found.
 
     Args:
-        op: the operator.
+        op: the operator's name.
+        calls: how many calls it was run on.
+        strategies: how many there are, over all calls.
         passed: how many executions of strategies were right.
         wrong: strategies that gave other results than the unsharded operator.
-        missing: placements that no strategy covers although the plain operator is right on them.
+        valid: how many rows the search found; 0 if there was none.
+        missing: those of them that no strategy covers.
     """
 
-    op: torch._ops.OpOverload
-    passed: int
-    wrong: tuple[Finding, ...]
-    missing: tuple[Finding, ...]
+    op: str
+    calls: int = 0
+    strategies: int = 0
+    passed: int = 0
+    wrong: tuple[Finding, ...] = ()
+    valid: int = 0
+    missing: tuple[Finding, ...] = ()
+
+    def join(self, other: Report) -> Report:
+        """The findings of both."""
+        return Report(
+            self.op,
+            self.calls + other.calls,
+            self.strategies + other.strategies,
+            self.passed + other.passed,
+            self.wrong + other.wrong,
+            self.valid + other.valid,
+            self.missing + other.missing,
+        )
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.passed} right, {len(self.wrong)} wrong, {len(self.missing)} missing"]
+        counts = f"{self.passed} right, {len(self.wrong)} wrong, {len(self.missing)} of {self.valid} missing"
+        lines = [f"{self.op}: {counts}"]
         lines += [f"  wrong    {finding}" for finding in self.wrong]
         return "\n".join([*lines, *(f"  missing  {finding}" for finding in self.missing)])
 
 
 def _text(placements: Sequence[Placement]) -> str:
     return ", ".join(map(repr, placements))
+
+
+def _short(placements: Sequence[Placement]) -> str:
+    return ", ".join(map(_letter, placements))
+
+
+def _letter(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"S{placement.dim}"
+    return placement.op if isinstance(placement, Partial) else "R"

@@ -1,24 +1,43 @@
-"""The search for missing rows: the plain operator on shards, over all placements of small calls."""
+"""The search for rows: the plain operator on shards, over all placements of the operands of small calls.
+
+A row counts as valid if it is right for other values of the operands too, not only for those of the call: a maximum of
+numbers that happen to be positive shows nothing. Of the valid rows only those are kept that no other one implies.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
 
+import attrs
 import torch
+from torch import Tensor
 
 from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
-from spmd.rules.check.execute import Example, Grouping, execute, mismatch, split
-from spmd.rules.check.report import Finding
+from spmd.rules.check.execute import FAILURES, Example, Grouping, execute, mismatch, split
+from spmd.rules.check.values import redrawn
 from spmd.rules.rule import Rule
 from spmd.rules.strategy import Strategy
 
-_DRAWS = 6
-"""How often the parts of Partial operands are drawn: small calls may be right by chance."""
+_DRAWS = 3
+"""How often the parts of Partial operands are drawn, for every version of a call's values."""
 
-PlacedRow: TypeAlias = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+
+@attrs.frozen
+class PlacedRow:
+    """The placements of operands and results, over physical dims."""
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+    def implies(self, other: PlacedRow) -> bool:
+        """Whether this row gives the other for free: a replicated operand is cut, a replicated result is any other."""
+        pairs = zip(self.operands, other.operands, strict=True)
+        free = all(wanted == given or given == Replicate() for wanted, given in pairs)
+        given = zip(self.results, other.results, strict=True)
+        return free and all(have == wanted or have == Replicate() for have, wanted in given)
 
 
 def physical(strategy: Strategy, shapes: Sequence[Grouping]) -> PlacedRow | None:
@@ -31,68 +50,137 @@ def physical(strategy: Strategy, shapes: Sequence[Grouping]) -> PlacedRow | None
                 return None
             placement = Shard(starts.index(placement.dim))
         placements.append(placement)
-    return tuple(placements[: len(strategy.operands)]), tuple(placements[len(strategy.operands) :])
+    count = len(strategy.operands)
+    return PlacedRow(tuple(placements[:count]), tuple(placements[count:]))
 
 
-def search(
-    example: Example, rule: Rule, covered: Sequence[PlacedRow], sizes: Sequence[int], combinations: int
-) -> Iterator[Finding]:
-    """Rows on which the plain operator is right, for all of `sizes`, and which nothing covers."""
+def search(example: Example, rule: Rule, sizes: Sequence[int], combinations: int) -> tuple[PlacedRow, ...]:
+    """The rows on which the plain operator is right, without those that others imply.
+
+    Args:
+        example: the call.
+        rule: its rule, for the arguments that sizes are put into.
+        sizes: the numbers of shards; a row must be right for all.
+        combinations: the most placements of the operands; above it, a fixed sample.
+    """
+    versions = [example, *redrawn(example)]
+    found = [row for operands in _combinations(example, combinations) for row in _rows(versions, rule, operands, sizes)]
+    return tuple(row for row in found if not is_implied(row, [other for other in found if other != row]))
+
+
+def is_implied(row: PlacedRow, known: Sequence[PlacedRow]) -> bool:
+    """Whether a row needs no saying: known ones imply it, one or, of Partial operands and results, several at once.
+
+    A row of which other results stay as they are composes with rows of other operands and results: an operand whose
+    values make no difference may be Partial in any row.
+    """
+    if any(other.implies(row) for other in known):
+        return True
+    return any(is_implied(rest, known) for other in known if (rest := _without(row, other)) is not None)
+
+
+def _without(row: PlacedRow, part: PlacedRow) -> PlacedRow | None:
+    """What is left of a row of which `part`, Partial placements only, is a part; None if it is none."""
+    placed = [place for place in (*part.operands, *part.results) if place != Replicate()]
+    if not placed or any(isinstance(place, Shard) for place in placed):
+        return None
+    pairs = [*zip(row.operands, part.operands, strict=True), *zip(row.results, part.results, strict=True)]
+    rest = [Replicate() if taken == given else given for given, taken in pairs]
+    if any(taken not in (Replicate(), given) for given, taken in pairs) or all(p == Replicate() for p in rest):
+        return None
+    if part.results != (Replicate(),) * len(part.results) and any(isinstance(place, Shard) for place in rest):
+        return None
+    count = len(row.operands)
+    return PlacedRow(tuple(rest[:count]), tuple(rest[count:]))
+
+
+def _combinations(example: Example, limit: int) -> Iterator[tuple[Placement, ...]]:
+    """Placements of the operands: all that place one of them only, and all or `limit` of the others."""
     options = [_placements(tensor) for tensor in example.tensors]
-    whole = [tuple((size,) for size in result.shape) for result in example.results]
-    rows = list(itertools.islice(itertools.product(*options), 200_000))[1:]
-    if len(rows) > combinations:
-        rows = random.Random(0).sample(rows, combinations)
-    for operands in rows:
-        right: list[tuple[Placement, ...]] | None = None
-        for ranks, draw in itertools.product(sizes, range(_DRAWS)):
-            found = _right_results(example, rule, operands, whole, ranks, draw)
-            right = found if right is None else [row for row in right if row in found]
-            right = [row for row in right if not any(_implies(known, (operands, row)) for known in covered)]
-            if not right:
-                break
-        for results in right or ():
-            yield Finding(str(example), max(sizes), operands, results)
+    total = math.prod(map(len, options))
+    strides = itertools.accumulate(map(len, options[:-1]), int.__mul__, initial=1)
+    single = {stride * index for stride, option in zip(strides, options, strict=False) for index in range(len(option))}
+    chosen = range(total) if total <= limit else sorted({*single, *random.Random(0).sample(range(total), limit)})
+    for number in chosen[1:]:  # 0 is replication
+        placements = _combination(options, number)
+        if example.checked or _fits(example.tensors, placements):
+            yield placements
 
 
-def _placements(tensor: torch.Tensor) -> list[Placement]:
-    """All placements of an operand that make a difference; parts of positions are none."""
+def _fits(tensors: Sequence[Tensor], placements: Sequence[Placement]) -> bool:
+    """Whether lengths that are equal stay so: then also kernels that do not check lengths can be run."""
+    cut = {tensor.shape[placement.dim] for tensor, placement in zip(tensors, placements, strict=True)
+           if isinstance(placement, Shard)}  # fmt: skip
+    whole = {
+        size
+        for tensor, placement in zip(tensors, placements, strict=True)
+        for dim, size in enumerate(tensor.shape)
+        if placement != Shard(dim)
+    }
+    return not cut & whole
+
+
+def _combination(options: Sequence[Sequence[Placement]], number: int) -> tuple[Placement, ...]:
+    placements = []
+    for option in options:
+        number, index = divmod(number, len(option))
+        placements.append(option[index])
+    return tuple(placements)
+
+
+def _placements(tensor: Tensor) -> list[Placement]:
+    """All placements of an operand that make a difference; parts of positions and of conditions are none."""
     found: list[Placement] = [Replicate(), *(Shard(dim) for dim, size in enumerate(tensor.shape) if size > 1)]
     if tensor.is_floating_point():
         found += [Partial(op) for op in REDUCTIONS]
-    return found
+    return [*found, Partial("sum")] if tensor.is_complex() else found
 
 
-def _right_results(
-    example: Example, rule: Rule, operands: Sequence[Placement], whole: Sequence[Grouping], ranks: int, draw: int
-) -> list[tuple[Placement, ...]]:
-    """All placements of the results for which the plain operator on the ranks' operands is right."""
+def _rows(
+    versions: Sequence[Example], rule: Rule, operands: tuple[Placement, ...], sizes: Sequence[int]
+) -> Iterator[PlacedRow]:
+    """The rows with these operands that are right for all versions, sizes and parts."""
+    candidates = [_placements(result) for result in versions[0].results]
+    firsts = candidates[0] if rule.size_argument is not None else [None]
+    draws = _DRAWS if any(isinstance(placement, Partial) for placement in operands) else 1
+    for first in firsts:
+        right = candidates if first is None else [[first], *candidates[1:]]
+        for version, ranks, draw in itertools.product(versions, sizes, range(draws)):
+            right = _right(version, rule, operands, right, ranks, draw)
+            if not all(right):
+                break
+        for results in itertools.product(*([Replicate()] if Replicate() in options else options for options in right)):
+            yield PlacedRow(operands, results)
+
+
+def _right(
+    example: Example,
+    rule: Rule,
+    operands: tuple[Placement, ...],
+    candidates: Sequence[Sequence[Placement]],
+    ranks: int,
+    draw: int,
+) -> list[list[Placement]]:
+    """Those of the candidates, for every result, that the plain operator on the ranks' operands is right for."""
     generator = torch.Generator().manual_seed(100 * ranks + draw)
     shards = [
-        split(tensor, tuple((size,) for size in tensor.shape), placement, ranks, generator)
+        split(tensor, _whole(tensor), placement, ranks, generator)
         for tensor, placement in zip(example.tensors, operands, strict=True)
     ]
-    candidates = [_placements(result) for result in example.results]
-    firsts = candidates[0] if rule.size_argument is not None else [Replicate()]
-    found: list[tuple[Placement, ...]] = []
-    for first in firsts:
-        strategy = Strategy(tuple(operands), (first, *(Replicate() for _ in candidates[1:])))
-        try:
-            local = execute(example, rule, strategy, shards, whole, ranks)
-        except (RuntimeError, IndexError, ValueError):
-            continue
-        if any(len(given) != len(example.results) for given in local):
-            continue
-        if rule.size_argument is not None:
-            candidates[0] = [first]
-        right = []
-        for i, options in enumerate(candidates):
-            pieces, expected = [given[i] for given in local], example.results[i]
-            right.append([option for option in options if mismatch(pieces, expected, option, whole[i]) is None])
-        found += itertools.product(*right)
-    return found
+    strategy = Strategy(operands, (candidates[0][0], *(Replicate() for _ in candidates[1:])))
+    whole = [_whole(result) for result in example.results]
+    try:
+        local = execute(example, rule, strategy, shards, whole, ranks)
+    except FAILURES:
+        return [[]]
+    if any(len(given) != len(example.results) for given in local):
+        return [[]]
+    each = zip(candidates, zip(*local, strict=True), example.results, whole, strict=True)
+    return [
+        [option for option in options if mismatch(pieces, expected, option, grouping) is None]
+        for options, pieces, expected, grouping in each
+    ]
 
 
-def _implies(known: PlacedRow, row: PlacedRow) -> bool:
-    free = all(wanted == given or given == Replicate() for wanted, given in zip(known[0], row[0], strict=True))
-    return free and all(have == wanted or have == Replicate() for have, wanted in zip(known[1], row[1], strict=True))
+def _whole(tensor: Tensor) -> Grouping:
+    return tuple((size,) for size in tensor.shape)

@@ -53,49 +53,30 @@ ARBITRARY = frozenset({
 })  # fmt: skip
 """Operators whose values mean nothing."""
 
-UNSEARCHED = frozenset(
+UNCHECKED = frozenset(
     {
         *NORMALIZATION,
         *ATTENTION,
         *EMBEDDING,
+        *POOLING,
+        *(op for op in SPATIAL if "convolution" not in str(op)),
+        *(op for op in LOSS if "nll" in str(op)),
         aten.as_strided.default,
         aten.as_strided_scatter.default,
         aten.segment_reduce.default,
         aten._segment_reduce_backward.default,
         aten._histogramdd_from_bin_tensors.default,
-        *LINALG,
-        *POOLING,
-        *SPATIAL,
-        *(op for op in LOSS if "nll" in str(op)),
     }
 )
 """Operators whose kernels do not check that shapes fit together, and read or write out of bounds where they do not."""
 
-BY_CHANCE = "right by chance, for few values"
-
-INCOMPLETE = {
-    "max and min through a product with a tensor of known sign": (
-        aten.mul.Tensor, aten.div.Tensor, aten.lerp.Scalar, aten.lerp.Tensor, aten.threshold_backward.default,
-        aten.softplus_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
-        aten.hardtanh_backward.default, aten.hardsigmoid_backward.default, aten.binary_cross_entropy.default,
-    ),
-    "max and min through powers, by their base": (
-        aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor,
-    ),
-    "infinities absorb any sum": (aten.masked_fill.Scalar,),
-    BY_CHANCE: (
-        aten.minimum.default, aten.max.other, aten.min.other, aten._to_copy.default,
-        aten.relu.default, aten.relu6.default, aten.sign.default, aten.sgn.default,
-        aten.prod.default, aten.sum.default, aten.any.default, aten.any.dims, aten.all.default, aten.all.dims,
-        aten.logsumexp.default, aten.linalg_vector_norm.default, aten.scatter.value, *ORDER,
-        aten.scatter_reduce.two, aten.index_reduce.default,
-        aten.scatter.reduce, aten.scatter.value_reduce, aten.searchsorted.Tensor, aten.searchsorted.Scalar,
-        aten.histogram.bin_ct, aten.hardshrink_backward.default, aten.softshrink_backward.default,
-        aten.index_add.default, aten.index_put.default, aten.scatter_add.default, aten.silu_backward.default,
-        aten.median.default, aten.nanmedian.default,
-    ),
-    "operands whose values are ignored": (
-        aten.copy.default, aten.fill.Tensor, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-    ),
-}  # fmt: skip
-"""Operators of which some right rows are known to be missing, by reason."""
+UNSEARCHED = frozenset(
+    {
+        *(op for op in POOLING if "max_pool" in str(op) and "backward" in str(op)),
+        *(op for op in SPATIAL if "embedding_bag" in str(op) and "backward" in str(op)),
+        aten.nll_loss_backward.default,
+        aten.nll_loss2d_backward.default,
+        aten._segment_reduce_backward.default,
+    }
+)
+"""Those of them that write to positions which they are given: nothing tells the placements that are safe to run."""
