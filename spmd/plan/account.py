@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
 from spmd.collectives.redistribute import redistribution
@@ -14,6 +16,7 @@ from spmd.plan.cost import LocalCost
 from spmd.plan.draft import Draft
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
+from spmd.spec import DTensorSpec
 
 
 @attrs.frozen
@@ -73,12 +76,19 @@ def _states(plan: Planned, value: Value) -> dict[str, Placement]:
 
 def _comms(plan: Planned, draft: Draft, operation: Operation) -> tuple[Comm, ...]:
     if operation.op is REDISTRIBUTE:
-        (operand,), (result,) = operation.operands, operation.tensors
-        steps = redistribution(plan.specs[operand], plan.specs[result])
-        sent = [(step.kind.value, step.axes, step.bytes) for step in steps if step.is_collective]
         cause = plan.causes[operation]
     else:
-        sent = list(body_collectives(draft, operation, plan.strategies.get(operation, {})))
         cause = Cause(f"{operation.name} over a sharded dim", operation.source)
     seconds = plan.request.machine.collective_seconds
+    sent = sends(draft, plan.specs, operation)
     return tuple(Comm(kind, axes, size, seconds(axes, size), cause.text, cause.source) for kind, axes, size in sent)
+
+
+def sends(
+    draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation
+) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+    """The kind, the mesh axes and the bytes sent per rank of every collective of an operation."""
+    if operation.op is not REDISTRIBUTE:
+        return body_collectives(draft, operation, draft.strategies.get(operation, {}))
+    steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]])
+    return tuple((step.kind.value, step.axes, step.bytes) for step in steps if step.is_collective)

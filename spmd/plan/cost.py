@@ -186,17 +186,18 @@ class MoveCost:
 
     def seconds(self, source: Placement, target: Placement) -> float:
         """Time to bring the tensor from one placement to another."""
+        found = self.collective(source, target)
+        return 0.0 if found is None else self.machine.collective_seconds((self.axis,), found[1])
+
+    def collective(self, source: Placement, target: Placement) -> tuple[StepKind, float] | None:
+        """The collective that a move takes and the bytes that a rank sends in it; None if the move is local."""
         whole = math.prod(self.sizes) * self.itemsize
         if source == target or isinstance(source, Replicate):
-            return 0.0
+            return None
         if isinstance(source, Partial):
-            return self._collective(
-                StepKind.REDUCE_SCATTER if isinstance(target, Shard) else StepKind.ALL_REDUCE, whole
-            )
-        if isinstance(target, Shard):
-            local = math.prod(shrink(self.sizes, source, self.count)) * self.itemsize
-            return self._collective(StepKind.ALL_TO_ALL, local)
-        return self._collective(StepKind.ALL_GATHER, whole)
-
-    def _collective(self, kind: StepKind, nbytes: int) -> float:
-        return self.machine.collective_seconds((self.axis,), ring_bytes(kind, self.count, nbytes))
+            kind = StepKind.REDUCE_SCATTER if isinstance(target, Shard) else StepKind.ALL_REDUCE
+        elif isinstance(target, Shard):
+            kind, whole = StepKind.ALL_TO_ALL, math.prod(shrink(self.sizes, source, self.count)) * self.itemsize
+        else:
+            kind = StepKind.ALL_GATHER
+        return kind, ring_bytes(kind, self.count, whole)

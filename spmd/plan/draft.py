@@ -58,6 +58,14 @@ class Draft:
         """The spec of a value over its logical shape."""
         return spec_of(self.mesh, self.states.get(value, {}), logical_meta(value.meta, self.logical[value]))
 
+    def specs(self) -> dict[Value, DTensorSpec]:
+        """The spec of every value; where one was given, that one, since it knows the order of shards."""
+        specs = dict(self.placed)
+        for operation in self.graph.operations:
+            given = self.fixed.get(operation)
+            specs.update({value: given[1] if given else self.spec(value) for value in operation.tensors})
+        return specs
+
 
 def flat_shape(logical: LogicalShape) -> tuple[int, ...]:
     """The logical shape as one tuple of atoms."""

@@ -20,7 +20,7 @@ _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
 
 def finish(draft: Draft, request: Request) -> Plan:
     """The plan that a draft with all axes planned describes."""
-    specs = _specs(draft)
+    specs = draft.specs()
     graph, kept = _without_pins(draft.graph, draft, specs)
     strategies = {
         kept[operation]: MappingProxyType(dict(chosen))
@@ -42,16 +42,6 @@ def finish(draft: Draft, request: Request) -> Plan:
     )
     found = account(plan)
     return attrs.evolve(plan, comms=found.all_comms, seconds=found.total)
-
-
-def _specs(draft: Draft) -> dict[Value, DTensorSpec]:
-    """The spec of every value; where one was given, that one, since it knows the order of shards."""
-    specs = dict(draft.placed)
-    for operation in draft.graph.operations:
-        for value in operation.tensors:
-            fixed = draft.fixed.get(operation)
-            specs[value] = fixed[1] if fixed else draft.spec(value)
-    return specs
 
 
 def _without_pins(

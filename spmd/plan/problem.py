@@ -41,13 +41,14 @@ class AxisChoice:
 
 
 @attrs.frozen(eq=False)
-class _Use:
+class Use:
     """One operation that takes a value, at one or several operand positions."""
 
     operation: Operation
     positions: tuple[int, ...]
 
     def wanted(self, strategy: Strategy) -> tuple[Placement, ...]:
+        """The placements in which a strategy takes the value."""
         return tuple(dict.fromkeys(strategy.operands[position] for position in self.positions))
 
 
@@ -60,6 +61,7 @@ class AxisProblem:
         machine: its costs.
         preview: guessed placements of values on axes that are planned later.
         acquire: how many shards may be acquired for one value.
+        only: operations that are not free to choose, with their strategies.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class AxisProblem:
         machine: Machine,
         preview: Mapping[Value, States] | None = None,
         acquire: int = 2,
+        only: Mapping[Operation, Strategy] | None = None,
     ) -> None:
         self.draft = draft
         self.axis = axis
@@ -77,6 +80,7 @@ class AxisProblem:
         self._move_costs: dict[tuple[tuple[int, ...], int], MoveCost] = {}
         self.machine = machine
         self.strategies = all_candidates(draft, axis)
+        self.strategies.update({operation: (strategy,) for operation, strategy in (only or {}).items()})
         self.variables = {operation: index for index, operation in enumerate(draft.graph.operations)}
         self.domains = [len(self.strategies[operation]) for operation in draft.graph.operations]
         self.hubs: dict[Value, tuple[int, tuple[Hub, ...]]] = {}
@@ -114,21 +118,23 @@ class AxisProblem:
     def _moves(
         self, value: Value, strategies: Mapping[Operation, Strategy], choices: Sequence[int]
     ) -> tuple[Move, ...]:
-        source = self._source(value, strategies)
+        source = self.source(value, strategies)
         if value in self.hubs:
             variable, hubs = self.hubs[value]
-            return plan_moves(source, hubs[choices[variable]], self._move_cost(value))[0]
+            return plan_moves(source, hubs[choices[variable]], self.move_cost(value))[0]
         (use,) = self.uses[value]
         (wanted,) = use.wanted(strategies[use.operation])
         return () if Hub(frozenset([source])).offers(wanted) else ((source, wanted),)
 
-    def _move_cost(self, value: Value) -> MoveCost:
+    def move_cost(self, value: Value) -> MoveCost:
+        """Times of moving a value along the axis."""
         key = (self.cost.sizes[value], value.meta.dtype.itemsize)
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
         return self._move_costs[key]
 
-    def _source(self, value: Value, strategies: Mapping[Operation, Strategy]) -> Placement:
+    def source(self, value: Value, strategies: Mapping[Operation, Strategy]) -> Placement:
+        """The placement in which a value is produced."""
         if value in self.producers:
             operation, position = self.producers[value]
             return strategies[operation].results[position]
@@ -149,13 +155,13 @@ class AxisProblem:
         operation, position = self.producers[value]
         return tuple(strategy.results[position] for strategy in self.strategies[operation])
 
-    def _edge_tables(self, value: Value, use: _Use) -> Iterator[Table]:
+    def _edge_tables(self, value: Value, use: Use) -> Iterator[Table]:
         (position,) = use.positions
         wanted = tuple(strategy.operands[position] for strategy in self.strategies[use.operation])
-        costs = edge_table(self._sources(value), wanted, self._move_cost(value))
+        costs = edge_table(self._sources(value), wanted, self.move_cost(value))
         yield self._table(value, self.variables[use.operation], costs)
 
-    def _hub_tables(self, value: Value, uses: Sequence[_Use]) -> Iterator[Table]:
+    def _hub_tables(self, value: Value, uses: Sequence[Use]) -> Iterator[Table]:
         sources = self._sources(value)
         options = [tuple(map(use.wanted, self.strategies[use.operation])) for use in uses]
         wanted = dict.fromkeys(state for option in options for states in option for state in states)
@@ -163,7 +169,7 @@ class AxisProblem:
         hub = len(self.domains)
         self.domains.append(len(hubs))
         self.hubs[value] = (hub, hubs)
-        yield self._table(value, hub, hub_table(sources, hubs, self._move_cost(value)))
+        yield self._table(value, hub, hub_table(sources, hubs, self.move_cost(value)))
         for use, option in zip(uses, options, strict=True):
             yield Table((self.variables[use.operation], hub), offer_table(option, hubs))
 
@@ -174,12 +180,12 @@ class AxisProblem:
         return Table((self.variables[self.producers[value][0]], variable), costs)
 
 
-def _uses(draft: Draft) -> dict[Value, list[_Use]]:
-    uses: dict[Value, list[_Use]] = {}
+def _uses(draft: Draft) -> dict[Value, list[Use]]:
+    uses: dict[Value, list[Use]] = {}
     for operation in draft.graph.operations:
         positions: dict[Value, list[int]] = {}
         for position, value in enumerate(operation.operands):
             positions.setdefault(value, []).append(position)
         for value, found in positions.items():
-            uses.setdefault(value, []).append(_Use(operation, tuple(found)))
+            uses.setdefault(value, []).append(Use(operation, tuple(found)))
     return uses
