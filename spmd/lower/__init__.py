@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from spmd.collectives.redistribute import redistribution
 from spmd.lower.emit import emit
@@ -46,7 +47,8 @@ def lower(
 
     def build(coordinate: Coordinate) -> fx.GraphModule:
         graph, constants = emit(plan, rules, names, coordinate)
-        return fx.GraphModule(constants, optimize(graph, chosen), "LocalProgram")
+        # Runtimes take the graph; torch's own text of it is made if somebody asks for it.
+        return _LazyGraphModule(constants, optimize(graph, chosen), "LocalProgram")
 
     return LocalProgram(
         name=name,
