@@ -107,6 +107,10 @@ def markdown(reports: Mapping[str, Report]) -> str:
         "",
         *_table(("entry", "reason"), _skipped(reports)),
         "",
+        "Operators that have no rule and no decomposition, and run replicated:",
+        "",
+        *_table(("operator", "entries"), _fallbacks(reports)),
+        "",
         "## Every entry",
         "",
         "Right combinations (of all, where some are not), and in brackets those without a collective.",
@@ -197,6 +201,16 @@ def _skipped(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
     for outcome in first.outcomes:
         if outcome.status is Status.SKIPPED:
             yield outcome.name, outcome.reason
+
+
+def _fallbacks(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+    found: dict[str, set[str]] = {}
+    for report in reports.values():
+        for outcome in report.outcomes:
+            for operator in outcome.fallbacks:
+                found.setdefault(operator, set()).add(outcome.name)
+    for operator in sorted(found):
+        yield operator, ", ".join(sorted(found[operator]))
 
 
 def _entries(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:

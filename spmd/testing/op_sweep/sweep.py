@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -122,7 +123,8 @@ def _has_empty_shard(spec: DTensorSpec) -> bool:
 
 def _text(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]:.300}"
+    said = re.sub(r" at \S+ \(`[^`]*`\)", "", lines[0])  # a line of torch's or of a library: no user's is there
+    return f"{type(error).__name__}: {said:.300}"
 
 
 @attrs.frozen(eq=False)
