@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from spmd.rules import RULES, Rule
 from spmd.testing.op_sweep.cases import entries
-from spmd.testing.rule_check.prove import prove, record_all, tasks
+from spmd.testing.rule_check.prove import prepare, prove, record_all, tasks
 from spmd.testing.rule_check.tables import Proof, write_markdown
 
 _DESCRIPTION = """\
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None, rules: Mapping[torch._ops.OpOve
     options = _parser().parse_args(arguments)
     console = Console()
     torch.set_num_threads(1)
+    prepare()
     with Progress(console=console, transient=True) as progress:
         recorded: Mapping[torch._ops.OpOverload, object] = {}
         if not options.handmade:
