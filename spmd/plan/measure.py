@@ -1,0 +1,119 @@
+"""Timings of what the cost model has constants for: products, copies and collectives of a mesh that runs.
+
+Sizes are fixed; a time is the median of several runs.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+
+import attrs
+import torch
+
+from spmd.collectives import virtual
+from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.errors import MeshError
+from spmd.mesh import Mesh, Runtime
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CPU_ORDER, _ACCELERATOR_ORDER = 512, 8192
+"""Orders of square matrices: what fits a core's cache, and what fills an accelerator."""
+
+_CPU_COPY, _ACCELERATOR_COPY = 2**27, 2**30
+"""Bytes to copy: more than caches hold."""
+
+_SMALL, _LARGE = 2**10, 2**25
+"""Bytes that all ranks together bring to a collective."""
+
+
+@attrs.frozen
+class Link:
+    """What collectives along one mesh axis cost.
+
+    Args:
+        bandwidth: bytes a second that a rank sends.
+        latency: seconds that a collective takes besides its bytes.
+    """
+
+    bandwidth: float
+    latency: float
+
+
+def measure_products(mesh: Mesh) -> dict[torch.dtype, float]:
+    """Floating-point operations a second of a rank, by dtype; dtypes that the device does not multiply are left out."""
+    _check_runs(mesh)
+    order = _CPU_ORDER if mesh.device.type == "cpu" else _ACCELERATOR_ORDER
+    rates = {}
+    for dtype in _DTYPES:
+        try:
+            matrix = torch.ones(order, order, dtype=dtype, device=mesh.device)
+            result = matrix @ matrix
+        except (RuntimeError, TypeError):
+            continue
+        seconds = median_seconds(lambda a=matrix, out=result: torch.mm(a, a, out=out))  # type: ignore[misc]
+        rates[dtype] = 2 * order**3 / seconds / _sharing(mesh)
+    return rates
+
+
+def measure_copies(mesh: Mesh) -> float:
+    """Bytes a second that a rank reads and writes."""
+    _check_runs(mesh)
+    count = _CPU_COPY if mesh.device.type == "cpu" else _ACCELERATOR_COPY
+    source = torch.ones(count, dtype=torch.uint8, device=mesh.device)
+    target = torch.empty_like(source)
+    return 2 * count / median_seconds(lambda: target.copy_(source)) / _sharing(mesh)
+
+
+def measure_link(mesh: Mesh, axis: str) -> Link:
+    """Bandwidth and latency of collectives along an axis: the line through the times of a small and a large one."""
+    _check_runs(mesh)
+    sent, seconds = [], []
+    for total in (_SMALL, _LARGE):
+        count = max(total // 4 // mesh.size, 1)
+        sent.append(ring_bytes(StepKind.ALL_REDUCE, mesh.axis_size(axis), 4 * count))
+        seconds.append(median_seconds(_all_reduce(mesh, axis, count)))
+    slope, intercept = statistics.linear_regression(sent, seconds)
+    if slope <= 0:  # a disturbed run: then the bandwidth that was reached, latency included
+        return Link(sent[-1] / seconds[-1], min(seconds))
+    return Link(1 / slope, max(intercept, 0.0))
+
+
+def memory_of(mesh: Mesh) -> int | None:
+    """Bytes of memory of a rank; None where the system does not tell."""
+    _check_runs(mesh)
+    if mesh.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(mesh.device).total_memory) // _sharing(mesh)
+    if mesh.device.type != "cpu" or not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _sharing(mesh)
+
+
+def median_seconds(run: Callable[[], object]) -> float:
+    """The median time of several runs, the device's work included."""
+    from torch.utils.benchmark import Timer  # slow to import: only when something is measured
+
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.1).median
+
+
+def _all_reduce(mesh: Mesh, axis: str, count: int) -> Callable[[], object]:
+    """A sum along an axis of `count` floats on every rank; the one place that knows how a mesh runs collectives."""
+    shards = [torch.ones(count, device=mesh.device) for _ in range(mesh.size)]
+    return lambda: virtual.run(
+        torch.ops.spmd.all_reduce.default, mesh, [((shard, "sum", [axis]), {}) for shard in shards]
+    )
+
+
+def _sharing(mesh: Mesh) -> int:
+    """How many ranks share one process and its device."""
+    return mesh.size if mesh.runtime is Runtime.VIRTUAL else 1
+
+
+def _check_runs(mesh: Mesh) -> None:
+    if mesh.runtime is not Runtime.VIRTUAL:
+        raise MeshError(
+            f"{mesh} is {mesh.runtime.value}: nothing runs on it that could be measured. Use "
+            "make_mesh(..., runtime='virtual'), or a machine with known constants: Machine.preset('h100_nvlink')."
+        )

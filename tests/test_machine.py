@@ -1,0 +1,165 @@
+"""Machines: what their constants mean, where the named ones come from, and that measuring finds plausible ones."""
+
+import json
+import math
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+import spmd
+from spmd import Machine, P, PlanError, TensorMeta
+from spmd.collectives.traffic import record_traffic
+from spmd.plan import measure
+from spmd.plan.machine import PRESETS, TF32_FLOPS
+
+DOCS = Path(__file__).parents[1] / "docs" / "planning.md"
+COLUMNS = ("name", "float64", "float32", "TF32", "bfloat16", "float8", "memory", "bandwidth", "link", "latency")
+
+
+def table_of_presets():
+    """The markdown table: Tflop/s by dtype, GB, GB/s between memory and processor, GB/s sent, microseconds."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS)]
+    for name, machine in PRESETS.items():
+        rates = {**dict(machine.dtype_flops), "tf32": TF32_FLOPS.get(name, 0)}
+        dtypes = ("float64", "float32", "tf32", "bfloat16", "float8_e4m3fn")
+        cells = [f"{rates[dtype] / 1e12:.4g}" if rates.get(dtype) else "-" for dtype in dtypes]
+        sizes = (machine.memory_capacity, machine.memory_bandwidth, machine.link_bandwidth)
+        rows.append((f"`{name}`", *cells, *(f"{size / 1e9:.4g}" for size in sizes), f"{machine.latency * 1e6:g}"))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_documented_table_is_the_presets():
+    assert table_of_presets() in DOCS.read_text()
+
+
+def test_the_default_is_that_of_the_study():
+    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None)
+    assert expected == attrs.astuple(Machine())
+    assert 5e14 == Machine().rate(torch.bfloat16) == Machine().rate(torch.float64)
+
+
+def test_an_operator_takes_the_longer_of_arithmetic_and_traffic():
+    machine = Machine(flops=10.0, memory_bandwidth=4.0, dtype_flops={torch.bfloat16: 40.0, "float32": 20.0})
+    assert 100 / 10 == machine.compute_seconds(100, 1) == machine.compute_seconds(100, 1, torch.float64)
+    assert 100 / 20 == machine.compute_seconds(100, 1, torch.float32) == machine.compute_seconds(100, 1, torch.cfloat)
+    assert 100 / 40 == machine.compute_seconds(100, 1, torch.bfloat16)
+    assert 400 / 4 == machine.compute_seconds(100, 400, torch.bfloat16)
+
+
+def test_a_collective_takes_the_time_of_its_slowest_links():
+    machine = Machine(link_bandwidth=100.0, latency=1.0, axis_bandwidth={"far": 10.0}, axis_latency={"far": 5.0})
+    assert 1 + 200 / 100 == machine.collective_seconds(("near",), 200)
+    assert 5 + 200 / 10 == machine.collective_seconds(("far",), 200) == machine.collective_seconds(("near", "far"), 200)
+    assert 0.5 + 200 / 100 == Machine(100, 1, 100, latency=1, axis_latency={"a": 0.5}).collective_seconds(("a",), 200)
+
+
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [
+        ({"flops": 0}, r"Machine flops must be positive \(got 0\)"),
+        ({"memory_bandwidth": math.nan}, "memory_bandwidth must be positive"),
+        ({"axis_bandwidth": {"data": -1.0}}, r"axis_bandwidth\['data'\] must be positive"),
+        ({"axis_latency": {"data": -1.0}}, r"axis_latency\['data'\] must not be negative"),
+        ({"dtype_flops": {"bfloat16": 0}}, r"dtype_flops\['bfloat16'\] must be positive"),
+        ({"dtype_flops": {"bf16": 1.0}}, r"must name dtypes of torch, as 'bfloat16' \(got 'bf16'\)"),
+        ({"memory_capacity": -1}, "memory_capacity must be positive"),
+        ({"latency": -1}, "latency must not be negative"),
+    ],
+)
+def test_impossible_constants_are_refused(constants, message):
+    with pytest.raises(PlanError, match=message):
+        Machine(**constants)
+
+
+def test_unknown_presets_are_refused():
+    with pytest.raises(PlanError, match=r"Unknown machine 'h100'\. Expected one of h100_nvlink, h200, a100"):
+        Machine.preset("h100")
+    with pytest.raises(PlanError, match="Machine 'cpu' has no TF32 units; h100_nvlink, h200, a100 have"):
+        Machine.preset("cpu", tf32=True)
+
+
+def test_presets_take_changes():
+    machine = Machine.preset("h100_nvlink", axis_bandwidth={"data": 5e10}, axis_latency={"data": 5e-6})
+    assert (5e10, 450e9) == (dict(machine.axis_bandwidth)["data"], machine.link_bandwidth)
+    tf32 = Machine.preset("a100", tf32=True)
+    assert (156e12, 312e12) == (tf32.rate(torch.float32), tf32.rate(torch.bfloat16))
+    assert tf32.rate(torch.float64) == Machine.preset("a100").rate(torch.float64) == 19.5e12
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_narrower_numbers_are_not_slower(name):
+    machine = PRESETS[name]
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    assert sorted(map(machine.rate, dtypes)) == list(map(machine.rate, dtypes))
+    assert machine.rate(torch.float64) > machine.memory_bandwidth > machine.link_bandwidth
+
+
+def test_machines_are_values_that_json_can_hold():
+    for machine in (Machine(), *PRESETS.values()):
+        assert machine == Machine(**json.loads(json.dumps(attrs.asdict(machine))))
+        assert machine in {machine}
+
+
+def seconds_of_product(machine, dtype):
+    """Predicted seconds of one large product."""
+    x = TensorMeta((4096, 4096), dtype)
+    mesh = spmd.make_mesh({"data": 8}, runtime="abstract")
+    return spmd.jit(torch.mm, (P("data"), P()), P("data"), mesh=mesh, machine=machine).plan(x, x).seconds
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "model": 4}, {"data": 1}])
+def test_a_virtual_mesh_can_be_measured(axes):
+    mesh = spmd.make_mesh(axes, runtime="virtual")
+    machine = Machine.measure(mesh)
+    names = {axis for axis, size in axes.items() if size > 1}
+    assert names == set(dict(machine.axis_bandwidth)) == set(dict(machine.axis_latency))
+    assert {"float64", "float32", "bfloat16"} <= set(dict(machine.dtype_flops))
+    assert machine.memory_capacity is None or machine.memory_capacity > 2**20
+    # What any computer of these years does, and none: far limits, since others may be at work on this one.
+    assert all(1e5 < rate < 1e15 for _, rate in machine.dtype_flops)
+    assert 1e6 < machine.memory_bandwidth < 1e14
+    assert all(1e4 < rate < 1e14 for _, rate in machine.axis_bandwidth)
+    assert all(0 <= time < 10 for _, time in machine.axis_latency)
+    for axis in names:
+        seconds = [machine.collective_seconds((axis,), size) for size in (0, 2**10, 2**20)]
+        assert seconds == sorted(set(seconds))
+    assert 0 < seconds_of_product(machine, torch.float32) < math.inf
+
+
+def test_the_constants_of_a_link_are_those_of_its_times(monkeypatch):
+    def seconds(run):
+        with record_traffic() as traffic:
+            run()
+        return 3e-5 + traffic.sent() / 2e9
+
+    monkeypatch.setattr(measure, "median_seconds", seconds)
+    mesh = spmd.make_mesh({"data": 2, "model": 4}, runtime="virtual")
+    for axis in mesh.names:
+        link = measure.measure_link(mesh, axis)
+        assert (2e9, 3e-5) == (pytest.approx(link.bandwidth), pytest.approx(link.latency))
+
+
+def test_the_ranks_of_a_virtual_mesh_share_what_the_process_does(monkeypatch):
+    monkeypatch.setattr(measure, "median_seconds", lambda run: run() is None or 0.5)
+    alone, shared = (spmd.make_mesh({"data": size}, runtime="virtual") for size in (1, 4))
+    assert 2 * 512**3 / 0.5 == measure.measure_products(alone)[torch.float32]
+    assert {dtype: rate / 4 for dtype, rate in measure.measure_products(alone).items()} == measure.measure_products(
+        shared
+    )
+    assert measure.measure_copies(alone) == 4 * measure.measure_copies(shared) == 2 * 2**27 / 0.5
+    assert measure.memory_of(alone) // 4 == measure.memory_of(shared)
+
+
+def test_a_disturbed_measurement_still_gives_a_machine(monkeypatch):
+    times = iter([2.0, 1.0])
+    monkeypatch.setattr(measure, "median_seconds", lambda run: next(times))
+    link = measure.measure_link(spmd.make_mesh({"data": 2}, runtime="virtual"), "data")
+    assert (2**25 / 2, 1.0) == (link.bandwidth, link.latency)
+
+
+def test_a_mesh_that_does_not_run_cannot_be_measured():
+    mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+    with pytest.raises(spmd.MeshError, match="is abstract: nothing runs on it that could be measured"):
+        Machine.measure(mesh)
