@@ -109,6 +109,14 @@ def seconds_of_product(machine, dtype):
     return spmd.jit(torch.mm, (P("data"), P()), P("data"), mesh=mesh, machine=machine).plan(x, x).seconds
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_plan_takes_the_rate_of_its_dtype(dtype):
+    work, traffic = 2 * 4096**3 / 8, 4096 * (4096 + 2 * 512) * dtype.itemsize
+    machine = Machine.preset("h100_nvlink")
+    assert work / machine.rate(dtype) == pytest.approx(seconds_of_product(machine, dtype))
+    assert max(work / 5e14, traffic / 3e12) == pytest.approx(seconds_of_product(Machine(), dtype))
+
+
 @pytest.mark.parametrize("axes", [{"data": 2, "model": 4}, {"data": 1}])
 def test_a_virtual_mesh_can_be_measured(axes):
     mesh = spmd.make_mesh(axes, runtime="virtual")

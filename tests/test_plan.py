@@ -18,8 +18,8 @@ from spmd import P, TensorMeta
 from spmd.graph import Operation, Value
 from spmd.plan import Plan
 from spmd.plan.bodies import trace_body
-from spmd.plan.cost import flops
 from spmd.plan.elimination import TooWideError
+from spmd.plan.flops import flops
 
 WIDTH, TOKENS, RANKS = 4096, 1024, 8
 PARAMETER = WIDTH * 4 * WIDTH * 4

@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from spmd.collectives.traffic import StepKind, ring_bytes
-from spmd.graph import Graph, Operation, Value, map_leaves
+from spmd.graph import Graph, Operation, Value
 from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.bodies import body_collectives
 from spmd.plan.draft import Draft, States, flat_shape, shrink
+from spmd.plan.flops import arithmetic_dtype, flops
 from spmd.plan.machine import Machine
 from spmd.plan.markers import REDISTRIBUTE
 from spmd.rules.strategy import Strategy
-
-_ATTENTION_FLOPS = {
-    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g, q, k, v)
-    ),
-}
-"""Formulas that torch's registry lacks."""
-
-
-def flops(operation: Operation) -> float:
-    """Floating-point operations of the unsharded operator; 0 where memory traffic is all that counts."""
-    packet = operation.op.overloadpacket
-    formula: Any = _ATTENTION_FLOPS.get(packet.__name__) or flop_registry.get(packet)
-    if formula is None:
-        return 0.0
-    shapes = map_leaves(lambda leaf: leaf.meta.shape if isinstance(leaf, Value) else leaf, operation.args)
-    results = [None if result is None else result.meta.shape for result in operation.results]
-    return float(formula(*shapes, out_val=results if len(results) > 1 else results[0]))
 
 
 def is_pointwise(operation: Operation) -> bool:
@@ -127,7 +107,7 @@ class LocalCost:
                 share = after[state.dim] / before[state.dim]
             if value not in self.fused:
                 traffic += math.prod(after) * value.meta.dtype.itemsize
-        seconds = self.machine.compute_seconds(self.flops[operation] * share, traffic)
+        seconds = self.machine.compute_seconds(self.flops[operation] * share, traffic, arithmetic_dtype(operation))
         return seconds + self._body_seconds(operation, strategy, axis)
 
     def planned_seconds(self, operation: Operation) -> float:
@@ -138,7 +118,7 @@ class LocalCost:
         traffic = sum(
             math.prod(self.sizes[value]) * value.meta.dtype.itemsize for value in values if value not in self.fused
         )
-        return self.machine.compute_seconds(self.flops[operation], traffic)
+        return self.machine.compute_seconds(self.flops[operation], traffic, arithmetic_dtype(operation))
 
     def _is_free(self, operation: Operation) -> bool:
         return operation in self.draft.fixed or operation.op is REDISTRIBUTE or operation.is_view

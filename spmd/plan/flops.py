@@ -1,0 +1,290 @@
+"""The arithmetic of one call of an operator; of the others memory traffic is all that counts.
+
+torch's `torch.utils.flop_counter` has formulas for matrix products, convolutions and fused attention; this adds what it
+lacks: matrix-vector products, factorizations and solvers, Fourier transforms, distances, causal masks. A product and a
+sum are two operations. Sorts, scans, reductions, softmax, normalisation, pooling, indexing, losses and optimizers have
+no formula: they do a few operations an element, less than the memory behind any processor can feed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from spmd.graph import Operation, Value, map_leaves
+from spmd.rules.rule import Call
+from spmd.spec import TensorMeta
+
+Formula: TypeAlias = Callable[[Call], float]
+
+
+def flops(operation: Operation) -> float:
+    """Floating-point operations of the unsharded operation, in reals; 0 where memory traffic is all that counts."""
+    if not has_formula(operation.op):
+        return 0.0
+    result = operation.tensors[0]
+    if result not in _known:
+        _known[result] = count_flops(operation.call())
+    return _known[result]
+
+
+_known: WeakKeyDictionary[Value, float] = WeakKeyDictionary()
+"""Counts by the first result: while a program is planned, operations get other operands of the same shapes, and keep
+their results."""
+
+
+def has_formula(op: torch._ops.OpOverload) -> bool:
+    """Whether the arithmetic of an operator is counted."""
+    return op._schema.name in FORMULAS or op.overloadpacket in flop_registry
+
+
+def count_flops(call: Call) -> float:
+    """Floating-point operations of a call of an operator that has a formula, in reals.
+
+    A complex product and sum are eight real operations, four times those of reals.
+    """
+    formula = FORMULAS.get(call.op._schema.name, _torch_count)
+    complex_products = call.operands[0].dtype.is_complex and formula is not _fourier
+    return float(formula(call) * (4 if complex_products else 1))
+
+
+def arithmetic_dtype(operation: Operation) -> torch.dtype | None:
+    """The dtype that an operation computes in: that of its first tensor; None if it has none."""
+    return operation.operands[0].meta.dtype if operation.operands else None
+
+
+def _torch_count(call: Call) -> float:
+    """torch's own count; some of its formulas want shapes, some tensors."""
+    results = [_meta_tensor(result) for result in call.results]
+    args, kwargs = map_leaves(_meta_tensor, (call.args, dict(call.kwargs)))
+    formula: Any = flop_registry[call.op.overloadpacket]
+    return float(formula(*args, **kwargs, out_val=results if len(results) > 1 else results[0]))
+
+
+def _meta_tensor(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, TensorMeta) else leaf
+
+
+def _shape(call: Call, name: str) -> tuple[int, ...]:
+    return call.argument(name).shape  # type: ignore[no-any-return]
+
+
+def _inner_products(matrix: str) -> Formula:
+    """Every element of one operand takes part in one product and one sum."""
+    return lambda call: 2 * math.prod(_shape(call, matrix))
+
+
+def _batched_product(call: Call) -> float:
+    return 2 * math.prod(_shape(call, "batch1")) * _shape(call, "batch2")[-1]
+
+
+def _trilinear(call: Call) -> float:
+    """Two products and a sum for every index of the three operands together."""
+    shapes = []
+    for number in "123":
+        shape = list(_shape(call, f"i{number}"))
+        for dim in call.argument(f"expand{number}"):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    return 3 * math.prod(torch.broadcast_shapes(*shapes))
+
+
+def _convolution_backward(call: Call) -> float:
+    """As much as the forward for each of the two gradients; torch's formula counts groups as if they were one."""
+    x, weight, grad = (list(_shape(call, name)) for name in ("input", "weight", "grad_output"))
+    forward = conv_flop_count(x, weight, grad, call.argument("transposed"))
+    return sum(call.argument("output_mask")[:2]) * forward
+
+
+def _scaled_product(call: Call) -> float:
+    return 2 * math.prod(_shape(call, "self")) * _shape(call, "mat2")[-1]
+
+
+def _attention(call: Call) -> float:
+    return sdpa_flop_count(*(operand.shape for operand in call.operands[:3])) * _attended(call)
+
+
+def _attention_backward(call: Call) -> float:
+    """The scores once more, and two products for each of the two products of the forward."""
+    return sdpa_backward_flop_count(*(operand.shape for operand in call.operands[:4])) * _attended(call)
+
+
+def _logits(call: Call) -> float:
+    """The product of a batch with the weights of a linear layer, the first two operands."""
+    return 2 * math.prod(call.operands[0].shape) * call.operands[1].shape[0]
+
+
+def _chunked_cross_entropy(call: Call) -> float:
+    """The logits, and as much again for the gradient of the batch and of the weights."""
+    return _logits(call) * (1 + sum(call.argument(f"compute_{name}_grad") for name in ("input", "linear_weight")))
+
+
+def _attended(call: Call) -> float:
+    """The part of all pairs of query and key that is not masked: of n queries and n keys, (n + 1) / 2n if causal."""
+    queries, keys = _shape(call, "query")[-2], _shape(call, "key")[-2]
+    if not call.argument("is_causal") or not queries * keys:
+        return 1.0
+    corner = min(queries, keys)
+    return (corner * (corner + 1) / 2 + (queries - corner) * keys) / (queries * keys)
+
+
+def _distances(call: Call) -> float:
+    """A difference, a power and a sum for every coordinate of every pair of points from two sets; so its gradient."""
+    distances = call.results[0] if call.op._schema.name == "aten::_cdist_forward" else call.argument("cdist")
+    return 3.0 * distances.numel * _shape(call, "x1")[-1]
+
+
+def _own_pairs(call: Call) -> float:
+    """The same for every pair of points from one set."""
+    points, coordinates = _shape(call, "self")
+    return 3 * coordinates * points * (points - 1) / 2
+
+
+def _matrices(name: str, formula: Callable[[int, int, Call], float]) -> Formula:
+    """A formula of the rows and columns of the matrices in a batch."""
+
+    def count(call: Call) -> float:
+        *batch, rows, columns = _shape(call, name)
+        return math.prod(batch) * formula(rows, columns, call) if rows * columns else 0.0
+
+    return count
+
+
+def _squares(name: str, factor: float) -> Formula:
+    """A number of operations that is cubic in the order of square matrices."""
+    return _matrices(name, lambda n, _, call: factor * n**3)
+
+
+def _solution(matrix: str, factor: float) -> Formula:
+    """So many operations for each element of a row of the matrix, for each element of the solution."""
+    return lambda call: factor * _shape(call, matrix)[-1] * call.results[0].numel
+
+
+def _lu(rows: int, columns: int, call: Call | None = None) -> float:
+    short, long = sorted((rows, columns))
+    return short**2 * (long - short / 3)
+
+
+def _qr(rows: int, columns: int, call: Call | None = None) -> float:
+    """Householder's triangle, with the reflectors left as they are."""
+    return 2 * _lu(rows, columns)
+
+
+def _explicit_q(rows: int, columns: int, reflectors: int) -> float:
+    return 4 * rows * columns * reflectors - 2 * (rows + columns) * reflectors**2 + 4 / 3 * reflectors**3
+
+
+def _apply_q(rows: int, reflectors: int, columns: float) -> float:
+    """A product of reflectors of so many rows with a matrix of so many columns."""
+    return 2 * columns * reflectors * (2 * rows - reflectors)
+
+
+def _full_qr(rows: int, columns: int, call: Call) -> float:
+    mode, short = call.argument("mode"), min(rows, columns)
+    width = {"r": 0, "reduced": short, "complete": rows}[mode]
+    return _qr(rows, columns) + (_explicit_q(rows, width, short) if width else 0)
+
+
+def _singular_values(rows: int, columns: int, vectors: bool, full: bool) -> float:
+    """By way of a QR factorization, which is the cheaper way for tall matrices."""
+    short, long = sorted((rows, columns))
+    if not vectors:
+        return 2 * long * short**2 + 2 * short**3
+    return 4 * long**2 * short + 22 * short**3 if full else 6 * long * short**2 + 20 * short**3
+
+
+def _svd(rows: int, columns: int, call: Call) -> float:
+    return _singular_values(rows, columns, call.argument("compute_uv"), call.argument("full_matrices"))
+
+
+def _pinv(rows: int, columns: int, call: Call) -> float:
+    factors = 9 * rows**3 if call.argument("hermitian") else _singular_values(rows, columns, True, False)
+    return factors + 2 * rows * columns * min(rows, columns)
+
+
+def _least_squares(rows: int, columns: int, call: Call) -> float:
+    short, right = min(rows, columns), call.results[0].numel * rows / call.operands[0].numel
+    return _qr(rows, columns) + _apply_q(max(rows, columns), short, right) + short**2 * right
+
+
+def _reflect(call: Call) -> float:
+    *batch, rows, columns = _shape(call, "input3")
+    if not call.argument("left"):
+        rows, columns = columns, rows
+    return math.prod(batch) * _apply_q(rows, _shape(call, "input2")[-1], columns)
+
+
+def _fourier(call: Call) -> float:
+    """5 n log2 n for complex lines of n, half of that where one side is real; lines of several dims count as one."""
+    source, result = call.operands[0], call.results[0]
+    meta = source if source.numel >= result.numel else result  # the longer side: of a real one the other is half
+    points = math.prod(meta.shape[dim] for dim in call.argument("dim"))
+    factor = 5 if source.dtype.is_complex and result.dtype.is_complex else 2.5
+    return factor * math.prod(meta.shape) * math.log2(max(points, 1))
+
+
+def _table(rows: Mapping[str, Formula]) -> dict[str, Formula]:
+    named = {name: formula for names, formula in rows.items() for name in names.split()}
+    return {name if "::" in name else f"aten::{name}": formula for name, formula in named.items()}
+
+
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention",
+            "fused_attention_overrideable")  # fmt: skip
+
+_PRODUCTS = _table({
+    "mv dot vdot": _inner_products("self"),
+    "addmv": _inner_products("mat"),
+    "addbmm": _batched_product,
+    "_scaled_mm_v2": _scaled_product,
+    "_trilinear": _trilinear,
+    "convolution_backward": _convolution_backward,
+    " ".join(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS): _attention,
+    " ".join(f"_scaled_dot_product_{kernel}_backward" for kernel in _KERNELS): _attention_backward,
+    "torch_nn::_linear_cross_entropy_batch_chunked": _chunked_cross_entropy,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _logits,
+    "_cdist_forward _cdist_backward": _distances,
+    "_pdist_forward": _own_pairs,
+    "_pdist_backward": lambda call: 2 * _own_pairs(call),  # each pair adds to both of its points
+    "_fft_c2c _fft_r2c _fft_c2r": _fourier,
+})  # fmt: skip
+
+_FACTORIZATIONS = _table({
+    "cholesky linalg_cholesky_ex linalg_ldl_factor_ex": _squares("self", 1 / 3),
+    "linalg_lu linalg_lu_factor_ex _linalg_det _linalg_slogdet": _matrices("A", _lu),
+    "geqrf": _matrices("self", _qr),
+    "linalg_qr": _matrices("A", _full_qr),
+    "linalg_householder_product": _matrices("input", lambda m, n, call: _explicit_q(m, n, _shape(call, "tau")[-1])),
+    "ormqr": _reflect,
+    "_linalg_svd": _matrices("A", _svd),
+    "_linalg_eigh": _matrices("A", lambda n, _, call: (9 if call.argument("compute_v") else 4 / 3) * n**3),
+    "_linalg_eigvals": _squares("self", 10),
+    "linalg_eig": _squares("self", 25),
+    "linalg_matrix_exp": _squares("self", 10),  # five products; how many squarings follow depends on the values
+})  # fmt: skip
+
+_SOLVERS = _table({
+    "linalg_inv_ex": _squares("A", 2),
+    "cholesky_inverse": _squares("self", 2 / 3),
+    "linalg_pinv": _matrices("self", _pinv),
+    "_linalg_solve_ex": lambda call: _matrices("A", _lu)(call) + _solution("A", 2)(call),
+    "linalg_lu_solve": _solution("LU", 2),
+    "linalg_ldl_solve": _solution("LD", 2),
+    "cholesky_solve": _solution("input2", 2),
+    "linalg_solve_triangular": _solution("self", 1),
+    "triangular_solve": _solution("A", 1),
+    "linalg_lstsq": _matrices("self", _least_squares),
+})  # fmt: skip
+
+FORMULAS: Mapping[str, Formula] = MappingProxyType({**_PRODUCTS, **_FACTORIZATIONS, **_SOLVERS})
+"""Formulas that torch's registry lacks, or that refine it, by the operator's name.
+
+Leading terms of the counts in Golub and Van Loan, "Matrix Computations" (3rd edition, 1996): Cholesky 4.2, LU 3.2, QR
+5.2, SVD 5.4.5, symmetric eigenvalues 8.3, others 7.5; of Q applied or written out and of inverses, LAPACK Working Note
+41; of the matrix exponential, Bader, Blanes and Casas (2019). Fourier transforms as benchFFT counts them.
+"""
