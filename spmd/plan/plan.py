@@ -16,6 +16,7 @@ from spmd.plan.account import account
 from spmd.plan.causes import Cause, find_causes
 from spmd.plan.comm import Comm
 from spmd.plan.document import Document, make_document, read, save
+from spmd.plan.explain import Explanation, explain
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.memory import Memory, measure
@@ -63,6 +64,18 @@ class Plan:
     def order(self) -> tuple[str, ...]:
         """The mesh axes of more than one rank in the order in which they were planned; () if nothing was."""
         return tuple(next(iter(self.strategies.values()), ()))
+
+    def explain(self, what: str | Value | Operation, *, exact: bool = False) -> Explanation:
+        """Why a value lies as it does: the alternatives and their cost, what its neighbours want, what is given.
+
+        Args:
+            what: a value by its name in `print(plan)`, a value, or an operation, of which the first result is meant.
+            exact: also plan each mesh axis anew around every alternative, for true differences in seconds and bytes.
+
+        Raises:
+            PlanError: the plan has no such value; says which names are close.
+        """
+        return explain(self, what, exact=exact)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON that a person can read; equal plans give equal bytes.
