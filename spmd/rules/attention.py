@@ -31,11 +31,10 @@ def _forward(call: Call) -> Rule:
 
 
 def _backward(call: Call) -> Rule:
-    results = [_QUERY, _KEY, _VALUE, _MASK]
-    if any(argument.name == "grad_input_mask" for argument in call.op._schema.arguments):
-        results = [term for term, asked in zip(results, call.argument("grad_input_mask"), strict=True) if asked]
+    mask = call.argument("grad_input_mask", [True] * 3)
+    results = [term for term, asked in zip((_QUERY, _KEY, _VALUE, _MASK), mask, strict=False) if asked]
     denominators = {"logsumexp": _logsumexp(call.argument("logsumexp"))}
-    return _attention(call, denominators, results[: len(call.results)], "b h g", sum="b h g")
+    return _attention(call, denominators, results, "b h g", sum="b h g")
 
 
 def _cpu_forward(call: Call) -> Rule:

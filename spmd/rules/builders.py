@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -12,6 +12,8 @@ from spmd.placement import Reduction
 from spmd.rules.notation import Rows, finish, operand_names, spell, tensor_arguments, term
 from spmd.rules.rule import Axes, Body, Call, Factors, Rule
 from spmd.spec import TensorMeta
+
+T = TypeVar("T")
 
 
 def dim_names(count: int) -> tuple[str, ...]:
@@ -133,8 +135,15 @@ def batched(operands: str, results: str, *rows: Rows, size_argument: int | None 
 def nothing(_: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
     """Zeros for every result, each made from all operands: a rank must not drop the moves that others run."""
     tensors = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
-    made = tuple(sum(x.new_zeros(meta.shape, dtype=meta.dtype) for x in tensors) for meta in call.results)
-    return made[0] if len(call.op._schema.returns) == 1 else made
+    made = (sum(x.new_zeros(meta.shape, dtype=meta.dtype) for x in tensors) for meta in call.results)
+    if len(call.op._schema.returns) == 1:
+        return next(made)
+    return tuple(next(made) if wanted else None for wanted in call.argument("output_mask", [True] * len(call.results)))
+
+
+def asked(call: Call, *gradients: T) -> tuple[T | None, ...]:
+    """Of all gradients, those for which the call asks."""
+    return tuple(x if wanted else None for x, wanted in zip(gradients, call.argument("output_mask"), strict=True))
 
 
 def vanish(axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:

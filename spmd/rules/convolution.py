@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from spmd.placement import Partial, Placement, Replicate, Shard
+from spmd.rules.builders import asked
 from spmd.rules.halo import Halo
 from spmd.rules.notation import by_call, factors
 from spmd.rules.partial import increasing, linear
@@ -17,7 +18,6 @@ from spmd.rules.rule import Axes, Body, Call, Row, Rule, table
 
 aten = torch.ops.aten
 
-T = TypeVar("T")
 _Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
@@ -37,16 +37,11 @@ def _convolution(call: Call) -> Rule:
 
 def _convolution_backward(call: Call) -> Rule:
     image, weight, result, bias = _terms(call)
-    asked = _asked(call, image, weight, bias)
-    pattern = f"{result}, {image}, {weight} -> {', '.join(term for term in asked if term)}"
+    results = ", ".join(term for term in asked(call, image, weight, bias) if term)
+    pattern = f"{result}, {image}, {weight} -> {results}"
     rows = (_linear_backward, _cut_space_backward)
     # The bias' gradient has no factor c and is no sum over it: every rank computes all of it.
     return factors(pattern, *rows, sum="n o", independent="c", bodies={"g": _backward})
-
-
-def _asked(call: Call, *gradients: T) -> tuple[T | None, ...]:
-    """Of the gradients of image, weight and bias, those that the call asks for."""
-    return tuple(x if wanted else None for x, wanted in zip(gradients, call.argument("output_mask"), strict=True))
 
 
 def _linear_backward(call: Call) -> Iterator[Row]:
@@ -113,7 +108,7 @@ def _backward(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *
     options = args[1:-1]
     channels = grad.shape[1] if options[3] else x.shape[1]
     dx, dw, db = _differentiate(grad, x, weight, _grouped(options, channels, weight))
-    return _asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), _cropped(db, grad.shape[1:2]))
+    return asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), _cropped(db, grad.shape[1:2]))
 
 
 def _halo(call: Call, dim: int, axes: Axes) -> Halo:
@@ -166,7 +161,7 @@ def _backward_over(dim: int) -> Body:
             dx, dw, _ = _differentiate(_least(grad), window, weight, local)
             dx = halo.scatter(dx, x.shape[dim]) if call.argument("output_mask")[0] else dx
         bias = grad.sum([dim for dim in range(grad.ndim) if dim != 1])
-        return _asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), bias)
+        return asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), bias)
 
     return body
 
@@ -180,7 +175,7 @@ def _cut_space(call: Call) -> Iterator[Row]:
 def _cut_space_backward(call: Call) -> Iterator[Row]:
     for dim in range(2, call.operands[0].ndim):
         placed: tuple[Placement, ...] = (Shard(dim), Partial("sum"), Partial("sum"))
-        results = tuple(placement for placement in _asked(call, *placed) if placement is not None)
+        results = tuple(placement for placement in asked(call, *placed) if placement is not None)
         yield Row((Shard(dim), Shard(dim), Replicate()), results, _backward_over(dim))
 
 

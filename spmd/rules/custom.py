@@ -121,22 +121,13 @@ class CustomOperator:
         return next(free, None)
 
 
-def custom_operator(
-    op: Any,
-    pattern: str,
-    *rows: Rows,
-    sum: str = "",
-    max: str = "",
-    min: str = "",
-    replicate: str = "",
-    independent: str = "",
-    backward: Any = None,
-) -> CustomOperator:
+def custom_operator(op: Any, pattern: str, *rows: Rows, backward: Any = None, **kinds: str) -> CustomOperator:
     """An operator of your own, from one factor pattern.
 
     Args:
         op: what `torch.library.custom_op` made, or an operator; its results are tensors.
-        pattern, rows, sum, max, min, replicate, independent: as in `factors`. Each operand in `pattern` is one tensor.
+        pattern, rows: as in `factors`. Each operand in `pattern` is one tensor.
+        kinds: `sum`, `max`, `min`, `replicate` and `independent`, as in `factors`.
         backward: the operator of its gradient. It takes a cotangent for every result and then all arguments of `op`,
             and gives the gradients of the first tensors among these, or of all.
 
@@ -150,10 +141,10 @@ def custom_operator(
     torch.Size([2, 3])
     """
     parsed = Pattern.parse(pattern)
-    fixed = frozenset(f"{max} {min} {replicate} {independent}".split())
-    rule = factors(pattern, *rows, sum=sum, max=max, min=min, replicate=replicate, independent=independent)
+    fixed = frozenset(word for kind, words in kinds.items() if kind != "sum" for word in words.split())
+    rule = factors(pattern, *rows, **kinds)  # type: ignore[arg-type]
     gradient = None if backward is None else _gradient(_overload(backward), parsed, fixed)
-    return CustomOperator(_overload(op), parsed, rule, fixed | set(sum.split()), gradient)
+    return CustomOperator(_overload(op), parsed, rule, fixed | set(kinds.get("sum", "").split()), gradient)
 
 
 def _gradient(op: torch._ops.OpOverload, forward: Pattern, fixed: frozenset[str]) -> CustomOperator:

@@ -19,20 +19,16 @@ aten = torch.ops.aten
 _COMBINED: Mapping[str, Reduction] = {"sum": "sum", "add": "sum", "amax": "max", "amin": "min"}
 
 
-def _given(call: Call, name: str, otherwise: Any) -> Any:
-    return call.argument(name) if any(argument.name == name for argument in call.op._schema.arguments) else otherwise
-
-
 def _includes(call: Call) -> bool:
     """Whether what a place holds counts beside what is written there."""
-    return bool(_given(call, "include_self", True))
+    return bool(call.argument("include_self", True))
 
 
 def _combination(call: Call) -> Reduction | None:
     """How a place combines what it holds with all that is written there; None if it does not, or in no simple way."""
-    if call.op in (aten.scatter_add.default, aten.index_add.default) or _given(call, "accumulate", False):
+    if call.op in (aten.scatter_add.default, aten.index_add.default) or call.argument("accumulate", False):
         return "sum"
-    return _COMBINED.get(_given(call, "reduce", "")) if _includes(call) else None
+    return _COMBINED.get(call.argument("reduce", "")) if _includes(call) else None
 
 
 def _written(call: Call, pattern: str, own: str, *rows: Rows, share: bool = True) -> Rule:
@@ -56,7 +52,7 @@ def _flows(source: str) -> Rows:
     }
 
     def rows(call: Call) -> Iterator[Row]:
-        reduce = _given(call, "reduce", None)
+        reduce = call.argument("reduce", None)
         flows = through[_COMBINED.get(reduce) if reduce is not None else _combination(call)]
         if reduce == "mean":
             flows = (linear(both),)

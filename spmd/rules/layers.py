@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from spmd.rules.builders import nothing
+from spmd.rules.builders import asked, nothing
 from spmd.rules.notation import by_call, factors
 from spmd.rules.partial import linear
-from spmd.rules.rule import Axes, Call, Rule, table
+from spmd.rules.rule import Call, Rule, table
 
 _SUM, _MAX = 0, 2  # the modes of an embedding bag
 
@@ -31,18 +29,12 @@ def _bags_backward(ignored: int) -> Rule:
 
 
 def _grid_gradients(call: Call) -> Rule:
-    """Of the image, a sum over the grid, and of the grid, a sum over channels."""
+    """Of the image, a sum over the grid, and of the grid, a sum over channels; torch's kernel wants at least one."""
     space = call.operands[1].ndim - 2
     grid, image = " ".join("dhw"[-space:]), f"n c{' _' * space}"
-    asked = [term for term, wanted in zip((image, f"n {grid} _"), call.argument("output_mask"), strict=False) if wanted]
-    pattern = f"n c {grid}, {image}, n {grid} _ -> {', '.join(asked)}"
+    results = ", ".join(term for term in asked(call, image, f"n {grid} _") if term)
+    pattern = f"n c {grid}, {image}, n {grid} _ -> {results}"
     return factors(pattern, linear("grad_output"), sum=f"c {grid}")
-
-
-def _no_grid(_: Axes, call: Call, *args: Any) -> Any:
-    """Zeros: torch's kernel refuses images without channels."""
-    made = iter(nothing((), call, *args))
-    return tuple(next(made) if wanted else None for wanted in call.argument("output_mask"))
 
 
 LAYERS = table({
@@ -52,5 +44,5 @@ LAYERS = table({
     "_embedding_bag_per_sample_weights_backward": factors("_ d, _ d, _, _, _ -> _", linear("grad", "weight"), sum="d"),
     "_pdist_forward": factors("_ _ -> _"),
     "_pdist_backward": factors("_, _ d, _ -> _ d", linear("grad")),
-    "grid_sampler_2d_backward grid_sampler_3d_backward": by_call(_grid_gradients, empty=_no_grid),
+    "grid_sampler_2d_backward grid_sampler_3d_backward": by_call(_grid_gradients, empty=nothing),
 })  # fmt: skip

@@ -17,8 +17,7 @@ def _solver(pattern: str, *rows: Rows) -> Rule:
     """
 
     def choose(call: Call) -> Rule:
-        sides = any(argument.name == "left" for argument in call.op._schema.arguments)
-        left = not sides or call.argument("left")
+        left = call.argument("left", True)
         return factors(pattern if left else pattern.replace("_ c", "c _"), *rows, independent="c")
 
     return by_call(choose, empty=vanish)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmd.collectives import psum
-from spmd.rules.builders import dim_names, nothing, rule, vanish
+from spmd.rules.builders import asked, dim_names, nothing, rule, vanish
 from spmd.rules.notation import by_call, factors, spell, term
 from spmd.rules.partial import increasing, linear
 from spmd.rules.reductions import widen
@@ -34,6 +34,15 @@ def _normalized(x: Tensor, dims: _Dims, count: int, eps: float, axes: Axes) -> t
     return centered * inverse, mean, inverse, variance
 
 
+def _differentiated(
+    grad: Tensor, normal: Tensor, inverse: Tensor, dims: _Dims, count: int, axes: Axes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of what was normalized, and the sums over `dims` of `grad`, and of that times `normal`."""
+    sums = torch.stack([t.sum(dims, keepdim=True) for t in (grad, grad * normal)])
+    total, moment = psum(sums, axes).unbind()
+    return inverse * (grad - total / count - normal * (moment / count)), total, moment
+
+
 def _affine(x: Tensor, weight: _Vector, bias: _Vector) -> Tensor:
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
@@ -43,11 +52,10 @@ def _finished(call: Call, *results: Tensor) -> _Results:
     return tuple(result.to(meta.dtype) for result, meta in zip(results, call.results, strict=True))
 
 
-def _asked(call: Call, *gradients: Tensor) -> _Gradients:
-    """Of all gradients, those that the call asks for, in the dtypes that it gives them."""
-    mask = call.argument("output_mask")
+def _gradients(call: Call, *gradients: Tensor) -> _Gradients:
+    """Of the gradients of input, weight and bias, those that the call asks for, in the dtypes that it gives them."""
     metas = iter(call.results)
-    return tuple(x.to(next(metas).dtype) if wanted else None for x, wanted in zip(gradients, mask, strict=True))
+    return tuple(None if x is None else x.to(next(metas).dtype) for x in asked(call, *gradients))
 
 
 def _column(vector: _Vector, x: Tensor) -> Any:
@@ -71,9 +79,8 @@ def _layer(call: Call) -> Rule:
 
 def _layer_backward(call: Call) -> Rule:
     x, statistic, parameter, leading = _terms(call)
-    results = zip((x, parameter, parameter), call.argument("output_mask"), strict=True)
-    asked = ", ".join(result for result, wanted in results if wanted)
-    pattern = f"{x}, {x}, {statistic}, {statistic}, {parameter}, {parameter} -> {asked}"
+    results = ", ".join(result for result in asked(call, x, parameter, parameter) if result is not None)
+    pattern = f"{x}, {x}, {statistic}, {statistic}, {parameter}, {parameter} -> {results}"
     return factors(pattern, linear("grad_out"), sum=leading, bodies={parameter: _layer_norm_backward})
 
 
@@ -103,12 +110,10 @@ def _layer_norm_backward(
 ) -> _Gradients:
     dims, leading = _own_dims(x, shape)
     normal, given = (widen(x) - mean) * rstd, widen(grad)
-    scaled, count = _affine(given, weight, None), math.prod(shape)
+    scaled = _affine(given, weight, None)
     if call.argument("output_mask")[0]:
-        sums = torch.stack([t.sum(dims, keepdim=True) for t in (scaled, scaled * normal)])
-        total, moment = psum(sums, axes).unbind()
-        scaled = rstd * (scaled - total / count - normal * (moment / count))
-    return _asked(call, scaled, *(t.sum(leading) if leading else t for t in (given * normal, given)))
+        scaled = _differentiated(scaled, normal, rstd, dims, math.prod(shape), axes)[0]
+    return _gradients(call, scaled, *(t.sum(leading) if leading else t for t in (given * normal, given)))
 
 
 def _per_channel(call: Call) -> Factors:
@@ -159,19 +164,17 @@ def _batch_norm(axes: Axes, call: Call, x: Tensor, weight: _Vector, bias: _Vecto
 def _batch_norm_backward(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: _Vector, *args: Any) -> _Gradients:
     mean, invstd = args[2], args[3]
     dims, count = _over_channels(call, x)
-    given, normal = widen(grad), (widen(x) - _column(mean, x)) * _column(invstd, x)
-    total, moment = psum(torch.stack([t.sum(dims) for t in (given, given * normal)]), axes).unbind()
-    scale = _column(invstd if weight is None else invstd * weight, x)
-    dx = scale * (given - _column(total / count, x) - normal * _column(moment / count, x))
-    return _asked(call, dx, moment, total)
+    inverse = _column(invstd, x)
+    normal = (widen(x) - _column(mean, x)) * inverse
+    dx, total, moment = _differentiated(widen(grad), normal, inverse, dims, count, axes)
+    return _gradients(call, _affine(dx, _column(weight, x), None), moment.flatten(), total.flatten())
 
 
 def _plain_gradients(_: Axes, call: Call, grad: Tensor, *args: Any) -> _Gradients:
     """Zeros where there are no elements: torch's kernel divides by their number."""
     if grad.numel():
-        return _asked(call, *call.op(grad, *args[:-1], [True] * 3))
-    made = iter(nothing((), call, grad, *args))
-    return tuple(next(made) if wanted else None for wanted in call.argument("output_mask"))
+        return _gradients(call, *call.op(grad, *args[:-1], [True] * 3))
+    return nothing((), call, grad, *args)  # type: ignore[no-any-return]
 
 
 def _own_groups(axes: Axes, call: Call, x: Tensor, weight: _Vector, bias: _Vector, *sizes: Any) -> Any:

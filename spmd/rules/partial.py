@@ -8,6 +8,7 @@ replicated. `linear("self other")` is joint linearity (addition), `linear("self"
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -17,9 +18,11 @@ from spmd.rules.notation import operand_names
 from spmd.rules.rule import Call, Row
 from spmd.spec import TensorMeta
 
-_SUM: tuple[tuple[Reduction, Reduction], ...] = (("sum", "sum"),)
-_UP: tuple[tuple[Reduction, Reduction], ...] = (("max", "max"), ("min", "min"))
-_DOWN: tuple[tuple[Reduction, Reduction], ...] = (("max", "min"), ("min", "max"))
+Through: TypeAlias = tuple[tuple[Reduction, Reduction | None], ...]
+
+_SUM: Through = (("sum", "sum"),)
+_UP: Through = (("max", "max"), ("min", "min"))
+_DOWN: Through = (("max", "min"), ("min", "max"))
 
 
 @attrs.frozen
@@ -30,7 +33,7 @@ class Flow:
     """
 
     groups: tuple[str, ...]
-    through: tuple[tuple[Reduction, Reduction | None], ...]
+    through: Through
     times: str | None = None
 
     def __call__(self, call: Call) -> Iterator[Row]:
@@ -82,9 +85,7 @@ def keeps_min(*groups: str) -> Flow:
     return Flow(groups, (("min", "min"),))
 
 
-def _exchanged(
-    through: tuple[tuple[Reduction, Reduction | None], ...],
-) -> tuple[tuple[Reduction, Reduction | None], ...]:
+def _exchanged(through: Through) -> Through:
     other: dict[Reduction | None, Reduction] = {"max": "min", "min": "max"}
     return tuple((source, other.get(target, target)) for source, target in through)
 

@@ -62,23 +62,18 @@ def derive_strategies(
         RuleError: a factor of an operand that is in no result and neither reduced nor replicated.
     """
     atoms = whole_factors(factors) if atoms is None else atoms
-    known = (None,) * len(factors.operands) if logical is None else logical[0]
-    operands = [_logical_dims(dims, atoms, shape) for dims, shape in zip(factors.operands, known, strict=True)]
-    known = (None,) * len(factors.results) if logical is None else logical[1]
-    results = [_logical_dims(dims, atoms, shape) for dims, shape in zip(factors.results, known, strict=True)]
-    fixed = factors.replicate | _opaque_factors(factors.operands, operands) | _opaque_factors(factors.results, results)
-    strategies = [Strategy((Replicate(),) * len(operands), (Replicate(),) * len(results))]
+    dims = (*factors.operands, *factors.results)
+    known = (None,) * len(dims) if logical is None else (*logical[0], *logical[1])
+    tensors = [_logical_dims(dims, atoms, shape) for dims, shape in zip(dims, known, strict=True)]
+    fixed = factors.replicate | _opaque_factors(dims, tensors)
+    strategies = [Strategy((Replicate(),) * len(factors.operands), (Replicate(),) * len(factors.results))]
     for name in factors.sizes:
-        if name in fixed:
-            continue
-        for index, size in enumerate(atoms[name]):
-            if size > 1:
-                strategies.append(_shard_atom(factors, operands, results, (name, index), len(atoms[name])))
-    for row in factors.rows:
-        strategy = _logical_row(row, operands, results)
-        if strategy is not None:
-            strategies.append(strategy)
-    return tuple(dict.fromkeys(strategies))
+        if name not in fixed:
+            sizes = atoms[name]
+            cut = (index for index, size in enumerate(sizes) if size > 1)
+            strategies += (_shard_atom(factors, tensors, (name, index), len(sizes)) for index in cut)
+    rows = (_logical_row(row, tensors) for row in factors.rows)
+    return tuple(dict.fromkeys([*strategies, *(row for row in rows if row is not None)]))
 
 
 _LogicalDims: TypeAlias = tuple[tuple[tuple[str, int] | None, ...], ...]
@@ -108,13 +103,7 @@ def _opaque_factors(dims: Sequence[FactorDims], logical: Sequence[_LogicalDims])
     )
 
 
-def _shard_atom(
-    factors: Factors,
-    operands: Sequence[_LogicalDims],
-    results: Sequence[_LogicalDims],
-    atom: tuple[str, int],
-    count: int,
-) -> Strategy:
+def _shard_atom(factors: Factors, tensors: Sequence[_LogicalDims], atom: tuple[str, int], count: int) -> Strategy:
     name, index = atom
     in_operand = any(name in names for dims in factors.operands for names in dims)
 
@@ -127,6 +116,7 @@ def _shard_atom(
     if missing and in_operand and name not in known:
         raise RuleError(f"Factor {name!r} is in no result and neither reduced nor replicated (in {factors}).")
     absent: Placement = Partial(factors.reduce[name]) if name in factors.reduce else Replicate()
+    operands, results = tensors[: len(factors.operands)], tensors[len(factors.operands) :]
     return Strategy(
         tuple(place(dims, absent if i in factors.additive else Replicate()) for i, dims in enumerate(operands)),
         tuple(place(dims, absent) for dims in results),
@@ -135,10 +125,10 @@ def _shard_atom(
     )
 
 
-def _logical_row(row: Row, operands: Sequence[_LogicalDims], results: Sequence[_LogicalDims]) -> Strategy | None:
+def _logical_row(row: Row, tensors: Sequence[_LogicalDims]) -> Strategy | None:
     """A written-out row over logical dims; None where it shards a dim of several atoms."""
     placements: list[Placement] = []
-    for placement, dims in zip((*row.operands, *row.results), (*operands, *results), strict=True):
+    for placement, dims in zip((*row.operands, *row.results), tensors, strict=True):
         if isinstance(placement, Shard):
             if len(dims[placement.dim]) != 1:
                 return None
