@@ -49,5 +49,13 @@ POINTWISE = table({
     _INCREASING: pointwise(increasing("self")),
     _BACKWARD: pointwise(linear("grad_output")),
     _INCREASING_BACKWARD: pointwise(carry("grad_output", "grad_out")),
+    "hardshrink softshrink special_log_ndtr": pointwise(increasing("self")),
+    "erfc special_erfcx": pointwise(decreasing("self")),
+    "logaddexp logaddexp2": pointwise(_EITHER),
+    "clamp_max.Tensor": pointwise(increasing("self", "max"), keeps_min("self max")),
+    "clamp_min.Tensor": pointwise(increasing("self", "min"), keeps_max("self min")),
+    "ldexp.Tensor": pointwise(carry("self")),
+    "logit_backward": pointwise(carry("grad_output")),
+    "conj_physical _conj_physical": pointwise(carry("self")),
     "rrelu_with_noise_functional": pointwise(),
 })  # fmt: skip

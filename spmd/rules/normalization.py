@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import attrs
@@ -14,7 +15,7 @@ from spmd.rules.builders import asked, dim_names, nothing, rule, vanish
 from spmd.rules.notation import by_call, factors, spell, term
 from spmd.rules.partial import increasing, linear
 from spmd.rules.reductions import widen
-from spmd.rules.rule import Axes, Call, Factors, Rule, table
+from spmd.rules.rule import Axes, Call, Factors, Row, Rule, table
 from spmd.spec import TensorMeta
 
 _Dims: TypeAlias = tuple[int, ...]
@@ -22,7 +23,11 @@ _Vector: TypeAlias = Tensor | None
 _Results: TypeAlias = tuple[Tensor, ...]
 _Gradients: TypeAlias = tuple[Tensor | None, ...]
 
-_AFFINE = (linear("weight bias:0"), increasing("bias:0"))
+
+def _affine_rows(call: Call) -> Iterator[Row]:
+    """The result is linear in weight and bias together, and nowhere decreasing in the bias."""
+    yield from linear("weight bias:0")(call) if call.argument("weight") is not None else ()
+    yield from increasing("bias:0")(call)
 
 
 def _normalized(x: Tensor, dims: _Dims, count: int, eps: float, axes: Axes) -> tuple[Tensor, ...]:
@@ -74,7 +79,7 @@ def _terms(call: Call) -> tuple[str, str, str, str]:
 def _layer(call: Call) -> Rule:
     x, statistic, parameter, _ = _terms(call)
     pattern = f"{x}, {parameter}, {parameter} -> {x}, {statistic}, {statistic}"
-    return factors(pattern, *_AFFINE, bodies={parameter: _layer_norm})
+    return factors(pattern, _affine_rows, bodies={parameter: _layer_norm})
 
 
 def _layer_backward(call: Call) -> Rule:
@@ -194,10 +199,10 @@ def _group_norm(axes: Axes, call: Call, x: Tensor, weight: _Vector, bias: _Vecto
     return _finished(call, result, mean.squeeze(2), rstd.squeeze(2))
 
 
-_CHANNELS = rule(_per_channel, *_AFFINE, empty=vanish)
+_CHANNELS = rule(_per_channel, _affine_rows, empty=vanish)
 _GROUPED = factors(
     "n (g c) ..., (g c), (g c) -> n (g c) ..., n g, n g",
-    *_AFFINE,
+    _affine_rows,
     bodies={"g": _own_groups, "c ...": _group_norm},
     size_argument=3,  # the operator takes the sizes of its input apart
     empty=vanish,

@@ -43,9 +43,9 @@ def redrawn(example: Example) -> Iterator[Example]:
     """The call with other values, as long as the operator takes them and gives numbers for them."""
     for seed, version in enumerate(_VERSIONS):
         generator = torch.Generator().manual_seed(seed)
-        tensors = [_draw(tensor, version, generator, example.checked) for tensor in example.tensors]
-        args, kwargs = example.arguments(tensors)
         try:
+            tensors = [_draw(tensor, version, generator, example.checked) for tensor in example.tensors]
+            args, kwargs = example.arguments(tensors)
             again = Example.of(example.call.op, args, kwargs, checked=example.checked)
         except FAILURES:
             continue

@@ -61,6 +61,7 @@ UNCHECKED = frozenset(
         *POOLING,
         *(op for op in SPATIAL if "convolution" not in str(op)),
         *(op for op in LOSS if "nll" in str(op)),
+        aten.lu_unpack.default,
         aten.as_strided.default,
         aten.as_strided_scatter.default,
         aten.segment_reduce.default,

@@ -23,6 +23,7 @@ NORMALIZATION = {
     aten.native_layer_norm.default: [
         call(f(4, 2, 5), [5], f(5), f(5), 1e-5),
         call(f(4, 2, 5), [2, 5], None, None, 1e-5),
+        call(f(4, 2, 5), [5], None, f(5), 1e-5),
     ],
     aten.native_layer_norm_backward.default: [
         *norm_backward((True, True, True), f(5), f(5)),

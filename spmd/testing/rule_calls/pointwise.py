@@ -94,6 +94,11 @@ POINTWISE |= each(
         aten.ceil.default,
         aten.trunc.default,
         aten.round.default,
+        aten.hardshrink.default,
+        aten.softshrink.default,
+        aten.special_log_ndtr.default,
+        aten.erfc.default,
+        aten.special_erfcx.default,
     ],
     lambda: [call(f(4, 5)), call(f())],
 )
@@ -105,6 +110,16 @@ POINTWISE |= each(
         aten.hardswish_backward.default,
         aten.hardsigmoid_backward.default,
         aten.mish_backward.default,
+        aten.logaddexp.default,
+        aten.logaddexp2.default,
+        aten.clamp_max.Tensor,
+        aten.clamp_min.Tensor,
+        aten.ldexp.Tensor,
     ],
     lambda: [call(f(4, 5), f(4, 5))],
 )
+POINTWISE |= {
+    aten.logit_backward.default: [call(f(4, 5), f(4, 5).sigmoid()), call(f(4, 5), f(4, 5), 0.1)],
+    aten.conj_physical.default: [call(f(4, 5, dtype=torch.complex128)), call(f(4, 5))],
+    aten._conj_physical.default: [call(f(4, 5, dtype=torch.complex128))],
+}
