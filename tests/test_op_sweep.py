@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spmd.mesh import Mesh
+from spmd.spec import DTensorSpec, TensorMeta
 from spmd.testing.op_sweep.cases import cases, entries, full_name
 from spmd.testing.op_sweep.outcome import BAD, Outcome, Status, summarize
+from spmd.testing.op_sweep.placements import difference
 from spmd.testing.op_sweep.pool import sweep
 from spmd.testing.op_sweep.report import Report, markdown
 from spmd.testing.op_sweep.setups import SETUPS, Setup
@@ -48,6 +51,15 @@ def test_two_axes_and_partial_operands(name: str) -> None:
 def test_what_stays_sharded_is_counted() -> None:
     outcome = sweep_entry(entry("exp"), Setup({"x": 4}, samples=1))
     assert (outcome.combinations, outcome.passed, outcome.local, outcome.sharded) == (2, 2, 1, 1)
+
+
+def test_sums_in_half_precision_are_compared_to_the_size_of_their_terms() -> None:
+    expected = torch.tensor([1000.0, 1.0], dtype=torch.bfloat16)
+    spec = DTensorSpec.replicated(Mesh(("x",), (1,)), TensorMeta.of(expected))
+    held = lambda small: torch.tensor([1000.0, small], dtype=torch.bfloat16)  # noqa: E731
+    assert difference([held(4.0)], spec, expected, True) is None
+    assert "Mismatched elements: 1 / 2" in (difference([held(20.0)], spec, expected, True) or "")
+    assert difference([held(4.0).double()], spec, expected.double(), True) is not None
 
 
 def test_calls_without_a_gradient_are_left_out() -> None:

@@ -46,11 +46,7 @@ def main() -> int:
             given = {"samples": options.samples, "limit": options.combinations}
             setup = attrs.evolve(SETUPS[name], **{key: value for key, value in given.items() if value is not None})
             reports[name] = _run(name, setup, chosen, options, progress)
-    if options.json:
-        options.json.write_text(json.dumps({name: _data(report) for name, report in reports.items()}, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.parent.mkdir(exist_ok=True)
-        options.markdown.write_text(markdown(reports))
+            _write(options, {name: reports[name] for name in SETUPS if name in reports})
     show(reports, Console())
     return int(any(report.bad for report in reports.values()))
 
@@ -65,6 +61,15 @@ def _run(name: str, setup: Setup, chosen: list[Any], options: argparse.Namespace
         progress.update(task, advance=1, description=f"{name}: {outcome.name:.30}")
     progress.update(task, description=name)
     return Report(setup, sorted(outcomes, key=lambda outcome: outcome.name), time.monotonic() - start)
+
+
+def _write(options: argparse.Namespace, reports: dict[str, Report]) -> None:
+    """Write what there is so far."""
+    if options.json:
+        options.json.write_text(json.dumps({name: _data(report) for name, report in reports.items()}, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.parent.mkdir(exist_ok=True)
+        options.markdown.write_text(markdown(reports))
 
 
 def _data(report: Report) -> dict[str, Any]:
