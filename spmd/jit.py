@@ -271,7 +271,7 @@ def jit(
             are copied when they are placed, and stay as they are.
         comms: `"error"` refuses a plan that communicates, or that runs an operator without a rule replicated.
         backend: `"eager"`.
-        machine: cost constants for the planner.
+        machine: cost constants for the planner, as `Machine.preset("h100_nvlink")`.
         rules: sharding rules in place of `spmd.rules.RULES`: `RULES | {my_op: my_rule}`.
         plan: a plan to run by, in place of a search: a `Plan`, or a file that `Plan.save` wrote, for example on an
             abstract mesh. A call for which it was not made is refused.

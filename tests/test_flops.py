@@ -5,7 +5,7 @@ import math
 import attrs
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
 import spmd.rules as rules
 from spmd.graph import Operation, Value, iterate_leaves, map_leaves
@@ -223,3 +223,17 @@ def test_an_operation_keeps_its_count_when_its_operands_are_replaced():
     moved = attrs.evolve(product, args=(Value("x_moved", x.meta), y))
     assert 2 * 4 * 5 * 3 == flops(product) == flops(moved)
     assert 0 == flops(Operation(aten.relu.default, (x,), {}, (Value("r", x.meta),)))
+
+
+@torch.library.custom_op("test_flops::outer", mutates_args=())
+def outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x[:, None] * y
+
+
+def test_an_operator_of_the_users_is_counted_by_the_formula_that_torch_has_for_it(monkeypatch):
+    op = torch.ops.test_flops.outer
+    values = Value("x", meta(4)), Value("y", meta(5))
+    operation = Operation(op.default, values, {}, (Value("z", meta(4, 5)),))
+    assert 0 == flops(operation)
+    monkeypatch.setitem(flop_registry, op, shape_wrapper(lambda x, y, out_shape: x[0] * y[0]))
+    assert 4 * 5 == flops(operation)

@@ -26,7 +26,7 @@ Formula: TypeAlias = Callable[[Call], float]
 
 def flops(operation: Operation) -> float:
     """Floating-point operations of the unsharded operation, in reals; 0 where memory traffic is all that counts."""
-    if not has_formula(operation.op):
+    if not has_formula(operation.op) or not operation.tensors:
         return 0.0
     result = operation.tensors[0]
     if result not in _known:
