@@ -30,8 +30,9 @@ class Report:
     def make_fx(self) -> str | None:
         """How many entries `make_fx` traces, and how many of these pass; None if it was not asked."""
         traced = [outcome for outcome in self.outcomes if outcome.traced]
-        passing = sum(not outcome.unmatched for outcome in traced)
-        return f"make_fx traces {len(traced)} entries; {passing} of them pass" if traced else None
+        others = [f"{outcome.name} ({outcome.status.value})" for outcome in traced if outcome.unmatched]
+        counted = f"make_fx traces {len(traced)} entries; {len(traced) - len(others)} of them pass"
+        return f"{counted}; the others: {', '.join(others) or 'none'}" if traced else None
 
 
 DTENSOR = (
