@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spmd.placement import Partial, Replicate, Shard
+from spmd.rules.builders import whole
 from spmd.rules.lookup import filled, local_index, pick
 from spmd.rules.notation import Rows, by_call, factors
 from spmd.rules.partial import ignores, linear
@@ -111,6 +112,8 @@ def _margin_backward(targets: str) -> Rule:
     """The gradient of a margin loss of scores with classes `c`; targets are of a line or of all its classes."""
 
     def choose(call: Call) -> Rule:
+        if call.argument("self").ndim == 0:
+            return whole(linear("grad_output"))
         batch = "b" if call.argument("self").ndim == 2 else ""
         kind = call.argument("reduction")
         given = targets if batch else targets.replace("b,", "*,").replace("b ", "")

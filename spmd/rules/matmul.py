@@ -28,7 +28,7 @@ def _trilinear(call: Call) -> Rule:
 def _scaled(call: Call) -> Rule:
     """A product of 8-bit floats whose scales belong to a whole tensor, or to rows of the one and columns of the other.
 
-    Scales of blocks tie rows and columns together. A sum that is rounded to 8 bits is none of its parts.
+    Scales of blocks tie rows and columns together. Sums are cut where they are not rounded to fewer bits than float32.
     """
     (rows, _), (_, columns) = (call.argument(name).shape for name in ("self", "mat2"))
     left, right = (scale if isinstance(scale := call.argument(f"scale_{x}"), list) else [scale] for x in "ab")
@@ -36,7 +36,7 @@ def _scaled(call: Call) -> Rule:
         return whole()
     if not all(scale.numel == 1 or scale.shape == (1, columns) for scale in right):
         return whole()
-    fixed = "k" if call.results[0].dtype.itemsize == 1 else ""
+    fixed = "k" if call.results[0].dtype.itemsize < 4 else ""
     return factors("i k, k j, [i _], [_ j], j, _ -> i j", sum="k", additive="bias", replicate=fixed)
 
 

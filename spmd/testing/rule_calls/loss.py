@@ -59,6 +59,7 @@ def margin_backward(multilabel: bool) -> Calls:
         return [
             *(call(f() if r else grad, scores, i(5, 4), 1, 1.0, w, r) for r in _REDUCTIONS for w in weights),
             call(f(), f(5), i(5, 1), 2, 1.0, None, 2),
+            call(f(), f(), torch.tensor(0), 1, 1.0, None, 2),
         ]
     target = torch.tensor([[0, 3, -1, 0, 0], [2, -1, 0, 0, 0], [1, 2, 3, -1, 0], [4, 0, 1, 2, 3]])
     forward, backward = aten.multilabel_margin_loss_forward.default, (f(), f(5), target[0])
