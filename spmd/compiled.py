@@ -17,6 +17,7 @@ from spmd.errors import MeshError, PlanError, RuleError, ShardingError, TraceErr
 from spmd.lower import LocalProgram, lower
 from spmd.mesh import Mesh, Runtime, use_mesh
 from spmd.plan import Request, plan
+from spmd.plan.budget import Budget, parse_budget
 from spmd.plan.machine import Machine
 from spmd.plan.plan import Plan
 from spmd.recorder import where
@@ -75,7 +76,7 @@ class Options:
 
     static_argnums: tuple[int, ...] = attrs.field(converter=_argnums)
     donate_argnums: tuple[int, ...] = attrs.field(converter=_argnums)
-    comms: str = attrs.field(validator=_one_of("allow", "error"))
+    comms: Budget = attrs.field(converter=parse_budget)
     backend: str = attrs.field(validator=_check_backend)
     machine: Machine | None = attrs.field(validator=_check_machine)
     rules: Mapping[Any, Rule] = attrs.field(validator=_check_rules)
@@ -137,7 +138,7 @@ class Compiled:
         """The plan.
 
         Raises:
-            PlanError: under `comms="error"`, a collective or an operator without a rule; a given plan that was made
+            PlanError: the plan sends more than `comms` allows; a given plan that was made
                 for another program, mesh or specs.
         """
         rules = self.options.rules
@@ -153,8 +154,7 @@ class Compiled:
                 donated=self.donated,
             )
         )
-        if self.options.comms == "error":
-            _forbid_communication(found, self.traced.name)
+        self.options.comms.check(found, self.traced.name)
         return found
 
     def _answer(self, request: Request) -> Plan:
@@ -323,22 +323,4 @@ def _refuse_transformed(leaf: Any) -> None:
         raise TraceError(
             f"A jitted function was called under a torch.func transform, at {where(user_source())}. Put the transform "
             "inside: spmd.jit(torch.func.grad(f), in_specs, out_specs)."
-        )
-
-
-def _forbid_communication(found: Plan, name: str) -> None:
-    lines = [
-        f"{comm.kind} over {', '.join(comm.axes)}, {comm.bytes:,.0f} bytes: {comm.cause}, at {comm.source}"
-        for comm in found.comms
-    ]
-    lines += [
-        f"{operation.op} has no sharding rule and runs replicated, at {operation.source}"
-        for operation in found.fallbacks
-    ]
-    if lines:
-        listed = "\n".join(f"  {line}" for line in lines)
-        raise PlanError(
-            f"comms='error' forbids what the plan of {name} does:\n{listed}\n"
-            "  Change the specs or the function, give the operator a rule (rules=RULES | {op: rule}), or allow it: "
-            "comms='allow'."
         )

@@ -23,6 +23,9 @@ from spmd.spec import TensorMeta
 from spmd.trace import Traced, is_tracing
 from spmd.tree import broadcast_prefix, tree_flatten, tree_leaves
 
+Comms = Literal["allow", "error"] | Mapping[str, int | str]
+"""What a plan may send: anything, nothing, or for kinds of collectives how many (an int) or how many bytes (a text)."""
+
 _MISSING: Any = object()
 
 
@@ -52,7 +55,7 @@ class Jitted:
             MeshError: no mesh, an abstract one, or one that differs from an argument's.
             ShardingError: specs that do not fit the arguments, or a DTensor whose spec is not that of `in_specs`.
             TraceError: the function cannot be one static program.
-            PlanError: `comms="error"` and the plan communicates, or `plan` is for something else.
+            PlanError: the plan sends more than `comms` allows, or `plan` is for something else.
         """
         args = self._positional(args, keywords) if keywords else args
         if is_tracing():
@@ -199,7 +202,7 @@ def jit(
     mesh: Mesh | None = ...,
     static_argnums: int | Sequence[int] = ...,
     donate_argnums: int | Sequence[int] = ...,
-    comms: Literal["allow", "error"] = ...,
+    comms: Comms = ...,
     backend: Literal["eager", "inductor"] = ...,
     machine: Machine | None = ...,
     rules: Mapping[Any, Rule] | None = ...,
@@ -217,7 +220,7 @@ def jit(
     mesh: Mesh | None = ...,
     static_argnums: int | Sequence[int] = ...,
     donate_argnums: int | Sequence[int] = ...,
-    comms: Literal["allow", "error"] = ...,
+    comms: Comms = ...,
     backend: Literal["eager", "inductor"] = ...,
     machine: Machine | None = ...,
     rules: Mapping[Any, Rule] | None = ...,
@@ -233,7 +236,7 @@ def jit(
     mesh: Mesh | None = ...,
     static_argnums: int | Sequence[int] = ...,
     donate_argnums: int | Sequence[int] = ...,
-    comms: Literal["allow", "error"] = ...,
+    comms: Comms = ...,
     backend: Literal["eager", "inductor"] = ...,
     machine: Machine | None = ...,
     rules: Mapping[Any, Rule] | None = ...,
@@ -248,7 +251,7 @@ def jit(
     mesh: Mesh | None = None,
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
-    comms: Literal["allow", "error"] = "allow",
+    comms: Comms = "allow",
     backend: Literal["eager", "inductor"] = "eager",
     machine: Machine | None = None,
     rules: Mapping[Any, Rule] | None = None,
@@ -269,7 +272,9 @@ def jit(
         donate_argnums: positions of arguments that the caller will not use again: their memory is freed at their last
             use in the program. A DTensor in such a place is dead after the call, and reading it an error. Plain tensors
             are copied when they are placed, and stay as they are.
-        comms: `"error"` refuses a plan that communicates, or that runs an operator without a rule replicated.
+        comms: what the plan may send. `"error"` refuses a plan that communicates, or that runs an operator without a
+            rule replicated; a mapping limits kinds of collectives: `{"all_gather": 0, "all_reduce": "20MB"}` allows no
+            all_gather, and all_reduces in which a rank sends up to 20 MB a step.
         backend: `"eager"`.
         machine: cost constants for the planner, as `Machine.preset("h100_nvlink")`.
         rules: sharding rules in place of `spmd.rules.RULES`: `RULES | {my_op: my_rule}`.

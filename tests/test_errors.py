@@ -176,10 +176,11 @@ def test_communication_where_it_is_forbidden() -> None:
     f = spmd.jit(total, P("data"), P(), mesh=MESH, comms="error")
     with pytest.raises(spmd.PlanError) as caught:
         f(torch.ones(4))
-    first, comm, remedy = str(caught.value).splitlines()
+    first, comm, pin, remedy = str(caught.value).splitlines()
     assert first == "comms='error' forbids what the plan of total does:"
     assert comm.startswith("  all_reduce over data, 4 bytes: sum gives P(partial={'data': 'sum'}),")
     assert comm.endswith(f"at {line_of(total, 'x.exp().sum()')}")
+    assert pin == "    to avoid it, give result 0 out_specs P(partial={'data': 'sum'}): -0.5 us and -4 bytes a step"
     assert remedy.endswith("or allow it: comms='allow'.")
 
 
@@ -216,7 +217,7 @@ def test_meta_tensor_in_a_call() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"comms": "never"}, r"comms must be one of 'allow', 'error' \(got 'never'\)"),
+        ({"comms": "never"}, r"comms must be one of 'allow', 'error' or a mapping .* \(got 'never'\)"),
         ({"backend": "xla"}, r"backend must be one of 'eager', 'inductor' \(got 'xla'\)"),
         ({"backend": "inductor"}, r"backend='inductor' is not available yet. Use backend='eager'"),
     ],

@@ -66,7 +66,7 @@ def _carry_dim(
     return kept
 
 
-def _physical_dims(dims: Dims, logical: LogicalShape) -> Dims:
+def physical_dims(dims: Dims, logical: LogicalShape) -> Dims:
     """Axes by logical dims, as axes by physical dims."""
     found: list[tuple[str, ...]] = []
     position = 0
@@ -99,7 +99,7 @@ class _Writer:
     def gathered(self, spec: DTensorSpec, logical: LogicalShape) -> tuple[DTensorSpec, DTensorSpec]:
         """What of a physical spec is carried over: as a physical spec, and as a logical one."""
         kept = carry_over(spec, logical, self.order)
-        return attrs.evolve(spec, dims=_physical_dims(kept.dims, logical)), kept
+        return attrs.evolve(spec, dims=physical_dims(kept.dims, logical)), kept
 
     def enter(self, value: Value, spec: DTensorSpec, result: Value, source: Source | None = None) -> DTensorSpec:
         """Bring an unrefined `value` that has a physical spec to `result`, which is refined; the spec of `result`."""

@@ -1,0 +1,35 @@
+"""Amounts of memory as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from spmd.errors import PlanError
+
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_bytes(amount: int | str, what: str) -> int:
+    """A number of bytes from a number or a text with a unit: kB, MB, GB, TB are decimal, KiB, MiB, GiB, TiB binary.
+
+    Args:
+        amount: the number or the text.
+        what: the name of the option, for errors.
+
+    Raises:
+        PlanError: a negative number, a text that is no amount, or something else.
+
+    >>> parse_bytes("80GB", "memory_limit"), parse_bytes("1.5 MiB", "memory_limit"), parse_bytes(7, "memory_limit")
+    (80000000000, 1572864, 7)
+    """
+    if isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
+        return amount
+    if isinstance(amount, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", amount)
+        if found and found[2] in _UNITS:
+            return int(float(found[1]) * _UNITS[found[2]])
+    raise PlanError(
+        f"{what} must be a number of bytes, or a text such as '80GB' or '512MiB' (got {amount!r}). "
+        f"Units are {', '.join(_UNITS)}."
+    )
