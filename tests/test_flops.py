@@ -112,6 +112,13 @@ def test_a_causal_mask_leaves_the_pairs_below_it(queries, keys):
     assert 2.5 * count(forward, q, k, k) == count(backward, *args, False)
 
 
+def test_heads_that_share_keys_count_each():
+    op, queries, keys = aten._scaled_dot_product_flash_attention.default, meta(2, 6, 4, 8), meta(2, 3, 5, 8)
+    assert (
+        count(op, queries, meta(2, 6, 5, 8), meta(2, 6, 5, 8)) == count(op, queries, keys, keys) == 4 * 12 * 4 * 5 * 8
+    )
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_gradients_of_grouped_convolution_are_those_of_its_groups(transposed):
     def backward(groups, channels, mask):

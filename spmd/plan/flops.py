@@ -107,12 +107,18 @@ def _scaled_product(call: Call) -> float:
 
 
 def _attention(call: Call) -> float:
-    return sdpa_flop_count(*(operand.shape for operand in call.operands[:3])) * _attended(call)
+    return sdpa_flop_count(*_every_head(call)) * _attended(call)
 
 
 def _attention_backward(call: Call) -> float:
     """The scores once more, and two products for each of the two products of the forward."""
-    return sdpa_backward_flop_count(*(operand.shape for operand in call.operands[:4])) * _attended(call)
+    return sdpa_backward_flop_count(call.operands[0].shape, *_every_head(call)) * _attended(call)
+
+
+def _every_head(call: Call) -> list[tuple[int, ...]]:
+    """Query, key and value with as many heads as queries have: torch 2.11 counts no groups of heads."""
+    batch_and_heads = _shape(call, "query")[:2]
+    return [(*batch_and_heads, *_shape(call, name)[2:]) for name in ("query", "key", "value")]
 
 
 def _logits(call: Call) -> float:
