@@ -15,6 +15,7 @@ from spmd.mesh import Mesh
 from spmd.plan.account import account
 from spmd.plan.causes import Cause, find_causes
 from spmd.plan.comm import Comm
+from spmd.plan.difference import Difference, difference
 from spmd.plan.document import Document, make_document, read, save
 from spmd.plan.explain import Explanation, explain
 from spmd.plan.layout import Layout
@@ -76,6 +77,10 @@ class Plan:
             PlanError: the plan has no such value; says which names are close.
         """
         return explain(self, what, exact=exact)
+
+    def diff(self, other: Plan) -> Difference:
+        """What another plan does otherwise: values that lie otherwise, collectives, seconds, bytes, memory."""
+        return difference(self, other, (self.memory.peak, other.memory.peak))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON that a person can read; equal plans give equal bytes.
