@@ -70,7 +70,8 @@ def test_collectives_that_repeat_are_counted() -> None:
     def twice(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         return [function(x).sum(0) for function in (torch.sin, torch.cos)]
 
-    gone, new = planned().diff(planned(function=twice)).comms
+    machine = spmd.Machine(latency=0.0)
+    gone, new = planned(machine=machine).diff(planned(function=twice, machine=machine)).comms
     assert (1, 0, 0, 2) == (gone.before, gone.after, new.before, new.after)
     assert str(new).startswith(
         "+ 2 x all_reduce over data, 192 bytes: sum gives P(partial={'data': 'sum'}), the result"
