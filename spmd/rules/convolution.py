@@ -13,7 +13,7 @@ from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.rules.builders import asked
 from spmd.rules.halo import Halo
 from spmd.rules.notation import by_call, factors
-from spmd.rules.partial import increasing, linear
+from spmd.rules.partial import ignores, increasing, linear
 from spmd.rules.rule import Axes, Body, Call, Row, Rule, table
 
 aten = torch.ops.aten
@@ -49,10 +49,8 @@ def _linear_backward(call: Call) -> Iterator[Row]:
     positions = [sum(call.argument("output_mask")[:i]) for i in range(2)]
     image, weight = call.argument("output_mask")[:2]
     yield from linear("grad_output")(call)
-    if weight:
-        yield from linear(f"input:{positions[1]}")(call)
-    if image:
-        yield from linear("weight:0")(call)
+    yield from (linear(f"input:{positions[1]}") if weight else ignores("input"))(call)
+    yield from (linear("weight:0") if image else ignores("weight"))(call)
     if image and weight:
         yield from linear("input weight:0 1")(call)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from spmd.rules.builders import pointwise
 from spmd.rules.partial import carry, decreasing, ignores, increasing, keeps_max, keeps_min, linear
-from spmd.rules.rule import table
+from spmd.rules.rule import Call, Row, table
 
 _EITHER = increasing("self", "other")
 
@@ -24,6 +26,12 @@ _INCREASING_BACKWARD = """
     threshold_backward softplus_backward hardtanh_backward hardsigmoid_backward hardshrink_backward softshrink_backward
 """
 
+
+def _between(call: Call) -> Iterator[Row]:
+    """A point between two numbers is nowhere decreasing in either."""
+    yield from increasing("self", "end")(call) if 0 <= call.argument("weight") <= 1 else ()
+
+
 POINTWISE = table({
     "add.Tensor add.Scalar": pointwise(linear("self other"), increasing("self"), increasing("other", times="alpha")),
     "sub.Tensor sub.Scalar": pointwise(linear("self other"), increasing("self"), decreasing("other", times="alpha")),
@@ -33,7 +41,8 @@ POINTWISE = table({
     "neg": pointwise(linear("self"), decreasing("self")),
     "addcmul": pointwise(linear("self tensor1", "self tensor2"), increasing("self")),
     "addcdiv": pointwise(linear("self tensor1"), increasing("self")),
-    "lerp.Scalar lerp.Tensor": pointwise(linear("self end")),
+    "lerp.Tensor": pointwise(linear("self end")),
+    "lerp.Scalar": pointwise(linear("self end"), _between),
     "where.self": pointwise(carry("self other"), _EITHER),
     "where.ScalarOther": pointwise(linear("self other"), increasing("self")),
     "where.ScalarSelf": pointwise(linear("self other"), increasing("other")),

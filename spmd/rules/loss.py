@@ -11,7 +11,7 @@ from spmd.placement import Partial, Replicate, Shard
 from spmd.rules.builders import whole
 from spmd.rules.lookup import filled, local_index, pick
 from spmd.rules.notation import Rows, by_call, factors
-from spmd.rules.partial import ignores, linear
+from spmd.rules.partial import decreasing, ignores, linear
 from spmd.rules.rule import Axes, Call, Row, Rule, table
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -95,11 +95,20 @@ def _likelihood(call: Call) -> tuple[str, str, str]:
     return scores, targets, targets if call.argument("reduction") == _NONE else ""
 
 
+def _weighted(call: Call) -> Iterator[Row]:
+    """One loss without a weight decreases in the scores; losses and their sum are linear in weights."""
+    reduction = call.argument("reduction")
+    if call.argument("weight") is not None and reduction != _MEAN:
+        yield from linear("weight:0" if reduction == _NONE else "weight:0 1")(call)
+    elif call.argument("weight") is None and (reduction == _NONE or call.argument("self").ndim == 1):
+        yield from decreasing("self:0")(call)
+
+
 def _nll_forward_rule(call: Call) -> Rule:
     scores, targets, loss = _likelihood(call)
     fixed = f"{targets} c" if call.argument("reduction") == _MEAN else "c"
     pattern = f"{scores}, {targets}, c -> {loss}, "
-    return factors(pattern, linear("self:0"), _cut_classes, sum=targets, replicate=fixed)
+    return factors(pattern, linear("self:0"), _weighted, _cut_classes, sum=targets, replicate=fixed)
 
 
 def _nll_backward_rule(call: Call) -> Rule:

@@ -13,7 +13,7 @@ from torch import Tensor
 from spmd.collectives import psum
 from spmd.rules.builders import asked, dim_names, nothing, rule, vanish
 from spmd.rules.notation import by_call, factors, spell, term
-from spmd.rules.partial import increasing, linear
+from spmd.rules.partial import ignores, increasing, linear
 from spmd.rules.reductions import widen
 from spmd.rules.rule import Axes, Call, Factors, Row, Rule, table
 from spmd.spec import TensorMeta
@@ -28,6 +28,11 @@ def _affine_rows(call: Call) -> Iterator[Row]:
     """The result is linear in weight and bias together, and nowhere decreasing in the bias."""
     yield from linear("weight bias:0")(call) if call.argument("weight") is not None else ()
     yield from increasing("bias:0")(call)
+
+
+def _scaled(call: Call) -> Iterator[Row]:
+    """The gradient of the input is linear in the weight, and the others do not read it."""
+    yield from (linear("weight:0") if call.argument("output_mask")[0] else ignores("weight"))(call)
 
 
 def _normalized(x: Tensor, dims: _Dims, count: int, eps: float, axes: Axes) -> tuple[Tensor, ...]:
@@ -86,7 +91,9 @@ def _layer_backward(call: Call) -> Rule:
     x, statistic, parameter, leading = _terms(call)
     results = ", ".join(result for result in asked(call, x, parameter, parameter) if result is not None)
     pattern = f"{x}, {x}, {statistic}, {statistic}, {parameter}, {parameter} -> {results}"
-    return factors(pattern, linear("grad_out"), sum=leading, bodies={parameter: _layer_norm_backward})
+    return factors(
+        pattern, linear("grad_out"), _scaled, ignores("bias"), sum=leading, bodies={parameter: _layer_norm_backward}
+    )
 
 
 def _own_dims(x: Tensor, shape: list[int]) -> tuple[_Dims, _Dims]:
@@ -208,11 +215,19 @@ _GROUPED = factors(
     empty=vanish,
 )
 
+
+def _running(call: Call) -> Iterator[Row]:
+    """Running statistics move towards those of the batch, which do not depend on them."""
+    if call.argument("training") and 0 <= call.argument("momentum") <= 1:
+        yield from increasing("running_mean:3", "running_var:4")(call)
+
+
 NORMALIZATION = table({
     "native_layer_norm": by_call(_layer),
     "native_layer_norm_backward": by_call(_layer_backward),
     "native_group_norm": _GROUPED,
-    "native_batch_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional": _CHANNELS,
+    "native_batch_norm _native_batch_norm_legit.no_stats": _CHANNELS,
+    "_native_batch_norm_legit_functional": rule(_per_channel, _affine_rows, _running, empty=vanish),
     "_native_batch_norm_legit_no_training _batch_norm_with_update_functional": _CHANNELS,
-    "native_batch_norm_backward": rule(_per_channel, linear("grad_out"), empty=_plain_gradients),
+    "native_batch_norm_backward": rule(_per_channel, linear("grad_out"), _scaled, empty=_plain_gradients),
 })  # fmt: skip
