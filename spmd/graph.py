@@ -43,7 +43,7 @@ class Value:
         return f"%{self.name}: {self.meta}"
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)  # cached properties of a class with slots are slow
 class Operation:
     """One call of one operator.
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
-from itertools import combinations
+from collections.abc import Hashable, Iterable, Sequence
 
 import attrs
 import torch
@@ -51,7 +50,7 @@ class Solution:
     cost: float
 
 
-def minimize(domains: Sequence[int], tables: Iterable[Table], max_cells: int = MAX_CELLS) -> Solution:
+def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = MAX_CELLS) -> Solution:
     """The assignment that minimises the sum of the tables.
 
     Ties break towards the lower choice of the variable that is decided first; nothing depends on hashes.
@@ -66,40 +65,48 @@ def minimize(domains: Sequence[int], tables: Iterable[Table], max_cells: int = M
         PlanError: no assignment has a finite cost.
     """
     buckets = _Buckets(domains, tables)
-    order: list[tuple[int, Table]] = []
+    order: list[tuple[int, tuple[int, ...], torch.Tensor]] = []
     for variable in buckets.elimination_order(max_cells):
-        joined = buckets.join(variable)
-        order.append((variable, joined))
-        buckets.replace(variable, _minimize_out(joined, variable))
+        rest, eliminated = buckets.eliminate(variable)
+        order.append((variable, rest, eliminated.best))
     cost = buckets.constant
     if not math.isfinite(cost):
         raise PlanError("No assignment of strategies satisfies the given specs and constraints.")
     choices = [0] * len(domains)
-    for variable, table in reversed(order):
-        position = table.variables.index(variable)
-        index = tuple(slice(None) if i == position else choices[v] for i, v in enumerate(table.variables))
-        choices[variable] = int(torch.argmin(table.costs[index]))
+    for variable, rest, best in reversed(order):
+        choices[variable] = int(best[tuple(choices[other] for other in rest)])
     return Solution(tuple(choices), cost)
 
 
-def _minimize_out(table: Table, variable: int) -> Table:
-    position = table.variables.index(variable)
-    rest = table.variables[:position] + table.variables[position + 1 :]
-    return Table(rest, table.costs.amin(position))
+@attrs.frozen(eq=False)
+class _Eliminated:
+    """What is left of a bucket: the least cost for every combination of the neighbours, and the choice that has it.
+
+    The tables of the bucket are kept, because buckets are known by the identity of their tables.
+    """
+
+    costs: torch.Tensor
+    best: torch.Tensor
+    bucket: tuple[torch.Tensor, ...]
 
 
 class _Buckets:
     """The tables that are left, by variable, and the sum of those that no variable is left in."""
 
-    def __init__(self, domains: Sequence[int], tables: Iterable[Table]) -> None:
+    def __init__(self, domains: Sequence[int], tables: Sequence[Table]) -> None:
         self.domains = domains
+        self.logs = [math.log(count) if count else 0.0 for count in domains]
         self.constant = 0.0
         self.tables: list[dict[int, Table]] = [{} for _ in domains]
         self.neighbours: list[set[int]] = [set() for _ in domains]
         self.count = 0
+        self.known: dict[Hashable, _Eliminated] = {}
+        views: dict[Hashable, torch.Tensor] = {}  # of equal tables, without variables that have one choice
         for table in tables:
             kept = tuple(variable for variable in table.variables if domains[variable] > 1)
-            self._add(Table(kept, table.costs.reshape([domains[variable] for variable in kept])))
+            shape = tuple(domains[variable] for variable in kept)
+            costs = views.setdefault((id(table.costs), shape), table.costs.reshape(shape))
+            self._add(Table(kept, costs))
 
     def _add(self, table: Table) -> None:
         if not table.variables:
@@ -136,21 +143,45 @@ class _Buckets:
 
     def _score(self, variable: int) -> float:
         """The logarithm of the table's size, and of the pairs that become neighbours (weighted min-fill)."""
-        logs = {other: math.log(self.domains[other]) for other in sorted(self.neighbours[variable])}
-        size = math.log(self.domains[variable]) + sum(logs.values())
-        fill = sum(logs[a] * logs[b] for a, b in combinations(logs, 2) if b not in self.neighbours[a])
+        logs, neighbours = self.logs, sorted(self.neighbours[variable])
+        size, fill = logs[variable], 0.0
+        for position, other in enumerate(neighbours):
+            size += logs[other]
+            near = self.neighbours[other]
+            apart = [logs[third] for third in neighbours[position + 1 :] if third not in near]
+            fill += logs[other] * sum(apart)
         return size + FILL_WEIGHT * fill
 
-    def join(self, variable: int) -> Table:
-        """The sum of all tables that mention a variable."""
-        scope = tuple(sorted({variable, *self.neighbours[variable]}))
-        total = torch.zeros([1] * len(scope), dtype=torch.float64)
-        # Small tables first: sums over few variables stay small until the last ones widen them.
-        for _, table in sorted(self.tables[variable].items(), key=lambda item: (item[1].costs.numel(), item[0])):
-            total = total + table.costs.reshape([self.domains[v] if v in table.variables else 1 for v in scope])
-        return Table(scope, total.expand([self.domains[v] for v in scope]))
+    def eliminate(self, variable: int) -> tuple[tuple[int, ...], _Eliminated]:
+        """Put the message of a variable in place of all tables that mention it; returns the message's variables.
 
-    def replace(self, variable: int, message: Table) -> None:
+        Layers that are alike have buckets of the same tables in the same places, which are joined once.
+        """
+        scope = tuple(sorted({variable, *self.neighbours[variable]}))
+        place = {other: index for index, other in enumerate(scope)}
+        # Small tables first: sums over few variables stay small until the last ones widen them.
+        bucket = [
+            table
+            for _, table in sorted(self.tables[variable].items(), key=lambda item: (item[1].costs.numel(), item[0]))
+        ]
+        key = (place[variable], *((id(table.costs), *map(place.__getitem__, table.variables)) for table in bucket))
+        if key not in self.known:
+            total = self._join(scope, bucket)
+            costs, best = total.min(place[variable])
+            self.known[key] = _Eliminated(costs, best.to(torch.int16), tuple(table.costs for table in bucket))
+        found = self.known[key]
+        rest = tuple(other for other in scope if other != variable)
+        self._replace(variable, Table(rest, found.costs))
+        return rest, found
+
+    def _join(self, scope: tuple[int, ...], bucket: Sequence[Table]) -> torch.Tensor:
+        """The sum of tables over the variables of all of them."""
+        total = torch.zeros([1] * len(scope), dtype=torch.float64)
+        for table in bucket:
+            total = total + table.costs.reshape([self.domains[v] if v in table.variables else 1 for v in scope])
+        return total.expand([self.domains[v] for v in scope])
+
+    def _replace(self, variable: int, message: Table) -> None:
         """Put `message` in place of all tables that mention a variable."""
         for key, table in self.tables[variable].items():
             for other in table.variables:

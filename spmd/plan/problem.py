@@ -141,9 +141,12 @@ class AxisProblem:
         return self.draft.placed[value].placement(self.axis)
 
     def _tables(self) -> Iterator[Table]:
+        known: dict[tuple[float, ...], torch.Tensor] = {}  # equal tables are one, by which equal layers are known
         for operation, variable in self.variables.items():
-            seconds = [self.cost.seconds(operation, s, self.axis) for s in self.strategies[operation]]
-            yield Table((variable,), torch.tensor(seconds, dtype=torch.float64))
+            seconds = tuple(self.cost.seconds(operation, s, self.axis) for s in self.strategies[operation])
+            if seconds not in known:
+                known[seconds] = torch.tensor(seconds, dtype=torch.float64)
+            yield Table((variable,), known[seconds])
         for value, uses in self.uses.items():
             single = len(uses) == 1 and len(uses[0].positions) == 1
             yield from self._edge_tables(value, uses[0]) if single else self._hub_tables(value, uses)
