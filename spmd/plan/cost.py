@@ -57,13 +57,15 @@ class LocalCost:
         machine: the machine.
         draft: the program.
         fused: values without memory traffic.
-        sizes: the logical shapes of all values on the axes planned so far.
+        states: the placements of all values on the axes planned so far and, as guessed, on later ones.
+        sizes: the logical shapes of all values on these axes.
         flops: arithmetic of every operation on the axes planned so far.
     """
 
     machine: Machine
     draft: Draft
     fused: frozenset[Value]
+    states: Mapping[Value, States]
     sizes: Mapping[Value, tuple[int, ...]]
     flops: Mapping[Operation, float]
 
@@ -85,6 +87,7 @@ class LocalCost:
             machine,
             draft,
             fused_values(draft.graph),
+            states,
             {value: draft.sizes_at(value, found) for value, found in states.items()},
             {
                 operation: amount * _share(draft, operation, preview) if amount else 0.0
@@ -94,6 +97,8 @@ class LocalCost:
 
     def seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
         """Time of an operation that takes `strategy` on one more mesh axis."""
+        if operation.op is REDISTRIBUTE and operation not in self.draft.fixed:
+            return self._redistribution_seconds(operation, strategy, axis)
         if self._is_free(operation):
             return 0.0
         traffic = 0
@@ -119,6 +124,19 @@ class LocalCost:
             math.prod(self.sizes[value]) * value.meta.dtype.itemsize for value in values if value not in self.fused
         )
         return self.machine.compute_seconds(self.flops[operation], traffic, arithmetic_dtype(operation))
+
+    def _redistribution_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
+        """Time of a move along planned axes, of the share that `strategy` leaves on one more."""
+        (operand,), (result,), mesh = operation.operands, operation.tensors, self.draft.mesh
+        seconds = 0.0
+        for moved in self.draft.planned:
+            before, after = (self.states[value].get(moved, Replicate()) for value in (operand, result))
+            if before != after:
+                others = {a: state for a, state in self.states[operand].items() if a not in (moved, axis)}
+                sizes = shrink(self.draft.sizes_at(operand, others), strategy.operands[0], mesh.axis_size(axis))
+                cost = MoveCost(self.machine, moved, mesh.axis_size(moved), sizes, operand.meta.dtype.itemsize)
+                seconds += cost.seconds(before, after)
+        return seconds
 
     def _is_free(self, operation: Operation) -> bool:
         return operation in self.draft.fixed or operation.op is REDISTRIBUTE or operation.is_view

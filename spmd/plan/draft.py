@@ -30,6 +30,7 @@ class Draft:
         placed: the specs (over logical shapes) of inputs and constants.
         states: the placement of every value on the planned axes.
         strategies: the strategy of every operation on the planned axes.
+        planned: the axes planned so far, in planning order.
         exact: whether the planned axes were searched exactly.
     """
 
@@ -41,6 +42,7 @@ class Draft:
     placed: Mapping[Value, DTensorSpec]
     states: Mapping[Value, States]
     strategies: Mapping[Operation, Mapping[str, Strategy]]
+    planned: tuple[str, ...]
     exact: bool
 
     def local_sizes(self, value: Value) -> tuple[int, ...]:

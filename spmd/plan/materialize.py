@@ -50,6 +50,7 @@ class _Materializer:
             fixed=self.fixed,
             states=self.states,
             strategies=self.strategies,
+            planned=(*self.draft.planned, self.axis),
             exact=self.draft.exact and self.choice.exact,
         )
 

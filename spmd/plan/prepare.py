@@ -47,6 +47,7 @@ class Prepared:
             placed=bounded.placed,
             states={},
             strategies={},
+            planned=(),
             exact=True,
         )
 

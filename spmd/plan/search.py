@@ -23,8 +23,8 @@ def plan(request: Request) -> Plan:
     """Decide how every value of a program lies on a mesh, so that a step takes the least predicted time.
 
     Mesh axes are planned one at a time, each exactly, in every order (of four axes and more, in some orders); the best
-    order once more, at the sizes that its later axes turned out to leave. The cheapest of these plans wins, the
-    earliest on a tie.
+    order once more, at the sizes that its later axes turned out to leave. Of the plans within 2% of the fastest, the
+    one that sends the fewest bytes wins, the earliest on a tie.
 
     Raises:
         PlanError: no plan satisfies the specs.
@@ -39,7 +39,20 @@ def plan(request: Request) -> Plan:
         if len(axes) > 1:
             order, draft = blind[min(range(len(plans)), key=lambda index: plans[index].seconds)]
             plans.append(finish(_plan_axes(start(order), order, machine, draft.states), request))
-    return min(plans, key=lambda found: found.seconds).verify()
+    return _best(plans).verify()
+
+
+NEAR = 1.02
+"""Plans whose predicted times differ by less than this factor are as good as each other: no prediction is that sharp."""
+
+
+def _best(plans: Sequence[Plan]) -> Plan:
+    """Of the plans that are about the fastest, the one that sends the fewest bytes; the earliest on a tie."""
+    fastest = min(found.seconds for found in plans)
+    return min(
+        (found for found in plans if found.seconds <= NEAR * fastest),
+        key=lambda found: sum(comm.bytes for comm in found.comms),
+    )
 
 
 def _orders(axes: Sequence[str]) -> list[tuple[str, ...]]:
