@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from spmd.graph import Graph, Operation, Value
 from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
@@ -48,11 +49,11 @@ def candidates(draft: Draft, operation: Operation, axis: str, rootless: frozense
     """
     if operation in draft.fixed:
         source, target = draft.fixed[operation]
-        return (Strategy((source.placement(axis),), (target.placement(axis),), label="given"),)
+        return (_known((source.placement(axis),), (target.placement(axis),), "given"),)
     if operation.op is REDISTRIBUTE:
         return _pass_through(draft, operation)
     if operation not in draft.options or all(value in rootless for value in operation.tensors):
-        return (_replicate(operation),)
+        return (_known((Replicate(),) * len(operation.operands), (Replicate(),) * len(operation.tensors), "replicate"),)
     values = (*operation.operands, *operation.tensors)
     found = tuple(
         s
@@ -80,8 +81,10 @@ def _reduces_alike(draft: Draft, value: Value, state: Placement) -> bool:
     return not isinstance(state, Partial) or all(other == state for other in planned if isinstance(other, Partial))
 
 
-def _replicate(operation: Operation) -> Strategy:
-    return Strategy((Replicate(),) * len(operation.operands), (Replicate(),) * len(operation.tensors))
+@lru_cache(maxsize=4096)
+def _known(operands: tuple[Placement, ...], results: tuple[Placement, ...], label: str) -> Strategy:
+    """One object for equal strategies: equal layers are told by identity."""
+    return Strategy(operands, results, label=label)
 
 
 def _pass_through(draft: Draft, operation: Operation) -> tuple[Strategy, ...]:
@@ -102,7 +105,7 @@ def _pass_through(draft: Draft, operation: Operation) -> tuple[Strategy, ...]:
     kept: list[Placement] = [Replicate()]
     kept += [Shard(dim) for dim, size in enumerate(draft.local_sizes(operand)) if dim not in cut and size > 1]
     kept += [Partial(op) for op in REDUCTIONS if reduced <= {op} and _reduces_alike(draft, operand, Partial(op))]
-    return tuple(Strategy((state,), (state,), label=str(state)) for state in kept)
+    return tuple(_known((state,), (state,), str(state)) for state in kept)
 
 
 def rootless_values(graph: Graph) -> frozenset[Value]:

@@ -78,6 +78,7 @@ class AxisProblem:
         self.acquire = acquire
         self.cost = LocalCost.of(machine, draft, preview or {})
         self._move_costs: dict[tuple[tuple[int, ...], int], MoveCost] = {}
+        self._rows: dict[int, torch.Tensor] = {}
         self.machine = machine
         self.strategies = all_candidates(draft, axis)
         self.strategies.update({operation: (strategy,) for operation, strategy in (only or {}).items()})
@@ -179,7 +180,7 @@ class AxisProblem:
     def _table(self, value: Value, variable: int, costs: torch.Tensor) -> Table:
         """A table between the producer of a value (rows) and another variable (columns)."""
         if value not in self.producers:
-            return Table((variable,), costs[0])
+            return Table((variable,), self._rows.setdefault(id(costs), costs[0]))
         return Table((self.variables[self.producers[value][0]], variable), costs)
 
 

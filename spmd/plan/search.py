@@ -43,7 +43,7 @@ def plan(request: Request) -> Plan:
 
 
 NEAR = 1.02
-"""Plans whose predicted times differ by less than this factor are as good as each other: no prediction is that sharp."""
+"""Plans whose predicted times differ by less than this factor are as good as each other: no prediction is sharper."""
 
 
 def _best(plans: Sequence[Plan]) -> Plan:
