@@ -64,6 +64,7 @@ def finished_draft(plan: Planned) -> Draft:
         placed={value: plan.specs[value] for value in given},
         states={value: _states(plan, value) for value in plan.specs},
         strategies=plan.strategies,
+        planned=tuple(plan.order or plan.mesh.names),
         exact=plan.exact,
     )
 
