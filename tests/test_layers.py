@@ -35,7 +35,7 @@ LAYERS = (
     ("lower", "optimize", "program", "text"),
     ("runtime",),
     ("dtensor", "compiled", "jit", "shard_map"),
-    ("random", "optim", "checkpoint", "nn", "inspect", "testing"),
+    ("random", "optim", "checkpoint", "nn", "plan_report", "testing"),
 )
 """Lowest first; each entry is a module or a package directly below `spmd`."""
 

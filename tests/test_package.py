@@ -16,6 +16,9 @@ tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
+OPTIONAL = {"testing": ("hypothesis", "rich"), "plan_report.py": ("rich",)}
+"""What only one part of the package imports; each has an extra of its own."""
+
 
 def test_version_is_the_projects():
     assert PROJECT["version"] == spmd.__version__
@@ -45,8 +48,7 @@ def test_the_package_imports_only_what_it_declares():
             else:
                 continue
             roots = {name.partition(".")[0] for name in names}
-            # The shared Hypothesis strategies are for tests, which install it.
-            permitted = allowed | ({"hypothesis", "rich"} if "testing" in path.parts else set())  # the extra `testing`
+            permitted = allowed | {name for part in path.parts for name in OPTIONAL.get(part, ())}
             foreign |= {(path.name, root) for root in roots - permitted - sys.stdlib_module_names}
     assert set() == foreign
 

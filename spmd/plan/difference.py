@@ -92,13 +92,8 @@ def _listed(title: str, items: tuple[Change | CommChange, ...]) -> list[str]:
     return [title, *(f"  {item}" for item in items[:SHOWN]), *rest] if items else []
 
 
-def difference(first: Planned, second: Planned, memory: tuple[int, int]) -> Difference:
-    """What a second plan does otherwise than a first.
-
-    Args:
-        first, second: the plans.
-        memory: the peak bytes of each.
-    """
+def difference(first: Planned, second: Planned) -> Difference:
+    """What a second plan does otherwise than a first."""
     before, after = _layouts(first), _layouts(second)
     names = dict.fromkeys((*before, *after))
     changes = (
@@ -108,7 +103,11 @@ def difference(first: Planned, second: Planned, memory: tuple[int, int]) -> Diff
     )
     sent = tuple(sum(comm.bytes for comm in plan.comms) for plan in (first, second))
     return Difference(
-        tuple(changes), _comm_changes(first, second), (first.seconds, second.seconds), (sent[0], sent[1]), memory
+        tuple(changes),
+        _comm_changes(first, second),
+        (first.seconds, second.seconds),
+        (sent[0], sent[1]),
+        (first.memory.peak, second.memory.peak),
     )
 
 

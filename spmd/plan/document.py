@@ -47,6 +47,10 @@ def make_document(plan: Planned) -> Document:
         "machine": repr(request.machine),
         "seconds": plan.seconds,
         "exact": plan.exact,
+        "memory": {
+            "peak": plan.memory.peak,
+            **{kind.value: size for kind, size in plan.memory.by_kind.items() if size},
+        },
         "program_hash": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
         "inputs": {value.name: str(s) for value, s in zip(request.graph.inputs, request.input_specs, strict=True)},
         "outputs": [str(spec) for spec in request.output_specs],

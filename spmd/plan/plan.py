@@ -18,9 +18,11 @@ from spmd.plan.comm import Comm
 from spmd.plan.difference import Difference, difference
 from spmd.plan.document import Document, make_document, read, save
 from spmd.plan.explain import Explanation, explain
+from spmd.plan.html import render_fragment, render_page
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.memory import Memory, measure
+from spmd.plan.report import make_report
 from spmd.plan.request import Request
 from spmd.plan.restore import restore
 from spmd.plan.tape import record
@@ -80,7 +82,7 @@ class Plan:
 
     def diff(self, other: Plan) -> Difference:
         """What another plan does otherwise: values that lie otherwise, collectives, seconds, bytes, memory."""
-        return difference(self, other, (self.memory.peak, other.memory.peak))
+        return difference(self, other)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON that a person can read; equal plans give equal bytes.
@@ -154,6 +156,14 @@ class Plan:
     def _local_shape(self, value: Value) -> tuple[int, ...]:
         """The physical shape of the largest shard."""
         return self.layout(value).shape((0,) * len(self.mesh.names))
+
+    def to_html(self) -> str:
+        """The plan's figures as a self-contained page: summary, timeline, layers, collectives."""
+        return render_page(make_report(make_document(self)))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return render_fragment(make_report(make_document(self)))
 
     def __repr__(self) -> str:
         return (

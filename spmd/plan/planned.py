@@ -10,6 +10,7 @@ from spmd.mesh import Mesh
 from spmd.plan.causes import Cause
 from spmd.plan.comm import Comm
 from spmd.plan.layout import Layout
+from spmd.plan.memory import Memory
 from spmd.plan.request import Request
 from spmd.rules.strategy import LogicalShape, Strategy
 from spmd.spec import DTensorSpec
@@ -47,6 +48,9 @@ class Planned(Protocol):
 
     @property
     def comms(self) -> tuple[Comm, ...]: ...
+
+    @property
+    def memory(self) -> Memory: ...
 
     @property
     def order(self) -> tuple[str, ...]: ...

@@ -1,0 +1,108 @@
+"""`python -m spmd.plan_report plan.json`: the figures of a saved plan in a terminal, or as a page of HTML."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from spmd.errors import PlanError
+from spmd.plan.document import read
+from spmd.plan.html import render_page
+from spmd.plan.report import Report, make_report, size_text, time_text
+
+try:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+except ImportError as error:  # pragma: no cover
+    raise SystemExit("spmd.plan_report draws its tables with rich: pip install 'spmd[report]'") from error
+
+
+def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
+    """Run the program; the exit status is 1 if the file is no plan."""
+    parser = argparse.ArgumentParser(prog="python -m spmd.plan_report", description=__doc__)
+    parser.add_argument("file", type=Path, help="a plan that plan.save(path) wrote")
+    parser.add_argument("--html", type=Path, metavar="PAGE", help="write a self-contained page there")
+    parser.add_argument("--rows", type=int, default=30, help="the most rows of a table (default 30)")
+    options = parser.parse_args(arguments)
+    try:
+        report = make_report(read(options.file))
+    except PlanError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.html is not None:
+        options.html.write_text(render_page(report), encoding="utf-8")
+    console = console or make_console()
+    for table in (summary_table(report), lines_table(report, options.rows), causes_table(report, options.rows)):
+        console.print(table)
+    return 0
+
+
+def make_console() -> Console:
+    """A console as wide as the terminal, and wide enough for the tables where there is none."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
+
+
+def summary_table(report: Report) -> Table:
+    """The figures of the whole step."""
+    table = Table(title="Plan", title_justify="left", show_header=False)
+    for name, text in report.summary.items():
+        _add_row(table, name, text)
+    for text in report.fallbacks:
+        _add_row(table, "runs replicated, without a rule", text)
+    return table
+
+
+def lines_table(report: Report, rows: int) -> Table:
+    """The lines of the program that take most of the step, in order of execution."""
+    table = Table(title="Layers, by line of the program", title_justify="left")
+    for name in ("line", "code", "operations", "compute", "communication", "sent"):
+        table.add_column(name, justify="left" if name in ("line", "code") else "right", no_wrap=name != "code")
+    shown = sorted(report.lines, key=lambda line: -(line.compute + line.communication))[:rows]
+    for line in report.lines:
+        if line in shown:
+            figures = time_text(line.compute), time_text(line.communication), size_text(line.bytes)
+            _add_row(table, line.place or "no line", line.code, str(line.operations), *figures)
+    rest = [line for line in report.lines if line not in shown]
+    if rest:
+        compute, sent = sum(line.compute for line in rest), sum(line.bytes for line in rest)
+        communication = time_text(sum(line.communication for line in rest))
+        count = str(sum(line.operations for line in rest))
+        _add_row(table, f"{len(rest)} others", "", count, time_text(compute), communication, size_text(sent))
+    table.add_section()
+    operations = str(sum(line.operations for line in report.lines))
+    totals = time_text(report.compute), time_text(report.communication), size_text(report.bytes)
+    _add_row(table, "all", "", operations, *totals)
+    return table
+
+
+def causes_table(report: Report, rows: int) -> Table:
+    """The collectives by kind, axes and cause, the most bytes first."""
+    table = Table(title="Collectives, by cause", title_justify="left")
+    for name in ("kind", "axes", "count", "sent", "time", "cause", "line"):
+        table.add_column(name, justify="right" if name in ("count", "sent", "time") else "left")
+    for c in report.causes[:rows]:
+        _add_row(
+            table, c.kind, ", ".join(c.axes), str(c.count), size_text(c.bytes), time_text(c.seconds), c.cause, c.place
+        )
+    rest = report.causes[rows:]
+    if rest:
+        count, sent = str(sum(c.count for c in rest)), size_text(sum(c.bytes for c in rest))
+        _add_row(table, f"{len(rest)} others", "", count, sent, time_text(sum(c.seconds for c in rest)), "", "")
+    table.add_section()
+    count = str(sum(c.count for c in report.causes))
+    _add_row(table, "all", "", count, size_text(report.bytes), time_text(report.communication), "", "")
+    return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    """Cells as they are: code and causes may look like markup."""
+    table.add_row(*map(Text, cells))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,190 @@
+"""Reports of plans: their figures are the plan's, in a terminal and as a page."""
+
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import spmd
+from spmd import P
+from spmd.plan import Plan
+from spmd.plan.document import make_document
+from spmd.plan.html import render_page
+from spmd.plan.report import make_report, size_text, time_text
+from spmd.plan_report import main, make_console
+
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """What a page holds: rows of cells, titles of bars, attributes; every tag must be closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.bars: list[dict[str, str | None]] = []
+        self.headings: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "rect":
+            self.bars.append(dict(attrs))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag == self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+        if self.open and self.open[-1] == "h3":
+            self.headings.append(data)
+
+
+def step(w: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def loss(w: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.softmax(torch.relu(x @ w["l_0_a"])[:, 0:12] @ w["l_1_a"], -1).square().sum()  # <b>&"'
+
+    grads = torch.func.grad(loss)(w)
+    return {name: w[name] - grads[name] for name in w}
+
+
+def planned() -> Plan:
+    mesh = spmd.make_mesh({"data": 2, "model": 2}, runtime="abstract")
+    specs = {"l_0_a": P("data"), "l_1_a": P("data")}
+    f = spmd.jit(step, (specs, P("data")), specs, mesh=mesh)
+    weights = {"l_0_a": torch.empty(64, 16), "l_1_a": torch.empty(12, 64)}
+    return f.plan(weights, torch.empty(4096, 64))
+
+
+def test_a_report_has_the_figures_of_the_plan() -> None:
+    plan = planned()
+    report = make_report(make_document(plan))
+    sent, seconds = (sum(getattr(comm, name) for comm in plan.comms) for name in ("bytes", "seconds"))
+    assert plan.comms
+    assert plan.seconds == pytest.approx(report.seconds)
+    assert (sent, seconds) == pytest.approx((report.bytes, report.communication))
+    assert (sent, seconds) == pytest.approx(
+        (sum(c.bytes for c in report.causes), sum(c.seconds for c in report.causes))
+    )
+    assert (sent, seconds) == pytest.approx(
+        (sum(line.bytes for line in report.lines), sum(line.communication for line in report.lines))
+    )
+    assert report.compute == pytest.approx(sum(line.compute for line in report.lines))
+    assert len(plan.graph.operations) == sum(line.operations for line in report.lines)
+    assert len(plan.comms) == sum(cause.count for cause in report.causes)
+    assert plan.memory.peak == report.memory["peak"]
+
+
+def test_equal_layers_have_one_cause() -> None:
+    def sums(*arrays: torch.Tensor) -> list[torch.Tensor]:
+        return [array.sin() for array in arrays]
+
+    mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+    plan = spmd.jit(lambda w: sums(*w["l"]), P("data"), P(), mesh=mesh).plan({"l": [torch.empty(64)] * 3})
+    (cause,) = make_report(make_document(plan)).causes
+    assert (3, "all_gather") == (cause.count, cause.kind)
+
+
+def test_the_timeline_is_in_order_and_has_no_gaps() -> None:
+    report = make_report(make_document(planned()))
+    clock = 0.0
+    for span in report.spans:
+        assert span.start == pytest.approx(clock)
+        clock += span.seconds
+    assert clock == pytest.approx(report.seconds)
+    assert {"compute", *(cause.kind for cause in report.causes)} == {span.kind for span in report.spans}
+
+
+def test_the_page_is_html_with_all_figures() -> None:
+    plan = planned()
+    page = Page(plan.to_html())
+    assert ["Plan", "Timeline", "Layers", "Collectives"] == page.headings
+    report = make_report(make_document(plan))
+    rows = [tuple(row) for row in page.rows]
+    for cause in report.causes:
+        figures = str(cause.count), f"{cause.bytes:,.0f}", time_text(cause.seconds)
+        assert (cause.kind, ", ".join(cause.axes), *figures, cause.cause, cause.place) in rows
+    assert any("<b>&\"'" in cell for row in rows for cell in row)  # the line's code, escaped and read again
+    assert ("step", time_text(plan.seconds)) in rows
+    assert len(report.spans) == len(page.bars)
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    text = planned().to_html()
+    assert not re.search(r"https?:|//|url\(|@import|<script|<link|<img|<iframe", text)
+    names = {name for name, _ in Page(text).attributes}
+    assert names.isdisjoint({"src", "href", "srcset", "data", "action"})
+
+
+def test_a_notebook_shows_the_same_without_a_page_around_it() -> None:
+    plan = planned()
+    fragment = plan._repr_html_()
+    Page(fragment)
+    assert fragment in plan.to_html()
+    assert "<html" not in fragment
+
+
+def test_a_plan_without_operations_has_a_page() -> None:
+    mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+    plan = spmd.jit(lambda x: x, P("data"), P("data"), mesh=mesh).plan(torch.empty(4))
+    Page(plan.to_html())
+    assert 0 == make_report(make_document(plan)).seconds
+
+
+def test_the_program_prints_tables_and_writes_the_page(tmp_path: Path) -> None:
+    plan = planned()
+    plan.save(tmp_path / "plan.json")
+    console = Console(file=io.StringIO(), width=200)
+    assert 0 == main([str(tmp_path / "plan.json"), "--html", str(tmp_path / "page.html"), "--rows", "2"], console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    for text in ("data=2, model=2", time_text(plan.seconds), size_text(sum(comm.bytes for comm in plan.comms))):
+        assert text in printed
+    assert "[:, 0:12]" in printed  # not taken for markup
+    assert " others " in printed
+    assert plan.to_html() == (tmp_path / "page.html").read_text() == render_page(make_report(make_document(plan)))
+
+
+def test_a_file_that_is_no_plan_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 == main([str(tmp_path / "none.json")], Console(file=io.StringIO()))
+    assert "none.json cannot be read" in capsys.readouterr().err
+
+
+def test_the_console_is_wide_enough_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert 160 <= make_console().width
+
+
+def test_fallbacks_are_reported(tmp_path: Path) -> None:
+    @torch.library.custom_op("spmd_tests::unruled", mutates_args=())
+    def unruled(x: torch.Tensor) -> torch.Tensor:
+        return x.sort().values
+
+    unruled.register_fake(torch.empty_like)
+    mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+    plan = spmd.jit(lambda x: unruled(x), P("data"), P(), mesh=mesh).plan(torch.empty(4))
+    plan.save(tmp_path / "plan.json")
+    console = Console(file=io.StringIO(), width=200)
+    main([str(tmp_path / "plan.json")], console)
+    for text in (console.file.getvalue(), plan.to_html()):  # type: ignore[attr-defined]
+        assert "without a rule" in text
+        assert "spmd_tests.unruled.default at test_plan_report.py" in text
+
+
+def test_amounts_and_times_for_people() -> None:
+    assert ["999 B", "1 kB", "1.5 GB", "2 TB"] == [size_text(n) for n in (999, 999.7, 1.5e9, 2e12)]
+    assert ["0.5 us", "1 ms", "2 s"] == [time_text(seconds) for seconds in (5e-7, 1e-3, 2)]
