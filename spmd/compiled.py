@@ -20,6 +20,7 @@ from spmd.plan import Request, plan
 from spmd.plan.budget import Budget, parse_budget
 from spmd.plan.machine import Machine
 from spmd.plan.plan import Plan
+from spmd.plan.quantity import parse_bytes
 from spmd.recorder import where
 from spmd.rules import find_rule
 from spmd.rules.rule import Rule
@@ -70,6 +71,10 @@ def _check_rules(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         )
 
 
+def _memory_limit(limit: int | str | None) -> int | None:
+    return None if limit is None else parse_bytes(limit, "memory_limit")
+
+
 @attrs.frozen
 class Options:
     """What `jit` was told besides the function, its specs and its mesh."""
@@ -80,6 +85,7 @@ class Options:
     backend: str = attrs.field(validator=_check_backend)
     machine: Machine | None = attrs.field(validator=_check_machine)
     rules: Mapping[Any, Rule] = attrs.field(validator=_check_rules)
+    memory_limit: int | None = attrs.field(default=None, converter=_memory_limit)
     plan: Plan | str | os.PathLike[str] | None = attrs.field(default=None, validator=_check_plan)
 
 
@@ -138,7 +144,7 @@ class Compiled:
         """The plan.
 
         Raises:
-            PlanError: the plan sends more than `comms` allows; a given plan that was made
+            PlanError: no plan fits in the memory limit; the plan sends more than `comms` allows; a given plan was made
                 for another program, mesh or specs.
         """
         rules = self.options.rules
@@ -152,6 +158,7 @@ class Compiled:
                 rules=rules,
                 machine=self.options.machine or Machine(),
                 donated=self.donated,
+                memory_limit=self.options.memory_limit,
             )
         )
         self.options.comms.check(found, self.traced.name)

@@ -207,6 +207,7 @@ def jit(
     machine: Machine | None = ...,
     rules: Mapping[Any, Rule] | None = ...,
     plan: Plan | str | os.PathLike[str] | None = ...,
+    memory_limit: int | str | None = ...,
 ) -> Callable[[Callable[..., Any]], Jitted]: ...
 
 
@@ -225,6 +226,7 @@ def jit(
     machine: Machine | None = ...,
     rules: Mapping[Any, Rule] | None = ...,
     plan: Plan | str | os.PathLike[str] | None = ...,
+    memory_limit: int | str | None = ...,
 ) -> Jitted: ...
 
 
@@ -241,6 +243,7 @@ def jit(
     machine: Machine | None = ...,
     rules: Mapping[Any, Rule] | None = ...,
     plan: Plan | str | os.PathLike[str] | None = ...,
+    memory_limit: int | str | None = ...,
 ) -> Any: ...
 
 
@@ -256,6 +259,7 @@ def jit(
     machine: Machine | None = None,
     rules: Mapping[Any, Rule] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    memory_limit: int | str | None = None,
 ) -> Any:
     """Compile a function of whole tensors into the program that each rank of a mesh runs.
 
@@ -278,6 +282,9 @@ def jit(
         backend: `"eager"`.
         machine: cost constants for the planner, as `Machine.preset("h100_nvlink")`.
         rules: sharding rules in place of `spmd.rules.RULES`: `RULES | {my_op: my_rule}`.
+        memory_limit: the most bytes that a rank may hold at once, as `plan.memory` counts them: a number, or a text
+            such as `"80GB"` or `"512MiB"`. A plan that would take more is made to fit: parameters are gathered again
+            instead of kept, results are computed one after the other.
         plan: a plan to run by, in place of a search: a `Plan`, or a file that `Plan.save` wrote, for example on an
             abstract mesh. A call for which it was not made is refused.
 
@@ -298,6 +305,7 @@ def jit(
         backend=backend,
         machine=machine,
         rules=RULES if rules is None else rules,
+        memory_limit=memory_limit,
         plan=plan,
     )
     if function is None:

@@ -255,11 +255,21 @@ def test_all_reduce_that_others_read_stays() -> None:
 def test_common_subexpressions_and_dead_operations_go() -> None:
     builder = PlanBuilder(mesh_of(m=2))
     x = builder.input("x", (4,), P("m"))
-    first = builder.call(aten.exp.default, (x,), [((4,), P("m"))])
-    second = builder.call(aten.exp.default, (x,), [((4,), P("m"))])
+    rows = [builder.call(aten.view.default, (x, [4, 1]), [((4, 1), P("m"))]) for _ in range(2)]
+    first, second = (builder.call(aten.exp.default, (row,), [((4, 1), P("m"))]) for row in rows)
     builder.call(aten.sin.default, (x,), [((4,), P("m"))])
-    total = builder.call(aten.add.Tensor, (first, second), [((4,), P("m"))])
-    assert operators(lowered(builder.plan(total))) == ["exp", "add"]
+    total = builder.call(aten.add.Tensor, (first, second), [((4, 1), P("m"))])
+    assert operators(lowered(builder.plan(total))) == ["reshape", "exp", "add"]
+
+
+def test_what_a_plan_computes_again_is_computed_again() -> None:
+    builder = PlanBuilder(mesh_of(m=2))
+    x = builder.input("x", (4,), P("m"))
+    first, second = builder.move(x, P()), builder.move(x, P())
+    twice = [builder.call(aten.exp.default, (value,), [((4,), P())]) for value in (first, second, second)]
+    total = builder.call(aten.stack.default, (twice,), [((3, 4), P())])
+    expected = ["all_gather", "all_gather", "exp", "exp", "exp", "stack"]
+    assert operators(lowered(builder.plan(total))) == expected
 
 
 def test_identity_program_has_no_nodes_of_its_own() -> None:

@@ -21,6 +21,7 @@ from spmd.plan.groups import Unit, schedule
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
+from spmd.plan.recompute import repetitions
 from spmd.rules import find_rule
 from spmd.rules.rule import Body, Rule
 from spmd.spec import TensorMeta
@@ -37,7 +38,7 @@ def emit(
 
     Every node has `meta["val"]`: the TensorMeta of its local tensor (a tuple where the operator returns several). Nodes
     that stand for a value of the plan have `meta["spec"]`, a Layout; collectives have `meta["cause"]` and
-    `meta["source"]`.
+    `meta["source"]`; what the plan computes again to save memory has `meta["repetition"]`, how often before.
     """
     emitter = _Emitter(plan, rules, coordinate)
     for value, name in zip(plan.graph.inputs, input_names, strict=True):
@@ -59,6 +60,8 @@ class _Emitter:
         self.graph = fx.Graph()
         self.nodes: dict[Value, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
+        self.repetitions = repetitions(plan.graph, plan.specs)
+        self.repetition = 0
 
     def local(self, value: Value) -> TensorMeta:
         return TensorMeta(self.plan.layout(value).shape(self.coordinate), value.meta.dtype)
@@ -72,7 +75,10 @@ class _Emitter:
         return self.graph.create_node("get_attr", name, name=name)
 
     def call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        return self.graph.create_node("call_function", op, args, dict(kwargs), name=f"{operator_name(op)}_1")
+        node = self.graph.create_node("call_function", op, args, dict(kwargs), name=f"{operator_name(op)}_1")
+        if self.repetition:
+            node.meta["repetition"] = self.repetition
+        return node
 
     def has_body(self, operation: Operation) -> bool:
         """Whether some rank runs a local body for an operation."""
@@ -90,6 +96,7 @@ class _Emitter:
 
     def emit(self, unit: Unit) -> None:
         operation = unit.operations[0]
+        self.repetition = self.repetitions.get(operation, 0)
         if operation.op is RELABEL:
             self.nodes[operation.tensors[0]] = self.nodes[operation.operands[0]]
         elif operation.op is REDISTRIBUTE:

@@ -59,7 +59,10 @@ def merge_reshapes(graph: fx.Graph) -> None:
 
 
 def share_common_subexpressions(graph: fx.Graph) -> None:
-    """Compute equal calls once. Programs are functional, so equal arguments give equal results, but to draws."""
+    """Compute equal calls once, unless the plan says twice.
+
+    Programs are functional, so equal arguments give equal results, but to draws.
+    """
     _share(graph, lambda node: node.op in ("call_function", "get_attr"))
 
 
@@ -73,7 +76,7 @@ def _share(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> None:
     for node in filter(eligible, list(graph.nodes)):
         if is_draw(node):
             continue
-        key = (node.op, node.target, _hashable(node.args), _hashable(node.kwargs))
+        key = (node.op, node.target, _hashable(node.args), _hashable(node.kwargs), node.meta.get("repetition"))
         first = seen.setdefault(key, node)
         if first is not node:
             _replace(graph, node, first)

@@ -194,6 +194,7 @@ def _operation(
         "at": str(operation.source or ""),
         "code": operation.source.code if operation.source else "",
         "seconds": seconds,
+        "group": operation.group,
         "of": templates.at(operation.source) if marker else templates.number(operation),
         "strategies": {axis: encode_strategy(strategy) for axis, strategy in strategies.items()},
     }

@@ -137,7 +137,7 @@ class _Restorer:
             lambda leaf: next(taken) if isinstance(leaf, Value) else leaf, (template.args, dict(template.kwargs))
         )
         results = tuple(None if like is None else self.define(next(names), like) for like in template.results)
-        operation = attrs.evolve(template, args=args, kwargs=kwargs, results=results)
+        operation = attrs.evolve(template, args=args, kwargs=kwargs, results=results, group=entry["group"])
         chosen = {axis: self.strategy(template, saved) for axis, saved in entry["strategies"].items()}
         if chosen:
             self.strategies[operation] = MappingProxyType(chosen)

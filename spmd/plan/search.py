@@ -11,6 +11,7 @@ import torch
 from spmd.graph import Value
 from spmd.plan.draft import Draft, States
 from spmd.plan.finish import finish
+from spmd.plan.limit import fitting
 from spmd.plan.machine import Machine
 from spmd.plan.materialize import materialize
 from spmd.plan.plan import Plan
@@ -24,10 +25,11 @@ def plan(request: Request) -> Plan:
 
     Mesh axes are planned one at a time, each exactly, in every order (of four axes and more, in some orders); the best
     order once more, at the sizes that its later axes turned out to leave. Of the plans within 2% of the fastest, the
-    one that sends the fewest bytes wins, the earliest on a tie.
+    one that sends the fewest bytes wins, the earliest on a tie. Under a memory limit, each is
+    first made to fit.
 
     Raises:
-        PlanError: no plan satisfies the specs.
+        PlanError: no plan satisfies the specs, or none that was found fits in the memory limit.
         RuleError: a rule contradicts its operator.
     """
     machine = request.machine
@@ -39,7 +41,7 @@ def plan(request: Request) -> Plan:
         if len(axes) > 1:
             order, draft = blind[min(range(len(plans)), key=lambda index: plans[index].seconds)]
             plans.append(finish(_plan_axes(start(order), order, machine, draft.states), request))
-    return _best(plans).verify()
+    return _best(fitting(plans)).verify()
 
 
 NEAR = 1.02

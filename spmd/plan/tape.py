@@ -9,7 +9,8 @@ allocates inside itself is not seen, nor what lowering shares between the local 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -145,7 +146,6 @@ class _Recorder:
         self.events: list[Event] = []
         self.buffers: dict[Value, Buffer] = {}
         self.layouts: dict[Value, _Strided] = {}
-        self.known: dict[Any, tuple[_Result, ...]] = {}
 
     def run(self) -> Tape:
         graph = self.graph
@@ -163,7 +163,8 @@ class _Recorder:
         return planned is not None or (rule is not None and rule.empty is not None)
 
     def local(self, value: Value, without: Sequence[str] = ()) -> TensorMeta:
-        return TensorMeta(self.layout(value).without(without).shape(self.zero), value.meta.dtype)
+        layout = self.layout(value)
+        return TensorMeta((layout.without(without) if without else layout).shape(self.zero), value.meta.dtype)
 
     def allocate(self, value: Value, layout: _Strided | None = None) -> Buffer:
         self.layouts[value] = layout or _Strided.contiguous(self.local(value))
@@ -222,10 +223,8 @@ class _Recorder:
         rule = find_rule(operation.op, self.rules)
         if rule is not None and rule.size_argument is not None:
             arguments = (with_local_size(arguments[0], rule.size_argument, metas[0].shape), arguments[1])
-        key = (operation.op, freeze(arguments), tuple(layouts), metas)
-        if key not in self.known:
-            self.known[key] = _run_on_meta(operation, arguments, layouts, metas) or fresh
-        return self.known[key]
+        call = _Call(operation.op, freeze(arguments), tuple(layouts), metas, arguments)
+        return _run_on_meta(call) or fresh
 
     def redistribute(self, operation: Operation) -> None:
         """The buffers of every step; the last step's is the result's."""
@@ -290,29 +289,42 @@ class _Operand:
     number: int
 
 
-def _run_on_meta(
-    operation: Operation, arguments: Any, layouts: Sequence[_Strided], metas: Sequence[TensorMeta]
-) -> tuple[_Result, ...] | None:
-    """How an operator's results lie and which are views; None where it does not run on meta tensors."""
-    operands = [layout.tensor() for layout in layouts]
+@attrs.frozen
+class _Call:
+    """A call on local tensors; calls that give results alike are equal."""
+
+    op: torch._ops.OpOverload
+    key: Hashable
+    operands: tuple[_Strided, ...]
+    results: tuple[TensorMeta, ...]
+    arguments: Any = attrs.field(eq=False)
+
+
+@lru_cache(maxsize=16384)
+def _run_on_meta(call: _Call) -> tuple[_Result, ...] | None:
+    """How the results lie and which are views; None where the operator does not run on meta tensors."""
+    operands = [layout.tensor() for layout in call.operands]
 
     def concrete(leaf: Any) -> Any:
         if isinstance(leaf, _Operand):
             return operands[leaf.number]
         return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
-    args, kwargs = map_leaves(concrete, arguments)
+    args, kwargs = map_leaves(concrete, call.arguments)
     try:
-        made = args[0].reshape(args[1]) if operation.op is aten.view.default else operation.op(*args, **kwargs)
+        made = args[0].reshape(args[1]) if call.op is aten.view.default else call.op(*args, **kwargs)
     except (NotImplementedError, RuntimeError):
         return None
-    results = []
-    for tensor, meta in zip((leaf for leaf in iterate_leaves(made) if leaf is not None), metas, strict=False):
-        if not isinstance(tensor, torch.Tensor) or TensorMeta.of(tensor) != meta:
-            return None
-        base = next((index for index, other in enumerate(operands) if _storage(other) == _storage(tensor)), None)
-        results.append(_Result(_Strided(meta, tensor.stride()), base))
-    return tuple(results) if len(results) == len(metas) else None
+    tensors = [leaf for leaf in iterate_leaves(made) if leaf is not None]
+    if [TensorMeta.of(tensor) for tensor in tensors] != list(call.results):
+        return None
+    storages = [_storage(tensor) for tensor in operands]
+    return tuple(
+        _Result(
+            _Strided(meta, tensor.stride()), storages.index(_storage(tensor)) if _storage(tensor) in storages else None
+        )
+        for tensor, meta in zip(tensors, call.results, strict=True)
+    )
 
 
 def _storage(tensor: torch.Tensor) -> int:

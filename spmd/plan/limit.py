@@ -1,0 +1,152 @@
+"""Planning under a memory limit: another order of execution, and computing again what is too large to keep.
+
+The plan of least time is taken as it is if it fits. If not, results are computed one after the other (`reorder`), and
+then values are let go across the peak and made again (`recompute`), first those that free the most bytes for a second
+more, until every peak fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import attrs
+
+from spmd.errors import PlanError
+from spmd.graph import Operation, Value
+from spmd.plan.account import account
+from spmd.plan.memory import measure
+from spmd.plan.plan import Plan
+from spmd.plan.recompute import Again, Rewritten, candidates, rewrite
+from spmd.plan.reorder import by_results
+from spmd.plan.tape import Buffer, Tape, record
+
+_LAUNCH = 1e-7
+"""Seconds that any operation costs, so that many small ones are not preferred to one large one."""
+
+_ROUNDS = 1000
+"""Peaks to cut down before giving up; each round cuts the highest one."""
+
+
+def fitting(plans: Sequence[Plan]) -> list[Plan]:
+    """Plans for one request, made to fit in its memory limit; those that cannot be are left out.
+
+    Raises:
+        PlanError: none fits; says the smallest peak found and what is held there.
+    """
+    found = list(map(fit, plans))
+    fit_in = [plan for plan in found if _fits(plan)]
+    if not fit_in:
+        raise _refusal(min(found, key=lambda plan: plan.memory.peak))
+    return fit_in
+
+
+def fit(plan: Plan) -> Plan:
+    """The plan, if it fits in the request's limit, or one that computes the same in less memory.
+
+    Where none fits, the one of the least memory that was found.
+    """
+    if _fits(plan):
+        return plan
+    ordered = _reordered(plan)
+    if _fits(ordered):
+        return ordered
+    return min((_cut_peaks(ordered), ordered, plan), key=lambda found: found.memory.peak)
+
+
+def _fits(plan: Plan) -> bool:
+    limit = plan.request.memory_limit
+    return limit is None or plan.memory.peak <= limit
+
+
+def _refusal(plan: Plan) -> PlanError:
+    memory = plan.memory
+    return PlanError(
+        f"No plan was found that holds at most memory_limit={plan.request.memory_limit:,} bytes per rank: the "
+        f"smallest peak found is {memory.peak:,} bytes, at {memory.place}. Held there:\n{memory.largest()}\n"
+        "  Raise the limit, shard arguments or results over more ranks (in_specs, out_specs), donate arguments that "
+        "are not needed after the call (donate_argnums), or take a smaller batch."
+    )
+
+
+def _reordered(plan: Plan) -> Plan:
+    placed = by_results(plan.graph)
+    origins = {new: old for old, new in placed.items()}
+    ordered = _replace(plan, Rewritten(tuple(placed.values()), origins, {}))
+    return attrs.evolve(ordered, comms=account(ordered).all_comms)
+
+
+def _cut_peaks(plan: Plan) -> Plan:
+    """Let go of values across every peak above the limit, or down to where nothing more can be let go."""
+    limit = plan.request.memory_limit
+    assert limit is not None
+    costs = _costs_of_a_second_run(plan)
+    best, least = plan, plan.memory.peak
+    for _ in range(_ROUNDS):
+        tape = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
+        memory = measure(tape, plan.request.donated)
+        if memory.peak < least:
+            best, least = plan, memory.peak
+        if memory.peak <= limit or memory.operation is None:
+            break
+        # The sort is stable: of equal ones the earliest, which would be held longest.
+        found = sorted(
+            candidates(plan.graph, tape, memory.operation), key=lambda item: -item.freed / costs[item.operation]
+        )
+        chosen = _enough(found, memory.peak - limit, tape)
+        if not chosen:
+            break
+        changed = rewrite(plan.graph, tape, memory.operation, chosen)
+        costs = {operation: costs[changed.origins[operation]] for operation in changed.operations}
+        plan = _replace(plan, changed)
+    found_account = account(best)
+    return attrs.evolve(best, comms=found_account.all_comms, seconds=found_account.total)
+
+
+def _costs_of_a_second_run(plan: Plan) -> dict[Operation, float]:
+    """Seconds of each operation that may run again: of its collectives, and of reading and writing memory."""
+    comms, zero = account(plan).comms, (0,) * len(plan.mesh.names)
+
+    def nbytes(value: Value) -> int:
+        return math.prod(plan.layout(value).shape(zero)) * value.meta.dtype.itemsize
+
+    def seconds(operation: Operation) -> float:
+        traffic = sum(map(nbytes, (*operation.operands, *operation.tensors)))
+        sent = sum(comm.seconds for comm in comms.get(operation, ()))
+        return _LAUNCH + sent + traffic / plan.request.machine.memory_bandwidth
+
+    return {operation: seconds(operation) for operation in plan.graph.operations}
+
+
+def _enough(found: Sequence[Again], excess: int, tape: Tape) -> list[Again]:
+    """The first of those found that together free `excess` bytes; none is made from what another lets go."""
+    chosen: list[Again] = []
+    let_go: set[Buffer] = set()
+    kept: set[Buffer] = set()
+    for item in found:
+        sources = {tape.buffers[value] for value in item.operation.operands}
+        if excess <= 0:
+            break
+        if item.buffer in kept or sources & let_go:
+            continue
+        chosen.append(item)
+        let_go.add(item.buffer)
+        kept |= sources
+        excess -= item.freed
+    return chosen
+
+
+def _replace(plan: Plan, changed: Rewritten) -> Plan:
+    """A plan with other operations, not priced yet."""
+    origins, copies = changed.origins, changed.copies
+    strategies = {o: plan.strategies[origins[o]] for o in changed.operations if origins[o] in plan.strategies}
+    fallbacks = frozenset(plan.fallbacks)
+    return attrs.evolve(
+        plan,
+        graph=attrs.evolve(plan.graph, operations=changed.operations).verify(),
+        logical=MappingProxyType({**plan.logical, **{new: plan.logical[old] for new, old in copies.items()}}),
+        specs=MappingProxyType({**plan.specs, **{new: plan.specs[old] for new, old in copies.items()}}),
+        strategies=MappingProxyType(strategies),
+        fallbacks=tuple(o for o in changed.operations if origins[o] in fallbacks),
+    )

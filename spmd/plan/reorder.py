@@ -1,0 +1,68 @@
+"""An order of execution that lets go of values early: everything that one result needs before what others need.
+
+Results come in the order in which they can be had. So the update of a parameter runs as soon as its gradient is known,
+one parameter after the other, and its temporaries are gone before the next.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from spmd.graph import Graph, Operation, Value
+from spmd.plan.markers import REDISTRIBUTE, RELABEL
+
+
+def by_results(graph: Graph) -> dict[Operation, Operation]:
+    """The operations in their new order, as a mapping from the old ones.
+
+    List operators, which would need all their elements at once, are taken apart. Draws keep their order: they share a
+    generator.
+    """
+    position = {operation: index for index, operation in enumerate(graph.operations)}
+    needs = _needs(graph)
+    ready = _readiness(graph, needs, position)
+    producers = {value: operation for operation in graph.operations for value in operation.tensors}
+    wanted = [producers[value] for value in graph.outputs if value in producers]
+    rank: dict[Operation, int] = {}
+    for number, last in enumerate(sorted(dict.fromkeys(wanted), key=lambda operation: ready[operation])):
+        _mark(last, number, needs, rank)
+    order = sorted(graph.operations, key=lambda operation: (rank.get(operation, len(wanted)), position[operation]))
+    return {operation: attrs.evolve(operation, group=None) for operation in order}
+
+
+def _needs(graph: Graph) -> dict[Operation, list[Operation]]:
+    """The operations that must come before each: the producers of its operands and, for draws, the draw before."""
+    producers: dict[Value, Operation] = {}
+    needs: dict[Operation, list[Operation]] = {}
+    draw: Operation | None = None
+    for operation in graph.operations:
+        needs[operation] = [producers[value] for value in operation.operands if value in producers]
+        if operation.draws:
+            needs[operation] += [draw] if draw is not None else []
+            draw = operation
+        producers.update(dict.fromkeys(operation.tensors, operation))
+    return needs
+
+
+def _readiness(
+    graph: Graph, needs: dict[Operation, list[Operation]], position: dict[Operation, int]
+) -> dict[Operation, int]:
+    """When the last operation that computes more than elementwise is done, of those that each operation needs."""
+    ready: dict[Operation, int] = {}
+    for operation in graph.operations:
+        light = operation.op in (REDISTRIBUTE, RELABEL) or operation.is_view
+        light = light or torch.Tag.pointwise in operation.op.tags
+        ready[operation] = max((ready[other] for other in needs[operation]), default=-1)
+        if not light:
+            ready[operation] = max(ready[operation], position[operation])
+    return ready
+
+
+def _mark(last: Operation, number: int, needs: dict[Operation, list[Operation]], rank: dict[Operation, int]) -> None:
+    waiting = [last]
+    while waiting:
+        operation = waiting.pop()
+        if operation not in rank:
+            rank[operation] = number
+            waiting.extend(needs[operation])

@@ -1,0 +1,247 @@
+"""Planning under a memory limit: what is given up for it in closed form, and values that stay right."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import attrs
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gpt
+import layouts
+import spmd
+from spmd import P, TensorMeta
+from spmd.canonicalize import canonicalize
+from spmd.lower.verify import verify
+from spmd.optim import AdamWState, Optimizer, adamw, sgd
+from spmd.plan import Plan
+from spmd.plan.quantity import parse_bytes
+from spmd.plan.reorder import by_results
+from spmd.testing.interpreter import evaluate
+from spmd.testing.live import peak_bytes
+from spmd.testing.programs import agree
+from spmd.trace import trace
+from training import Training, init, make_step
+
+WIDTH, ROWS, RANKS = 4096, 65536, 8
+PARAMETER = 4 * WIDTH * WIDTH * 4
+HIDDEN = ROWS // RANKS * 4 * WIDTH * 4
+"""Bytes of a layer's hidden activations on a rank."""
+
+Layers = list[tuple[Tensor, Tensor]]
+
+
+def meta(*shape: int) -> TensorMeta:
+    return TensorMeta(shape, torch.float32)
+
+
+def jitted(optimizer: Optimizer, params: P, state: Any, **options: Any) -> Any:
+    def step(layers: Layers, state: Any, x: Tensor) -> Any:
+        def loss(layers: Layers) -> Tensor:
+            y = x
+            for up, down in layers:
+                y = y + F.linear(torch.relu(F.linear(y, up)), down)
+            return y.square().sum()
+
+        return optimizer.update(layers, state, torch.func.grad(loss)(layers))
+
+    mesh = spmd.make_mesh({"data": RANKS}, runtime="abstract")
+    return spmd.jit(step, (params, state, P("data")), (params, state), mesh=mesh, **options)
+
+
+def plan_of(count: int, optimizer: Optimizer, params: P, state: Any, **options: Any) -> Plan:
+    layers = [(meta(4 * WIDTH, WIDTH), meta(WIDTH, 4 * WIDTH))] * count
+    begin = optimizer.init(optree.tree_map(lambda m: torch.empty(m.shape, device="meta"), layers))
+    metas = optree.tree_map(TensorMeta.of, begin)
+    return jitted(optimizer, params, state, **options).plan(layers, metas, meta(ROWS, WIDTH))
+
+
+def fully_sharded(count: int, **options: Any) -> Plan:
+    return plan_of(count, sgd(0.1), P("data"), P("data"), **options)
+
+
+def counts(plan: Plan) -> dict[str, int]:
+    return dict(Counter(comm.kind for comm in plan.comms))
+
+
+def smallest_peak(plan_with: Any) -> int:
+    """The peak that the refusal of an impossible limit names."""
+    with pytest.raises(spmd.PlanError) as refused:
+        plan_with(memory_limit=1)
+    found = re.search(r"smallest peak found is ([\d,]+) bytes", str(refused.value))
+    assert found is not None
+    return int(found[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 32])
+def test_fully_sharded_parameters_are_gathered_again_in_backward(layers: int) -> None:
+    """All but two: the backward of the first layer does not need the weight that reads the data, and the last weight is
+    still in use when backward begins."""
+    free = fully_sharded(layers)
+    assert counts(free) == {"all_gather": 2 * layers, "reduce_scatter": 2 * layers}
+    assert free.memory.peak > 2 * (layers - 1) * PARAMETER  # all that are needed again are kept
+    limit = smallest_peak(lambda **options: fully_sharded(layers, **options))
+    tight = fully_sharded(layers, memory_limit=limit)
+    assert counts(tight) == {"all_gather": 4 * layers - 2, "reduce_scatter": 2 * layers}
+    assert tight.memory.peak == limit
+    gathered = sum(comm.seconds for comm in tight.comms) - sum(comm.seconds for comm in free.comms)
+    assert gathered == pytest.approx((2 * layers - 2) * free.comms[0].seconds)
+    assert tight.seconds == pytest.approx(free.seconds + gathered)
+
+
+def test_a_limit_gives_up_no_more_than_it_must() -> None:
+    """Each gathered parameter less is a second gather more."""
+    layers = 8
+    free = fully_sharded(layers)
+    for given_up in (1, 2, 5):
+        plan = fully_sharded(layers, memory_limit=free.memory.peak - given_up * PARAMETER)
+        assert counts(plan)["all_gather"] <= 2 * layers + given_up
+        assert plan.memory.peak <= free.memory.peak - given_up * PARAMETER
+
+
+def test_a_limit_that_is_met_changes_nothing() -> None:
+    free = fully_sharded(2)
+    assert str(fully_sharded(2, memory_limit=free.memory.peak)) == str(free)
+    assert str(fully_sharded(2, memory_limit="80GB")) == str(free)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 32])
+def test_sharded_optimizer_state_makes_zero_1(layers: int) -> None:
+    state = AdamWState(P(), P("data"), P("data"))
+    plan = plan_of(layers, adamw(), P(), state)
+    assert counts(plan) == {"reduce_scatter": 2 * layers, "all_gather": 2 * layers}
+    assert sum(comm.bytes for comm in plan.comms) == 2 * (RANKS - 1) / RANKS * 2 * layers * PARAMETER
+    replicated = plan_of(layers, adamw(), P(), P()).memory.peak
+    assert replicated - plan.memory.peak >= 2 * 2 * layers * PARAMETER * (RANKS - 1) // RANKS
+
+
+def test_updates_run_one_after_the_other_under_a_limit() -> None:
+    """Adam's list operators hold temporaries of all parameters at once; one parameter's are enough."""
+
+    def plan(**options: Any) -> Plan:
+        return plan_of(32, adamw(), P("data"), AdamWState(P(), P("data"), P("data")), donate_argnums=(0, 1), **options)
+
+    free = plan()
+    shard = PARAMETER // RANKS
+    assert free.memory.peak > 32 * HIDDEN
+    tight = plan(memory_limit=smallest_peak(plan))
+    updates = [o for o in tight.graph.operations if o.name == "sqrt" and o.source and not o.source.backward]
+    assert all(operation.group is None for operation in updates)
+    end = tight.memory.timeline[-1]
+    assert end <= 64 * 3 * shard + HIDDEN
+
+
+def test_an_impossible_limit_says_what_is_held() -> None:
+    message = (
+        r"at most memory_limit=1,000,000,000 bytes per rank: the smallest peak found is [\d,]+ bytes, at "
+        r"threshold_backward at test_memory_limit.py:\d+ \(backward\). Held there:\n"
+        r" +536,870,912  temporary  relu f32\[8192,16384\] by relu at test_memory_limit.py:\d+\n"
+    )
+    with pytest.raises(spmd.PlanError, match=message):
+        fully_sharded(2, memory_limit="1GB")
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, "80", "80 XB", "GB", True])
+def test_limits_that_are_none(limit: Any) -> None:
+    with pytest.raises(spmd.PlanError, match="memory_limit must be a number of bytes, or a text such as '80GB'"):
+        spmd.jit(lambda x: x, P(), P(), memory_limit=limit)
+
+
+def test_limits_as_text() -> None:
+    assert [parse_bytes(text, "x") for text in ("80GB", "1.5 MiB", "7B", "2kB")] == [80 * 10**9, 3 * 2**19, 7, 2000]
+
+
+def tight_training(name: str, config: gpt.Config, batch: int) -> tuple[Training, Any, Any, Any]:
+    """A training step as it is, and with the smallest memory limit."""
+    strategy = layouts.STRATEGIES[name]
+    training = Training(config, strategy, spmd.make_mesh(strategy.mesh, runtime="virtual"))
+    tokens = TensorMeta((batch, config.context), torch.int64)
+    metas = optree.tree_map(TensorMeta.of, init(config, training.optimizer)), (tokens, tokens)
+    limit = smallest_peak(lambda **options: training.step(**options).plan(*metas))
+    return training, training.step(), training.step(memory_limit=limit), metas
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("dp", "fsdp") else pytest.param(name, marks=pytest.mark.slow) for name in layouts.STRATEGIES],
+)
+def test_a_gpt_step_under_the_smallest_limit_gives_the_values_of_one_device(name: str) -> None:
+    config = gpt.Config(layers=2, width=64, vocab=64, context=8)
+    training, free, tight, metas = tight_training(name, config, batch=16)
+    plan = tight.plan(*metas)
+    assert plan.memory.peak < free.plan(*metas).memory.peak
+    program = verify(tight.lower(*metas))
+    assert peak_bytes(program) == pytest.approx(plan.memory.peak, rel=1e-2)
+    assert Counter(c.kind for c in program.collectives) == Counter(comm.kind for comm in plan.comms)
+    torch.manual_seed(0)
+    batch = torch.randint(64, (16, 8)), torch.randint(64, (16, 8))
+    state = init(config, training.optimizer)
+    expected, loss = make_step(config, training.optimizer)(state, batch)
+    result, value = tight(spmd.distribute(state, training.state_spec, training.mesh), batch)
+    assert value.item() == pytest.approx(loss.item(), rel=1e-5)
+    whole = optree.tree_map(lambda t: t.full_tensor(), result)
+    # Adam divides by the root of small squares: moments, not parameters, are what gradients agree in.
+    for mine, other in zip(optree.tree_leaves(whole.optimizer), optree.tree_leaves(expected.optimizer), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def test_gathering_again_gives_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    layers = [(torch.randn(16, 8, dtype=torch.float64), torch.randn(8, 16, dtype=torch.float64)) for _ in range(4)]
+    x = torch.randn(512, 8, dtype=torch.float64)
+
+    def gradient(layers: Layers, x: Tensor) -> Layers:
+        def loss(layers: Layers) -> Tensor:
+            y = x
+            for up, down in layers:
+                y = y + F.linear(torch.tanh(F.linear(y, up)), down)
+            return y.square().mean()
+
+        return torch.func.grad(loss)(layers)
+
+    mesh = spmd.make_mesh({"data": 4}, runtime="virtual")
+    args = [layers, x]
+
+    def step(**options: Any) -> Any:
+        return spmd.jit(gradient, (P("data"), P("data")), P("data"), mesh=mesh, **options)
+
+    tight = step(memory_limit=smallest_peak(lambda **options: step(**options).plan(*args)))
+    assert counts(tight.plan(*args))["all_gather"] > counts(step().plan(*args))["all_gather"]
+    assert peak_bytes(verify(tight.lower(*args))) == tight.plan(*args).memory.peak
+    for mine, expected in zip(optree.tree_leaves(tight(*args)), optree.tree_leaves(gradient(layers, x)), strict=True):
+        assert agree(mine.full_tensor(), expected)
+
+
+def test_draws_keep_their_order() -> None:
+    """The second result can be had first, but its numbers are drawn after those of the first."""
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        noise, more = torch.rand_like(x), torch.rand_like(y)
+        return ((x + noise) @ x).sum() + y.sum(), (more * x).cos()
+
+    x = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
+    graph = canonicalize(trace(step, (x, x)).graph)
+    ordered = attrs.evolve(graph, operations=tuple(by_results(graph).values())).verify()
+    names = [operation.name for operation in graph.operations], [operation.name for operation in ordered.operations]
+    assert names[0].index("cos") > names[0].index("mm") and names[1].index("cos") < names[1].index("mm")
+    torch.manual_seed(3)
+    expected = step(x, x)
+    torch.manual_seed(3)
+    assert all(map(torch.equal, evaluate(ordered, (x, x)), expected))
+
+
+def test_a_saved_plan_holds_no_more_than_the_one_that_was_saved(tmp_path: Path) -> None:
+    def make(**options: Any) -> Plan:
+        return plan_of(2, adamw(), P("data"), AdamWState(P(), P("data"), P("data")), **options)
+
+    limit = smallest_peak(make)
+    plan = make(memory_limit=limit)
+    assert limit < make().memory.peak
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", plan.request)
+    assert (str(loaded), loaded.memory.peak, counts(loaded)) == (str(plan), limit, counts(plan))
