@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, rules: Mapping[torch._ops.OpOve
     options = _parser().parse_args(arguments)
     console = Console()
     torch.set_num_threads(1)
-    prepare()
+    prepare(database=not options.handmade)
     with Progress(console=console, transient=True) as progress:
         recorded: Mapping[torch._ops.OpOverload, object] = {}
         if not options.handmade:
