@@ -1,5 +1,6 @@
 """Predicted memory against closed forms, and against what a rank's program really holds."""
 
+import re
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -108,6 +109,15 @@ def test_a_program_without_operations_holds_its_arguments() -> None:
     memory = step.plan(meta(8)).memory
     assert (memory.peak, memory.timeline, memory.operation) == (16, (16,), None)
     assert "the end" in str(memory)
+
+
+def test_redistributions_are_held_for_a_line() -> None:
+    step = spmd.jit(lambda x: x.exp(), P("x"), P(), mesh=MESH)
+    memory = step.plan(meta(64)).memory
+    assert (memory.operation is not None and memory.operation.name) == "redistribute"
+    assert re.search(
+        r"at redistribute at test_memory.py:\d+: .*\n +256  output .* by redistribute at test_m", str(memory)
+    )
 
 
 def test_constants_are_told_apart() -> None:

@@ -85,7 +85,7 @@ def _cut_peaks(plan: Plan) -> Plan:
     best, least = plan, plan.memory.peak
     for _ in range(_ROUNDS):
         tape = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
-        memory = measure(tape, plan.request.donated)
+        memory = measure(tape, plan.request.donated, lambda operation: operation.source)
         if memory.peak < least:
             best, least = plan, memory.peak
         if memory.peak <= limit or memory.operation is None:

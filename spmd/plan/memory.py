@@ -7,7 +7,7 @@ is freed at its last use, as the runtimes do. Views share the storage of their b
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 
 import attrs
@@ -59,12 +59,14 @@ class Memory:
     Args:
         peak: the most bytes held at once.
         operation: the operation that runs then; None for a program without operations.
+        source: the user's line for it.
         held: what is held then, the largest first.
         timeline: the bytes held while each operator runs, in order of execution.
     """
 
     peak: int
     operation: Operation | None
+    source: Source | None
     held: tuple[Held, ...]
     timeline: tuple[int, ...]
 
@@ -78,7 +80,7 @@ class Memory:
         """The operation at the peak and its line."""
         if self.operation is None:
             return "the end"
-        where = f" at {self.operation.source}" if self.operation.source else ""
+        where = f" at {self.source}" if self.source else ""
         return f"{self.operation.name}{where}"
 
     def largest(self, count: int = 8) -> str:
@@ -97,20 +99,27 @@ class Memory:
         return f"peak {self.peak:,} bytes per rank, at {self.place}: {kinds}\n{self.largest()}"
 
 
-def measure(tape: Tape, donated: frozenset[int]) -> Memory:
-    """The memory that a tape takes; `donated` are the positions of inputs that may be freed after their last use."""
+def measure(tape: Tape, donated: frozenset[int], source: Callable[[Operation], Source | None]) -> Memory:
+    """The memory that a tape takes.
+
+    Args:
+        tape: the events.
+        donated: positions of inputs that may be freed after their last use.
+        source: the line of an operation; that of a redistribution is its taker's.
+    """
     lives = lifetimes(tape, donated)
     timeline = live_bytes(tape, lives)
     index = max(range(len(timeline)), key=timeline.__getitem__)
     makers = {buffer: event.operation for event in tape.events for buffer in event.writes}
     held = [
-        _held(buffer, tape, makers)
+        _held(buffer, tape, makers, source)
         for buffer, (first, last) in lives.items()
         if first <= index <= last and buffer.nbytes
     ]
     held.sort(key=lambda item: -item.nbytes)
     operation = tape.events[index].operation if tape.events else None
-    return Memory(timeline[index], operation, tuple(held), tuple(timeline))
+    where = source(operation) if operation else None
+    return Memory(timeline[index], operation, where, tuple(held), tuple(timeline))
 
 
 def lifetimes(tape: Tape, donated: frozenset[int]) -> dict[Buffer, tuple[int, int]]:
@@ -144,7 +153,9 @@ def live_bytes(tape: Tape, lives: Mapping[Buffer, tuple[int, int]]) -> list[int]
     return list(accumulate(changes[:-1]))
 
 
-def _held(buffer: Buffer, tape: Tape, makers: Mapping[Buffer, Operation]) -> Held:
+def _held(
+    buffer: Buffer, tape: Tape, makers: Mapping[Buffer, Operation], source: Callable[[Operation], Source | None]
+) -> Held:
     operation = makers.get(buffer)
     if buffer in tape.inputs:
         kind = Kind.INPUT
@@ -153,5 +164,5 @@ def _held(buffer: Buffer, tape: Tape, makers: Mapping[Buffer, Operation]) -> Hel
     else:
         kind = Kind.OUTPUT if buffer in tape.outputs else Kind.TEMPORARY
     name = buffer.value.name if buffer.value is not None else f"inside {operation.name}" if operation else "?"
-    made, source = (operation.name, operation.source) if operation else (None, None)
-    return Held(name, kind, buffer.meta, buffer.nbytes, made, source)
+    made, where = (operation.name, source(operation)) if operation else (None, None)
+    return Held(name, kind, buffer.meta, buffer.nbytes, made, where)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import attrs
 
 from spmd.errors import PlanError
-from spmd.graph import Graph, Operation, Value
+from spmd.graph import Graph, Operation, Source, Value
 from spmd.mesh import Mesh
 from spmd.plan.account import account
 from spmd.plan.causes import Cause, find_causes
@@ -124,7 +124,11 @@ class Plan:
     def memory(self) -> Memory:
         """The bytes that a rank holds at once: the peak, where it is, and what is held there."""
         tape = record(self.graph, self.mesh, self.layout, self.strategies, self.request.rules)
-        return measure(tape, self.request.donated)
+        return measure(tape, self.request.donated, self.source)
+
+    def source(self, operation: Operation) -> Source | None:
+        """The user's line that an operation is there for."""
+        return self.causes[operation].source if operation in self.causes else operation.source
 
     def verify(self) -> Plan:
         """Check that every value has the placements that its producer leaves and its users take; returns the plan.
