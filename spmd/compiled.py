@@ -14,6 +14,7 @@ import torch
 from spmd.canonicalize import canonicalize
 from spmd.dtensor import DTensor, give_up, place, wrap
 from spmd.errors import MeshError, PlanError, RuleError, ShardingError, TraceError
+from spmd.kept import kept_inputs, parse_keep_sharded
 from spmd.lower import LocalProgram, lower
 from spmd.mesh import Mesh, Runtime, use_mesh
 from spmd.plan import Request, plan
@@ -87,6 +88,7 @@ class Options:
     rules: Mapping[Any, Rule] = attrs.field(validator=_check_rules)
     memory_limit: int | None = attrs.field(default=None, converter=_memory_limit)
     plan: Plan | str | os.PathLike[str] | None = attrs.field(default=None, validator=_check_plan)
+    keep_sharded: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=None, converter=parse_keep_sharded)
 
 
 class _Leaf:
@@ -159,6 +161,7 @@ class Compiled:
                 machine=self.options.machine or Machine(),
                 donated=self.donated,
                 memory_limit=self.options.memory_limit,
+                keep_sharded=kept_inputs(self.options.keep_sharded, self.traced.input_paths, self.mesh),
             )
         )
         self.options.comms.check(found, self.traced.name)

@@ -13,6 +13,7 @@ import torch
 from spmd.compiled import Compiled, Options
 from spmd.constrain import constrain
 from spmd.errors import MeshError, PlanError, TraceError
+from spmd.kept import KeepSharded
 from spmd.lower import LocalProgram
 from spmd.mesh import Mesh, check_mesh, current_mesh
 from spmd.plan.machine import Machine
@@ -208,6 +209,7 @@ def jit(
     rules: Mapping[Any, Rule] | None = ...,
     plan: Plan | str | os.PathLike[str] | None = ...,
     memory_limit: int | str | None = ...,
+    keep_sharded: KeepSharded | None = ...,
 ) -> Callable[[Callable[..., Any]], Jitted]: ...
 
 
@@ -227,6 +229,7 @@ def jit(
     rules: Mapping[Any, Rule] | None = ...,
     plan: Plan | str | os.PathLike[str] | None = ...,
     memory_limit: int | str | None = ...,
+    keep_sharded: KeepSharded | None = ...,
 ) -> Jitted: ...
 
 
@@ -244,6 +247,7 @@ def jit(
     rules: Mapping[Any, Rule] | None = ...,
     plan: Plan | str | os.PathLike[str] | None = ...,
     memory_limit: int | str | None = ...,
+    keep_sharded: KeepSharded | None = ...,
 ) -> Any: ...
 
 
@@ -260,6 +264,7 @@ def jit(
     rules: Mapping[Any, Rule] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     memory_limit: int | str | None = None,
+    keep_sharded: KeepSharded | None = None,
 ) -> Any:
     """Compile a function of whole tensors into the program that each rank of a mesh runs.
 
@@ -287,6 +292,8 @@ def jit(
             instead of kept, results are computed one after the other.
         plan: a plan to run by, in place of a search: a `Plan`, or a file that `Plan.save` wrote, for example on an
             abstract mesh. A call for which it was not made is refused.
+        keep_sharded: arguments that the program never gathers along some mesh axes, for layouts to the letter:
+            `{0: "model"}`, or a part by its path, `{"0['params']": "model"}`. What is not cut along an axis is free.
 
     Raises:
         PlanError: an unknown `comms` or `backend`.
@@ -307,6 +314,7 @@ def jit(
         rules=RULES if rules is None else rules,
         memory_limit=memory_limit,
         plan=plan,
+        keep_sharded=keep_sharded,
     )
     if function is None:
         return lambda decorated: Jitted(decorated, in_specs, out_specs, mesh, options)

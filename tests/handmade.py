@@ -88,7 +88,7 @@ class PlanBuilder:
     def plan(self, *outputs: Value) -> Plan:
         graph = Graph(tuple(self.inputs), tuple(self.constants), tuple(self.operations), outputs).verify()
         request = Request(graph, self.mesh, (), ())
-        return Plan(request, self.mesh, graph, self.logical, self.specs, self.strategies, (), True, 0.0, ())
+        return Plan(request, self.mesh, graph, self.logical, self.specs, self.strategies, (), 0.0, 0.0, ())
 
 
 def lowered(plan: Plan) -> LocalProgram:

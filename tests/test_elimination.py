@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd.errors import PlanError
-from spmd.plan.elimination import Table, TooWideError, minimize
+from spmd.plan.elimination import Table, TooWideError, lower_bound, minimize
 from spmd.plan.neighbourhoods import evaluate, improve
 
 
@@ -81,3 +81,21 @@ def test_neighbourhood_search_solves_what_is_too_wide_at_once() -> None:
     best = minimize([4] * 12, clique, max_cells=4**12).cost
     found = improve([4] * 12, clique, [0] * 12, range(12), window=8, max_cells=4**8)
     assert best <= found.cost <= 1.05 * best
+
+
+@given(problems(), st.integers(1, 30))
+def test_no_assignment_is_below_the_bound(problem: tuple[list[int], list[Table]], cells: int) -> None:
+    domains, tables = problem
+    best = min(total(tables, choices) for choices in product(*map(range, domains)))
+    assert lower_bound(domains, tables, cells) <= best
+    assert lower_bound(domains, tables) == best
+
+
+def test_split_buckets_bound_what_cannot_be_joined() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pairs = [(a, b) for a in range(6) for b in range(a + 1, 6)]
+    clique = [Table(pair, torch.rand(4, 4, generator=generator, dtype=torch.float64)) for pair in pairs]
+    best = minimize([4] * 6, clique).cost
+    bounds = [lower_bound([4] * 6, clique, cells) for cells in (4, 64, 4**6)]
+    assert 0 < bounds[0] < bounds[1] < best
+    assert bounds[2] == pytest.approx(best)

@@ -18,7 +18,7 @@ from spmd import P, TensorMeta
 from spmd.graph import Operation, Value
 from spmd.plan import Plan
 from spmd.plan.bodies import trace_body
-from spmd.plan.elimination import TooWideError
+from spmd.plan.elimination import TooWideError, minimize
 from spmd.plan.flops import flops
 
 WIDTH, TOKENS, RANKS = 4096, 1024, 8
@@ -207,9 +207,59 @@ def test_a_search_that_is_too_wide_falls_back_to_neighbourhoods(monkeypatch: pyt
 
     monkeypatch.setattr("spmd.plan.problem.minimize", refuse)
     fallback = plan_of(*arguments)
-    assert exact.exact
+    assert (exact.exact, exact.gap) == (True, 0)
     assert not fallback.exact
+    assert 0 <= fallback.gap < 0.01, "the bound is tight here: its tables are wide enough to be exact"
     assert exact.seconds <= fallback.seconds <= 1.01 * exact.seconds
+
+
+def test_a_wide_search_begins_with_one_acquired_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ({"model": 4}, (P("model"), P(None, "model")), P(), 2)
+    exact, calls = plan_of(*arguments), []
+
+    def refuse_first(domains: Any, tables: Any) -> Any:
+        calls.append(sum(domains))
+        if len(calls) == 1:
+            raise TooWideError("refused")
+        return minimize(domains, tables)
+
+    monkeypatch.setattr("spmd.plan.problem.minimize", refuse_first)
+    fallback = plan_of(*arguments)
+    assert len(calls) == 2
+    assert calls[1] < calls[0], "fewer hubs"
+    assert exact.seconds <= fallback.seconds <= 1.01 * exact.seconds
+
+
+def test_what_is_kept_sharded_is_never_gathered() -> None:
+    mesh = spmd.make_mesh({"model": 2}, runtime="virtual")
+    x, weights = torch.randn(30_000, 4), [torch.randn(8, 4), torch.randn(4, 8)]
+
+    def f(weights: list[Tensor], x: Tensor) -> Tensor:
+        return F.linear(torch.relu(F.linear(x, weights[0].to(x.dtype))), weights[1])
+
+    specs = (([P("model"), P(None, "model")], P()), P())
+    free = spmd.jit(f, *specs, mesh=mesh)  # the weights are smaller than the result
+    kept = spmd.jit(f, *specs, mesh=mesh, keep_sharded={0: "model"})
+    part = spmd.jit(f, *specs, mesh=mesh, keep_sharded={"0[1]": ["model"]})
+    assert ["all_gather", "all_gather"] == [comm.kind for comm in free.plan(weights, x).comms]
+    assert ["all_reduce"] == [comm.kind for comm in kept.plan(weights, x).comms]
+    assert not any(comm.kind == "all_gather" and "weights_1" in comm.cause for comm in part.plan(weights, x).comms)
+    for jitted in (free, kept, part):
+        torch.testing.assert_close(jitted(weights, x).full_tensor(), f(weights, x))
+
+
+@pytest.mark.parametrize(
+    ("keep_sharded", "message"),
+    [
+        ({0: "data"}, r"keep_sharded\['0'\] names axis 'data', which Mesh\(model=2\) lacks"),
+        ({"0['w']": "model"}, r"keep_sharded names \"0\['w'\]\", where no argument stands. The arguments are 0, 1."),
+        (["model"], r"keep_sharded maps positions of arguments, or paths"),
+    ],
+)
+def test_what_keep_sharded_cannot_mean(keep_sharded: Any, message: str) -> None:
+    mesh = spmd.make_mesh({"model": 2}, runtime="virtual")
+    with pytest.raises(spmd.errors.PlanError, match=message):
+        spmd.jit(torch.mul, P(), P(), mesh=mesh, keep_sharded=keep_sharded).plan(meta(2), meta(2))
 
 
 @pytest.mark.parametrize("place", [spmd.constrain, spmd.reshard])

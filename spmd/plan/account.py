@@ -65,7 +65,8 @@ def finished_draft(plan: Planned) -> Draft:
         states={value: _states(plan, value) for value in plan.specs},
         strategies=plan.strategies,
         planned=tuple(plan.order or plan.mesh.names),
-        exact=plan.exact,
+        kept={},
+        gap=plan.gap,
     )
 
 

@@ -174,6 +174,7 @@ class MoveCost:
         axis: the mesh axis, of `count` ranks.
         sizes: the tensor's logical shape without this axis.
         itemsize: bytes an element.
+        kept: whether the tensor is never to be gathered.
     """
 
     machine: Machine
@@ -181,10 +182,13 @@ class MoveCost:
     count: int
     sizes: tuple[int, ...]
     itemsize: int
+    kept: bool = False
 
     def seconds(self, source: Placement, target: Placement) -> float:
-        """Time to bring the tensor from one placement to another."""
+        """Time to bring the tensor from one placement to another; infinite where that would gather what is kept."""
         found = self.collective(source, target)
+        if self.kept and found is not None and found[0] is StepKind.ALL_GATHER:
+            return math.inf
         return 0.0 if found is None else self.machine.collective_seconds((self.axis,), found[1])
 
     def collective(self, source: Placement, target: Placement) -> tuple[StepKind, float] | None:

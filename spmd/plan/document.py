@@ -46,7 +46,7 @@ def make_document(plan: Planned) -> Document:
         "mesh": dict(plan.mesh.axes),
         "machine": repr(request.machine),
         "seconds": plan.seconds,
-        "exact": plan.exact,
+        "gap": plan.gap,
         "memory": {
             "peak": plan.memory.peak,
             **{kind.value: size for kind, size in plan.memory.by_kind.items() if size},

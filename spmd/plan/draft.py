@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
+import torch
 
 from spmd.graph import Graph, Operation, Value
 from spmd.mesh import Mesh
 from spmd.placement import Partial, Placement, Shard
+from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.rules.strategy import LogicalShape, Strategy
 from spmd.spec import DTensorSpec, TensorMeta
+
+_SAME_TENSOR = (PIN, REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default)
 
 States = Mapping[str, Placement]
 """The placement of a value on each mesh axis that is planned, in planning order; dims are logical."""
@@ -31,7 +35,8 @@ class Draft:
         states: the placement of every value on the planned axes.
         strategies: the strategy of every operation on the planned axes.
         planned: the axes planned so far, in planning order.
-        exact: whether the planned axes were searched exactly.
+        kept: mesh axes along which an input is never to be gathered.
+        gap: how far the worst searched axis may be from its best, as a part of that; 0 if all were searched exactly.
     """
 
     mesh: Mesh
@@ -43,7 +48,16 @@ class Draft:
     states: Mapping[Value, States]
     strategies: Mapping[Operation, Mapping[str, Strategy]]
     planned: tuple[str, ...]
-    exact: bool
+    kept: Mapping[Value, frozenset[str]]
+    gap: float
+
+    def kept_values(self, axis: str) -> frozenset[Value]:
+        """The inputs that are never gathered along an axis, and what is them by another name, shape or dtype."""
+        kept = {value for value, axes in self.kept.items() if axis in axes}
+        for operation in self.graph.operations if kept else ():
+            if operation.is_view or operation.op in _SAME_TENSOR:
+                kept.update(result for result in operation.tensors if operation.operands[0] in kept)
+        return frozenset(kept)
 
     def local_sizes(self, value: Value) -> tuple[int, ...]:
         """The logical shape that the largest shard of a value has on the axes planned so far."""

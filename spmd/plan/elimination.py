@@ -82,6 +82,18 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
     return Solution(tuple(choices), cost)
 
 
+def lower_bound(domains: Sequence[int], tables: Sequence[Table], max_cells: int = MAX_CELLS) -> float:
+    """A cost that no assignment can be below, from tables of at most `max_cells` cells.
+
+    A bucket too large to be joined is split into several, each of which chooses the variable for itself (mini-buckets:
+    Dechter and Rish, 2003).
+    """
+    buckets = _Buckets(domains, tables)
+    for variable in buckets.elimination_order(None):
+        buckets.relax(variable, max_cells)
+    return buckets.constant
+
+
 @attrs.frozen(eq=False)
 class _Eliminated:
     """What is left of a bucket: the least cost for every combination of the neighbours, and the choice that has it.
@@ -121,7 +133,7 @@ class _Buckets:
             self.neighbours[variable].update(other for other in table.variables if other != variable)
         self.count += 1
 
-    def elimination_order(self, max_cells: int) -> Iterable[int]:
+    def elimination_order(self, max_cells: int | None) -> Iterable[int]:
         """The variables, by ascending `_score`; the caller eliminates each before the next."""
         heap = [(self._score(variable), variable) for variable in range(len(self.domains))]
         heapq.heapify(heap)
@@ -130,7 +142,7 @@ class _Buckets:
             score, variable = heapq.heappop(heap)
             if done[variable] or score != self._score(variable):
                 continue
-            if self._cells(variable) > max_cells:
+            if max_cells is not None and self._cells(variable) > max_cells:
                 raise TooWideError(
                     f"The search would need a table of {self._cells(variable):.3g} cells (at most {max_cells:.3g})."
                 )
@@ -166,11 +178,7 @@ class _Buckets:
         """
         scope = tuple(sorted({variable, *self.neighbours[variable]}))
         place = {other: index for index, other in enumerate(scope)}
-        # Small tables first: sums over few variables stay small until the last ones widen them.
-        bucket = [
-            table
-            for _, table in sorted(self.tables[variable].items(), key=lambda item: (item[1].costs.numel(), item[0]))
-        ]
+        bucket = self._bucket(variable)
         key = (place[variable], *((id(table.costs), *map(place.__getitem__, table.variables)) for table in bucket))
         if key not in self.known:
             total = self._join(scope, bucket)
@@ -178,8 +186,30 @@ class _Buckets:
             self.known[key] = _Eliminated(costs, best.to(torch.int16), tuple(table.costs for table in bucket))
         found = self.known[key]
         rest = tuple(other for other in scope if other != variable)
-        self._replace(variable, Table(rest, found.costs))
+        self._replace(variable, [Table(rest, found.costs)])
         return rest, found
+
+    def relax(self, variable: int, max_cells: int) -> None:
+        """Put messages of at most `max_cells` cells in place of all tables that mention a variable."""
+        parts: list[tuple[set[int], list[Table]]] = []
+        for table in reversed(self._bucket(variable)):
+            for found, members in parts:
+                if math.prod(self.domains[other] for other in found.union(table.variables)) <= max_cells:
+                    found.update(table.variables)
+                    members.append(table)
+                    break
+            else:
+                parts.append((set(table.variables), [table]))
+        messages = []
+        for found, members in parts:
+            scope = tuple(sorted(found))
+            costs = self._join(scope, members[::-1]).amin(scope.index(variable))
+            messages.append(Table(tuple(other for other in scope if other != variable), costs))
+        self._replace(variable, messages)
+
+    def _bucket(self, variable: int) -> list[Table]:
+        """All tables that mention a variable. Small ones first: sums stay small until the last ones widen them."""
+        return [t for _, t in sorted(self.tables[variable].items(), key=lambda item: (item[1].costs.numel(), item[0]))]
 
     def _join(self, scope: tuple[int, ...], bucket: Sequence[Table]) -> torch.Tensor:
         """The sum of tables over the variables of all of them."""
@@ -188,8 +218,8 @@ class _Buckets:
             total = total + table.costs.reshape([self.domains[v] if v in table.variables else 1 for v in scope])
         return total.expand([self.domains[v] for v in scope])
 
-    def _replace(self, variable: int, message: Table) -> None:
-        """Put `message` in place of all tables that mention a variable."""
+    def _replace(self, variable: int, messages: Sequence[Table]) -> None:
+        """Put `messages` in place of all tables that mention a variable."""
         for key, table in self.tables[variable].items():
             for other in table.variables:
                 if other != variable:
@@ -198,4 +228,5 @@ class _Buckets:
             self.neighbours[other].discard(variable)
         self.tables[variable] = {}
         self.neighbours[variable] = set()
-        self._add(message)
+        for message in messages:
+            self._add(message)

@@ -36,7 +36,7 @@ def finish(draft: Draft, request: Request) -> Plan:
         specs=MappingProxyType(specs),
         strategies=MappingProxyType(strategies),
         fallbacks=tuple(fallbacks),
-        exact=draft.exact,
+        gap=draft.gap,
         seconds=0.0,
         comms=(),
     )

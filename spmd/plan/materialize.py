@@ -51,7 +51,7 @@ class _Materializer:
             states=self.states,
             strategies=self.strategies,
             planned=(*self.draft.planned, self.axis),
-            exact=self.draft.exact and self.choice.exact,
+            gap=max(self.draft.gap, self.choice.gap),
         )
 
     def _define(self, value: Value, state: Placement) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from spmd.errors import PlanError
 from spmd.plan.elimination import MAX_CELLS, Solution, Table, TooWideError, minimize
 
 WINDOW = 600
@@ -31,7 +32,7 @@ def improve(
 
     Args:
         domains, tables, max_cells: as for `minimize`.
-        start: an assignment of finite cost.
+        start: an assignment.
         order: all variables, neighbours close to each other.
         window: the number of variables in a window.
     """
@@ -46,6 +47,8 @@ def improve(
             _solve_window(domains, touching, choices, order[begin : begin + window], max_cells)
         improved = evaluate(tables, choices)
         if not improved < cost:
+            if not math.isfinite(cost):
+                raise PlanError("No assignment of strategies was found that satisfies the given specs and constraints.")
             return Solution(tuple(choices), cost)
         cost = improved
 
@@ -77,6 +80,8 @@ def _solve_window(
         middle = len(free) // 2
         _solve_window(domains, touching, choices, free[:middle], max_cells)
         _solve_window(domains, touching, choices, free[middle:], max_cells)
+        return
+    except PlanError:  # impossible as the others are; they may change yet
         return
     for variable, index in names.items():
         choices[variable] = found.choices[index]

@@ -48,7 +48,8 @@ class Prepared:
             states={},
             strategies={},
             planned=(),
-            exact=True,
+            kept={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},
+            gap=0.0,
         )
 
 

@@ -7,6 +7,7 @@ value with one use needs no hub: moving it is a table between its producer and i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
@@ -17,11 +18,14 @@ from spmd.placement import Placement
 from spmd.plan.candidates import all_candidates
 from spmd.plan.cost import LocalCost, MoveCost
 from spmd.plan.draft import Draft, States
-from spmd.plan.elimination import Table, TooWideError, minimize
+from spmd.plan.elimination import Table, TooWideError, lower_bound, minimize
 from spmd.plan.hubs import Hub, Move, edge_table, hub_choices, hub_table, offer_table, plan_moves
 from spmd.plan.machine import Machine
 from spmd.plan.neighbourhoods import improve
 from spmd.rules.strategy import Strategy
+
+BOUND_CELLS = 2**16
+"""The largest table for the bound that tells how far a plan may be from the best."""
 
 
 @attrs.frozen(eq=False)
@@ -32,12 +36,12 @@ class AxisChoice:
         strategies: of every operation.
         moves: the moves of every value that is used, in an order in which each can start; slices of a replica and
             the like, which cost nothing, are not among them.
-        exact: whether it is known to be the best.
+        gap: how much its cost may exceed that of the best, as a part of that; 0 if it is known to be the best.
     """
 
     strategies: Mapping[Operation, Strategy]
     moves: Mapping[Value, tuple[Move, ...]]
-    exact: bool
+    gap: float
 
 
 @attrs.frozen(eq=False)
@@ -75,9 +79,12 @@ class AxisProblem:
     ) -> None:
         self.draft = draft
         self.axis = axis
+        self.preview = preview or {}
         self.acquire = acquire
-        self.cost = LocalCost.of(machine, draft, preview or {})
-        self._move_costs: dict[tuple[tuple[int, ...], int], MoveCost] = {}
+        self.only = only
+        self.cost = LocalCost.of(machine, draft, self.preview)
+        self.kept = draft.kept_values(axis)
+        self._move_costs: dict[tuple[tuple[int, ...], int, bool], MoveCost] = {}
         self._rows: dict[int, torch.Tensor] = {}
         self.machine = machine
         self.strategies = all_candidates(draft, axis)
@@ -93,21 +100,41 @@ class AxisProblem:
         }
 
     def solve(self) -> AxisChoice:
-        """The cheapest strategies and hubs, or good ones where the exact search would be too large."""
+        """The cheapest strategies and hubs, or good ones where the exact search would be too large.
+
+        Then the search begins from the best with at most one placement acquired for each value, if that much can be
+        searched exactly, and goes on in large neighbourhoods.
+        """
         tables = list(self._tables())
-        exact = True
+        gap = 0.0
         try:
             solution = minimize(self.domains, tables)
         except TooWideError:
-            exact = False
-            replicated = [0] * len(self.domains)  # every domain has the replica first
-            solution = improve(self.domains, tables, replicated, self._program_order())
+            solution = improve(self.domains, tables, self._start(), self._program_order())
+            bound = lower_bound(self.domains, tables, BOUND_CELLS)
+            gap = solution.cost / bound - 1 if bound > 0 else math.inf
         strategies = {
             operation: self.strategies[operation][solution.choices[variable]]
             for operation, variable in self.variables.items()
         }
         moves = {value: self._moves(value, strategies, solution.choices) for value in self.uses}
-        return AxisChoice(strategies, moves, exact)
+        return AxisChoice(strategies, moves, gap)
+
+    def _start(self) -> list[int]:
+        """Choices to improve upon: with fewer hubs, the best; else all replicated, which every domain has first."""
+        if self.acquire == 1:
+            return [0] * len(self.domains)
+        small = AxisProblem(self.draft, self.axis, self.machine, self.preview, acquire=1, only=self.only)
+        tables = list(small._tables())
+        try:
+            choices = minimize(small.domains, tables).choices
+        except TooWideError:
+            return [0] * len(self.domains)
+        start = [*choices[: len(self.variables)], *[0] * len(self.hubs)]
+        for value, (hub, hubs) in self.hubs.items():
+            chosen, options = small.hubs[value]
+            start[hub] = hubs.index(options[choices[chosen]])
+        return start
 
     def _program_order(self) -> list[int]:
         """All variables, hubs beside the producers of their values."""
@@ -129,7 +156,7 @@ class AxisProblem:
 
     def move_cost(self, value: Value) -> MoveCost:
         """Times of moving a value along the axis."""
-        key = (self.cost.sizes[value], value.meta.dtype.itemsize)
+        key = (self.cost.sizes[value], value.meta.dtype.itemsize, value in self.kept)
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
         return self._move_costs[key]

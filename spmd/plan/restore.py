@@ -31,7 +31,7 @@ class Restored:
     specs: Mapping[Value, DTensorSpec]
     strategies: Mapping[Operation, Mapping[str, Strategy]]
     fallbacks: tuple[Operation, ...]
-    exact: bool
+    gap: float
 
 
 def restore(document: Document, request: Request) -> Restored:
@@ -112,7 +112,7 @@ class _Restorer:
             MappingProxyType(self.specs),
             MappingProxyType(self.strategies),
             tuple(operations[number] for number in document["fallbacks"]),
-            document["exact"],
+            document["gap"],
         )
 
     def define(self, name: str, like: Value) -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 
@@ -35,7 +36,7 @@ def plan(request: Request) -> Plan:
     machine = request.machine
     axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
     start = prepare(request).draft
-    with _one_thread():
+    with _undisturbed():
         blind = [(order, _plan_axes(start(order), order, machine, {})) for order in _orders(axes)]
         plans = [finish(draft, request) for _, draft in blind]
         if len(axes) > 1:
@@ -74,11 +75,14 @@ def _plan_axes(draft: Draft, order: Sequence[str], machine: Machine, preview: Ma
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """The search is many small tensor operations: threads only get into each other's way."""
-    threads = torch.get_num_threads()
+def _undisturbed() -> Iterator[None]:
+    """The search is many small objects and tensors: threads and the collection of garbage cost more than they give."""
+    threads, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
+    gc.disable()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        if collects:
+            gc.enable()
