@@ -67,7 +67,7 @@ class Report:
     Args:
         mesh: sizes of the axes.
         machine: the machine that times are predicted for.
-        exact: whether the search was exact.
+        gap: how far the plan may be from the best, as `Plan.gap`.
         compute, communication: predicted seconds of a step.
         bytes: sent per rank in a step.
         memory: peak bytes held by a rank, by purpose; the sum is under "peak".
@@ -79,7 +79,7 @@ class Report:
 
     mesh: Mapping[str, int]
     machine: str
-    exact: bool
+    gap: float
     compute: float
     communication: float
     bytes: float
@@ -106,7 +106,7 @@ class Report:
             "communication": f"{time_text(self.communication)} ({part:.0f}%)",
             "sent per rank": size_text(self.bytes),
             "held per rank": f"{size_text(self.memory['peak'])} at the peak: {held}",
-            "search": "exact" if self.exact else "by neighbourhoods",
+            "search": f"at most {self.gap:.1%} above the best" if self.gap else "exact",
             "machine": self.machine,
         }
 
@@ -117,7 +117,7 @@ def make_report(document: Document) -> Report:
     return Report(
         mesh=document["mesh"],
         machine=document["machine"],
-        exact=document["exact"],
+        gap=document["gap"],
         compute=sum(operation["seconds"] for operation in operations),
         communication=sum(comm["seconds"] for comm in comms),
         bytes=sum(comm["bytes"] for comm in comms),
