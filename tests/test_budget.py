@@ -76,7 +76,7 @@ def test_a_constraint_is_suggested_with_its_cost_and_its_line() -> None:
         planned({"all_reduce": 0}, function=scored)
     (remedy,) = (line for line in str(caught.value).splitlines() if "to avoid it" in line)
     place = f"test_budget.py:{scored.__code__.co_firstlineno + 1} (`return torch.relu((x @ up) @ down)`)"
-    assert remedy.startswith("    to avoid it, constrain the result of relu to P(")
+    assert remedy.startswith("    to avoid it, constrain relu to P(")
     assert place in remedy
     assert "us and " in remedy
 

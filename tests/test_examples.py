@@ -184,6 +184,25 @@ def test_readme_has_the_bytes_that_the_benchmark_counts(name):
     assert [f"{reference / 1e6:.2f}", *peers, comms.ratio(measured / 1e6, reference)] == cells
 
 
+@pytest.mark.parametrize("name", layouts.STRATEGIES)
+def test_every_collective_has_a_cause_and_a_line_of_the_example(name):
+    # More weights than activations: the loss over a sharded vocabulary has collectives in local bodies.
+    config = gpt.Config(vocab=4096, width=512, heads=8, layers=1, context=16)
+    strategy = layouts.STRATEGIES[name]
+    example = training.Training(config, strategy, spmd.make_mesh(strategy.mesh, runtime="abstract"))
+    tokens = spmd.TensorMeta((2, config.context), torch.int64)
+    state, step = training.init(config, example.optimizer), example.step()
+    plan = step.plan(state, (tokens, tokens))
+    collectives = (*plan.comms, *step.lower(state, (tokens, tokens)).collectives)
+    assert collectives
+    for collective in collectives:
+        assert re.fullmatch(r".+ gives P\(.*\), .+ wants P\(.*\)|\w+ over a sharded dim", collective.cause)
+        assert Path(collective.source.file).name in ("gpt.py", "training.py")
+        assert collective.source.line > 0
+    inside = [comm for comm in plan.comms if "over a sharded dim" in comm.cause]
+    assert bool(inside) == (name != "dp")
+
+
 def test_step_times_are_of_both():
     measured = step_time.measure("dp", SMALL, steps=2)
     assert min(measured.first, measured.mesh, measured.single) > 0

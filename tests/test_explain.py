@@ -40,7 +40,7 @@ def test_an_explanation_has_alternatives_neighbours_and_pins() -> None:
     assert replicate.replanned is not None
     assert 72.0 + 96.0 - 72.0 == replicate.replanned.bytes  # the all_reduce of 72 bytes is saved
     assert f"relu wants P('data') at test_explain.py:{layer.__code__.co_firstlineno + 1}" in str(found)
-    assert "operand w is P('model'), taken as P('model')" in str(found)
+    assert "operand w (in_specs) is P('model'), taken as P('model')" in str(found)
     assert found.operation is not None
     assert str(found) == str(layer_plan().explain(found.operation.name, exact=True))
 
@@ -55,7 +55,7 @@ def test_pins_are_named_with_their_places() -> None:
     line = f.__code__.co_firstlineno + 1
     assert [f"constrained: P(None, 'model') at test_explain.py:{line}"] == list(map(str, plan.explain("mul").pins))
     assert ["out_specs of result 0: P()"] == list(map(str, plan.explain("relu").pins))
-    assert ["in_specs of x: P('data')"] == list(map(str, plan.explain("%x").pins))
+    assert ["in_specs: P('data')"] == list(map(str, plan.explain("%x").pins))
     assert "a constrained value" in str(plan.explain("constrain"))
     assert "an input" in str(plan.explain("w"))
     assert "operand constrain (constrained) is P(None, 'model')" in str(plan.explain("mm"))

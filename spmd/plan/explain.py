@@ -272,7 +272,7 @@ def _pins(draft: Draft, value: Value) -> Iterator[Pin]:
     """The specs that are given for a value, by who computes it and by who takes it."""
     producer = _producer(draft, value)
     if value in draft.graph.inputs:
-        yield Pin(f"in_specs of {value.name}", str(Layout(draft.placed[value], draft.logical[value])), None)
+        yield _input_pin(draft, value)
     if producer is not None and producer in draft.fixed:
         yield _pin(draft, producer)
     for user in _users(draft, value):
@@ -288,13 +288,16 @@ def _pin(draft: Draft, operation: Operation) -> Pin:
     while (producer := _producer(draft, first.operands[0])) is not None and producer in draft.fixed:
         first = producer
     if first.operands[0] in draft.graph.inputs:
-        value = first.operands[0]
-        return Pin(f"in_specs of {value.name}", str(Layout(draft.placed[value], draft.logical[value])), None)
+        return _input_pin(draft, first.operands[0])
     last = operation
     while last.tensors[0] not in draft.graph.outputs:
         last = next(user for user in _users(draft, last.tensors[0]) if user in draft.fixed)
     position = draft.graph.outputs.index(last.tensors[0])
     return Pin(f"out_specs of result {position}", _layout(draft, last), None)
+
+
+def _input_pin(draft: Draft, value: Value) -> Pin:
+    return Pin("in_specs", str(Layout(draft.placed[value], draft.logical[value])), None)
 
 
 def _layout(draft: Draft, operation: Operation) -> str:
@@ -372,8 +375,10 @@ class _Axis:
             origin = self.root(value)
             producer = _producer(self.draft, origin)
             has = self.text(value, self.replay.source(value, {}))
-            pin = None if producer is None or producer not in self.draft.fixed else _pin(self.draft, producer)
-            name = f"{origin.name} ({pin.what})" if pin else origin.name
+            if producer is not None and producer in self.draft.fixed:
+                name = f"{origin.name} ({_pin(self.draft, producer).what})"
+            else:
+                name = f"{origin.name} (in_specs)" if origin in self.draft.graph.inputs else origin.name
             yield Neighbour(name, has, self.text(value, state), producer.source if producer else None)
 
     def takers(self, value: Value) -> Iterator[Neighbour]:

@@ -130,7 +130,7 @@ def _alternatives(plan: Plan, explainer: Explainer, value: Value) -> Iterator[_T
             spec = _pspec(plan, value, spec_of(plan.mesh, states, logical_meta(value.meta, draft.logical[value])))
             if spec is not None and spec not in seen:
                 seen.add(spec)
-                text = f"constrain the result of {producer.name} to {spec!r}"
+                text = f"constrain {value.name} to {spec!r}"
                 code = f" (`{producer.source.code}`)" if producer.source.code else ""
                 where = f" at {producer.source}{code}"
                 yield _Trial(constrained(plan.request, value, spec), alternative.extra_seconds, text, where)

@@ -75,7 +75,7 @@ def check_same(document: Document, request: Request) -> None:
 
 
 def _refusal(difference: str) -> PlanError:
-    return PlanError(f"The saved plan is for something else: {difference}.\n  Plan again, and save the new plan.")
+    return PlanError(f"The saved plan is for something else: {difference}\n  Plan again, and save the new plan.")
 
 
 def _place(graph: Graph, line: int) -> str:
