@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -132,11 +134,14 @@ def test_wrong_results_hangs_and_crashes_are_told_apart() -> None:
         _Entry("hang", _hang),
         _Entry("crash", lambda x: os._exit(3)),
     ]
-    found = {outcome.name: outcome for outcome in sweep(made, Setup({"x": 2}), jobs=2, seconds=8)}
+    assert_right(sweep_entry(made[0], Setup({"x": 2})))  # what every process needs, once
+    found = {outcome.name: outcome for outcome in sweep(made, Setup({"x": 2}), jobs=2, seconds=12)}
     statuses = {name: outcome.status for name, outcome in found.items()}
     assert {"right": Status.PASS, "wrong": Status.WRONG, "hang": Status.HANG, "crash": Status.CRASH} == statuses
     assert "the process ended with 3" == found["crash"].reason
-    page = markdown({"forward": Report(Setup({"x": 2}), list(found.values()), 1.0)})
+    report = Report(Setup({"x": 2}), list(found.values()), 1.0)
+    assert report == Report.of(json.loads(json.dumps(report.data())))
+    page = markdown({"forward": report})
     assert "| forward | crash | crash | 0 of 0 | the process ended with 3 |" in page
     assert "| right | 2 (1) |" in page
     assert "| combinations wrong | 2 |" in page

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from spmd.testing.op_sweep.cases import entries
-from spmd.testing.op_sweep.outcome import BAD, summarize
+from spmd.testing.op_sweep.outcome import BAD
 from spmd.testing.op_sweep.pool import sweep
 from spmd.testing.op_sweep.report import Report, markdown, show
 from spmd.testing.op_sweep.setups import SETUPS, Setup
@@ -30,8 +30,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--seconds", type=float, default=300.0, help="time for one entry")
     parser.add_argument("--json", type=Path, help="write all outcomes to this file")
+    parser.add_argument("--resume", action="store_true", help="run only setups that the JSON file does not have yet")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.resume and not options.json:
+        parser.error("--resume needs --json FILE, the file to go on with.")
+    return options
 
 
 def main() -> int:
@@ -40,9 +44,11 @@ def main() -> int:
     torch.set_num_threads(1)
     chosen = entries(options.op)
     sweep_entry(entries("addmm$")[0], Setup({"x": 2}, samples=1, limit=1))  # what every process needs, once
-    reports = {}
+    reports = _read(options.json) if options.resume else {}
     with Progress() as progress:
         for name in options.setup:
+            if name in reports:
+                continue
             given = {"samples": options.samples, "limit": options.combinations}
             setup = attrs.evolve(SETUPS[name], **{key: value for key, value in given.items() if value is not None})
             reports[name] = _run(name, setup, chosen, options, progress)
@@ -63,17 +69,19 @@ def _run(name: str, setup: Setup, chosen: list[Any], options: argparse.Namespace
     return Report(setup, sorted(outcomes, key=lambda outcome: outcome.name), time.monotonic() - start)
 
 
+def _read(file: Path) -> dict[str, Report]:
+    found = json.loads(file.read_text()) if file.exists() else {}
+    return {name: Report.of(data) for name, data in found.items()}
+
+
 def _write(options: argparse.Namespace, reports: dict[str, Report]) -> None:
     """Write what there is so far."""
     if options.json:
-        options.json.write_text(json.dumps({name: _data(report) for name, report in reports.items()}, indent=1) + "\n")
+        data = {name: report.data() for name, report in reports.items()}
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
     if options.markdown:
         options.markdown.parent.mkdir(exist_ok=True)
         options.markdown.write_text(markdown(reports))
-
-
-def _data(report: Report) -> dict[str, Any]:
-    return {**attrs.asdict(report), "summary": summarize(report.outcomes)}
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ BAD = frozenset({Status.ERROR, Status.WRONG, Status.HANG, Status.CRASH})
 """What a sweep must not find."""
 
 
+def _by_status(failures: dict[str, str]) -> dict[Status, str]:
+    return {Status(status): failure for status, failure in failures.items()}
+
+
 @attrs.define
 class Outcome:
     """The result of one entry.
@@ -47,7 +51,7 @@ class Outcome:
     """
 
     name: str
-    status: Status = Status.SKIPPED
+    status: Status = attrs.field(default=Status.SKIPPED, converter=Status)
     calls: int = 0
     refused: int = 0
     traced: int = 0
@@ -62,7 +66,7 @@ class Outcome:
     empty: int = 0
     lengths: list[int] = attrs.field(factory=list)
     fallbacks: list[str] = attrs.field(factory=list)
-    failures: dict[Status, str] = attrs.field(factory=dict)
+    failures: dict[Status, str] = attrs.field(factory=dict, converter=_by_status)
 
     def note(self, status: Status, failure: str = "") -> None:
         """Take the result of one combination, or of a call, into account."""

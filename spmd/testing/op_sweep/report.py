@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -21,6 +22,15 @@ class Report:
     setup: Setup
     outcomes: list[Outcome]
     seconds: float
+
+    def data(self) -> dict[str, Any]:
+        """The report as JSON has it, with the counts."""
+        return {**attrs.asdict(self), "summary": summarize(self.outcomes)}
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Report:
+        """The report that gave `data`."""
+        return cls(Setup(**data["setup"]), [Outcome(**found) for found in data["outcomes"]], data["seconds"])
 
     @property
     def bad(self) -> list[Outcome]:
