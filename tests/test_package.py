@@ -16,7 +16,7 @@ tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-OPTIONAL = {"testing": ("hypothesis", "rich"), "plan_report.py": ("rich",)}
+OPTIONAL = {"testing": ("hypothesis", "rich", "numpy", "scipy"), "plan_report.py": ("rich",)}
 """What only one part of the package imports; each has an extra of its own."""
 
 

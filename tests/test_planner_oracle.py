@@ -1,67 +1,19 @@
 """The planner's exact search against an integer program solved by HiGHS."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from hypothesis import Phase, assume, given, settings
 
+import gpt
+import layouts
 import spmd
 from spmd import P
-from spmd.plan import problem as planning
-from spmd.plan.elimination import Solution, Table, minimize
-
-
-def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> float:
-    """The least cost of an assignment: one-hot variables for choices, and for the pairs of choices of every table."""
-    offsets = np.concatenate([[0], np.cumsum(domains)])
-    count = int(offsets[-1])
-    costs = np.zeros(count)
-    upper = np.ones(count)
-    rows: list[tuple[int, int, float]] = [
-        (v, int(offsets[v]) + c, 1.0) for v, n in enumerate(domains) for c in range(n)
-    ]
-    sums = [1.0] * len(domains)
-    pair_costs: list[float] = []
-    pair_upper: list[float] = []
-    for table in tables:
-        if len(table.variables) == 1:
-            start = int(offsets[table.variables[0]])
-            for choice, cost in enumerate(table.costs.tolist()):
-                if cost == float("inf"):
-                    upper[start + choice] = 0.0
-                else:
-                    costs[start + choice] += cost
-            continue
-        first, second = table.variables
-        base = count + len(pair_costs)
-        width = domains[second]
-        for cost in table.costs.flatten().tolist():
-            pair_costs.append(0.0 if cost == float("inf") else cost)
-            pair_upper.append(0.0 if cost == float("inf") else 1.0)
-        for a in range(domains[first]):  # the pairs with a choice add up to the choice
-            rows += [(len(sums), base + a * width + b, 1.0) for b in range(width)]
-            rows.append((len(sums), int(offsets[first]) + a, -1.0))
-            sums.append(0.0)
-        for b in range(width):
-            rows += [(len(sums), base + a * width + b, 1.0) for a in range(domains[first])]
-            rows.append((len(sums), int(offsets[second]) + b, -1.0))
-            sums.append(0.0)
-    total = count + len(pair_costs)
-    index = np.array([(row, column) for row, column, _ in rows])
-    matrix = coo_array(([value for *_, value in rows], (index[:, 0], index[:, 1])), shape=(len(sums), total))
-    found = milp(
-        1e6 * np.concatenate([costs, pair_costs]),  # seconds are too small for the solver's tolerances
-        integrality=np.concatenate([np.ones(count), np.zeros(len(pair_costs))]),
-        bounds=Bounds(0.0, np.concatenate([upper, pair_upper])),
-        constraints=LinearConstraint(matrix.tocsr(), sums, sums),
-        options={"mip_rel_gap": 1e-9},
-    )
-    assert found.success, found.message
-    return float(found.fun) / 1e6
+from spmd.errors import PlanError
+from spmd.plan.elimination import Table
+from spmd.testing.oracle import Search, recorded_searches, solve_by_highs
+from spmd.testing.programs import Case, cases
+from workloads import GptStep
 
 
 def gpt_step(params: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -92,23 +44,55 @@ TENSOR_PARALLEL = {
 }  # fmt: skip
 
 
+def assert_optimal(search: Search) -> None:
+    assert search.solution.cost == pytest.approx(search.optimum(), rel=1e-6)
+
+
 @pytest.mark.parametrize("scale", [1, 64])
 @pytest.mark.parametrize("specs", [P(), P("x"), TENSOR_PARALLEL], ids=["dp", "fsdp", "tp"])
-def test_one_axis_is_planned_as_well_as_an_integer_program_says(
-    monkeypatch: pytest.MonkeyPatch, specs: object, scale: int
-) -> None:
+def test_one_axis_is_planned_as_well_as_an_integer_program_says(specs: object, scale: int) -> None:
     """Small sizes make latency count, large ones bytes."""
-    solved: list[tuple[float, float]] = []
-
-    def compare(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
-        found = minimize(domains, tables)
-        solved.append((solve_by_highs(domains, tables), found.cost))
-        return found
-
-    monkeypatch.setattr(planning, "minimize", compare)
     params = {name: spmd.TensorMeta((a * scale, b * scale), torch.float32) for name, (a, b) in SHAPES.items()}
     tokens = spmd.TensorMeta((8, 16), torch.int64)
     mesh = spmd.make_mesh({"x": 4}, runtime="abstract")
-    spmd.jit(gpt_step, (specs, P() if specs is TENSOR_PARALLEL else P("x")), specs, mesh=mesh).plan(params, tokens)
-    ((expected, actual),) = solved
-    assert actual == pytest.approx(expected, rel=1e-6)
+    batch = P() if specs is TENSOR_PARALLEL else P("x")
+    with recorded_searches() as searches:
+        spmd.jit(gpt_step, (specs, batch), specs, mesh=mesh).plan(params, tokens)
+    (search,) = searches
+    assert_optimal(search)
+
+
+@pytest.mark.parametrize("strategy", layouts.STRATEGIES)
+def test_every_axis_of_the_workload_is_planned_as_well_as_an_integer_program_says(strategy: str) -> None:
+    step = GptStep(gpt.Config(layers=1), strategy, batch=16)
+    with recorded_searches() as searches:
+        step.jitted().plan(*step.arguments())
+    axes = len(layouts.STRATEGIES[strategy].mesh)
+    assert len(searches) == (1 if axes == 1 else 2 * 2 + 2)  # both orders of two axes, and the better one once more
+    for search in searches:
+        assert_optimal(search)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward-mode differentiation
+@settings(max_examples=10, phases=[Phase.generate])
+@given(cases())
+def test_generated_programs_are_planned_as_well_as_an_integer_program_says(case: Case) -> None:
+    with recorded_searches() as searches:
+        case.jitted().plan(*case.arguments)
+    assume(searches)
+    for search in searches:
+        assert_optimal(search)
+
+
+def test_a_search_that_is_not_the_best_is_seen() -> None:
+    tables = [
+        Table((0,), torch.tensor([2e-6, 1e-6], dtype=torch.float64)),
+        Table((1,), torch.tensor([float("inf"), 1e-6, 0.0], dtype=torch.float64)),
+        Table((0, 1), torch.tensor([[0.0, 0.0, 5e-6], [1e-6, float("inf"), 3e-6]], dtype=torch.float64)),
+    ]
+    assert solve_by_highs([2, 3], tables) == pytest.approx(3e-6, rel=1e-9)
+
+
+def test_the_integer_program_knows_that_nothing_is_possible() -> None:
+    with pytest.raises(PlanError, match="HiGHS found no optimum"):
+        solve_by_highs([1], [Table((0,), torch.tensor([float("inf")], dtype=torch.float64))])

@@ -1,0 +1,126 @@
+"""Another opinion on the planner's search: the same cost tables as an integer program, solved by HiGHS."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import attrs
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from spmd.errors import PlanError
+from spmd.plan import problem
+from spmd.plan.elimination import MAX_CELLS, Solution, Table, minimize
+
+MICROSECONDS = 1e6
+"""Seconds are too small for the solver's tolerances."""
+
+
+@attrs.frozen(eq=False)
+class Search:
+    """One problem that the planner solved, and its solution."""
+
+    domains: tuple[int, ...]
+    tables: tuple[Table, ...]
+    solution: Solution
+
+    def optimum(self) -> float:
+        """The least cost by HiGHS."""
+        return solve_by_highs(self.domains, self.tables)
+
+
+@contextlib.contextmanager
+def recorded_searches() -> Iterator[list[Search]]:
+    """The exact searches of all plans that are made in the context, one for each mesh axis of each order."""
+    found: list[Search] = []
+
+    def record(domains: Sequence[int], tables: Sequence[Table], max_cells: int = MAX_CELLS) -> Solution:
+        solution = minimize(domains, tables, max_cells)
+        found.append(Search(tuple(domains), tuple(tables), solution))
+        return solution
+
+    with mock.patch.object(problem, "minimize", record):
+        yield found
+
+
+def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> float:
+    """The least cost of an assignment: a binary for every choice, and a number for every finite cell of a table.
+
+    The numbers of a table are the marginal distribution of its variables: those with a choice in them add up to the
+    choice's binary (Koller and Friedman, "Probabilistic Graphical Models", 2009, 13.5).
+
+    Args:
+        domains: the number of choices of every variable.
+        tables: as for `spmd.plan.elimination.minimize`.
+
+    Raises:
+        PlanError: no assignment has a finite cost, or HiGHS gives up.
+    """
+    offsets = np.concatenate([[0], np.cumsum(domains)])
+    program = _Program(int(offsets[-1]))
+    for variable, count in enumerate(domains):
+        program.constrain(np.arange(count) + offsets[variable], np.ones(count), 1.0)
+    for table in tables:
+        costs = MICROSECONDS * table.costs.numpy()
+        cells = np.argwhere(np.isfinite(costs))
+        if costs.ndim == 1:
+            (variable,) = table.variables
+            program.upper[offsets[variable] : offsets[variable + 1]][~np.isfinite(costs)] = 0.0
+            program.costs[offsets[variable] : offsets[variable + 1]] += np.where(np.isfinite(costs), costs, 0.0)
+            continue
+        columns = program.add(costs[np.isfinite(costs)])
+        for dim, variable in enumerate(table.variables):
+            for choice in range(domains[variable]):
+                with_it = columns[cells[:, dim] == choice]
+                program.constrain(
+                    np.append(with_it, offsets[variable] + choice), np.append(np.ones(len(with_it)), -1.0), 0.0
+                )
+    return program.solve() / MICROSECONDS
+
+
+class _Program:
+    """An integer program of binaries, numbers that follow from them, and sums that are given."""
+
+    def __init__(self, binaries: int) -> None:
+        self.binaries = binaries
+        self.costs, self.upper = np.zeros(binaries), np.ones(binaries)
+        self.more: list[np.ndarray] = []
+        self.count = binaries
+        self.rows: list[tuple[np.ndarray, np.ndarray, float]] = []
+
+    def add(self, costs: np.ndarray) -> np.ndarray:
+        """Further numbers between 0 and 1, with these costs; their columns."""
+        self.more.append(costs)
+        self.count += len(costs)
+        return np.arange(self.count - len(costs), self.count)
+
+    def constrain(self, columns: np.ndarray, factors: np.ndarray, total: float) -> None:
+        """Let the sum of `factors` times `columns` be `total`."""
+        self.rows.append((columns, factors, total))
+
+    def solve(self) -> float:
+        """The least cost."""
+        starts = np.cumsum([0, *(len(columns) for columns, _, _ in self.rows)])
+        matrix = csr_array(
+            (
+                np.concatenate([factors for _, factors, _ in self.rows]),
+                np.concatenate([columns for columns, _, _ in self.rows]),
+                starts,
+            ),
+            shape=(len(self.rows), self.count),
+        )
+        totals = np.array([total for _, _, total in self.rows])
+        numbers = self.count - self.binaries
+        found = milp(
+            np.concatenate([self.costs, *self.more]),
+            integrality=np.concatenate([np.ones(self.binaries), np.zeros(numbers)]),
+            bounds=Bounds(0.0, np.concatenate([self.upper, np.ones(numbers)])),
+            constraints=LinearConstraint(matrix, totals, totals),
+            options={"mip_rel_gap": 1e-9},
+        )
+        if not found.success:
+            raise PlanError(f"HiGHS found no optimum: {found.message}")
+        return float(found.fun)
