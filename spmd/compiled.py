@@ -19,6 +19,7 @@ from spmd.lower import LocalProgram, lower
 from spmd.mesh import Mesh, Runtime, use_mesh
 from spmd.plan import Request, plan
 from spmd.plan.budget import Budget, parse_budget
+from spmd.plan.limit import check_fits
 from spmd.plan.machine import Machine
 from spmd.plan.plan import Plan
 from spmd.plan.quantity import parse_bytes
@@ -171,7 +172,7 @@ class Compiled:
         given = self.options.plan
         if given is None:
             return plan(request)
-        return given.transfer(request) if isinstance(given, Plan) else Plan.load(given, request)
+        return check_fits(given.transfer(request) if isinstance(given, Plan) else Plan.load(given, request))
 
     @functools.cached_property
     def program(self) -> LocalProgram:

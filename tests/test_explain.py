@@ -121,3 +121,13 @@ def test_planned_anew_is_what_a_constraint_gives() -> None:
     assert second.seconds - first.seconds == pytest.approx(columns.replanned.seconds, rel=1e-9)
     sent = [sum(comm.bytes for comm in plan.comms) for plan in (first, second)]
     assert sent[1] - sent[0] == columns.replanned.bytes
+
+
+def test_what_would_gather_an_argument_that_is_kept_is_impossible() -> None:
+    mesh = spmd.make_mesh({"model": 4}, runtime="abstract")
+    step = spmd.jit(layer, (P(), P("model")), P(), mesh=mesh, keep_sharded={1: "model"})
+    (axis,) = step.plan(torch.empty(64, 32), torch.empty(32, 64)).explain("mm", exact=True).axes
+    impossible = [alternative for alternative in axis.alternatives if "impossible" in str(alternative)]
+    assert {"replicate", "i"} == {alternative.label for alternative in impossible}
+    assert all("(impossible when planned anew)" in str(alternative) for alternative in impossible)
+    assert axis.chosen not in impossible

@@ -198,3 +198,47 @@ def test_the_bytes_of_a_file_do_not_depend_on_hash_seeds(tmp_path: Path) -> None
     text = (tmp_path / "0").read_text()
     assert text == (tmp_path / "1").read_text()
     assert "aten.mm.default" in text
+
+
+def test_plans_under_a_memory_limit_survive_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deep(weights: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+        def loss(weights: list[torch.Tensor]) -> torch.Tensor:
+            h = x
+            for weight in weights:
+                h = h + torch.relu(h @ weight)
+            return h.square().sum()
+
+        return [w - g for w, g in zip(weights, torch.func.grad(loss)(weights), strict=True)]
+
+    mesh = spmd.make_mesh({"data": 4}, runtime="virtual")
+    weights, x = [torch.randn(64, 64) for _ in range(6)], torch.randn(128, 64)
+
+    def sharded(**options: Any) -> Any:
+        return spmd.jit(deep, (P("data"), P("data")), P("data"), mesh=mesh, **options)
+
+    free = sharded().plan(weights, x)
+    limit = free.memory.peak * 4 // 5
+    plan = sharded(memory_limit=limit).plan(weights, x)
+    assert len(plan.comms) > len(free.comms)  # what was gathered is gathered again
+    plan.save(tmp_path / "plan.json")
+    free.save(tmp_path / "free.json")
+    refuse_search(monkeypatch)
+    again = sharded(plan=tmp_path / "plan.json", memory_limit=limit)
+    assert (str(plan), plan.comms, plan.memory.peak) == (
+        str(again.plan(weights, x)),
+        again.plan(weights, x).comms,
+        again.plan(weights, x).memory.peak,
+    )
+    torch.testing.assert_close(again(weights, x)[0].full_tensor(), deep(weights, x)[0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(spmd.PlanError, match=rf"The given plan holds {free.memory.peak:,} bytes per rank .* {limit:,}"):
+        sharded(plan=tmp_path / "free.json", memory_limit=limit).plan(weights, x)
+
+
+def test_a_plan_that_may_gather_what_is_to_be_kept_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    jitted().plan(*arguments()).save(path)
+    with pytest.raises(spmd.PlanError, match=r"has weights_up along \['model'\] here and \[\] in the plan"):
+        jitted(plan=path, keep_sharded={"0['up']": "model"}).plan(*arguments())
+    kept = jitted(keep_sharded={"0['up']": "model"}).plan(*arguments())
+    kept.save(path)
+    assert kept.comms == jitted(plan=path, keep_sharded={"0['up']": "model"}).plan(*arguments()).comms

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -46,13 +47,16 @@ def make_document(plan: Planned) -> Document:
         "mesh": dict(plan.mesh.axes),
         "machine": repr(request.machine),
         "seconds": plan.seconds,
-        "gap": plan.gap,
+        "gap": plan.gap if math.isfinite(plan.gap) else None,
         "memory": {
             "peak": plan.memory.peak,
             **{kind.value: size for kind, size in plan.memory.by_kind.items() if size},
         },
         "program_hash": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
         "inputs": {value.name: str(s) for value, s in zip(request.graph.inputs, request.input_specs, strict=True)},
+        "keep_sharded": {
+            request.graph.inputs[number].name: sorted(axes) for number, axes in sorted(request.keep_sharded.items())
+        },
         "outputs": [str(spec) for spec in request.output_specs],
         "program": lines,
         "arguments": [names[value] for value in plan.graph.inputs],

@@ -7,6 +7,7 @@ sides, with every other choice of the plan as it is. With several mesh axes, the
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 
 import attrs
@@ -62,7 +63,8 @@ class Alternative:
         operands, results: the specs that it takes and gives on this axis, the other axes being as they are.
         local_seconds: the operation's own time.
         moves: the collectives on both sides.
-        extra_seconds: how much longer a step takes than with the strategy that was chosen; 0 for that one.
+        extra_seconds: how much longer a step takes than with the strategy that was chosen; 0 for that one, infinite
+            for one that `keep_sharded` rules out.
         chosen: whether the plan has it.
         replanned: what a step takes more if the axis is planned anew around it; None unless asked for exactly.
     """
@@ -84,11 +86,17 @@ class Alternative:
 
     def __str__(self) -> str:
         takes = f"{', '.join(self.operands)} -> {', '.join(self.results)}"
-        price = "chosen" if self.chosen else f"{1e6 * self.extra_seconds:+.3g} us"
+        price = "chosen" if self.chosen else _price(self.extra_seconds)
         if self.replanned is not None and not self.chosen:
-            price += f" ({1e6 * self.replanned.seconds:+.3g} us, {self.replanned.bytes:+,.0f} bytes when planned anew)"
+            seconds = _price(self.replanned.seconds)
+            sent = f", {self.replanned.bytes:+,.0f} bytes" if math.isfinite(self.replanned.bytes) else ""
+            price += f" ({seconds}{sent} when planned anew)"
         needs = f"  needs {', '.join(map(str, self.moves))}" if self.moves else ""
         return f"{price:>12}  {self.label}: {takes}{needs}"
+
+
+def _price(seconds: float) -> str:
+    return f"{1e6 * seconds:+.3g} us" if math.isfinite(seconds) else "impossible"
 
 
 @attrs.frozen

@@ -55,6 +55,20 @@ def fit(plan: Plan) -> Plan:
     return min((_cut_peaks(ordered), ordered, plan), key=lambda found: found.memory.peak)
 
 
+def check_fits(plan: Plan) -> Plan:
+    """The plan, as it is.
+
+    Raises:
+        PlanError: it holds more than its request's limit.
+    """
+    if not _fits(plan):
+        raise PlanError(
+            f"The given plan holds {plan.memory.peak:,} bytes per rank at {plan.memory.place}, and memory_limit is "
+            f"{plan.request.memory_limit:,}. Plan again with this limit, and save the new plan."
+        )
+    return plan
+
+
 def _fits(plan: Plan) -> bool:
     limit = plan.request.memory_limit
     return limit is None or plan.memory.peak <= limit

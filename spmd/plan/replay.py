@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from spmd.errors import PlanError
 from spmd.graph import Operation, Value
 from spmd.placement import Placement, Replicate
 from spmd.plan.account import sends
@@ -69,9 +70,15 @@ class Replay:
         return min(found, key=lambda pair: pair[1])
 
     def replan(self, operation: Operation, strategy: Strategy) -> Figures:
-        """What a step takes if an operation is given a strategy on this axis and the axis is planned anew."""
+        """What a step takes if an operation is given a strategy on this axis and the axis is planned anew.
+
+        Infinite if what is given allows no such plan.
+        """
         problem = self.problem
-        choice = AxisProblem(problem.draft, problem.axis, problem.machine, only={operation: strategy}).solve()
+        try:
+            choice = AxisProblem(problem.draft, problem.axis, problem.machine, only={operation: strategy}).solve()
+        except PlanError:
+            return Figures(math.inf, math.inf)
         return _figures(problem, choice)
 
     @property

@@ -67,7 +67,7 @@ class Report:
     Args:
         mesh: sizes of the axes.
         machine: the machine that times are predicted for.
-        gap: how far the plan may be from the best, as `Plan.gap`.
+        gap: how far the plan may be from the best, as `Plan.gap`; None if there is no bound.
         compute, communication: predicted seconds of a step.
         bytes: sent per rank in a step.
         memory: peak bytes held by a rank, by purpose; the sum is under "peak".
@@ -79,7 +79,7 @@ class Report:
 
     mesh: Mapping[str, int]
     machine: str
-    gap: float
+    gap: float | None
     compute: float
     communication: float
     bytes: float
@@ -106,9 +106,15 @@ class Report:
             "communication": f"{time_text(self.communication)} ({part:.0f}%)",
             "sent per rank": size_text(self.bytes),
             "held per rank": f"{size_text(self.memory['peak'])} at the peak: {held}",
-            "search": f"at most {self.gap:.1%} above the best" if self.gap else "exact",
+            "search": self._search,
             "machine": self.machine,
         }
+
+    @property
+    def _search(self) -> str:
+        if self.gap is None:
+            return "not exact, without a bound"
+        return f"at most {self.gap:.1%} above the best" if self.gap else "exact"
 
 
 def make_report(document: Document) -> Report:

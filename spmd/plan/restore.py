@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -52,7 +53,8 @@ def check_same(document: Document, request: Request) -> None:
     """Check that a document answers a request.
 
     Raises:
-        PlanError: it was made for another mesh, program or specs; says where they differ first.
+        PlanError: it was made for another mesh, program or specs, or may gather what is to be kept sharded; says where
+            they differ first.
     """
     if list(document["mesh"].items()) != list(request.mesh.axes.items()):
         raise _refusal(f"the mesh has axes {dict(request.mesh.axes)} here and {document['mesh']} in the plan")
@@ -72,6 +74,11 @@ def check_same(document: Document, request: Request) -> None:
     ):
         if saved != str(spec):
             raise _refusal(f"{what} is {spec} here and {saved} in the plan")
+    for number, axes in request.keep_sharded.items():
+        name = request.graph.inputs[number].name
+        kept = document["keep_sharded"].get(name, [])
+        if not axes <= set(kept):
+            raise _refusal(f"keep_sharded has {name} along {sorted(axes)} here and {kept} in the plan")
 
 
 def _refusal(difference: str) -> PlanError:
@@ -112,7 +119,7 @@ class _Restorer:
             MappingProxyType(self.specs),
             MappingProxyType(self.strategies),
             tuple(operations[number] for number in document["fallbacks"]),
-            document["gap"],
+            math.inf if document["gap"] is None else document["gap"],
         )
 
     def define(self, name: str, like: Value) -> Value:
