@@ -19,7 +19,7 @@ from spmd import P, TensorMeta
 from spmd.canonicalize import canonicalize
 from spmd.lower.verify import verify
 from spmd.optim import AdamWState, Optimizer, adamw, sgd
-from spmd.plan import Plan
+from spmd.plan import Plan, search
 from spmd.plan.quantity import parse_bytes
 from spmd.plan.reorder import by_results
 from spmd.testing.interpreter import evaluate
@@ -245,3 +245,32 @@ def test_a_saved_plan_holds_no_more_than_the_one_that_was_saved(tmp_path: Path) 
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json", plan.request)
     assert (str(loaded), loaded.memory.peak, counts(loaded)) == (str(plan), limit, counts(plan))
+
+
+def test_layouts_change_where_computing_again_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The normalised activations of tensor parallelism, whole on every rank, are kept in shards of the tokens."""
+
+    def step(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor) -> Any:
+        def loss(layers: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+            y = x
+            for scale, up, down in layers:
+                y = y + F.linear(F.gelu(F.linear(F.layer_norm(y, (WIDTH,), scale), up)), down)
+            return y.square().sum()
+
+        return optree.tree_map(lambda w, g: w - 0.1 * g, layers, torch.func.grad(loss)(layers))
+
+    def make(**options: Any) -> Plan:
+        mesh = spmd.make_mesh({"model": RANKS}, runtime="abstract")
+        specs = [(P(), P("model"), P(None, "model"))] * 2
+        layers = [(meta(WIDTH), meta(4 * WIDTH, WIDTH), meta(WIDTH, 4 * WIDTH))] * 2
+        return spmd.jit(step, (specs, P()), specs, mesh=mesh, **options).plan(layers, meta(16, 1024, WIDTH))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "PRICES", ())
+        limit = smallest_peak(make)
+        same = make(memory_limit=limit)
+    smaller = smallest_peak(make)
+    plan = make(memory_limit=smaller)
+    assert smaller < 0.9 * limit
+    assert plan.memory.peak == smaller
+    assert make().seconds < same.seconds < plan.seconds

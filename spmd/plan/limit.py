@@ -2,7 +2,7 @@
 
 The plan of least time is taken as it is if it fits. If not, results are computed one after the other (`reorder`), and
 then values are let go across the peak and made again (`recompute`), first those that free the most bytes for a second
-more, until every peak fits.
+more, until every peak fits. Where that is not enough, the search is repeated with what is held charged for (`rents`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import attrs
 from spmd.errors import PlanError
 from spmd.graph import Operation, Value
 from spmd.plan.account import account
+from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.memory import measure
 from spmd.plan.plan import Plan
 from spmd.plan.recompute import Again, Rewritten, candidates, rewrite
@@ -30,16 +31,33 @@ _ROUNDS = 1000
 
 
 def fitting(plans: Sequence[Plan]) -> list[Plan]:
-    """Plans for one request, made to fit in its memory limit; those that cannot be are left out.
+    """Those of some plans for one request that fit in its memory limit.
 
     Raises:
         PlanError: none fits; says the smallest peak found and what is held there.
     """
-    found = list(map(fit, plans))
-    fit_in = [plan for plan in found if _fits(plan)]
-    if not fit_in:
-        raise _refusal(min(found, key=lambda plan: plan.memory.peak))
-    return fit_in
+    found = list(filter(fits, plans))
+    if not found:
+        raise _refusal(min(plans, key=lambda plan: plan.memory.peak))
+    return found
+
+
+def rents(plan: Plan, price: float) -> dict[Value, float]:
+    """Seconds that each byte counts for of the temporaries held at a plan's peak.
+
+    Args:
+        plan: the plan.
+        price: what all that is held there is to count for, in times of the plan's step.
+    """
+    producers = {value: operation for operation in plan.graph.operations for value in operation.tensors}
+    found = {}
+    for item in plan.memory.held:
+        value = item.value
+        while value in producers and producers[value].op in (REDISTRIBUTE, RELABEL):
+            value = producers[value].operands[0]
+        if value in producers:
+            found[value] = price * plan.seconds / plan.memory.peak
+    return found
 
 
 def fit(plan: Plan) -> Plan:
@@ -47,10 +65,10 @@ def fit(plan: Plan) -> Plan:
 
     Where none fits, the one of the least memory that was found.
     """
-    if _fits(plan):
+    if fits(plan):
         return plan
     ordered = _reordered(plan)
-    if _fits(ordered):
+    if fits(ordered):
         return ordered
     return min((_cut_peaks(ordered), ordered, plan), key=lambda found: found.memory.peak)
 
@@ -61,7 +79,7 @@ def check_fits(plan: Plan) -> Plan:
     Raises:
         PlanError: it holds more than its request's limit.
     """
-    if not _fits(plan):
+    if not fits(plan):
         raise PlanError(
             f"The given plan holds {plan.memory.peak:,} bytes per rank at {plan.memory.place}, and memory_limit is "
             f"{plan.request.memory_limit:,}. Plan again with this limit, and save the new plan."
@@ -69,7 +87,8 @@ def check_fits(plan: Plan) -> Plan:
     return plan
 
 
-def _fits(plan: Plan) -> bool:
+def fits(plan: Plan) -> bool:
+    """Whether a plan keeps to the memory limit of its request."""
     limit = plan.request.memory_limit
     return limit is None or plan.memory.peak <= limit
 

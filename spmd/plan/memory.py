@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import attrs
 
-from spmd.graph import Operation, Source
+from spmd.graph import Operation, Source, Value
 from spmd.plan.tape import Buffer, Tape
 from spmd.spec import TensorMeta
 
@@ -37,6 +37,7 @@ class Held:
         nbytes: its bytes.
         operation: the operator that made it; None for inputs and constants.
         source: the user's line.
+        value: the value; None inside a redistribution or a local body.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Held:
     nbytes: int
     operation: str | None
     source: Source | None
+    value: Value | None = attrs.field(repr=False, eq=False)
 
     def __str__(self) -> str:
         made = f" by {self.operation}" if self.operation else ""
@@ -165,4 +167,4 @@ def _held(
         kind = Kind.OUTPUT if buffer in tape.outputs else Kind.TEMPORARY
     name = buffer.value.name if buffer.value is not None else f"inside {operation.name}" if operation else "?"
     made, where = (operation.name, source(operation)) if operation else (None, None)
-    return Held(name, kind, buffer.meta, buffer.nbytes, made, where)
+    return Held(name, kind, buffer.meta, buffer.nbytes, made, where, buffer.value)

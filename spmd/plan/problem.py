@@ -17,7 +17,7 @@ from spmd.graph import Operation, Value
 from spmd.placement import Placement
 from spmd.plan.candidates import all_candidates
 from spmd.plan.cost import LocalCost, MoveCost
-from spmd.plan.draft import Draft, States
+from spmd.plan.draft import Draft, States, shrink
 from spmd.plan.elimination import Table, TooWideError, lower_bound, minimize
 from spmd.plan.hubs import Hub, Move, edge_table, hub_choices, hub_table, offer_table, plan_moves
 from spmd.plan.machine import Machine
@@ -66,6 +66,7 @@ class AxisProblem:
         preview: guessed placements of values on axes that are planned later.
         acquire: how many shards may be acquired for one value.
         only: operations that are not free to choose, with their strategies.
+        rent: seconds that each byte held of a value (no input) counts for, besides the times that things take.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class AxisProblem:
         preview: Mapping[Value, States] | None = None,
         acquire: int = 2,
         only: Mapping[Operation, Strategy] | None = None,
+        rent: Mapping[Value, float] | None = None,
     ) -> None:
         self.draft = draft
         self.axis = axis
         self.preview = preview or {}
         self.acquire = acquire
+        self.rent = rent or {}
         self.only = only
         self.cost = LocalCost.of(machine, draft, self.preview)
         self.kept = draft.kept_values(axis)
@@ -124,7 +127,9 @@ class AxisProblem:
         """Choices to improve upon: with fewer hubs, the best; else all replicated, which every domain has first."""
         if self.acquire == 1:
             return [0] * len(self.domains)
-        small = AxisProblem(self.draft, self.axis, self.machine, self.preview, acquire=1, only=self.only)
+        small = AxisProblem(
+            self.draft, self.axis, self.machine, self.preview, acquire=1, only=self.only, rent=self.rent
+        )
         tables = list(small._tables())
         try:
             choices = minimize(small.domains, tables).choices
@@ -179,6 +184,11 @@ class AxisProblem:
             single = len(uses) == 1 and len(uses[0].positions) == 1
             yield from self._edge_tables(value, uses[0]) if single else self._hub_tables(value, uses)
 
+    def _rent(self, value: Value, state: Placement) -> float:
+        """What it counts for to hold a value in a placement."""
+        sizes = shrink(self.cost.sizes[value], state, self.draft.mesh.axis_size(self.axis))
+        return self.rent[value] * math.prod(sizes) * value.meta.dtype.itemsize
+
     def _sources(self, value: Value) -> tuple[Placement, ...]:
         """The placement of a value under every strategy of its producer."""
         if value not in self.producers:
@@ -189,7 +199,10 @@ class AxisProblem:
     def _edge_tables(self, value: Value, use: Use) -> Iterator[Table]:
         (position,) = use.positions
         wanted = tuple(strategy.operands[position] for strategy in self.strategies[use.operation])
-        costs = edge_table(self._sources(value), wanted, self.move_cost(value))
+        sources = self._sources(value)
+        costs = edge_table(sources, wanted, self.move_cost(value))
+        if value in self.rent:
+            costs = costs + torch.tensor([[self._rent(value, source)] for source in sources], dtype=torch.float64)
         yield self._table(value, self.variables[use.operation], costs)
 
     def _hub_tables(self, value: Value, uses: Sequence[Use]) -> Iterator[Table]:
@@ -200,7 +213,11 @@ class AxisProblem:
         hub = len(self.domains)
         self.domains.append(len(hubs))
         self.hubs[value] = (hub, hubs)
-        yield self._table(value, hub, hub_table(sources, hubs, self.move_cost(value)))
+        costs = hub_table(sources, hubs, self.move_cost(value))
+        if value in self.rent:
+            rents = [sum(self._rent(value, state) for state in sorted(hub.held, key=repr)) for hub in hubs]
+            costs = costs + torch.tensor(rents, dtype=torch.float64)
+        yield self._table(value, hub, costs)
         for use, option in zip(uses, options, strict=True):
             yield Table((self.variables[use.operation], hub), offer_table(option, hubs))
 

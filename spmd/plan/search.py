@@ -12,11 +12,11 @@ import torch
 from spmd.graph import Value
 from spmd.plan.draft import Draft, States
 from spmd.plan.finish import finish
-from spmd.plan.limit import fitting
+from spmd.plan.limit import fit, fits, fitting, rents
 from spmd.plan.machine import Machine
 from spmd.plan.materialize import materialize
 from spmd.plan.plan import Plan
-from spmd.plan.prepare import prepare
+from spmd.plan.prepare import Prepared, prepare
 from spmd.plan.problem import AxisProblem
 from spmd.plan.request import Request
 
@@ -27,22 +27,41 @@ def plan(request: Request) -> Plan:
     Mesh axes are planned one at a time, each exactly, in every order (of four axes and more, in some orders); the best
     order once more, at the sizes that its later axes turned out to leave. Of the plans within 2% of the fastest, the
     one that sends the fewest bytes wins, the earliest on a tie. Under a memory limit, each is
-    first made to fit.
+    first made to fit; if none can be, what is held is charged for, and the search repeated.
 
     Raises:
         PlanError: no plan satisfies the specs, or none that was found fits in the memory limit.
         RuleError: a rule contradicts its operator.
     """
-    machine = request.machine
-    axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
-    start = prepare(request).draft
+    prepared = prepare(request)
     with _undisturbed():
-        blind = [(order, _plan_axes(start(order), order, machine, {})) for order in _orders(axes)]
-        plans = [finish(draft, request) for _, draft in blind]
-        if len(axes) > 1:
-            order, draft = blind[min(range(len(plans)), key=lambda index: plans[index].seconds)]
-            plans.append(finish(_plan_axes(start(order), order, machine, draft.states), request))
-    return _best(fitting(plans)).verify()
+        found = list(map(fit, _plans(prepared, {})))
+        for price in PRICES:
+            if any(map(fits, found)):
+                break
+            smallest = min(found, key=lambda plan: plan.memory.peak)
+            found += map(fit, _plans(prepared, rents(smallest, price)))
+    return _best(fitting(found)).verify()
+
+
+PRICES = (0.1, 1.0, 10.0)
+"""What holding all that the smallest plan holds counts for, in times of its step; tried while no plan fits."""
+
+
+def _plans(prepared: Prepared, rent: Mapping[Value, float]) -> list[Plan]:
+    """The plans of all orders."""
+    request = prepared.request
+    axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
+
+    def draft(order: Sequence[str], preview: Mapping[Value, States]) -> Draft:
+        return _plan_axes(prepared.draft(order), order, request.machine, preview, rent)
+
+    blind = [(order, draft(order, {})) for order in _orders(axes)]
+    plans = [finish(done, request) for _, done in blind]
+    if len(axes) > 1:
+        order, done = blind[min(range(len(plans)), key=lambda index: plans[index].seconds)]
+        plans.append(finish(draft(order, done.states), request))
+    return plans
 
 
 NEAR = 1.02
@@ -66,11 +85,17 @@ def _orders(axes: Sequence[str]) -> list[tuple[str, ...]]:
     return turns + [turn[::-1] for turn in turns]
 
 
-def _plan_axes(draft: Draft, order: Sequence[str], machine: Machine, preview: Mapping[Value, States]) -> Draft:
+def _plan_axes(
+    draft: Draft,
+    order: Sequence[str],
+    machine: Machine,
+    preview: Mapping[Value, States],
+    rent: Mapping[Value, float],
+) -> Draft:
     for position, axis in enumerate(order):
         later = order[position + 1 :]
         ahead = {value: {a: s for a, s in states.items() if a in later} for value, states in preview.items()}
-        draft = materialize(draft, axis, AxisProblem(draft, axis, machine, ahead).solve())
+        draft = materialize(draft, axis, AxisProblem(draft, axis, machine, ahead, rent=rent).solve())
     return draft
 
 
