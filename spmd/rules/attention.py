@@ -53,7 +53,8 @@ def _attention(call: Call, terms: dict[str, str], results: list[str], free: str,
     operands = ", ".join(terms.get(name, "*") for name in tensor_arguments(call.op))
     fixed = set("bhgqkev") - set("" if call.argument("dropout_p") else free)
     pattern = f"{operands} -> {', '.join(results)}"
-    return factors(pattern, linear("grad_out", "grad_out_"), replicate=" ".join(sorted(fixed)), **kinds)  # type: ignore[arg-type]
+    flow = linear("grad_out", "grad_out_") if "grad" in call.op._schema.arguments[0].name else linear("value:0")
+    return factors(pattern, flow, replicate=" ".join(sorted(fixed)), **kinds)  # type: ignore[arg-type]
 
 
 _KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmd.rules.builders import pointwise
+from spmd.rules.notation import Rows
 from spmd.rules.partial import carry, decreasing, ignores, increasing, keeps_max, keeps_min, linear
 from spmd.rules.rule import Call, Row, table
 
@@ -17,7 +18,7 @@ _INCREASING = """
 """
 
 _BACKWARD = """
-    gelu_backward silu_backward sigmoid_backward tanh_backward leaky_relu_backward elu_backward hardswish_backward
+    gelu_backward silu_backward sigmoid_backward tanh_backward hardswish_backward
     mish_backward
 """
 
@@ -25,6 +26,14 @@ _BACKWARD = """
 _INCREASING_BACKWARD = """
     threshold_backward softplus_backward hardtanh_backward hardsigmoid_backward hardshrink_backward softshrink_backward
 """
+
+
+_ELU = ("alpha", "scale", "input_scale")
+
+
+def _if_positive(flow: Rows, *names: str) -> Rows:
+    """These rows where the numbers `names` are positive."""
+    return lambda call: flow(call) if all(call.argument(name) > 0 for name in names) else iter(())
 
 
 def _between(call: Call) -> Iterator[Row]:
@@ -41,6 +50,12 @@ POINTWISE = table({
     "neg": pointwise(linear("self"), decreasing("self")),
     "addcmul": pointwise(linear("self tensor1", "self tensor2"), increasing("self")),
     "addcdiv": pointwise(linear("self tensor1"), increasing("self")),
+    "xlogy.Tensor special_xlog1py": pointwise(linear("self")),
+    "leaky_relu": pointwise(_if_positive(increasing("self"), "negative_slope")),
+    "celu": pointwise(_if_positive(increasing("self"), "alpha")),
+    "elu": pointwise(_if_positive(increasing("self"), *_ELU)),
+    "leaky_relu_backward": pointwise(linear("grad_output"), _if_positive(increasing("grad_output"), "negative_slope")),
+    "elu_backward": pointwise(linear("grad_output"), _if_positive(increasing("grad_output"), *_ELU)),
     "lerp.Tensor": pointwise(linear("self end")),
     "lerp.Scalar": pointwise(linear("self end"), _between),
     "where.self": pointwise(carry("self other"), _EITHER),

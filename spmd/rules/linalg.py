@@ -6,7 +6,7 @@ import attrs
 
 from spmd.rules.builders import along, batched, pointwise, rule, vanish
 from spmd.rules.notation import Rows, by_call, factors
-from spmd.rules.partial import carry, linear
+from spmd.rules.partial import carry, increasing, linear
 from spmd.rules.rule import Call, Factors, Rule, table
 
 
@@ -54,7 +54,7 @@ LINALG = table({
     "ormqr": _solver("... _ _, ... _, ... _ c -> ... _ c", linear("input3")),
     "linalg_lu": batched("2", "2 2 2"),
     "linalg_lu_factor_ex linalg_ldl_factor_ex": batched("2", "2 1 0"),
-    "lu_unpack": batched("2 1", "2 2 2"),
+    "lu_unpack": batched("2 1", "2 2 2", increasing("LU_data:1 2")),
     "linalg_lu_solve linalg_ldl_solve": _solver("... _ _, ... _, ... _ c -> ... _ c", linear("B")),
     "_linalg_solve_ex": by_call(_solve, empty=vanish),
     "linalg_solve_triangular": _solver("... _ _, ... _ c -> ... _ c", linear("B")),

@@ -127,7 +127,7 @@ def _margin_backward(targets: str) -> Rule:
         kind = call.argument("reduction")
         given = targets if batch else targets.replace("b,", "*,").replace("b ", "")
         pattern = f"{batch if kind == _NONE else ''}, {batch} c, {given} -> {batch} c"
-        return factors(pattern, linear("grad_output"), replicate=f"{batch} c" if kind == _MEAN else "c")
+        return factors(pattern, linear("grad_output", "weight"), replicate=f"{batch} c" if kind == _MEAN else "c")
 
     return by_call(choose)
 

@@ -1,7 +1,8 @@
 """The search for rows: the plain operator on shards, over all placements of the operands of small calls.
 
 A row counts as valid if it is right for other values of the operands too, not only for those of the call: a maximum of
-numbers that happen to be positive shows nothing. Of the valid rows only those are kept that no other one implies.
+numbers that happen to be positive shows nothing. Of the valid rows only those are kept that no other one implies. A
+call whose results are the same for all these values is not searched: nothing can be wrong there.
 """
 
 from __future__ import annotations
@@ -64,8 +65,14 @@ def search(example: Example, rule: Rule, sizes: Sequence[int], combinations: int
         combinations: the most placements of the operands; above it, a fixed sample.
     """
     versions = [example, *redrawn(example)]
+    if len(versions) > 1 and all(_agree(example.results, version.results) for version in versions[1:]):
+        return ()
     found = [row for operands in _combinations(example, combinations) for row in _rows(versions, rule, operands, sizes)]
     return tuple(row for row in found if not is_implied(row, [other for other in found if other != row]))
+
+
+def _agree(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, results, others))
 
 
 def is_implied(row: PlacedRow, known: Sequence[PlacedRow]) -> bool:
@@ -131,7 +138,7 @@ def _combination(options: Sequence[Sequence[Placement]], number: int) -> tuple[P
 def _placements(tensor: Tensor) -> list[Placement]:
     """All placements of an operand that make a difference; parts of positions and of conditions are none."""
     found: list[Placement] = [Replicate(), *(Shard(dim) for dim, size in enumerate(tensor.shape) if size > 1)]
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() and tensor.dtype.itemsize > 1:  # 8 bits have no arithmetic
         found += [Partial(op) for op in REDUCTIONS]
     return [*found, Partial("sum")] if tensor.is_complex() else found
 

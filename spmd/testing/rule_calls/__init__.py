@@ -78,6 +78,10 @@ UNSEARCHED = frozenset(
         aten.nll_loss_backward.default,
         aten.nll_loss2d_backward.default,
         aten._segment_reduce_backward.default,
+        *(op for op in ATTENTION if "cpu" not in str(op)),
     }
 )
-"""Those of them that write to positions which they are given: nothing tells the placements that are safe to run."""
+"""Those of them that write to positions which they are given: nothing tells the placements that are safe to run.
+
+Attention of other devices is among them: the kernels that stand in for it here read other operands than it does.
+"""

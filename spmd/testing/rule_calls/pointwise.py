@@ -99,6 +99,9 @@ POINTWISE |= each(
         aten.special_log_ndtr.default,
         aten.erfc.default,
         aten.special_erfcx.default,
+        aten.elu.default,
+        aten.celu.default,
+        aten.leaky_relu.default,
     ],
     lambda: [call(f(4, 5)), call(f())],
 )
@@ -115,6 +118,8 @@ POINTWISE |= each(
         aten.clamp_max.Tensor,
         aten.clamp_min.Tensor,
         aten.ldexp.Tensor,
+        aten.xlogy.Tensor,
+        aten.special_xlog1py.default,
     ],
     lambda: [call(f(4, 5), f(4, 5))],
 )

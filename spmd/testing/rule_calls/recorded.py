@@ -78,8 +78,13 @@ def _concrete(tree: Any, values: Mapping[Value, torch.Tensor]) -> Any:
 
 def _is_wanted(operation: Operation) -> bool:
     metas = [value.meta for value in (*operation.operands, *operation.tensors)]
-    small = all(0 < meta.numel <= _LARGEST for meta in metas)
+    small = all(0 < meta.numel <= _LARGEST and not _rounds(meta.dtype) for meta in metas)
     return small and not operation.draws and find_rule(operation.op) is not None
+
+
+def _rounds(dtype: torch.dtype) -> bool:
+    """Whether numbers are too short for the parts of a sum to add up."""
+    return (dtype.is_floating_point and dtype.itemsize < 4) or (dtype.is_complex and dtype.itemsize < 8)
 
 
 def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
