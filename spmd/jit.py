@@ -6,16 +6,17 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from spmd.compiled import Compiled, Options
+from spmd.compiled import Compiled
 from spmd.constrain import constrain
 from spmd.errors import MeshError, PlanError, TraceError
 from spmd.kept import KeepSharded
 from spmd.lower import LocalProgram
 from spmd.mesh import Mesh, check_mesh, current_mesh
+from spmd.options import Comms, JitOptions, Options
 from spmd.plan.machine import Machine
 from spmd.plan.plan import Plan
 from spmd.rules import RULES
@@ -24,8 +25,8 @@ from spmd.spec import TensorMeta
 from spmd.trace import Traced, is_tracing
 from spmd.tree import broadcast_prefix, tree_flatten, tree_leaves
 
-Comms = Literal["allow", "error"] | Mapping[str, int | str]
-"""What a plan may send: anything, nothing, or for kinds of collectives how many (an int) or how many bytes (a text)."""
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _MISSING: Any = object()
 
@@ -195,60 +196,15 @@ def _positions(numbers: Sequence[int], count: int, what: str) -> tuple[int, ...]
 
 
 @overload
-def jit(
-    in_specs: Any,
-    out_specs: Any,
-    /,
-    *,
-    mesh: Mesh | None = ...,
-    static_argnums: int | Sequence[int] = ...,
-    donate_argnums: int | Sequence[int] = ...,
-    comms: Comms = ...,
-    backend: Literal["eager", "inductor"] = ...,
-    machine: Machine | None = ...,
-    rules: Mapping[Any, Rule] | None = ...,
-    plan: Plan | str | os.PathLike[str] | None = ...,
-    memory_limit: int | str | None = ...,
-    keep_sharded: KeepSharded | None = ...,
-) -> Callable[[Callable[..., Any]], Jitted]: ...
+def jit(in_specs: Any, out_specs: Any, /, **options: Unpack[JitOptions]) -> Callable[[Callable[..., Any]], Jitted]: ...
 
 
 @overload
-def jit(
-    function: Callable[..., Any],
-    in_specs: Any,
-    out_specs: Any,
-    /,
-    *,
-    mesh: Mesh | None = ...,
-    static_argnums: int | Sequence[int] = ...,
-    donate_argnums: int | Sequence[int] = ...,
-    comms: Comms = ...,
-    backend: Literal["eager", "inductor"] = ...,
-    machine: Machine | None = ...,
-    rules: Mapping[Any, Rule] | None = ...,
-    plan: Plan | str | os.PathLike[str] | None = ...,
-    memory_limit: int | str | None = ...,
-    keep_sharded: KeepSharded | None = ...,
-) -> Jitted: ...
+def jit(function: Callable[..., Any], in_specs: Any, out_specs: Any, /, **options: Unpack[JitOptions]) -> Jitted: ...
 
 
 @overload
-def jit(
-    *function: Callable[..., Any],
-    in_specs: Any,
-    out_specs: Any,
-    mesh: Mesh | None = ...,
-    static_argnums: int | Sequence[int] = ...,
-    donate_argnums: int | Sequence[int] = ...,
-    comms: Comms = ...,
-    backend: Literal["eager", "inductor"] = ...,
-    machine: Machine | None = ...,
-    rules: Mapping[Any, Rule] | None = ...,
-    plan: Plan | str | os.PathLike[str] | None = ...,
-    memory_limit: int | str | None = ...,
-    keep_sharded: KeepSharded | None = ...,
-) -> Any: ...
+def jit(*function: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Unpack[JitOptions]) -> Any: ...
 
 
 def jit(
