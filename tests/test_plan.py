@@ -108,6 +108,14 @@ def test_a_constraint_makes_megatron_literal() -> None:
     assert counts(plan) == {("all_reduce", ("model",)): 1}
 
 
+def test_a_bias_is_added_before_the_partial_products_are() -> None:
+    mesh = spmd.make_mesh({"model": RANKS}, runtime="abstract")
+    step = spmd.jit(F.linear, (P(None, "model"), P(None, "model"), P()), P(), mesh=mesh)
+    plan = step.plan(meta(TOKENS, 4 * WIDTH), meta(WIDTH, 4 * WIDTH), meta(WIDTH))
+    assert counts(plan) == {("all_reduce", ("model",)): 1}
+    assert sent(plan) == 2 * (RANKS - 1) / RANKS * ACTIVATION
+
+
 def test_two_axes_reduce_each_over_its_own_ranks() -> None:
     plan = plan_of({"data": 4, "model": 2}, (P("model"), P(None, "model")), P("data"), 1, (256, 256))
     over = Counter[tuple[str, ...]]()

@@ -15,8 +15,9 @@ from spmd.rules.strategy import LOCAL_BODY, Strategy
 def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, ...]]:
     """The strategies of every operation on one mesh axis, given what is decided on the planned ones.
 
-    A strategy that takes partial operands is left out where no operand of it can arise partial: making a whole value
-    partial only to reduce it later saves nothing.
+    A strategy that takes partial operands and cuts none is left out where no operand of it can arise partial: making a
+    whole value partial only to reduce it later saves nothing. One that cuts others stays: a bias is made partial to be
+    added to a product over a sharded dim.
     """
     rootless = rootless_values(draft.graph)
     found: dict[Operation, tuple[Strategy, ...]] = {}
@@ -34,6 +35,8 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
 
 
 def _partials_arise(strategy: Strategy, arising: Sequence[set[Placement]]) -> bool:
+    if any(isinstance(state, Shard) for state in strategy.operands):
+        return True
     partial = [index for index, state in enumerate(strategy.operands) if isinstance(state, Partial)]
     return not partial or any(strategy.operands[index] in arising[index] for index in partial)
 
