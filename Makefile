@@ -47,6 +47,7 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/comms.py
+	$(BIN)/python benchmarks/planner.py $(ARGS)
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/call_overhead.py
 	$(BIN)/python benchmarks/step_time.py

@@ -53,17 +53,17 @@ PEERS = {
 def textbook(name: str, config: gpt.Config = WORKLOAD, batch: int = BATCH) -> float:
     """Bytes that a rank sends in one step of the textbook schedule of a strategy on its own mesh.
 
-    Data parallel: gradients are all-reduced; fully sharded: parameters are gathered in forward and again in backward,
-    gradients reduce-scattered (ZeRO-3). Tensor parallel (Megatron): activations are all-reduced after attention and
-    after the MLP, forward and backward, after the embedding and, backward, before the head; the vocabulary-parallel
-    cross-entropy reduces three numbers a token. Sequence parallel: the same with each all-reduce as a reduce-scatter
-    and an all-gather, and all-reduces for what is computed on a part of the sequence.
+    Data parallel: gradients are all-reduced, and the two sums of the mean loss; fully sharded: parameters are gathered
+    in forward and again in backward, gradients reduce-scattered (ZeRO-3). Tensor parallel (Megatron): activations are
+    all-reduced after attention and after the MLP, forward and backward, after the embedding and, backward, before the
+    head; the vocabulary-parallel cross-entropy reduces three numbers a token. Sequence parallel: the same with each
+    all-reduce as a reduce-scatter and an all-gather, and all-reduces for what is computed on a part of the sequence.
     """
     strategy = layouts.STRATEGIES[name]
     data, model = strategy.mesh.get("data", 1), strategy.mesh.get("model", 1)
     sharded = sum(param_bytes(config, strategy)) if strategy.fully_sharded else 0.0
     replicated = 0.0 if strategy.fully_sharded else sum(param_bytes(config, strategy))
-    total = 3 * scatter(data) * sharded + 2 * scatter(data) * replicated
+    total = 3 * scatter(data) * sharded + 2 * scatter(data) * (replicated + 2 * FLOAT)
     if not strategy.tensor_parallel:
         return total
     tokens = batch * config.context / data

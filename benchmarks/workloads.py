@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import optree
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import gpt
 import layouts
 import spmd
 import training
-from spmd import TensorMeta
+from spmd import P, TensorMeta
 
 
 @attrs.frozen(eq=False)
@@ -25,28 +27,49 @@ class GptStep:
         strategy: the name of a strategy in `layouts.STRATEGIES`.
         batch: sequences in a step.
         mesh: sizes of mesh axes; those that show the strategy best by default.
+        moments: the strategy by which the optimizer's state lies, if it is another.
+        loss: in place of `gpt.loss`, as `loss(params, batch, config)`.
     """
 
     config: gpt.Config
     strategy: str
     batch: int
     mesh: dict[str, int] | None = None
+    moments: str | None = None
+    loss: Callable[[gpt.Params, gpt.Batch, gpt.Config], Tensor] | None = None
 
-    @property
-    def training(self) -> training.Training:
+    def training(self, strategy: str | None = None) -> training.Training:
         """The step on its mesh."""
-        strategy = layouts.STRATEGIES[self.strategy]
-        mesh = spmd.make_mesh(self.mesh or dict(strategy.mesh), runtime="abstract")
-        return training.Training(self.config, strategy, mesh)
+        chosen = layouts.STRATEGIES[strategy or self.strategy]
+        mesh = spmd.make_mesh(self.mesh or dict(layouts.STRATEGIES[self.strategy].mesh), runtime="abstract")
+        return training.Training(self.config, chosen, mesh)
 
     def jitted(self, **options: Any) -> Any:
         """The jitted step; `options` go to `spmd.jit`."""
         with FakeTensorMode():  # specs of fully sharded parameters look at their shapes
-            return self.training.step(**options)
+            own = self.training()
+            specs = training.State(own.state_spec.params, self.training(self.moments).state_spec.optimizer)
+        function = training.make_step(own.config, own.optimizer, layouts.residual(own.strategy, own.mesh))
+        if self.loss is not None:
+            function = self._step_of(self.loss)
+        return spmd.jit(function, (specs, layouts.batch_spec(own.mesh)), (specs, P()), mesh=own.mesh, **options)
+
+    def _step_of(self, loss: Callable[[gpt.Params, gpt.Batch, gpt.Config], Tensor]) -> training.Step:
+        optimizer = self.training().optimizer
+
+        def train_step(state: training.State, batch: gpt.Batch) -> tuple[training.State, Tensor]:
+            grads, value = torch.func.grad_and_value(loss)(state.params, batch, self.config)
+            return training.State(*optimizer.update(state.params, state.optimizer, grads)), value
+
+        return train_step
 
     def arguments(self) -> tuple[Any, Any]:
         """The state and the batch, as metas."""
         with FakeTensorMode():
-            state = training.init(self.config, self.training.optimizer)
+            state = training.init(self.config, self.training().optimizer)
         tokens = TensorMeta((self.batch, self.config.context), torch.int64)
         return optree.tree_map(lambda leaf: TensorMeta(tuple(leaf.shape), leaf.dtype), state), (tokens, tokens)
+
+    def plan(self, **options: Any) -> spmd.plan.Plan:
+        """The plan; `options` go to `spmd.jit`."""
+        return self.jitted(**options).plan(*self.arguments())
