@@ -67,12 +67,18 @@ def gradient(x: Tensor, w: Tensor) -> Tensor:
     return torch.func.grad(lambda w: F.gelu(x @ w).square().mean())(w)
 
 
+def gates(x: Tensor, w: Tensor) -> Tensor:
+    return torch.func.grad(lambda w: F.silu(x @ w).square().mean())(w)  # its backward subtracts from a tensor of ones
+
+
 PROGRAMS = [
     (transposes, (8, 12), (12, 16)),
     (attends, (8, 4, 12), (12, 16)),
     (splits, (8, 12), (12, 16)),
     (normalizes, (8, 12), (12, 16)),
     (gradient, (8, 12), (12, 16)),
+    (gates, (8, 12), (12, 16)),
+    (gates, (7, 12), (12, 16)),
 ]
 
 

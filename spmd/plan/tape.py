@@ -147,6 +147,8 @@ class _Recorder:
         self.buffers: dict[Value, Buffer] = {}
         self.layouts: dict[Value, _Strided] = {}
 
+        self.fills = self.sharded_fills()
+
     def run(self) -> Tape:
         graph = self.graph
         inputs = tuple(self.allocate(value) for value in graph.inputs)
@@ -155,6 +157,27 @@ class _Recorder:
             self.unit(unit)
         outputs = tuple(self.buffers[value] for value in graph.outputs)
         return Tape(tuple(self.events), inputs, outputs, constants, self.buffers)
+
+    def sharded_fills(self) -> frozenset[Value]:
+        """Tensors of one number that are only wanted cut: lowering makes their shards and never the whole.
+
+        It does so where all ranks run one program, which is where all shards are even.
+        """
+        made = {operation.tensors[0] for operation in self.graph.operations if operation.op is aten.full.default}
+        made.difference_update(self.graph.outputs)
+        for operation in self.graph.operations if made else ():
+            if not self.cuts(operation):
+                made.difference_update(operation.operands)
+        values = self.graph.inputs + tuple(value for operation in self.graph.operations for value in operation.tensors)
+        return frozenset(made) if made and all(self.layout(value).spec.is_even for value in values) else frozenset()
+
+    def cuts(self, operation: Operation) -> bool:
+        """Whether an operation leaves each rank its shard of what all ranks hold."""
+        if operation.op is not REDISTRIBUTE:
+            return False
+        (value,), (result,) = operation.operands, operation.tensors
+        steps = redistribution(self.layout(value).spec, self.layout(result).spec)
+        return all(step.kind is StepKind.SHARD for step in steps)
 
     def has_body(self, operation: Operation) -> bool:
         """Whether some rank runs a local body, which keeps an operation out of lists."""
@@ -196,7 +219,12 @@ class _Recorder:
         writes = []
         operands = operation.operands
         for value, result in zip(operation.tensors, self.results(operation), strict=True):
-            if result.view_of is None:
+            if value in self.fills:
+                self.layouts[value], self.buffers[value] = (
+                    result.layout,
+                    Buffer(value, TensorMeta((0,), value.meta.dtype)),
+                )
+            elif result.view_of is None:
                 writes.append(self.allocate(value, result.layout))
             else:
                 self.alias(value, operands[result.view_of], result.layout)
@@ -229,6 +257,9 @@ class _Recorder:
     def redistribute(self, operation: Operation) -> None:
         """The buffers of every step; the last step's is the result's."""
         (value,), (result,) = operation.operands, operation.tensors
+        if value in self.fills:
+            self.event(operation, [], [self.allocate(result)])
+            return
         buffer, contiguous = self.buffers[value], self.layouts[value].is_contiguous
         for step in redistribution(self.layout(value).spec, self.layout(result).spec):
             before = buffer
