@@ -306,7 +306,7 @@ for strategy in sys.argv[2:]:
 def plans_by_seed(seed: int, layers: int, strategies: tuple[str, ...]) -> dict[str, str]:
     """A digest of the plan of each strategy, from a process with a hash seed."""
     folder = Path(__file__).parent
-    path = os.pathsep.join((str(folder.parent), str(folder)))
+    path = os.pathsep.join(map(str, (folder.parent, folder)))
     run = subprocess.run(
         [sys.executable, "-c", SEEDS_PROGRAM, str(layers), *strategies],
         env={
