@@ -166,7 +166,10 @@ def _errors_raised_only() -> Iterator[None]:
 
 class _Functionalization(FunctionalTensorMode):
     """Functionalization without what needs values: torch.linalg's checks for failures (a singular matrix has no inverse
-    that is finite, and that is what comes out), and numbers of a list operator that come as one tensor."""
+    that is finite, and that is what comes out), and numbers of a list operator that come as one tensor.
+
+    Operators that torch composes of others are taken apart here and not below: they may write to tensors of their own.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,6 +180,8 @@ class _Functionalization(FunctionalTensorMode):
             with self:
                 return args[0].copy_(_drawn_in_memory_order(*args))
         body = list_body(func) if func._schema.is_mutable else None
+        if func not in FunctionalTensor.metadata_fns and func._can_decompose():
+            body = func.decompose
         if body is not None:
             with self:
                 return body(*args, **kwargs or {})

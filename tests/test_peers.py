@@ -159,6 +159,14 @@ def test_gradients(name: str, spec: P) -> None:
     check(with_gradient(lambda x: (function(x) * (1 + function(x))).sum()), x, specs=spec)
 
 
+@pytest.mark.parametrize("function", [F.silu, F.mish])
+def test_gradients_that_torch_composes_of_others(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The pullback runs where nothing is differentiated: torch leaves its composition to whoever traces."""
+    x, cotangent = torch.randn(2, 5, 6, dtype=torch.float64)
+    pull = lambda x, cotangent: torch.func.vjp(function, x)[1](cotangent)  # noqa: E731
+    check(pull, x, cotangent, specs=(P("x"), P(None, "x")))
+
+
 @pytest.mark.parametrize("weights", [1, 6])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
 def test_prelu(weights: int, spec: P) -> None:
