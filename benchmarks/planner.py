@@ -309,11 +309,7 @@ def plans_by_seed(seed: int, layers: int, strategies: tuple[str, ...]) -> dict[s
     path = os.pathsep.join(map(str, (folder.parent, folder)))
     run = subprocess.run(
         [sys.executable, "-c", SEEDS_PROGRAM, str(layers), *strategies],
-        env={
-            **os.environ,
-            "PYTHONHASHSEED": str(seed),
-            "PYTHONPATH": os.pathsep.join((str(folder.parent), str(folder))),
-        },
+        env={**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=True,
