@@ -56,7 +56,7 @@ def test_cases_are_varied() -> None:
     """The generator reaches what it is for: every operator, all kinds of specs, empty and uneven shards."""
     seen: set[object] = set()
 
-    @hypothesis.settings(max_examples=300, phases=[hypothesis.Phase.generate], derandomize=True)
+    @hypothesis.settings(max_examples=600, phases=[hypothesis.Phase.generate], derandomize=True)
     @hypothesis.given(cases(max_steps=8))
     def draw(case: Case) -> None:
         seen.update(step.operator for step in case.program.steps)
