@@ -40,7 +40,9 @@ def test_operators(name: str) -> None:
     assert outcome.fallbacks == []
 
 
-@pytest.mark.parametrize("name", ["addmv", "cumsum", "nn.functional.layer_norm", "nn.functional.mse_loss"])
+@pytest.mark.parametrize(
+    "name", ["addmv", "cumsum", "nn.functional.instance_norm", "nn.functional.layer_norm", "nn.functional.mse_loss"]
+)
 def test_gradients(name: str) -> None:
     assert_right(sweep_entry(entry(name), Setup({"x": 4}, samples=3, limit=10, backward=True)))
 

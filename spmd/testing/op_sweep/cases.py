@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -27,12 +27,14 @@ class Case:
         label: the sample and its operands, for messages.
         function: the function.
         tensors: its arguments.
+        asked: positions of those that the database wants a gradient of.
         values: whether the values of the results mean anything.
     """
 
     label: str
     function: Function
     tensors: tuple[torch.Tensor, ...]
+    asked: tuple[int, ...] = ()
     values: bool = True
 
     @property
@@ -59,22 +61,23 @@ def cases(entry: Any, samples: int, backward: bool = False, lengths: bool = Fals
     """The first `samples` calls of an entry in double precision (or the first dtype that it has).
 
     With `lengths`, those in which an operand's dim has a length that no call before has. With `backward`, the function
-    gives its results and, by `torch.func.vjp`, the gradients of all floating operands; the cotangents are further
-    arguments. Calls without a floating operand and a floating result are left out then.
+    gives its results and, by `torch.func.vjp`, the gradients of all floating operands, or of those that have one; the
+    cotangents are further arguments. Calls without a floating operand and a floating result are left out then.
     """
     supported = entry.supported_dtypes("cpu")
     dtype = next((dtype for dtype in (*_DTYPES, *sorted(supported, key=str)) if dtype in supported), None)
     if dtype is None:
         return
     torch.manual_seed(0)
-    found = entry.sample_inputs("cpu", dtype, requires_grad=False)
+    differentiable = backward and dtype in entry.supported_backward_dtypes("cpu")
+    found = entry.sample_inputs("cpu", dtype, requires_grad=differentiable)
     dense = (_case(entry, sample, number) for number, sample in enumerate(found))
     dense = (case for case in itertools.islice(dense, _SEARCHED) if case.is_dense)
     for case in itertools.islice(_with_new_lengths(dense) if lengths else dense, samples):
         if not backward:
             yield case
         elif entry.supports_autograd and _is_differentiable(case):
-            yield _with_gradients(case)
+            yield _with_every_gradient(case)
 
 
 def _with_new_lengths(found: Iterator[Case]) -> Iterator[Case]:
@@ -99,16 +102,26 @@ def _case(entry: Any, sample: Any, number: int) -> Case:
         return [leaf for leaf in optree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
     tensors = tuple(leaves[position].detach() for position in at)
+    asked = tuple(number for number, position in enumerate(at) if leaves[position].requires_grad)
     shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
     rest = ", ".join(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-    return Case(
-        f"sample {number}: {shapes}{'; ' if rest else ''}{rest:.80}", function, tensors, entry.name not in ARBITRARY
-    )
+    label = f"sample {number}: {shapes}{'; ' if rest else ''}{rest:.80}"
+    return Case(label, function, tensors, asked, entry.name not in ARBITRARY)
 
 
-def _with_gradients(case: Case) -> Case:
-    """The case with the gradients of its floating operands."""
-    at = [position for position, tensor in enumerate(case.tensors) if _has_gradient(tensor)]
+def _with_every_gradient(case: Case) -> Case:
+    """The case with the gradients of all floating operands, or if some have none, of those that are asked for."""
+    floating = [position for position, tensor in enumerate(case.tensors) if _has_gradient(tensor)]
+    whole = _with_gradients(case, floating)
+    try:
+        whole.function(*whole.tensors)
+    except RuntimeError:  # the statistics of a batch norm, the targets of some losses
+        return _with_gradients(case, case.asked)
+    return whole
+
+
+def _with_gradients(case: Case, at: Sequence[int]) -> Case:
+    """The case with the gradients of the operands at some positions."""
     outputs = case.function(*case.tensors)
     cotangents = tuple(torch.randn_like(output) for output in outputs if _has_gradient(output))
     count = len(case.tensors)
