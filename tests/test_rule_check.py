@@ -15,7 +15,7 @@ from spmd.placement import Partial, Replicate, Shard
 from spmd.rules import RULES, factors
 from spmd.rules.check import Finding, Report
 from spmd.testing.op_sweep.cases import entries
-from spmd.testing.rule_calls.known import KNOWN, UNKNOWN, reason_of
+from spmd.testing.rule_calls.known import UNKNOWN, known_rows, reason_of
 from spmd.testing.rule_calls.recorded import operator, recall, record, select, signature
 from spmd.testing.rule_check.command import main
 from spmd.testing.rule_check.prove import Task, prove
@@ -106,7 +106,7 @@ def test_calls_of_the_database_are_recorded_with_their_values() -> None:
 
 
 def test_known_rows_have_one_reason() -> None:
-    listed = [(op, row) for ops in KNOWN.values() for op, rows in ops.items() for row in rows]
+    listed = [(op, row) for _, op, row in known_rows()]
     assert len(listed) == len(set(listed))
     finding = Finding("", 2, (Replicate(),), (Replicate(),))
     assert UNKNOWN == reason_of("aten.mm.default", finding)
@@ -117,5 +117,5 @@ def test_all_rules(tmp_path: Path) -> None:
     assert 0 == main(["--missing", "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
     rows = {(report["op"], finding["row"]) for report in found["operators"] for finding in report["missing"]}
-    assert {(op, row) for ops in KNOWN.values() for op, rows in ops.items() for row in rows} == rows
+    assert {(op, row) for _, op, row in known_rows()} == rows
     assert found["summary"]["of them missing"] < 0.05 * found["summary"]["valid rows found by search"]
