@@ -16,9 +16,9 @@ from spmd.lower import LocalProgram, lower
 from spmd.mesh import Mesh, Runtime, use_mesh
 from spmd.options import Options
 from spmd.plan import Request, plan
-from spmd.plan.limit import check_fits
-from spmd.plan.machine import Machine
+from spmd.plan.memory.limit import check_fits
 from spmd.plan.plan import Plan
+from spmd.plan.pricing.machine import Machine
 from spmd.recorder import where
 from spmd.rules import find_rule
 from spmd.runtime import VirtualProgram

@@ -17,8 +17,8 @@ from spmd.kept import KeepSharded
 from spmd.lower import LocalProgram
 from spmd.mesh import Mesh, check_mesh, current_mesh
 from spmd.options import Comms, JitOptions, Options
-from spmd.plan.machine import Machine
 from spmd.plan.plan import Plan
+from spmd.plan.pricing.machine import Machine
 from spmd.rules import RULES
 from spmd.rules.rule import Rule
 from spmd.spec import TensorMeta

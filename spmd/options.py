@@ -12,10 +12,10 @@ import attrs
 from spmd.errors import PlanError, RuleError, TraceError
 from spmd.kept import KeepSharded, parse_keep_sharded
 from spmd.mesh import Mesh
-from spmd.plan.budget import Budget, parse_budget
-from spmd.plan.machine import Machine
 from spmd.plan.plan import Plan
+from spmd.plan.pricing.machine import Machine
 from spmd.plan.quantity import parse_bytes
+from spmd.plan.questions.budget import Budget, parse_budget
 from spmd.rules.rule import Rule
 
 Comms = Literal["allow", "error"] | Mapping[str, int | str]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmd.errors import PlanError
-from spmd.plan.document import read
-from spmd.plan.html import render_page
-from spmd.plan.report import Report, make_report, size_text, time_text
+from spmd.plan.report.figures import Report, make_report, size_text, time_text
+from spmd.plan.report.html import render_page
+from spmd.plan.saving.document import read
 
 try:
     from rich.console import Console

@@ -7,8 +7,8 @@ import torch
 
 import spmd
 from spmd import P
-from spmd.plan.pins import constrained
-from spmd.plan.search import plan as search
+from spmd.plan.questions.pins import constrained
+from spmd.plan.search.orders import plan as search
 
 
 def pair(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

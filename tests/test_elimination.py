@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd.errors import PlanError
-from spmd.plan.elimination import Table, TooWideError, lower_bound, minimize
-from spmd.plan.neighbourhoods import evaluate, improve
+from spmd.plan.search.elimination import Table, TooWideError, lower_bound, minimize
+from spmd.plan.search.neighbourhoods import evaluate, improve
 
 
 @st.composite

@@ -7,7 +7,7 @@ from test_planner_oracle import SHAPES, TENSOR_PARALLEL, gpt_step
 import spmd
 from spmd import P
 from spmd.plan import Plan
-from spmd.plan.explain import Explainer
+from spmd.plan.questions.explain import Explainer
 
 
 def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapp
 
 import spmd.rules as rules
 from spmd.graph import Operation, Value, iterate_leaves, map_leaves
-from spmd.plan.flops import count_flops, flops, has_formula
+from spmd.plan.pricing.flops import count_flops, flops, has_formula
 from spmd.rules import RULES
 from spmd.rules.loss import LATE
 from spmd.rules.rule import Call

@@ -15,7 +15,7 @@ import gpt
 import layouts
 import spmd
 from spmd import P, TensorMeta
-from spmd.plan.memory import Kind
+from spmd.plan.memory.peak import Kind
 from spmd.testing.live import peak_bytes
 from spmd.tree import tree_map
 from training import Training, init

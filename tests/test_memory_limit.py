@@ -20,8 +20,8 @@ from spmd.canonicalize import canonicalize
 from spmd.lower.verify import verify
 from spmd.optim import AdamWState, Optimizer, adamw, sgd
 from spmd.plan import Plan, search
+from spmd.plan.memory.reorder import by_results
 from spmd.plan.quantity import parse_bytes
-from spmd.plan.reorder import by_results
 from spmd.testing.interpreter import evaluate
 from spmd.testing.live import peak_bytes
 from spmd.testing.programs import agree

@@ -18,8 +18,8 @@ from spmd import P, TensorMeta
 from spmd.graph import Operation, Value
 from spmd.plan import Plan
 from spmd.plan.bodies import trace_body
-from spmd.plan.elimination import TooWideError, minimize
-from spmd.plan.flops import flops
+from spmd.plan.pricing.flops import flops
+from spmd.plan.search.elimination import TooWideError, minimize
 
 WIDTH, TOKENS, RANKS = 4096, 1024, 8
 PARAMETER = WIDTH * 4 * WIDTH * 4
@@ -213,7 +213,7 @@ def test_a_search_that_is_too_wide_falls_back_to_neighbourhoods(monkeypatch: pyt
     def refuse(*_: object) -> None:
         raise TooWideError("refused")
 
-    monkeypatch.setattr("spmd.plan.problem.minimize", refuse)
+    monkeypatch.setattr("spmd.plan.search.problem.minimize", refuse)
     fallback = plan_of(*arguments)
     assert (exact.exact, exact.gap) == (True, 0)
     assert not fallback.exact
@@ -231,7 +231,7 @@ def test_a_wide_search_begins_with_one_acquired_placement(monkeypatch: pytest.Mo
             raise TooWideError("refused")
         return minimize(domains, tables)
 
-    monkeypatch.setattr("spmd.plan.problem.minimize", refuse_first)
+    monkeypatch.setattr("spmd.plan.search.problem.minimize", refuse_first)
     fallback = plan_of(*arguments)
     assert len(calls) == 2
     assert calls[1] < calls[0], "fewer hubs"

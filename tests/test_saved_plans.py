@@ -53,7 +53,7 @@ def refuse_search(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a loaded plan was searched for")
 
     monkeypatch.setattr("spmd.compiled.plan", refuse)
-    monkeypatch.setattr("spmd.plan.problem.AxisProblem.solve", refuse)
+    monkeypatch.setattr("spmd.plan.search.problem.AxisProblem.solve", refuse)
 
 
 def test_a_loaded_plan_is_the_same_without_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from spmd.plan.bodies import body_of, trace_body, with_local_size
 from spmd.plan.groups import Unit, schedule
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.memory.recompute import repetitions
 from spmd.plan.plan import Plan
-from spmd.plan.recompute import repetitions
 from spmd.rules import find_rule
 from spmd.rules.rule import Body, Rule
 from spmd.spec import TensorMeta

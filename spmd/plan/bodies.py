@@ -17,8 +17,8 @@ from spmd.collectives.traffic import StepKind, ring_bytes
 from spmd.graph import Operation, Value, freeze, iterate_leaves, map_leaves
 from spmd.mesh import Mesh
 from spmd.placement import Placement
-from spmd.plan.draft import Draft
 from spmd.plan.layout import regroup
+from spmd.plan.search.draft import Draft
 from spmd.rules.rule import Body, Call
 from spmd.rules.strategy import Strategy
 from spmd.spec import TensorMeta

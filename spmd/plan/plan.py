@@ -12,20 +12,20 @@ import attrs
 from spmd.errors import PlanError
 from spmd.graph import Graph, Operation, Source, Value
 from spmd.mesh import Mesh
-from spmd.plan.account import account
 from spmd.plan.causes import Cause, find_causes
 from spmd.plan.comm import Comm
-from spmd.plan.difference import Difference, difference
-from spmd.plan.document import Document, make_document, read, save
-from spmd.plan.explain import Explanation, explain
-from spmd.plan.html import render_fragment, render_page
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.memory import Memory, measure
-from spmd.plan.report import make_report
+from spmd.plan.memory.peak import Memory, measure
+from spmd.plan.memory.tape import record
+from spmd.plan.pricing.account import account
+from spmd.plan.questions.difference import Difference, difference
+from spmd.plan.questions.explain import Explanation, explain
+from spmd.plan.report.figures import make_report
+from spmd.plan.report.html import render_fragment, render_page
 from spmd.plan.request import Request
-from spmd.plan.restore import restore
-from spmd.plan.tape import record
+from spmd.plan.saving.document import Document, make_document, read, save
+from spmd.plan.saving.restore import restore
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
 

@@ -10,7 +10,7 @@ from spmd.mesh import Mesh
 from spmd.plan.causes import Cause
 from spmd.plan.comm import Comm
 from spmd.plan.layout import Layout
-from spmd.plan.memory import Memory
+from spmd.plan.memory.peak import Memory
 from spmd.plan.request import Request
 from spmd.rules.strategy import LogicalShape, Strategy
 from spmd.spec import DTensorSpec

@@ -10,7 +10,7 @@ import torch
 
 from spmd.graph import Graph
 from spmd.mesh import Mesh
-from spmd.plan.machine import Machine
+from spmd.plan.pricing.machine import Machine
 from spmd.rules import RULES
 from spmd.rules.rule import Rule
 from spmd.spec import DTensorSpec

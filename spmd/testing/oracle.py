@@ -12,8 +12,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from spmd.errors import PlanError
-from spmd.plan import problem
-from spmd.plan.elimination import MAX_CELLS, Solution, Table, minimize
+from spmd.plan.search import problem
+from spmd.plan.search.elimination import MAX_CELLS, Solution, Table, minimize
 
 MICROSECONDS = 1e6
 """Seconds are too small for the solver's tolerances."""
@@ -54,7 +54,7 @@ def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> float:
 
     Args:
         domains: the number of choices of every variable.
-        tables: as for `spmd.plan.elimination.minimize`.
+        tables: as for `spmd.plan.search.elimination.minimize`.
 
     Raises:
         PlanError: no assignment has a finite cost, or HiGHS gives up.

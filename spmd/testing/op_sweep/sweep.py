@@ -19,7 +19,7 @@ from spmd.lower import lower
 from spmd.mesh import Mesh
 from spmd.placement import Replicate
 from spmd.plan import Plan, Request, plan
-from spmd.plan.boundary import carry_over
+from spmd.plan.search.boundary import carry_over
 from spmd.rules import find_rule
 from spmd.runtime import VirtualProgram
 from spmd.spec import DTensorSpec

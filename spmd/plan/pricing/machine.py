@@ -12,7 +12,7 @@ import torch
 
 from spmd.errors import PlanError
 from spmd.mesh import Mesh
-from spmd.plan.measure import measure_copies, measure_link, measure_products, memory_of
+from spmd.plan.pricing.measure import measure_copies, measure_link, measure_products, memory_of
 
 
 def _by_name(rates: Mapping[Any, float] | tuple[tuple[Any, float], ...]) -> tuple[tuple[str, float], ...]:

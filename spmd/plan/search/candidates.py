@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from spmd.graph import Graph, Operation, Value
 from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
-from spmd.plan.draft import Draft
 from spmd.plan.markers import REDISTRIBUTE
+from spmd.plan.search.draft import Draft
 from spmd.rules.strategy import LOCAL_BODY, Strategy
 
 

@@ -10,15 +10,15 @@ from itertools import permutations
 import torch
 
 from spmd.graph import Value
-from spmd.plan.draft import Draft, States
-from spmd.plan.finish import finish
-from spmd.plan.limit import fit, fits, fitting, rents
-from spmd.plan.machine import Machine
-from spmd.plan.materialize import materialize
+from spmd.plan.memory.limit import fit, fits, fitting, rents
 from spmd.plan.plan import Plan
-from spmd.plan.prepare import Prepared, prepare
-from spmd.plan.problem import AxisProblem
+from spmd.plan.pricing.machine import Machine
 from spmd.plan.request import Request
+from spmd.plan.search.draft import Draft, States
+from spmd.plan.search.finish import finish
+from spmd.plan.search.materialize import materialize
+from spmd.plan.search.prepare import Prepared, prepare
+from spmd.plan.search.problem import AxisProblem
 
 
 def plan(request: Request) -> Plan:

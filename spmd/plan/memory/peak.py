@@ -13,7 +13,7 @@ from itertools import accumulate
 import attrs
 
 from spmd.graph import Operation, Source, Value
-from spmd.plan.tape import Buffer, Tape
+from spmd.plan.memory.tape import Buffer, Tape
 from spmd.spec import TensorMeta
 
 

@@ -15,13 +15,13 @@ import attrs
 
 from spmd.errors import PlanError
 from spmd.graph import Operation, Value
-from spmd.plan.account import account
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.memory import measure
+from spmd.plan.memory.peak import measure
+from spmd.plan.memory.recompute import Again, Rewritten, candidates, rewrite
+from spmd.plan.memory.reorder import by_results
+from spmd.plan.memory.tape import Buffer, Tape, record
 from spmd.plan.plan import Plan
-from spmd.plan.recompute import Again, Rewritten, candidates, rewrite
-from spmd.plan.reorder import by_results
-from spmd.plan.tape import Buffer, Tape, record
+from spmd.plan.pricing.account import account
 
 _LAUNCH = 1e-7
 """Seconds that any operation costs, so that many small ones are not preferred to one large one."""

@@ -15,13 +15,13 @@ import attrs
 from spmd.errors import PlanError
 from spmd.graph import Graph, Operation, Source, Value
 from spmd.placement import Placement
-from spmd.plan.document import defined_values, unique_names
-from spmd.plan.draft import Draft, logical_meta, spec_of
 from spmd.plan.layout import Layout
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
-from spmd.plan.prepare import prepare
-from spmd.plan.replay import Figures, Replay, replay, states_of
+from spmd.plan.questions.replay import Figures, Replay, replay, states_of
+from spmd.plan.saving.document import defined_values, unique_names
+from spmd.plan.search.draft import Draft, logical_meta, spec_of
+from spmd.plan.search.prepare import prepare
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
 

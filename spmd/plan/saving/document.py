@@ -1,8 +1,8 @@
 """A plan as plain data that a person can read, and as the bytes of a JSON file: the same ones for the same plan.
 
 A document has everything that planning decided, and what it was decided for: the mesh, the specs of arguments and
-results, and the program, line by line. `spmd.plan.restore` makes the plan again from it, without a search; reports need
-the document alone.
+results, and the program, line by line. `spmd.plan.saving.restore` makes the plan again from it, without a search;
+reports need the document alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from spmd.errors import PlanError
 from spmd.graph import Graph, Operation, Source, Value, freeze, map_leaves
 from spmd.placement import Placement
-from spmd.plan.account import account
 from spmd.plan.comm import Comm
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
+from spmd.plan.pricing.account import account
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
 

@@ -12,10 +12,10 @@ from spmd.collectives.traffic import StepKind, ring_bytes
 from spmd.graph import Graph, Operation, Value
 from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.bodies import body_collectives
-from spmd.plan.draft import Draft, States, flat_shape, shrink
-from spmd.plan.flops import arithmetic_dtype, flops
-from spmd.plan.machine import Machine
 from spmd.plan.markers import REDISTRIBUTE
+from spmd.plan.pricing.flops import arithmetic_dtype, flops
+from spmd.plan.pricing.machine import Machine
+from spmd.plan.search.draft import Draft, States, flat_shape, shrink
 from spmd.rules.strategy import Strategy
 
 

@@ -12,11 +12,11 @@ import attrs
 from spmd.errors import PlanError
 from spmd.graph import Graph, Operation, Value, map_leaves
 from spmd.placement import Replicate
-from spmd.plan.document import Document, encode_strategy, program_lines
-from spmd.plan.draft import logical_meta
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.prepare import prepare
 from spmd.plan.request import Request
+from spmd.plan.saving.document import Document, encode_strategy, program_lines
+from spmd.plan.search.draft import logical_meta
+from spmd.plan.search.prepare import prepare
 from spmd.rules.strategy import LogicalShape, Strategy
 from spmd.spec import DTensorSpec
 

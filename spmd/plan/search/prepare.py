@@ -9,9 +9,9 @@ import torch
 
 from spmd.atoms import Refinement, refine
 from spmd.graph import Graph, Operation, freeze
-from spmd.plan.boundary import bound
-from spmd.plan.draft import Draft
 from spmd.plan.request import Request
+from spmd.plan.search.boundary import bound
+from spmd.plan.search.draft import Draft
 from spmd.rules import find_rule
 from spmd.rules.random import DRAW
 from spmd.rules.rule import Factors, Rule

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from spmd.plan.document import Document
+from spmd.plan.saving.document import Document
 
 _NUMBER = re.compile(r"(?<=_)\d+(?=_)")
 """The number of a layer in the name of an argument."""

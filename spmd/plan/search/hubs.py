@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from spmd.placement import Partial, Placement, Replicate, Shard
-from spmd.plan.cost import MoveCost
+from spmd.plan.pricing.cost import MoveCost
 
 Move = tuple[Placement, Placement]
 """From one placement to another, along the mesh axis that is being planned."""

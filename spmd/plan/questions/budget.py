@@ -11,9 +11,9 @@ import attrs
 from spmd.collectives.traffic import StepKind
 from spmd.errors import PlanError
 from spmd.plan.comm import Comm
-from spmd.plan.pins import Suggestion, suggest
 from spmd.plan.plan import Plan
 from spmd.plan.quantity import parse_bytes
+from spmd.plan.questions.pins import Suggestion, suggest
 
 KINDS = tuple(kind.value for kind in StepKind if kind.is_collective)
 

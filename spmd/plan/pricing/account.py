@@ -12,10 +12,10 @@ from spmd.placement import Placement, Replicate
 from spmd.plan.bodies import body_collectives
 from spmd.plan.causes import Cause
 from spmd.plan.comm import Comm
-from spmd.plan.cost import LocalCost
-from spmd.plan.draft import Draft
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
+from spmd.plan.pricing.cost import LocalCost
+from spmd.plan.search.draft import Draft
 from spmd.spec import DTensorSpec
 
 

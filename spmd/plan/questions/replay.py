@@ -10,15 +10,15 @@ import attrs
 from spmd.errors import PlanError
 from spmd.graph import Operation, Value
 from spmd.placement import Placement, Replicate
-from spmd.plan.account import sends
-from spmd.plan.candidates import all_candidates
-from spmd.plan.cost import LocalCost
-from spmd.plan.draft import Draft
-from spmd.plan.hubs import Move, hub_choices, plan_moves
-from spmd.plan.materialize import materialize
 from spmd.plan.planned import Planned
-from spmd.plan.prepare import Prepared
-from spmd.plan.problem import AxisChoice, AxisProblem
+from spmd.plan.pricing.account import sends
+from spmd.plan.pricing.cost import LocalCost
+from spmd.plan.search.candidates import all_candidates
+from spmd.plan.search.draft import Draft
+from spmd.plan.search.hubs import Move, hub_choices, plan_moves
+from spmd.plan.search.materialize import materialize
+from spmd.plan.search.prepare import Prepared
+from spmd.plan.search.problem import AxisChoice, AxisProblem
 from spmd.rules.strategy import Strategy
 
 

@@ -15,13 +15,13 @@ import torch
 
 from spmd.graph import Operation, Value
 from spmd.placement import Placement
-from spmd.plan.candidates import all_candidates
-from spmd.plan.cost import LocalCost, MoveCost
-from spmd.plan.draft import Draft, States, shrink
-from spmd.plan.elimination import Table, TooWideError, lower_bound, minimize
-from spmd.plan.hubs import Hub, Move, edge_table, hub_choices, hub_table, offer_table, plan_moves
-from spmd.plan.machine import Machine
-from spmd.plan.neighbourhoods import improve
+from spmd.plan.pricing.cost import LocalCost, MoveCost
+from spmd.plan.pricing.machine import Machine
+from spmd.plan.search.candidates import all_candidates
+from spmd.plan.search.draft import Draft, States, shrink
+from spmd.plan.search.elimination import Table, TooWideError, lower_bound, minimize
+from spmd.plan.search.hubs import Hub, Move, edge_table, hub_choices, hub_table, offer_table, plan_moves
+from spmd.plan.search.neighbourhoods import improve
 from spmd.rules.strategy import Strategy
 
 BOUND_CELLS = 2**16

@@ -16,8 +16,8 @@ import torch
 from spmd.constrain import parse_spec
 from spmd.graph import Graph, Operation, Source, Value
 from spmd.mesh import Mesh
-from spmd.plan.draft import flat_shape, logical_meta, physical_shape
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.plan.search.draft import flat_shape, logical_meta, physical_shape
 from spmd.rules.strategy import LogicalShape
 from spmd.spec import Dims, DTensorSpec
 

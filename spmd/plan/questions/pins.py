@@ -10,16 +10,16 @@ import torch
 from spmd.constrain import encode_spec
 from spmd.errors import PlanError
 from spmd.graph import Operation, Value, map_leaves
-from spmd.plan.account import account
-from spmd.plan.boundary import carry_over, physical_dims
 from spmd.plan.comm import Comm
-from spmd.plan.draft import logical_meta, spec_of
-from spmd.plan.explain import Explainer
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
-from spmd.plan.replay import states_of
+from spmd.plan.pricing.account import account
+from spmd.plan.questions.explain import Explainer
+from spmd.plan.questions.replay import states_of
 from spmd.plan.request import Request
-from spmd.plan.search import plan as search
+from spmd.plan.search.boundary import carry_over, physical_dims
+from spmd.plan.search.draft import logical_meta, spec_of
+from spmd.plan.search.orders import plan as search
 from spmd.spec import DTensorSpec, P
 
 TRIALS = 4

@@ -8,11 +8,11 @@ from types import MappingProxyType
 import attrs
 
 from spmd.graph import Graph, Operation, Value, map_leaves
-from spmd.plan.account import account
-from spmd.plan.draft import Draft, flat_shape
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
+from spmd.plan.pricing.account import account
 from spmd.plan.request import Request
+from spmd.plan.search.draft import Draft, flat_shape
 from spmd.spec import DTensorSpec
 
 _MARKERS = (PIN, REDISTRIBUTE, RELABEL)

@@ -8,9 +8,9 @@ import attrs
 
 from spmd.graph import Operation, Value, map_leaves
 from spmd.placement import Partial, Placement, Replicate, Shard
-from spmd.plan.draft import Draft
 from spmd.plan.markers import REDISTRIBUTE
-from spmd.plan.problem import AxisChoice
+from spmd.plan.search.draft import Draft
+from spmd.plan.search.problem import AxisChoice
 from spmd.rules.strategy import Strategy
 
 

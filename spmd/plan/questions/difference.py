@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import attrs
 
-from spmd.plan.document import unique_names
 from spmd.plan.planned import Planned
+from spmd.plan.saving.document import unique_names
 
 SHOWN = 20
 """How many lines of each kind a printed difference has at most."""

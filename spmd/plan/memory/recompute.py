@@ -16,7 +16,7 @@ import torch
 
 from spmd.graph import Graph, Operation, Value, freeze, map_leaves
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.tape import Buffer, Tape
+from spmd.plan.memory.tape import Buffer, Tape
 from spmd.spec import DTensorSpec
 
 

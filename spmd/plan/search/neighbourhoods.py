@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from spmd.errors import PlanError
-from spmd.plan.elimination import MAX_CELLS, Solution, Table, TooWideError, minimize
+from spmd.plan.search.elimination import MAX_CELLS, Solution, Table, TooWideError, minimize
 
 WINDOW = 600
 """Variables that are freed at a time."""

@@ -1,0 +1,1 @@
+"""What a person asks of a plan: why, what else, what differs, and what it may send."""

@@ -1,0 +1,1 @@
+"""The search: one exact minimisation for each mesh axis, in every order of the axes."""
