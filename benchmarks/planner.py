@@ -87,9 +87,9 @@ def optimum(quick: bool) -> Finding:
     rows = Rows("Predicted seconds over HiGHS's optimum", "problems", "searches", "variables", "worst, less 1")
 
     def add(name: str, searches: list[Search]) -> None:
-        differences = [abs(search.solution.cost - best) / best for search in searches if (best := search.optimum())]
+        pairs = [(search.solution.cost, search.optimum()) for search in searches]
         variables = max(len(search.domains) for search in searches)
-        worst = max(differences)
+        worst = max(abs(cost - best) / (best or 1.0) for cost, best in pairs)
         rows.add(name, len(searches), f"up to {variables}", f"{worst:.1e}", kept=worst <= SAME)
 
     count = 20 if quick else 200
