@@ -19,8 +19,9 @@ from spmd import P, TensorMeta
 from spmd.canonicalize import canonicalize
 from spmd.lower.verify import verify
 from spmd.optim import AdamWState, Optimizer, adamw, sgd
-from spmd.plan import Plan, search
+from spmd.plan import Plan
 from spmd.plan.memory.reorder import by_results
+from spmd.plan.search import orders
 from spmd.plan.quantity import parse_bytes
 from spmd.testing.interpreter import evaluate
 from spmd.testing.live import peak_bytes
@@ -266,7 +267,7 @@ def test_layouts_change_where_computing_again_is_not_enough(monkeypatch: pytest.
         return spmd.jit(step, (specs, P()), specs, mesh=mesh, **options).plan(layers, meta(16, 1024, WIDTH))
 
     with monkeypatch.context() as patch:
-        patch.setattr(search, "PRICES", ())
+        patch.setattr(orders, "PRICES", ())
         limit = smallest_peak(make)
         same = make(memory_limit=limit)
     smaller = smallest_peak(make)
