@@ -21,8 +21,8 @@ from spmd.lower.verify import verify
 from spmd.optim import AdamWState, Optimizer, adamw, sgd
 from spmd.plan import Plan
 from spmd.plan.memory.reorder import by_results
-from spmd.plan.search import orders
 from spmd.plan.quantity import parse_bytes
+from spmd.plan.search import orders
 from spmd.testing.interpreter import evaluate
 from spmd.testing.live import peak_bytes
 from spmd.testing.programs import agree
