@@ -144,7 +144,7 @@ def test_wrong_results_hangs_and_crashes_are_told_apart() -> None:
     report = Report(Setup({"x": 2}), list(found.values()), 1.0)
     assert report == Report.of(json.loads(json.dumps(report.data())))
     page = markdown({"forward": report})
-    assert "| forward | crash | crash | 0 of 0 | the process ended with 3 |" in page
+    assert "| crash | crash | forward | 0 of 0 | the process ended with 3 |" in page
     assert "| right | 2 (1) |" in page
     assert "| combinations wrong | 2 |" in page
     assert {"entries": 4, "entries: hang": 1, "combinations": 4, "combinations right": 2}.items() <= summarize(

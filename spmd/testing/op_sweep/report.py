@@ -112,7 +112,7 @@ def markdown(reports: Mapping[str, Report]) -> str:
         "",
         "## What does not pass",
         "",
-        *_table(("setup", "entry", "status", "right", "reason"), _failing(reports)),
+        *_table(("entry", "status", "setups", "right combinations", "reason"), _failing(reports)),
         "",
         "Skipped entries, of which plain torch runs nothing here, or nothing that gives a dense tensor:",
         "",
@@ -200,11 +200,14 @@ def _beside_dtensor(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
 
 
 def _failing(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+    found: dict[tuple[str, Status], dict[str, Outcome]] = {}
     for name, report in reports.items():
         for outcome in report.outcomes:
             if outcome.status not in (Status.PASS, Status.SKIPPED):
-                right = f"{outcome.passed} of {outcome.combinations}"
-                yield name, outcome.name, outcome.status.value, right, outcome.reason
+                found.setdefault((outcome.name, outcome.status), {})[name] = outcome
+    for (entry, status), outcomes in sorted(found.items()):
+        right = ", ".join(f"{outcome.passed} of {outcome.combinations}" for outcome in outcomes.values())
+        yield entry, status.value, ", ".join(outcomes), right, next(iter(outcomes.values())).reason
 
 
 def _skipped(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
