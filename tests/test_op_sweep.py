@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 import torch
 
@@ -156,8 +157,10 @@ def test_wrong_results_hangs_and_crashes_are_told_apart() -> None:
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_whole_database(name: str) -> None:
+    """Forward as in `docs/operators.md`; of the other setups half as many calls, for the time it takes."""
     torch.set_num_threads(1)
-    bad = [outcome for outcome in sweep(entries(), SETUPS[name]) if outcome.status in BAD]
+    setup = SETUPS[name] if name == "forward" else attrs.evolve(SETUPS[name], samples=SETUPS[name].samples // 2)
+    bad = [outcome for outcome in sweep(entries(), setup) if outcome.status in BAD]
     assert [] == [(outcome.name, outcome.status, outcome.reason) for outcome in bad]
 
 
