@@ -206,8 +206,9 @@ def _failing(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
             if outcome.status not in (Status.PASS, Status.SKIPPED):
                 found.setdefault((outcome.name, outcome.status), {})[name] = outcome
     for (entry, status), outcomes in sorted(found.items()):
-        right = ", ".join(f"{outcome.passed} of {outcome.combinations}" for outcome in outcomes.values())
-        yield entry, status.value, ", ".join(outcomes), right, next(iter(outcomes.values())).reason
+        right = sum(outcome.passed for outcome in outcomes.values())
+        run = sum(outcome.combinations for outcome in outcomes.values())
+        yield entry, status.value, ", ".join(outcomes), f"{right} of {run}", next(iter(outcomes.values())).reason
 
 
 def _skipped(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
