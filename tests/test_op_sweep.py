@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import attrs
 import pytest
@@ -162,6 +163,15 @@ def test_the_whole_database(name: str) -> None:
     setup = SETUPS[name] if name == "forward" else attrs.evolve(SETUPS[name], samples=SETUPS[name].samples // 2)
     bad = [outcome for outcome in sweep(entries(), setup) if outcome.status in BAD]
     assert [] == [(outcome.name, outcome.status, outcome.reason) for outcome in bad]
+
+
+def test_the_page_has_every_entry() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "operators.md").read_text()
+    if f"torch {torch.__version__.split('+')[0]})" not in page:
+        pytest.skip("the page is of another version of torch")
+    rows = page.split("## Every entry")[1].splitlines()
+    listed = {row.split(" | ")[0].removeprefix("| ") for row in rows if row.startswith("| ")} - {"entry"}
+    assert {full_name(found) for found in entries()} == listed
 
 
 def test_names_tell_variants_apart() -> None:
