@@ -1,18 +1,34 @@
 """A JAX-style SPMD library over PyTorch: a function for one device becomes the program that each rank runs."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from spmd import collectives, optim, rules
 from spmd.constrain import constrain, reshard
 from spmd.dtensor import DTensor, distribute
-from spmd.errors import DivergenceError, MeshError, PlanError, RuleError, ShardingError, SpmdError, TraceError
+from spmd.errors import (
+    CheckpointError,
+    DivergenceError,
+    MeshError,
+    PlanError,
+    RuleError,
+    ShardingError,
+    SpmdError,
+    TraceError,
+)
 from spmd.jit import jit
 from spmd.mesh import Mesh, make_mesh, use_mesh
 from spmd.placement import Partial, Replicate, Shard
 from spmd.plan import Machine
 from spmd.spec import DTensorSpec, P, TensorMeta
 
+if TYPE_CHECKING:
+    from spmd import checkpoint
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "DTensor",
     "DTensorSpec",
     "DivergenceError",
@@ -29,6 +45,7 @@ __all__ = [
     "SpmdError",
     "TensorMeta",
     "TraceError",
+    "checkpoint",
     "collectives",
     "constrain",
     "distribute",
@@ -39,3 +56,10 @@ __all__ = [
     "rules",
     "use_mesh",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `spmd.checkpoint` at its first use: with torch.distributed.checkpoint it takes more than half a second."""
+    if name == "checkpoint":
+        return importlib.import_module("spmd.checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

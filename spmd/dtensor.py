@@ -9,6 +9,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
+from spmd.chunks import read_chunks, shard_at, write_items
 from spmd.collectives.redistribute import redistribute_shards
 from spmd.errors import MeshError, ShardingError, TraceError
 from spmd.mesh import Coordinate, Mesh, Runtime, current_mesh
@@ -199,6 +200,17 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return wrap, (self._spec, self._shards)
+
+    # What torch.distributed.checkpoint asks of a tensor that it is to save or to load in place.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(fqn, self._spec, tuple(_held_coordinates(self.mesh)), self._shards)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return read_chunks(self._spec, tuple(_held_coordinates(self.mesh)))
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return shard_at(self._spec, tuple(_held_coordinates(self.mesh)), self._shards, index)
 
     # These methods of torch.Tensor reach for storage or autograd state, which a DTensor has none of, without any
     # operator that __torch_dispatch__ would see; share_memory_ would even crash the interpreter.

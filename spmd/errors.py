@@ -30,3 +30,7 @@ class PlanError(SpmdError):
 
 class DivergenceError(SpmdError):
     """Ranks hold different programs."""
+
+
+class CheckpointError(SpmdError):
+    """A checkpoint cannot be written or read, or does not hold what is asked of it."""

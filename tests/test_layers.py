@@ -34,7 +34,7 @@ LAYERS = (
     ("plan",),
     ("lower", "optimize", "program", "text"),
     ("runtime",),
-    ("dtensor", "kept", "options", "compiled", "jit", "shard_map"),
+    ("chunks", "dtensor", "kept", "options", "compiled", "jit", "shard_map"),
     ("random", "optim", "checkpoint", "nn", "plan_report", "testing"),
 )
 """Lowest first; each entry is a module or a package directly below `spmd`."""

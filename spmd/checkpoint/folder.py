@@ -1,0 +1,204 @@
+"""A checkpoint's folder on disk: complete, checked, and replaced in one step.
+
+    run/checkpoint/
+        .metadata                 what is where, in DCP's form; the checkpoint is what this file says
+        data-0a1b2c3d4e5f/        the data of one save: a file of every process
+            __0_0.distcp
+
+A save writes a data folder of its own and then replaces `.metadata`, which is atomic; last it removes the data of
+earlier saves. Whenever it is killed, `.metadata` speaks of one complete save. DCP's reader sees an ordinary checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from spmd.errors import CheckpointError
+
+METADATA = ".metadata"
+
+_DATA = re.compile(r"data-[0-9a-f]{12}")
+_BLOCK = 1 << 20
+
+
+def new_data_name() -> str:
+    """A name for the data folder of one save."""
+    return f"data-{uuid.uuid4().hex[:12]}"
+
+
+class Writer(FileSystemWriter):
+    """DCP's writer of files, into a data folder; `finish`, which the first process calls, puts it in place.
+
+    Args:
+        folder: the checkpoint.
+        data: the name of the data folder, the same in all processes.
+    """
+
+    def __init__(self, folder: Path, data: str) -> None:
+        super().__init__(folder / data)
+        self._folder = folder
+        self._data = data
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this process's files; every chunk gets a checksum, which plain readers ignore."""
+        written = super().write_data(plan, planner)
+        for info in (result.storage_data for result in written.value()):
+            with (self._folder / self._data / info.relative_path).open("rb") as file:
+                info.crc32 = _checksum(
+                    file, info.offset, info.length
+                )  # DCP pickles its records with what is set on them
+            info.relative_path = f"{self._data}/{info.relative_path}"
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make this save the checkpoint, then remove earlier ones."""
+        super().finish(metadata, results)
+        _sync(self._folder / self._data)
+        os.replace(self._folder / self._data / METADATA, self._folder / METADATA)
+        _sync(self._folder)
+        _sync(self._folder.absolute().parent)
+        for path in self._folder.iterdir():
+            if _DATA.fullmatch(path.name) and path.name != self._data:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove what a failed save has written."""
+        shutil.rmtree(self._folder / self._data, ignore_errors=True)
+
+
+class Reader(FileSystemReader):
+    """DCP's reader of files, which reads and checks every chunk once, however many shards want a part of it.
+
+    Args:
+        folder: the checkpoint.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self.metadata = self._read_metadata()
+        self._check_files()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the folder held when this reader was made; it may have been replaced since."""
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for.
+
+        Raises:
+            CheckpointError: a chunk is not what was written.
+        """
+        wanted: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault(item.storage_index, []).append(item)
+        for index, items in wanted.items():
+            data = self._read_chunk(index)
+            if items[0].type == LoadItemType.BYTE_IO:
+                planner.load_bytes(items[0], io.BytesIO(data))
+                continue
+            chunk = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            for item in items:
+                target = planner.resolve_tensor(item).detach()
+                ranges = zip(item.storage_offsets, item.lengths, strict=True)
+                target.copy_(chunk[tuple(slice(start, start + length) for start, length in ranges)])
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_metadata(self) -> Metadata:
+        path = self._folder / METADATA
+        if not path.is_file():
+            raise CheckpointError(
+                f"There is no checkpoint in {self._folder}: it has no file {METADATA}, which a save writes last. Check "
+                "the path, or wait() for the save."
+            )
+        try:
+            metadata = super().read_metadata()
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}). {_REMEDY}") from error
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CheckpointError(
+                f"{path} is not the metadata of a checkpoint (got {type(metadata).__name__}). {_REMEDY}"
+            )
+        return metadata
+
+    def _check_files(self) -> None:
+        """Check that every file is there, and as long as it should be."""
+        lengths: dict[str, int] = {}
+        for info in self.metadata.storage_data.values():
+            lengths[info.relative_path] = max(lengths.get(info.relative_path, 0), info.offset + info.length)
+        wrong = []
+        for name, length in sorted(lengths.items()):
+            path = self._folder / name
+            if not path.is_file():
+                wrong.append(f"{name} is missing")
+            elif path.stat().st_size < length:
+                wrong.append(f"{name} has {path.stat().st_size} bytes and not {length}")
+        if wrong:
+            raise CheckpointError(f"The checkpoint in {self._folder} is incomplete: {'; '.join(wrong)}. {_REMEDY}")
+
+    def _read_chunk(self, index: MetadataIndex) -> bytes:
+        info = self.metadata.storage_data[index]
+        with (self._folder / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            data = file.read(info.length)
+        expected = getattr(info, "crc32", None)  # what DCP alone has written has none
+        if len(data) != info.length or expected not in (None, zlib.crc32(data)):
+            raise CheckpointError(
+                f"The bytes of {index.fqn} in {self._folder / info.relative_path} are not those that were written. "
+                f"{_REMEDY}"
+            )
+        return data
+
+
+_REMEDY = "Load an older checkpoint, or save this one again."
+
+
+def _checksum(file: IO[bytes], offset: int, length: int) -> int:
+    """The CRC-32 of a part of a file."""
+    found = 0
+    for block in _blocks(file, offset, length):
+        found = zlib.crc32(block, found)
+    return found
+
+
+def _blocks(file: IO[bytes], offset: int, length: int) -> Iterator[bytes]:
+    file.seek(offset)
+    while length > 0:
+        block = file.read(min(length, _BLOCK))
+        if not block:
+            raise CheckpointError(f"{file.name} ends {length} bytes too early. Is the disk full?")
+        length -= len(block)
+        yield block
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable, where the system can."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,53 @@
+"""The leaves of a checkpoint: what they may be, and the names that they are stored under."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+
+from spmd.dtensor import DTensor
+from spmd.errors import CheckpointError
+from spmd.spec import TensorMeta
+from spmd.tree import NAMESPACE
+
+PLAIN = (bool, int, float, complex, str, bytes)
+"""Python values that a checkpoint may hold beside tensors."""
+
+
+def named_leaves(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
+    """The name and value of every leaf of a pytree, and its structure.
+
+    A name is the way to the leaf, joined by dots, as DCP names the leaves of nested dicts: keys, numbers, and fields.
+    The leaf of a tree that is a single leaf is named `value`.
+
+    Raises:
+        CheckpointError: two leaves of one name.
+
+    >>> named_leaves({"params": [{"w": 1.0}], "step": 3})[0]
+    ['params.0.w', 'step']
+    """
+    accessors, leaves, structure = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    names = [".".join(map(_part, accessor)) or "value" for accessor in accessors]
+    if len(set(names)) != len(names):
+        repeated = next(name for name in names if names.count(name) > 1)
+        ways = " and ".join(
+            accessor.codify("") for accessor, name in zip(accessors, names, strict=True) if name == repeated
+        )
+        raise CheckpointError(f"Two leaves would be stored as {repeated!r}: {ways}. Rename one of the keys.")
+    return names, leaves, structure
+
+
+def _part(entry: optree.PyTreeEntry) -> str:
+    return str(entry.entry) if isinstance(entry, optree.MappingEntry) else entry.codify("").strip(".[]")
+
+
+def describe(leaf: Any) -> str:
+    """A leaf in a message: the meta and spec of a tensor, or the Python value."""
+    if isinstance(leaf, DTensor):
+        return f"{leaf.spec} on {leaf.mesh}"
+    return str(TensorMeta.of(leaf)) if isinstance(leaf, torch.Tensor) else repr(leaf)

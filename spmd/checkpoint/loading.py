@@ -1,0 +1,188 @@
+"""Reading a checkpoint onto any mesh."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from spmd.checkpoint.folder import Reader
+from spmd.checkpoint.leaves import PLAIN, named_leaves
+from spmd.checkpoint.processes import processes_of
+from spmd.checkpoint.saving import ignore_notice, wait_for_last
+from spmd.chunks import check_final
+from spmd.dtensor import DTensor, _held_coordinates, wrap
+from spmd.errors import CheckpointError, ShardingError
+from spmd.mesh import Mesh, current_mesh
+from spmd.spec import DTensorSpec, TensorMeta
+from spmd.tree import is_spec, make_spec
+
+
+def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -> Any:
+    """Read a checkpoint, laid out as `like` says; it may have been written from any other layout, mesh and runtime.
+
+    On a distributed mesh every rank calls it, and reads the parts that it wants.
+
+    Args:
+        path: the folder that was given to `save`, or that torch.distributed.checkpoint wrote.
+        like: a pytree of what is wanted. A DTensor stands for one of its shape, dtype and spec; so does a
+            `DTensorSpec`. A `P`, or a tuple of placements, stands for the tensor of that name as it is in the
+            checkpoint. A plain tensor or a `TensorMeta` stands for a plain tensor, which every rank reads whole; a
+            number or text for what was saved. Names that the checkpoint has besides are left out.
+        mesh: the mesh of bare specs; by default that of `use_mesh`.
+
+    Returns:
+        A pytree of new values; those in `like` stay as they are.
+
+    Raises:
+        CheckpointError: no checkpoint, an incomplete or damaged one, or one without what is wanted: all missing names,
+            other shapes and dtypes, and specs that do not fit or are partial, are listed.
+        DivergenceError: ranks want different things, or find different checkpoints.
+        MeshError: a bare spec and no mesh, or virtual and distributed meshes.
+    """
+    folder = Path(path)
+    names, leaves, structure = named_leaves(like, is_leaf=is_spec)
+    bare = any(is_spec(leaf) for leaf in leaves)
+    mesh = current_mesh(mesh) if bare else None
+    meshes = [leaf.mesh for leaf in leaves if isinstance(leaf, (DTensor, DTensorSpec))]
+    processes = processes_of(meshes if mesh is None else [*meshes, mesh])
+    processes.together(wait_for_last)
+
+    def prepare() -> tuple[Reader, list[_Target]]:
+        reader = Reader(folder)
+        return reader, _targets(reader.metadata, dict(zip(names, leaves, strict=True)), mesh, folder)
+
+    reader, targets = processes.together(prepare)
+    saved = reader.metadata.storage_meta
+    processes.agree(
+        [str(folder), f"the save {saved.save_id if saved else ''}", *map(str, targets)], f"what they load from {folder}"
+    )
+    ignore_notice()
+    values = {target.name: target.empty() for target in targets}
+    with processes.errors_of(f"Loading from {folder}"):
+        dcp.load(
+            values,
+            storage_reader=reader,
+            planner=_Planner(),
+            process_group=processes.group,
+            no_dist=processes.group is None,
+        )
+    return structure.unflatten(values[name] for name in names)
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """DCP's planner, which unpickles plain values only."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, weights_only=True)
+        except Exception as error:
+            raise CheckpointError(f"Leaf {name} of the checkpoint is not a number or text: {error}") from error
+
+
+@attrs.frozen
+class _Target:
+    """What one name is to become.
+
+    Args:
+        name: the name in the checkpoint.
+        meta: of a tensor; None for a number or text.
+        spec: of a DTensor.
+        device: of a plain tensor.
+    """
+
+    name: str
+    meta: TensorMeta | None = None
+    spec: DTensorSpec | None = None
+    device: torch.device = torch.device("cpu")
+
+    def empty(self) -> Any:
+        """Room for what will be read."""
+        if self.meta is None:
+            return 0
+        if self.spec is None:
+            return torch.empty(self.meta.shape, dtype=self.meta.dtype, device=self.device)
+        mesh = self.spec.mesh
+        shapes = [self.spec.local_shape(coordinate) for coordinate in _held_coordinates(mesh)]
+        return wrap(self.spec, tuple(torch.empty(shape, dtype=self.meta.dtype, device=mesh.device) for shape in shapes))
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.meta}" if self.spec is None else f"{self.name} {self.spec} on {self.spec.mesh}"
+
+
+def _targets(metadata: Metadata, wanted: dict[str, Any], mesh: Mesh | None, folder: Path) -> list[_Target]:
+    """What every wanted name becomes; CheckpointError with everything that the checkpoint has not, or has otherwise."""
+    targets, wrong = [], []
+    for name, leaf in wanted.items():
+        saved = metadata.state_dict_metadata.get(name)
+        try:
+            targets.append(_target(name, leaf, saved, mesh))
+        except (CheckpointError, ShardingError) as error:
+            wrong.append(str(error))
+    if not wrong:
+        return targets
+    besides = sorted(metadata.state_dict_metadata.keys() - wanted.keys())
+    rest = f"\nIt has besides: {_listed(besides)}." if besides else ""
+    raise CheckpointError("\n  ".join([f"The checkpoint in {folder} is not like what is wanted:", *wrong]) + rest)
+
+
+def _target(name: str, leaf: Any, saved: STORAGE_TYPES | None, mesh: Mesh | None) -> _Target:
+    """What one name becomes; an error if the checkpoint has something else."""
+    if saved is None:
+        raise CheckpointError(f"{name}: missing")
+    meta = TensorMeta(saved.size, saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
+    target = _wanted(name, leaf, meta, mesh)
+    if meta != target.meta:
+        raise CheckpointError(f"{name}: {_text(meta)} in the checkpoint, {_text(target.meta)} in like")
+    if isinstance(saved, TensorStorageMetadata):
+        stored = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
+        if stored != saved.size.numel():
+            raise CheckpointError(f"{name}: only {stored} of the {saved.size.numel()} elements of {meta} are stored")
+    return target
+
+
+def _wanted(name: str, leaf: Any, saved: TensorMeta | None, mesh: Mesh | None) -> _Target:
+    if isinstance(leaf, PLAIN):
+        return _Target(name)
+    if isinstance(leaf, TensorMeta):
+        return _Target(name, leaf)
+    if isinstance(leaf, (DTensor, DTensorSpec)) or is_spec(leaf):
+        spec = _wanted_spec(name, leaf, saved, mesh)
+        check_final(spec, name)
+        return _Target(name, spec.meta, spec)
+    if isinstance(leaf, torch.Tensor):
+        return _Target(name, TensorMeta.of(leaf), device=torch.device("cpu") if leaf.is_meta else leaf.device)
+    raise CheckpointError(
+        f"{name}: like must have a tensor, a TensorMeta, a DTensorSpec, a P, a number or text (got "
+        f"{type(leaf).__name__})"
+    )
+
+
+def _wanted_spec(name: str, leaf: Any, saved: TensorMeta | None, mesh: Mesh | None) -> DTensorSpec:
+    if isinstance(leaf, DTensor):
+        return leaf.spec
+    if isinstance(leaf, DTensorSpec):
+        return leaf
+    if saved is None or mesh is None:
+        raise CheckpointError(f"{name}: {_text(None)} in the checkpoint, the spec {leaf!r} in like")
+    return make_spec(mesh, leaf, saved, where=name)
+
+
+def _text(meta: TensorMeta | None) -> str:
+    return "a number or text" if meta is None else str(meta)
+
+
+def _listed(names: list[str], limit: int = 20) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest

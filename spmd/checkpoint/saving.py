@@ -1,0 +1,236 @@
+"""Writing a checkpoint, now or in the background."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from spmd.checkpoint.folder import Writer, new_data_name
+from spmd.checkpoint.leaves import PLAIN, describe, named_leaves
+from spmd.checkpoint.processes import Processes, processes_of
+from spmd.chunks import check_final, offsets, owned
+from spmd.dtensor import DTensor, _held_coordinates, wrap
+from spmd.errors import CheckpointError
+from spmd.tree import leaf_remedy, tree_leaves
+
+Progress: TypeAlias = Callable[[int, int], object]
+"""Called with the bytes that this process has written and the bytes that it writes in all."""
+
+
+def save(tree: Any, path: str | os.PathLike[str], *, on_progress: Progress | None = None) -> None:
+    """Write a pytree as a checkpoint, and return when it is on disk.
+
+    On a distributed mesh every rank calls it, and writes its part; the folder must be one that all of them see. An
+    earlier checkpoint in the folder is replaced in one step: whenever this is killed, the folder holds one of the two,
+    whole.
+
+    Args:
+        tree: a pytree of DTensors, plain tensors, and numbers or text. Plain leaves, which all ranks hold, are written
+            by rank 0.
+        path: the checkpoint's folder; it is made if need be.
+        on_progress: called as `on_progress(done, total)` with bytes of this process; when the checkpoint is in place,
+            with `done == total`.
+
+    Raises:
+        ShardingError: a partial leaf.
+        CheckpointError: a leaf that cannot be stored, two leaves of one name, or a failure to write, on any rank.
+        DivergenceError: ranks save different trees, or to different paths.
+        MeshError: leaves on virtual and on distributed meshes.
+
+    >>> import spmd, tempfile
+    >>> mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+    >>> w = spmd.distribute(torch.arange(3.0), spmd.P("data"), mesh)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save({"w": w, "step": 7}, folder)
+    ...     spmd.checkpoint.load(folder, {"w": spmd.P(), "step": 0}, mesh=mesh)
+    {'w': DTensor(f32[3] P() on Mesh(data=2), shards 2x[3]), 'step': 7}
+    """
+    _prepare(tree, path).write(on_progress)
+
+
+def save_async(tree: Any, path: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Saving:
+    """Copy a pytree to memory of the CPU, and write it in the background.
+
+    Training may go on at once, and donate what was saved. One save runs at a time: the next call of this module first
+    waits for it, and raises what it failed of if nobody has. A program that ends waits for it too.
+
+    Args and errors are those of `save`; failures to write are raised by `Saving.wait`. `on_progress` is called in
+    another thread.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = save_async({"step": 7}, folder)
+    ...     saving.wait()
+    """
+    global _last
+    staged = _prepare(tree, path).copied()
+    _last = Saving(lambda: staged.write(on_progress))
+    return _last
+
+
+class Saving:
+    """A save that runs in the background."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="spmd-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is on disk; raise what went wrong, once."""
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+        del self._write  # and with it the copies
+
+
+_last: Saving | None = None
+"""The last save in the background."""
+
+
+def wait_for_last() -> None:
+    """Wait for the last save in the background; raise what it failed of if nobody has heard of it."""
+    if _last is not None:
+        _last.wait()
+
+
+@attrs.frozen
+class _Save:
+    """One save: all that is known before anything is written.
+
+    Args:
+        leaves: what this process writes, or has a part in, by name.
+        folder: the checkpoint.
+        data: the name of the data folder.
+        processes: who takes part.
+    """
+
+    leaves: dict[str, Any]
+    folder: Path
+    data: str
+    processes: Processes
+
+    def copied(self) -> _Save:
+        """The same of copies that nobody else holds."""
+        return attrs.evolve(self, leaves={name: _copy(name, leaf) for name, leaf in self.leaves.items()})
+
+    def write(self, on_progress: Progress | None) -> None:
+        """Write it; on failure, remove what was written."""
+        ignore_notice()
+        writer, planner = Writer(self.folder, self.data), _Planner(on_progress)
+        try:
+            with self.processes.errors_of(f"Saving to {self.folder}"):
+                dcp.save(
+                    self.leaves,
+                    storage_writer=writer,
+                    planner=planner,
+                    process_group=self.processes.group,
+                    no_dist=self.processes.group is None,
+                )
+        except BaseException:
+            if self.processes.is_first:
+                writer.discard()
+            raise
+        planner.finished()
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """DCP's planner, which also reports progress: what it is asked for next, it has written the rest of."""
+
+    def __init__(self, on_progress: Progress | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._on_progress = on_progress
+        self._done = self._next = self._total = 0
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._total = sum(map(_size, new_plan.items))
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self._done, self._next = self._done + self._next, _size(write_item)
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+        return super().resolve_data(write_item)
+
+    def finished(self) -> None:
+        """Report that all is in place."""
+        if self._on_progress is not None:
+            self._on_progress(self._total, self._total)
+
+
+def _size(item: WriteItem) -> int:
+    """The bytes of a tensor's chunk; what else there is hardly counts."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _prepare(tree: Any, path: str | os.PathLike[str]) -> _Save:
+    processes = processes_of(leaf.mesh for leaf in tree_leaves(tree) if isinstance(leaf, DTensor))
+    processes.together(wait_for_last)
+    folder = Path(path)
+    leaves = processes.together(lambda: _checked_leaves(tree, folder))
+    processes.agree([str(folder), *(f"{name} {describe(leaf)}" for name, leaf in leaves.items())], "what they save")
+    if not processes.is_first:
+        leaves = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, DTensor)}
+    return _Save(leaves, folder, processes.gather(new_data_name())[0], processes)
+
+
+def _checked_leaves(tree: Any, folder: Path) -> dict[str, Any]:
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file. A checkpoint is a folder: choose another path.")
+    names, leaves, _ = named_leaves(tree)
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, DTensor):
+            check_final(leaf.spec, name)
+            leaf.shards  # noqa: B018  # one that was donated says so
+        elif isinstance(leaf, torch.Tensor):
+            if leaf.is_meta or leaf.layout is not torch.strided:
+                kind = "a meta tensor" if leaf.is_meta else f"layout {leaf.layout}"
+                raise CheckpointError(f"Leaf {name} must be a dense tensor with data (got {kind}).")
+        elif not isinstance(leaf, PLAIN):
+            raise CheckpointError(
+                f"Leaf {name} must be a tensor, a number or text (got {type(leaf).__name__}). {leaf_remedy(leaf)}"
+            )
+    return dict(zip(names, (leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), strict=True))
+
+
+def _copy(name: str, leaf: Any) -> Any:
+    """A leaf in memory of its own: of a DTensor only the shards that are written."""
+    if not isinstance(leaf, DTensor):
+        return leaf.to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
+    spec, coordinates = leaf.spec, tuple(_held_coordinates(leaf.mesh))
+    copies = {
+        offsets(spec, coordinates[position]): leaf.shards[position].to("cpu", copy=True)
+        for position in owned(spec, coordinates, name)
+    }
+    nothing = torch.empty(0)
+    return wrap(spec, tuple(copies.get(offsets(spec, coordinate), nothing) for coordinate in coordinates))
+
+
+def ignore_notice() -> None:
+    """Keep torch from warning, at a save or load by one process, that torch.distributed does not run: it need not."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

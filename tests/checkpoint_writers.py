@@ -1,0 +1,43 @@
+"""What the processes do that tests of checkpoints kill; a light module, because each of them imports it."""
+
+import itertools
+import os
+import signal
+import sys
+
+import torch
+
+import spmd
+from spmd import P
+
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+"""The audit events of what changes a folder; `os.replace` is a rename."""
+
+
+def tree(number, mesh):
+    """A tree of which every element is one number."""
+    values = {f"leaf{index}": torch.full((64, 33), float(number)) for index in range(6)}
+    specs = {name: P("data") if index % 2 else P() for index, name in enumerate(values)}
+    return {"params": spmd.distribute(values, specs, mesh), "step": number}
+
+
+def save_forever(folder, first, done):
+    """Save trees of first, first + 1, ... and send each number when its save has returned."""
+    mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
+    for number in itertools.count(first):
+        spmd.checkpoint.save(tree(number, mesh), folder)
+        done.send(number)
+
+
+def save_until(folder, number, count):
+    """Save a tree, and die by SIGKILL before the folder is changed for the `count`-th time (from 0)."""
+    mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
+    value = tree(number, mesh)
+    changes = itertools.count()
+
+    def watch(event, arguments):
+        if event in CHANGES and str(arguments[0]).startswith(folder) and next(changes) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    spmd.checkpoint.save(value, folder)
