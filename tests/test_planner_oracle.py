@@ -10,7 +10,7 @@ import layouts
 import spmd
 from spmd import P
 from spmd.errors import PlanError
-from spmd.plan.search.elimination import Table
+from spmd.plan.search.table import Table
 from spmd.testing.oracle import Search, recorded_searches, solve_by_highs
 from spmd.testing.programs import Case, cases
 from workloads import GptStep

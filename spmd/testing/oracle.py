@@ -13,7 +13,8 @@ from scipy.sparse import csr_array
 
 from spmd.errors import PlanError
 from spmd.plan.search import problem
-from spmd.plan.search.elimination import MAX_CELLS, Solution, Table, minimize
+from spmd.plan.search.elimination import MAX_CELLS, Solution, minimize
+from spmd.plan.search.table import Table
 
 MICROSECONDS = 1e6
 """Seconds are too small for the solver's tolerances."""

@@ -17,6 +17,8 @@ import attrs
 import torch
 
 from spmd.errors import PlanError
+from spmd.plan.search.reductions import reduce
+from spmd.plan.search.table import Table
 
 MAX_CELLS = 2**24
 """The largest table that elimination may build (128 MB of float64)."""
@@ -31,19 +33,6 @@ _HOPELESS = 64.0
 
 class TooWideError(PlanError):
     """An elimination would need a table of more than `MAX_CELLS` cells."""
-
-
-@attrs.frozen(eq=False)
-class Table:
-    """A cost for every combination of values of some variables.
-
-    Args:
-        variables: the variables, ascending.
-        costs: float64, one dim a variable; infinity where a combination is impossible.
-    """
-
-    variables: tuple[int, ...]
-    costs: torch.Tensor
 
 
 @attrs.frozen
@@ -68,18 +57,19 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
         TooWideError: a table would pass `max_cells`.
         PlanError: no assignment has a finite cost.
     """
-    buckets = _Buckets(domains, tables)
+    reduction = reduce(domains, tables, max_cells)
+    buckets = _Buckets([domains[variable] for variable in reduction.core], reduction.tables)
     order: list[tuple[int, tuple[int, ...], torch.Tensor]] = []
     for variable in buckets.elimination_order(max_cells):
         rest, eliminated = buckets.eliminate(variable)
         order.append((variable, rest, eliminated.best))
-    cost = buckets.constant
+    cost = reduction.constant + buckets.constant
     if not math.isfinite(cost):
         raise PlanError("No assignment of strategies satisfies the given specs and constraints.")
-    choices = [0] * len(domains)
+    choices = [0] * len(reduction.core)
     for variable, rest, best in reversed(order):
         choices[variable] = int(best[tuple(choices[other] for other in rest)])
-    return Solution(tuple(choices), cost)
+    return Solution(reduction.complete(choices), cost)
 
 
 def lower_bound(domains: Sequence[int], tables: Sequence[Table], max_cells: int = MAX_CELLS) -> float:
@@ -117,12 +107,8 @@ class _Buckets:
         self.neighbours: list[set[int]] = [set() for _ in domains]
         self.count = 0
         self.known: dict[Hashable, _Eliminated] = {}
-        views: dict[Hashable, torch.Tensor] = {}  # of equal tables, without variables that have one choice
         for table in tables:
-            kept = tuple(variable for variable in table.variables if domains[variable] > 1)
-            shape = tuple(domains[variable] for variable in kept)
-            costs = views.setdefault((id(table.costs), shape), table.costs.reshape(shape))
-            self._add(Table(kept, costs))
+            self._add(table)
 
     def _add(self, table: Table) -> None:
         if not table.variables:

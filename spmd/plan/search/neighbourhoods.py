@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from spmd.errors import PlanError
-from spmd.plan.search.elimination import MAX_CELLS, Solution, Table, TooWideError, minimize
+from spmd.plan.search.elimination import MAX_CELLS, Solution, TooWideError, minimize
+from spmd.plan.search.table import Table
 
 WINDOW = 600
 """Variables that are freed at a time."""

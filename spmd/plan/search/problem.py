@@ -19,9 +19,10 @@ from spmd.plan.pricing.cost import LocalCost, MoveCost
 from spmd.plan.pricing.machine import Machine
 from spmd.plan.search.candidates import all_candidates
 from spmd.plan.search.draft import Draft, States, shrink
-from spmd.plan.search.elimination import Table, TooWideError, lower_bound, minimize
+from spmd.plan.search.elimination import TooWideError, lower_bound, minimize
 from spmd.plan.search.hubs import Hub, Move, edge_table, hub_choices, hub_table, offer_table, plan_moves
 from spmd.plan.search.neighbourhoods import improve
+from spmd.plan.search.table import Table
 from spmd.rules.strategy import Strategy
 
 BOUND_CELLS = 2**16

@@ -1,0 +1,19 @@
+"""Cost tables: what every part of the search speaks in."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+
+@attrs.frozen(eq=False)
+class Table:
+    """A cost for every combination of values of some variables.
+
+    Args:
+        variables: the variables, ascending.
+        costs: float64, one dim a variable; infinity where a combination is impossible.
+    """
+
+    variables: tuple[int, ...]
+    costs: torch.Tensor
