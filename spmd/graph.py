@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import attrs
@@ -80,7 +80,7 @@ class Operation:
     @property
     def is_view(self) -> bool:
         """Whether the operator only renames the elements of its argument."""
-        return any(argument.alias_info is not None for argument in self.op._schema.arguments)
+        return _is_view(self.op)
 
     @cached_property
     def draws(self) -> bool:
@@ -140,6 +140,11 @@ class Graph:
             if value not in defined:
                 raise TraceError(f"Output {value!r} is not defined by the program.")
         return self
+
+
+@lru_cache(maxsize=4096)
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    return any(argument.alias_info is not None for argument in op._schema.arguments)
 
 
 def _define(value: Value, defined: set[Value]) -> None:

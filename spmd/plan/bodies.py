@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.collectives.environment import axis_environment
 from spmd.collectives.traffic import StepKind, ring_bytes
@@ -51,13 +53,25 @@ def trace_body(
             results it sees the local metas.
         size_argument: as in `Rule`; the body gets the local size.
     """
+    return _trace(_use(body, axes, operation, mesh, local, unsharded, size_argument))
+
+
+def _use(
+    body: Body,
+    axes: Sequence[str],
+    operation: Operation,
+    mesh: Mesh,
+    local: Callable[[Value], TensorMeta],
+    unsharded: Callable[[Value], TensorMeta],
+    size_argument: int | None = None,
+) -> _Use:
     numbers = {value: number for number, value in enumerate(dict.fromkeys(operation.operands))}
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(
         lambda leaf: _Operand(numbers[leaf], local(leaf), unsharded(leaf)) if isinstance(leaf, Value) else leaf,
         (operation.args, dict(operation.kwargs)),
     )
     results = tuple(local(value) for value in operation.tensors)
-    return _trace(_Use(body, tuple(axes), mesh, operation.op, freeze(arguments), results, size_argument, arguments))
+    return _Use(body, tuple(axes), mesh, operation.op, freeze(arguments), results, size_argument, arguments)
 
 
 @attrs.frozen
@@ -83,24 +97,54 @@ class _Use:
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = attrs.field(eq=False)
 
 
-@lru_cache(maxsize=512)
-def _trace(use: _Use) -> fx.GraphModule:
-    args, kwargs = _replace(lambda operand: operand.unsharded, use.arguments)
-    call = Call(use.op, args, kwargs, use.results)
-    args, kwargs = use.arguments
-    if use.size_argument is not None:
-        args = with_local_size(args, use.size_argument, use.results[0].shape)
-    operands = {leaf.number: leaf.local for leaf in iterate_leaves(use.arguments) if isinstance(leaf, _Operand)}
-
-    def run(*tensors: torch.Tensor) -> Any:
-        given = _replace(lambda operand: tensors[operand.number], (args, kwargs))
-        result = use.body(use.axes, call, *given[0], **given[1])
+    def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """Run the body over its distinct operands."""
+        args, kwargs = _replace(lambda operand: operand.unsharded, self.arguments)
+        call = Call(self.op, args, kwargs, self.results)
+        args, kwargs = self.arguments
+        if self.size_argument is not None:
+            args = with_local_size(args, self.size_argument, self.results[0].shape)
+        args, kwargs = _replace(lambda operand: tensors[operand.number], (args, kwargs))
+        result = self.body(self.axes, call, *args, **kwargs)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
-    with FakeTensorMode(), axis_environment(use.mesh.axes):
-        metas = [operands[number] for number in range(len(operands))]
-        tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=use.mesh.device) for meta in metas]
-        return make_fx(run, tracing_mode="real")(*tensors)
+    @contextlib.contextmanager
+    def fake(self) -> Iterator[list[torch.Tensor]]:
+        """Local operands without data, for as long as the context lasts."""
+        leaves = iterate_leaves(self.arguments)
+        metas = dict(sorted((leaf.number, leaf.local) for leaf in leaves if isinstance(leaf, _Operand)))
+        with FakeTensorMode(), axis_environment(self.mesh.axes):
+            yield [torch.empty(meta.shape, dtype=meta.dtype, device=self.mesh.device) for meta in metas.values()]
+
+
+@lru_cache(maxsize=512)
+def _trace(use: _Use) -> fx.GraphModule:
+    with use.fake() as tensors:
+        return make_fx(use, tracing_mode="real")(*tensors)
+
+
+@lru_cache(maxsize=4096)
+def _sent(use: _Use) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+    with use.fake() as tensors, _Collectives(use.mesh) as collectives:
+        use(*tensors)
+    return tuple(collectives.sent)
+
+
+class _Collectives(TorchDispatchMode):
+    """Notes the collectives that are called: kind, mesh axes, bytes sent per rank."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.sent: list[tuple[str, tuple[str, ...], float]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if op in _COLLECTIVES:
+            kind, axes = _COLLECTIVES[op], tuple(args[-1])
+            moved = result if kind is StepKind.ALL_GATHER else args[0]
+            self.sent.append((kind.value, axes, ring_bytes(kind, self.mesh.axis_size(axes), TensorMeta.of(moved).nbytes)))
+        return result
 
 
 def _replace(function: Callable[[_Operand], Any], arguments: Any) -> Any:
@@ -144,16 +188,7 @@ def body_collectives(
         return TensorMeta(regroup(draft.sizes_at(value, kept), draft.logical[value]), value.meta.dtype)
 
     unsharded = lambda value: local(value, axes)  # noqa: E731
-    module = trace_body(body, axes, operation, draft.mesh, local, unsharded)
-    collectives = []
-    for node in module.graph.nodes:
-        kind = _COLLECTIVES.get(node.target) if node.op == "call_function" else None
-        if kind is not None:
-            spanned = tuple(node.args[-1])
-            moved = node if kind is StepKind.ALL_GATHER else node.args[0]
-            size = TensorMeta.of(moved.meta["val"]).nbytes
-            collectives.append((kind.value, spanned, ring_bytes(kind, draft.mesh.axis_size(spanned), size)))
-    return tuple(collectives)
+    return _sent(_use(body, axes, operation, draft.mesh, local, unsharded))
 
 
 def _states(operation: Operation, chosen: Mapping[str, Strategy]) -> dict[Value, dict[str, Placement]]:

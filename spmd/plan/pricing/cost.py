@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import attrs
 import torch
@@ -94,6 +94,17 @@ class LocalCost:
                 for operation, amount in work.items()
             },
         )
+
+    def likeness(self, operation: Operation) -> Hashable:
+        """What tells apart operations that take different times with the same strategies."""
+        values = (*operation.operands, *operation.tensors)
+        if operation.op is REDISTRIBUTE and operation not in self.draft.fixed:
+            states = tuple(tuple(self.states[value].items()) for value in values)
+            return self.draft.logical[values[0]], values[0].meta.dtype, states
+        if self._is_free(operation):
+            return None
+        shares = tuple((self.sizes[value], value.meta.dtype, value in self.fused) for value in values)
+        return operation.op, self.flops[operation], shares
 
     def seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
         """Time of an operation that takes `strategy` on one more mesh axis."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 from spmd.graph import Graph, Operation, Value
@@ -18,44 +18,65 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
     A strategy that takes partial operands and cuts none is left out where no operand of it can arise partial: making a
     whole value partial only to reduce it later saves nothing. One that cuts others stays: a bias is made partial to be
     added to a product over a sharded dim.
+
+    Operations that are alike, as those of equal layers, get the very same tuple.
     """
     rootless = rootless_values(draft.graph)
+    known: dict[Hashable, tuple[tuple[Strategy, ...], tuple[frozenset[Placement], ...]]] = {}
     found: dict[Operation, tuple[Strategy, ...]] = {}
-    arising: dict[Value, set[Placement]] = {value: {spec.placement(axis)} for value, spec in draft.placed.items()}
+    arising = {value: frozenset([spec.placement(axis)]) for value, spec in draft.placed.items()}
     for operation in draft.graph.operations:
-        operands = operation.operands
-        found[operation] = tuple(
-            strategy
-            for strategy in candidates(draft, operation, axis, rootless)
-            if _partials_arise(strategy, [arising[operand] for operand in operands]) or operation in draft.fixed
-        )
-        for position, value in enumerate(operation.tensors):
-            arising[value] = {strategy.results[position] for strategy in found[operation]}
+        reaching = tuple(arising[operand] for operand in operation.operands)
+        whole = all(value in rootless for value in operation.tensors)
+        key = (_likeness(draft, operation, axis), whole, reaching)
+        if key not in known:
+            strategies = tuple(
+                strategy
+                for strategy in candidates(draft, operation, axis, whole)
+                if operation in draft.fixed or _partials_arise(strategy, reaching)
+            )
+            known[key] = strategies, tuple(map(frozenset, zip(*(s.results for s in strategies), strict=True)))
+        found[operation], leaving = known[key]
+        arising.update(zip(operation.tensors, leaving, strict=False))
     return found
 
 
-def _partials_arise(strategy: Strategy, arising: Sequence[set[Placement]]) -> bool:
+def _likeness(draft: Draft, operation: Operation, axis: str) -> Hashable:
+    """What tells apart operations that may do different things on an axis."""
+    if operation in draft.fixed:
+        source, target = draft.fixed[operation]
+        return source.placement(axis), target.placement(axis)
+    if operation.op is REDISTRIBUTE:
+        (operand,), (result,) = operation.operands, operation.tensors
+        states = tuple(tuple(draft.states[value].items()) for value in (operand, result))
+        return REDISTRIBUTE, draft.logical[operand], states
+    # Equal calls have the same options, and what is decided about their operands and results is in their strategies.
+    chosen = tuple(map(id, draft.strategies.get(operation, {}).values()))
+    return id(draft.options.get(operation)), chosen, len(operation.operands), len(operation.tensors)
+
+
+def _partials_arise(strategy: Strategy, arising: Sequence[frozenset[Placement]]) -> bool:
     if any(isinstance(state, Shard) for state in strategy.operands):
         return True
     partial = [index for index, state in enumerate(strategy.operands) if isinstance(state, Partial)]
     return not partial or any(strategy.operands[index] in arising[index] for index in partial)
 
 
-def candidates(draft: Draft, operation: Operation, axis: str, rootless: frozenset[Value]) -> tuple[Strategy, ...]:
+def candidates(draft: Draft, operation: Operation, axis: str, whole: bool) -> tuple[Strategy, ...]:
     """The strategies of one operation on one mesh axis.
 
     Args:
         draft: the program.
         operation: one of its operations.
         axis: the axis to plan.
-        rootless: values that depend on no input; every rank computes them whole.
+        whole: whether it depends on no input, so that every rank computes it whole.
     """
     if operation in draft.fixed:
         source, target = draft.fixed[operation]
         return (_known((source.placement(axis),), (target.placement(axis),), "given"),)
     if operation.op is REDISTRIBUTE:
         return _pass_through(draft, operation)
-    if operation not in draft.options or all(value in rootless for value in operation.tensors):
+    if operation not in draft.options or whole:
         return (_known((Replicate(),) * len(operation.operands), (Replicate(),) * len(operation.tensors), "replicate"),)
     values = (*operation.operands, *operation.tensors)
     found = tuple(

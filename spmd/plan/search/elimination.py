@@ -2,33 +2,24 @@
 
 Each table speaks of a few variables with small domains. A variable is eliminated by adding up the tables that mention
 it and minimising over it, which leaves one table over its neighbours (bucket elimination: Dechter, "Bucket
-elimination", 1999). First goes the variable whose table is small and joins little that was apart; choices are read off
-in reverse.
+elimination", 1999). Choices are read off in reverse.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from itertools import combinations
+from collections.abc import Hashable, Sequence
 
 import attrs
 import torch
 
 from spmd.errors import PlanError
+from spmd.plan.search.ordering import Order, elimination_order
 from spmd.plan.search.reductions import reduce
 from spmd.plan.search.table import Table
 
 MAX_CELLS = 2**24
 """The largest table that elimination may build (128 MB of float64)."""
-
-FILL_WEIGHT = 0.3
-"""How much the pairs of variables that an elimination joins count beside the size of its table. With 0.3 a GPT step
-needs a quarter of the cells of the order that takes the smallest table first."""
-
-_HOPELESS = 64.0
-"""The logarithm of a table's size above which nothing else about it matters: no such table is built."""
 
 
 class TooWideError(PlanError):
@@ -58,17 +49,18 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
         PlanError: no assignment has a finite cost.
     """
     reduction = reduce(domains, tables, max_cells)
-    buckets = _Buckets([domains[variable] for variable in reduction.core], reduction.tables)
-    order: list[tuple[int, tuple[int, ...], torch.Tensor]] = []
-    for variable in buckets.elimination_order(max_cells):
-        rest, eliminated = buckets.eliminate(variable)
-        order.append((variable, rest, eliminated.best))
+    left = [domains[variable] for variable in reduction.core]
+    order = _order(left, reduction.tables, max_cells)
+    if order.cells > max_cells:
+        raise TooWideError(f"The search would need a table of {order.cells:.3g} cells (at most {max_cells:.3g}).")
+    buckets = _Buckets(left, reduction.tables)
+    steps = [(variable, *buckets.eliminate(variable)) for variable in order.variables]
     cost = reduction.constant + buckets.constant
     if not math.isfinite(cost):
         raise PlanError("No assignment of strategies satisfies the given specs and constraints.")
-    choices = [0] * len(reduction.core)
-    for variable, rest, best in reversed(order):
-        choices[variable] = int(best[tuple(choices[other] for other in rest)])
+    choices = [0] * len(left)
+    for variable, rest, eliminated in reversed(steps):
+        choices[variable] = int(eliminated.best[tuple(choices[other] for other in rest)])
     return Solution(reduction.complete(choices), cost)
 
 
@@ -78,10 +70,16 @@ def lower_bound(domains: Sequence[int], tables: Sequence[Table], max_cells: int 
     A bucket too large to be joined is split into several, each of which chooses the variable for itself (mini-buckets:
     Dechter and Rish, 2003).
     """
-    buckets = _Buckets(domains, tables)
-    for variable in buckets.elimination_order(None):
+    reduction = reduce(domains, tables, max_cells)
+    left = [domains[variable] for variable in reduction.core]
+    buckets = _Buckets(left, reduction.tables)
+    for variable in _order(left, reduction.tables, max_cells).variables:
         buckets.relax(variable, max_cells)
-    return buckets.constant
+    return reduction.constant + buckets.constant
+
+
+def _order(domains: Sequence[int], tables: Sequence[Table], max_cells: int) -> Order:
+    return elimination_order(domains, [table.variables for table in tables], max_cells)
 
 
 @attrs.frozen(eq=False)
@@ -101,10 +99,8 @@ class _Buckets:
 
     def __init__(self, domains: Sequence[int], tables: Sequence[Table]) -> None:
         self.domains = domains
-        self.logs = [math.log(count) if count else 0.0 for count in domains]
         self.constant = 0.0
         self.tables: list[dict[int, Table]] = [{} for _ in domains]
-        self.neighbours: list[set[int]] = [set() for _ in domains]
         self.count = 0
         self.known: dict[Hashable, _Eliminated] = {}
         for table in tables:
@@ -116,55 +112,16 @@ class _Buckets:
             return
         for variable in table.variables:
             self.tables[variable][self.count] = table
-            self.neighbours[variable].update(other for other in table.variables if other != variable)
         self.count += 1
-
-    def elimination_order(self, max_cells: int | None) -> Iterable[int]:
-        """The variables, by ascending `_score`; the caller eliminates each before the next."""
-        heap = [(self._score(variable), variable) for variable in range(len(self.domains))]
-        heapq.heapify(heap)
-        done = [False] * len(self.domains)
-        while heap:
-            score, variable = heapq.heappop(heap)
-            if done[variable] or score != self._score(variable):
-                continue
-            if max_cells is not None and self._cells(variable) > max_cells:
-                raise TooWideError(
-                    f"The search would need a table of {self._cells(variable):.3g} cells (at most {max_cells:.3g})."
-                )
-            done[variable] = True
-            affected = set(self.neighbours[variable])
-            # Beside the neighbours, only those between two that become neighbours of each other get another score.
-            for one, other in combinations(sorted(affected), 2):
-                if other not in self.neighbours[one]:
-                    affected |= self.neighbours[one] & self.neighbours[other]
-            yield variable
-            for other in sorted(affected - {variable}):
-                heapq.heappush(heap, (self._score(other), other))
-
-    def _cells(self, variable: int) -> int:
-        return self.domains[variable] * math.prod(self.domains[other] for other in self.neighbours[variable])
-
-    def _score(self, variable: int) -> float:
-        """The logarithm of the table's size, and of the pairs that become neighbours (weighted min-fill)."""
-        logs, neighbours = self.logs, sorted(self.neighbours[variable])
-        size, fill = logs[variable] + sum(logs[other] for other in neighbours), 0.0
-        if size > _HOPELESS:
-            return size
-        for position, other in enumerate(neighbours):
-            near = self.neighbours[other]
-            apart = [logs[third] for third in neighbours[position + 1 :] if third not in near]
-            fill += logs[other] * sum(apart)
-        return size + FILL_WEIGHT * fill
 
     def eliminate(self, variable: int) -> tuple[tuple[int, ...], _Eliminated]:
         """Put the message of a variable in place of all tables that mention it; returns the message's variables.
 
         Layers that are alike have buckets of the same tables in the same places, which are joined once.
         """
-        scope = tuple(sorted({variable, *self.neighbours[variable]}))
-        place = {other: index for index, other in enumerate(scope)}
         bucket = self._bucket(variable)
+        scope = tuple(sorted({variable, *(other for table in bucket for other in table.variables)}))
+        place = {other: index for index, other in enumerate(scope)}
         key = (place[variable], *((id(table.costs), *map(place.__getitem__, table.variables)) for table in bucket))
         if key not in self.known:
             total = self._join(scope, bucket)
@@ -210,9 +167,6 @@ class _Buckets:
             for other in table.variables:
                 if other != variable:
                     del self.tables[other][key]
-        for other in self.neighbours[variable]:
-            self.neighbours[other].discard(variable)
         self.tables[variable] = {}
-        self.neighbours[variable] = set()
         for message in messages:
             self._add(message)

@@ -8,7 +8,7 @@ value with one use needs no hub: moving it is a table between its producer and i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -89,7 +89,9 @@ class AxisProblem:
         self.cost = LocalCost.of(machine, draft, self.preview)
         self.kept = draft.kept_values(axis)
         self._move_costs: dict[tuple[tuple[int, ...], int, bool], MoveCost] = {}
-        self._rows: dict[int, torch.Tensor] = {}
+        self._known_times: dict[Hashable, torch.Tensor] = {}
+        self._edges: dict[Hashable, torch.Tensor] = {}
+        self._hubs: dict[Hashable, tuple[tuple[Hub, ...], torch.Tensor, tuple[torch.Tensor, ...]]] = {}
         self.machine = machine
         self.strategies = all_candidates(draft, axis)
         self.strategies.update({operation: (strategy,) for operation, strategy in (only or {}).items()})
@@ -175,15 +177,21 @@ class AxisProblem:
         return self.draft.placed[value].placement(self.axis)
 
     def _tables(self) -> Iterator[Table]:
-        known: dict[tuple[float, ...], torch.Tensor] = {}  # equal tables are one, by which equal layers are known
+        """All tables; operations that are alike have the very same ones, by which equal layers are known."""
         for operation, variable in self.variables.items():
-            seconds = tuple(self.cost.seconds(operation, s, self.axis) for s in self.strategies[operation])
-            if seconds not in known:
-                known[seconds] = torch.tensor(seconds, dtype=torch.float64)
-            yield Table((variable,), known[seconds])
+            yield Table((variable,), self._times(operation))
         for value, uses in self.uses.items():
             single = len(uses) == 1 and len(uses[0].positions) == 1
             yield from self._edge_tables(value, uses[0]) if single else self._hub_tables(value, uses)
+
+    def _times(self, operation: Operation) -> torch.Tensor:
+        """Seconds of an operation with each of its strategies."""
+        strategies = self.strategies[operation]
+        key = (id(strategies), self.cost.likeness(operation))
+        if key not in self._known_times:
+            seconds = [self.cost.seconds(operation, strategy, self.axis) for strategy in strategies]
+            self._known_times[key] = torch.tensor(seconds, dtype=torch.float64)
+        return self._known_times[key]
 
     def _rent(self, value: Value, state: Placement) -> float:
         """What it counts for to hold a value in a placement."""
@@ -197,35 +205,61 @@ class AxisProblem:
         operation, position = self.producers[value]
         return tuple(strategy.results[position] for strategy in self.strategies[operation])
 
+    def _likeness(self, value: Value, uses: Sequence[Use]) -> Hashable:
+        """What tells apart values whose tables differ."""
+        if value in self.producers:
+            operation, position = self.producers[value]
+            source: Hashable = (id(self.strategies[operation]), position)
+        else:
+            source = self.draft.placed[value].placement(self.axis)
+        taken = tuple((id(self.strategies[use.operation]), use.positions) for use in uses)
+        return source, taken, id(self.move_cost(value)), value if value in self.rent else None
+
     def _edge_tables(self, value: Value, use: Use) -> Iterator[Table]:
-        (position,) = use.positions
-        wanted = tuple(strategy.operands[position] for strategy in self.strategies[use.operation])
-        sources = self._sources(value)
-        costs = edge_table(sources, wanted, self.move_cost(value))
-        if value in self.rent:
-            costs = costs + torch.tensor([[self._rent(value, source)] for source in sources], dtype=torch.float64)
-        yield self._table(value, self.variables[use.operation], costs)
+        key = self._likeness(value, (use,))
+        if key not in self._edges:
+            sources = self._sources(value)
+            wanted = tuple(state for strategy in self.strategies[use.operation] for state in use.wanted(strategy))
+            costs = edge_table(sources, wanted, self.move_cost(value))
+            if value in self.rent:
+                costs = costs + torch.tensor([[self._rent(value, source)] for source in sources], dtype=torch.float64)
+            self._edges[key] = self._from_producer(value, costs)
+        yield self._table(value, self.variables[use.operation], self._edges[key])
 
     def _hub_tables(self, value: Value, uses: Sequence[Use]) -> Iterator[Table]:
+        key = self._likeness(value, uses)
+        if key not in self._hubs:
+            self._hubs[key] = self._hub(value, uses)
+        hubs, costs, offers = self._hubs[key]
+        hub = len(self.domains)
+        self.domains.append(len(hubs))
+        self.hubs[value] = (hub, hubs)
+        yield self._table(value, hub, costs)
+        for use, offer in zip(uses, offers, strict=True):
+            yield Table((self.variables[use.operation], hub), offer)
+
+    def _hub(
+        self, value: Value, uses: Sequence[Use]
+    ) -> tuple[tuple[Hub, ...], torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The hubs of a value, what filling each costs, and which use each serves."""
         sources = self._sources(value)
         options = [tuple(map(use.wanted, self.strategies[use.operation])) for use in uses]
         wanted = dict.fromkeys(state for option in options for states in option for state in states)
         hubs = hub_choices(tuple(dict.fromkeys(sources)), tuple(wanted), self.acquire)
-        hub = len(self.domains)
-        self.domains.append(len(hubs))
-        self.hubs[value] = (hub, hubs)
         costs = hub_table(sources, hubs, self.move_cost(value))
         if value in self.rent:
             rents = [sum(self._rent(value, state) for state in sorted(hub.held, key=repr)) for hub in hubs]
             costs = costs + torch.tensor(rents, dtype=torch.float64)
-        yield self._table(value, hub, costs)
-        for use, option in zip(uses, options, strict=True):
-            yield Table((self.variables[use.operation], hub), offer_table(option, hubs))
+        return hubs, self._from_producer(value, costs), tuple(offer_table(option, hubs) for option in options)
+
+    def _from_producer(self, value: Value, costs: torch.Tensor) -> torch.Tensor:
+        """Costs by the producer's strategy (rows); of a value that is given there is one row, which is all."""
+        return costs if value in self.producers else costs[0]
 
     def _table(self, value: Value, variable: int, costs: torch.Tensor) -> Table:
-        """A table between the producer of a value (rows) and another variable (columns)."""
+        """A table between the producer of a value, if there is one, and another variable."""
         if value not in self.producers:
-            return Table((variable,), self._rows.setdefault(id(costs), costs[0]))
+            return Table((variable,), costs)
         return Table((self.variables[self.producers[value][0]], variable), costs)
 
 
