@@ -26,6 +26,7 @@ from spmd.source import user_source
 from spmd.spec import DTensorSpec, TensorMeta
 from spmd.trace import Traced, trace
 from spmd.tree import leaf_specs, tree_flatten, tree_leaves, tree_map, tree_structure
+from spmd.undisturbed import undisturbed
 
 Shards = tuple[torch.Tensor, ...]
 
@@ -89,7 +90,8 @@ class Compiled:
                 for another program, mesh or specs.
         """
         rules = self.options.rules
-        graph = canonicalize(self.traced.graph, lambda op: find_rule(op, rules) is None)
+        with undisturbed():
+            graph = canonicalize(self.traced.graph, lambda op: find_rule(op, rules) is None)
         found = self._answer(
             Request(
                 graph,

@@ -5,6 +5,7 @@ Everything here is immutable. Values and operations compare by identity: two val
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, lru_cache
@@ -86,6 +87,15 @@ class Operation:
     def draws(self) -> bool:
         """Whether the operation draws random numbers, and so must be done once, whole and in its place."""
         return draws(self.op, self.args, self.kwargs)
+
+    def with_operands(self, replace: Callable[[Value], Value]) -> Operation:
+        """This operation over other operands, in order of appearance; itself if all stay."""
+        taken = [replace(operand) for operand in self.operands]
+        if all(map(operator.is_, taken, self.operands)):
+            return self
+        operands = iter(taken)
+        take = lambda leaf: next(operands) if isinstance(leaf, Value) else leaf  # noqa: E731
+        return attrs.evolve(self, args=map_leaves(take, self.args), kwargs=map_leaves(take, dict(self.kwargs)))
 
     def call(self, meta: Callable[[Value], TensorMeta] = lambda value: value.meta) -> Call:
         """This call as rules see it: values replaced by their metas."""

@@ -11,7 +11,7 @@ import spmd
 ROOT = Path(spmd.__file__).parent
 
 LAYERS = (
-    ("errors",),
+    ("errors", "undisturbed"),
     ("mesh", "placement"),
     ("spec", "tree"),
     ("collectives",),

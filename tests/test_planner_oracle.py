@@ -68,7 +68,8 @@ def test_every_axis_of_the_workload_is_planned_as_well_as_an_integer_program_say
     with recorded_searches() as searches:
         step.jitted().plan(*step.arguments())
     axes = len(layouts.STRATEGIES[strategy].mesh)
-    assert len(searches) == (1 if axes == 1 else 2 * 2 + 2)  # both orders of two axes, and the better one once more
+    # Both orders of two axes, and the better one once more: its second axis only if its first comes out otherwise.
+    assert len(searches) in ((1,) if axes == 1 else (5, 6))
     for search in searches:
         assert_optimal(search)
 

@@ -14,6 +14,7 @@ from spmd.graph import Source
 from spmd.mesh import Coordinate, Mesh
 from spmd.spec import DTensorSpec, TensorMeta
 from spmd.text import program_text
+from spmd.undisturbed import undisturbed
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 """The primitives that communicate."""
@@ -67,7 +68,8 @@ class LocalProgram:
         coordinate = coordinate or (0,) * len(self.mesh.names)
         key = tuple(spec.local_shape(coordinate) for spec in self.uneven)
         if key not in self._modules:
-            self._modules[key] = self.build(coordinate)
+            with undisturbed():
+                self._modules[key] = self.build(coordinate)
         return self._modules[key]
 
     @property

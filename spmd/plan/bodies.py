@@ -96,7 +96,6 @@ class _Use:
     size_argument: int | None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = attrs.field(eq=False)
 
-
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """Run the body over its distinct operands."""
         args, kwargs = _replace(lambda operand: operand.unsharded, self.arguments)
@@ -142,8 +141,8 @@ class _Collectives(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         if op in _COLLECTIVES:
             kind, axes = _COLLECTIVES[op], tuple(args[-1])
-            moved = result if kind is StepKind.ALL_GATHER else args[0]
-            self.sent.append((kind.value, axes, ring_bytes(kind, self.mesh.axis_size(axes), TensorMeta.of(moved).nbytes)))
+            moved = TensorMeta.of(result if kind is StepKind.ALL_GATHER else args[0])
+            self.sent.append((kind.value, axes, ring_bytes(kind, self.mesh.axis_size(axes), moved.nbytes)))
         return result
 
 

@@ -116,8 +116,10 @@ class _Writer:
         physical, kept = self.gathered(spec, self.logical[value])
         pinned = self.derived(value, "pinned", self.logical[value])
         self.emit(PIN, value, pinned, (kept, kept), source)
-        plain = self.derived(value, "placed", physical_shape(value.meta))
-        self.emit(RELABEL, pinned, plain, (kept, physical), source)
+        plain = pinned
+        if self.logical[value] != physical_shape(value.meta):
+            plain = self.derived(value, "placed", physical_shape(value.meta))
+            self.emit(RELABEL, pinned, plain, (kept, physical), source)
         if physical == spec:
             return plain
         moved = self.derived(value, "sharded", physical_shape(value.meta))

@@ -156,10 +156,12 @@ class _Buckets:
 
     def _join(self, scope: tuple[int, ...], bucket: Sequence[Table]) -> torch.Tensor:
         """The sum of tables over the variables of all of them."""
+        shape = [self.domains[variable] for variable in scope]
         total = torch.zeros([1] * len(scope), dtype=torch.float64)
         for table in bucket:
-            total = total + table.costs.reshape([self.domains[v] if v in table.variables else 1 for v in scope])
-        return total.expand([self.domains[v] for v in scope])
+            costs = table.costs.reshape([self.domains[v] if v in table.variables else 1 for v in scope])
+            total = total.add_(costs) if list(total.shape) == shape else total + costs
+        return total.expand(shape)
 
     def _replace(self, variable: int, messages: Sequence[Table]) -> None:
         """Put `messages` in place of all tables that mention a variable."""

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import attrs
 
-from spmd.graph import Graph, Operation, Value, map_leaves
+from spmd.graph import Graph, Operation, Value
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
 from spmd.plan.pricing.account import account
@@ -51,13 +51,8 @@ def _without_pins(
     same: dict[Value, Value] = {}
     kept: dict[Operation, Operation] = {}
 
-    def resolve(leaf: object) -> object:
-        return same.get(leaf, leaf) if isinstance(leaf, Value) else leaf
-
     for operation in graph.operations:
-        placed = attrs.evolve(
-            operation, args=map_leaves(resolve, operation.args), kwargs=map_leaves(resolve, dict(operation.kwargs))
-        )
+        placed = operation.with_operands(lambda value: same.get(value, value))
         if operation.op in _MARKERS and _changes_nothing(placed, draft, specs):
             same[operation.tensors[0]] = placed.operands[0]
         else:

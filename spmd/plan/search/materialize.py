@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from spmd.graph import Operation, Value, map_leaves
+from spmd.graph import Operation, Value
 from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.markers import REDISTRIBUTE
 from spmd.plan.search.draft import Draft
@@ -66,17 +66,8 @@ class _Materializer:
     def _place(self, operation: Operation) -> None:
         """Emit an operation after the moves that its operands need."""
         strategy = self.choice.strategies[operation]
-        wanted = iter(zip(operation.operands, strategy.operands, strict=True))
-
-        def take(leaf: object) -> object:
-            if not isinstance(leaf, Value):
-                return leaf
-            value, state = next(wanted)
-            return self._obtain(value, state, operation)
-
-        placed = attrs.evolve(
-            operation, args=map_leaves(take, operation.args), kwargs=map_leaves(take, dict(operation.kwargs))
-        )
+        wanted = iter(strategy.operands)
+        placed = operation.with_operands(lambda value: self._obtain(value, next(wanted), operation))
         self.operations.append(placed)
         self._carry(operation, placed, strategy)
         for value, state in zip(placed.tensors, strategy.results, strict=True):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 
-import torch
+import attrs
 
 from spmd.graph import Value
 from spmd.plan.memory.limit import fit, fits, fitting, rents
@@ -18,7 +17,8 @@ from spmd.plan.search.draft import Draft, States
 from spmd.plan.search.finish import finish
 from spmd.plan.search.materialize import materialize
 from spmd.plan.search.prepare import Prepared, prepare
-from spmd.plan.search.problem import AxisProblem
+from spmd.plan.search.problem import AxisChoice, AxisProblem
+from spmd.undisturbed import undisturbed
 
 
 def plan(request: Request) -> Plan:
@@ -34,7 +34,7 @@ def plan(request: Request) -> Plan:
         RuleError: a rule contradicts its operator.
     """
     prepared = prepare(request)
-    with _undisturbed():
+    with undisturbed():
         found = list(map(fit, _plans(prepared, {})))
         for price in PRICES:
             if any(map(fits, found)):
@@ -53,14 +53,14 @@ def _plans(prepared: Prepared, rent: Mapping[Value, float]) -> list[Plan]:
     request = prepared.request
     axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
 
-    def draft(order: Sequence[str], preview: Mapping[Value, States]) -> Draft:
-        return _plan_axes(prepared.draft(order), order, request.machine, preview, rent)
-
-    blind = [(order, draft(order, {})) for order in _orders(axes)]
-    plans = [finish(done, request) for _, done in blind]
+    starts = {order: prepared.draft(order) for order in _orders(axes)}
+    blind = {order: _plan_axes(start, order, request.machine, rent) for order, start in starts.items()}
+    plans = [finish(steps[-1].draft if steps else starts[order], request) for order, steps in blind.items()]
     if len(axes) > 1:
-        order, done = blind[min(range(len(plans)), key=lambda index: plans[index].seconds)]
-        plans.append(finish(draft(order, done.states), request))
+        order, steps = list(blind.items())[min(range(len(plans)), key=lambda index: plans[index].seconds)]
+        refined = _plan_axes(starts[order], order, request.machine, rent, steps)
+        if refined[-1] is not steps[-1]:
+            plans.append(finish(refined[-1].draft, request))
     return plans
 
 
@@ -85,29 +85,31 @@ def _orders(axes: Sequence[str]) -> list[tuple[str, ...]]:
     return turns + [turn[::-1] for turn in turns]
 
 
+@attrs.frozen(eq=False)
+class _Step:
+    """One axis of an order: what is chosen, and the draft with it."""
+
+    choice: AxisChoice
+    draft: Draft
+
+
 def _plan_axes(
-    draft: Draft,
-    order: Sequence[str],
-    machine: Machine,
-    preview: Mapping[Value, States],
-    rent: Mapping[Value, float],
-) -> Draft:
+    draft: Draft, order: Sequence[str], machine: Machine, rent: Mapping[Value, float], blind: Sequence[_Step] = ()
+) -> list[_Step]:
+    """Plan axes one after another; with `blind` steps of the same order, at the sizes that their later axes left.
+
+    As long as the choices are those of the blind steps, so are the drafts, and the last step with them.
+    """
+    preview: Mapping[Value, States] = blind[-1].draft.states if blind else {}
+    steps: list[_Step] = []
     for position, axis in enumerate(order):
+        same = bool(blind) and all(map(operator.is_, steps, blind))
         later = order[position + 1 :]
+        if same and not later:
+            return [*steps, blind[position]]
         ahead = {value: {a: s for a, s in states.items() if a in later} for value, states in preview.items()}
-        draft = materialize(draft, axis, AxisProblem(draft, axis, machine, ahead, rent=rent).solve())
-    return draft
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """The search is many small objects and tensors: threads and the collection of garbage cost more than they give."""
-    threads, collects = torch.get_num_threads(), gc.isenabled()
-    torch.set_num_threads(1)
-    gc.disable()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        if collects:
-            gc.enable()
+        choice = AxisProblem(draft, axis, machine, ahead, rent=rent).solve()
+        same = same and choice.equals(blind[position].choice)
+        steps.append(blind[position] if same else _Step(choice, materialize(draft, axis, choice)))
+        draft = steps[-1].draft
+    return steps

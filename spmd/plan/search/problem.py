@@ -44,6 +44,10 @@ class AxisChoice:
     moves: Mapping[Value, tuple[Move, ...]]
     gap: float
 
+    def equals(self, other: AxisChoice) -> bool:
+        """Whether both decide the same about the same program."""
+        return self.strategies == other.strategies and self.moves == other.moves
+
 
 @attrs.frozen(eq=False)
 class Use:
@@ -118,7 +122,7 @@ class AxisProblem:
         except TooWideError:
             solution = improve(self.domains, tables, self._start(), self._program_order())
             bound = lower_bound(self.domains, tables, BOUND_CELLS)
-            gap = solution.cost / bound - 1 if bound > 0 else math.inf
+            gap = max(solution.cost / bound - 1, 0.0) if bound > 0 else math.inf
         strategies = {
             operation: self.strategies[operation][solution.choices[variable]]
             for operation, variable in self.variables.items()
@@ -238,9 +242,7 @@ class AxisProblem:
         for use, offer in zip(uses, offers, strict=True):
             yield Table((self.variables[use.operation], hub), offer)
 
-    def _hub(
-        self, value: Value, uses: Sequence[Use]
-    ) -> tuple[tuple[Hub, ...], torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _hub(self, value: Value, uses: Sequence[Use]) -> tuple[tuple[Hub, ...], torch.Tensor, tuple[torch.Tensor, ...]]:
         """The hubs of a value, what filling each costs, and which use each serves."""
         sources = self._sources(value)
         options = [tuple(map(use.wanted, self.strategies[use.operation])) for use in uses]

@@ -1,7 +1,8 @@
 """Reductions: variables with at most two neighbours go first, one after another, and only a small core is searched.
 
-A variable without neighbours takes its cheapest choice; one with a single neighbour becomes a cost of that one's choices;
-one with two becomes a table between them. None of this widens what is left, and most variables of a program go so.
+A variable without neighbours takes its cheapest choice; one with a single neighbour becomes a cost of that one's
+choices; one with two becomes a table between them. None of this widens what is left, and most variables of a program
+go so.
 
 Source: the rules R0, RI and RII of partitioned Boolean quadratic programming; Scholz and Eckstein, "Register allocation
 for irregular architectures" (2002).
@@ -155,7 +156,7 @@ class _Reducer:
         elif len(neighbours) == 1:
             self.add_single(neighbours[0], costs)
         else:
-            self.add_pair(*neighbours, costs)
+            self.add_pair(neighbours[0], neighbours[1], costs)
 
     def eliminated(self, count: int, own: torch.Tensor | None, tables: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """The least cost for every combination of the neighbours' choices, and the choice that has it."""
