@@ -5,47 +5,21 @@ Reductions run in rank order, so results do not depend on scheduling. Values are
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-import attrs
 import torch
 from torch import Tensor
 
 from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
+from spmd.collectives.group import Group, groups
 from spmd.collectives.traffic import active_traffic, sent_bytes
 from spmd.errors import DivergenceError, SpmdError
 from spmd.mesh import Mesh
 from spmd.placement import neutral_element
-from spmd.spec import chunk_bounds
 
 Arguments: TypeAlias = tuple[Any, ...]
-
-
-@attrs.frozen(cache_hash=True)
-class Group:
-    """Ranks that communicate: their numbers in the order of their index along axes of the given sizes."""
-
-    ranks: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def bounds(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Start and stop of every rank's chunk of a dim of this length."""
-        return _bounds(length, self.sizes)
-
-
-@lru_cache(maxsize=4096)
-def _bounds(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple(chunk_bounds(length, sizes, index) for index in itertools.product(*map(range, sizes)))
-
-
-@lru_cache(maxsize=4096)
-def _groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Group, ...]:
-    sizes = tuple(mesh.axis_size(axis) for axis in axes)
-    return tuple(Group(ranks, sizes) for ranks in mesh.groups(axes))
 
 
 _COMBINE: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
@@ -76,8 +50,7 @@ def _equal_shapes(calls: Sequence[Arguments]) -> list[Tensor]:
 
 def _cut(group: Group, whole: Tensor, dim: int) -> list[Tensor]:
     """For every rank of the group, its chunk of `dim`: a view where that is contiguous."""
-    lengths = [stop - start for start, stop in group.bounds(whole.shape[dim])]
-    return [piece.contiguous() for piece in whole.split(lengths, dim)]
+    return [piece.contiguous() for piece in whole.split(group.lengths(whole.shape[dim]), dim)]
 
 
 def _all_reduce(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
@@ -92,7 +65,7 @@ def _all_gather(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
     _, dim, size, _ = calls[0]
     tensors = [arguments[0] for arguments in calls]
     found = [tensor.shape[dim] for tensor in tensors]
-    if found != [stop - start for start, stop in group.bounds(size)]:
+    if found != group.lengths(size):
         raise DivergenceError(f"all_gather: ranks hold {found} of dim {dim}, not the chunks of its length {size}.")
     return [torch.cat(tensors, dim).contiguous()] * len(calls)
 
@@ -198,7 +171,7 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
     kernel, kind, traffic = KERNELS[op], _TRAFFIC_KINDS.get(op), active_traffic()
     results: list[Tensor] = [arguments[0][0]] * mesh.size
     sent = [0] * mesh.size
-    for group in _groups(mesh, axes):
+    for group in groups(mesh, axes):
         members = [arguments[rank] for rank in group.ranks]
         outputs = kernel(group, members)
         for rank, output in zip(group.ranks, outputs, strict=True):
