@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
+from functools import lru_cache
 from typing import Literal
 
 import attrs
 import torch
 
 from spmd.errors import MeshError
+from spmd.process import choose_device, init, is_launched, process_count, process_index
 
 Coordinate = tuple[int, ...]
 """A rank's index along each mesh axis, in mesh order."""
@@ -116,6 +117,17 @@ class Mesh:
         """All coordinates, in rank order."""
         return itertools.product(*(range(size) for size in self.sizes))
 
+    @property
+    def held_coordinates(self) -> tuple[Coordinate, ...]:
+        """The coordinates of the ranks that live in this process, in rank order.
+
+        Raises:
+            MeshError: an abstract mesh, whose ranks live nowhere.
+        """
+        if self.runtime is Runtime.ABSTRACT:
+            raise MeshError(f"An abstract mesh holds no data (got {self}). Use runtime='virtual'.")
+        return _held_coordinates(self, process_index() if self.runtime is Runtime.DISTRIBUTED else None)
+
     def axis_index(self, coordinate: Coordinate, axes: Sequence[str]) -> int:
         """The row-major index of a coordinate along several axes taken together (first axis major)."""
         index = 0
@@ -151,12 +163,13 @@ def make_mesh(
 
     Args:
         axes: the size of each axis, by name, in rank order (the last axis varies fastest).
-        runtime: `"virtual"` (all ranks in this process), `"distributed"` (one rank a process), `"abstract"` (plan
-            only), or `"auto"`: distributed under torchrun, else virtual.
-        device: where shards live; the CPU by default.
+        runtime: `"virtual"` (all ranks in this process), `"distributed"` (one rank a process; starts torch.distributed
+            by `init` if nobody has), `"abstract"` (plan only), or `"auto"`: distributed under torchrun, else virtual.
+        device: where shards live; the CPU by default. On a distributed mesh `"cuda"` is the GPU of the local rank.
 
     Raises:
-        MeshError: no axis, a repeated or malformed name, a size below 1, or a runtime that is not available.
+        MeshError: no axis, a repeated or malformed name, a size below 1, a runtime or a device that is not available,
+            or a distributed mesh whose size is not the number of processes.
 
     >>> mesh = make_mesh({"data": 2, "model": 4})
     >>> mesh.size, mesh.coordinate(5)
@@ -165,15 +178,33 @@ def make_mesh(
     if not isinstance(axes, Mapping):
         raise MeshError(f"axes must map names to sizes, as make_mesh({{'data': 2, 'model': 4}}) (got {axes!r}).")
     if runtime == "auto":
-        runtime = "distributed" if "TORCHELASTIC_RUN_ID" in os.environ else "virtual"
+        runtime = "distributed" if is_launched() else "virtual"
     if runtime not in tuple(choice.value for choice in Runtime):
         raise MeshError(f"runtime must be 'auto', 'virtual', 'distributed' or 'abstract' (got {runtime!r}).")
-    if runtime == "distributed":
-        raise MeshError("runtime='distributed' is not available yet. Use runtime='virtual' in one process.")
     mesh = Mesh(tuple(axes), tuple(axes.values()), Runtime(runtime), _parse_device(device or "cpu"))
+    if mesh.runtime is Runtime.DISTRIBUTED:
+        return _join(mesh)
     if mesh.runtime is Runtime.VIRTUAL:
         _check_available(mesh.device)
     return mesh
+
+
+def _join(mesh: Mesh) -> Mesh:
+    """A distributed mesh of which this process is one rank: torch.distributed is started, the device chosen."""
+    if is_launched() and mesh.size != process_count():
+        raise MeshError(
+            f"{mesh} has {mesh.size} ranks, but the job has {process_count()} processes. Choose axes whose product is "
+            f"{process_count()}, or start the script by `torchrun --nproc-per-node {mesh.size}`."
+        )
+    device = choose_device(mesh.device)
+    _check_available(device)
+    init()
+    return attrs.evolve(mesh, device=device)
+
+
+@lru_cache(maxsize=256)
+def _held_coordinates(mesh: Mesh, rank: int | None) -> tuple[Coordinate, ...]:
+    return tuple(mesh.coordinates()) if rank is None else (mesh.coordinate(rank),)
 
 
 def _parse_device(device: torch.device | str) -> torch.device:

@@ -12,7 +12,7 @@ ROOT = Path(spmd.__file__).parent
 
 LAYERS = (
     ("errors", "undisturbed"),
-    ("mesh", "placement"),
+    ("process", "mesh", "placement"),
     ("spec", "tree"),
     ("collectives",),
     ("rules",),
@@ -34,8 +34,8 @@ LAYERS = (
     ("plan",),
     ("lower", "optimize", "program", "text"),
     ("runtime",),
-    ("chunks", "dtensor", "kept", "options", "compiled", "jit", "shard_map"),
-    ("random", "optim", "checkpoint", "nn", "plan_report", "testing"),
+    ("chunks", "dtensor", "distribute", "kept", "options", "compiled", "jit", "shard_map"),
+    ("random", "optim", "checkpoint", "interop", "launch", "nn", "plan_report", "testing"),
 )
 """Lowest first; each entry is a module or a package directly below `spmd`."""
 

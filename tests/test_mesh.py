@@ -1,5 +1,6 @@
 import copy
 import pickle
+from datetime import timedelta
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from hypothesis import given
 
 from spmd.errors import MeshError
 from spmd.mesh import Mesh, Runtime, current_mesh, make_mesh, use_mesh
+from spmd.process import init, process_count, process_index
 from spmd.testing.strategies import meshes
 
 
@@ -109,9 +111,24 @@ def test_runtimes(monkeypatch):
     assert Runtime.VIRTUAL is make_mesh({"data": 2}).runtime
     with pytest.raises(MeshError, match=r"runtime must be 'auto'.* \(got 'real'\)"):
         make_mesh({"data": 2}, runtime="real")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with pytest.raises(MeshError, match="'distributed' is not available yet"):
+    with pytest.raises(
+        MeshError, match=r"variables that torchrun sets \(missing: RANK, WORLD_SIZE, .*torchrun --nproc"
+    ):
+        make_mesh({"data": 2}, runtime="distributed")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError, match=r"Mesh\(data=2\) has 2 ranks, but the job has 3 processes\. Choose axes whose"):
         make_mesh({"data": 2})
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, timedelta(0)])
+def test_timeouts_are_positive(timeout):
+    with pytest.raises(MeshError, match="timeout must be positive"):
+        init(timeout=timeout)
+
+
+def test_outside_of_a_job_there_is_one_process():
+    assert (0, 1) == (process_index(), process_count())
 
 
 def test_use_mesh_nests_and_ends():
