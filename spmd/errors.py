@@ -29,7 +29,7 @@ class PlanError(SpmdError):
 
 
 class DivergenceError(SpmdError):
-    """Ranks hold different programs."""
+    """Ranks hold different programs, or different values where they must be the same."""
 
 
 class CheckpointError(SpmdError):

@@ -10,11 +10,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives import virtual
+from spmd.collectives import exchange, virtual
 from spmd.collectives.moves import Layout, Move, cheapest_moves, permutation_sources, strip_trivial
 from spmd.collectives.traffic import StepKind, ring_bytes
 from spmd.errors import ShardingError
-from spmd.mesh import Coordinate
+from spmd.mesh import Coordinate, Runtime
 from spmd.placement import Reduction
 from spmd.spec import DTensorSpec
 
@@ -121,16 +121,17 @@ def _spec_after(source: DTensorSpec, move: Move) -> DTensorSpec:
 
 
 def redistribute_shards(shards: Sequence[Tensor], source: DTensorSpec, target: DTensorSpec) -> tuple[Tensor, ...]:
-    """Redistribute a value whose shards are all in this process.
+    """Redistribute a value; on a distributed mesh all ranks do so together.
 
     Args:
-        shards: the shard of every rank under `source`, in rank order.
+        shards: the shards that this process holds under `source`, in rank order: of every rank on a virtual mesh.
         source, target: specs of one mesh, shape and dtype.
 
     Returns:
-        The shard of every rank under `target`, in rank order; read-only, since ranks may share a tensor.
+        The shards that this process holds under `target`, in rank order; read-only, since ranks may share a tensor.
 
     Raises:
+        MeshError: an abstract mesh.
         ShardingError: specs of different meshes or metas, or a wrong number of shards.
 
     >>> from spmd.mesh import make_mesh
@@ -140,12 +141,19 @@ def redistribute_shards(shards: Sequence[Tensor], source: DTensorSpec, target: D
     >>> redistribute_shards([torch.tensor([1]), torch.tensor([2])], source, target)
     (tensor([1, 2]), tensor([1, 2]))
     """
-    mesh = source.mesh
-    if len(shards) != mesh.size:
-        raise ShardingError(f"Expected one shard for each of the {mesh.size} ranks of {mesh} (got {len(shards)}).")
+    mesh, held = source.mesh, source.mesh.held_coordinates
+    if len(shards) != len(held):
+        raise ShardingError(
+            f"Expected one shard for each of the {len(held)} ranks of {mesh} that live in this process "
+            f"(got {len(shards)})."
+        )
     for step in redistribution(source, target):
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-            ((x, *step.arguments(where)), {}) for x, where in zip(shards, mesh.coordinates(), strict=True)
-        ]
-        shards = virtual.run(step.primitive, mesh, calls)
+        if mesh.runtime is Runtime.DISTRIBUTED:
+            (x,), (coordinate,) = shards, held
+            shards = [exchange.run(step.primitive, mesh, coordinate, x, step.arguments(coordinate))]
+        else:
+            calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+                ((x, *step.arguments(where)), {}) for x, where in zip(shards, held, strict=True)
+            ]
+            shards = virtual.run(step.primitive, mesh, calls)
     return tuple(shards)

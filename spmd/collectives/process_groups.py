@@ -1,0 +1,67 @@
+"""Mesh axes bound to process groups of torch.distributed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TypeAlias
+
+import attrs
+import torch.distributed as dist
+
+from spmd.collectives.group import Group, groups
+from spmd.mesh import Coordinate, Mesh
+
+Partition: TypeAlias = tuple[tuple[int, ...], ...]
+"""All ranks, cut into groups: ranks in ascending order, as torch numbers them inside a group."""
+
+# torch's process groups are global to the process, so what was made of them is too. A job that is stopped and started
+# again, as in tests, has another world, and what belonged to the old one goes with it.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Partition, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+@attrs.frozen
+class Member:
+    """This rank's place in a group.
+
+    Args:
+        group: the group.
+        index: this rank's index along the group's axes.
+        places: for each index along the axes, that rank's number inside torch's group, which counts ranks upwards.
+        name: the name by which functional collectives know torch's group; none for a group of one.
+    """
+
+    group: Group
+    index: int
+    places: tuple[int, ...]
+    name: str
+
+    @property
+    def in_order(self) -> bool:
+        """Whether torch numbers the ranks as the axes do."""
+        return self.places == tuple(range(self.group.size))
+
+
+def member(mesh: Mesh, axes: tuple[str, ...], coordinate: Coordinate) -> Member:
+    """The place of the rank at `coordinate` in the group along `axes`.
+
+    A collective call of all ranks where torch's groups for these axes are not made yet: all ranks ask in one order.
+    """
+    rank = mesh.rank(coordinate)
+    group = next(group for group in groups(mesh, axes) if rank in group.ranks)
+    ascending = sorted(group.ranks)
+    name = process_group(mesh, axes).group_name if group.size > 1 else ""
+    return Member(group, group.ranks.index(rank), tuple(ascending.index(other) for other in group.ranks), name)
+
+
+def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """Torch's group of this process's rank along `axes`, made once for each partition of the ranks."""
+    world = dist.group.WORLD
+    assert world is not None, "make_mesh starts torch.distributed"
+    partition = tuple(sorted(tuple(sorted(group.ranks)) for group in groups(mesh, axes)))
+    if len(partition) == 1:
+        return world
+    made = _made.setdefault(world, {})
+    if partition not in made:
+        timeout = world._get_backend(mesh.device).options._timeout  # torch gives groups its default, not the world's
+        made[partition], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition], timeout=timeout)
+    return made[partition]
