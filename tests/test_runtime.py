@@ -120,7 +120,9 @@ def test_generated_text_deletes_and_yields() -> None:
     moved = builder.move(builder.call(aten.neg.default, (x,), [((4,), P("m"))]), P())
     generated = generate(lowered(builder.plan(moved)).graph_module())
     assert generated.source.splitlines() == [
-        "def program(v0):",
+        "def program(inputs):",
+        "    [v0] = inputs",
+        "    inputs.clear()",
         "    v1 = g0(v0)",
         "    del v0",
         "    v2 = (yield (v1, 0, 4, ['m'],)).pop()",

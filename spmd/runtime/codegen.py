@@ -1,16 +1,16 @@
-"""Python source from a rank's graph: a generator that stops at every collective and at every draw.
+"""Python source from a rank's graph: straight-line code, which costs next to nothing above the operators that it calls.
 
-Between two stops a rank's program is straight-line Python, which costs next to nothing above the operators that it
-calls. `y = (yield (x, ...)).pop()` hands the arguments of a collective to whoever drives the ranks and takes its
-result: out of a list, so that nobody but the program holds it. Random numbers are drawn at a stop, because ranks share
-one generator.
+Where ranks run in lock step, the code is a generator that stops at every collective and at every draw:
+`y = (yield (x, ...)).pop()` hands the arguments of a collective to whoever drives the ranks and takes its result, out
+of a list, so that nobody but the program holds it. Random numbers are drawn at a stop, because ranks share one
+generator. Where each rank has a process of its own, the code is a function that does all itself.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -20,9 +20,10 @@ import torch.fx as fx
 from spmd.lower.program import is_primitive
 from spmd.optimize.clean import is_draw
 
-RankProgram: TypeAlias = Callable[..., Generator[tuple[Any, ...], Any, None]]
-"""A generator function of the local inputs: yields the arguments of each stop, is sent a list that ends in its result,
-and yields the tuple of local outputs at last."""
+RankProgram: TypeAlias = Callable[[list[torch.Tensor]], Any]
+"""A function of the list of local inputs, which it empties. In lock step a generator function: it yields the arguments
+of each stop, is sent a list that ends in its result, and yields the tuple of local outputs at last. Else it returns
+that tuple."""
 
 
 @attrs.frozen
@@ -43,8 +44,8 @@ class Generated:
     """A compiled rank program.
 
     Args:
-        function: the generator function.
-        stops: in order.
+        function: the program.
+        stops: in order; none if it does not run in lock step.
         source: its text.
     """
 
@@ -53,9 +54,9 @@ class Generated:
     source: str
 
 
-def generate(module: fx.GraphModule) -> Generated:
+def generate(module: fx.GraphModule, *, lockstep: bool = True) -> Generated:
     """Compile a lowered graph; every variable is deleted after its last use."""
-    writer = _Writer(module)
+    writer = _Writer(module, lockstep)
     namespace = writer.namespace
     exec(compile(writer.source, "<spmd local program>", "exec"), namespace)
     return Generated(namespace["program"], tuple(writer.stops), writer.source)
@@ -64,14 +65,15 @@ def generate(module: fx.GraphModule) -> Generated:
 class _Writer:
     """The text being written and the objects that it refers to by name."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, lockstep: bool) -> None:
+        self.lockstep = lockstep
         self.namespace: dict[str, Any] = {}
         self.known: dict[int, str] = {}
         self.stops: list[Stop] = []
         nodes = list(module.graph.nodes)
         self.variables = {node: f"v{index}" for index, node in enumerate(nodes)}
         inputs = [self.variables[node] for node in nodes if node.op == "placeholder"]
-        lines = [f"def program({', '.join(inputs)}):"]
+        lines = ["def program(inputs):", f"    [{', '.join(inputs)}] = inputs", "    inputs.clear()"]
         dying = _last_uses(nodes)
         for node in nodes:
             lines += self.statement(node, module)
@@ -86,11 +88,11 @@ class _Writer:
         if node.op == "get_attr":
             return [f"    {name} = {self.reference(getattr(module, target))}"]
         if node.op == "output":
-            return [f"    yield {self.argument(node.args[0])}"]
+            return [f"    {'yield' if self.lockstep else 'return'} {self.argument(node.args[0])}"]
         if target is operator.getitem:
             return [f"    {name} = {self.argument(node.args[0])}[{node.args[1]!r}]"]
         arguments = [self.argument(argument) for argument in node.args]
-        if is_primitive(node) or is_draw(node):
+        if self.lockstep and (is_primitive(node) or is_draw(node)):
             self.stops.append(Stop(target, () if is_primitive(node) else tuple(node.kwargs)))
             arguments += [self.argument(value) for value in node.kwargs.values()]
             return [f"    {name} = (yield ({', '.join(arguments)},)).pop()"]

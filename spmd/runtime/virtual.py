@@ -56,7 +56,7 @@ class VirtualProgram:
     def _start(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[Generator[tuple[Any, ...], Any, None]]:
         """The programs of all ranks, which are now the only ones here that hold the inputs."""
         locals_of_ranks = zip(*inputs, strict=True) if inputs else ((),) * self._mesh.size
-        ranks = [function(*shards) for function, shards in zip(self._functions, locals_of_ranks, strict=True)]
+        ranks = [function(list(shards)) for function, shards in zip(self._functions, locals_of_ranks, strict=True)]
         inputs.clear()
         return ranks
 

@@ -57,8 +57,7 @@ def peak_bytes(program: LocalProgram, donated: frozenset[int] = frozenset()) -> 
     constants = [getattr(module, node.target) for node in nodes if node.op == "get_attr"]
     stops = [node for node in nodes if is_primitive(node) or is_draw(node)]
     with torch.no_grad(), _Counter([*inputs, *constants]) as counter:
-        rank = generated.function(*inputs)
-        del inputs
+        rank = generated.function(inputs)
         waiting = [next(rank)]
         for node, stop in zip(stops, generated.stops, strict=True):
             result = [_made_up(node, stop.op, stop.keywords, waiting.pop())]
