@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from spmd import collectives, optim, rules
 from spmd.constrain import constrain, reshard
-from spmd.dtensor import DTensor, distribute
+from spmd.distribute import distribute, from_process_data
+from spmd.dtensor import DTensor
 from spmd.errors import (
     CheckpointError,
     DivergenceError,
@@ -20,6 +21,7 @@ from spmd.jit import jit
 from spmd.mesh import Mesh, make_mesh, use_mesh
 from spmd.placement import Partial, Replicate, Shard
 from spmd.plan import Machine
+from spmd.process import init, process_count, process_index
 from spmd.spec import DTensorSpec, P, TensorMeta
 
 if TYPE_CHECKING:
@@ -49,9 +51,13 @@ __all__ = [
     "collectives",
     "constrain",
     "distribute",
+    "from_process_data",
+    "init",
     "jit",
     "make_mesh",
     "optim",
+    "process_count",
+    "process_index",
     "reshard",
     "rules",
     "use_mesh",

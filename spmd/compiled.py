@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from spmd.canonicalize import canonicalize
-from spmd.dtensor import DTensor, give_up, place, wrap
+from spmd.distribute import check_same, place
+from spmd.dtensor import DTensor, give_up, wrap
 from spmd.errors import MeshError, ShardingError, TraceError
 from spmd.kept import kept_inputs
 from spmd.lower import LocalProgram, lower
@@ -21,7 +22,7 @@ from spmd.plan.plan import Plan
 from spmd.plan.pricing.machine import Machine
 from spmd.recorder import where
 from spmd.rules import find_rule
-from spmd.runtime import VirtualProgram
+from spmd.runtime import DistributedProgram, VirtualProgram
 from spmd.source import user_source
 from spmd.spec import DTensorSpec, TensorMeta
 from spmd.trace import Traced, trace
@@ -120,18 +121,19 @@ class Compiled:
         return lower(self.plan, rules=self.options.rules, name=self.traced.name)
 
     @functools.cached_property
-    def executable(self) -> VirtualProgram:
+    def executable(self) -> DistributedProgram | VirtualProgram:
         """The program, ready to run.
 
         Raises:
+            DivergenceError: the ranks of a distributed mesh are about to run different programs.
             MeshError: nothing runs on an abstract mesh.
         """
-        if self.mesh.runtime is not Runtime.VIRTUAL:
+        if self.mesh.runtime is Runtime.ABSTRACT:
             raise MeshError(
-                f"{self.mesh} is {self.mesh.runtime.value}: a function can be planned and lowered for it, not run. "
+                f"{self.mesh} is abstract: a function can be planned and lowered for it, not run. "
                 "Use make_mesh(..., runtime='virtual')."
             )
-        return VirtualProgram(self.program)
+        return (DistributedProgram if self.mesh.runtime is Runtime.DISTRIBUTED else VirtualProgram)(self.program)
 
     def __repr__(self) -> str:
         return f"Compiled({self.traced.name} for {self._tree} on {self.mesh})"
@@ -168,12 +170,16 @@ class Compiled:
     def place(self, leaves: Sequence[Any]) -> list[Shards]:
         """The shards of the arguments; plain tensors are placed by `in_specs`.
 
+        On a distributed mesh ranks compare here what plain tensors they hold; `match`, in later calls, trusts them.
+
         Raises:
+            DivergenceError: a plain tensor that differs between ranks.
             MeshError: a DTensor on another mesh.
             ShardingError: a DTensor whose spec differs, or an argument that is no tensor with data.
         """
         self.prepare()
         paths = self.traced.input_paths
+        check_same(self.mesh, [f"argument {path}" for path in paths], leaves)
         return [
             _place(leaf, spec, f"argument {path}")._shards
             for leaf, spec, path in zip(leaves, self.in_specs, paths, strict=True)

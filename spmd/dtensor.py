@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
+import attrs
 import torch
 
 from spmd.chunks import read_chunks, shard_at, write_items
+from spmd.collectives.agreement import gather
 from spmd.collectives.redistribute import redistribute_shards
-from spmd.errors import MeshError, ShardingError, TraceError
-from spmd.mesh import Coordinate, Mesh, Runtime, current_mesh
-from spmd.placement import Placement, combine, neutral_element
+from spmd.errors import ShardingError, TraceError
+from spmd.mesh import Coordinate, Mesh, Runtime
+from spmd.placement import Placement, combine
 from spmd.recorder import where as place_text
 from spmd.spec import DTensorSpec, P, TensorMeta
 from spmd.trace import is_tracing
-from spmd.tree import SpecLike, flatten_with_paths, leaf_specs, make_spec, tree_leaves
+from spmd.tree import (
+    SpecLike,
+    make_spec,
+    tree_leaves,
+)
 
 aten = torch.ops.aten
 
@@ -31,7 +37,7 @@ class DTensor(torch.Tensor):
 
     The idea is JAX's global `jax.Array`; the name is torch's.
 
-    >>> from spmd.mesh import make_mesh
+    >>> from spmd import distribute, make_mesh
     >>> mesh = make_mesh({"data": 2}, runtime="virtual")
     >>> x = distribute(torch.arange(3), P("data"), mesh)
     >>> x
@@ -66,14 +72,14 @@ class DTensor(torch.Tensor):
 
     @property
     def shards(self) -> tuple[torch.Tensor, ...]:
-        """The shards that this process holds, in rank order: on a virtual mesh those of all ranks.
+        """The shards that this process holds, in rank order: those of all ranks on a virtual mesh, else its own.
 
         They are the tensors themselves, not copies, and not to be written to.
         """
         return self._shards
 
     def to_local(self) -> torch.Tensor:
-        """The only shard of a process that holds one.
+        """The only shard of a process that holds one, as each does on a distributed mesh.
 
         Raises:
             ShardingError: this process holds several ranks.
@@ -86,16 +92,25 @@ class DTensor(torch.Tensor):
         return self._shards[0]
 
     def full_tensor(self) -> torch.Tensor:
-        """The global tensor, assembled from its shards and reduced where it is partial; a new plain tensor."""
-        return _assemble(self._spec, self._shards)
+        """The global tensor, assembled from its shards and reduced where it is partial; a new plain tensor.
+
+        On a distributed mesh all ranks call this together, and all get the tensor.
+        """
+        if self.mesh.runtime is Runtime.VIRTUAL:
+            return _assemble(self._spec, self._shards)
+        replicated = DTensorSpec.replicated(self.mesh, self._spec.meta)
+        (whole,) = redistribute_shards(self._shards, self._spec, replicated)
+        return whole.clone() if whole is self._shards[0] else whole
 
     def redistribute(self, spec: SpecLike) -> DTensor:
         """The same global tensor under another spec: a `P`, or one placement for each mesh axis.
 
+        On a distributed mesh all ranks call this together.
+
         Raises:
             ShardingError: the spec does not fit the mesh or the tensor.
 
-        >>> from spmd.mesh import make_mesh
+        >>> from spmd import distribute, make_mesh
         >>> x = distribute(torch.arange(3), P("data"), make_mesh({"data": 2}, runtime="virtual"))
         >>> x.redistribute(P()).shards
         (tensor([0, 1, 2]), tensor([0, 1, 2]))
@@ -115,8 +130,10 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """A DTensor from the shards of this process, which are not copied.
 
+        On a distributed mesh all ranks call this together, each with its own shard; they compare shapes, not values.
+
         Args:
-            shards: the shard of each rank in rank order; a process of one rank may give the shard itself.
+            shards: the shards of this process's ranks in rank order; a process of one rank may give the shard itself.
             mesh: the mesh.
             spec: how the global tensor lies. Replicas are trusted to be equal.
             shape: the global shape; by default what the shards add up to.
@@ -131,21 +148,8 @@ class DTensor(torch.Tensor):
         torch.Size([3, 3])
         """
         held = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
-        coordinates = list(_held_coordinates(mesh))
-        if len(held) != len(coordinates):
-            raise ShardingError(
-                f"from_local needs one shard for each of the {len(coordinates)} ranks of {mesh} that this process "
-                f"holds (got {len(held)})."
-            )
-        for rank, shard in enumerate(held):
-            if not isinstance(shard, torch.Tensor) or isinstance(shard, DTensor):
-                raise ShardingError(f"Shard of rank {rank} must be a plain torch.Tensor (got {type(shard).__name__}).")
-        pspec = make_spec(mesh, spec, TensorMeta.of(held[0]), where="shard of rank 0").pspec
-        meta = TensorMeta(_global_shape(held, mesh, pspec) if shape is None else shape, held[0].dtype)
-        complete = make_spec(mesh, pspec, meta, where="global tensor")
-        for coordinate, shard in zip(coordinates, held, strict=True):
-            _check_shard(complete, coordinate, shard)
-        return wrap(complete, tuple(shard.detach() for shard in held))
+        (found,) = join_shards([held], [spec], mesh, shape)
+        return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves its own untyped
@@ -204,13 +208,13 @@ class DTensor(torch.Tensor):
     # What torch.distributed.checkpoint asks of a tensor that it is to save or to load in place.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return write_items(fqn, self._spec, tuple(_held_coordinates(self.mesh)), self._shards)
+        return write_items(fqn, self._spec, self.mesh.held_coordinates, self._shards)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return read_chunks(self._spec, tuple(_held_coordinates(self.mesh)))
+        return read_chunks(self._spec, self.mesh.held_coordinates)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return shard_at(self._spec, tuple(_held_coordinates(self.mesh)), self._shards, index)
+        return shard_at(self._spec, self.mesh.held_coordinates, self._shards, index)
 
     # These methods of torch.Tensor reach for storage or autograd state, which a DTensor has none of, without any
     # operator that __torch_dispatch__ would see; share_memory_ would even crash the interpreter.
@@ -262,79 +266,6 @@ def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
     return value
 
 
-def distribute(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
-    """Place the tensors of a pytree on a mesh.
-
-    Args:
-        tree: a pytree of tensors, whole and of any device, or DTensors, which are redistributed.
-        specs: a pytree prefix of specs: `P`s, or tuples of one placement for each mesh axis. Where a spec is partial,
-            index 0 of the axis holds the value and the others hold the neutral element.
-        mesh: the mesh; by default that of `use_mesh`.
-
-    Returns:
-        The tree with DTensors for leaves. Their shards are copies; gradients do not flow through.
-
-    Raises:
-        ShardingError: specs that are no prefix of the tree, a spec that does not fit its tensor, a leaf that is none.
-        MeshError: no mesh, an abstract one, or a DTensor on another mesh.
-
-    >>> from spmd.mesh import make_mesh
-    >>> mesh = make_mesh({"data": 2}, runtime="virtual")
-    >>> placed = distribute({"w": torch.zeros(4, 3), "b": torch.zeros(3)}, {"w": P("data"), "b": P()}, mesh)
-    >>> placed["w"]
-    DTensor(f32[4,3] P('data') on Mesh(data=2), shards 2x[2,3])
-    """
-    mesh = current_mesh(mesh)
-    targets = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree")
-    paths, leaves, structure = flatten_with_paths(tree)
-    placed = [
-        place(leaf, target, f"leaf {path}".rstrip()) for path, leaf, target in zip(paths, leaves, targets, strict=True)
-    ]
-    return structure.unflatten(placed)
-
-
-def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> DTensor:
-    """One tensor, plain or DTensor, of the spec's shape and dtype, placed by a spec.
-
-    Raises:
-        MeshError: an abstract mesh, or a DTensor on another mesh.
-        ShardingError: not a tensor, or one without data.
-    """
-    if isinstance(value, DTensor):
-        if value.mesh != spec.mesh:
-            raise MeshError(
-                f"{where} {value.spec} lies on {value.mesh} and not on {spec.mesh}. Assemble it first: .full_tensor()."
-            )
-        return value.redistribute(spec.pspec)
-    if not isinstance(value, torch.Tensor) or (value.is_meta and spec.mesh.device.type != "meta"):
-        kind = "a meta tensor" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ShardingError(
-            f"{where} must be a torch.Tensor with data (got {kind}). What has only a shape serves the stages of a "
-            "jitted function: .trace, .plan and .lower."
-        )
-    if value.layout is not torch.strided:
-        raise ShardingError(f"{where} must be dense (got layout {value.layout}). Pass it as .to_dense().")
-    value = value.detach()
-    return wrap(spec, tuple(_cut(value, spec, coordinate) for coordinate in _held_coordinates(spec.mesh)))
-
-
-def _cut(value: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:
-    """The shard of the rank at `coordinate`, as a copy."""
-    for axis, op in spec.partial:
-        if coordinate[spec.mesh.axis_position(axis)] > 0:
-            neutral = neutral_element(op, value.dtype)
-            return torch.full(spec.local_shape(coordinate), neutral, dtype=value.dtype, device=spec.mesh.device)
-    part = value[spec.local_slices(coordinate)]
-    return part.to(spec.mesh.device, copy=True, memory_format=torch.contiguous_format)
-
-
-def _held_coordinates(mesh: Mesh) -> Iterator[Coordinate]:
-    """The coordinates of the ranks whose shards this process holds, in rank order."""
-    if mesh.runtime is not Runtime.VIRTUAL:
-        raise MeshError(f"A {mesh.runtime.value} mesh holds no data here (got {mesh}). Use runtime='virtual'.")
-    return mesh.coordinates()
-
-
 def _assemble(spec: DTensorSpec, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """The global tensor; partial axes are reduced in rank order, and index 0 speaks for replicated axes."""
     mesh, reductions = spec.mesh, dict(spec.partial)
@@ -362,23 +293,75 @@ def _scalar(value: DTensor) -> Any:
     return value.shards[0].item()
 
 
-def _global_shape(shards: Sequence[torch.Tensor], mesh: Mesh, pspec: P) -> tuple[int, ...]:
+@attrs.frozen
+class _Held:
+    """What is known of a rank's shard: its type, if that is no plain tensor, else its meta and its device."""
+
+    kind: str
+    meta: TensorMeta | None
+    device: str
+
+    @classmethod
+    def of(cls, shard: Any) -> _Held:
+        if not isinstance(shard, torch.Tensor) or isinstance(shard, DTensor):
+            return cls(type(shard).__name__, None, "")
+        return cls("torch.Tensor", TensorMeta.of(shard), shard.device.type)
+
+
+def join_shards(
+    held: Sequence[Sequence[torch.Tensor]], specs: Sequence[SpecLike], mesh: Mesh, shape: Sequence[int] | None = None
+) -> list[DTensor]:
+    """DTensors of shards that this process holds, checked against those of the other processes."""
+    facts = [[_Held.of(shard) for shard in shards] for shards in held]
+    every = gather(facts) if mesh.runtime is Runtime.DISTRIBUTED and mesh.size > 1 else [facts]
+    count = len(mesh.held_coordinates)
+    found = []
+    for number, (shards, spec) in enumerate(zip(held, specs, strict=True)):
+        ranks: list[_Held] = []
+        for process, given in enumerate(every):
+            here = given[number] if number < len(given) else []
+            if len(here) != count:
+                where = f"process {process}" if len(every) > 1 else "this process"
+                raise ShardingError(
+                    f"from_local needs one shard for each of the {count} ranks of {mesh} that {where} holds "
+                    f"(got {len(here)})."
+                )
+            ranks += here
+        found.append(wrap(_joint_spec(ranks, spec, mesh, shape), tuple(shard.detach() for shard in shards)))
+    return found
+
+
+def _joint_spec(ranks: Sequence[_Held], spec: SpecLike, mesh: Mesh, shape: Sequence[int] | None) -> DTensorSpec:
+    """The spec of a tensor whose shards, those of all ranks, are known."""
+    metas: list[TensorMeta] = []
+    for rank, held in enumerate(ranks):
+        if held.meta is None:
+            raise ShardingError(f"Shard of rank {rank} must be a plain torch.Tensor (got {held.kind}).")
+        metas.append(held.meta)
+    pspec = make_spec(mesh, spec, metas[0], where="shard of rank 0").pspec
+    meta = TensorMeta(_global_shape(metas, mesh, pspec) if shape is None else shape, metas[0].dtype)
+    complete = make_spec(mesh, pspec, meta, where="global tensor")
+    for coordinate, held in zip(mesh.coordinates(), ranks, strict=True):
+        _check_shard(complete, coordinate, held)
+    return complete
+
+
+def _global_shape(metas: Sequence[TensorMeta], mesh: Mesh, pspec: P) -> tuple[int, ...]:
     """What the shards add up to: along each dim, the lengths on the ranks that differ only in the axes of that dim."""
-    shape = list(shards[0].shape)
+    shape = list(metas[0].shape)
     for dim, axes in enumerate(pspec.dims):
         if axes:
             ranks = mesh.groups(axes)[0]
-            shape[dim] = sum(shards[rank].shape[dim] if dim < shards[rank].ndim else 0 for rank in ranks)
+            shape[dim] = sum(metas[rank].shape[dim] if dim < metas[rank].ndim else 0 for rank in ranks)
     return tuple(shape)
 
 
-def _check_shard(spec: DTensorSpec, coordinate: Coordinate, shard: torch.Tensor) -> None:
+def _check_shard(spec: DTensorSpec, coordinate: Coordinate, held: _Held) -> None:
     rank = spec.mesh.rank(coordinate)
     expected = TensorMeta(spec.local_shape(coordinate), spec.meta.dtype)
-    if TensorMeta.of(shard) != expected:
+    if held.meta != expected:
         raise ShardingError(
-            f"Shard of rank {rank} must be {expected} for a global tensor {spec} on {spec.mesh} "
-            f"(got {TensorMeta.of(shard)})."
+            f"Shard of rank {rank} must be {expected} for a global tensor {spec} on {spec.mesh} (got {held.meta})."
         )
-    if shard.device.type != spec.mesh.device.type:
-        raise ShardingError(f"Shard of rank {rank} must be on {spec.mesh.device} (got {shard.device}).")
+    if held.device != spec.mesh.device.type:
+        raise ShardingError(f"Shard of rank {rank} must be on {spec.mesh.device} (got {held.device}).")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from spmd.dtensor import DTensor, distribute, wrap
+from spmd.distribute import distribute
+from spmd.dtensor import DTensor, wrap
 from spmd.graph import Graph, Operation, Source, Value
 from spmd.lower import LocalProgram, lower
 from spmd.lower.verify import verify

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.dtensor import DTensor, distribute, place, wrap
+from spmd.distribute import distribute, place
+from spmd.dtensor import DTensor, wrap
 from spmd.errors import MeshError, ShardingError
 from spmd.mesh import make_mesh, use_mesh
 from spmd.placement import Partial, Replicate, Shard

@@ -18,7 +18,7 @@ from spmd.checkpoint.leaves import PLAIN, named_leaves
 from spmd.checkpoint.processes import processes_of
 from spmd.checkpoint.saving import ignore_notice, wait_for_last
 from spmd.chunks import check_final
-from spmd.dtensor import DTensor, _held_coordinates, wrap
+from spmd.dtensor import DTensor, wrap
 from spmd.errors import CheckpointError, ShardingError
 from spmd.mesh import Mesh, current_mesh
 from spmd.spec import DTensorSpec, TensorMeta
@@ -114,7 +114,7 @@ class _Target:
         if self.spec is None:
             return torch.empty(self.meta.shape, dtype=self.meta.dtype, device=self.device)
         mesh = self.spec.mesh
-        shapes = [self.spec.local_shape(coordinate) for coordinate in _held_coordinates(mesh)]
+        shapes = [self.spec.local_shape(coordinate) for coordinate in mesh.held_coordinates]
         return wrap(self.spec, tuple(torch.empty(shape, dtype=self.meta.dtype, device=mesh.device) for shape in shapes))
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from spmd.checkpoint.folder import Writer, new_data_name
 from spmd.checkpoint.leaves import PLAIN, describe, named_leaves
 from spmd.checkpoint.processes import Processes, processes_of
 from spmd.chunks import check_final, offsets, owned
-from spmd.dtensor import DTensor, _held_coordinates, wrap
+from spmd.dtensor import DTensor, wrap
 from spmd.errors import CheckpointError
 from spmd.tree import leaf_remedy, tree_leaves
 
@@ -222,7 +222,7 @@ def _copy(name: str, leaf: Any) -> Any:
     """A leaf in memory of its own: of a DTensor only the shards that are written."""
     if not isinstance(leaf, DTensor):
         return leaf.to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
-    spec, coordinates = leaf.spec, tuple(_held_coordinates(leaf.mesh))
+    spec, coordinates = leaf.spec, leaf.mesh.held_coordinates
     copies = {
         offsets(spec, coordinates[position]): leaf.shards[position].to("cpu", copy=True)
         for position in owned(spec, coordinates, name)
