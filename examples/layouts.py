@@ -6,6 +6,7 @@ runs on every mesh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import attrs
@@ -32,6 +33,17 @@ class Strategy:
     tensor_parallel: bool = False
     fully_sharded: bool = False
     sequence_parallel: bool = False
+
+    def mesh_of(self, ranks: int) -> dict[str, int]:
+        """The axes of a mesh of so many ranks: of two axes, `data` is the smaller one, as in `mesh`.
+
+        >>> STRATEGIES["dp_tp"].mesh_of(16), STRATEGIES["fsdp"].mesh_of(16)
+        ({'data': 4, 'model': 4}, {'data': 16})
+        """
+        if len(self.mesh) == 1:
+            return dict.fromkeys(self.mesh, ranks)
+        data = max(size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0)
+        return {"data": data, "model": ranks // data}
 
 
 STRATEGIES = {

@@ -1,6 +1,10 @@
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
 import torch
+
+from spmd.testing.workers import Workers
 
 # Deadlines measure the machine, not the code. A failing example is printed as code, so no database of them is kept.
 hypothesis.settings.register_profile("suite", deadline=None, database=None, print_blob=True)
@@ -10,3 +14,9 @@ hypothesis.settings.load_profile("suite")
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    with Workers() as started:
+        yield started

@@ -1,0 +1,57 @@
+"""The collectives that a rank really runs, seen as operators go by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmd.collectives.traffic import StepKind, ring_bytes
+
+_c10d = torch.ops._c10d_functional
+
+_KINDS: Mapping[Any, StepKind] = MappingProxyType(
+    {
+        _c10d.all_reduce.default: StepKind.ALL_REDUCE,
+        _c10d.all_gather_into_tensor.default: StepKind.ALL_GATHER,
+        _c10d.reduce_scatter_tensor.default: StepKind.REDUCE_SCATTER,
+        _c10d.all_to_all_single.default: StepKind.ALL_TO_ALL,
+    }
+)
+
+
+@attrs.frozen(order=True)
+class Executed:
+    """One collective: its kind, the number of ranks, and the bytes that this one sends by the ring algorithm."""
+
+    kind: str
+    ranks: int
+    bytes: float
+
+
+class ExecutedCollectives(TorchDispatchMode):
+    """Records every functional collective of torch's that runs inside the `with` block, in order.
+
+    An all_to_all in which a rank sends to at most one other, and receives from at most one, counts as a permute.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Executed] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KINDS:
+            self.found.append(_executed(_KINDS[func], args))
+        return func(*args, **(kwargs or {}))
+
+
+def _executed(kind: StepKind, args: tuple[Any, ...]) -> Executed:
+    ranks = torch.distributed.distributed_c10d._resolve_process_group(args[-1]).size()
+    nbytes = args[0].nbytes * (ranks if kind is StepKind.ALL_GATHER else 1)
+    if kind is StepKind.ALL_TO_ALL and all(sum(map(bool, splits)) <= 1 for splits in args[1:3]):
+        kind = StepKind.PERMUTE
+    return Executed(kind.value, ranks, ring_bytes(kind, ranks, nbytes))
