@@ -269,6 +269,14 @@ def test_no_checkpoint(folder):
         load(folder, 0)
 
 
+def test_exists(folder):
+    assert not spmd.checkpoint.exists(folder)
+    folder.mkdir()
+    assert not spmd.checkpoint.exists(folder)
+    save({"step": 1}, folder)
+    assert spmd.checkpoint.exists(folder)
+
+
 def test_a_file_is_no_checkpoint(folder):
     folder.write_text("")
     with pytest.raises(CheckpointError, match="is a file"):

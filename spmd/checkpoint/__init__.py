@@ -9,7 +9,8 @@ the parts that its own layout wants. Overwriting a checkpoint is atomic: a save 
 last one.
 """
 
+from spmd.checkpoint.folder import exists
 from spmd.checkpoint.loading import load
 from spmd.checkpoint.saving import Saving, save, save_async
 
-__all__ = ["Saving", "load", "save", "save_async"]
+__all__ = ["Saving", "exists", "load", "save", "save_async"]

@@ -36,6 +36,15 @@ _DATA = re.compile(r"data-[0-9a-f]{12}")
 _BLOCK = 1 << 20
 
 
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a checkpoint, which is complete then, unless files were taken out of it.
+
+    >>> exists("no/such/folder")
+    False
+    """
+    return (Path(path) / METADATA).is_file()
+
+
 def new_data_name() -> str:
     """A name for the data folder of one save."""
     return f"data-{uuid.uuid4().hex[:12]}"
@@ -126,12 +135,12 @@ class Reader(FileSystemReader):
         return done
 
     def _read_metadata(self) -> Metadata:
-        path = self._folder / METADATA
-        if not path.is_file():
+        if not exists(self._folder):
             raise CheckpointError(
                 f"There is no checkpoint in {self._folder}: it has no file {METADATA}, which a save writes last. Check "
                 "the path, or wait() for the save."
             )
+        path = self._folder / METADATA
         try:
             metadata = super().read_metadata()
         except Exception as error:
