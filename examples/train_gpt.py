@@ -3,6 +3,7 @@
 python examples/train_gpt.py
 python examples/train_gpt.py --mesh data=8 --strategy fsdp
 python examples/train_gpt.py --steps 20 --verify
+python examples/train_gpt.py --checkpoint run --resume
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import gpt
 import report
 import spmd
 from layouts import STRATEGIES
-from training import Training, init, make_step
+from training import State, Training, init, make_step
 
 TOLERANCE = 1e-5
 """How far losses of the first five steps may be from one device's; rounding drives later ones apart."""
 
 HELD_OUT_BATCHES = 8
+
+SAVES = 10
+"""Times that a run with `--checkpoint` is saved."""
 
 LOG_LINES = 10
 """Lines of progress where there is no terminal to draw a bar in."""
@@ -49,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{len(text.train) / 1e6:.1f} MB of text to train on, {len(text.held_out) / 1e6:.1f} MB held out: "
         f"{text.files} files of the standard library"
     )
-    state = training.init(options.seed)
+    state, first = restore(training, options)
     console.print(report.params_table(state.params))
 
     batches = list(islice(corpus.batches(text.train, options.batch, config.context, options.seed), options.steps))
@@ -61,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     loss = training.loss()
     before = mean_loss(loss, state, held_out)
-    state, losses = train(console, train_step, state, batches)
+    state, losses = train(console, train_step, state, batches, first, options.checkpoint)
     after = mean_loss(loss, state, held_out)
     console.print(f"held-out loss {before:.3f} → {after:.3f} nats a byte ({after / math.log(2):.2f} bits)")
     show_sample(console, state, config, options.seed)
@@ -81,10 +85,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show-program", action="store_true", help="print the program that each rank runs")
+    parser.add_argument("--checkpoint", metavar="DIR", help="save the run to this folder, now and then")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
     parser.add_argument("--verify", action="store_true", help="run the same steps on one device too")
     options = parser.parse_args(arguments)
     if options.width % options.heads:
         parser.error(f"--heads must divide --width (got {options.heads} and {options.width})")
+    if options.resume and (options.verify or not options.checkpoint):
+        parser.error("--resume needs --checkpoint DIR, and goes without --verify, which runs all steps")
     return options
 
 
@@ -118,21 +126,41 @@ def describe(console: Console, train_step: Any, arguments: tuple[Any, ...], show
         console.print(program.as_text(), markup=False, highlight=False, soft_wrap=True)
 
 
-def train(console: Console, train_step: Any, state: Any, batches: list[gpt.Batch]) -> tuple[Any, list[float]]:
-    """Run the steps under a progress bar."""
+def restore(training: Training, options: argparse.Namespace) -> tuple[State, int]:
+    """The state to begin with, and the steps that it has behind it; the checkpoint may be one of another mesh."""
+    if options.resume and spmd.checkpoint.exists(options.checkpoint):
+        like = {"state": training.state_spec, "step": 0}
+        saved = spmd.checkpoint.load(options.checkpoint, like, mesh=training.mesh)
+        return saved["state"], saved["step"]
+    return training.init(options.seed), 0
+
+
+def train(
+    console: Console, train_step: Any, state: State, batches: list[gpt.Batch], first: int, checkpoint: str | None
+) -> tuple[State, list[float]]:
+    """Run the steps from number `first` on, under a progress bar; save to the folder `checkpoint` now and then."""
     train_step.compile(state, batches[0])
     losses: list[float] = []
     start = time.perf_counter()
     with report.progress(console) as progress:
-        task = progress.add_task("training", total=len(batches), loss=math.nan, speed=0.0)
-        for done, batch in enumerate(batches, start=1):
+        task = progress.add_task("training", total=len(batches), completed=first, loss=math.nan, speed=0.0)
+        for done, batch in enumerate(batches[first:], start=first + 1):
             state, loss = train_step(state, batch)
             losses.append(loss.item())
-            speed = done * batch[0].numel() / (time.perf_counter() - start)
+            speed = (done - first) * batch[0].numel() / (time.perf_counter() - start)
             progress.update(task, advance=1, loss=losses[-1], speed=speed)
-            if not console.is_terminal and done * LOG_LINES // len(batches) > (done - 1) * LOG_LINES // len(batches):
+            if not console.is_terminal and is_due(done, len(batches), LOG_LINES):
                 console.print(f"step {done} of {len(batches)}: loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
+            if checkpoint and is_due(done, len(batches), SAVES):
+                saving = spmd.checkpoint.save_async({"state": state, "step": done}, checkpoint)
+    if checkpoint and losses:
+        saving.wait()
     return state, losses
+
+
+def is_due(done: int, total: int, times: int) -> bool:
+    """Whether one of `times` occasions, spread evenly over `total` steps, comes with step `done`."""
+    return done * times // total > (done - 1) * times // total
 
 
 def mean_loss(loss: Any, state: Any, batches: list[gpt.Batch]) -> float:

@@ -261,10 +261,36 @@ def test_mesh_option():
             train_gpt.mesh_axes(text)
 
 
+def test_train_gpt_resumes_to_the_same_losses(tmp_path):
+    console = Console(quiet=True)
+    on_mesh = training.Training(SMALL, layouts.STRATEGIES["dp"], spmd.make_mesh({"data": 2}, runtime="virtual"))
+    step, batches = on_mesh.step(), [small_batch() for _ in range(7)]
+
+    def run(folder, count):
+        options = train_gpt.parse(["--checkpoint", str(tmp_path / folder), "--resume"])
+        state, first = train_gpt.restore(on_mesh, options)
+        return train_gpt.train(console, step, state, batches[:count], first, options.checkpoint)[1]
+
+    whole = run("whole", 7)
+    parts = [run("parts", 4), run("parts", 7)]
+    assert [4, 3] == list(map(len, parts))
+    assert whole == parts[0] + parts[1]
+    assert [] == run("parts", 7)
+
+
+@pytest.mark.parametrize("arguments", [["--resume"], ["--resume", "--checkpoint", "run", "--verify"]])
+def test_resume_option(arguments, capsys):
+    with pytest.raises(SystemExit):
+        train_gpt.parse(arguments)
+    assert "--resume needs --checkpoint DIR" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--strategy", "dp_tp"], ["--strategy", "fsdp", "--mesh", "data=3"]])
-def test_train_gpt_runs_and_verifies(arguments, capsys):
+def test_train_gpt_runs_and_verifies(arguments, tmp_path, capsys):
     sizes = ["--steps", "6", "--batch", "4", "--context", "16", "--width", "32", "--heads", "4", "--layers", "1"]
-    assert 0 == train_gpt.main([*arguments, *sizes, "--verify", "--show-program"])
+    folder = str(tmp_path / "checkpoint")
+    assert 0 == train_gpt.main([*arguments, *sizes, "--verify", "--show-program", "--checkpoint", folder])
+    assert 6 == spmd.checkpoint.load(folder, {"step": 0})["step"]
     printed = capsys.readouterr().out
     for part in (
         "Parameters",
