@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from typing import Any
 
 import optree
@@ -12,9 +14,13 @@ import gpt
 import layouts
 import training
 from spmd.collectives.redistribute import redistribute_shards
+from spmd.distribute import distribute, from_process_data
+from spmd.dtensor import DTensor
 from spmd.errors import SpmdError
+from spmd.jit import jit
 from spmd.mesh import Mesh, make_mesh
-from spmd.spec import DTensorSpec, TensorMeta
+from spmd.process import init, process_index
+from spmd.spec import DTensorSpec, P, TensorMeta
 from spmd.testing.executed import Executed, ExecutedCollectives
 
 CONFIG = gpt.Config(vocab=64, width=32, layers=1, heads=8, context=16)
@@ -75,3 +81,125 @@ def train(name: str, axes: dict[str, int], runtime: str, steps: int) -> tuple[li
     planned = [Executed(c.kind, mesh.axis_size(c.axes), c.bytes) for c in step.plan(state, batch).comms]
     local = sum(shard.nbytes for leaf in optree.tree_leaves(state.params) for shard in leaf.shards)
     return losses, planned, executed.found, local
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.arange(float(math.prod(shape))).view(shape)
+
+
+def hold_one_shard() -> None:
+    mesh, virtual = twins({"x": 2, "y": 2})
+    whole, rank = values(5, 3), process_index()
+    for spec in (P("x", "y"), P(("y", "x")), P(), P(None, "y", partial={"x": "sum"}), P(partial={"x": "max"})):
+        placed, expected = distribute(whole, spec, mesh), distribute(whole, spec, virtual)
+        assert torch.equal(expected.shards[rank], placed.to_local()) and len(placed.shards) == 1
+        full = placed.full_tensor()
+        assert torch.equal(whole, full) and type(full) is torch.Tensor
+        full.zero_()
+        assert torch.equal(expected.shards[rank], placed.to_local()), "full_tensor gave a shard away"
+        moved = placed.redistribute(P("y"))
+        assert torch.equal(distribute(whole, P("y"), virtual).shards[rank], moved.to_local())
+    again = DTensor.from_local(distribute(whole, P("x"), mesh).to_local(), mesh, P("x"))
+    assert again.shape == (5, 3) and torch.equal(whole, again.full_tensor())
+    assert distribute(torch.tensor(2.5), P(), mesh).item() == 2.5
+    shape = "[3,2]" if rank == 0 else "[3,1]" if rank == 1 else "[2,2]" if rank == 2 else "[2,1]"
+    assert f"DTensor(f32[5,3] P('x', 'y') on Mesh(x=2, y=2), shards {shape})" == repr(
+        distribute(whole, P("x", "y"), mesh)
+    )
+
+
+def take_the_tensors_of_one_rank(source: int) -> None:
+    mesh = make_mesh({"x": 4}, runtime="distributed")
+    kinds = (torch.float32, torch.bool, torch.int16, torch.complex64)
+    truth = {str(kind): torch.tensor([[0, 1, 1], [1, 0, 1]]).to(kind) for kind in kinds}
+    mine = (
+        truth if process_index() == source else {name: torch.empty_like(x, device="meta") for name, x in truth.items()}
+    )
+    placed = distribute(mine, P("x"), mesh, src_rank=source)
+    for name, expected in truth.items():
+        assert torch.equal(expected, placed[name].full_tensor()), name
+
+
+def load_parts() -> None:
+    mesh = make_mesh({"data": 2, "model": 2}, runtime="distributed")
+    whole, data = values(7, 2), mesh.held_coordinates[0][0]
+    batch = {"x": whole.chunk(2)[data], "y": whole.long().chunk(2)[data]}
+    placed = from_process_data(batch, P("data"), mesh)
+    assert torch.equal(whole, placed["x"].full_tensor()) and torch.equal(whole.long(), placed["y"].full_tensor())
+
+
+def errors_of_tensors() -> dict[str, str]:
+    """Messages of errors that all ranks must raise, although not all of them do something wrong."""
+    mesh, rank = make_mesh({"x": 4}, runtime="distributed"), process_index()
+    odd = torch.full((4,), float(rank == 2))
+    ragged = torch.zeros(3 if rank == 1 else 2)
+    typed = torch.zeros(2, dtype=torch.int64 if rank == 3 else torch.float32)
+    meta = torch.zeros(4, device="meta")
+    other = make_mesh({"x": 2, "y": 2}, runtime="distributed")
+    doubled = jit(lambda x: x * 2, P("x"), P("x"), mesh=mesh)
+    return {
+        "distribute": error_of(distribute, {"w": odd}, P("x"), mesh),
+        "argument": error_of(doubled, odd),
+        "shape": error_of(distribute, {"w": torch.zeros(4 + (rank == 1))}, P("x"), mesh),
+        "src_rank": error_of(distribute, odd, P("x"), mesh, src_rank=4),
+        "no data": error_of(distribute, meta, P("x"), mesh, src_rank=1),
+        "meta": error_of(distribute, meta, P("x"), mesh),
+        "from_local": error_of(DTensor.from_local, ragged, mesh, P("x")),
+        "dtype": error_of(DTensor.from_local, typed, mesh, P("x")),
+        "parts": error_of(from_process_data, {"w": ragged}, P("x"), mesh),
+        "mesh": error_of(doubled, distribute(odd.zero_(), P("x"), other)),
+        "size": error_of(make_mesh, {"x": 3}, runtime="distributed"),
+        "abstract": error_of(distribute, odd, P("x"), make_mesh({"x": 4}, runtime="abstract")),
+        "init": error_of(init, timeout=5),
+    }
+
+
+def errors_of_programs() -> dict[str, str]:
+    mesh, rank = make_mesh({"x": 4}, runtime="distributed"), process_index()
+    x = distribute(torch.ones(8), P("x"), mesh)
+    function = torch.sin if rank == 1 else torch.cos
+    found = {"function": error_of(jit(lambda x: function(x), P("x"), P("x"), mesh=mesh), x)}
+    torch.manual_seed(rank // 2)
+    found["seed"] = error_of(jit(lambda x: x + torch.rand(8), P("x"), P("x"), mesh=mesh), x)
+    return found
+
+
+def run_program(name: str, axes: dict[str, int]) -> None:
+    """A small program, the second time that it runs, against the same on virtual ranks."""
+    function, arguments, in_specs, out_specs = PROGRAMS[name]
+    found = []
+    for mesh in twins(axes):
+        torch.manual_seed(0)
+        step = jit(function, in_specs, out_specs, mesh=mesh)
+        step(*arguments)
+        found.append(optree.tree_leaves(step(*arguments)))
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine.to_local(), expected.shards[process_index()], rtol=1e-6, atol=0, equal_nan=True)
+
+
+def _with_max(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, 0).amax(1)
+
+
+PROGRAMS: dict[str, Any] = {
+    "uneven": (lambda x, w: (x @ w).relu().sum(0), (values(7, 6), values(6, 5)), (P("x"), P(None, "x")), P("x")),
+    "maximum of NaN": (_with_max, (values(6, 4).masked_fill(values(6, 4) == 5, math.nan),), P("x"), P()),
+    "draw": (lambda x: x * torch.rand(6, 4), (values(6, 4),), P("x"), P(None, "x")),
+    "dropout": (lambda x: torch.nn.functional.dropout(x, 0.5), (values(6, 4),), P("x"), P("x")),
+    "offsets": (lambda x: (x.argmax(0), torch.cumsum(x, 0)), (values(6, 4),), P("x"), (P(), P("x"))),
+    "halo": (lambda x: x.unfold(0, 3, 1).sum(-1), (values(9, 4),), P("x"), P("x")),
+    "no arguments": (lambda: torch.arange(6) * 2, (), (), P("x")),
+    "bool": (lambda x: ((x > 3).any(0), (x > 3).all()), (values(6, 4),), P("x"), (P(), P())),
+}
+
+
+def donate() -> None:
+    """A donated shard is freed while the program runs."""
+    mesh = make_mesh({"x": 2}, runtime="distributed")
+    step = jit(lambda x: x + 1, P("x"), P("x"), mesh=mesh, donate_argnums=0)
+    x = distribute(values(4), P("x"), mesh)
+    for _ in range(2):
+        alive = weakref.ref(x.to_local())
+        x = step(x)
+        assert alive() is None
+    assert torch.equal(values(4) + 2, x.full_tensor())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import distributed_cases as cases
 import pytest
 import torch
@@ -43,3 +45,61 @@ def test_strategies_train_as_on_virtual_ranks(workers, name, ranks):
     for losses, planned, executed, _ in results:
         assert expected == pytest.approx(losses, abs=1e-6, rel=0)
         assert sorted(planned) == sorted(executed)
+
+
+def test_a_process_holds_its_own_shard(workers):
+    workers.run(cases.hold_one_shard, ranks=4)
+
+
+@pytest.mark.parametrize("source", [0, 3])
+def test_distribute_takes_the_tensors_of_one_rank(workers, source):
+    workers.run(cases.take_the_tensors_of_one_rank, source, ranks=4)
+
+
+def test_parts_that_processes_load_are_joined(workers):
+    workers.run(cases.load_parts, ranks=4)
+
+
+TENSOR_ERRORS = {
+    "distribute": r"DivergenceError: leaf \['w'\] differs between ranks: f32\[4\] with digest (\w+) on ranks 0, 1, 3; "
+    r"f32\[4\] with digest \w+ on rank 2\. Every rank must hold .* spmd\.distribute\(\.\.\., src_rank=0\)",
+    "argument": r"DivergenceError: argument 0 differs between ranks: .* on ranks 0, 1, 3; .* on rank 2\.",
+    "shape": r"DivergenceError: leaf \['w'\] differs between ranks: f32\[4\] .* on ranks 0, 2, 3; f32\[5\] .* on rank",
+    "src_rank": r"MeshError: Rank must be in 0\.\.3 of Mesh\(x=4\) \(got 4\)",
+    "no data": r"ShardingError: src_rank=1 must hold tensors with data",
+    "meta": r"ShardingError: leaf must be a torch\.Tensor with data \(got a meta tensor\)",
+    "from_local": r"ShardingError: Shard of rank 0 must be f32\[3\] for a global tensor f32\[9\] .* \(got f32\[2\]\)",
+    "dtype": r"ShardingError: Shard of rank 3 must be f32\[2\] for a global tensor f32\[8\] .* \(got i64\[2\]\)",
+    "parts": r"ShardingError: Shard of rank 0 must be f32\[3\] for a global tensor f32\[9\] .* \(got f32\[2\]\)",
+    "mesh": r"MeshError: argument 0 f32\[4\] lies on Mesh\(x=2, y=2\), but the function runs on Mesh\(x=4\)",
+    "size": r"MeshError: Mesh\(x=3\) has 3 ranks, but the job has 4 processes\. Choose axes whose product is 4",
+    "abstract": r"MeshError: An abstract mesh holds no data",
+    "init": r"MeshError: init\(timeout=\.\.\.\) came after torch\.distributed was started",
+}
+
+
+def test_errors_are_the_same_on_every_rank(workers):
+    first, *others = workers.run(cases.errors_of_tensors, ranks=4)
+    assert all(other == first for other in others)
+    assert first.keys() == TENSOR_ERRORS.keys()
+    for name, pattern in TENSOR_ERRORS.items():
+        assert re.match(pattern, first[name]), first[name]
+
+
+def test_ranks_that_run_different_programs_say_so(workers):
+    for found in workers.run(cases.errors_of_programs, ranks=4):
+        assert re.match(
+            r"DivergenceError: The program \S+ differs between ranks: .* on rank 1\. All", found["function"]
+        )
+        assert re.match(
+            r"DivergenceError: The random generator .*: \w+ on ranks 0, 1; \w+ on ranks 2, 3", found["seed"]
+        )
+
+
+@pytest.mark.parametrize("name", cases.PROGRAMS)
+def test_programs_do_what_virtual_ranks_do(workers, name):
+    workers.run(cases.run_program, name, {"x": 4}, ranks=4)
+
+
+def test_donated_shards_are_freed(workers):
+    workers.run(cases.donate, ranks=2)

@@ -53,6 +53,10 @@ class Exchange:
         """Wait for the collective, and take its result."""
         return self.unpack(_wait(pending))
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """Run the collective, start to finish."""
+        return self.finish(self.start(x))
+
 
 Local: TypeAlias = Callable[..., Tensor]
 """A primitive that needs no other rank: a function of its operand, if it has one."""
@@ -87,8 +91,7 @@ def bind(
 
 def run(op: torch._ops.OpOverload, mesh: Mesh, coordinate: Coordinate, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     """Run one primitive on this rank's tensor; all ranks of its group do the same."""
-    bound = bind(op, mesh, coordinate, TensorMeta.of(x), arguments)
-    return bound.finish(bound.start(x)) if isinstance(bound, Exchange) else bound(x)
+    return bind(op, mesh, coordinate, TensorMeta.of(x), arguments)(x)
 
 
 def broadcast(x: Tensor, src_rank: int) -> Tensor:
