@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +27,9 @@ from spmd.spec import TensorMeta
 _COLLECTIVES: Mapping[Any, StepKind] = {
     getattr(torch.ops.spmd, kind.value).default: kind for kind in StepKind if kind.is_collective
 }
+
+_OF_THE_RANK = (torch.ops.spmd.axis_index.default, torch.ops.spmd.shard_offset.default)
+"""Primitives that take no tensor and give a number of the rank."""
 
 
 def trace_body(
@@ -107,25 +109,23 @@ class _Use:
         result = self.body(self.axes, call, *args, **kwargs)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
-    @contextlib.contextmanager
-    def fake(self) -> Iterator[list[torch.Tensor]]:
-        """Local operands without data, for as long as the context lasts."""
+    def operands(self, device: torch.device | str) -> list[torch.Tensor]:
+        """New local operands."""
         leaves = iterate_leaves(self.arguments)
-        metas = dict(sorted((leaf.number, leaf.local) for leaf in leaves if isinstance(leaf, _Operand)))
-        with FakeTensorMode(), axis_environment(self.mesh.axes):
-            yield [torch.empty(meta.shape, dtype=meta.dtype, device=self.mesh.device) for meta in metas.values()]
+        metas = {leaf.number: leaf.local for leaf in leaves if isinstance(leaf, _Operand)}
+        return [torch.empty(metas[n].shape, dtype=metas[n].dtype, device=device) for n in range(len(metas))]
 
 
 @lru_cache(maxsize=512)
 def _trace(use: _Use) -> fx.GraphModule:
-    with use.fake() as tensors:
-        return make_fx(use, tracing_mode="real")(*tensors)
+    with FakeTensorMode(), axis_environment(use.mesh.axes):
+        return make_fx(use, tracing_mode="real")(*use.operands(use.mesh.device))
 
 
 @lru_cache(maxsize=4096)
 def _sent(use: _Use) -> tuple[tuple[str, tuple[str, ...], float], ...]:
-    with use.fake() as tensors, _Collectives(use.mesh) as collectives:
-        use(*tensors)
+    with axis_environment(use.mesh.axes), _Collectives(use.mesh) as collectives:
+        use(*use.operands("meta"))
     return tuple(collectives.sent)
 
 
@@ -138,6 +138,8 @@ class _Collectives(TorchDispatchMode):
         self.sent: list[tuple[str, tuple[str, ...], float]] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in _OF_THE_RANK:
+            return torch.empty((), dtype=torch.int64, device="meta")
         result = op(*args, **(kwargs or {}))
         if op in _COLLECTIVES:
             kind, axes = _COLLECTIVES[op], tuple(args[-1])

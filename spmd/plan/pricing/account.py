@@ -54,6 +54,7 @@ def account(plan: Planned) -> Account:
 def finished_draft(plan: Planned) -> Draft:
     """A plan as a draft with all axes planned."""
     given = [*plan.graph.inputs, *(value for value, _ in plan.graph.constants)]
+    states = {spec: _states(plan, spec) for spec in set(plan.specs.values())}
     markers = [operation for operation in plan.graph.operations if operation.op is RELABEL]
     return Draft(
         mesh=plan.mesh,
@@ -62,7 +63,7 @@ def finished_draft(plan: Planned) -> Draft:
         options={},
         fixed={o: (plan.specs[o.operands[0]], plan.specs[o.tensors[0]]) for o in markers},
         placed={value: plan.specs[value] for value in given},
-        states={value: _states(plan, value) for value in plan.specs},
+        states={value: states[spec] for value, spec in plan.specs.items()},
         strategies=plan.strategies,
         planned=tuple(plan.order or plan.mesh.names),
         kept={},
@@ -70,8 +71,7 @@ def finished_draft(plan: Planned) -> Draft:
     )
 
 
-def _states(plan: Planned, value: Value) -> dict[str, Placement]:
-    spec = plan.specs[value]
+def _states(plan: Planned, spec: DTensorSpec) -> dict[str, Placement]:
     placements = {axis: spec.placement(axis) for axis in plan.order or plan.mesh.names}
     return {axis: state for axis, state in placements.items() if state != Replicate()}
 

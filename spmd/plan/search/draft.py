@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import attrs
 import torch
@@ -77,9 +77,12 @@ class Draft:
     def specs(self) -> dict[Value, DTensorSpec]:
         """The spec of every value; where one was given, that one, since it knows the order of shards."""
         specs = dict(self.placed)
+        known: dict[Hashable, DTensorSpec] = {}  # most values lie like many others
         for operation in self.graph.operations:
             given = self.fixed.get(operation)
-            specs.update({value: given[1] if given else self.spec(value) for value in operation.tensors})
+            for value in operation.tensors:
+                key = (tuple(self.states.get(value, {}).items()), value.meta, self.logical[value])
+                specs[value] = given[1] if given else known.get(key) or known.setdefault(key, self.spec(value))
         return specs
 
 

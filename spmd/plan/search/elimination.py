@@ -79,7 +79,7 @@ def lower_bound(domains: Sequence[int], tables: Sequence[Table], max_cells: int 
 
 
 def _order(domains: Sequence[int], tables: Sequence[Table], max_cells: int) -> Order:
-    return elimination_order(domains, [table.variables for table in tables], max_cells)
+    return elimination_order(tuple(domains), tuple(table.variables for table in tables), max_cells)
 
 
 @attrs.frozen(eq=False)

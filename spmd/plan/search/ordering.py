@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import combinations
 
 import attrs
@@ -30,7 +31,8 @@ class Order:
     cells: int
 
 
-def elimination_order(domains: Sequence[int], scopes: Iterable[Sequence[int]], max_cells: int) -> Order:
+@lru_cache(maxsize=8)
+def elimination_order(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], max_cells: int) -> Order:
     """An order that builds no table of more than `max_cells` cells, if one is found.
 
     Args:

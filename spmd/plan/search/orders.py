@@ -33,8 +33,8 @@ def plan(request: Request) -> Plan:
         PlanError: no plan satisfies the specs, or none that was found fits in the memory limit.
         RuleError: a rule contradicts its operator.
     """
-    prepared = prepare(request)
     with undisturbed():
+        prepared = prepare(request)
         found = list(map(fit, _plans(prepared, {})))
         for price in PRICES:
             if any(map(fits, found)):
