@@ -17,7 +17,9 @@ from spmd.errors import (
     SpmdError,
     TraceError,
 )
+from spmd.interop import from_torch_dtensor, to_torch_dtensor
 from spmd.jit import jit
+from spmd.launch import launch
 from spmd.mesh import Mesh, make_mesh, use_mesh
 from spmd.placement import Partial, Replicate, Shard
 from spmd.plan import Machine
@@ -52,14 +54,17 @@ __all__ = [
     "constrain",
     "distribute",
     "from_process_data",
+    "from_torch_dtensor",
     "init",
     "jit",
+    "launch",
     "make_mesh",
     "optim",
     "process_count",
     "process_index",
     "reshard",
     "rules",
+    "to_torch_dtensor",
     "use_mesh",
 ]
 

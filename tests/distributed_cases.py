@@ -9,6 +9,10 @@ from typing import Any
 import optree
 import torch
 from test_redistribute import all_specs, split
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import placement_types as theirs_placements
 
 import gpt
 import layouts
@@ -17,9 +21,10 @@ from spmd.collectives.redistribute import redistribute_shards
 from spmd.distribute import distribute, from_process_data
 from spmd.dtensor import DTensor
 from spmd.errors import SpmdError
+from spmd.interop import from_torch_dtensor, to_torch_dtensor
 from spmd.jit import jit
-from spmd.mesh import Mesh, make_mesh
-from spmd.process import init, process_index
+from spmd.mesh import Mesh, Runtime, make_mesh
+from spmd.process import init, process_count, process_index
 from spmd.spec import DTensorSpec, P, TensorMeta
 from spmd.testing.executed import Executed, ExecutedCollectives
 
@@ -203,3 +208,40 @@ def donate() -> None:
         x = step(x)
         assert alive() is None
     assert torch.equal(values(4) + 2, x.full_tensor())
+
+
+def total_of_ranks(factor: float) -> float:
+    mesh = make_mesh({"x": process_count()})
+    assert mesh.runtime is Runtime.DISTRIBUTED
+    part = DTensor.from_local(torch.tensor([factor * process_index()]), mesh, P("x"))
+    return jit(lambda x: x.sum(), P("x"), P(), mesh=mesh)(part).item()
+
+
+def fail_on_rank_one() -> None:
+    mesh = make_mesh({"x": process_count()})
+    if process_index() == 1:
+        raise ValueError("what rank 1 could not do")
+    distribute(torch.ones(2), P("x"), mesh)
+
+
+def convert() -> list[str]:
+    """To torch's DTensor and back; the errors of what cannot be converted."""
+    mesh, whole = make_mesh({"x": 2, "y": 2}, runtime="distributed"), values(5, 3)
+    for spec in (P("x", "y"), P(("x", "y")), P(), P(None, "y", partial={"x": "sum"}), P(partial={"x": "max"})):
+        ours = distribute(whole, spec, mesh)
+        theirs = to_torch_dtensor(ours)
+        assert torch.equal(whole, theirs.full_tensor()), spec
+        again = from_torch_dtensor(theirs)
+        assert ours.spec == again.spec and again.to_local() is not None
+        assert again.to_local().data_ptr() == ours.to_local().data_ptr()
+    flat = init_device_mesh("cpu", (4,))
+    taken = from_torch_dtensor(distribute_tensor(whole, flat, [theirs_placements.Shard(0)]))
+    assert "P('dim_0') on Mesh(dim_0=4)" in repr(taken) and torch.equal(whole, taken.full_tensor())
+    average = TorchDTensor.from_local(whole, flat, [theirs_placements.Partial("avg")])
+    reversed_ranks = DeviceMesh("cpu", [3, 2, 1, 0])
+    return [
+        error_of(to_torch_dtensor, distribute(whole, P(("y", "x")), mesh)),
+        error_of(to_torch_dtensor, distribute(whole, P("x"), make_mesh({"x": 2}, runtime="virtual"))),
+        error_of(from_torch_dtensor, average),
+        error_of(from_torch_dtensor, TorchDTensor.from_local(whole, reversed_ranks, [theirs_placements.Replicate()])),
+    ]

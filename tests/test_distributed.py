@@ -103,3 +103,13 @@ def test_programs_do_what_virtual_ranks_do(workers, name):
 
 def test_donated_shards_are_freed(workers):
     workers.run(cases.donate, ranks=2)
+
+
+def test_torchs_dtensor_is_the_same_shards(workers):
+    order, virtual, average, ranks = workers.run(cases.convert, ranks=4)[0]
+    assert re.match(
+        r"ShardingError: torch has no placement for dim 0 .* value\.redistribute\(P\(\('x', 'y'\)\)\)", order
+    )
+    assert re.match(r"MeshError: torch's DTensor needs a distributed mesh \(got Mesh\(x=2\), which is virtual", virtual)
+    assert re.match(r"ShardingError: spmd has no placement Partial\(avg\)", average)
+    assert re.match(r"MeshError: .* all 4 ranks of the job in order \(got the ranks \[3, 2, 1, 0\]\)", ranks)
