@@ -25,9 +25,11 @@ SHOWN = 0.99
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal, and wide enough for the tables where there is none."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=FILE_WIDTH)
+    """A console as wide as the terminal, and wide enough for the tables where there is none; rank 0 speaks for all."""
+    console = Console(quiet=spmd.process_index() > 0)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console
 
 
 def size(count: float) -> str:

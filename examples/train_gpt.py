@@ -1,9 +1,10 @@
-"""Train a byte-level GPT on the Python standard library, on a mesh of ranks that live in this process.
+"""Train a byte-level GPT on the Python standard library, on ranks that live in this process or, by torchrun, in many.
 
 python examples/train_gpt.py
 python examples/train_gpt.py --mesh data=8 --strategy fsdp
 python examples/train_gpt.py --steps 20 --verify
 python examples/train_gpt.py --checkpoint run --resume
+torchrun --nproc-per-node 4 examples/train_gpt.py
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     console = report.make_console()
     strategy = STRATEGIES[options.strategy]
-    mesh = spmd.make_mesh(options.mesh or strategy.mesh, runtime="virtual")
+    axes = strategy.mesh_of(spmd.process_count()) if spmd.is_distributed() else strategy.mesh
+    mesh = spmd.make_mesh(options.mesh or axes)
     config = gpt.Config(
         vocab=256, width=options.width, layers=options.layers, heads=options.heads, context=options.context
     )
@@ -69,14 +71,14 @@ def main(arguments: list[str] | None = None) -> int:
     after = mean_loss(loss, state, held_out)
     console.print(f"held-out loss {before:.3f} → {after:.3f} nats a byte ({after / math.log(2):.2f} bits)")
     show_sample(console, state, config, options.seed)
-    return verify(console, training, batches, losses, options.seed) if options.verify else 0
+    return verify(console, training, batches, losses, options.seed) if options.verify and not console.quiet else 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strategy", choices=STRATEGIES, default="dp_tp", help="how the step is spread (dp_tp)")
-    parser.add_argument("--mesh", type=mesh_axes, help="such as data=2,model=4 (the strategy's own)")
+    parser.add_argument("--mesh", type=mesh_axes, help="such as data=2,model=4 (the strategy's own; all processes)")
     parser.add_argument("--steps", type=positive, default=700)
     parser.add_argument("--batch", type=positive, default=16, help="sequences a step (16)")
     parser.add_argument("--context", type=positive, default=64, help="bytes a sequence (64)")
@@ -171,6 +173,8 @@ def mean_loss(loss: Any, state: Any, batches: list[gpt.Batch]) -> float:
 def show_sample(console: Console, state: Any, config: gpt.Config, seed: int) -> None:
     """Print what the model writes after `def `, generated on one device from the gathered parameters."""
     params = optree.tree_map(lambda leaf: leaf.full_tensor(), state.params)
+    if console.quiet:
+        return
     prompt = b"def "
     tokens = gpt.generate(params, torch.tensor(list(prompt)), config, 240, seed)
     console.rule("a sample")

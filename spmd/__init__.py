@@ -23,7 +23,7 @@ from spmd.launch import launch
 from spmd.mesh import Mesh, make_mesh, use_mesh
 from spmd.placement import Partial, Replicate, Shard
 from spmd.plan import Machine
-from spmd.process import init, process_count, process_index
+from spmd.process import init, is_distributed, process_count, process_index
 from spmd.spec import DTensorSpec, P, TensorMeta
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ __all__ = [
     "from_process_data",
     "from_torch_dtensor",
     "init",
+    "is_distributed",
     "jit",
     "launch",
     "make_mesh",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spmd.errors import MeshError, SpmdError
-from spmd.process import is_launched
+from spmd.process import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -42,7 +42,7 @@ def launch(function: Callable[..., Any], nprocs: int, *args: Any) -> Any:
     """
     if not isinstance(nprocs, int) or nprocs < 1:
         raise MeshError(f"launch needs a positive number of processes (got {nprocs!r}).")
-    if is_launched():
+    if is_distributed():
         raise MeshError(
             "launch was called in a process of a distributed job. Call it in the process that starts the job."
         )

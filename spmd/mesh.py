@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from spmd.errors import MeshError
-from spmd.process import choose_device, init, is_launched, process_count, process_index
+from spmd.process import choose_device, init, is_distributed, process_count, process_index
 
 Coordinate = tuple[int, ...]
 """A rank's index along each mesh axis, in mesh order."""
@@ -178,7 +178,7 @@ def make_mesh(
     if not isinstance(axes, Mapping):
         raise MeshError(f"axes must map names to sizes, as make_mesh({{'data': 2, 'model': 4}}) (got {axes!r}).")
     if runtime == "auto":
-        runtime = "distributed" if is_launched() else "virtual"
+        runtime = "distributed" if is_distributed() else "virtual"
     if runtime not in tuple(choice.value for choice in Runtime):
         raise MeshError(f"runtime must be 'auto', 'virtual', 'distributed' or 'abstract' (got {runtime!r}).")
     mesh = Mesh(tuple(axes), tuple(axes.values()), Runtime(runtime), _parse_device(device or "cpu"))
@@ -191,7 +191,7 @@ def make_mesh(
 
 def _join(mesh: Mesh) -> Mesh:
     """A distributed mesh of which this process is one rank: torch.distributed is started, the device chosen."""
-    if is_launched() and mesh.size != process_count():
+    if is_distributed() and mesh.size != process_count():
         raise MeshError(
             f"{mesh} has {mesh.size} ranks, but the job has {process_count()} processes. Choose axes whose product is "
             f"{process_count()}, or start the script by `torchrun --nproc-per-node {mesh.size}`."

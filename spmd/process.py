@@ -14,7 +14,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and other launchers in its manner, set for each process."""
 
 
-def is_launched() -> bool:
+def is_distributed() -> bool:
     """Whether this process belongs to a distributed job: it started torch.distributed, or a launcher started it."""
     return dist.is_initialized() or all(name in os.environ for name in VARIABLES)
 
@@ -61,14 +61,14 @@ def process_count() -> int:
     """The number of processes of the job; 1 outside of one. JAX's `jax.process_count`."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+    return int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
 
 
 def process_index() -> int:
     """The rank of this process; 0 outside of a distributed job. JAX's `jax.process_index`."""
     if dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ["RANK"]) if is_launched() else 0
+    return int(os.environ["RANK"]) if is_distributed() else 0
 
 
 def choose_device(device: torch.device) -> torch.device:

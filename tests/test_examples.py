@@ -1,5 +1,8 @@
 import argparse
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import attrs
@@ -21,6 +24,7 @@ import training
 from spmd import P
 from spmd.optim import adamw
 
+ROOT = Path(__file__).parents[1]
 SMALL = gpt.Config(vocab=16, width=8, heads=2, layers=2, context=6)
 BENCHMARK = {"dp": 6.51, "fsdp": 9.77, "tp": 16.54, "dp_tp": 8.05, "fsdp_tp": 8.53, "sp": 16.58}
 
@@ -301,3 +305,13 @@ def test_train_gpt_runs_and_verifies(arguments, tmp_path, capsys):
         "within 1e-05",
     ):
         assert part in printed
+
+
+def test_train_gpt_runs_under_torchrun(tmp_path):
+    sizes = ["--steps", "6", "--batch", "4", "--context", "16", "--width", "32", "--heads", "4", "--layers", "1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "examples" / "train_gpt.py"), *sizes, "--verify"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([*torchrun, *script], capture_output=True, text=True, env=environment, timeout=300)
+    assert 0 == run.returncode, run.stderr
+    assert 1 == run.stdout.count("step 6 of 6") == run.stdout.count("within 1e-05"), run.stdout

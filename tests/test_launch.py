@@ -21,7 +21,7 @@ def test_the_first_traceback_is_the_error():
         launch(cases.fail_on_rank_one, 2)
 
 
-def test_a_function_of_a_notebook_is_launched():
+def test_a_function_of_a_notebook_is_distributed():
     code = "import spmd\ndef f(x):\n    return spmd.process_count() * x\nprint(spmd.launch(f, 2, 21))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
