@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
+import optree
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import gpt
 import spmd
@@ -52,6 +55,40 @@ def megatron_loss(params: gpt.Params, batch: gpt.Batch, config: gpt.Config) -> T
     return F.cross_entropy(logits.view(-1, config.vocab), targets.reshape(-1))
 
 
+class OwnBatch(TorchFunctionMode):
+    """Pins what linear layers and embeddings take and give, with its gradient, to each rank's part of the batch."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in (F.linear, F.embedding):
+            return function(*args, **(kwargs or {}))
+        rows, weight, *rest = args
+        return self.own(function(self.own(rows), weight, *rest, **(kwargs or {})))
+
+    def own(self, x: Tensor) -> Tensor:
+        return spmd.constrain(x, P("data"))
+
+
+def own_loss(params: gpt.Params, batch: gpt.Batch, config: gpt.Config) -> Tensor:
+    """The loss where every rank computes on its part of the batch alone."""
+    with OwnBatch():
+        return gpt.loss(params, batch, config)
+
+
+def gathered_loss(params: gpt.Params, batch: gpt.Batch, config: gpt.Config) -> Tensor:
+    """The same of parameters that every rank has whole."""
+    return own_loss(optree.tree_map(lambda weight: spmd.reshard(weight, P()), params), batch, config)
+
+
+def pending(gradients: gpt.Params) -> gpt.Params:
+    """Gradients that every rank has of its own part of the batch, still to be summed."""
+    return optree.tree_map(lambda gradient: spmd.constrain(gradient, P(partial={"data": "sum"})), gradients)
+
+
+def summed(gradients: gpt.Params) -> gpt.Params:
+    """The same, then summed on every rank."""
+    return optree.tree_map(lambda gradient: spmd.constrain(gradient, P()), pending(gradients))
+
+
 def parameter_bytes(config: gpt.Config) -> Iterator[float]:
     """Bytes of every parameter but the positions."""
     width = config.width * FLOAT
@@ -65,17 +102,20 @@ def parameter_bytes(config: gpt.Config) -> Iterator[float]:
 
 
 def data_parallel(config: gpt.Config) -> Sent:
-    """One all-reduce a parameter, and two for the mean loss.
+    """One all-reduce a parameter, and two for the mean loss."""
+    sizes = [*parameter_bytes(config), config.context * config.width * FLOAT]
+    return Counter(("all_reduce", 2 * scatter(RANKS) * size) for size in sizes) + mean_loss()
 
-    That of the positions is in two halves, a reduce-scatter and an all-gather, with what pads its gradient between.
+
+def free_data_parallel(config: gpt.Config) -> Sent:
+    """Data parallelism at its cheapest.
+
+    The all-reduce of the positions is in two halves, a reduce-scatter and an all-gather, with what pads its gradient
+    between.
     """
-    positions = scatter(RANKS) * config.context * config.width * FLOAT
-    halves = {("reduce_scatter", positions): 1, ("all_gather", positions): 1}
-    return (
-        Counter(("all_reduce", 2 * scatter(RANKS) * size) for size in parameter_bytes(config))
-        + Counter(halves)
-        + mean_loss()
-    )
+    half = scatter(RANKS) * config.context * config.width * FLOAT
+    halves = Counter({("reduce_scatter", half): 1, ("all_gather", half): 1})
+    return data_parallel(config) - Counter({("all_reduce", 2 * half): 1}) + halves
 
 
 def fully_sharded(config: gpt.Config) -> Sent:
@@ -137,7 +177,7 @@ TOKENS = 4 * 256
 SCHEDULES = {
     "dp": Schedule(
         lambda layers: GptStep(config(layers), "dp", batch=256),
-        lambda layers: data_parallel(config(layers)),
+        lambda layers: free_data_parallel(config(layers)),
     ),
     "fsdp": Schedule(
         lambda layers: GptStep(config(layers), "fsdp", batch=256),
@@ -152,10 +192,23 @@ SCHEDULES = {
         lambda layers: sequence_parallel(config(layers), batch=4),
         smallest=scatter(RANKS) * TOKENS * WIDTH * FLOAT,
     ),
+    "dp, pinned": Schedule(
+        lambda layers: GptStep(config(layers), "dp", batch=32, loss=own_loss, gradients=summed),
+        lambda layers: data_parallel(config(layers)),
+    ),
+    "fsdp, pinned": Schedule(
+        lambda layers: GptStep(config(layers), "fsdp", batch=32, loss=gathered_loss, gradients=pending),
+        lambda layers: fully_sharded(config(layers)),
+    ),
+    "zero1, pinned": Schedule(
+        lambda layers: GptStep(config(layers), "dp", batch=32, moments="fsdp", loss=own_loss, gradients=pending),
+        lambda layers: fully_sharded(config(layers)),
+    ),
     "tp, pinned": Schedule(
         lambda layers: GptStep(config(layers, vocab=32_768), "tp", batch=4, loss=megatron_loss),
         lambda layers: megatron(config(layers, vocab=32_768), batch=4),
         smallest=2 * scatter(RANKS) * TOKENS * FLOAT,
     ),
 }
-"""By name; the last is asked for by pins and `keep_sharded`, the others are the optimum."""
+"""By name; those that are pinned are asked for, by `constrain`, `reshard` and `keep_sharded`, with 1,024 tokens a
+rank (tensor parallelism: in all); the others are the optimum."""

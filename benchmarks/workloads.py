@@ -29,6 +29,7 @@ class GptStep:
         mesh: sizes of mesh axes; those that show the strategy best by default.
         moments: the strategy by which the optimizer's state lies, if it is another.
         loss: in place of `gpt.loss`, as `loss(params, batch, config)`.
+        gradients: what is done with the gradients before the optimizer has them.
     """
 
     config: gpt.Config
@@ -37,6 +38,7 @@ class GptStep:
     mesh: dict[str, int] | None = None
     moments: str | None = None
     loss: Callable[[gpt.Params, gpt.Batch, gpt.Config], Tensor] | None = None
+    gradients: Callable[[gpt.Params], gpt.Params] | None = None
 
     def training(self, strategy: str | None = None) -> training.Training:
         """The step on its mesh."""
@@ -51,15 +53,19 @@ class GptStep:
             specs = training.State(own.state_spec.params, self.training(self.moments).state_spec.optimizer)
         function = training.make_step(own.config, own.optimizer, layouts.residual(own.strategy, own.mesh))
         if self.loss is not None:
-            function = self._step_of(self.loss)
+            function = self._step_of(self.loss, self.gradients or (lambda grads: grads))
         return spmd.jit(function, (specs, layouts.batch_spec(own.mesh)), (specs, P()), mesh=own.mesh, **options)
 
-    def _step_of(self, loss: Callable[[gpt.Params, gpt.Batch, gpt.Config], Tensor]) -> training.Step:
+    def _step_of(
+        self,
+        loss: Callable[[gpt.Params, gpt.Batch, gpt.Config], Tensor],
+        gradients: Callable[[gpt.Params], gpt.Params],
+    ) -> training.Step:
         optimizer = self.training().optimizer
 
         def train_step(state: training.State, batch: gpt.Batch) -> tuple[training.State, Tensor]:
             grads, value = torch.func.grad_and_value(loss)(state.params, batch, self.config)
-            return training.State(*optimizer.update(state.params, state.optimizer, grads)), value
+            return training.State(*optimizer.update(state.params, state.optimizer, gradients(grads))), value
 
         return train_step
 

@@ -47,6 +47,13 @@ def test_textbook_schedules_are_found_where_they_are_the_cheapest(name: str, lay
 
 
 @pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", ["dp, pinned", "fsdp, pinned", "zero1, pinned"])
+def test_data_parallel_schedules_are_had_by_asking(name: str, layers: int) -> None:
+    schedule = SCHEDULES[name]
+    assert schedule.sent(layers) == schedule.found(schedule.step(layers).plan())
+
+
+@pytest.mark.parametrize("layers", [1, 2])
 def test_megatron_is_had_by_asking(layers: int) -> None:
     schedule = SCHEDULES["tp, pinned"]
     plan = schedule.step(layers).plan(keep_sharded={"0.params": "model"})
