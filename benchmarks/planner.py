@@ -168,7 +168,7 @@ def literal(quick: bool) -> Finding:
 
 @attrs.frozen
 class Stages:
-    """Process seconds of the stages of one step, and the operators of its plan."""
+    """Process seconds of the stages of one step, and the operators of its canonical program, which are planned."""
 
     trace: float
     plan: float
@@ -189,12 +189,12 @@ class Stages:
 
 
 def stages(step: GptStep) -> Stages:
-    """Trace, plan and lower a step that was not seen before; `trace` canonicalizes too."""
+    """Trace, plan and lower a step that was not seen before; `plan` canonicalizes too."""
     jitted, arguments = step.jitted(), step.arguments()
     times = [time.process_time()]
-    operators = len(jitted.trace(*arguments).graph.operations)
+    jitted.trace(*arguments)
     times.append(time.process_time())
-    jitted.plan(*arguments)
+    operators = len(jitted.plan(*arguments).request.graph.operations)
     times.append(time.process_time())
     _ = jitted.lower(*arguments).collectives
     times.append(time.process_time())

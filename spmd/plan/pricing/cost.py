@@ -81,14 +81,16 @@ class LocalCost:
         preview = preview or {}
         values = (*draft.graph.inputs, *(value for value, _ in draft.graph.constants))
         values += tuple(value for operation in draft.graph.operations for value in operation.tensors)
-        states = {value: {**draft.states.get(value, {}), **preview.get(value, {})} for value in values}
+        states: Mapping[Value, States] = draft.states
+        if preview:
+            states = {value: {**draft.states.get(value, {}), **preview.get(value, {})} for value in values}
         work = {operation: flops(operation) for operation in draft.graph.operations}
         return cls(
             machine,
             draft,
             fused_values(draft.graph),
             states,
-            {value: draft.sizes_at(value, found) for value, found in states.items()},
+            {value: draft.sizes_at(value, states.get(value, {})) for value in values},
             {
                 operation: amount * _share(draft, operation, preview) if amount else 0.0
                 for operation, amount in work.items()
@@ -99,7 +101,7 @@ class LocalCost:
         """What tells apart operations that take different times with the same strategies."""
         values = (*operation.operands, *operation.tensors)
         if operation.op is REDISTRIBUTE and operation not in self.draft.fixed:
-            states = tuple(tuple(self.states[value].items()) for value in values)
+            states = tuple(tuple(self.states.get(value, {}).items()) for value in values)
             return self.draft.logical[values[0]], values[0].meta.dtype, states
         if self._is_free(operation):
             return None
@@ -141,9 +143,9 @@ class LocalCost:
         (operand,), (result,), mesh = operation.operands, operation.tensors, self.draft.mesh
         seconds = 0.0
         for moved in self.draft.planned:
-            before, after = (self.states[value].get(moved, Replicate()) for value in (operand, result))
+            before, after = (self.states.get(value, {}).get(moved, Replicate()) for value in (operand, result))
             if before != after:
-                others = {a: state for a, state in self.states[operand].items() if a not in (moved, axis)}
+                others = {a: state for a, state in self.states.get(operand, {}).items() if a not in (moved, axis)}
                 sizes = shrink(self.draft.sizes_at(operand, others), strategy.operands[0], mesh.axis_size(axis))
                 cost = MoveCost(self.machine, moved, mesh.axis_size(moved), sizes, operand.meta.dtype.itemsize)
                 seconds += cost.seconds(before, after)

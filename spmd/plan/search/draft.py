@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping
+from functools import lru_cache
 
 import attrs
 import torch
@@ -86,9 +88,10 @@ class Draft:
         return specs
 
 
+@lru_cache(maxsize=4096)
 def flat_shape(logical: LogicalShape) -> tuple[int, ...]:
     """The logical shape as one tuple of atoms."""
-    return tuple(size for atoms in logical for size in atoms)
+    return tuple(itertools.chain.from_iterable(logical))
 
 
 def logical_meta(meta: TensorMeta, logical: LogicalShape) -> TensorMeta:

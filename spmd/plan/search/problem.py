@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from spmd.graph import Operation, Value
-from spmd.placement import Placement
+from spmd.placement import Placement, Replicate
 from spmd.plan.pricing.cost import LocalCost, MoveCost
 from spmd.plan.pricing.machine import Machine
 from spmd.plan.search.candidates import all_candidates
@@ -164,7 +164,7 @@ class AxisProblem:
             return plan_moves(source, hubs[choices[variable]], self.move_cost(value))[0]
         (use,) = self.uses[value]
         (wanted,) = use.wanted(strategies[use.operation])
-        return () if Hub(frozenset([source])).offers(wanted) else ((source, wanted),)
+        return () if source in (wanted, Replicate()) else ((source, wanted),)
 
     def move_cost(self, value: Value) -> MoveCost:
         """Times of moving a value along the axis."""
