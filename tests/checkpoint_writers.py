@@ -4,8 +4,10 @@ import itertools
 import os
 import signal
 import sys
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 import spmd
 from spmd import P
@@ -41,3 +43,36 @@ def save_until(folder, number, count):
 
     sys.addaudithook(watch)
     spmd.checkpoint.save(value, folder)
+
+
+def save_forever_together(rank, store, folder, first, done):
+    """`save_forever` as one of two ranks, for a hundred saves; one whose peer is killed sends its error."""
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    mesh = spmd.make_mesh({"data": 2}, runtime="distributed")
+    trees = [tree(first + number, mesh) for number in range(100)]
+    try:
+        for value in trees:
+            spmd.checkpoint.save(value, folder)
+            if rank == 0:
+                done.send(value["step"])
+    except spmd.CheckpointError as error:
+        done.send(str(error))
+
+
+def sent(done):
+    """All that a writer, dead by now, has sent."""
+    while True:
+        try:
+            yield done.recv()
+        except EOFError:
+            return
+
+
+def assert_one_number(folder, mesh, among):
+    """The number of the one save that a folder holds, which must be among some."""
+    loaded = spmd.checkpoint.load(folder, tree(0, mesh))
+    number = loaded["step"]
+    assert number in among
+    for leaf in loaded["params"].values():
+        assert torch.full((64, 33), float(number)).equal(leaf.full_tensor())
+    return number

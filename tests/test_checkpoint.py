@@ -419,17 +419,6 @@ def processes():
     return context
 
 
-def assert_one_number(folder, among):
-    """The number of the one save that a folder holds, which must be among some."""
-    tree = checkpoint_writers.tree(0, HALVES)
-    loaded = load(folder, tree)
-    number = loaded["step"]
-    assert number in among
-    for leaf in loaded["params"].values():
-        assert torch.full((64, 33), float(number)).equal(leaf.full_tensor())
-    return number
-
-
 def test_killed_before_any_of_its_steps_a_save_leaves_one_whole(folder, processes):
     save(checkpoint_writers.tree(0, HALVES), folder)
     last, kept = 0, []
@@ -437,7 +426,7 @@ def test_killed_before_any_of_its_steps_a_save_leaves_one_whole(folder, processe
         process = processes.Process(target=checkpoint_writers.save_until, args=(str(folder), count + 1, count))
         process.start()
         process.join()
-        last = assert_one_number(folder, {last, count + 1})
+        last = checkpoint_writers.assert_one_number(folder, HALVES, {last, count + 1})
         kept.append(last == count + 1)
         if process.exitcode == 0:
             break
@@ -460,9 +449,5 @@ def test_killed_at_random_moments_a_save_leaves_one_whole(folder, processes):
         time.sleep(moments.uniform(0, 0.05))
         process.kill()
         process.join()
-        while True:
-            try:
-                number = done.recv()
-            except EOFError:
-                break
-        number = assert_one_number(folder, {number, number + 1})
+        number = [number, *checkpoint_writers.sent(done)][-1]
+        number = checkpoint_writers.assert_one_number(folder, HALVES, {number, number + 1})

@@ -62,6 +62,7 @@ class Writer(FileSystemWriter):
         super().__init__(folder / data)
         self._folder = folder
         self._data = data
+        self._is_in_place = False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this process's files; every chunk gets a checksum, which plain readers ignore."""
@@ -78,6 +79,7 @@ class Writer(FileSystemWriter):
         """Make this save the checkpoint, then remove earlier ones."""
         super().finish(metadata, results)
         _sync(self._folder / self._data)
+        self._is_in_place = True
         os.replace(self._folder / self._data / METADATA, self._folder / METADATA)
         _sync(self._folder)
         _sync(self._folder.absolute().parent)
@@ -86,8 +88,9 @@ class Writer(FileSystemWriter):
                 shutil.rmtree(path, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what a failed save has written."""
-        shutil.rmtree(self._folder / self._data, ignore_errors=True)
+        """Remove what a failed save has written; not of one that failed afterwards, as when another process is gone."""
+        if not self._is_in_place:
+            shutil.rmtree(self._folder / self._data, ignore_errors=True)
 
 
 class Reader(FileSystemReader):

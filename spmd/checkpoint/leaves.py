@@ -8,9 +8,9 @@ from typing import Any
 import optree
 import torch
 
+from spmd.collectives.agreement import describe
 from spmd.dtensor import DTensor
 from spmd.errors import CheckpointError
-from spmd.spec import TensorMeta
 from spmd.tree import NAMESPACE
 
 PLAIN = (bool, int, float, complex, str, bytes)
@@ -46,8 +46,8 @@ def _part(entry: optree.PyTreeEntry) -> str:
     return str(entry.entry) if isinstance(entry, optree.MappingEntry) else entry.codify("").strip(".[]")
 
 
-def describe(leaf: Any) -> str:
-    """A leaf in a message: the meta and spec of a tensor, or the Python value."""
+def describe_leaf(leaf: Any) -> str:
+    """A leaf, as ranks compare it: the spec of a DTensor, a plain tensor with a digest, or the Python value."""
     if isinstance(leaf, DTensor):
         return f"{leaf.spec} on {leaf.mesh}"
-    return str(TensorMeta.of(leaf)) if isinstance(leaf, torch.Tensor) else repr(leaf)
+    return describe(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)

@@ -61,9 +61,8 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -
 
     reader, targets = processes.together(prepare)
     saved = reader.metadata.storage_meta
-    processes.agree(
-        [str(folder), f"the save {saved.save_id if saved else ''}", *map(str, targets)], f"what they load from {folder}"
-    )
+    claims = {f"leaf {target.name}": str(target) for target in targets}
+    processes.agree(lambda: {"the path": str(folder), "the save": str(saved.save_id if saved else None), **claims})
     ignore_notice()
     values = {target.name: target.empty() for target in targets}
     with processes.errors_of(f"Loading from {folder}"):
@@ -118,7 +117,7 @@ class _Target:
         return wrap(self.spec, tuple(torch.empty(shape, dtype=self.meta.dtype, device=mesh.device) for shape in shapes))
 
     def __str__(self) -> str:
-        return f"{self.name} {self.meta}" if self.spec is None else f"{self.name} {self.spec} on {self.spec.mesh}"
+        return _text(self.meta) if self.spec is None else f"{self.spec} on {self.spec.mesh}"
 
 
 def _targets(metadata: Metadata, wanted: dict[str, Any], mesh: Mesh | None, folder: Path) -> list[_Target]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import TypeVar
 
 import attrs
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from spmd.errors import CheckpointError, DivergenceError, MeshError, SpmdError
+from spmd.collectives.agreement import check_agreement, gather
+from spmd.errors import CheckpointError, MeshError, SpmdError
 from spmd.mesh import Mesh, Runtime
+from spmd.process import process_index
 
 T = TypeVar("T")
 
@@ -30,22 +32,16 @@ class Processes:
     group: dist.ProcessGroup | None
 
     @property
-    def rank(self) -> int:
-        """The number of this process among them."""
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    @property
     def is_first(self) -> bool:
         """Whether this is the process that writes what is written once."""
-        return self.rank == 0
+        return self.group is None or process_index() == 0
 
     def gather(self, value: T) -> list[T]:
-        """The value of every process, in their order, on every process."""
+        """The value of every process, in their order, on every process; CheckpointError if one is gone."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        with self.errors_of("A checkpoint"):
+            return gather(value)
 
     def together(self, step: Callable[[], T]) -> T:
         """What a step of this process returns. If it fails in any process, it fails in all.
@@ -66,33 +62,22 @@ class Processes:
                 raise CheckpointError(f"Rank {rank} of {len(errors)} failed: {text}")
         return result  # type: ignore[return-value]
 
-    def agree(self, lines: Sequence[str], what: str) -> None:
-        """Check that all processes say the same; `what` they say it about stands in the message.
+    def agree(self, claims: Callable[[], Mapping[str, str]]) -> None:
+        """Check that all processes say the same of the same things, if there are several.
 
         Raises:
-            DivergenceError: one of them does not; the message has the first line that differs.
+            DivergenceError: one of them does not; the message has the first difference.
         """
-        digests = self.gather(hashlib.sha256("\n".join(lines).encode()).digest())
-        rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-        if rank is None:
-            return
-        everything = self.gather(tuple(lines))
-        first, other = everything[0], everything[rank]
-        here, there = next(
-            ((mine, theirs) for mine, theirs in zip(first, other, strict=False) if mine != theirs),
-            (f"{len(first)} leaves", f"{len(other)} leaves"),
-        )
-        raise DivergenceError(
-            f"Ranks 0 and {rank} differ in {what}: rank 0 has {here}, rank {rank} has {there}. Every rank must make "
-            "the same call, with the same path and the same tree."
-        )
+        if self.group is not None:
+            with self.errors_of("A checkpoint"):
+                check_agreement(claims(), "Every rank must make the same call, with the same path and the same tree.")
 
     @contextmanager
     def errors_of(self, what: str) -> Iterator[None]:
-        """Turn DCP's error, which it raises in all processes, into a CheckpointError that says which of them failed.
+        """Turn the errors of collectives, and DCP's, which it raises in all processes, into one that says who failed.
 
         Raises:
-            CheckpointError: what DCP calls a CheckpointException, which is no Exception.
+            CheckpointError: for a RuntimeError, or what DCP calls a CheckpointException, which is no Exception.
         """
         try:
             yield
@@ -101,11 +86,11 @@ class Processes:
             for _, (error, _) in failures:
                 if not isinstance(error, Exception):  # an interrupt from the keyboard
                     raise error from None
-            where = "" if self.group is None else ", on rank "
-            reasons = "; ".join(
-                f"{where}{rank}: {_text(error)}" if where else _text(error) for rank, (error, _) in failures
-            )
-            raise CheckpointError(f"{what} failed{'' if where else ': '}{reasons}") from failures[0][1][0]
+            prefix = "" if self.group is None else "rank {}: "
+            reasons = "; ".join(f"{prefix.format(rank)}{_text(error)}" for rank, (error, _) in failures)
+            raise CheckpointError(f"{what} failed: {reasons}") from failures[0][1][0]
+        except RuntimeError as error:  # from a collective
+            raise CheckpointError(f"{what} failed: another rank is gone or hangs ({error})") from error
 
 
 def _text(error: BaseException) -> str:
@@ -128,4 +113,9 @@ def processes_of(meshes: Iterable[Mesh]) -> Processes:
 
 @functools.lru_cache(maxsize=1)  # of the present job; another one, started in the same process, gets another group
 def _group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=_timeout(world))
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group waits for a rank, as its first backend has it; None is torch's default."""
+    return getattr(group._get_backend(group._device_types[0]).options, "_timeout", None)

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from spmd.checkpoint.folder import Writer, new_data_name
-from spmd.checkpoint.leaves import PLAIN, describe, named_leaves
+from spmd.checkpoint.leaves import PLAIN, describe_leaf, named_leaves
 from spmd.checkpoint.processes import Processes, processes_of
 from spmd.chunks import check_final, offsets, owned
 from spmd.dtensor import DTensor, wrap
@@ -193,7 +193,9 @@ def _prepare(tree: Any, path: str | os.PathLike[str]) -> _Save:
     processes.together(wait_for_last)
     folder = Path(path)
     leaves = processes.together(lambda: _checked_leaves(tree, folder))
-    processes.agree([str(folder), *(f"{name} {describe(leaf)}" for name, leaf in leaves.items())], "what they save")
+    processes.agree(
+        lambda: {"the path": str(folder), **{f"leaf {name}": describe_leaf(leaf) for name, leaf in leaves.items()}}
+    )
     if not processes.is_first:
         leaves = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, DTensor)}
     return _Save(leaves, folder, processes.gather(new_data_name())[0], processes)

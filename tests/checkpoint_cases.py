@@ -1,0 +1,104 @@
+"""What the ranks of the tests of distributed checkpoints run: functions that workers import."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from distributed_cases import error_of, on, values
+
+import spmd
+from spmd import DTensorSpec, P
+from spmd.checkpoint import load, save, save_async
+from spmd.checkpoint.folder import Writer
+from spmd.process import process_index
+
+
+def write(folder: str, specs: list[DTensorSpec], values: list[torch.Tensor], runtime: str) -> None:
+    """Save a list of tensors that lie by specs, on a mesh of the given runtime."""
+    mesh = spmd.make_mesh(specs[0].mesh.axes, runtime=runtime)
+    save(spmd.distribute(values, [spec.pspec for spec in specs], mesh), folder)
+
+
+def read(folder: str, specs: list[DTensorSpec], runtime: str) -> list[tuple[torch.Tensor, ...]]:
+    """The shards, in this process, of a list of tensors that is loaded by specs on a mesh of the given runtime."""
+    mesh = spmd.make_mesh(specs[0].mesh.axes, runtime=runtime)
+    return [tensor.shards for tensor in load(folder, [on(mesh, spec) for spec in specs])]
+
+
+def plain_leaves(folder: str) -> list[str]:
+    """The files of a tree that every rank has whole: rank 0 writes it."""
+    tree = {"w": torch.ones(3), "step": 5, "name": "run"}
+    save(tree, folder)
+    loaded = load(folder, tree)
+    assert torch.ones(3).equal(loaded["w"]) and (5, "run") == (loaded["step"], loaded["name"])
+    sizes = {path.name: path.stat().st_size for path in Path(folder).glob("data-*/*.distcp")}
+    return sorted(name for name, size in sizes.items() if size)
+
+
+def compute_while_saving(folder: str, mesh_axes: dict[str, int]) -> None:
+    """Save in the background while the collectives of training go on."""
+    mesh = spmd.make_mesh(mesh_axes, runtime="distributed")
+    spec = P(mesh.names)
+    step = spmd.jit(lambda x: x - x.mean(), (spec,), spec, mesh=mesh, donate_argnums=0)
+    x = spmd.distribute(values(64, 100), spec, mesh)
+    for number in range(5):
+        kept = x.full_tensor()
+        saving = save_async({"x": x, "number": number}, folder)
+        for _ in range(5):
+            x = step(x)
+        saving.wait()
+        loaded = load(folder, {"x": P(None, mesh.names), "number": 0}, mesh=mesh)
+        assert number == loaded["number"] and kept.equal(loaded["x"].full_tensor())
+
+
+def errors(folder: str) -> dict[str, str]:
+    """The messages of what is refused on all ranks, and what can be loaded afterwards."""
+    rank = process_index()
+    mesh = spmd.make_mesh({"x": 4}, runtime="distributed")
+    virtual = spmd.make_mesh({"x": 4}, runtime="virtual")
+    w = spmd.distribute(values(6), P("x"), mesh)
+    save({"w": w, "step": 1}, folder)
+    here = f"{folder}-{rank}" if rank == 2 else folder
+    found = {
+        "shape": error_of(save, {"w": spmd.distribute(values(6), P() if rank == 1 else P("x"), mesh)}, folder),
+        "number": error_of(save, {"w": w, "step": rank // 3}, folder),
+        "plain": error_of(save, {"w": torch.full((2,), float(rank == 3))}, folder),
+        "leaves": error_of(save, {"w": w, **({"extra": 1} if rank == 1 else {})}, folder),
+        "path": error_of(save, {"w": w}, here),
+        "one leaf": error_of(save, {"w": w, "step": print if rank == 3 else 1}, folder),
+        "runtimes": error_of(save, {"w": w, "v": spmd.distribute(values(6), P("x"), virtual)}, folder),
+        "partial": error_of(save, {"w": spmd.distribute(values(6), P(partial={"x": "sum"}), mesh)}, folder),
+        "missing": error_of(load, folder, {"v": w}),
+        "no checkpoint": error_of(load, here, {"w": w}),
+        "like": error_of(load, folder, {"w": P() if rank == 1 else P("x")}, mesh=mesh),
+        "disk": error_of(on_full_disk, save, {"w": w, "step": 2}, folder),
+        "background": error_of(on_full_disk, lambda: (save_async({"w": w, "step": 2}, folder), save({}, folder))),
+    }
+    assert 1 == load(folder, {"step": 0})["step"]
+    assert 1 == len(list(Path(folder).glob("data-*")))
+    return found
+
+
+def on_full_disk(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function while rank 2 cannot write."""
+    write = Writer.write_data
+
+    def fail(*_: Any) -> Any:
+        raise OSError("no space left on device")
+
+    if process_index() == 2:
+        Writer.write_data = fail  # type: ignore[method-assign]
+    try:
+        return function(*args)
+    finally:
+        Writer.write_data = write  # type: ignore[method-assign]
+
+
+def own_folder() -> str:
+    """The error of a mistake that is easily made: a folder for every rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        return error_of(save, {"step": 1}, folder)
