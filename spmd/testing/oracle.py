@@ -16,8 +16,16 @@ from spmd.plan.search import problem
 from spmd.plan.search.elimination import MAX_CELLS, Solution, minimize
 from spmd.plan.search.table import Table
 
+
+class InfeasibleError(PlanError):
+    """No assignment has a finite cost."""
+
+
 MICROSECONDS = 1e6
 """Seconds are too small for the solver's tolerances."""
+
+_INFEASIBLE = 2
+"""The status of `scipy.optimize.milp` that says so."""
 
 
 @attrs.frozen(eq=False)
@@ -30,7 +38,7 @@ class Search:
 
     def optimum(self) -> float:
         """The least cost by HiGHS."""
-        return solve_by_highs(self.domains, self.tables)
+        return solve_by_highs(self.domains, self.tables).cost
 
 
 @contextlib.contextmanager
@@ -47,8 +55,8 @@ def recorded_searches() -> Iterator[list[Search]]:
         yield found
 
 
-def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> float:
-    """The least cost of an assignment: a binary for every choice, and a number for every finite cell of a table.
+def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
+    """The assignment of least cost: a binary for every choice, and a number for every finite cell of a table.
 
     The numbers of a table are the marginal distribution of its variables: those with a choice in them add up to the
     choice's binary (Koller and Friedman, "Probabilistic Graphical Models", 2009, 13.5).
@@ -58,7 +66,8 @@ def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> float:
         tables: as for `spmd.plan.search.elimination.minimize`.
 
     Raises:
-        PlanError: no assignment has a finite cost, or HiGHS gives up.
+        InfeasibleError: no assignment has a finite cost.
+        PlanError: HiGHS gives up.
     """
     offsets = np.concatenate([[0], np.cumsum(domains)])
     program = _Program(int(offsets[-1]))
@@ -79,7 +88,9 @@ def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> float:
                 program.constrain(
                     np.append(with_it, offsets[variable] + choice), np.append(np.ones(len(with_it)), -1.0), 0.0
                 )
-    return program.solve() / MICROSECONDS
+    cost, numbers = program.solve()
+    chosen = np.split(numbers[: offsets[-1]], offsets[1:-1])
+    return Solution(tuple(int(choice.argmax()) for choice in chosen), cost / MICROSECONDS)
 
 
 class _Program:
@@ -102,8 +113,8 @@ class _Program:
         """Let the sum of `factors` times `columns` be `total`."""
         self.rows.append((columns, factors, total))
 
-    def solve(self) -> float:
-        """The least cost."""
+    def solve(self) -> tuple[float, np.ndarray]:
+        """The least cost, and the binaries and numbers that have it."""
         starts = np.cumsum([0, *(len(columns) for columns, _, _ in self.rows)])
         matrix = csr_array(
             (
@@ -123,5 +134,6 @@ class _Program:
             options={"mip_rel_gap": 1e-9},
         )
         if not found.success:
-            raise PlanError(f"HiGHS found no optimum: {found.message}")
-        return float(found.fun)
+            error = InfeasibleError if found.status == _INFEASIBLE else PlanError
+            raise error(f"HiGHS found no optimum: {found.message}")
+        return float(found.fun), found.x

@@ -1,0 +1,86 @@
+"""What an operation may do on all mesh axes together, and what that takes: as the planner says, an axis at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from spmd.graph import Graph, Operation, Value, map_leaves
+from spmd.placement import Placement, Replicate
+from spmd.plan.pricing.account import sends
+from spmd.plan.pricing.cost import LocalCost
+from spmd.plan.pricing.machine import Machine
+from spmd.plan.search.candidates import all_candidates, candidates, rootless_values
+from spmd.plan.search.draft import Draft
+from spmd.rules.strategy import Strategy
+
+Choice = tuple[Strategy, ...]
+"""The strategy of an operation on each mesh axis, major first."""
+
+
+def all_choices(draft: Draft, order: Sequence[str]) -> dict[Operation, tuple[Choice, ...]]:
+    """The choices of every operation of a draft: on each axis of `order`, what can follow those before."""
+    single = [all_candidates(draft, axis) for axis in order]
+    rootless = rootless_values(draft.graph)
+    found = {}
+    for operation in draft.graph.operations:
+        whole = all(value in rootless for value in operation.tensors)
+        choices: list[Choice] = [()]
+        for axis, allowed in zip(order, single, strict=True):
+            choices = [
+                (*before, strategy)
+                for before in choices
+                for strategy in candidates(*_alone(draft, operation, order, before), axis, whole)
+                if strategy in allowed[operation]
+            ]
+        found[operation] = tuple(choices)
+    return found
+
+
+def choice_seconds(
+    machine: Machine, draft: Draft, operation: Operation, order: Sequence[str], choice: Choice, fused: frozenset[Value]
+) -> float:
+    """Seconds of an operation, as the account of a plan counts them: its own, and those of its collectives.
+
+    Args:
+        machine: the machine.
+        draft: the program.
+        operation: one of its operations.
+        order: the mesh axes, major first.
+        choice: what the operation does on each.
+        fused: the values of the program without memory traffic.
+    """
+    single, alone = _alone(draft, operation, order, choice)
+    values = (*alone.operands, *alone.tensors)
+    pairs = zip((*operation.operands, *operation.tensors), values, strict=True)
+    cost = attrs.evolve(LocalCost.of(machine, single), fused=frozenset(copy for value, copy in pairs if value in fused))
+    specs = dict(zip(values, single.fixed.get(alone, ()), strict=False))
+    sent = sends(single, specs, alone)
+    return cost.planned_seconds(alone) + sum(machine.collective_seconds(axes, size) for _, axes, size in sent)
+
+
+def _alone(draft: Draft, operation: Operation, order: Sequence[str], choice: Choice) -> tuple[Draft, Operation]:
+    """A draft of nothing but one operation that has strategies on the first axes; each operand is its own value."""
+
+    def copy(leaf: object) -> object:
+        return Value(leaf.name, leaf.meta) if isinstance(leaf, Value) else leaf
+
+    args, kwargs = map_leaves(copy, (operation.args, dict(operation.kwargs)))
+    alone = attrs.evolve(operation, args=args, kwargs=kwargs)
+    values = (*alone.operands, *alone.tensors)
+    originals = (*operation.operands, *operation.tensors)
+    states: dict[Value, dict[str, Placement]] = {value: {} for value in values}
+    for axis, strategy in zip(order, choice, strict=False):
+        for value, state in zip(values, (*strategy.operands, *strategy.results), strict=True):
+            states[value] |= {} if state == Replicate() else {axis: state}
+    single = attrs.evolve(
+        draft,
+        graph=Graph(alone.operands, (), (alone,), alone.tensors),
+        logical={value: draft.logical[original] for value, original in zip(values, originals, strict=True)},
+        options={alone: draft.options[operation]} if operation in draft.options else {},
+        fixed={alone: draft.fixed[operation]} if operation in draft.fixed else {},
+        states=states,
+        strategies={alone: dict(zip(order, choice, strict=False))},
+    )
+    return single, alone
