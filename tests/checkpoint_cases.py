@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distributed_cases import error_of, on, values
+from distributed_cases import CONFIG, error_of, on, values
 
+import layouts
 import spmd
+import training
 from spmd import DTensorSpec, P
 from spmd.checkpoint import load, save, save_async
 from spmd.checkpoint.folder import Writer
@@ -53,6 +55,30 @@ def compute_while_saving(folder: str, mesh_axes: dict[str, int]) -> None:
         saving.wait()
         loaded = load(folder, {"x": P(None, mesh.names), "number": 0}, mesh=mesh)
         assert number == loaded["number"] and kept.equal(loaded["x"].full_tensor())
+
+
+def stop_and_resume(folder: str, axes: dict[str, int]) -> tuple[list[float], list[float]]:
+    """Losses of two steps of training after two that were saved; those of the same steps again, from the checkpoint."""
+    setup = training.Training(CONFIG, layouts.STRATEGIES["fsdp_tp"], spmd.make_mesh(axes, runtime="distributed"))
+    step = setup.step()
+    state, _ = train(step, setup.init(), range(2))
+    save(state, folder)
+    return train(step, state, range(2, 4))[1], resume(folder, setup, step)
+
+
+def resume(folder: str, setup: training.Training, step: Any = None) -> list[float]:
+    """Losses of the two steps after a checkpoint that was saved after two."""
+    return train(step or setup.step(), load(folder, setup.state_spec, mesh=setup.mesh), range(2, 4))[1]
+
+
+def train(step: Any, state: Any, numbers: range) -> tuple[Any, list[float]]:
+    losses = []
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        batch = tuple(torch.randint(CONFIG.vocab, (8, CONFIG.context), generator=generator) for _ in range(2))
+        state, loss = step(state, batch)
+        losses.append(loss.item())
+    return state, losses
 
 
 def errors(folder: str) -> dict[str, str]:

@@ -13,10 +13,13 @@ import checkpoint_writers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from distributed_cases import CONFIG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import layouts
 import spmd
+import training
 from spmd.spec import TensorMeta
 from spmd.testing import strategies
 
@@ -72,6 +75,15 @@ def test_rank_0_writes_what_all_ranks_hold(workers, tmp_path):
 @pytest.mark.parametrize("axes", [{"x": 2}, {"x": 2, "y": 2}])
 def test_training_goes_on_while_a_save_runs(workers, tmp_path, axes):
     workers.run(cases.compute_while_saving, str(tmp_path), axes, ranks=math.prod(axes.values()))
+
+
+def test_a_run_resumes_to_the_same_losses(workers, tmp_path):
+    found = workers.run(cases.stop_and_resume, str(tmp_path), {"data": 2, "model": 2}, ranks=4)
+    for uninterrupted, resumed in found:
+        assert uninterrupted == resumed
+    mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
+    elsewhere = cases.resume(str(tmp_path), training.Training(CONFIG, layouts.STRATEGIES["dp"], mesh))
+    assert found[0][0] == pytest.approx(elsewhere, abs=1e-6, rel=0)
 
 
 ERRORS = {
