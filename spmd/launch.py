@@ -37,7 +37,7 @@ def launch(function: Callable[..., Any], nprocs: int, *args: Any) -> Any:
         SpmdError: the function failed on some rank; with the traceback of the first that did.
         MeshError: a number of processes below 1, or a process that is itself one of a distributed job.
 
-    >>> launch(max, 2, 3, 4)  # doctest: +SKIP (seconds)
+    >>> launch(max, 2, 3, 4)  # doctest: +SKIP
     4
     """
     if not isinstance(nprocs, int) or nprocs < 1:

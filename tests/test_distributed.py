@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 import distributed_cases as cases
@@ -14,6 +15,7 @@ import layouts
 from spmd.mesh import make_mesh
 from spmd.spec import TensorMeta
 from spmd.testing import strategies as spmd_strategies
+from spmd.testing.workers import WorkerError, Workers
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (5, 2), (3,), (0, 3)], ids=str)
@@ -25,7 +27,7 @@ SIZES = st.sampled_from([0, 1, 3, 5, 7])
 DTYPES = [*spmd_strategies.DTYPES, torch.int16, torch.float16, torch.float64, torch.complex64]
 
 
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(data=st.data(), axes=st.sampled_from([{"x": 4}, {"x": 2, "y": 2}, {"x": 1, "y": 4}]))
 def test_drawn_pairs_of_uneven_shards(workers, data, axes):
     mesh = make_mesh(axes, runtime="virtual")
@@ -113,3 +115,10 @@ def test_torchs_dtensor_is_the_same_shards(workers):
     assert re.match(r"MeshError: torch's DTensor needs a distributed mesh \(got Mesh\(x=2\), which is virtual", virtual)
     assert re.match(r"ShardingError: spmd has no placement Partial\(avg\)", average)
     assert re.match(r"MeshError: .* all 4 ranks of the job in order \(got the ranks \[3, 2, 1, 0\]\)", ranks)
+
+
+def test_a_failure_in_a_worker_is_one_here_and_the_next_call_works():
+    with Workers() as workers:
+        with pytest.raises(WorkerError, match=r"(?s)rank 0: Traceback .*ZeroDivisionError: division by zero"):
+            workers.run(operator.floordiv, 1, 0, ranks=1)
+        assert [3] == workers.run(operator.floordiv, 7, 2, ranks=1)

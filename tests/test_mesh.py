@@ -8,7 +8,7 @@ from hypothesis import given
 
 from spmd.errors import MeshError
 from spmd.mesh import Mesh, Runtime, current_mesh, make_mesh, use_mesh
-from spmd.process import init, process_count, process_index
+from spmd.process import choose_device, init, process_count, process_index
 from spmd.testing.strategies import meshes
 
 
@@ -140,3 +140,16 @@ def test_use_mesh_nests_and_ends():
         assert outer == current_mesh()
     with pytest.raises(MeshError, match="No mesh was given and none is set"):
         current_mesh()
+
+
+def test_each_process_takes_the_gpu_of_its_local_rank(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert torch.device("cuda") == choose_device(torch.device("cuda")) == choose_device(torch.device("cuda:0"))
+    assert [1, 0] == chosen
+    assert torch.device("cpu") == choose_device(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(MeshError, match=r"wants GPU 2, but there are 2 here\. Start at most one process a GPU"):
+        choose_device(torch.device("cuda"))

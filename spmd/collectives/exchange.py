@@ -79,7 +79,7 @@ def bind(
         arguments: the arguments after the tensor.
     """
     *rest, axes = arguments
-    place = member(mesh, tuple(axes), coordinate)
+    place = member(mesh, tuple(axes), coordinate, communicates=op in _EXCHANGES)
     if operand is None:
         return _constant(_INDICES[op](place, *rest))
     if op in _LOCALS:

@@ -27,7 +27,7 @@ class Member:
         group: the group.
         index: this rank's index along the group's axes.
         places: for each index along the axes, that rank's number inside torch's group, which counts ranks upwards.
-        name: the name by which functional collectives know torch's group; none for a group of one.
+        name: the name by which functional collectives know torch's group; empty where nothing is communicated.
     """
 
     group: Group
@@ -41,15 +41,16 @@ class Member:
         return self.places == tuple(range(self.group.size))
 
 
-def member(mesh: Mesh, axes: tuple[str, ...], coordinate: Coordinate) -> Member:
+def member(mesh: Mesh, axes: tuple[str, ...], coordinate: Coordinate, *, communicates: bool) -> Member:
     """The place of the rank at `coordinate` in the group along `axes`.
 
-    A collective call of all ranks where torch's groups for these axes are not made yet: all ranks ask in one order.
+    If it communicates, this is a collective call where torch's groups for these axes are not made yet: all ranks ask in
+    one order.
     """
     rank = mesh.rank(coordinate)
     group = next(group for group in groups(mesh, axes) if rank in group.ranks)
     ascending = sorted(group.ranks)
-    name = process_group(mesh, axes).group_name if group.size > 1 else ""
+    name = process_group(mesh, axes).group_name if communicates and group.size > 1 else ""
     return Member(group, group.ranks.index(rank), tuple(ascending.index(other) for other in group.ranks), name)
 
 

@@ -31,7 +31,7 @@ class Workers:
 
     A context manager: at its end they are stopped.
 
-    >>> with Workers() as workers:
+    >>> with Workers() as workers:  # doctest: +SKIP
     ...     workers.run(pow, 2, 3, ranks=2)
     [8, 8]
     """
