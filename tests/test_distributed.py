@@ -119,6 +119,6 @@ def test_torchs_dtensor_is_the_same_shards(workers):
 
 def test_a_failure_in_a_worker_is_one_here_and_the_next_call_works():
     with Workers() as workers:
-        with pytest.raises(WorkerError, match=r"(?s)rank 0: Traceback .*ZeroDivisionError: division by zero"):
+        with pytest.raises(WorkerError, match=r"(?s)rank 0: Traceback .*ZeroDivisionError: .* by zero"):
             workers.run(operator.floordiv, 1, 0, ranks=1)
         assert [3] == workers.run(operator.floordiv, 7, 2, ranks=1)
