@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import permutations
+from types import MappingProxyType
 
 import attrs
 
@@ -25,9 +26,9 @@ def plan(request: Request) -> Plan:
     """Decide how every value of a program lies on a mesh, so that a step takes the least predicted time.
 
     Mesh axes are planned one at a time, each exactly, in every order (of four axes and more, in some orders); the best
-    order once more, at the sizes that its later axes turned out to leave. Of the plans within 2% of the fastest, the
-    one that sends the fewest bytes wins, the earliest on a tie. Under a memory limit, each is
-    first made to fit; if none can be, what is held is charged for, and the search repeated.
+    order once more, at the sizes that its later axes left when they were planned first. Of the plans within 2% of the
+    fastest, the one that sends the fewest bytes wins, the earliest on a tie. Under a memory limit, each is first made
+    to fit; if none can be, what is held is charged for, and the search repeated.
 
     Raises:
         PlanError: no plan satisfies the specs, or none that was found fits in the memory limit.
@@ -58,7 +59,7 @@ def _plans(prepared: Prepared, rent: Mapping[Value, float]) -> list[Plan]:
     plans = [finish(steps[-1].draft if steps else starts[order], request) for order, steps in blind.items()]
     if len(axes) > 1:
         order, steps = list(blind.items())[min(range(len(plans)), key=lambda index: plans[index].seconds)]
-        refined = _plan_axes(starts[order], order, request.machine, rent, steps)
+        refined = _plan_axes(starts[order], order, request.machine, rent, steps, blind[order[::-1]][-1].draft.states)
         if refined[-1] is not steps[-1]:
             plans.append(finish(refined[-1].draft, request))
     return plans
@@ -85,6 +86,9 @@ def _orders(axes: Sequence[str]) -> list[tuple[str, ...]]:
     return turns + [turn[::-1] for turn in turns]
 
 
+_NO_PREVIEW: Mapping[Value, States] = MappingProxyType({})
+
+
 @attrs.frozen(eq=False)
 class _Step:
     """One axis of an order: what is chosen, and the draft with it."""
@@ -94,13 +98,18 @@ class _Step:
 
 
 def _plan_axes(
-    draft: Draft, order: Sequence[str], machine: Machine, rent: Mapping[Value, float], blind: Sequence[_Step] = ()
+    draft: Draft,
+    order: Sequence[str],
+    machine: Machine,
+    rent: Mapping[Value, float],
+    blind: Sequence[_Step] = (),
+    preview: Mapping[Value, States] = _NO_PREVIEW,
 ) -> list[_Step]:
-    """Plan axes one after another; with `blind` steps of the same order, at the sizes that their later axes left.
+    """Plan axes one after another, at the sizes that guessed placements on later axes leave.
 
-    As long as the choices are those of the blind steps, so are the drafts, and the last step with them.
+    As long as the choices are those of the `blind` steps of the same order, so are the drafts, and the last step with
+    them.
     """
-    preview: Mapping[Value, States] = blind[-1].draft.states if blind else {}
     steps: list[_Step] = []
     for position, axis in enumerate(order):
         same = bool(blind) and all(map(operator.is_, steps, blind))
