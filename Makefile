@@ -51,6 +51,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/call_overhead.py
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/rank_overhead.py
 
 notebook: $(STAMP)
 	$(BIN)/python -m pytest tests/test_notebooks.py
