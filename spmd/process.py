@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from spmd.errors import MeshError
 
@@ -45,7 +46,22 @@ def init(*, timeout: timedelta | float | None = None) -> None:
             f"A distributed mesh needs the variables that torchrun sets (missing: {', '.join(missing)}). Start the "
             "script by `torchrun --nproc-per-node 8 script.py`, or take runtime='virtual' in one process."
         )
-    dist.init_process_group(timeout=limit)
+    if not _is_restarted():
+        dist.init_process_group(timeout=limit)
+        return
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit or default_pg_timeout)))
+    attempt = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(store=attempt, rank=rank, world_size=size, timeout=limit)
+
+
+def _is_restarted() -> bool:
+    """Whether torchrun has started this job once more on its one machine.
+
+    Its processes then find the addresses of the dead ones in torchrun's store, unless they look under other names:
+    https://github.com/pytorch/pytorch/issues/135712. Jobs of several machines do not count restarts alike.
+    """
+    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return is_again and os.environ.get("GROUP_WORLD_SIZE") == "1"
 
 
 def _parse_timeout(timeout: timedelta | float | None) -> timedelta | None:

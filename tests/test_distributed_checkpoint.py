@@ -1,16 +1,22 @@
 """Checkpoints of the distributed runtime, against those of the virtual one."""
 
+import json
 import math
 import multiprocessing
+import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import checkpoint_cases as cases
 import checkpoint_writers
 import pytest
+import restarted_run
 import torch
 import torch.distributed.checkpoint as dcp
 from distributed_cases import CONFIG
@@ -84,6 +90,21 @@ def test_a_run_resumes_to_the_same_losses(workers, tmp_path):
     mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
     elsewhere = cases.resume(str(tmp_path), training.Training(CONFIG, layouts.STRATEGIES["dp"], mesh))
     assert found[0][0] == pytest.approx(elsewhere, abs=1e-6, rel=0)
+
+
+def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(workers, tmp_path):
+    script, results = Path(restarted_run.__file__), tmp_path / "losses"
+    expected, _ = workers.run(restarted_run.run, str(tmp_path / "whole"), ranks=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    run = subprocess.run(
+        [*command, str(script), str(tmp_path / "killed"), str(results), "3"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(script.parents[1])},
+        timeout=120,
+    )
+    assert 0 == run.returncode, run.stderr
+    assert [False, expected] == json.loads(results.read_text())
 
 
 ERRORS = {
