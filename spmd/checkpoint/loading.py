@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import optree
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
@@ -22,7 +23,7 @@ from spmd.dtensor import DTensor, wrap
 from spmd.errors import CheckpointError, ShardingError
 from spmd.mesh import Mesh, current_mesh
 from spmd.spec import DTensorSpec, TensorMeta
-from spmd.tree import is_spec, make_spec
+from spmd.tree import is_spec, make_spec, tree_leaves
 
 
 def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -> Any:
@@ -46,20 +47,27 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -
             other shapes and dtypes, and specs that do not fit or are partial, are listed.
         DivergenceError: ranks want different things, or find different checkpoints.
         MeshError: a bare spec and no mesh, or virtual and distributed meshes.
+
+    >>> import spmd, tempfile
+    >>> mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     spmd.checkpoint.save({"params": {"w": torch.ones(3, 2), "b": torch.ones(2)}, "step": 7}, folder)
+    ...     load(folder, {"params": {"w": spmd.P("data")}, "step": 0}, mesh=mesh)
+    {'params': {'w': DTensor(f32[3,2] P('data') on Mesh(data=2), shards [2,2] [1,2])}, 'step': 7}
     """
     folder = Path(path)
-    names, leaves, structure = named_leaves(like, is_leaf=is_spec)
-    bare = any(is_spec(leaf) for leaf in leaves)
-    mesh = current_mesh(mesh) if bare else None
+    leaves = tree_leaves(like, is_leaf=is_spec)
+    mesh = current_mesh(mesh) if any(is_spec(leaf) for leaf in leaves) else None
     meshes = [leaf.mesh for leaf in leaves if isinstance(leaf, (DTensor, DTensorSpec))]
     processes = processes_of(meshes if mesh is None else [*meshes, mesh])
     processes.together(wait_for_last)
 
-    def prepare() -> tuple[Reader, list[_Target]]:
+    def prepare() -> tuple[Reader, list[_Target], optree.PyTreeSpec]:
+        names, leaves, structure = named_leaves(like, is_leaf=is_spec)
         reader = Reader(folder)
-        return reader, _targets(reader.metadata, dict(zip(names, leaves, strict=True)), mesh, folder)
+        return reader, _targets(reader.metadata, dict(zip(names, leaves, strict=True)), mesh, folder), structure
 
-    reader, targets = processes.together(prepare)
+    reader, targets, structure = processes.together(prepare)
     saved = reader.metadata.storage_meta
     claims = {f"leaf {target.name}": str(target) for target in targets}
     processes.agree(lambda: {"the path": str(folder), "the save": str(saved.save_id if saved else None), **claims})
@@ -73,7 +81,7 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -
             process_group=processes.group,
             no_dist=processes.group is None,
         )
-    return structure.unflatten(values[name] for name in names)
+    return structure.unflatten(values[target.name] for target in targets)
 
 
 class _Planner(dcp.DefaultLoadPlanner):
