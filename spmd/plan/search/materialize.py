@@ -41,7 +41,7 @@ class _Materializer:
             self._define(value, self.draft.placed[value].placement(self.axis))
         for operation in self.draft.graph.operations:
             self._place(operation)
-        graph = attrs.evolve(self.draft.graph, operations=tuple(self.operations)).verify()
+        graph = attrs.evolve(self.draft.graph, operations=tuple(self.operations))
         return attrs.evolve(
             self.draft,
             graph=graph,
