@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmd.errors import PlanError
-from spmd.plan.report.figures import Report, make_report, size_text, time_text
+from spmd.plan.quantity import size_text, time_text
+from spmd.plan.report.figures import Report, make_report
 from spmd.plan.report.html import render_page
 from spmd.plan.saving.document import read
 

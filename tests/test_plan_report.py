@@ -12,7 +12,8 @@ from rich.console import Console
 import spmd
 from spmd import P
 from spmd.plan import Plan
-from spmd.plan.report.figures import make_report, size_text, time_text
+from spmd.plan.quantity import size_text, time_text
+from spmd.plan.report.figures import make_report
 from spmd.plan.report.html import render_page
 from spmd.plan.saving.document import make_document
 from spmd.plan_report import main, make_console

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Amounts of memory and times as people write them and read them."""
 
 from __future__ import annotations
 
@@ -33,3 +33,28 @@ def parse_bytes(amount: int | str, what: str) -> int:
         f"{what} must be a number of bytes, or a text such as '80GB' or '512MiB' (got {amount!r}). "
         f"Units are {', '.join(_UNITS)}."
     )
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes for people, in powers of ten.
+
+    >>> size_text(6_514_000), size_text(12)
+    ('6.51 MB', '12 B')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> time_text(5.2e-07), time_text(0.25), time_text(0)
+    ('0.52 us', '250 ms', '0 us')
+    """
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"

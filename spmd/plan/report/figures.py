@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from spmd.plan.quantity import size_text, time_text
 from spmd.plan.saving.document import Document
 
 _NUMBER = re.compile(r"(?<=_)\d+(?=_)")
@@ -185,28 +186,3 @@ def _grouped(pairs: Iterable[tuple[Any, Document]]) -> dict[Any, list[Document]]
 
 def _total(items: list[Document], key: str) -> float:
     return float(sum(item[key] for item in items))
-
-
-def size_text(nbytes: float) -> str:
-    """Bytes for people, in powers of ten.
-
-    >>> size_text(6_514_000), size_text(12)
-    ('6.51 MB', '12 B')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
-
-
-def time_text(seconds: float) -> str:
-    """Seconds for people.
-
-    >>> time_text(5.2e-07), time_text(0.25), time_text(0)
-    ('0.52 us', '250 ms', '0 us')
-    """
-    for unit, scale in (("us", 1e6), ("ms", 1e3)):
-        if seconds * scale < 999.5:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds:.3g} s"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from spmd.plan.report.figures import Report, Span, size_text, time_text
+from spmd.plan.quantity import size_text, time_text
+from spmd.plan.report.figures import Report, Span
 
 _WIDTH, _LANE = 1000.0, 22
 _COLOURS = {
