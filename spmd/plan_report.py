@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     if options.html is not None:
         options.html.write_text(render_page(report), encoding="utf-8")
     console = console or make_console()
-    for table in (summary_table(report), lines_table(report, options.rows), causes_table(report, options.rows)):
+    tables = [summary_table(report), lines_table(report, options.rows), causes_table(report, options.rows)]
+    if report.layers:
+        tables.insert(1, layers_table(report))
+    for table in tables:
         console.print(table)
     return 0
 
@@ -58,9 +61,21 @@ def summary_table(report: Report) -> Table:
     return table
 
 
+def layers_table(report: Report) -> Table:
+    """What one layer takes, by repeated stretch of the program and by how its layers lie."""
+    table = Table(title="Layers, each", title_justify="left")
+    for name in ("lines", "layers", "operations", "compute", "communication", "sent", "otherwise than most"):
+        text = name in ("lines", "layers", "otherwise than most")
+        table.add_column(name, justify="left" if text else "right", no_wrap=name == "layers")
+    for layer in report.layers:
+        figures = time_text(layer.compute), time_text(layer.communication), size_text(layer.bytes)
+        _add_row(table, layer.place, layer.layers, str(layer.operations), *figures, layer.otherwise)
+    return table
+
+
 def lines_table(report: Report, rows: int) -> Table:
     """The lines of the program that take most of the step, in order of execution."""
-    table = Table(title="Layers, by line of the program", title_justify="left")
+    table = Table(title="Lines of the program", title_justify="left")
     for name in ("line", "code", "operations", "compute", "communication", "sent"):
         table.add_column(name, justify="left" if name in ("line", "code") else "right", no_wrap=name != "code")
     shown = sorted(report.lines, key=lambda line: -(line.compute + line.communication))[:rows]

@@ -64,6 +64,19 @@ def step(w: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]
     return {name: w[name] - grads[name] for name in w}
 
 
+def deep(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    for weight in weights:
+        x = torch.relu(x @ weight)
+    return x
+
+
+def planned_layers() -> Plan:
+    """Three layers on ranks that have rows of x, and the weight of the last layer in parts."""
+    mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+    f = spmd.jit(deep, ([P(), P(), P("data")], P("data")), P("data"), mesh=mesh)
+    return f.plan([torch.empty(256, 256, device="meta")] * 3, torch.empty(65536, 256, device="meta"))
+
+
 def planned() -> Plan:
     mesh = spmd.make_mesh({"data": 2, "model": 2}, runtime="abstract")
     specs = {"l_0_a": P("data"), "l_1_a": P("data")}
@@ -101,6 +114,33 @@ def test_equal_layers_have_one_cause() -> None:
     assert (3, "all_gather") == (cause.count, cause.kind)
 
 
+def test_layers_are_shown_by_how_they_lie(tmp_path: Path) -> None:
+    plan = planned_layers()
+    (layers,) = plan.layers
+    line = deep.__code__.co_firstlineno + 2
+    rows = [
+        (
+            f"test_plan_report.py:{line}",
+            numbers,
+            "2",
+            time_text(alike.compute),
+            time_text(alike.communication),
+            size_text(alike.bytes),
+            alike.otherwise,
+        )
+        for numbers, alike in zip(("0-1 of 3", "2 of 3"), layers.alike, strict=True)
+    ]
+    page = Page(plan.to_html())
+    assert ["Plan", "Timeline", "Layers", "Lines", "Collectives"] == page.headings
+    assert set(rows) <= {tuple(row) for row in page.rows}
+    plan.save(tmp_path / "plan.json")
+    console = Console(file=io.StringIO(), width=200)
+    main([str(tmp_path / "plan.json")], console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    for cells in rows:
+        assert re.search(".*".join(map(re.escape, cells)), printed)
+
+
 def test_the_timeline_is_in_order_and_has_no_gaps() -> None:
     report = make_report(make_document(planned()))
     clock = 0.0
@@ -114,7 +154,7 @@ def test_the_timeline_is_in_order_and_has_no_gaps() -> None:
 def test_the_page_is_html_with_all_figures() -> None:
     plan = planned()
     page = Page(plan.to_html())
-    assert ["Plan", "Timeline", "Layers", "Collectives"] == page.headings
+    assert ["Plan", "Timeline", "Lines", "Collectives"] == page.headings
     report = make_report(make_document(plan))
     rows = [tuple(row) for row in page.rows]
     for cause in report.causes:

@@ -14,6 +14,7 @@ from spmd.graph import Graph, Operation, Source, Value
 from spmd.mesh import Mesh
 from spmd.plan.causes import Cause, find_causes
 from spmd.plan.comm import Comm
+from spmd.plan.layers.layers import Layers, find_layers
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.memory.peak import Memory, measure
@@ -131,6 +132,11 @@ class Plan:
         """The bytes that a rank holds at once: the peak, where it is, and what is held there."""
         tape = record(self.graph, self.mesh, self.layout, self.strategies, self.request.rules)
         return measure(tape, self.request.donated, self.source)
+
+    @cached_property
+    def layers(self) -> tuple[Layers, ...]:
+        """The stretches of the program that repeat, as equal layers do, and which of the copies lie identically."""
+        return find_layers(self, account(self))
 
     def source(self, operation: Operation) -> Source | None:
         """The user's line that an operation is there for."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from spmd.plan.layers.layers import Alike
 from spmd.plan.quantity import size_text, time_text
 from spmd.plan.saving.document import Document
 
@@ -33,6 +34,28 @@ class Line:
     compute: float
     communication: float
     bytes: float
+
+
+@attrs.frozen
+class Layer:
+    """What each of some equal layers takes that lie identically.
+
+    Args:
+        place: the lines of all layers of this program; "(backward)" for the operators of their gradient.
+        layers: the numbers of those that this is about, of how many.
+        operations: how many operations one has.
+        compute, communication: predicted seconds of one.
+        bytes: sent per rank in one.
+        otherwise: what they do otherwise than most; "" for those that are most.
+    """
+
+    place: str
+    layers: str
+    operations: int
+    compute: float
+    communication: float
+    bytes: float
+    otherwise: str
 
 
 @attrs.frozen
@@ -72,6 +95,7 @@ class Report:
         compute, communication: predicted seconds of a step.
         bytes: sent per rank in a step.
         memory: peak bytes held by a rank, by purpose; the sum is under "peak".
+        layers: by repeated stretch of the program and by how its layers lie.
         lines: by line, in order of first execution.
         causes: by cause, the most bytes first.
         spans: in order of execution.
@@ -85,6 +109,7 @@ class Report:
     communication: float
     bytes: float
     memory: Mapping[str, int]
+    layers: tuple[Layer, ...]
     lines: tuple[Line, ...]
     causes: tuple[Cause, ...]
     spans: tuple[Span, ...]
@@ -129,11 +154,30 @@ def make_report(document: Document) -> Report:
         communication=sum(comm["seconds"] for comm in comms),
         bytes=sum(comm["bytes"] for comm in comms),
         memory=document["memory"],
+        layers=tuple(_layers(document["layers"])),
         lines=tuple(_lines(operations, comms)),
         causes=tuple(sorted(_causes(comms), key=lambda cause: (-cause.bytes, cause.place, cause.cause))),
         spans=tuple(_spans(operations, comms)),
         fallbacks=tuple(f"{operations[n]['operator']} at {operations[n]['at']}" for n in document["fallbacks"]),
     )
+
+
+def _layers(documents: list[Document]) -> Iterator[Layer]:
+    for stretch in documents:
+        for item in stretch["alike"]:
+            alike = Alike(**item)
+            layers = (
+                f"{alike.numbers} of {stretch['count']}" if len(stretch["alike"]) > 1 else f"all {stretch['count']}"
+            )
+            yield Layer(
+                stretch["at"],
+                layers,
+                stretch["operations"],
+                alike.compute,
+                alike.communication,
+                alike.bytes,
+                alike.otherwise,
+            )
 
 
 def _lines(operations: list[Document], comms: list[Document]) -> Iterator[Line]:

@@ -43,7 +43,8 @@ def render_fragment(report: Report) -> str:
     sections = (
         ("Plan", _summary(report)),
         ("Timeline", _timeline(report)),
-        ("Layers", _lines(report)),
+        *([("Layers", _layers(report))] if report.layers else []),
+        ("Lines", _lines(report)),
         ("Collectives", _causes(report)),
     )
     body = "\n".join(f"<section><h3>{title}</h3>\n{content}</section>" for title, content in sections)
@@ -53,6 +54,23 @@ def render_fragment(report: Report) -> str:
 def _summary(report: Report) -> str:
     rows = [*report.summary.items(), *(("runs replicated, without a rule", text) for text in report.fallbacks)]
     return _table((), ((name, text) for name, text in rows), numbers=())
+
+
+def _layers(report: Report) -> str:
+    rows = (
+        (
+            layer.place,
+            layer.layers,
+            str(layer.operations),
+            time_text(layer.compute),
+            time_text(layer.communication),
+            size_text(layer.bytes),
+            layer.otherwise,
+        )
+        for layer in report.layers
+    )
+    head = ("lines", "layers", "operations", "compute", "communication", "sent", "otherwise than most")
+    return _table(head, rows, numbers=(2, 3, 4, 5))
 
 
 def _lines(report: Report) -> str:

@@ -23,13 +23,14 @@ from spmd.errors import PlanError
 from spmd.graph import Graph, Operation, Source, Value, freeze, map_leaves
 from spmd.placement import Placement
 from spmd.plan.comm import Comm
+from spmd.plan.layers.layers import Layers, find_layers
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
 from spmd.plan.pricing.account import account
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
 
-FORMAT = 1
+FORMAT = 2
 """The version of the format; files of another are refused."""
 
 Document = dict[str, Any]
@@ -65,6 +66,7 @@ def make_document(plan: Planned) -> Document:
         "values": {name: _value(plan, value) for value, name in names.items()},
         "operations": [_operation(plan, o, names, templates, found.seconds[o]) for o in plan.graph.operations],
         "comms": [_comm(comm, numbers[o]) for o, comms in found.comms.items() for comm in comms],
+        "layers": [_layers(layers) for layers in find_layers(plan, found)],
         "fallbacks": [numbers[operation] for operation in plan.fallbacks],
     }
 
@@ -223,4 +225,13 @@ def _comm(comm: Comm, operation: int) -> Document:
         "cause": comm.cause,
         "at": str(comm.source or ""),
         "operation": operation,
+    }
+
+
+def _layers(layers: Layers) -> Document:
+    return {
+        "at": layers.place,
+        "count": layers.count,
+        "operations": len(layers.copies[0]),
+        "alike": [attrs.asdict(alike) for alike in layers.alike],
     }
