@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import sys
+import tempfile
+import time
+import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,18 +65,24 @@ def launch(function: Callable[..., Any], nprocs: int, *args: Any) -> Any:
         max_restarts=0,
         start_method="fork" if _is_interactive(function) else "spawn",
     )
-    try:
-        results = elastic_launch(config, _rank)(function, args)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise SpmdError(f"Rank {rank} of {nprocs} failed in {_name(function)}:\n{_traceback(failure)}") from None
+    with tempfile.TemporaryDirectory(prefix="spmd-launch-") as folder:
+        try:
+            results = elastic_launch(config, _rank)(function, args, folder)
+        except ChildFailedError as error:
+            rank, reason = _first_failure(error.failures, Path(folder))
+            raise SpmdError(f"Rank {rank} of {nprocs} failed in {_name(function)}:\n{reason}") from None
     return pickle.loads(results[0])
 
 
-def _rank(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _rank(function: Callable[..., Any], args: tuple[Any, ...], folder: str) -> bytes:
     """The life of a rank; its result as bytes, which outlive it."""
     torch.set_num_threads(1)  # ranks share the machine, and threads do not survive a fork
-    result = function(*args)
+    try:
+        result = function(*args)
+    except BaseException:
+        when = time.time_ns()
+        Path(folder, os.environ["RANK"]).write_text(f"{when}\n{traceback.format_exc()}")
+        raise
     if dist.is_initialized():
         rank = dist.get_rank()
         dist.destroy_process_group()
@@ -83,9 +95,23 @@ def _is_interactive(function: Callable[..., Any]) -> bool:
     return getattr(function, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
 
 
-def _traceback(failure: ProcessFailure) -> str:
-    message = failure.error_file_data.get("message")
-    return message["extraInfo"]["py_callstack"] if isinstance(message, dict) else failure.message
+def _first_failure(failures: Mapping[int, ProcessFailure], folder: Path) -> tuple[int, str]:
+    """The rank that failed first, and why: other ranks fail because it did, and may be seen to exit before it.
+
+    A rank that was killed leaves no record of its own; SIGTERM is what the launcher sends to those that are left.
+    """
+    for rank, failure in sorted(failures.items()):
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and not (folder / str(rank)).exists():
+            return rank, failure.message
+    records = []
+    for path in folder.iterdir():
+        when, _, reason = path.read_text().partition("\n")
+        records.append((int(when), int(path.name), reason))
+    if records:
+        _, rank, reason = min(records)
+        return rank, reason
+    rank = min(failures)
+    return rank, failures[rank].message
 
 
 def _name(function: Callable[..., Any]) -> str:

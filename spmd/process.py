@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from datetime import timedelta
 
 import torch
@@ -46,12 +48,22 @@ def init(*, timeout: timedelta | float | None = None) -> None:
             f"A distributed mesh needs the variables that torchrun sets (missing: {', '.join(missing)}). Start the "
             "script by `torchrun --nproc-per-node 8 script.py`, or take runtime='virtual' in one process."
         )
+    atexit.register(_leave)
     if not _is_restarted():
         dist.init_process_group(timeout=limit)
         return
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit or default_pg_timeout)))
     attempt = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group(store=attempt, rank=rank, world_size=size, timeout=limit)
+
+
+def _leave() -> None:
+    """End what `init` started while the interpreter is whole: left to its end, gloo's threads can abort the process.
+
+    Not after an error, when collectives may be under way that nobody will answer.
+    """
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def _is_restarted() -> bool:

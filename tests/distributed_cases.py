@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import weakref
 from typing import Any
 
@@ -245,3 +247,10 @@ def convert() -> list[str]:
         error_of(from_torch_dtensor, average),
         error_of(from_torch_dtensor, TorchDTensor.from_local(whole, reversed_ranks, [theirs_placements.Replicate()])),
     ]
+
+
+def die_on_rank_one() -> None:
+    mesh = make_mesh({"x": process_count()})
+    if process_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    distribute(torch.ones(2), P("x"), mesh)

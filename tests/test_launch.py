@@ -21,6 +21,11 @@ def test_the_first_traceback_is_the_error():
         launch(cases.fail_on_rank_one, 2)
 
 
+def test_a_rank_that_is_killed_is_the_error():
+    with pytest.raises(SpmdError, match=r"Rank 1 of 2 failed in die_on_rank_one:\nSignal 9 \(SIGKILL\) received"):
+        launch(cases.die_on_rank_one, 2)
+
+
 def test_a_function_of_a_notebook_is_distributed():
     code = "import spmd\ndef f(x):\n    return spmd.process_count() * x\nprint(spmd.launch(f, 2, 21))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
