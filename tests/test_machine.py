@@ -73,6 +73,15 @@ def test_impossible_constants_are_refused(constants, message):
         Machine(**constants)
 
 
+def test_a_machine_serves_meshes_that_lack_some_of_its_axes():
+    def seconds(machine):
+        mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+        return spmd.jit(torch.sin, P("data"), P(), mesh=mesh, machine=machine).plan(torch.empty(4)).seconds
+
+    data, both = {"data": 1e3}, {"data": 1e3, "model": 1e2}
+    assert seconds(Machine()) < seconds(Machine(axis_bandwidth=data)) == seconds(Machine(axis_bandwidth=both))
+
+
 def test_unknown_presets_are_refused():
     with pytest.raises(PlanError, match=r"Unknown machine 'h100'\. Expected one of h100_nvlink, h200, a100"):
         Machine.preset("h100")

@@ -28,7 +28,9 @@ class Machine:
         flops: floating-point operations a second, in dtypes that `dtype_flops` does not name.
         memory_bandwidth: bytes a second between the rank's memory and its compute units.
         link_bandwidth: bytes a second that a rank can send.
-        axis_bandwidth: bytes a second along mesh axes whose links differ from `link_bandwidth`, by axis name.
+        axis_bandwidth: bytes a second along mesh axes whose links differ from `link_bandwidth`, by axis name. Names
+            that a mesh lacks mean nothing to it, so that what was measured on one mesh serves others: mind their
+            spelling.
         latency: seconds that each collective takes besides its bytes. The default is that of collectives in buckets;
             a single small one takes ten times as long.
         axis_latency: seconds along mesh axes whose latency differs, by axis name.
