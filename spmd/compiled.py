@@ -103,7 +103,13 @@ class Compiled:
                 machine=self.options.machine or Machine(),
                 donated=self.donated,
                 memory_limit=self.options.memory_limit,
-                keep_sharded=kept_inputs(self.options.keep_sharded, self.traced.input_paths, self.mesh),
+                keep_sharded=kept_inputs(
+                    self.options.keep_sharded,
+                    self.traced.input_paths,
+                    [value.name for value in graph.inputs],
+                    self.mesh,
+                ),
+                input_paths=self.traced.input_paths,
             )
         )
         self.options.comms.check(found, self.traced.name)

@@ -249,7 +249,8 @@ def jit(
         plan: a plan to run by, in place of a search: a `Plan`, or a file that `Plan.save` wrote, for example on an
             abstract mesh. A call for which it was not made is refused.
         keep_sharded: arguments that the program never gathers along some mesh axes, for layouts to the letter:
-            `{0: "model"}`, or a part by its path, `{"0['params']": "model"}`. What is not cut along an axis is free.
+            `{0: "model"}`, or a part by its path, `{"0['params']": "model"}` or `{"0.params": "model"}`, or a tensor by
+            its name in `print(plan)`. What is not cut along an axis is free.
 
     Raises:
         PlanError: an unknown `comms` or `backend`.

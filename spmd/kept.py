@@ -7,9 +7,11 @@ from typing import TypeAlias
 
 from spmd.errors import PlanError
 from spmd.mesh import Mesh
+from spmd.plan.arguments import find_inputs
 
 KeepSharded: TypeAlias = Mapping[int | str, str | Sequence[str]]
-"""Arguments by position, or parts of them by path (`"0['params']"`), and the mesh axes along which they stay cut."""
+"""Arguments by position, parts of them by path (`"0['params']"`) or single inputs by their names in the program, and
+the mesh axes along which they stay cut."""
 
 
 def parse_keep_sharded(given: KeepSharded | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -24,13 +26,14 @@ def parse_keep_sharded(given: KeepSharded | None) -> tuple[tuple[str, tuple[str,
 
 
 def kept_inputs(
-    entries: Sequence[tuple[str, tuple[str, ...]]], paths: Sequence[str], mesh: Mesh
+    entries: Sequence[tuple[str, tuple[str, ...]]], paths: Sequence[str], names: Sequence[str], mesh: Mesh
 ) -> dict[int, frozenset[str]]:
     """The mesh axes along which each input is kept, by its position among the flat inputs.
 
     Args:
         entries: as `parse_keep_sharded` gives them.
         paths: where each flat input stands among the arguments: `0['w']`.
+        names: the name of each in the program: `params_w`.
         mesh: the mesh.
 
     Raises:
@@ -41,9 +44,7 @@ def kept_inputs(
         for axis in axes:
             if axis not in mesh.names:
                 raise PlanError(f"keep_sharded[{path!r}] names axis {axis!r}, which {mesh} lacks.")
-        found = [
-            number for number, known in enumerate(paths) if known == path or known.startswith((f"{path}[", f"{path}."))
-        ]
+        found = find_inputs(path, paths, names)
         if not found:
             raise PlanError(
                 f"keep_sharded names {path!r}, where no argument stands. The arguments are {', '.join(paths)}."

@@ -71,6 +71,23 @@ def test_values_and_operations_are_as_good_as_names() -> None:
     assert named == str(plan.explain(moved)) == str(plan.explain("mm_reduced"))
 
 
+def test_arguments_may_be_asked_for_by_path() -> None:
+    def f(params: dict[str, list[torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ params["w"][0]) @ params["w"][1]
+
+    mesh = spmd.make_mesh({"model": 2}, runtime="abstract")
+    step = spmd.jit(f, (P(), P()), P(), mesh=mesh)
+    plan = step.plan({"w": [torch.empty(8, 8), torch.empty(8, 8)]}, torch.empty(8, 8))
+    named = str(plan.explain("params_w_1"))
+    assert "%params_w_1" in named
+    assert [named] * 3 == [str(plan.explain(path)) for path in ("0['w'][1]", "0.w[1]", "0.w.1")]
+    assert "%x" in str(plan.explain("1"))
+    with pytest.raises(spmd.PlanError, match=r"'0.w' names 2 arguments: 0\['w'\]\[0\], 0\['w'\]\[1\]\. Ask for one"):
+        plan.explain("0.w")
+    with pytest.raises(spmd.PlanError, match=r"no value \"0\['w'\]\[2\]\"\. Close names: .*0\['w'\]\[1\]"):
+        plan.explain("0['w'][2]")
+
+
 def test_unknown_names_are_answered_with_close_ones() -> None:
     with pytest.raises(spmd.PlanError, match=r"The plan has no value 'mmm'\. Close names: mm. print\(plan\) shows"):
         layer_plan().explain("mmm")

@@ -252,6 +252,9 @@ def test_what_is_kept_sharded_is_never_gathered() -> None:
     free = spmd.jit(f, *specs, mesh=mesh)  # the weights are smaller than the result
     kept = spmd.jit(f, *specs, mesh=mesh, keep_sharded={0: "model"})
     part = spmd.jit(f, *specs, mesh=mesh, keep_sharded={"0[1]": ["model"]})
+    for name in ("weights_1", "%weights_1", "0.1"):
+        again = spmd.jit(f, *specs, mesh=mesh, keep_sharded={name: "model"}).plan(weights, x)
+        assert (part.plan(weights, x).comms, {1: {"model"}}) == (again.comms, again.request.keep_sharded)
     assert ["all_gather", "all_gather"] == [comm.kind for comm in free.plan(weights, x).comms]
     assert ["all_reduce"] == [comm.kind for comm in kept.plan(weights, x).comms]
     assert not any(comm.kind == "all_gather" and "weights_1" in comm.cause for comm in part.plan(weights, x).comms)

@@ -79,7 +79,8 @@ class Plan:
         """Why a value lies as it does: the alternatives and their cost, what its neighbours want, what is given.
 
         Args:
-            what: a value by its name in `print(plan)`, a value, or an operation, of which the first result is meant.
+            what: a value by its name in `print(plan)`, an argument also by its path (`0.params['w']`), a value, or an
+                operation, of which the first result is meant.
             exact: also plan each mesh axis anew around every alternative, for true differences in seconds and bytes.
 
         Raises:

@@ -36,6 +36,7 @@ class Request:
         memory_limit: the most bytes that a rank may hold at once; None for no limit.
         donated: positions of inputs whose memory the program may take over.
         keep_sharded: mesh axes along which an input is never to be gathered, by the input's position.
+        input_paths: where each input stands among the user's arguments, for questions: `0['w']`; empty if nobody knows.
     """
 
     graph: Graph
@@ -47,3 +48,4 @@ class Request:
     memory_limit: int | None = None
     donated: frozenset[int] = frozenset()
     keep_sharded: Mapping[int, frozenset[str]] = _NOTHING_KEPT
+    input_paths: tuple[str, ...] = ()

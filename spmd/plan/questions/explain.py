@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from spmd.errors import PlanError
-from spmd.graph import Graph, Operation, Source, Value
+from spmd.graph import Operation, Source, Value
 from spmd.placement import Placement
+from spmd.plan.arguments import find_inputs
 from spmd.plan.layout import Layout
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
@@ -188,8 +189,9 @@ def explain(plan: Planned, what: str | Value | Operation, *, exact: bool = False
 
     Args:
         plan: the plan.
-        what: a value by its name in `print(plan)`, a value, or an operation, of which the first result is meant. A
-            value that was only moved stands for the one that was computed.
+        what: a value by its name in `print(plan)`, an argument also by its path (`0.params['w']`), a value, or an
+            operation, of which the first result is meant. A value that was only moved stands for the one that was
+            computed.
         exact: also plan each axis anew around every alternative, for the true differences in seconds and bytes.
 
     Raises:
@@ -232,20 +234,31 @@ class Explainer:
         )
 
 
-def find_value(graphs: tuple[Graph, ...], name: str) -> Value:
-    """The value of a name in one of several graphs; of values that share a name, the last, which others compute with.
+def _find_value(plan: Planned, name: str) -> Value:
+    """The value of a name, or the input at a path; of values that share a name, the last, which others compute with.
 
     Raises:
-        PlanError: no value has the name; says which are close.
+        PlanError: no value has the name, and no input or several are at the path; says which are close.
     """
+    graphs = plan.request.graph, plan.graph
     known = {value.name: value for graph in graphs for value in defined_values(graph)}
     known |= {text: value for graph in graphs for value, text in unique_names(graph).items() if text != value.name}
     wanted = name.removeprefix("%")
     if wanted in known:
         return known[wanted]
-    close = difflib.get_close_matches(wanted, known, n=5, cutoff=0.5)
+    inputs, paths = plan.request.graph.inputs, plan.request.input_paths
+    found = find_inputs(name, paths, [value.name for value in inputs])
+    if len(found) == 1:
+        return inputs[found[0]]
+    if found:
+        first = ", ".join(paths[number] for number in found[:5])
+        raise PlanError(f"{name!r} names {len(found)} arguments: {first}{', ...' * (len(found) > 5)}. Ask for one.")
+    close = difflib.get_close_matches(wanted, (*known, *paths), n=5, cutoff=0.5)
     hint = f" Close names: {', '.join(close)}." if close else ""
-    raise PlanError(f"The plan has no value {name!r}.{hint} print(plan) shows all {len(known)} of them.")
+    raise PlanError(
+        f"The plan has no value {name!r}.{hint} print(plan) shows all {len(known)} of them; the names of the program "
+        "that a rank runs are others."
+    )
 
 
 def _resolve(plan: Planned, what: str | Value | Operation) -> Value:
@@ -255,7 +268,7 @@ def _resolve(plan: Planned, what: str | Value | Operation) -> Value:
             raise PlanError(f"{what!r} has no result to explain.")
         value = what.tensors[0]
     else:
-        value = find_value((plan.request.graph, plan.graph), what) if isinstance(what, str) else what
+        value = _find_value(plan, what) if isinstance(what, str) else what
     known = set(defined_values(plan.request.graph))
     producers = {result: operation for operation in plan.graph.operations for result in operation.tensors}
     while value not in known and value in producers and producers[value].op in _MARKERS:
