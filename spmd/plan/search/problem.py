@@ -29,6 +29,11 @@ BOUND_CELLS = 2**16
 """The largest table for the bound that tells how far a plan may be from the best."""
 
 
+TIE = 1e-15
+"""Seconds by which a choice counts more than the one before it: too few to matter beside any cost, and enough that what
+costs the same is decided alike in layers that are alike."""
+
+
 @attrs.frozen(eq=False)
 class AxisChoice:
     """The solution for one axis.
@@ -194,7 +199,7 @@ class AxisProblem:
         key = (id(strategies), self.cost.likeness(operation))
         if key not in self._known_times:
             seconds = [self.cost.seconds(operation, strategy, self.axis) for strategy in strategies]
-            self._known_times[key] = torch.tensor(seconds, dtype=torch.float64)
+            self._known_times[key] = torch.tensor(seconds, dtype=torch.float64) + _preference(len(seconds))
         return self._known_times[key]
 
     def _rent(self, value: Value, state: Placement) -> float:
@@ -252,6 +257,7 @@ class AxisProblem:
         if value in self.rent:
             rents = [sum(self._rent(value, state) for state in sorted(hub.held, key=repr)) for hub in hubs]
             costs = costs + torch.tensor(rents, dtype=torch.float64)
+        costs = costs + _preference(len(hubs))
         return hubs, self._from_producer(value, costs), tuple(offer_table(option, hubs) for option in options)
 
     def _from_producer(self, value: Value, costs: torch.Tensor) -> torch.Tensor:
@@ -263,6 +269,11 @@ class AxisProblem:
         if value not in self.producers:
             return Table((variable,), costs)
         return Table((self.variables[self.producers[value][0]], variable), costs)
+
+
+def _preference(count: int) -> torch.Tensor:
+    """Seconds by which each of several choices counts more than the first."""
+    return TIE * torch.arange(count, dtype=torch.float64)
 
 
 def _uses(draft: Draft) -> dict[Value, list[Use]]:
