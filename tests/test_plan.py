@@ -17,7 +17,7 @@ import spmd
 from spmd import P, TensorMeta
 from spmd.graph import Operation, Value
 from spmd.plan import Plan
-from spmd.plan.bodies import trace_body
+from spmd.plan.bodies import BodyUse, trace_body
 from spmd.plan.pricing.flops import flops
 from spmd.plan.search.elimination import TooWideError, minimize
 
@@ -338,7 +338,7 @@ def test_equal_uses_of_a_body_share_one_trace() -> None:
     def trace(first: Value, second: Value) -> torch.fx.Graph:
         result = Value("result", first.meta)
         operation = Operation(torch.ops.aten.add.Tensor, (first, second), {}, (result,))
-        return trace_body(body, ("x",), operation, mesh, lambda v: v.meta, lambda v: v.meta).graph
+        return trace_body(BodyUse.of(body, ("x",), operation, mesh, lambda v: v.meta, lambda v: v.meta)).graph
 
     mesh = spmd.make_mesh({"x": 2}, runtime="virtual")
     x, y, z = (Value(name, TensorMeta((size,), torch.float32)) for name, size in (("x", 3), ("y", 3), ("z", 1)))

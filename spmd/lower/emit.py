@@ -16,7 +16,7 @@ from spmd.graph import Operation, Value, map_leaves
 from spmd.lower.program import is_primitive
 from spmd.lower.steps import localize_step
 from spmd.mesh import Coordinate
-from spmd.plan.bodies import body_of, trace_body, with_local_size
+from spmd.plan.bodies import BodyUse, body_of, trace_body, with_local_size
 from spmd.plan.groups import Unit, schedule
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
@@ -170,7 +170,8 @@ class _Emitter:
         )
         rule = find_rule(operation.op, self.rules)
         size_argument = None if rule is None else rule.size_argument
-        module = trace_body(body, axes, operation, self.plan.mesh, self.local, unsharded, size_argument)
+        use = BodyUse.of(body, axes, operation, self.plan.mesh, self.local, unsharded, size_argument)
+        module = trace_body(use)
         mapping: dict[fx.Node, Any] = {}
         operands = iter(dict.fromkeys(operation.operands))
         for node in module.graph.nodes:

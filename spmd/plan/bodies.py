@@ -32,50 +32,6 @@ _OF_THE_RANK = (torch.ops.spmd.axis_index.default, torch.ops.spmd.shard_offset.d
 """Primitives that take no tensor and give a number of the rank."""
 
 
-def trace_body(
-    body: Body,
-    axes: Sequence[str],
-    operation: Operation,
-    mesh: Mesh,
-    local: Callable[[Value], TensorMeta],
-    unsharded: Callable[[Value], TensorMeta],
-    size_argument: int | None = None,
-) -> fx.GraphModule:
-    """What one rank computes for `operation`, as a graph over its distinct operands in order of first appearance.
-
-    Equal uses of a body share one graph, which is not to be changed.
-
-    Args:
-        body: the body of the operation's strategy.
-        axes: the mesh axes that it spans, major first.
-        operation: the call.
-        mesh: the mesh.
-        local: the meta of the shard of each value.
-        unsharded: the meta of each value with the body's axes not sharded, which the body sees in its `call`; of the
-            results it sees the local metas.
-        size_argument: as in `Rule`; the body gets the local size.
-    """
-    return _trace(_use(body, axes, operation, mesh, local, unsharded, size_argument))
-
-
-def _use(
-    body: Body,
-    axes: Sequence[str],
-    operation: Operation,
-    mesh: Mesh,
-    local: Callable[[Value], TensorMeta],
-    unsharded: Callable[[Value], TensorMeta],
-    size_argument: int | None = None,
-) -> _Use:
-    numbers = {value: number for number, value in enumerate(dict.fromkeys(operation.operands))}
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(
-        lambda leaf: _Operand(numbers[leaf], local(leaf), unsharded(leaf)) if isinstance(leaf, Value) else leaf,
-        (operation.args, dict(operation.kwargs)),
-    )
-    results = tuple(local(value) for value in operation.tensors)
-    return _Use(body, tuple(axes), mesh, operation.op, freeze(arguments), results, size_argument, arguments)
-
-
 @attrs.frozen
 class _Operand:
     """A tensor argument: its number among the distinct ones, its local meta, and that without the body's axes."""
@@ -86,7 +42,7 @@ class _Operand:
 
 
 @attrs.frozen
-class _Use:
+class BodyUse:
     """One use of a body; uses are equal if nothing that it sees differs."""
 
     body: Body
@@ -97,6 +53,37 @@ class _Use:
     results: tuple[TensorMeta, ...]
     size_argument: int | None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = attrs.field(eq=False)
+
+    @classmethod
+    def of(
+        cls,
+        body: Body,
+        axes: Sequence[str],
+        operation: Operation,
+        mesh: Mesh,
+        local: Callable[[Value], TensorMeta],
+        unsharded: Callable[[Value], TensorMeta],
+        size_argument: int | None = None,
+    ) -> BodyUse:
+        """The use of a body for one operation.
+
+        Args:
+            body: the body of the operation's strategy.
+            axes: the mesh axes that it spans, major first.
+            operation: the call.
+            mesh: the mesh.
+            local: the meta of the shard of each value.
+            unsharded: the meta of each value with the body's axes not sharded, which the body sees in its `call`; of
+                the results it sees the local metas.
+            size_argument: as in `Rule`; the body gets the local size.
+        """
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(operation.operands))}
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(
+            lambda leaf: _Operand(numbers[leaf], local(leaf), unsharded(leaf)) if isinstance(leaf, Value) else leaf,
+            (operation.args, dict(operation.kwargs)),
+        )
+        results = tuple(local(value) for value in operation.tensors)
+        return cls(body, tuple(axes), mesh, operation.op, freeze(arguments), results, size_argument, arguments)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """Run the body over its distinct operands."""
@@ -117,13 +104,17 @@ class _Use:
 
 
 @lru_cache(maxsize=512)
-def _trace(use: _Use) -> fx.GraphModule:
+def trace_body(use: BodyUse) -> fx.GraphModule:
+    """What one rank computes, as a graph over the operation's distinct operands in order of first appearance.
+
+    Equal uses of a body share one graph, which is not to be changed.
+    """
     with FakeTensorMode(), axis_environment(use.mesh.axes):
         return make_fx(use, tracing_mode="real")(*use.operands(use.mesh.device))
 
 
 @lru_cache(maxsize=4096)
-def _sent(use: _Use) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+def _sent(use: BodyUse) -> tuple[tuple[str, tuple[str, ...], float], ...]:
     with axis_environment(use.mesh.axes), _Collectives(use.mesh) as collectives:
         use(*use.operands("meta"))
     return tuple(collectives.sent)
@@ -189,7 +180,7 @@ def body_collectives(
         return TensorMeta(regroup(draft.sizes_at(value, kept), draft.logical[value]), value.meta.dtype)
 
     unsharded = lambda value: local(value, axes)  # noqa: E731
-    return _sent(_use(body, axes, operation, draft.mesh, local, unsharded))
+    return _sent(BodyUse.of(body, axes, operation, draft.mesh, local, unsharded))
 
 
 def _states(operation: Operation, chosen: Mapping[str, Strategy]) -> dict[Value, dict[str, Placement]]:

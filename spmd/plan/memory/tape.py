@@ -20,7 +20,7 @@ import torch.fx as fx
 from spmd.collectives.redistribute import Step, StepKind, redistribution
 from spmd.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
 from spmd.mesh import Mesh
-from spmd.plan.bodies import body_of, trace_body, with_local_size
+from spmd.plan.bodies import BodyUse, body_of, trace_body, with_local_size
 from spmd.plan.groups import Unit, schedule
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
@@ -289,7 +289,7 @@ class _Recorder:
         rule = find_rule(operation.op, self.rules)
         size_argument = None if rule is None else rule.size_argument
         unsharded = lambda value: self.local(value, axes)  # noqa: E731
-        module = trace_body(body, axes, operation, self.mesh, self.local, unsharded, size_argument)
+        module = trace_body(BodyUse.of(body, axes, operation, self.mesh, self.local, unsharded, size_argument))
         storages: dict[int, Buffer] = {}
         operands = iter(dict.fromkeys(operation.operands))
         for node in module.graph.nodes:
