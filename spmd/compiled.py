@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from spmd.canonicalize import canonicalize
-from spmd.distribute import check_same, place
+from spmd.collectives.agreement import failing_together
+from spmd.distribute import are_several, check_placeable, check_same, place
 from spmd.dtensor import DTensor, give_up, wrap
 from spmd.errors import MeshError, ShardingError, TraceError
 from spmd.kept import kept_inputs
@@ -65,6 +66,7 @@ class Compiled:
         self.in_specs = tuple(leaf_specs(in_specs, dynamic, mesh, what="in_specs", of=of))
         self.donated = _donated(args, options)
         self._tree = tree_structure(dynamic)
+        self._has_run = False
         self._seen = list(self.in_specs)  # the object that last came in place of each spec: identity is quick to check
 
     @functools.cached_property
@@ -132,20 +134,35 @@ class Compiled:
 
         Raises:
             DivergenceError: the ranks of a distributed mesh are about to run different programs.
-            MeshError: nothing runs on an abstract mesh.
+        """
+        return (DistributedProgram if self.mesh.runtime is Runtime.DISTRIBUTED else VirtualProgram)(self.program)
+
+    def __repr__(self) -> str:
+        return f"Compiled({self.traced.name} for {self._tree} on {self.mesh})"
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` has been called."""
+        return "executable" in self.__dict__
+
+    def check(self, leaves: Sequence[Any] | None) -> None:
+        """What can go wrong on this rank alone before a call: the program is made, and the arguments are looked at.
+
+        Raises:
+            MeshError: an abstract mesh, on which nothing runs, or a DTensor on another mesh.
+            ShardingError: a DTensor whose spec differs, or an argument that is no tensor with data.
         """
         if self.mesh.runtime is Runtime.ABSTRACT:
             raise MeshError(
                 f"{self.mesh} is abstract: a function can be planned and lowered for it, not run. "
                 "Use make_mesh(..., runtime='virtual')."
             )
-        return (DistributedProgram if self.mesh.runtime is Runtime.DISTRIBUTED else VirtualProgram)(self.program)
-
-    def __repr__(self) -> str:
-        return f"Compiled({self.traced.name} for {self._tree} on {self.mesh})"
+        self.program  # noqa: B018  # made when first asked for
+        for leaf, spec, path in zip(leaves or (), self.in_specs, self.traced.input_paths, strict=leaves is not None):
+            _check(leaf, spec, f"argument {path}")
 
     def prepare(self) -> None:
-        """Make everything that a call needs."""
+        """Make everything that a call needs; on a distributed mesh all ranks do the first time, and compare."""
         self._executable, self._results, self._out_tree = self.executable, self.out_specs, self.traced.out_tree
 
     def __call__(self, *args: Any) -> Any:
@@ -180,15 +197,21 @@ class Compiled:
 
         Raises:
             DivergenceError: a plain tensor that differs between ranks.
-            MeshError: a DTensor on another mesh.
-            ShardingError: a DTensor whose spec differs, or an argument that is no tensor with data.
+
+        And what `check` raises.
         """
+        call = f"a call of {self.traced.name} on {self.mesh}"
+        compares = not self._has_run or not all(isinstance(leaf, DTensor) for leaf in leaves)
+        with failing_together(call, compares and are_several(self.mesh)):
+            self.check(leaves)
         self.prepare()
-        paths = self.traced.input_paths
-        check_same(self.mesh, [f"argument {path}" for path in paths], leaves)
+        names = [f"argument {path}" for path in self.traced.input_paths]
+        if compares:
+            check_same(call, self.mesh, names, leaves)
+        self._has_run = True
         return [
-            _place(leaf, spec, f"argument {path}")._shards
-            for leaf, spec, path in zip(leaves, self.in_specs, paths, strict=True)
+            leaf._shards if isinstance(leaf, DTensor) else place(leaf, spec, name)._shards
+            for leaf, spec, name in zip(leaves, self.in_specs, names, strict=True)
         ]
 
     def run(self, shards: list[Shards], leaves: Sequence[Any]) -> Any:
@@ -243,14 +266,16 @@ def _abstract(args: tuple[Any, ...], mesh: Mesh, options: Options) -> tuple[Any,
     return tuple(arg if number in static else tree_map(leaf, arg) for number, arg in enumerate(args))
 
 
-def _place(leaf: Any, spec: DTensorSpec, name: str) -> DTensor:
+def _check(leaf: Any, spec: DTensorSpec, name: str) -> None:
+    """That an argument can be placed by a spec of `in_specs`."""
     if not isinstance(leaf, DTensor):
         _refuse_transformed(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             raise ShardingError(
                 f"{name} {spec.meta} is a meta tensor, which has no data. Meta tensors serve .trace, .plan and .lower."
             )
-        return place(leaf, spec, name)
+        check_placeable(leaf, spec, name)
+        return
     if leaf.mesh != spec.mesh:
         raise MeshError(
             f"{name} {spec.meta} lies on {leaf.mesh}, but the function runs on {spec.mesh}. Place it with "
@@ -258,7 +283,6 @@ def _place(leaf: Any, spec: DTensorSpec, name: str) -> DTensor:
         )
     if leaf.spec != spec:
         raise _spec_mismatch(leaf.spec, spec, name)
-    return leaf
 
 
 def _spec_mismatch(held: DTensorSpec, wanted: DTensorSpec, name: str) -> ShardingError:

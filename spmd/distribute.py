@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmd.collectives.agreement import check_agreement, describe, gather
+from spmd.collectives.agreement import check_agreement, describe, failing_together, gather
 from spmd.collectives.exchange import broadcast
 from spmd.dtensor import DTensor, join_shards, wrap
 from spmd.errors import MeshError, ShardingError
@@ -35,7 +35,7 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
         The tree with DTensors for leaves. Their shards are copies; gradients do not flow through.
 
     Raises:
-        DivergenceError: ranks with different trees.
+        DivergenceError: ranks with different trees, or on different meshes.
         ShardingError: specs that are no prefix of the tree, a spec that does not fit its tensor, a leaf that is none.
         MeshError: no mesh, an abstract one, or a DTensor on another mesh; no rank `src_rank`.
 
@@ -46,49 +46,58 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
     DTensor(f32[4,3] P('data') on Mesh(data=2), shards 2x[2,3])
     """
     mesh = current_mesh(mesh)
-    targets = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree")
-    paths, leaves, structure = flatten_with_paths(tree)
-    names = [f"leaf {path}".rstrip() for path in paths]
+    call = f"distribute on {mesh}"
+    with failing_together(call, are_several(mesh)):
+        targets = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree")
+        paths, leaves, structure = flatten_with_paths(tree)
+        names = [f"leaf {path}".rstrip() for path in paths]
+        if src_rank is not None:
+            mesh.coordinate(src_rank)  # a rank of the mesh
     if src_rank is None:
-        check_same(mesh, names, leaves)
+        check_same(call, mesh, names, leaves)
     else:
-        mesh.coordinate(src_rank)  # a rank of the mesh
-        leaves = _broadcast(mesh, names, leaves, src_rank)
+        leaves = _broadcast(call, mesh, names, leaves, src_rank)
     placed = [place(leaf, target, name) for leaf, target, name in zip(leaves, targets, names, strict=True)]
     return structure.unflatten(placed)
 
 
-def check_same(mesh: Mesh, names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Compare the plain tensors that the ranks of a distributed mesh hold, each the whole of them.
+def are_several(mesh: Mesh) -> bool:
+    """Whether there are other processes to agree with."""
+    return mesh.runtime is Runtime.DISTRIBUTED and mesh.size > 1
+
+
+def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Compare the plain tensors that the ranks of a distributed mesh hold, each the whole of them; specs of DTensors.
 
     Raises:
         DivergenceError: on every rank, if they differ; it names the leaf, and which ranks hold what.
     """
-    if mesh.runtime is not Runtime.DISTRIBUTED or mesh.size == 1:
-        return
-    claims = {
-        name: str(leaf.spec) if isinstance(leaf, DTensor) else describe(leaf)
-        for name, leaf in zip(names, leaves, strict=True)
-    }
-    if not all(isinstance(leaf, DTensor) for leaf in leaves):
+    if are_several(mesh):
+        claims = {
+            name: str(leaf.spec) if isinstance(leaf, DTensor) else describe(leaf)
+            for name, leaf in zip(names, leaves, strict=True)
+        }
         check_agreement(
+            call,
             claims,
             "Every rank must hold the same whole tensor. To take one rank's, spmd.distribute(..., src_rank=0); where "
             "each rank has its own part, spmd.from_process_data(...).",
         )
 
 
-def _broadcast(mesh: Mesh, names: Sequence[str], leaves: Sequence[Any], src_rank: int) -> list[Any]:
+def _broadcast(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any], src_rank: int) -> list[Any]:
     """The leaves of one rank, on all of them; DTensors stay as they are."""
-    if mesh.runtime is not Runtime.DISTRIBUTED or mesh.size == 1:
+    if not are_several(mesh):
         return list(leaves)
-    metas = [leaf_meta(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
+    with failing_together(call):
+        metas = [leaf_meta(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
     has_data = [isinstance(leaf, torch.Tensor) and not leaf.is_meta for leaf in leaves]
     check_agreement(
+        call,
         {name: f"{meta}" for name, meta in zip(names, metas, strict=True)},
         f"Ranks other than src_rank={src_rank} must give tensors of the same shapes and dtypes, such as meta tensors.",
     )
-    if not all(gather(has_data)[src_rank]):
+    if not all(gather(call, has_data)[src_rank]):
         raise ShardingError(f"src_rank={src_rank} must hold tensors with data. Meta tensors are for the other ranks.")
     received: list[Any] = []
     for leaf, meta in zip(leaves, metas, strict=True):
@@ -125,10 +134,12 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     mesh = current_mesh(mesh)
     if mesh.runtime is not Runtime.DISTRIBUTED:
         return distribute(tree, specs, mesh)
-    prefix = broadcast_prefix(specs, tree, what="specs", of="the tree")
-    leaves, structure = tree_flatten(tree)
-    held = [(leaf.detach().to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf,) for leaf in leaves]
-    return structure.unflatten(join_shards(held, prefix, mesh))
+    call = f"from_process_data(..., {specs!r}) on {mesh}"
+    with failing_together(call, are_several(mesh)):
+        prefix = broadcast_prefix(specs, tree, what="specs", of="the tree")
+        leaves, structure = tree_flatten(tree)
+        held = [(leaf.detach().to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf,) for leaf in leaves]
+    return structure.unflatten(join_shards(call, held, prefix, mesh))
 
 
 def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> DTensor:
@@ -144,6 +155,13 @@ def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> 
                 f"{where} {value.spec} lies on {value.mesh} and not on {spec.mesh}. Assemble it first: .full_tensor()."
             )
         return value.redistribute(spec.pspec)
+    check_placeable(value, spec, where)
+    value = value.detach()
+    return wrap(spec, tuple(_cut(value, spec, coordinate) for coordinate in spec.mesh.held_coordinates))
+
+
+def check_placeable(value: Any, spec: DTensorSpec, where: str) -> None:
+    """That a value, which is no DTensor, is a dense tensor with data."""
     if not isinstance(value, torch.Tensor) or (value.is_meta and spec.mesh.device.type != "meta"):
         kind = "a meta tensor" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ShardingError(
@@ -152,8 +170,6 @@ def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> 
         )
     if value.layout is not torch.strided:
         raise ShardingError(f"{where} must be dense (got layout {value.layout}). Pass it as .to_dense().")
-    value = value.detach()
-    return wrap(spec, tuple(_cut(value, spec, coordinate) for coordinate in spec.mesh.held_coordinates))
 
 
 def _cut(value: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:

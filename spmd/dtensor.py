@@ -148,7 +148,8 @@ class DTensor(torch.Tensor):
         torch.Size([3, 3])
         """
         held = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
-        (found,) = join_shards([held], [spec], mesh, shape)
+        call = f"DTensor.from_local(..., {spec!r}{'' if shape is None else f', shape={tuple(shape)}'}) on {mesh}"
+        (found,) = join_shards(call, [held], [spec], mesh, shape)
         return found
 
     @classmethod
@@ -309,11 +310,15 @@ class _Held:
 
 
 def join_shards(
-    held: Sequence[Sequence[torch.Tensor]], specs: Sequence[SpecLike], mesh: Mesh, shape: Sequence[int] | None = None
+    call: str,
+    held: Sequence[Sequence[torch.Tensor]],
+    specs: Sequence[SpecLike],
+    mesh: Mesh,
+    shape: Sequence[int] | None = None,
 ) -> list[DTensor]:
     """DTensors of shards that this process holds, checked against those of the other processes."""
     facts = [[_Held.of(shard) for shard in shards] for shards in held]
-    every = gather(facts) if mesh.runtime is Runtime.DISTRIBUTED and mesh.size > 1 else [facts]
+    every = gather(call, facts) if mesh.runtime is Runtime.DISTRIBUTED and mesh.size > 1 else [facts]
     count = len(mesh.held_coordinates)
     found = []
     for number, (shards, spec) in enumerate(zip(held, specs, strict=True)):

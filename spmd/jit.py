@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from spmd.collectives.agreement import failing_together
 from spmd.compiled import Compiled
 from spmd.constrain import constrain
+from spmd.distribute import are_several
 from spmd.errors import MeshError, PlanError, TraceError
 from spmd.kept import KeepSharded
 from spmd.lower import LocalProgram
@@ -21,6 +23,7 @@ from spmd.plan.plan import Plan
 from spmd.plan.pricing.machine import Machine
 from spmd.rules import RULES
 from spmd.rules.rule import Rule
+from spmd.runtime.agreement import first_run
 from spmd.spec import TensorMeta
 from spmd.trace import Traced, is_tracing
 from spmd.tree import broadcast_prefix, tree_flatten, tree_leaves
@@ -53,7 +56,11 @@ class Jitted:
 
         Arguments given by name take their places in the function's signature.
 
+        On a distributed mesh all ranks call this together.
+
         Raises:
+            DivergenceError: ranks that call it with different arguments, or call different functions, the first time.
+            SpmdError: another rank failed, or does not come.
             MeshError: no mesh, an abstract one, or one that differs from an argument's.
             ShardingError: specs that do not fit the arguments, or a DTensor whose spec is not that of `in_specs`.
             TraceError: the function cannot be one static program.
@@ -71,7 +78,7 @@ class Jitted:
                 shards = compiled.match(leaves)
                 if shards is not None:
                     return compiled.run(shards, leaves)
-        compiled = self._lookup(args, mesh)
+        compiled = self._prepared(args, mesh, leaves)
         result = compiled.run(compiled.place(leaves), leaves)
         self._last = (mesh, static, tree), compiled
         return result
@@ -90,9 +97,7 @@ class Jitted:
 
     def compile(self, *args: Any, **keywords: Any) -> Compiled:
         """What a call with such arguments runs: a callable, ready to execute, that takes the same arguments."""
-        compiled = self._signature(args, keywords)
-        compiled.prepare()
-        return compiled
+        return self._prepared(self._positional(args, keywords), current_mesh(self._mesh))
 
     def __repr__(self) -> str:
         return f"spmd.jit({getattr(self._function, '__qualname__', self._function)})"
@@ -151,6 +156,18 @@ class Jitted:
             found = Compiled(self._function, args, self._in_specs, self._out_specs, mesh, self._options)
             self._compiled[key] = found
         return found
+
+    def _prepared(self, args: tuple[Any, ...], mesh: Mesh, leaves: Sequence[Any] | None = None) -> Compiled:
+        """A signature that is ready to run; of a new one, the ranks of a distributed mesh compare what they have made.
+
+        Whatever goes wrong until then on one rank, in the user's function or in planning, is an error on all of them.
+        """
+        with failing_together(first_run(mesh), are_several(mesh)):
+            compiled = self._lookup(args, mesh)
+            if not compiled.is_prepared:
+                compiled.check(leaves)
+        compiled.prepare()
+        return compiled
 
     def _check_call(self, args: tuple[Any, ...], static: tuple[tuple[int, type, Any], ...]) -> None:
         self._bind(args, {}, follow_wrapped=False)  # a decorator may give a function arguments of its own

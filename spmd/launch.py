@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from spmd.errors import MeshError, SpmdError
+from spmd.peers import announce
 from spmd.process import is_distributed
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ def _rank(function: Callable[..., Any], args: tuple[Any, ...], folder: str) -> b
     torch.set_num_threads(1)  # ranks share the machine, and threads do not survive a fork
     try:
         result = function(*args)
-    except BaseException:
+    except BaseException as error:
         when = time.time_ns()
+        announce(error)
         Path(folder, os.environ["RANK"]).write_text(f"{when}\n{traceback.format_exc()}")
         raise
     if dist.is_initialized():

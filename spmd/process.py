@@ -5,13 +5,15 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from spmd.errors import MeshError
+from spmd.errors import MeshError, SpmdError
+from spmd.peers import name_ranks, watch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and other launchers in its manner, set for each process."""
@@ -29,10 +31,12 @@ def init(*, timeout: timedelta | float | None = None) -> None:
     alone.
 
     Args:
-        timeout: how long a collective may wait for the other ranks, in seconds or as a timedelta; by default torch's.
+        timeout: how long a collective may wait for the other ranks, and a rank for the others to start, in seconds or
+            as a timedelta; by default torch's.
 
     Raises:
         MeshError: a launcher's variables are missing; a timeout that is not positive, or that comes too late.
+        SpmdError: other ranks did not start in time; the message names them.
     """
     limit = _parse_timeout(timeout)
     if dist.is_initialized():
@@ -41,6 +45,7 @@ def init(*, timeout: timedelta | float | None = None) -> None:
                 "init(timeout=...) came after torch.distributed was started. Call it before the first make_mesh, or "
                 "give the timeout to torch.distributed.init_process_group."
             )
+        watch()
         return
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
@@ -49,12 +54,58 @@ def init(*, timeout: timedelta | float | None = None) -> None:
             "script by `torchrun --nproc-per-node 8 script.py`, or take runtime='virtual' in one process."
         )
     atexit.register(_leave)
-    if not _is_restarted():
-        dist.init_process_group(timeout=limit)
-        return
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit or default_pg_timeout)))
-    attempt = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    dist.init_process_group(store=attempt, rank=rank, world_size=size, timeout=limit)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store = _store(rank, size, limit or default_pg_timeout)
+        late = _roll_call(store, rank, size, limit or default_pg_timeout)
+        if not late:
+            dist.init_process_group(store=store, rank=rank, world_size=size, timeout=limit)
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).splitlines()[0]
+        raise SpmdError(
+            f"Rank {rank} of {size} could not start torch.distributed at {address}. Is rank 0 there? ({reason})"
+        ) from error
+    if late:
+        raise SpmdError(
+            f"Only {size - len(late)} of {size} processes started within {limit or default_pg_timeout}: "
+            f"{name_ranks(late)} did not. Start all of them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or "
+            "wait longer: spmd.init(timeout=...)."
+        )
+    watch()
+
+
+def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
+    """The store of torch.distributed: torchrun's, or else one that rank 0 keeps."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=limit)))[0]
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        return dist.PrefixStore(f"attempt{attempt}", store) if _is_restarted() else store
+    # as torch makes it, but it does not wait for all ranks: who is missing shows in the roll call
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, size, rank == 0, limit, wait_for_workers=False, multi_tenant=True)
+
+
+def _roll_call(store: dist.Store, rank: int, size: int, limit: timedelta) -> list[int]:
+    """The ranks that do not start in time, as rank 0 finds."""
+    store.set(f"started{rank}", "")
+    if rank > 0:
+        store.wait(["late"], 2 * limit)  # rank 0 may have started later
+        return [int(late) for late in store.get("late").decode().split()]
+    late = _absent(store, [f"started{other}" for other in range(size)], limit)
+    store.set("late", " ".join(map(str, late)))
+    if late:
+        time.sleep(1.0)  # for the others to read it: the store may end with this process
+    return late
+
+
+def _absent(store: dist.Store, names: list[str], limit: timedelta) -> list[int]:
+    """The positions of the names that are not in a store when the time is over."""
+    try:
+        store.wait(names, limit)
+    except dist.DistStoreError:
+        return [position for position, name in enumerate(names) if not store.check([name])]
+    return []
 
 
 def _leave() -> None:

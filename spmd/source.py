@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import linecache
-import os
 import sys
 from types import CodeType, FrameType
 
 import attrs
-import optree
 import torch
 
 from spmd.graph import Source
-
-_INTERNAL = tuple(
-    os.path.dirname(os.path.abspath(file)) + os.sep
-    for file in (torch.__file__, optree.__file__, attrs.__file__, __file__)
-    if file
-)
-_INTERNAL_FILES = frozenset({contextlib.__file__, functools.__file__})
-
-
-@functools.lru_cache(maxsize=4096)
-def is_user_file(file: str) -> bool:
-    """Whether a code object's file is the user's: neither torch nor this package nor generated code."""
-    if file.startswith("<"):
-        return file.startswith(("<stdin>", "<ipython", "<doctest", "<string>"))
-    return file not in _INTERNAL_FILES and not file.startswith(_INTERNAL)
+from spmd.user_file import is_user_file
 
 
 @functools.lru_cache(maxsize=65536)

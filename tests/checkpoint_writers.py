@@ -55,7 +55,7 @@ def save_forever_together(rank, store, folder, first, done):
             spmd.checkpoint.save(value, folder)
             if rank == 0:
                 done.send(value["step"])
-    except spmd.CheckpointError as error:
+    except spmd.SpmdError as error:
         done.send(str(error))
 
 

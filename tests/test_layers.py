@@ -11,8 +11,8 @@ import spmd
 ROOT = Path(spmd.__file__).parent
 
 LAYERS = (
-    ("errors", "undisturbed"),
-    ("process", "mesh", "placement"),
+    ("errors", "undisturbed", "user_file"),
+    ("peers", "process", "mesh", "placement"),
     ("spec", "tree"),
     ("collectives",),
     ("rules",),

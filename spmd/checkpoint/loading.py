@@ -59,7 +59,7 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -
     leaves = tree_leaves(like, is_leaf=is_spec)
     mesh = current_mesh(mesh) if any(is_spec(leaf) for leaf in leaves) else None
     meshes = [leaf.mesh for leaf in leaves if isinstance(leaf, (DTensor, DTensorSpec))]
-    processes = processes_of(meshes if mesh is None else [*meshes, mesh])
+    processes = processes_of("checkpoint.load", meshes if mesh is None else [*meshes, mesh])
     processes.together(wait_for_last)
 
     def prepare() -> tuple[Reader, list[_Target], optree.PyTreeSpec]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TypeVar
 
 import attrs
@@ -13,9 +12,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmd.collectives.agreement import check_agreement, gather
+from spmd.collectives.process_groups import timeout_of
 from spmd.errors import CheckpointError, MeshError, SpmdError
 from spmd.mesh import Mesh, Runtime
-from spmd.process import process_index
+from spmd.peers import Meeting, failed
+from spmd.process import process_count, process_index
 
 T = TypeVar("T")
 
@@ -25,10 +26,12 @@ class Processes:
     """All processes of a job, or this one alone.
 
     Args:
+        call: the user's call, for messages.
         group: a gloo group of its own, because a save in the background must not meet the collectives of training; None
             for this process alone.
     """
 
+    call: str
     group: dist.ProcessGroup | None
 
     @property
@@ -37,11 +40,13 @@ class Processes:
         return self.group is None or process_index() == 0
 
     def gather(self, value: T) -> list[T]:
-        """The value of every process, in their order, on every process; CheckpointError if one is gone."""
-        if self.group is None:
-            return [value]
-        with self.errors_of("A checkpoint"):
-            return gather(value)
+        """The value of every process, in their order, on every process.
+
+        Raises:
+            DivergenceError: a process makes another call.
+            SpmdError: a process does not come.
+        """
+        return [value] if self.group is None else gather(self.call, value)
 
     def together(self, step: Callable[[], T]) -> T:
         """What a step of this process returns. If it fails in any process, it fails in all.
@@ -69,8 +74,8 @@ class Processes:
             DivergenceError: one of them does not; the message has the first difference.
         """
         if self.group is not None:
-            with self.errors_of("A checkpoint"):
-                check_agreement(claims(), "Every rank must make the same call, with the same path and the same tree.")
+            expected = "Every rank must make the same call, with the same path and the same tree."
+            check_agreement(self.call, claims(), expected)
 
     @contextmanager
     def errors_of(self, what: str) -> Iterator[None]:
@@ -90,15 +95,20 @@ class Processes:
             reasons = "; ".join(f"{prefix.format(rank)}{_text(error)}" for rank, (error, _) in failures)
             raise CheckpointError(f"{what} failed: {reasons}") from failures[0][1][0]
         except RuntimeError as error:  # from a collective
-            raise CheckpointError(f"{what} failed: another rank is gone or hangs ({error})") from error
+            meeting = Meeting(what, range(process_count()))
+            raise CheckpointError(str(failed(meeting, error))) from error
 
 
 def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, SpmdError) else f"{type(error).__name__}: {error}"
 
 
-def processes_of(meshes: Iterable[Mesh]) -> Processes:
+def processes_of(call: str, meshes: Iterable[Mesh]) -> Processes:
     """The processes that hold a tree whose DTensors lie on these meshes: one of a virtual mesh, else all of the job.
+
+    Args:
+        call: the user's call, for messages.
+        meshes: of the DTensors.
 
     Raises:
         MeshError: virtual and distributed meshes in one tree.
@@ -108,14 +118,12 @@ def processes_of(meshes: Iterable[Mesh]) -> Processes:
         names = " and ".join(sorted(runtime.value for runtime in runtimes))
         raise MeshError(f"The leaves of a checkpoint must lie on meshes of one runtime (got {names}). Save them apart.")
     alone = Runtime.VIRTUAL in runtimes or not dist.is_available() or not dist.is_initialized()
-    return Processes(None if alone else _group(dist.group.WORLD))
+    if alone:
+        return Processes(call, None)
+    gather(call, None)  # that all make this call; only then a group can be made
+    return Processes(call, _group(dist.group.WORLD))
 
 
 @functools.lru_cache(maxsize=1)  # of the present job; another one, started in the same process, gets another group
 def _group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=_timeout(world))
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a group waits for a rank, as its first backend has it; None is torch's default."""
-    return getattr(group._get_backend(group._device_types[0]).options, "_timeout", None)
+    return dist.new_group(backend="gloo", timeout=timeout_of(world))

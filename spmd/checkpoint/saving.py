@@ -189,7 +189,7 @@ def _size(item: WriteItem) -> int:
 
 
 def _prepare(tree: Any, path: str | os.PathLike[str]) -> _Save:
-    processes = processes_of(leaf.mesh for leaf in tree_leaves(tree) if isinstance(leaf, DTensor))
+    processes = processes_of("checkpoint.save", (leaf.mesh for leaf in tree_leaves(tree) if isinstance(leaf, DTensor)))
     processes.together(wait_for_last)
     folder = Path(path)
     leaves = processes.together(lambda: _checked_leaves(tree, folder))

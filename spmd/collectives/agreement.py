@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd.errors import DivergenceError
+from spmd.collectives.process_groups import control_group
+from spmd.errors import DivergenceError, SpmdError
+from spmd.peers import Meeting, who_says_what
 from spmd.spec import TensorMeta
 
 WHOLE = 1 << 24
@@ -21,41 +26,96 @@ BLOCKS, BLOCK = 256, 1 << 16
 """How many blocks of a large tensor, evenly spaced, and of how many bytes."""
 
 
-def gather(value: Any) -> list[Any]:
-    """What every process gives (anything that can be pickled), in rank order, on all of them."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def gather(call: str, value: Any) -> list[Any]:
+    """What every process gives (anything that can be pickled), in rank order, on all of them.
+
+    Args:
+        call: the call of the user's in which all processes give something: those of ranks are compared first.
+        value: what this process gives.
+
+    Raises:
+        DivergenceError: on every rank, if they make different calls.
+        SpmdError: a rank failed in the call, or does not come.
+    """
+    every: list[tuple[str, Any]] = [(call, value)] * dist.get_world_size()
+    if len(every) == 1:
+        return [value]
+    group = control_group()
+    with Meeting(f"the comparison of ranks in {call}", range(len(every))):
+        dist.all_gather_object(every, (call, value), group=group)
+    failures = [
+        f"Rank {rank} failed in {given}: {value.text}"
+        for rank, (given, value) in enumerate(every)
+        if isinstance(value, _Failure)
+    ]
+    if failures:
+        raise SpmdError("\n".join(failures))
+    calls = [given for given, _ in every]
+    if len(set(calls)) > 1:
+        raise DivergenceError(
+            f"Ranks make different calls: {who_says_what(dict(enumerate(calls)))}. All ranks must make the same calls, "
+            "in the same order, on the same mesh."
+        )
+    return [given for _, given in every]
 
 
-def check_agreement(claims: Mapping[str, str], expected: str) -> None:
+@attrs.frozen
+class _Failure:
+    """What a process gives that failed in the call."""
+
+    text: str
+
+
+@contextmanager
+def failing_together(call: str, active: bool = True) -> Iterator[None]:
+    """What each rank does for itself in a call before all of them compare: if it fails, it does on all ranks.
+
+    Args:
+        call: as for `gather`, which must follow the block.
+        active: whether there are other ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        if active:
+            with suppress(SpmdError):  # of others; this rank's own error comes first
+                gather(call, _Failure(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def check_agreement(call: str, claims: Mapping[str, str], expected: str) -> None:
     """Compare what all processes say of the same things.
 
     Args:
-        claims: for each thing, by its name, what this process says of it: a short description or a digest.
+        call: as for `gather`.
+        claims: for each thing, by its name, what this process says of it. Of a text of many lines, the error shows the
+            first that differs.
         expected: what was expected of all and what to do, for the message.
 
     Raises:
         DivergenceError: on every rank, if they differ; with the first difference, and which ranks say what.
+        SpmdError: a rank failed in the call, or does not come.
     """
-    every: list[dict[str, str]] = gather(dict(claims))
+    said = hashlib.sha256(repr(list(claims.items())).encode()).digest()
+    if len(set(gather(call, said))) == 1:
+        return
+    every: list[dict[str, str]] = gather(call, dict(claims))
     for name in dict.fromkeys(name for given in every for name in given):
-        said = [given.get(name, "nothing") for given in every]
-        if len(set(said)) > 1:
-            raise DivergenceError(f"{name} differs between ranks: {who_says_what(said)}. {expected}")
+        texts = [given.get(name, "nothing") for given in every]
+        if len(set(texts)) > 1:
+            where, lines = _first_difference(texts)
+            raise DivergenceError(
+                f"{name} differs between ranks{where}: {who_says_what(dict(enumerate(lines)))}. {expected}"
+            )
 
 
-def who_says_what(said: Sequence[str]) -> str:
-    """What was said, and by which ranks.
-
-    >>> who_says_what(["f32[2]", "f32[3]", "f32[2]"])
-    'f32[2] on ranks 0, 2; f32[3] on rank 1'
-    """
-    parts = []
-    for text in dict.fromkeys(said):
-        ranks = [str(rank) for rank, other in enumerate(said) if other == text]
-        parts.append(f"{text} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}")
-    return "; ".join(parts)
+def _first_difference(texts: Sequence[str]) -> tuple[str, list[str]]:
+    """Where texts first differ, and what they say there; texts of one line are shown whole."""
+    rows = list(itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing"))
+    if len(rows) < 2:
+        return "", list(texts)
+    number, row = next((number, row) for number, row in enumerate(rows, start=1) if len(set(row)) > 1)
+    return f" in line {number}", [line.strip() for line in row]
 
 
 def describe(value: Any) -> str:

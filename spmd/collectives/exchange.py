@@ -22,6 +22,7 @@ from spmd.collectives.pieces import Pieces, pad, resized
 from spmd.collectives.process_groups import Member, member
 from spmd.collectives.wire import Wire, moved, reduced
 from spmd.mesh import Coordinate, Mesh
+from spmd.peers import Meeting
 from spmd.placement import neutral_element
 from spmd.spec import TensorMeta
 
@@ -38,20 +39,26 @@ class Exchange:
         arguments: those after the tensor.
         pack: from the operand to what the collective takes.
         unpack: from what the collective gives to the result, which is contiguous.
+        meeting: of the ranks that take part, which says what has failed if it does.
     """
 
     op: torch._ops.OpOverload
     arguments: tuple[Any, ...]
     pack: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
+    meeting: Meeting = attrs.field(default=Meeting("a collective", ()), kw_only=True)
 
     def start(self, x: Tensor) -> Tensor:
         """Start the collective; what it returns is only good for `finish`."""
-        return self.op(self.pack(x), *self.arguments)
+        packed = self.pack(x)
+        with self.meeting:
+            return self.op(packed, *self.arguments)
 
     def finish(self, pending: Tensor) -> Tensor:
         """Wait for the collective, and take its result."""
-        return self.unpack(_wait(pending))
+        with self.meeting:
+            buffer = _wait(pending)
+        return self.unpack(buffer)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Run the collective, start to finish."""
@@ -68,6 +75,7 @@ def bind(
     coordinate: Coordinate,
     operand: TensorMeta | None,
     arguments: tuple[Any, ...],
+    cause: str = "",
 ) -> Exchange | Local:
     """What the rank at `coordinate` does for one call of a primitive.
 
@@ -77,6 +85,10 @@ def bind(
         coordinate: of this process's rank.
         operand: shape and dtype of the tensor that it is called on; none if it takes none.
         arguments: the arguments after the tensor.
+        cause: why it is called, and where in the user's code, for messages.
+
+    Raises:
+        SpmdError: a rank is missing where process groups are made. What is bound raises it too.
     """
     *rest, axes = arguments
     place = member(mesh, tuple(axes), coordinate, communicates=op in _EXCHANGES)
@@ -86,7 +98,9 @@ def bind(
         return _LOCALS[op](place, operand, *rest)
     if place.group.size == 1:
         return _alone(op, operand, rest)
-    return _EXCHANGES[op](place, operand, *rest)
+    kind = op._schema.name.removeprefix("spmd::")
+    what = f"{kind} over {', '.join(axes)}{cause and f' ({cause})'}"
+    return attrs.evolve(_EXCHANGES[op](place, operand, *rest), meeting=Meeting(what, place.group.ranks))
 
 
 def run(op: torch._ops.OpOverload, mesh: Mesh, coordinate: Coordinate, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
@@ -98,7 +112,8 @@ def broadcast(x: Tensor, src_rank: int) -> Tensor:
     """The tensor of one rank, on all ranks of the job; the others give any of the same shape and dtype."""
     wire = moved(x.dtype)
     buffer = wire.encode(_flat(x))
-    dist.broadcast(buffer, src_rank)
+    with Meeting(f"the broadcast from rank {src_rank}", range(dist.get_world_size())):
+        dist.broadcast(buffer, src_rank)
     return wire.decode(buffer).view(x.shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from datetime import timedelta
 from typing import TypeAlias
 
 import attrs
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from spmd.collectives.group import Group, groups
 from spmd.mesh import Coordinate, Mesh
+from spmd.peers import Meeting
 
 Partition: TypeAlias = tuple[tuple[int, ...], ...]
 """All ranks, cut into groups: ranks in ascending order, as torch numbers them inside a group."""
@@ -63,6 +65,27 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
         return world
     made = _made.setdefault(world, {})
     if partition not in made:
-        timeout = world._get_backend(mesh.device).options._timeout  # torch gives groups its default, not the world's
-        made[partition], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition], timeout=timeout)
+        lists = [list(ranks) for ranks in partition]
+        with Meeting(f"the start of process groups over {', '.join(axes)}", range(world.size())):
+            made[partition], _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout_of(world))
     return made[partition]
+
+
+def control_group() -> dist.ProcessGroup:
+    """A group of all ranks for what they say of themselves, made once; on the CPU, whatever the mesh lies on.
+
+    Where ranks make different calls, what one of them says must not meet what others compute: gloo ends a process that
+    receives more than it expects.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "make_mesh starts torch.distributed"
+    made = _made.setdefault(world, {})
+    if () not in made:
+        with Meeting("the first comparison of ranks", range(world.size())):
+            made[()] = dist.new_group(backend="gloo", timeout=timeout_of(world))
+    return made[()]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group waits for a rank, as its first backend has it; torch gives new groups its default instead."""
+    return getattr(group._get_backend(group._device_types[0]).options, "_timeout", None)

@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 
-from spmd.collectives.agreement import check_agreement
+from spmd.collectives.agreement import check_agreement, describe
 from spmd.lower.program import LocalProgram
 from spmd.mesh import Mesh
 from spmd.optimize.clean import is_draw
+
+
+def first_run(mesh: Mesh) -> str:
+    """The call in which all ranks compare what they are about to run."""
+    return f"the first run of a jitted function on {mesh}"
 
 
 def check_same_program(program: LocalProgram) -> None:
     """Compare the program across ranks and, if it draws random numbers, the state of their generators.
 
     Raises:
-        DivergenceError: on every rank, if they differ.
+        DivergenceError: on every rank, if they differ; it shows the first argument, or the first line, that does.
+        SpmdError: a rank fails to make its program, or does not come.
     """
+    call = first_run(program.mesh)
     check_agreement(
-        {f"The program {program.name}": _digest(program.as_text().encode())},
+        call,
+        dict(_claims(program)),
         "All ranks must call the same function with arguments of the same shapes, dtypes and specs, in the same order.",
     )
     if any(is_draw(node) for node in program.graph_module().graph.nodes):
-        state = _generator_state(program.mesh)
+        state = torch.cuda.get_rng_state() if program.mesh.device.type == "cuda" else torch.get_rng_state()
         check_agreement(
-            {f"The random generator before {program.name}": _digest(bytes(state.tolist()))},
+            call,
+            {f"The random generator before {program.name}": hashlib.sha256(bytes(state.tolist())).hexdigest()[:8]},
             "Every rank draws the whole tensor, so that numbers do not depend on the mesh: call torch.manual_seed with "
             "one seed on all ranks, and draw alike before the call.",
         )
 
 
-def _generator_state(mesh: Mesh) -> torch.Tensor:
-    return torch.cuda.get_rng_state() if mesh.device.type == "cuda" else torch.get_rng_state()
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:8]
+def _claims(program: LocalProgram) -> Iterator[tuple[str, str]]:
+    """What a rank says of its program: the text is that of coordinate zero, and specs tell what others' differ in."""
+    yield "The function", program.name
+    module = program.graph_module()
+    inputs = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    for name, spec in zip(inputs, program.input_specs, strict=True):
+        yield f"Argument {name} of {program.name}", str(spec)
+    for number, spec in enumerate(program.output_specs):
+        yield f"Result {number} of {program.name}", str(spec)
+    yield f"The program of {program.name}", program.as_text()
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            yield f"Constant {node.name} of {program.name}", describe(getattr(module, node.target))

@@ -19,6 +19,7 @@ class DistributedProgram:
 
     Raises:
         DivergenceError: on every rank, if their programs differ.
+        SpmdError: a rank fails to make its program, or does not come. A step raises it too.
     """
 
     __slots__ = ("_function", "source")

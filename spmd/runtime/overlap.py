@@ -53,7 +53,9 @@ def _bind(node: fx.Node, mesh: Mesh, coordinate: Coordinate) -> None:
     """Make a call of a primitive one of what this rank does for it."""
     operands = node.all_input_nodes
     meta: TensorMeta | None = operands[0].meta["val"] if operands else None
-    node.target = bind(node.target, mesh, coordinate, meta, tuple(node.args[len(operands) :]))  # type: ignore[arg-type, assignment]
+    arguments, source = tuple(node.args[len(operands) :]), node.meta.get("source")
+    cause = f"{node.meta.get('cause', '')}{f' at {source}' if source else ''}"
+    node.target = bind(node.target, mesh, coordinate, meta, arguments, cause)  # type: ignore[arg-type, assignment]
     node.args = tuple(operands)
 
 

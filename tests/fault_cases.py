@@ -1,0 +1,222 @@
+"""What the ranks of tests/test_faults.py do: one of them goes wrong. A light module, because each rank imports it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import spmd
+from spmd import P
+
+PATIENT, TIMEOUT = 60.0, 3.0
+"""Seconds that a collective waits: before the fault, for a machine may be busy, and then."""
+
+
+def rank(
+    case: Callable[..., Any], args: tuple[Any, ...], timeout: float, environment: dict[str, str], sender: Connection
+) -> None:
+    """The life of a rank, as that of a script: it sends how it ended."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        spmd.init(timeout=timeout)
+        case(*args)
+    except BaseException as error:
+        sender.send(f"{type(error).__name__}: {error}")
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    sender.send("")
+
+
+def steps() -> Any:
+    """A jitted function with several collectives, and its argument; all ranks have run it once, and wait less now."""
+    mesh = spmd.make_mesh({"data": spmd.process_count()})
+    x = spmd.distribute(torch.ones(64, 8), P("data"), mesh)
+    step = spmd.jit(center, P("data"), P("data"), mesh=mesh)
+    x = step(x)
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), dist.group.WORLD)
+    return step, x
+
+
+def center(x: torch.Tensor) -> torch.Tensor:
+    x = x - x.mean(0)
+    return x / x.square().mean()
+
+
+def run_until(fails: Callable[[], object], on: int) -> None:
+    """Take steps until one rank fails in one of them."""
+    step, x = steps()
+    if spmd.process_index() == on:
+        threading.Timer(0.2, fails).start()
+    while True:
+        step(x)
+
+
+def killed(on: int) -> None:
+    run_until(lambda: os.kill(os.getpid(), signal.SIGKILL), on)
+
+
+def stopped(on: int) -> None:
+    run_until(lambda: os.kill(os.getpid(), signal.SIGSTOP), on)
+
+
+def stuck(on: int) -> None:
+    step, x = steps()
+    if spmd.process_index() == on:
+        time.sleep(60)  # stuck
+    step(x)
+
+
+def raises_between_steps(on: int) -> None:
+    step, x = steps()
+    if spmd.process_index() == on:
+        raise ValueError("no such file")
+    step(x)
+
+
+def raises_in_function(on: int) -> None:
+    _, x = steps()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if spmd.process_index() == on:
+            raise ValueError("no such layer")
+        return center(x)
+
+    spmd.jit(function, P("data"), P("data"), mesh=x.mesh)(x)
+
+
+def other_argument_later(on: int) -> None:
+    step, x = steps()
+    step(torch.ones(60, 8) if spmd.process_index() == on else x)
+
+
+def other_call_later(on: int) -> None:
+    step, x = steps()
+    if spmd.process_index() == on:
+        spmd.distribute(torch.ones(8), P(), x.mesh)
+    step(x)
+
+
+def leave_pid(folder: str) -> None:
+    Path(folder, f"pid{spmd.process_index()}").write_text(str(os.getpid()))
+
+
+def launched(case: Callable[..., Any], on: int, folder: str) -> None:
+    """A case under `spmd.launch`, of which the test knows the processes."""
+    spmd.init(timeout=PATIENT)
+    leave_pid(folder)
+    case(on)
+
+
+def diverge(name: str) -> str:
+    """The error that a call raises which is not the same on rank 1; no rank ends."""
+    mesh, on = spmd.make_mesh({"x": 4}, runtime="distributed"), spmd.process_index() == 1
+    x = spmd.distribute(torch.ones(8), P("x"), mesh)
+    try:
+        DIVERGENT[name](mesh, x, on)
+    except Exception as error:
+        with suppress(AttributeError):
+            x.full_tensor()  # the next call works
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _function(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.jit(torch.sin if on else torch.cos, P("x"), P("x"), mesh=mesh)(x)
+
+
+def _body(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.jit(lambda x: (x * 2 + (3 if on else 4)).sum(), P("x"), P(), mesh=mesh)(x)
+
+
+def _shapes(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.jit(lambda x: x * 2, P("x"), P("x"), mesh=mesh)(torch.ones(7 if on else 8))
+
+
+def _dtypes(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.jit(lambda x: x * 2, P("x"), P("x"), mesh=mesh)(torch.ones(8, dtype=torch.float64 if on else None))
+
+
+def _specs(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.jit(lambda x: x * 2, P("x"), P() if on else P("x"), mesh=mesh)(x)
+
+
+def _constants(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    constant = torch.full((8,), 2.0 + on)
+    spmd.jit(lambda x: x * constant, P("x"), P("x"), mesh=mesh)(x)
+
+
+def _mesh(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    other = spmd.make_mesh({"x": 2, "y": 2} if on else {"x": 4}, runtime="distributed")
+    spmd.jit(lambda x: x * 2, P("x"), P("x"), mesh=other)(torch.ones(8))
+
+
+def _mesh_of_data(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    other = spmd.make_mesh({"y": 4} if on else {"x": 4}, runtime="distributed")
+    spmd.distribute(torch.ones(8), P(), other)
+
+
+def _calls(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.distribute(x, P("x"), mesh) if on else spmd.jit(lambda x: x * 2, P("x"), P("x"), mesh=mesh)(x)
+
+
+def _save(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.checkpoint.save(x, "nowhere") if on else spmd.distribute(torch.ones(8), P("x"), mesh)
+
+
+def _local_spec(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.DTensor.from_local(torch.ones(2), mesh, P() if on else P("x"))
+
+
+def _prefix(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.distribute({"w": torch.ones(8)}, {"v": P()} if on else P(), mesh)
+
+
+def _argument(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    replicated = spmd.distribute(torch.ones(8), P(), mesh)
+    spmd.jit(lambda x: x * 2, P("x"), P("x"), mesh=mesh)(replicated if on else x)
+
+
+def _raise(on: bool) -> None:
+    if on:
+        raise ValueError("no such layer")
+
+
+def _error_in_function(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.jit(lambda x: (_raise(on), x)[1], P("x"), P("x"), mesh=mesh)(x)
+
+
+def _error_in_plan(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    spmd.jit(lambda x: x.sum(), P("x"), P(), mesh=mesh, comms="error" if on else "allow")(x)
+
+
+DIVERGENT: dict[str, Callable[[spmd.Mesh, spmd.DTensor, bool], None]] = {
+    "function": _function,
+    "body": _body,
+    "shapes": _shapes,
+    "dtypes": _dtypes,
+    "specs": _specs,
+    "constants": _constants,
+    "mesh": _mesh,
+    "mesh of data": _mesh_of_data,
+    "calls": _calls,
+    "save": _save,
+    "local spec": _local_spec,
+    "prefix": _prefix,
+    "argument": _argument,
+    "error in function": _error_in_function,
+    "error in plan": _error_in_plan,
+}

@@ -1,0 +1,193 @@
+"""A rank that goes wrong: every other one says so in time, and says which and why.
+
+Each test runs once; SPMD_FAULT_RUNS=20 runs each so many times, as `make test-faults` does.
+"""
+
+import multiprocessing
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+import fault_cases as cases
+import pytest
+
+from spmd.errors import SpmdError
+from spmd.launch import launch
+from spmd.peers import PATIENCE, Meeting, explain
+
+RANKS = 4
+SLACK = 10.0
+"""Seconds for a busy machine."""
+
+
+@pytest.fixture(autouse=True, params=range(int(os.environ.get("SPMD_FAULT_RUNS", "1"))))
+def attempt(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def context():
+    started = multiprocessing.get_context("forkserver")
+    started.set_forkserver_preload(["fault_cases"])
+    return started
+
+
+def run_job(context, case, *args, ranks=range(RANKS), waits_for=None, timeout=cases.PATIENT):
+    """The error by which each rank of a job ends, None if it is killed; only `ranks` are started.
+
+    Args:
+        waits_for: those whose end is waited for; the others are killed then.
+        timeout: of starting, and of collectives before the fault.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes, ends = {}, {}
+    for rank in ranks:
+        variables = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        environment = {name: str(value) for name, value in variables.items()}
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=cases.rank, args=(case, args, timeout, environment, sender))
+        process.start()
+        sender.close()
+        processes[rank] = process, receiver
+    try:
+        deadline = time.monotonic() + cases.PATIENT
+        for rank in ranks if waits_for is None else waits_for:
+            process, receiver = processes[rank]
+            try:
+                assert receiver.poll(deadline - time.monotonic()), f"rank {rank} hangs; before: {ends}"
+                ends[rank] = receiver.recv()
+                # what is left to do is done in time: nobody waits for the first timeout
+                deadline = min(deadline, time.monotonic() + cases.TIMEOUT + PATIENCE + SLACK)
+            except EOFError:
+                ends[rank] = None
+    finally:
+        for process, _ in processes.values():
+            process.kill()
+            process.join()
+    return ends
+
+
+def others(rank):
+    return [other for other in range(RANKS) if other != rank]
+
+
+COLLECTIVE = r"SpmdError: (all_reduce|all_gather|reduce_scatter) over data \(.* at fault_cases\.py:\d+\) failed"
+
+
+@pytest.mark.parametrize("case", [cases.killed, cases.stopped], ids=["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_gone_in_a_step_is_named(context, case):
+    ends = run_job(context, case, 2, waits_for=others(2))
+    for end in ends.values():
+        assert re.match(COLLECTIVE + ": rank 2 does not answer", end), end
+
+
+def test_without_the_rank_that_keeps_the_store_it_is_said(context):
+    ends = run_job(context, cases.killed, 0, waits_for=others(0))
+    for end in ends.values():
+        assert re.match(COLLECTIVE + ": rank 0 or the launcher, which keeps the store", end), end
+
+
+def test_a_rank_that_is_stuck_is_told_where(context):
+    line = 1 + next(n for n, text in enumerate(Path(cases.__file__).read_text().splitlines()) if "# stuck" in text)
+    for end in run_job(context, cases.stuck, 1, waits_for=others(1)).values():
+        assert re.match(COLLECTIVE + rf": rank 1 is in no collective, at fault_cases\.py:{line}\.", end), end
+
+
+def test_an_error_in_user_code_reaches_the_others(context):
+    ends = run_job(context, cases.raises_between_steps, 1)
+    assert "ValueError: no such file" == ends.pop(1)
+    for end in ends.values():
+        assert re.match(COLLECTIVE + ", because rank 1 failed: ValueError: no such file", end), end
+
+
+def test_an_error_in_the_function_reaches_the_others(context):
+    ends = run_job(context, cases.raises_in_function, 1)
+    assert "ValueError: no such layer" == ends.pop(1)
+    for end in ends.values():
+        assert re.match(r"SpmdError: Rank 1 failed in the first run .*: ValueError: no such layer", end), end
+
+
+@pytest.mark.parametrize(
+    ("case", "pattern"),
+    [
+        (cases.other_argument_later, r"waits in the comparison of ranks in the first run .* on rank 1"),
+        (cases.other_call_later, r"waits in the comparison of ranks in distribute on .* on rank 1"),
+    ],
+)
+def test_ranks_that_part_after_the_first_run_say_where_they_are(context, case, pattern):
+    for end in run_job(context, case, 1).values():
+        assert re.match("DivergenceError: Ranks wait for each other in different places: .*" + pattern, end), end
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_does_not_start_is_named(context, missing):
+    for end in run_job(context, cases.steps, ranks=others(missing), timeout=cases.TIMEOUT).values():
+        message = "could not start .* Is rank 0 there" if missing == 0 else "rank.* 2 did not"
+        assert re.match(f"SpmdError: .*{message}", end), end
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [(cases.killed, r"Rank 1 of 3 failed in launched:\n.*SIGKILL"), (cases.raises_between_steps, "no such file")],
+    ids=["SIGKILL", "error"],
+)
+def test_launch_leaves_no_processes(tmp_path, case, message):
+    with pytest.raises(SpmdError, match=f"(?s){message}"):
+        launch(cases.launched, 3, case, 1, str(tmp_path))
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
+    assert 3 == len(pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+DIVERGED = {
+    "function": "The function differs between ranks: cos on ranks 0, 2, 3; sin on rank 1",
+    "body": r"The program of <lambda> differs between ranks in line 6: .*add\(.*, 4\) .* ranks 0, 2, 3; .*add\(.*, 3\)",
+    "shapes": r"Argument x of <lambda> differs between ranks: f32\[8\] P\('x'\) on ranks 0, 2, 3; f32\[7\] P\('x'\) on",
+    "dtypes": r"Argument x of <lambda> differs between ranks: f32\[8\] P\('x'\) on ranks 0, 2, 3; f64\[8\] P\('x'\) on",
+    "specs": r"Result 0 of <lambda> differs between ranks: f32\[8\] P\('x'\) on ranks 0, 2, 3; f32\[8\] P\(\) on",
+    "constants": r"Constant \w+ of <lambda> differs between ranks: f32\[8\] with digest \w+ on ranks 0, 2, 3; ",
+    "mesh": r"Ranks make different calls: the first run .* on Mesh\(x=4\) on ranks 0, 2, 3; .* on Mesh\(x=2, y=2\) on",
+    "mesh of data": r"Ranks make different calls: distribute on Mesh\(x=4\) on ranks 0, 2, 3; .* Mesh\(y=4\)",
+    "calls": r"Ranks make different calls: the first run .* on ranks 0, 2, 3; distribute on Mesh\(x=4\) on rank 1",
+    "save": r"Ranks make different calls: distribute on Mesh\(x=4\) on ranks 0, 2, 3; checkpoint\.save on rank 1",
+    "local spec": r"Ranks make different calls: DTensor\.from_local\(\.\.\., P\('x'\)\) on .*; DTensor.* on rank 1\.",
+}
+
+
+@pytest.mark.parametrize("name", DIVERGED)
+def test_ranks_that_part_raise_the_same(workers, name):
+    first, *rest = workers.run(cases.diverge, name, ranks=RANKS)
+    assert [first] * 3 == rest
+    assert re.match(f"DivergenceError: {DIVERGED[name]}", first), first
+
+
+FAILED = {
+    "prefix": "distribute on .*: ShardingError: specs does not fit the tree",
+    "argument": "the first run .*: ShardingError: argument 0 .* has spec",
+    "error in function": "the first run .*: ValueError: no such layer",
+    "error in plan": "the first run .*: PlanError: comms='error' forbids",
+}
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_an_error_of_one_rank_is_one_of_all(workers, name):
+    ends = workers.run(cases.diverge, name, ranks=RANKS)
+    mine = ends.pop(1)
+    assert ends[0].endswith(mine)
+    for end in ends:
+        assert re.match(f"SpmdError: Rank 1 failed in {FAILED[name]}", end), end
+
+
+def test_every_divergence_is_tested():
+    assert cases.DIVERGENT.keys() == DIVERGED.keys() | FAILED.keys()
+
+
+def test_ranks_outside_of_the_collective_may_wait_elsewhere():
+    said = ["waits in a", "waits in a", "waits in b", "waits in b"]
+    error = explain(Meeting("a", (0, 1)), said, "RuntimeError: reset")
+    assert type(error) is SpmdError
+    assert "a failed, although all ranks are there: RuntimeError: reset" == str(error)
