@@ -17,7 +17,7 @@ import attrs
 
 from spmd.graph import Graph, Operation, Value, freeze, map_leaves
 from spmd.plan.pricing.flops import has_formula
-from spmd.plan.search.candidates import rootless_values
+from spmd.plan.search.dataflow import rootless_values
 
 Copy: TypeAlias = tuple[Operation, ...]
 """The operations of one copy, in order of execution."""

@@ -15,6 +15,7 @@ from spmd.plan.comm import Comm
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
 from spmd.plan.pricing.cost import LocalCost
+from spmd.plan.search.dataflow import fused_values
 from spmd.plan.search.draft import Draft
 from spmd.spec import DTensorSpec
 
@@ -67,6 +68,8 @@ def finished_draft(plan: Planned) -> Draft:
         strategies=plan.strategies,
         planned=tuple(plan.order or plan.mesh.names),
         kept={},
+        fused=fused_values(plan.graph),
+        rootless=frozenset(),
         gap=plan.gap,
     )
 

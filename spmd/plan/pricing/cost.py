@@ -6,10 +6,9 @@ import math
 from collections.abc import Hashable, Mapping
 
 import attrs
-import torch
 
 from spmd.collectives.traffic import StepKind, ring_bytes
-from spmd.graph import Graph, Operation, Value
+from spmd.graph import Operation, Value
 from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.bodies import body_collectives
 from spmd.plan.markers import REDISTRIBUTE
@@ -19,36 +18,6 @@ from spmd.plan.search.draft import Draft, States, flat_shape, shrink
 from spmd.rules.strategy import Strategy
 
 
-def is_pointwise(operation: Operation) -> bool:
-    """Whether a compiler would fuse an operation with its neighbours."""
-    return torch.Tag.pointwise in operation.op.tags or not operation.operands
-
-
-def fused_values(graph: Graph) -> frozenset[Value]:
-    """The values that a compiler would keep out of memory: all their producers and consumers are pointwise.
-
-    A view is its argument: it has no traffic of its own.
-    """
-    root: dict[Value, Value] = {}
-    inner: dict[Value, bool] = {}
-    for value in (*graph.inputs, *(value for value, _ in graph.constants)):
-        inner[value] = False
-    for operation in graph.operations:
-        if operation.op is REDISTRIBUTE or operation.is_view:
-            for value in operation.tensors:
-                root[value] = root.get(operation.operands[0], operation.operands[0])
-            continue
-        pointwise = is_pointwise(operation)
-        for value in operation.tensors:
-            inner[value] = pointwise
-        if not pointwise:
-            for value in operation.operands:
-                inner[root.get(value, value)] = False
-    for value in graph.outputs:
-        inner[root.get(value, value)] = False
-    return frozenset(value for value in (*inner, *root) if inner[root.get(value, value)])
-
-
 @attrs.frozen(eq=False)
 class LocalCost:
     """Roofline times of the operations of one draft, as one rank runs them.
@@ -56,7 +25,6 @@ class LocalCost:
     Args:
         machine: the machine.
         draft: the program.
-        fused: values without memory traffic.
         states: the placements of all values on the axes planned so far and, as guessed, on later ones.
         sizes: the logical shapes of all values on these axes.
         flops: arithmetic of every operation on the axes planned so far.
@@ -64,7 +32,6 @@ class LocalCost:
 
     machine: Machine
     draft: Draft
-    fused: frozenset[Value]
     states: Mapping[Value, States]
     sizes: Mapping[Value, tuple[int, ...]]
     flops: Mapping[Operation, float]
@@ -88,7 +55,6 @@ class LocalCost:
         return cls(
             machine,
             draft,
-            fused_values(draft.graph),
             states,
             {value: draft.sizes_at(value, states.get(value, {})) for value in values},
             {
@@ -105,7 +71,7 @@ class LocalCost:
             return self.draft.logical[values[0]], values[0].meta.dtype, states
         if self._is_free(operation):
             return None
-        shares = tuple((self.sizes[value], value.meta.dtype, value in self.fused) for value in values)
+        shares = tuple((self.sizes[value], value.meta.dtype, value in self.draft.fused) for value in values)
         return operation.op, self.flops[operation], shares
 
     def seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
@@ -123,7 +89,7 @@ class LocalCost:
             after = shrink(before, state, count)
             if isinstance(state, Shard) and before[state.dim]:
                 share = after[state.dim] / before[state.dim]
-            if value not in self.fused:
+            if value not in self.draft.fused:
                 traffic += math.prod(after) * value.meta.dtype.itemsize
         seconds = self.machine.compute_seconds(self.flops[operation] * share, traffic, arithmetic_dtype(operation))
         return seconds + self._body_seconds(operation, strategy, axis)
@@ -134,7 +100,9 @@ class LocalCost:
             return 0.0
         values = (*operation.operands, *operation.tensors)
         traffic = sum(
-            math.prod(self.sizes[value]) * value.meta.dtype.itemsize for value in values if value not in self.fused
+            math.prod(self.sizes[value]) * value.meta.dtype.itemsize
+            for value in values
+            if value not in self.draft.fused
         )
         return self.machine.compute_seconds(self.flops[operation], traffic, arithmetic_dtype(operation))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
-from spmd.graph import Graph, Operation, Value
+from spmd.graph import Operation, Value
 from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
 from spmd.plan.markers import REDISTRIBUTE
 from spmd.plan.search.draft import Draft
@@ -21,13 +21,12 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
 
     Operations that are alike, as those of equal layers, get the very same tuple.
     """
-    rootless = rootless_values(draft.graph)
     known: dict[Hashable, tuple[tuple[Strategy, ...], tuple[frozenset[Placement], ...]]] = {}
     found: dict[Operation, tuple[Strategy, ...]] = {}
     arising = {value: frozenset([spec.placement(axis)]) for value, spec in draft.placed.items()}
     for operation in draft.graph.operations:
         reaching = tuple(arising[operand] for operand in operation.operands)
-        whole = all(value in rootless for value in operation.tensors)
+        whole = all(value in draft.rootless for value in operation.tensors)
         key = (_likeness(draft, operation, axis), whole, reaching)
         if key not in known:
             strategies = tuple(
@@ -130,12 +129,3 @@ def _pass_through(draft: Draft, operation: Operation) -> tuple[Strategy, ...]:
     kept += [Shard(dim) for dim, size in enumerate(draft.local_sizes(operand)) if dim not in cut and size > 1]
     kept += [Partial(op) for op in REDUCTIONS if reduced <= {op} and _reduces_alike(draft, operand, Partial(op))]
     return tuple(_known((state,), (state,), str(state)) for state in kept)
-
-
-def rootless_values(graph: Graph) -> frozenset[Value]:
-    """The values that depend on no input of the program."""
-    rooted = {*graph.inputs, *(value for value, _ in graph.constants)}
-    for operation in graph.operations:
-        if any(operand in rooted for operand in operation.operands):
-            rooted.update(operation.tensors)
-    return frozenset(value for operation in graph.operations for value in operation.tensors if value not in rooted)

@@ -38,6 +38,8 @@ class Draft:
         strategies: the strategy of every operation on the planned axes.
         planned: the axes planned so far, in planning order.
         kept: mesh axes along which an input is never to be gathered.
+        fused: values without memory traffic.
+        rootless: values that depend on no input; every rank computes them whole.
         gap: how far the worst searched axis may be from its best, as a part of that; 0 if all were searched exactly.
     """
 
@@ -51,6 +53,8 @@ class Draft:
     strategies: Mapping[Operation, Mapping[str, Strategy]]
     planned: tuple[str, ...]
     kept: Mapping[Value, frozenset[str]]
+    fused: frozenset[Value]
+    rootless: frozenset[Value]
     gap: float
 
     def kept_values(self, axis: str) -> frozenset[Value]:

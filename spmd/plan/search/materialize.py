@@ -34,6 +34,7 @@ class _Materializer:
         self.states = {value: dict(states) for value, states in draft.states.items()}
         self.options = dict(draft.options)
         self.fixed = dict(draft.fixed)
+        self.fused = set(draft.fused)
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
 
     def run(self) -> Draft:
@@ -48,6 +49,7 @@ class _Materializer:
             logical=self.logical,
             options=self.options,
             fixed=self.fixed,
+            fused=frozenset(self.fused),
             states=self.states,
             strategies=self.strategies,
             planned=(*self.draft.planned, self.axis),
@@ -114,6 +116,8 @@ class _Materializer:
         operation = Operation(REDISTRIBUTE, (held[source],), {}, (moved,), user.source)
         self.operations.append(operation)
         self.logical[moved] = self.logical[value]
+        if value in self.fused:
+            self.fused.add(moved)
         self.states[moved] = {axis: s for axis, s in self.states[value].items() if axis != self.axis}
         self._set_state(moved, target)
         held[target] = moved

@@ -11,6 +11,7 @@ from spmd.atoms import Refinement, refine
 from spmd.graph import Graph, Operation, freeze
 from spmd.plan.request import Request
 from spmd.plan.search.boundary import bound
+from spmd.plan.search.dataflow import fused_values, rootless_values
 from spmd.plan.search.draft import Draft
 from spmd.rules import find_rule
 from spmd.rules.random import DRAW
@@ -48,6 +49,8 @@ class Prepared:
             states={},
             strategies={},
             planned=(),
+            fused=fused_values(bounded.graph),
+            rootless=rootless_values(bounded.graph),
             kept={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},
             gap=0.0,
         )

@@ -89,7 +89,10 @@ class _Reducer:
         costs = table.costs
         if len(variables) < len(table.variables):
             shape = tuple(self.domains[variable] for variable in variables)
-            costs = self.views.setdefault((id(costs), shape), (costs.reshape(shape), costs))[0]
+            key = (id(costs), shape)
+            if key not in self.views:
+                self.views[key] = costs.reshape(shape), costs
+            costs = self.views[key][0]
         if not variables:
             self.constant += float(costs)
         elif len(variables) == 1:

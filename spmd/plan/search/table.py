@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import attrs
+from typing import NamedTuple
+
 import torch
 
 
-@attrs.frozen(eq=False)
-class Table:
+class Table(NamedTuple):
     """A cost for every combination of values of some variables.
 
     Args:

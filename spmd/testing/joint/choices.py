@@ -11,7 +11,7 @@ from spmd.placement import Placement, Replicate
 from spmd.plan.pricing.account import sends
 from spmd.plan.pricing.cost import LocalCost
 from spmd.plan.pricing.machine import Machine
-from spmd.plan.search.candidates import all_candidates, candidates, rootless_values
+from spmd.plan.search.candidates import all_candidates, candidates
 from spmd.plan.search.draft import Draft
 from spmd.rules.strategy import Strategy
 
@@ -22,10 +22,9 @@ Choice = tuple[Strategy, ...]
 def all_choices(draft: Draft, order: Sequence[str]) -> dict[Operation, tuple[Choice, ...]]:
     """The choices of every operation of a draft: on each axis of `order`, what can follow those before."""
     single = [all_candidates(draft, axis) for axis in order]
-    rootless = rootless_values(draft.graph)
     found = {}
     for operation in draft.graph.operations:
-        whole = all(value in rootless for value in operation.tensors)
+        whole = all(value in draft.rootless for value in operation.tensors)
         choices: list[Choice] = [()]
         for axis, allowed in zip(order, single, strict=True):
             choices = [
@@ -54,7 +53,8 @@ def choice_seconds(
     single, alone = _alone(draft, operation, order, choice)
     values = (*alone.operands, *alone.tensors)
     pairs = zip((*operation.operands, *operation.tensors), values, strict=True)
-    cost = attrs.evolve(LocalCost.of(machine, single), fused=frozenset(copy for value, copy in pairs if value in fused))
+    single = attrs.evolve(single, fused=frozenset(copy for value, copy in pairs if value in fused))
+    cost = LocalCost.of(machine, single)
     specs = dict(zip(values, single.fixed.get(alone, ()), strict=False))
     sent = sends(single, specs, alone)
     return cost.planned_seconds(alone) + sum(machine.collective_seconds(axes, size) for _, axes, size in sent)

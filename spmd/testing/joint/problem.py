@@ -17,8 +17,8 @@ from spmd.errors import PlanError
 from spmd.graph import Operation, Value
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
-from spmd.plan.pricing.cost import fused_values
 from spmd.plan.request import Request
+from spmd.plan.search.dataflow import fused_values
 from spmd.plan.search.draft import flat_shape
 from spmd.plan.search.elimination import minimize
 from spmd.plan.search.finish import finish
