@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules operators lint format types bench notebook readme wheel clean
+.PHONY: setup train test test-all test-rules test-faults operators lint format types bench notebook readme wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -29,6 +29,14 @@ test-all: lint types
 
 test-rules: $(STAMP)
 	$(BIN)/python -m pytest -m rules
+
+# Ranks that go wrong, and checkpoint writers that are killed, RUNS times each.
+RUNS ?= 20
+test-faults: $(STAMP)
+	SPMD_FAULT_RUNS=$(RUNS) $(BIN)/python -m pytest tests/test_faults.py
+	for run in $$(seq $(RUNS)); do \
+		$(BIN)/python -m pytest tests/test_checkpoint.py tests/test_distributed_checkpoint.py -k killed || exit 1; \
+	done
 
 # Rewrites docs/operators.md with what the sweeps over torch's operator database find.
 operators: $(STAMP)

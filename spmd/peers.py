@@ -137,7 +137,8 @@ def watch() -> None:
     world = dist.group.WORLD
     if world is None or world.size() == 1 or world in _jobs:
         return
-    _jobs[world] = _Peers(world)
+    with suppress(AttributeError, NotImplementedError, RuntimeError):  # a store of the user's that cannot be shared
+        _jobs[world] = _Peers(world)
     if not getattr(sys.excepthook, "is_spmd", False):
         sys.excepthook = _announcing(sys.excepthook)
 
