@@ -232,7 +232,8 @@ def _announcing(hook: _Hook) -> _Hook:
 
     def announcing(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         hook(kind, error, traceback)
-        announce(error)
+        if isinstance(error, Exception):  # who interrupts a job does not want to wait
+            announce(error)
 
     announcing.is_spmd = True  # type: ignore[attr-defined]
     return announcing

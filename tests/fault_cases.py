@@ -220,3 +220,6 @@ DIVERGENT: dict[str, Callable[[spmd.Mesh, spmd.DTensor, bool], None]] = {
     "error in function": _error_in_function,
     "error in plan": _error_in_plan,
 }
+
+# Ranks are forks of a process that has imported this; what tracing imports need not be read again by each of them.
+spmd.jit(center, P("data"), P("data"), mesh=spmd.make_mesh({"data": 4}, runtime="abstract")).lower(torch.empty(4, 8))

@@ -7,15 +7,25 @@ import multiprocessing
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import fault_cases as cases
 import pytest
+import restarted_example
 
+import gpt
+import layouts
+import train_gpt
+import training
+from spmd import checkpoint
 from spmd.errors import SpmdError
 from spmd.launch import launch
+from spmd.mesh import make_mesh
 from spmd.peers import PATIENCE, Meeting, explain
+from spmd.tree import tree_leaves
 
 RANKS = 4
 SLACK = 10.0
@@ -141,6 +151,32 @@ def test_launch_leaves_no_processes(tmp_path, case, message):
     pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
     assert 3 == len(pids)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+TINY = {"strategy": "fsdp", "steps": 40, "batch": 4, "context": 16, "width": 16, "heads": 2, "layers": 1}
+
+
+def test_the_example_is_restarted_to_the_same_state(workers, tmp_path):
+    whole, killed = (str(tmp_path / name) for name in ("whole", "killed"))
+    options = [f"--{name}={value}" for name, value in TINY.items()]
+    workers.run(train_gpt.main, [*options, "--checkpoint", whole], ranks=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    run = subprocess.run(
+        [*command, restarted_example.__file__, killed, *options],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=240,
+    )
+    assert 0 == run.returncode, run.stderr
+    assert "SIGKILL" in run.stderr or "exitcode: -9" in run.stderr, run.stderr
+    config = gpt.Config(vocab=256, width=16, layers=1, heads=2, context=16)
+    mesh = make_mesh({"data": 2}, runtime="virtual")
+    like = {"state": training.Training(config, layouts.STRATEGIES["fsdp"], mesh).state_spec, "step": 0}
+    expected, found = (tree_leaves(checkpoint.load(folder, like, mesh=mesh)) for folder in (whole, killed))
+    assert len(expected) == len(found) > 10 and 40 == expected[-1] == found[-1]
+    for one, other in zip(expected[:-1], found[:-1], strict=True):
+        assert one.full_tensor().equal(other.full_tensor())
 
 
 DIVERGED = {
