@@ -94,12 +94,15 @@ def explain(meeting: Meeting, said: Sequence[str | None], reason: str) -> SpmdEr
     if ends:
         return SpmdError(f"{what} failed, because {'; '.join(ends)}")
     missing = [rank for rank, text in enumerate(said) if text is None]
-    away = [f"rank {rank} {text}" for rank, text in enumerate(said) if text and text.startswith(_AWAY)]
     if missing:
-        away.insert(0, f"{name_ranks(missing)} {'does' if len(missing) == 1 else 'do'} not answer")
+        verb = "does" if len(missing) == 1 else "do"
+        return SpmdError(
+            f"{what} failed: {name_ranks(missing)} {verb} not answer. A rank that does not answer was killed or "
+            f"stopped, or cannot be reached. ({reason})"
+        )
+    away = [f"rank {rank} {text}" for rank, text in enumerate(said) if text and text.startswith(_AWAY)]
     if away:
-        hint = "A rank that does not answer was killed or stopped, or cannot be reached. " if missing else ""
-        return SpmdError(f"{what} failed: {', '.join(away)}. {hint}({reason})")
+        return SpmdError(f"{what} failed: {'; '.join(away)}. ({reason})")
     places = {rank: said[rank] or "" for rank in meeting.ranks}
     if len(set(places.values())) > 1:
         return DivergenceError(

@@ -222,8 +222,23 @@ def test_every_divergence_is_tested():
     assert cases.DIVERGENT.keys() == DIVERGED.keys() | FAILED.keys()
 
 
-def test_ranks_outside_of_the_collective_may_wait_elsewhere():
-    said = ["waits in a", "waits in a", "waits in b", "waits in b"]
-    error = explain(Meeting("a", (0, 1)), said, "RuntimeError: reset")
-    assert type(error) is SpmdError
-    assert "a failed, although all ranks are there: RuntimeError: reset" == str(error)
+A, B, AWAY = "waits in a", "waits in b", "is in no collective, at data.py:10"
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([A, A, B, B], "SpmdError: a failed, although all ranks are there: reset"),  # others may wait elsewhere
+        (
+            [A, B, A, A],
+            "DivergenceError: Ranks wait for each other in different places: waits in a on rank 0; waits in",
+        ),
+        ([A, None, B, AWAY], "SpmdError: a failed: rank 1 does not answer. A rank that does not answer was killed or"),
+        ([A, None, None, A], "SpmdError: a failed: ranks 1, 2 do not answer."),
+        ([A, A, AWAY, A], "SpmdError: a failed: rank 2 is in no collective, at data.py:10. (reset)"),
+        ([A, None, AWAY, "failed: OSError: x"], "SpmdError: a failed, because rank 3 failed: OSError: x"),
+    ],
+)
+def test_what_ranks_say_of_a_collective_of_two_of_them_is_explained(said, message):
+    error = explain(Meeting("a", (0, 1)), said, "reset")
+    assert f"{type(error).__name__}: {error}".startswith(message)
