@@ -1,3 +1,4 @@
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -20,3 +21,11 @@ def _seed() -> None:
 def workers() -> Iterator[Workers]:
     with Workers() as started:
         yield started
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of what goes wrong several times in a row, as `make test-faults` wants it."""
+    runs = int(os.environ.get("SPMD_FAULT_RUNS", "1"))
+    if runs > 1 and metafunc.definition.get_closest_marker("faults"):
+        metafunc.fixturenames.append("run_number")
+        metafunc.parametrize("run_number", range(runs))

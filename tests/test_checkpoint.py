@@ -419,6 +419,7 @@ def processes():
     return context
 
 
+@pytest.mark.faults
 def test_killed_before_any_of_its_steps_a_save_leaves_one_whole(folder, processes):
     save(checkpoint_writers.tree(0, HALVES), folder)
     last, kept = 0, []
@@ -437,6 +438,7 @@ def test_killed_before_any_of_its_steps_a_save_leaves_one_whole(folder, processe
     assert 1 == len(list(folder.glob("data-*")))
 
 
+@pytest.mark.faults
 def test_killed_at_random_moments_a_save_leaves_one_whole(folder, processes):
     moments = random.Random(0)
     number = 0

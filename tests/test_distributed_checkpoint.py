@@ -136,6 +136,7 @@ def test_a_folder_for_every_rank_is_a_mistake(workers):
         assert re.match(r"DivergenceError: the path differs between ranks: \S+ on rank 0; \S+ on rank 1", found)
 
 
+@pytest.mark.faults
 def test_whichever_rank_is_killed_a_save_leaves_one_whole(tmp_path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spmd.checkpoint"])

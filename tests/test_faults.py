@@ -1,7 +1,4 @@
-"""A rank that goes wrong: every other one says so in time, and says which and why.
-
-Each test runs once; SPMD_FAULT_RUNS=20 runs each so many times, as `make test-faults` does.
-"""
+"""A rank that goes wrong: every other one says so in time, and says which and why."""
 
 import multiprocessing
 import os
@@ -27,14 +24,11 @@ from spmd.mesh import make_mesh
 from spmd.peers import PATIENCE, Meeting, explain
 from spmd.tree import tree_leaves
 
+pytestmark = pytest.mark.faults
+
 RANKS = 4
 SLACK = 10.0
 """Seconds for a busy machine."""
-
-
-@pytest.fixture(autouse=True, params=range(int(os.environ.get("SPMD_FAULT_RUNS", "1"))))
-def attempt(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")
