@@ -23,6 +23,9 @@ from spmd import P
 PATIENT, TIMEOUT = 60.0, 3.0
 """Seconds that a collective waits: before the fault, for a machine may be busy, and then."""
 
+START = 8.0
+"""Seconds that a rank waits for one that never starts."""
+
 
 def rank(
     case: Callable[..., Any], args: tuple[Any, ...], timeout: float, environment: dict[str, str], sender: Connection
