@@ -109,7 +109,7 @@ def _absent(store: dist.Store, names: list[str], limit: timedelta) -> list[int]:
 
 
 def _leave() -> None:
-    """End what `init` started while the interpreter is whole: left to its end, gloo's threads can abort the process.
+    """End what `init` started while the interpreter is whole: gloo's threads are thought to abort it at its end.
 
     Not after an error, when collectives may be under way that nobody will answer.
     """
