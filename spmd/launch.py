@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from spmd.alarm import announce
 from spmd.errors import MeshError, SpmdError
-from spmd.peers import announce
 from spmd.process import is_distributed
 
 if TYPE_CHECKING:

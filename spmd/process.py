@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from spmd.alarm import watch
 from spmd.errors import MeshError, SpmdError
-from spmd.peers import name_ranks, watch
+from spmd.meeting import name_ranks
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and other launchers in its manner, set for each process."""
@@ -109,9 +110,10 @@ def _absent(store: dist.Store, names: list[str], limit: timedelta) -> list[int]:
 
 
 def _leave() -> None:
-    """End what `init` started while the interpreter is whole: gloo's threads are thought to abort it at its end.
+    """End what `init` started while the interpreter is whole: a tensor that gloo's threads let go later would abort it.
 
-    Not after an error, when collectives may be under way that nobody will answer.
+    https://github.com/pytorch/pytorch/issues/190489. Not after an error, when collectives may be under way that nobody
+    will answer.
     """
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -122,8 +122,3 @@ def test_a_failure_in_a_worker_is_one_here_and_the_next_call_works():
         with pytest.raises(WorkerError, match=r"(?s)rank 0: Traceback .*ZeroDivisionError: .* by zero"):
             workers.run(operator.floordiv, 1, 0, ranks=1)
         assert [3] == workers.run(operator.floordiv, 7, 2, ranks=1)
-
-
-def test_a_call_in_which_a_worker_dies_is_made_once_more(tmp_path):
-    with Workers() as workers, pytest.warns(UserWarning, match="A worker died in die_once"):
-        assert workers.run(cases.die_once, str(tmp_path / "died"), ranks=2) == [7, 7]

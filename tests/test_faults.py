@@ -18,10 +18,11 @@ import layouts
 import train_gpt
 import training
 from spmd import checkpoint
+from spmd.alarm import PATIENCE
 from spmd.errors import SpmdError
 from spmd.launch import launch
+from spmd.meeting import Meeting, explain
 from spmd.mesh import make_mesh
-from spmd.peers import PATIENCE, Meeting, explain
 from spmd.tree import tree_leaves
 
 pytestmark = pytest.mark.faults

@@ -12,7 +12,7 @@ ROOT = Path(spmd.__file__).parent
 
 LAYERS = (
     ("errors", "undisturbed", "user_file"),
-    ("peers", "process", "mesh", "placement"),
+    ("alarm", "meeting", "process", "mesh", "placement"),
     ("spec", "tree"),
     ("collectives",),
     ("rules",),

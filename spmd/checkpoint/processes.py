@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from spmd.collectives.agreement import check_agreement, gather
 from spmd.collectives.process_groups import timeout_of
 from spmd.errors import CheckpointError, MeshError, SpmdError
+from spmd.meeting import Meeting, failed
 from spmd.mesh import Mesh, Runtime
-from spmd.peers import Meeting, failed
 from spmd.process import process_count, process_index
 
 T = TypeVar("T")

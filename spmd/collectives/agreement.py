@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spmd.collectives.process_groups import control_group
 from spmd.errors import DivergenceError, SpmdError
-from spmd.peers import Meeting, who_says_what
+from spmd.meeting import Meeting, who_says_what
 from spmd.spec import TensorMeta
 
 WHOLE = 1 << 24

@@ -21,8 +21,8 @@ from spmd.collectives import primitives as _primitives  # noqa: F401  (defines t
 from spmd.collectives.pieces import Pieces, pad, resized
 from spmd.collectives.process_groups import Member, member
 from spmd.collectives.wire import Wire, moved, reduced
+from spmd.meeting import Meeting
 from spmd.mesh import Coordinate, Mesh
-from spmd.peers import Meeting
 from spmd.placement import neutral_element
 from spmd.spec import TensorMeta
 
@@ -35,14 +35,14 @@ class Exchange:
     """A collective of one rank: work on its own tensor, a functional collective of torch's, work on what came.
 
     Args:
-        op: the collective, an operator of `_c10d_functional` on flat tensors.
+        op: the collective on flat tensors, by an operator of `_c10d_functional`.
         arguments: those after the tensor.
         pack: from the operand to what the collective takes.
         unpack: from what the collective gives to the result, which is contiguous.
         meeting: of the ranks that take part, which says what has failed if it does.
     """
 
-    op: torch._ops.OpOverload
+    op: Callable[..., Tensor]
     arguments: tuple[Any, ...]
     pack: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
@@ -139,11 +139,21 @@ def _all_gather(place: Member, operand: TensorMeta, dim: int, size: int) -> Exch
     pieces = Pieces(place, resized(operand.shape, dim, size), dim, padded=True)
     numel = pieces.numels[0]
     return Exchange(
-        _c10d.all_gather_into_tensor.default,
+        _gather,
         (place.group.size, place.name),
         lambda x: wire.encode(pad(_flat(x), numel)),
         lambda buffer: pieces.join(wire.decode(buffer)),
     )
+
+
+def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    """All ranks' tensors, one after the other.
+
+    Not by `all_gather_into_tensor`: gloo's threads note the name of the collective that each has ended, unguarded, in
+    one string of the group (`ProcessGroupGloo::runLoop` in torch 2.13), and that operator's is ALLGATHER_COALESCED, the
+    only one here too long to lie inside the string. One thread then writes to what the other has freed.
+    """
+    return _c10d.all_gather_into_tensor_out.default(x, ranks, group, out=x.new_empty(ranks * x.numel()))
 
 
 def _reduce_scatter(place: Member, operand: TensorMeta, op: str, dim: int, size: int) -> Exchange:

@@ -10,8 +10,8 @@ import attrs
 import torch.distributed as dist
 
 from spmd.collectives.group import Group, groups
+from spmd.meeting import Meeting
 from spmd.mesh import Coordinate, Mesh
-from spmd.peers import Meeting
 
 Partition: TypeAlias = tuple[tuple[int, ...], ...]
 """All ranks, cut into groups: ranks in ascending order, as torch numbers them inside a group."""

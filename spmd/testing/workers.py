@@ -6,7 +6,6 @@ import multiprocessing
 import pickle
 import tempfile
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -21,9 +20,6 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 CALL_TIMEOUT = 300.0
 """Seconds after which a call that does not come back is given up, and the workers with it."""
-
-
-DIED = "the process died"
 
 
 class WorkerError(Exception):
@@ -56,26 +52,9 @@ class Workers:
     def run(self, function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
         """Call a function, which workers can import, in as many of them as there are ranks; all its results.
 
-        A call in which a process dies is made once more, by new workers, with a warning: torch's gloo backend, or what
-        is done with it here, has ended a process with "malloc(): unaligned fastbin chunk detected" (once in four runs
-        of all tests; never in 150 calls that train, by themselves). Errors and wrong results are not tried again.
-
         Raises:
             WorkerError: it failed on some rank, or did not come back; the other ranks are stopped too.
         """
-        answers = self._call(function, args, ranks)
-        if any(text == DIED for text, _ in answers):
-            self.stop()
-            warnings.warn(f"A worker died in {function.__name__}{args}; it is called once more.", stacklevel=2)
-            answers = self._call(function, args, ranks)
-        failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
-        if failures:
-            self.stop()
-            raise WorkerError("\n".join(failures))
-        return [result for _, result in answers]
-
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], ranks: int) -> list[tuple[str | None, Any]]:
-        """What every rank answers: an error's text, or None and its result."""
         while len(self._started) < ranks:
             self._start()
         if ranks != self._job:
@@ -85,7 +64,12 @@ class Workers:
         connections = [connection for _, connection in self._started[:ranks]]
         for connection in connections:
             connection.send_bytes(task)
-        return [self._answer(rank, connection) for rank, connection in enumerate(connections)]
+        answers = [self._answer(rank, connection) for rank, connection in enumerate(connections)]
+        failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
+        if failures:
+            self.stop()
+            raise WorkerError("\n".join(failures))
+        return [result for _, result in answers]
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
@@ -100,7 +84,7 @@ class Workers:
                 return pickle.loads(connection.recv_bytes())
             return f"no answer in {CALL_TIMEOUT:.0f} s", None
         except (EOFError, ConnectionError):
-            return DIED, None
+            return "the process died", None
 
     def stop(self) -> None:
         """Stop all workers; later calls start others."""
