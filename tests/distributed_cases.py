@@ -10,6 +10,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from test_redistribute import all_specs, split
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -19,6 +20,7 @@ from torch.distributed.tensor import placement_types as theirs_placements
 import gpt
 import layouts
 import training
+from spmd.collectives.exchange import broadcast
 from spmd.collectives.redistribute import redistribute_shards
 from spmd.distribute import distribute, from_process_data
 from spmd.dtensor import DTensor
@@ -73,9 +75,11 @@ def redistribute_one(axes: dict[str, int], source: DTensorSpec, target: DTensorS
     check_redistribution(make_mesh(axes, runtime="distributed"), source, target, shards)
 
 
-def train(name: str, axes: dict[str, int], runtime: str, steps: int) -> tuple[list[float], list[Any], list[Any], int]:
+def train(
+    name: str, axes: dict[str, int], runtime: str, steps: int, device: str = "cpu"
+) -> tuple[list[float], list[Any], list[Any], int]:
     """Losses of a strategy's steps; the collectives of the plan, those of a step, and the local bytes of parameters."""
-    mesh = make_mesh(axes, runtime=runtime)
+    mesh = make_mesh(axes, runtime=runtime, device=device)
     setup = training.Training(CONFIG, layouts.STRATEGIES[name], mesh)
     state, step = setup.init(), setup.step()
     generator = torch.Generator().manual_seed(1)
@@ -254,3 +258,20 @@ def die_on_rank_one() -> None:
     if process_index() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     distribute(torch.ones(2), P("x"), mesh)
+
+
+def send_to_itself(device: str) -> str:
+    """Every collective in a group of this one rank, by the backend of the device, whose name is returned."""
+    mesh = make_mesh({"x": 1}, runtime="distributed", device=device)
+    x, group = values(4, 2).to(mesh.device).view(-1), dist.group.WORLD
+    calls = torch.ops._c10d_functional
+    pending = [
+        calls.all_reduce(x, "sum", group.group_name),
+        calls.all_gather_into_tensor_out(x, 1, group.group_name, out=torch.empty_like(x)),
+        calls.reduce_scatter_tensor(x, "sum", 1, group.group_name),
+        calls.all_to_all_single(x, [8], [8], group.group_name),
+        broadcast(x, 0),
+    ]
+    for received in pending:
+        assert torch.equal(x, calls.wait_tensor(received))
+    return group._get_backend(mesh.device).name()

@@ -101,7 +101,7 @@ def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(workers, tmp_pat
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(script.parents[1])},
-        timeout=120,
+        timeout=240,
     )
     assert 0 == run.returncode, run.stderr
     assert [False, expected] == json.loads(results.read_text())
