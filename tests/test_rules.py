@@ -18,6 +18,7 @@ from spmd.rules import RULES, Factors, Rule, derive_strategies, factors, find_ru
 from spmd.rules.check import check_rule
 from spmd.rules.check.execute import Example
 from spmd.rules.check.search import PlacedRow, _combinations, is_implied
+from spmd.rules.rule import table
 from spmd.rules.shape import common_factors
 from spmd.testing.rule_calls import ARBITRARY, CALLS
 
@@ -199,6 +200,12 @@ def test_pointwise_rule_on_an_operator_that_is_none() -> None:
     with pytest.raises(RuleError, match=r"f32\[3\], f32\[3\] -> f32\[2,4\]: factor '...1' has lengths 3 and 4"):
         call = Example.of(aten.stack.default, ([torch.ones(3), torch.ones(3)],), {}).call
         pointwise().factorize(attrs.evolve(call, results=(attrs.evolve(call.results[0], shape=(2, 4)),)))
+
+
+def test_operators_that_torch_lacks() -> None:
+    assert [aten.mm.default] == list(table({"mm? no_such_operator? mm.no_such_overload?": pointwise()}))
+    with pytest.raises(RuleError, match=r"torch has no operator aten\.no_such_operator\."):
+        table({"mm no_such_operator": pointwise()})
 
 
 def test_cross_entropy_in_chunks() -> None:

@@ -39,7 +39,7 @@ def _cross(call: Call) -> Factors:
 
 
 LINALG = table({
-    "cholesky cholesky_inverse linalg_matrix_exp": batched("2", "2"),
+    "cholesky? cholesky_inverse linalg_matrix_exp": batched("2", "2"),
     "cholesky_solve": _solver("... _ c, ... _ _ -> ... _ c", linear("self")),
     "linalg_cholesky_ex linalg_inv_ex": batched("2", "2 0"),
     "linalg_pinv.atol_rtol_tensor": batched("2 0 0", "2"),

@@ -137,16 +137,28 @@ Table: TypeAlias = Mapping[torch._ops.OpOverload, Rule]
 def table(rows: Mapping[str, Rule]) -> Table:
     """Rules by the names of the operators that have them: `"mm"` is `aten.mm.default`, `"sum sum.dim_IntList"` are two.
 
+    `"cholesky?"` is an operator that not every version of torch has.
+
     Raises:
         RuleError: torch has no such operator.
     """
-    return MappingProxyType({operator(name): rule for names, rule in rows.items() for name in names.split()})
+    named = ((name, rule) for names, rule in rows.items() for name in names.split())
+    return MappingProxyType({operator(name.rstrip("?")): rule for name, rule in named if _is_wanted(name)})
+
+
+def _is_wanted(name: str) -> bool:
+    return not name.endswith("?") or _find(name.rstrip("?")) is not None
 
 
 def operator(name: str) -> torch._ops.OpOverload:
     """The aten operator of a name, `"mm"` or `"sum.dim_IntList"`; RuleError if there is none."""
-    packet, _, overload = name.partition(".")
-    found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-    if not isinstance(found, torch._ops.OpOverload):
+    found = _find(name)
+    if found is None:
         raise RuleError(f"torch has no operator aten.{name}. Write 'name' or 'name.overload', with spaces between.")
     return found
+
+
+def _find(name: str) -> torch._ops.OpOverload | None:
+    packet, _, overload = name.partition(".")
+    found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
