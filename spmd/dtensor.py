@@ -12,7 +12,7 @@ import torch
 
 from spmd.chunks import read_chunks, shard_at, write_items
 from spmd.collectives.agreement import gather
-from spmd.collectives.redistribute import redistribute_shards
+from spmd.collectives.redistribute import redistribute_shards, redistribution
 from spmd.errors import ShardingError, TraceError
 from spmd.mesh import Coordinate, Mesh, Runtime
 from spmd.placement import Placement, combine
@@ -95,11 +95,15 @@ class DTensor(torch.Tensor):
         """The global tensor, assembled from its shards and reduced where it is partial; a new plain tensor.
 
         On a distributed mesh all ranks call this together, and all get the tensor.
+
+        Raises:
+            DivergenceError: ranks make different calls.
+            SpmdError: a rank failed, or does not come.
         """
         if self.mesh.runtime is Runtime.VIRTUAL:
             return _assemble(self._spec, self._shards)
         replicated = DTensorSpec.replicated(self.mesh, self._spec.meta)
-        (whole,) = redistribute_shards(self._shards, self._spec, replicated)
+        (whole,) = self._move("full_tensor()", replicated)
         return whole.clone() if whole is self._shards[0] else whole
 
     def redistribute(self, spec: SpecLike) -> DTensor:
@@ -109,6 +113,8 @@ class DTensor(torch.Tensor):
 
         Raises:
             ShardingError: the spec does not fit the mesh or the tensor.
+            DivergenceError: ranks make different calls.
+            SpmdError: a rank failed, or does not come.
 
         >>> from spmd import distribute, make_mesh
         >>> x = distribute(torch.arange(3), P("data"), make_mesh({"data": 2}, runtime="virtual"))
@@ -118,7 +124,14 @@ class DTensor(torch.Tensor):
         target = make_spec(self.mesh, spec, self._spec.meta, where="the tensor")
         if target == self._spec:
             return self
-        return wrap(target, tuple(redistribute_shards(self._shards, self._spec, target)))
+        return wrap(target, self._move(f"redistribute({target.pspec!r})", target))
+
+    def _move(self, call: str, target: DTensorSpec) -> tuple[torch.Tensor, ...]:
+        """The shards under another spec. If ranks communicate, they first say that all of them make this call."""
+        are_sent = any(step.is_collective for step in redistribution(self._spec, target))
+        if are_sent and self.mesh.runtime is Runtime.DISTRIBUTED:
+            gather(f"{call} of {self._spec} on {self.mesh}", None)
+        return redistribute_shards(self._shards, self._spec, target)
 
     @staticmethod
     def from_local(

@@ -113,6 +113,13 @@ def other_call_later(on: int) -> None:
     step(x)
 
 
+def full_tensor_later(on: int) -> None:
+    step, x = steps()
+    if spmd.process_index() == on:
+        x.full_tensor()
+    step(x)
+
+
 def leave_pid(folder: str) -> None:
     Path(folder, f"pid{spmd.process_index()}").write_text(str(os.getpid()))
 
@@ -180,6 +187,10 @@ def _save(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
     spmd.checkpoint.save(x, "nowhere") if on else spmd.distribute(torch.ones(8), P("x"), mesh)
 
 
+def _moves(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
+    x.full_tensor() if on else x.redistribute(P())
+
+
 def _local_spec(mesh: spmd.Mesh, x: spmd.DTensor, on: bool) -> None:
     spmd.DTensor.from_local(torch.ones(2), mesh, P() if on else P("x"))
 
@@ -217,6 +228,7 @@ DIVERGENT: dict[str, Callable[[spmd.Mesh, spmd.DTensor, bool], None]] = {
     "mesh of data": _mesh_of_data,
     "calls": _calls,
     "save": _save,
+    "moves": _moves,
     "local spec": _local_spec,
     "prefix": _prefix,
     "argument": _argument,

@@ -121,6 +121,7 @@ def test_an_error_in_the_function_reaches_the_others(context):
     [
         (cases.other_argument_later, r"waits in the comparison of ranks in the first run .* on rank 1"),
         (cases.other_call_later, r"waits in the comparison of ranks in distribute on .* on rank 1"),
+        (cases.full_tensor_later, r"waits in the comparison of ranks in full_tensor\(\) of f32\[64,8\] .* on rank 1"),
     ],
 )
 def test_ranks_that_part_after_the_first_run_say_where_they_are(context, case, pattern):
@@ -185,6 +186,7 @@ DIVERGED = {
     "mesh of data": r"Ranks make different calls: distribute on Mesh\(x=4\) on ranks 0, 2, 3; .* Mesh\(y=4\)",
     "calls": r"Ranks make different calls: the first run .* on ranks 0, 2, 3; distribute on Mesh\(x=4\) on rank 1",
     "save": r"Ranks make different calls: distribute on Mesh\(x=4\) on ranks 0, 2, 3; checkpoint\.save on rank 1",
+    "moves": r"Ranks make different calls: redistribute\(P\(\)\) of .* on ranks 0, 2, 3; full_tensor\(\) of f32\[8\] P",
     "local spec": r"Ranks make different calls: DTensor\.from_local\(\.\.\., P\('x'\)\) on .*; DTensor.* on rank 1\.",
 }
 
