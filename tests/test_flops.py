@@ -179,7 +179,7 @@ LU = 2 / 3 * N**3
 @pytest.mark.parametrize(
     ("op", "args", "results", "expected"),
     [
-        (aten.cholesky.default, (meta(5, N, N),), (), 5 * N**3 / 3),
+        (aten.linalg_cholesky_ex.default, (meta(5, N, N),), (), 5 * N**3 / 3),
         (aten.linalg_cholesky_ex.default, (meta(N, N),), (), N**3 / 3),
         (aten.linalg_ldl_factor_ex.default, (meta(N, N),), (), N**3 / 3),
         (aten._linalg_det.default, (meta(2, 3, N, N),), (), 6 * LU),
