@@ -54,6 +54,9 @@ def init(*, timeout: timedelta | float | None = None) -> None:
             f"A distributed mesh needs the variables that torchrun sets (missing: {', '.join(missing)}). Start the "
             "script by `torchrun --nproc-per-node 8 script.py`, or take runtime='virtual' in one process."
         )
+    # imported later, its defaults would hold the job's group for ever, and gloo's threads with it
+    import torch.distributed.nn.functional  # noqa: F401
+
     atexit.register(_leave)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:

@@ -26,11 +26,38 @@ def test_a_rank_that_is_killed_is_the_error():
         launch(cases.die_on_rank_one, 2)
 
 
-def test_a_function_of_a_notebook_is_distributed():
-    code = "import spmd\ndef f(x):\n    return spmd.process_count() * x\nprint(spmd.launch(f, 2, 21))"
+def printed_by(code):
+    """What a notebook prints, say: functions of its own are called in forks."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
-    assert "42\n" == run.stdout, run.stderr
+    assert run.stdout, run.stderr
+    return run.stdout
+
+
+def test_a_function_of_a_notebook_is_distributed():
+    code = "import spmd\ndef f(x):\n    return spmd.process_count() * x\nprint(spmd.launch(f, 2, 21))"
+    assert "42\n" == printed_by(code)
+
+
+ENDED = """
+import pathlib, sys, torch, spmd
+
+def names_of_threads():
+    mesh = spmd.make_mesh({"x": 2})
+    step = spmd.jit(lambda x: x - x.sum(), spmd.P("x"), spmd.P("x"), mesh=mesh)
+    spmd.checkpoint.save({"x": step(torch.ones(4))}, "FOLDER")
+    torch.distributed.destroy_process_group()
+    return [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+
+print(spmd.launch(names_of_threads, 2))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux lists threads there")
+def test_no_thread_of_a_job_outlives_it(tmp_path):
+    """One that lets go of a tensor while the interpreter ends would abort the process."""
+    names = printed_by(ENDED.replace("FOLDER", str(tmp_path / "checkpoint")))
+    assert "python" in names and "gloo" not in names
 
 
 @pytest.mark.parametrize("count", [0, -1, "2"])

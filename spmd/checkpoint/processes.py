@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmd.collectives.agreement import check_agreement, gather
-from spmd.collectives.process_groups import timeout_of
+from spmd.collectives.process_groups import group_for
 from spmd.errors import CheckpointError, MeshError, SpmdError
 from spmd.meeting import Meeting, failed
 from spmd.mesh import Mesh, Runtime
@@ -121,9 +120,4 @@ def processes_of(call: str, meshes: Iterable[Mesh]) -> Processes:
     if alone:
         return Processes(call, None)
     gather(call, None)  # that all make this call; only then a group can be made
-    return Processes(call, _group(dist.group.WORLD))
-
-
-@functools.lru_cache(maxsize=1)  # of the present job; another one, started in the same process, gets another group
-def _group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=timeout_of(world))
+    return Processes(call, group_for("checkpoints"))

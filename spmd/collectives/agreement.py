@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd.collectives.process_groups import control_group
+from spmd.collectives.process_groups import group_for
 from spmd.errors import DivergenceError, SpmdError
 from spmd.meeting import Meeting, who_says_what
 from spmd.spec import TensorMeta
@@ -41,7 +41,7 @@ def gather(call: str, value: Any) -> list[Any]:
     every: list[tuple[str, Any]] = [(call, value)] * dist.get_world_size()
     if len(every) == 1:
         return [value]
-    group = control_group()
+    group = group_for("comparisons")
     with Meeting(f"the comparison of ranks in {call}", range(len(every))):
         if not _are_equal(pickle.dumps((call, value)), group):
             dist.all_gather_object(every, (call, value), group=group)

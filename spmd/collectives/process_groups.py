@@ -18,7 +18,9 @@ Partition: TypeAlias = tuple[tuple[int, ...], ...]
 
 # torch's process groups are global to the process, so what was made of them is too. A job that is stopped and started
 # again, as in tests, has another world, and what belonged to the old one goes with it.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Partition, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Partition | str, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @attrs.frozen
@@ -71,8 +73,8 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     return made[partition]
 
 
-def control_group() -> dist.ProcessGroup:
-    """A group of all ranks for what they say of themselves, made once; on the CPU, whatever the mesh lies on.
+def group_for(purpose: str) -> dist.ProcessGroup:
+    """A group of all ranks for one purpose, made once; on the CPU, whatever the mesh lies on.
 
     Where ranks make different calls, what one of them says must not meet what others compute: gloo ends a process that
     receives more than it expects.
@@ -80,10 +82,10 @@ def control_group() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "make_mesh starts torch.distributed"
     made = _made.setdefault(world, {})
-    if () not in made:
-        with Meeting("the first comparison of ranks", range(world.size())):
-            made[()] = dist.new_group(backend="gloo", timeout=timeout_of(world))
-    return made[()]
+    if purpose not in made:
+        with Meeting(f"the start of a process group for {purpose}", range(world.size())):
+            made[purpose] = dist.new_group(backend="gloo", timeout=timeout_of(world))
+    return made[purpose]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
