@@ -15,7 +15,7 @@ import torch
 
 from spmd.errors import PlanError
 from spmd.plan.search.ordering import Order, elimination_order
-from spmd.plan.search.reductions import reduce
+from spmd.plan.search.reductions import Reduction, reduce
 from spmd.plan.search.table import Table
 
 MAX_CELLS = 2**24
@@ -48,17 +48,14 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
         TooWideError: a table would pass `max_cells`.
         PlanError: no assignment has a finite cost.
     """
-    reduction = reduce(domains, tables, max_cells)
-    left = [domains[variable] for variable in reduction.core]
-    order = _order(left, reduction.tables, max_cells)
+    reduction, order, buckets = _prepare(domains, tables, max_cells)
     if order.cells > max_cells:
         raise TooWideError(f"The search would need a table of {order.cells:.3g} cells (at most {max_cells:.3g}).")
-    buckets = _Buckets(left, reduction.tables)
     steps = [(variable, *buckets.eliminate(variable)) for variable in order.variables]
     cost = reduction.constant + buckets.constant
     if not math.isfinite(cost):
         raise PlanError("No assignment of strategies satisfies the given specs and constraints.")
-    choices = [0] * len(left)
+    choices = [0] * len(reduction.core)
     for variable, rest, eliminated in reversed(steps):
         choices[variable] = int(eliminated.best[tuple(choices[other] for other in rest)])
     return Solution(reduction.complete(choices), cost)
@@ -70,16 +67,18 @@ def lower_bound(domains: Sequence[int], tables: Sequence[Table], max_cells: int 
     A bucket too large to be joined is split into several, each of which chooses the variable for itself (mini-buckets:
     Dechter and Rish, 2003).
     """
-    reduction = reduce(domains, tables, max_cells)
-    left = [domains[variable] for variable in reduction.core]
-    buckets = _Buckets(left, reduction.tables)
-    for variable in _order(left, reduction.tables, max_cells).variables:
+    reduction, order, buckets = _prepare(domains, tables, max_cells)
+    for variable in order.variables:
         buckets.relax(variable, max_cells)
     return reduction.constant + buckets.constant
 
 
-def _order(domains: Sequence[int], tables: Sequence[Table], max_cells: int) -> Order:
-    return elimination_order(tuple(domains), tuple(table.variables for table in tables), max_cells)
+def _prepare(domains: Sequence[int], tables: Sequence[Table], max_cells: int) -> tuple[Reduction, Order, _Buckets]:
+    """What cheap reductions leave, in which order to eliminate it, and its tables."""
+    reduction = reduce(domains, tables, max_cells)
+    left = tuple(domains[variable] for variable in reduction.core)
+    order = elimination_order(left, tuple(table.variables for table in reduction.tables), max_cells)
+    return reduction, order, _Buckets(left, reduction.tables)
 
 
 @attrs.frozen(eq=False)

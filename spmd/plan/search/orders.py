@@ -56,13 +56,15 @@ def _plans(prepared: Prepared, rent: Mapping[Value, float]) -> list[Plan]:
 
     starts = {order: prepared.draft(order) for order in _orders(axes)}
     blind = {order: _plan_axes(start, order, request.machine, rent) for order, start in starts.items()}
-    plans = [finish(steps[-1].draft if steps else starts[order], request) for order, steps in blind.items()]
+    plans = {order: finish(steps[-1].draft if steps else starts[order], request) for order, steps in blind.items()}
+    found = list(plans.values())
     if len(axes) > 1:
-        order, steps = list(blind.items())[min(range(len(plans)), key=lambda index: plans[index].seconds)]
-        refined = _plan_axes(starts[order], order, request.machine, rent, steps, blind[order[::-1]][-1].draft.states)
+        best = min(plans, key=lambda order: plans[order].seconds)
+        steps, preview = blind[best], blind[best[::-1]][-1].draft.states
+        refined = _plan_axes(starts[best], best, request.machine, rent, steps, preview)
         if refined[-1] is not steps[-1]:
-            plans.append(finish(refined[-1].draft, request))
-    return plans
+            found.append(finish(refined[-1].draft, request))
+    return found
 
 
 NEAR = 1.02
