@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from spmd.canonicalize import canonicalize
-from spmd.collectives.agreement import failing_together
-from spmd.distribute import are_several, check_placeable, check_same, place
+from spmd.collectives.agreement import are_several, failing_together
+from spmd.distribute import check_placeable, check_same, place
 from spmd.dtensor import DTensor, give_up, wrap
 from spmd.errors import MeshError, ShardingError, TraceError
 from spmd.kept import kept_inputs

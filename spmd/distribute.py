@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmd.collectives.agreement import check_agreement, describe, failing_together, gather
+from spmd.collectives.agreement import are_several, check_agreement, describe, failing_together, gather
 from spmd.collectives.exchange import broadcast
 from spmd.dtensor import DTensor, join_shards, wrap
 from spmd.errors import MeshError, ShardingError
@@ -59,11 +59,6 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
         leaves = _broadcast(call, mesh, names, leaves, src_rank)
     placed = [place(leaf, target, name) for leaf, target, name in zip(leaves, targets, names, strict=True)]
     return structure.unflatten(placed)
-
-
-def are_several(mesh: Mesh) -> bool:
-    """Whether there are other processes to agree with."""
-    return mesh.runtime is Runtime.DISTRIBUTED and mesh.size > 1
 
 
 def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from spmd.chunks import read_chunks, shard_at, write_items
-from spmd.collectives.agreement import gather
+from spmd.collectives.agreement import are_several, gather
 from spmd.collectives.redistribute import redistribute_shards, redistribution
 from spmd.errors import ShardingError, TraceError
 from spmd.mesh import Coordinate, Mesh, Runtime
@@ -128,8 +128,7 @@ class DTensor(torch.Tensor):
 
     def _move(self, call: str, target: DTensorSpec) -> tuple[torch.Tensor, ...]:
         """The shards under another spec. If ranks communicate, they first say that all of them make this call."""
-        are_sent = any(step.is_collective for step in redistribution(self._spec, target))
-        if are_sent and self.mesh.runtime is Runtime.DISTRIBUTED:
+        if are_several(self.mesh) and any(step.is_collective for step in redistribution(self._spec, target)):
             gather(f"{call} of {self._spec} on {self.mesh}", None)
         return redistribute_shards(self._shards, self._spec, target)
 
@@ -331,7 +330,7 @@ def join_shards(
 ) -> list[DTensor]:
     """DTensors of shards that this process holds, checked against those of the other processes."""
     facts = [[_Held.of(shard) for shard in shards] for shards in held]
-    every = gather(call, facts) if mesh.runtime is Runtime.DISTRIBUTED and mesh.size > 1 else [facts]
+    every = gather(call, facts) if are_several(mesh) else [facts]
     count = len(mesh.held_coordinates)
     found = []
     for number, (shards, spec) in enumerate(zip(held, specs, strict=True)):

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from spmd.collectives.agreement import failing_together
+from spmd.collectives.agreement import are_several, failing_together
 from spmd.compiled import Compiled
 from spmd.constrain import constrain
-from spmd.distribute import are_several
 from spmd.errors import MeshError, PlanError, TraceError
 from spmd.kept import KeepSharded
 from spmd.lower import LocalProgram

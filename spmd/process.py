@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported while a job runs, its defaults would keep the job's group for ever
 from torch.distributed.constants import default_pg_timeout
 
 from spmd.alarm import watch
@@ -54,14 +55,11 @@ def init(*, timeout: timedelta | float | None = None) -> None:
             f"A distributed mesh needs the variables that torchrun sets (missing: {', '.join(missing)}). Start the "
             "script by `torchrun --nproc-per-node 8 script.py`, or take runtime='virtual' in one process."
         )
-    # imported later, its defaults would hold the job's group for ever, and gloo's threads with it
-    import torch.distributed.nn.functional  # noqa: F401
-
     atexit.register(_leave)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), limit or default_pg_timeout
     try:
-        store = _store(rank, size, limit or default_pg_timeout)
-        late = _roll_call(store, rank, size, limit or default_pg_timeout)
+        store = _store(rank, size, patience)
+        late = _roll_call(store, rank, size, patience)
         if not late:
             dist.init_process_group(store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
@@ -72,7 +70,7 @@ def init(*, timeout: timedelta | float | None = None) -> None:
         ) from error
     if late:
         raise SpmdError(
-            f"Only {size - len(late)} of {size} processes started within {limit or default_pg_timeout}: "
+            f"Only {size - len(late)} of {size} processes started within {patience}: "
             f"{name_ranks(late)} did not. Start all of them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or "
             "wait longer: spmd.init(timeout=...)."
         )

@@ -40,7 +40,7 @@ def test_a_function_of_a_notebook_is_distributed():
 
 
 ENDED = """
-import pathlib, sys, torch, spmd
+import pathlib, torch, spmd
 
 def names_of_threads():
     mesh = spmd.make_mesh({"x": 2})

@@ -18,6 +18,7 @@ from torch import Tensor
 from spmd.collectives.process_groups import group_for
 from spmd.errors import DivergenceError, SpmdError
 from spmd.meeting import Meeting, who_says_what
+from spmd.mesh import Mesh, Runtime
 from spmd.spec import TensorMeta
 
 WHOLE = 1 << 24
@@ -25,6 +26,11 @@ WHOLE = 1 << 24
 
 BLOCKS, BLOCK = 256, 1 << 16
 """How many blocks of a large tensor, evenly spaced, and of how many bytes."""
+
+
+def are_several(mesh: Mesh) -> bool:
+    """Whether there are other processes to agree with."""
+    return mesh.runtime is Runtime.DISTRIBUTED and mesh.size > 1
 
 
 def gather(call: str, value: Any) -> list[Any]:
@@ -106,6 +112,7 @@ def check_agreement(call: str, claims: Mapping[str, str], expected: str) -> None
         DivergenceError: on every rank, if they differ; with the first difference, and which ranks say what.
         SpmdError: a rank failed in the call, or does not come.
     """
+    # not the claims themselves, which may be long: equal ones need not be pickled into equal bytes
     said = hashlib.sha256(repr(list(claims.items())).encode()).digest()
     if len(set(gather(call, said))) == 1:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -60,17 +61,12 @@ def member(mesh: Mesh, axes: tuple[str, ...], coordinate: Coordinate, *, communi
 
 def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """Torch's group of this process's rank along `axes`, made once for each partition of the ranks."""
-    world = dist.group.WORLD
-    assert world is not None, "make_mesh starts torch.distributed"
     partition = tuple(sorted(tuple(sorted(group.ranks)) for group in groups(mesh, axes)))
     if len(partition) == 1:
-        return world
-    made = _made.setdefault(world, {})
-    if partition not in made:
-        lists = [list(ranks) for ranks in partition]
-        with Meeting(f"the start of process groups over {', '.join(axes)}", range(world.size())):
-            made[partition], _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout_of(world))
-    return made[partition]
+        return _world()
+    lists = [list(ranks) for ranks in partition]
+    what = f"process groups over {', '.join(axes)}"
+    return _once(partition, what, lambda limit: dist.new_subgroups_by_enumeration(lists, timeout=limit)[0])
 
 
 def group_for(purpose: str) -> dist.ProcessGroup:
@@ -79,15 +75,26 @@ def group_for(purpose: str) -> dist.ProcessGroup:
     Where ranks make different calls, what one of them says must not meet what others compute: gloo ends a process that
     receives more than it expects.
     """
+    what = f"a process group for {purpose}"
+    return _once(purpose, what, lambda limit: dist.new_group(backend="gloo", timeout=limit))
+
+
+def _once(key: Partition | str, what: str, make: Callable[[timedelta | None], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """A group of the job that runs now, made when it is first asked for, with the job's timeout."""
+    world = _world()
+    made = _made.setdefault(world, {})
+    if key not in made:
+        with Meeting(f"the start of {what}", range(world.size())):
+            made[key] = make(_timeout_of(world))
+    return made[key]
+
+
+def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "make_mesh starts torch.distributed"
-    made = _made.setdefault(world, {})
-    if purpose not in made:
-        with Meeting(f"the start of a process group for {purpose}", range(world.size())):
-            made[purpose] = dist.new_group(backend="gloo", timeout=timeout_of(world))
-    return made[purpose]
+    return world
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """How long a group waits for a rank, as its first backend has it; torch gives new groups its default instead."""
     return getattr(group._get_backend(group._device_types[0]).options, "_timeout", None)
