@@ -7,8 +7,8 @@ Canonical programs are written as follows.
 * What is known to be one number everywhere is that number (`spmd.fills`).
 * One spelling for each meaning (`spmd.normal_forms`); `view.default` stands for any change of shape and copies where
   strides demand it, as `torch.reshape`: strides are not part of a program.
-* No operation that does nothing, none twice, none unused. A copy to contiguous memory stays where a kernel that reads
-  its operands by stride depends on it.
+* No operation that does nothing, none twice, none unused. A copy to contiguous memory does nothing: lowering makes
+  those that a kernel needs (`spmd.rules.layouts`). One to channels-last memory stays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spmd.decompositions import DECOMPOSITIONS, decompose_operations, expand_ope
 from spmd.fills import fold_fills
 from spmd.foreach import split_lists
 from spmd.graph import Graph, Operation, Value, freeze
-from spmd.normal_forms import is_contiguous_copy, normalize
+from spmd.normal_forms import makes_channels_last, normalize
 
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
@@ -120,7 +120,9 @@ def _identity(operation: Operation) -> Value | None:
     if not operation.args or not isinstance(operation.args[0], Value) or len(operation.tensors) != 1:
         return None
     operand, meta = operation.args[0], operation.tensors[0].meta
-    if operation.op in _COPIES and not is_contiguous_copy(operation):
+    if makes_channels_last(operation):
+        return None
+    if operation.op in _COPIES:
         return operand
     if operation.op in _RESHAPERS and operand.meta == meta:
         return operand

@@ -20,13 +20,12 @@ Spelling = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
 def normalize(graph: Graph) -> Graph:
     """Rewrite every operation that has another spelling, and make dims non-negative and sizes explicit."""
-    layouts = _needed_layouts(graph)
-    return attrs.evolve(graph, operations=tuple(_normalize(operation, layouts) for operation in graph.operations))
+    return attrs.evolve(graph, operations=tuple(map(_normalize, graph.operations)))
 
 
-def _normalize(operation: Operation, layouts: frozenset[Operation]) -> Operation:
-    if operation in layouts:
-        return operation
+def _normalize(operation: Operation) -> Operation:
+    if makes_channels_last(operation):
+        return _placeless(operation, _PLACE - {"memory_format"})
     form = NORMAL_FORMS.get(operation.op)
     if form is not None:
         op, args, kwargs = form(operation)
@@ -87,11 +86,11 @@ _PLACE = frozenset({"device", "layout", "pin_memory", "memory_format"})
 _STACKING = frozenset({aten.stack.default})
 
 
-def _placeless(operation: Operation) -> Operation:
+def _placeless(operation: Operation, place: frozenset[str] = _PLACE) -> Operation:
     """Without device and layout: the mesh decides where a value lives. A factory's dtype becomes explicit."""
-    if not _PLACE & operation.kwargs.keys():
+    if not place & operation.kwargs.keys():
         return operation
-    kwargs = {name: value for name, value in operation.kwargs.items() if name not in _PLACE}
+    kwargs = {name: value for name, value in operation.kwargs.items() if name not in place}
     if not operation.operands and any(parameter.name == "dtype" for parameter in operation.op._schema.arguments):
         kwargs["dtype"] = _meta(operation).dtype
     return attrs.evolve(operation, kwargs=kwargs)
@@ -120,38 +119,12 @@ def _restores_shape(op: OpOverload) -> bool:
     return any(parameter.name == "input_sizes" for parameter in op._schema.arguments)
 
 
-def _needed_layouts(graph: Graph) -> frozenset[Operation]:
-    """The copies to contiguous memory that a kernel relies on; all others are no part of the program.
-
-    Attention kernels read their last dim with stride 1. The CPU's does not check it: without the copy that the user
-    wrote, or that torch put there, its result would be wrong.
-    """
-    producers = {value: operation for operation in graph.operations for value in operation.tensors}
-    pending = [value for operation in graph.operations if operation.op in _STRIDED for value in operation.operands[:3]]
-    seen = set(pending)
-    found = set()
-    while pending:
-        producer = producers.get(pending.pop())
-        if producer is None:
-            continue
-        if is_contiguous_copy(producer):
-            found.add(producer)
-        elif producer.op in _LAYOUT_KEEPERS or producer.op.is_view or torch.Tag.pointwise in producer.op.tags:
-            pending.extend(operand for operand in producer.operands if operand not in seen)
-            seen.update(producer.operands)
-    return frozenset(found)
-
-
-def is_contiguous_copy(operation: Operation) -> bool:
-    """Whether an operation copies its operand to contiguous memory, which a kernel may rely on."""
-    return operation.op is aten.clone.default and operation.kwargs.get("memory_format") is torch.contiguous_format
-
-
-_STRIDED = frozenset({
-    aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
-})  # fmt: skip
-_LAYOUT_KEEPERS = frozenset({aten.clone.default, aten._to_copy.default, aten._unsafe_view.default})
+def makes_channels_last(operation: Operation) -> bool:
+    """Whether an operation gives its operand in channels-last memory: the one layout that a program asks for."""
+    formats = (torch.channels_last, torch.channels_last_3d)
+    return (
+        operation.op in (aten.clone.default, aten._to_copy.default) and operation.kwargs.get("memory_format") in formats
+    )
 
 
 def _each(form: Callable[[Operation], Spelling], *ops: OpOverload) -> dict[OpOverload, Callable[[Operation], Spelling]]:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spmd.as_strided import GATHERS, SCATTERS, in_order, overlaps, places
 from spmd.draws import TEMPLATED, draws
 from spmd.errors import TraceError
 from spmd.foreach import list_body
@@ -78,11 +79,15 @@ class Recorder(FakeTensorMode):
         self._values: dict[int, tuple[torch.Tensor, Value]] = {}
         self._fakes: dict[Value, torch.Tensor] = {}
 
-    def fake(self, value: Value, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The fake tensor that stands for a value; made on first use."""
+    def fake(self, value: Value, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
+        """The fake tensor that stands for a value; made on first use, contiguous or with the memory layout of `like`."""
         if value not in self._fakes:
             with _disable_current_modes(), self._propagation(), self:
                 tensor = torch.empty(value.meta.shape, dtype=value.meta.dtype, device=device)
+                if like is not None and like.layout is torch.strided and not like.is_contiguous():
+                    size = like.untyped_storage().nbytes() // like.element_size()
+                    memory = torch.empty(size, dtype=like.dtype, device=device)
+                    tensor = memory.as_strided(like.shape, like.stride(), like.storage_offset())
             self._bind(tensor, value)
             self._fakes[value] = tensor
         return self._fakes[value]
@@ -101,7 +106,7 @@ class Recorder(FakeTensorMode):
 
     def lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake tensor that stands for a tensor from outside of the trace, which becomes a constant."""
-        return self.fake(self.value(tensor), tensor.device)
+        return self.fake(self.value(tensor), tensor.device, tensor)
 
     def source_of(self, tensor: torch.Tensor) -> Source | None:
         """The line of the operation that made a tensor, or of the nearest one before it that has a line."""
@@ -135,6 +140,8 @@ class Recorder(FakeTensorMode):
         if body is not None:
             with self:
                 return body(*args, **kwargs)
+        if func in GATHERS or func in SCATTERS:
+            return self._as_strided(func, types, args, kwargs)
         source = self._source()
         if func._schema.is_mutable:
             tensors = [leaf for leaf in iterate_leaves(args) if isinstance(leaf, torch.Tensor)]
@@ -161,6 +168,49 @@ class Recorder(FakeTensorMode):
             yield
         finally:
             self._propagating = before
+
+    def _as_strided(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """A view by strides, or a write through one, as a gather or a scatter; the fake result has its strides."""
+        fakes, options = self._lower(args), self._lower(kwargs)
+        with self._propagation():
+            result: torch.Tensor = super().__torch_dispatch__(func, types, fakes, options)
+        given = {
+            parameter.name: value for parameter, value in zip(func._schema.arguments, fakes, strict=False)
+        } | options
+        x, geometry = given["self"], (given["size"], given["stride"], given.get("storage_offset"))
+        if func in SCATTERS:
+            found = None if overlaps(x) else places(x, *geometry)
+        else:
+            x, found = self._holder(x, geometry)
+        if found is None:
+            raise TraceError(
+                f"{func} at {where(self._source())} reaches elements outside of its operand "
+                f"{TensorMeta.of(x)}, or elements that share memory. A program knows tensors and not their memory: "
+                "index the tensor that holds the elements."
+            )
+        with torch._C.DisableTorchFunction(), self:
+            if func in SCATTERS:
+                made = x.reshape(-1).index_put((found,), given["src"].reshape(-1)).view(x.shape)
+            else:
+                flat = x.reshape(-1)
+                made = (flat if in_order(found, flat) else flat.index_select(0, found)).view(geometry[0])
+        self._bind(result, self.value(made))
+        return result
+
+    def _holder(self, x: torch.Tensor, geometry: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A tensor that shares the storage of `x` and holds all elements of a view of it, with their places in it."""
+        found = places(x, *geometry)
+        if found is not None:
+            return x, found
+        size, stride, offset = geometry
+        offset = x.storage_offset() if offset is None else offset
+        storage = x.untyped_storage()._cdata
+        for other, _ in list(self._values.values()):
+            if isinstance(other, FakeTensor) and other.untyped_storage()._cdata == storage and other.dtype == x.dtype:
+                found = places(other, size, stride, offset)
+                if found is not None:
+                    return other, found
+        return x, None
 
     def _template(self, tensor: torch.Tensor) -> torch.Tensor:
         """A new tensor like this one, for a draw to read; its strides order the numbers."""

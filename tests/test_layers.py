@@ -17,6 +17,7 @@ LAYERS = (
     ("collectives",),
     ("rules",),
     (
+        "as_strided",
         "draws",
         "graph",
         "source",

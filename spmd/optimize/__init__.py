@@ -18,6 +18,7 @@ from spmd.optimize.clean import (
     share_common_subexpressions,
     share_local_subexpressions,
 )
+from spmd.optimize.layouts import insert_layout_copies
 from spmd.optimize.shards import scatter_reductions, shard_factories
 
 Pass = Callable[[fx.Graph], None]
@@ -30,6 +31,7 @@ PASSES: tuple[Pass, ...] = (
     share_common_subexpressions,
     scatter_reductions,
     drop_dead_nodes,
+    insert_layout_copies,
 )
 """All passes, in the order in which they run, for programs that are one on all ranks."""
 
@@ -39,6 +41,7 @@ UNEVEN_PASSES: tuple[Pass, ...] = (
     drop_identities,
     share_local_subexpressions,
     drop_dead_local_nodes,
+    insert_layout_copies,
 )
 """The passes for ranks whose shapes differ. They must run the same primitives, but a view that is one of these ranks'
 identities may stand between two primitives of another: no pass may look at shapes and change primitives."""

@@ -41,7 +41,8 @@ def drop_identities(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         same = bool(node.args) and isinstance(node.args[0], fx.Node) and node.args[0].meta["val"] == node.meta["val"]
-        if same and (node.target in _VIEWS or node.target in _COPIES or _is_pcast(node)):
+        keeps_layout = node.kwargs.get("memory_format") not in (torch.channels_last, torch.channels_last_3d)
+        if same and keeps_layout and (node.target in _VIEWS or node.target in _COPIES or _is_pcast(node)):
             _replace(graph, node, node.args[0])
 
 

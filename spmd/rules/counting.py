@@ -50,8 +50,6 @@ COUNTING = table({
     "histc histogram.bins_tensor histogram.bin_ct": whole(_binned, linear("weight:0")),
     "masked_scatter": whole(carry("self source")),
     "masked_scatter_backward": whole(carry("grad_output")),
-    "as_strided": whole(carry("self")),
-    "as_strided_scatter": whole(carry("self src")),
     "_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors": whole(),
     "nonzero_static segment_reduce _segment_reduce_backward repeat_interleave.Tensor resize": whole(),
 })  # fmt: skip

@@ -31,7 +31,7 @@ from spmd.spec import TensorMeta
 
 aten = torch.ops.aten
 
-_IDENTITIES = frozenset({aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
+_IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
 """Lowering drops these: a functional program needs no copies."""
 
 

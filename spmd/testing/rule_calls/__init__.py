@@ -62,8 +62,6 @@ UNCHECKED = frozenset(
         *(op for op in SPATIAL if "convolution" not in str(op)),
         *(op for op in LOSS if "nll" in str(op)),
         aten.lu_unpack.default,
-        aten.as_strided.default,
-        aten.as_strided_scatter.default,
         aten.segment_reduce.default,
         aten._segment_reduce_backward.default,
         aten._histogramdd_from_bin_tensors.default,

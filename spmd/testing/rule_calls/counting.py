@@ -46,6 +46,4 @@ COUNTING = {
     ],
     aten.repeat_interleave.Tensor: [call(torch.tensor([2, 0, 3, 1]), output_size=6)],
     aten.resize.default: [call(f(4, 5), [2, 10])],
-    aten.as_strided.default: [call(f(4, 5), [3, 2], [2, 5], 1)],
-    aten.as_strided_scatter.default: [call(f(4, 5), f(3, 2), [3, 2], [2, 5], 1)],
 }

@@ -95,8 +95,6 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
     "cuts that fit these lengths or options, and not others": {
         "aten._cdist_forward.default": "S1, S1 -> sum",
         "aten._histogramdd_from_bin_tensors.default": "S0, R, R -> max; S0, R, R -> sum",
-        "aten.as_strided.default": "S0 -> R",
-        "aten.as_strided_scatter.default": "S0, R -> S0",
         "aten.avg_pool2d.default": "S3 -> S3",
         "aten.avg_pool2d_backward.default": "S3, S3 -> S3",
         "aten.max_unpool2d.default": "S3, S3 -> sum",
