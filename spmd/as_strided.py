@@ -33,8 +33,8 @@ def places(like: torch.Tensor, size: Sequence[int], stride: Sequence[int], offse
     tensor([2, 4, 1, 3])
     """
     with _plain():
-        wanted = _positions(size, stride, like.storage_offset() if offset is None else offset)
-        held = _positions(like.shape, like.stride(), like.storage_offset())
+        wanted = _positions(size, stride, int(like.storage_offset()) if offset is None else offset)
+        held = _positions(like.shape, like.stride(), int(like.storage_offset()))
         if not wanted.numel():
             return wanted
         if not held.numel():

@@ -80,7 +80,7 @@ class Recorder(FakeTensorMode):
         self._fakes: dict[Value, torch.Tensor] = {}
 
     def fake(self, value: Value, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
-        """The fake tensor that stands for a value; made on first use, contiguous or with the memory layout of `like`."""
+        """The fake tensor that stands for a value; made on first use, contiguous or with the strides of `like`."""
         if value not in self._fakes:
             with _disable_current_modes(), self._propagation(), self:
                 tensor = torch.empty(value.meta.shape, dtype=value.meta.dtype, device=device)
@@ -173,7 +173,7 @@ class Recorder(FakeTensorMode):
         """A view by strides, or a write through one, as a gather or a scatter; the fake result has its strides."""
         fakes, options = self._lower(args), self._lower(kwargs)
         with self._propagation():
-            result: torch.Tensor = super().__torch_dispatch__(func, types, fakes, options)
+            result: Any = super().__torch_dispatch__(func, types, fakes, options)
         given = {
             parameter.name: value for parameter, value in zip(func._schema.arguments, fakes, strict=False)
         } | options
@@ -195,7 +195,7 @@ class Recorder(FakeTensorMode):
                 flat = x.reshape(-1)
                 made = (flat if in_order(found, flat) else flat.index_select(0, found)).view(geometry[0])
         self._bind(result, self.value(made))
-        return result
+        return result  # type: ignore[no-any-return]
 
     def _holder(self, x: torch.Tensor, geometry: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A tensor that shares the storage of `x` and holds all elements of a view of it, with their places in it."""
@@ -203,7 +203,7 @@ class Recorder(FakeTensorMode):
         if found is not None:
             return x, found
         size, stride, offset = geometry
-        offset = x.storage_offset() if offset is None else offset
+        offset = int(x.storage_offset()) if offset is None else offset
         storage = x.untyped_storage()._cdata
         for other, _ in list(self._values.values()):
             if isinstance(other, FakeTensor) and other.untyped_storage()._cdata == storage and other.dtype == x.dtype:

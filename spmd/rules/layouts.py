@@ -6,7 +6,7 @@ of its operands. These kernels do not: given other strides they refuse, or read 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from types import MappingProxyType
 
@@ -70,5 +70,7 @@ def with_rows(x: torch.Tensor) -> torch.Tensor:
     return x if has_layout(x, Need.ROWS) else x.contiguous()
 
 
-LAYOUT_COPIES = MappingProxyType({Need.ROWS: with_rows, Need.CONTIGUOUS: torch.ops.aten.contiguous.default})
+LAYOUT_COPIES: Mapping[Need, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {Need.ROWS: with_rows, Need.CONTIGUOUS: torch.ops.aten.contiguous.default}
+)
 """What gives a tensor the layout that is needed, without a copy where it has it."""
