@@ -71,6 +71,22 @@ def redistribute_all_pairs(axes: dict[str, int], shape: tuple[int, ...]) -> int:
     return len(specs) ** 2
 
 
+def redistribute_strided(dtype: torch.dtype) -> None:
+    """Shards of a length of one element in every other place of memory."""
+    mesh, virtual = twins({"x": 2})
+    found = all_specs(virtual, TensorMeta((4, 3), torch.float32))
+    specs = [DTensorSpec(virtual, spec.dims, (), TensorMeta((4, 3), dtype)) for spec in found if not spec.partial]
+    for source in specs:
+        shards = split(source, torch.Generator().manual_seed(0))[0]
+        for strided in (
+            [torch.stack([shard] * 2, -1)[..., 1] for shard in shards],
+            [shard.T.clone().T for shard in shards],
+        ):
+            for target in specs:
+                if target != source:
+                    check_redistribution(mesh, source, target, strided)
+
+
 def redistribute_one(axes: dict[str, int], source: DTensorSpec, target: DTensorSpec, shards: Any) -> None:
     check_redistribution(make_mesh(axes, runtime="distributed"), source, target, shards)
 

@@ -23,6 +23,11 @@ def test_every_pair_of_specs_on_four_ranks(workers, shape):
     assert workers.run(cases.redistribute_all_pairs, {"x": 2, "y": 2}, shape, ranks=4)[0] > 100
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int16], ids=str)
+def test_shards_of_any_strides(workers, dtype):
+    workers.run(cases.redistribute_strided, dtype, ranks=2)
+
+
 SIZES = st.sampled_from([0, 1, 3, 5, 7])
 DTYPES = [*spmd_strategies.DTYPES, torch.int16, torch.float16, torch.float64, torch.complex64]
 

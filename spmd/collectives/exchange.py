@@ -118,10 +118,10 @@ def broadcast(x: Tensor, src_rank: int) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """All elements as they lie in memory, with no pending conjugation or sign that the bytes would not show."""
+    """All elements in order, side by side, with no pending conjugation or sign that the bytes would not show."""
     if x.is_neg() or x.is_conj():
         x = x.resolve_conj().resolve_neg()
-    return x.reshape(-1)
+    return x.reshape(-1).contiguous()
 
 
 def _all_reduce(place: Member, operand: TensorMeta, op: str) -> Exchange:

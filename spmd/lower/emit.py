@@ -28,7 +28,8 @@ from spmd.spec import TensorMeta
 from spmd.text import operator_name
 
 RESHAPE = torch.ops.aten.reshape.default
-"""Local views are reshapes: a shard need not have the strides that the whole tensor had."""
+_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+"""Local views are reshapes: a shard need not have the strides that the whole tensor had, or a body was traced with."""
 
 
 def emit(
@@ -115,7 +116,7 @@ class _Emitter:
         rule = find_rule(unit.op, self.rules) if len(unit.operations) == 1 else None
         if rule is not None and rule.size_argument is not None:
             args = with_local_size(args, rule.size_argument, self.local(operation.tensors[0]).shape)
-        op = RESHAPE if unit.op is torch.ops.aten.view.default else unit.op
+        op = RESHAPE if unit.op in _VIEWS else unit.op
         node = self.call(op, args, kwargs)
         node.meta["source"] = operation.source
         if len(unit.operations) > 1:
@@ -196,7 +197,7 @@ class _Emitter:
         name = f"{operator_name(node.target)}_1" if isinstance(node.target, torch._ops.OpOverload) else node.name
         copy = self.graph.create_node(
             "call_function",
-            node.target,
+            RESHAPE if node.target in _VIEWS else node.target,
             fx.map_arg(node.args, mapping.__getitem__),
             fx.map_arg(node.kwargs, mapping.__getitem__),
             name=name,
