@@ -54,6 +54,11 @@ def attends(x: Tensor, w: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2).softmax(-1)
 
 
+def attends_to_features(x: Tensor, w: Tensor) -> Tensor:
+    q = (x @ w).view(8, 4, 2, -1).transpose(2, 3).contiguous()  # what copies it is lowering, for the kernel
+    return F.scaled_dot_product_attention(q, q, q).flatten(2).softmax(-1)
+
+
 def splits(x: Tensor, w: Tensor) -> Tensor:
     a, b = (x @ w).split([3, w.shape[1] - 3], -1)
     return torch.cat([b.exp(), a[..., None].expand(*a.shape, 2).flatten(-2)], -1).cumsum(0)
@@ -74,6 +79,7 @@ def gates(x: Tensor, w: Tensor) -> Tensor:
 PROGRAMS = [
     (transposes, (8, 12), (12, 16)),
     (attends, (8, 4, 12), (12, 16)),
+    (attends_to_features, (8, 4, 12), (12, 16)),
     (splits, (8, 12), (12, 16)),
     (normalizes, (8, 12), (12, 16)),
     (gradient, (8, 12), (12, 16)),

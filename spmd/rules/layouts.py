@@ -25,17 +25,17 @@ class Need(Enum):
 
 SENSITIVE: Mapping[str, Need] = MappingProxyType(
     {
-        "aten::_scaled_dot_product_flash_attention_for_cpu": Need.ROWS,
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": Need.ROWS,
-        "aten::_scaled_dot_product_flash_attention": Need.ROWS,
-        "aten::_scaled_dot_product_efficient_attention": Need.ROWS,
-        "aten::_scaled_dot_product_cudnn_attention": Need.ROWS,
-        "aten::mkldnn_rnn_layer": Need.CONTIGUOUS,
-        "aten::mkldnn_rnn_layer_backward": Need.CONTIGUOUS,
-        "aten::native_group_norm": Need.CONTIGUOUS,
-        "aten::native_group_norm_backward": Need.CONTIGUOUS,
-        "aten::view": Need.CONTIGUOUS,
-        "aten::view_as_complex": Need.CONTIGUOUS,
+        "_scaled_dot_product_flash_attention_for_cpu": Need.ROWS,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": Need.ROWS,
+        "_scaled_dot_product_flash_attention": Need.ROWS,
+        "_scaled_dot_product_efficient_attention": Need.ROWS,
+        "_scaled_dot_product_cudnn_attention": Need.ROWS,
+        "mkldnn_rnn_layer": Need.CONTIGUOUS,
+        "mkldnn_rnn_layer_backward": Need.CONTIGUOUS,
+        "native_group_norm": Need.CONTIGUOUS,
+        "native_group_norm_backward": Need.CONTIGUOUS,
+        "view.dtype": Need.CONTIGUOUS,
+        "view_as_complex": Need.CONTIGUOUS,
     }
 )
 """By operator; all others of torch take any layout."""
@@ -47,11 +47,11 @@ def need(op: object) -> Need:
     >>> need(torch.ops.aten.mm.default), need(torch.ops.aten.view_as_complex.default)
     (<Need.ANY: 'any'>, <Need.CONTIGUOUS: 'contiguous'>)
     """
-    if not isinstance(op, OpOverload):
+    if not isinstance(op, OpOverload) or op.namespace in _ANY_LAYOUT:
         return Need.ANY
-    if op.namespace in _ANY_LAYOUT:
-        return Need.ANY
-    return SENSITIVE.get(op._schema.name, Need.ANY if op.namespace == "aten" else Need.CONTIGUOUS)
+    if op.namespace != "aten":
+        return Need.CONTIGUOUS
+    return SENSITIVE.get(str(op).removeprefix("aten.").removesuffix(".default"), Need.ANY)
 
 
 _ANY_LAYOUT = frozenset({"spmd", "prims"})

@@ -25,6 +25,7 @@ from spmd.plan.groups import Unit, schedule
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.rules import find_rule
+from spmd.rules.layouts import Need, need
 from spmd.rules.rule import Rule
 from spmd.rules.strategy import Strategy
 from spmd.spec import TensorMeta
@@ -120,6 +121,12 @@ class _Strided:
         dims = zip(self.meta.shape, self.strides, expected, strict=True)
         return self.meta.numel < 2 or all(size == 1 or stride == other for size, stride, other in dims)
 
+    def has(self, needed: Need) -> bool:
+        """Whether the tensor has the memory layout that an operator needs."""
+        if needed is Need.ANY or self.is_contiguous:
+            return True
+        return needed is Need.ROWS and self.strides[-1] == 1
+
     def tensor(self) -> torch.Tensor:
         return torch.empty_strided(self.meta.shape, self.strides, dtype=self.meta.dtype, device="meta")
 
@@ -210,9 +217,22 @@ class _Recorder:
         elif body_of(self.strategies.get(operation, {})) is not None:
             self.body(operation)
         else:
-            reads = [self.buffers[value] for member in unit.operations for value in member.operands]
+            reads = [buffer for member in unit.operations for buffer in self.operands(member)]
             writes = [buffer for member in unit.operations for buffer in self.call(member)]
             self.event(operation, reads, writes)
+
+    def operands(self, operation: Operation) -> list[Buffer]:
+        """The buffers that an operator reads; of operands whose memory layout it cannot take, copies."""
+        needed = need(operation.op)
+        found = []
+        for value in dict.fromkeys(operation.operands):
+            buffer, layout = self.buffers[value], self.layouts[value]
+            if not layout.has(needed):
+                copy = Buffer(None, layout.meta)
+                self.event(operation, [buffer], [copy])
+                buffer = copy
+            found.append(buffer)
+        return found
 
     def call(self, operation: Operation) -> list[Buffer]:
         """The buffers that an operator allocates, on local tensors."""
