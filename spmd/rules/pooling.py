@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from spmd.rules.builders import batched
-from spmd.rules.notation import factors
+from spmd.rules.builders import batched, rule, vanish
+from spmd.rules.notation import factors, spell
 from spmd.rules.partial import carry, ignores, linear
-from spmd.rules.rule import Rule, table
+from spmd.rules.rule import Call, Factors, Rule, table
 
 _INTERPOLATORS = {
     1: "upsample_linear1d",
@@ -17,6 +17,17 @@ _INTERPOLATORS = {
 def _names(pattern: str, words: str) -> str:
     """`pattern` with each of `words` in place of its `*`."""
     return " ".join(pattern.replace("*", word) for word in words.split())
+
+
+def _fractional(n: int) -> Rule:
+    """Samples have a batch even if the image has none: its first item counts then, whatever its length."""
+    space = " _" * n
+
+    def make(call: Call) -> Factors:
+        item, sample = ("b c", "b c _") if call.operands[0].ndim == n + 2 else ("c", "_ c _")
+        return spell(call, [item + space, sample], [item + space] * 2)
+
+    return rule(make, empty=vanish)
 
 
 def _spatial(n: int) -> dict[str, Rule]:
@@ -39,7 +50,7 @@ def _spatial(n: int) -> dict[str, Rule]:
         _names(f"*_pool{n}d", "avg _adaptive_avg"): forward,
         _names(f"*_pool{n}d_backward", "avg _adaptive_avg"): backward,
         f"max_pool{n}d_with_indices adaptive_max_pool{n}d": batched(f"{n}", f"{n} {n}"),
-        f"fractional_max_pool{n}d": batched(f"{n} 1", f"{n} {n}"),
+        f"fractional_max_pool{n}d": _fractional(n),
         _names(f"*_pool{n}d_backward", "adaptive_max fractional_max"): indexed,
         f"max_pool{n}d_with_indices_backward": indexed,
         f"max_unpool{n}d": batched(f"{n} {n}", f"{n}", carry("self")),

@@ -63,7 +63,8 @@ def pools(space: int) -> dict[torch._ops.OpOverload, Calls]:
     largest = [2] * space, [1] * space, [0] * space, [1] * space, False
     sizes = [2] * space
     fractional = [
-        (f(*lead, *_SPACE[:space]), sizes, sizes, f(samples, 3, space).sigmoid()) for lead, samples in (((5, 3), 5),)
+        (f(*lead, *_SPACE[:space]), sizes, sizes, f(samples, 3, space).sigmoid())
+        for lead, samples in (((5, 3), 5), ((3,), 1), ((3,), 2))
     ]
     chosen = [(args, op(f"fractional_max_pool{n}")(*args)) for args in fractional]
     return {
