@@ -1,0 +1,36 @@
+"""The collectives of a plan against those that ran."""
+
+from __future__ import annotations
+
+import itertools
+
+from spmd.collectives.traffic import Traffic
+from spmd.plan.plan import Plan
+
+
+def comms_differences(plan: Plan, traffic: Traffic) -> list[str]:
+    """Where the collectives of a plan differ from those that one call of its program ran; [] if nowhere.
+
+    Both are compared in order of execution: kind, mesh axes, and the bytes that the rank which sends most sends.
+
+    Args:
+        plan: the plan of the call, `jitted.plan(*arguments)`.
+        traffic: from `record_traffic` around the call on virtual ranks.
+
+    >>> comms_differences(jitted.plan(*arguments), traffic)  # doctest: +SKIP
+    ['collective 0: planned all_gather over x, 60.0 bytes; ran all_gather over x, 56.0 bytes']
+    """
+    planned = [(comm.kind, comm.axes, float(comm.bytes)) for comm in plan.comms]
+    ran = [(found.kind, found.axes, float(max(found.sent))) for found in traffic.transfers]
+    return [
+        f"collective {index}: planned {_text(expected)}; ran {_text(actual)}"
+        for index, (expected, actual) in enumerate(itertools.zip_longest(planned, ran))
+        if expected != actual
+    ]
+
+
+def _text(found: tuple[str, tuple[str, ...], float] | None) -> str:
+    if found is None:
+        return "nothing"
+    kind, axes, sent = found
+    return f"{kind} over {', '.join(axes)}, {sent:,} bytes"
