@@ -25,12 +25,14 @@ and the gradient of an all_reduce by max or min goes to the elements that equal 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from spmd.collectives.primitive import Primitive, Shape, register, register_primitive
+from spmd.collectives.traffic import StepKind
 
 
 def _resized(shape: Shape, *changes: tuple[int, int]) -> Shape:
@@ -169,3 +171,15 @@ for _primitive in PRIMITIVES:
     register_primitive(_primitive)
 for _schema in INDEX_SCHEMAS:
     register(_schema, lambda *args: torch.empty((), dtype=torch.int64))
+
+COLLECTIVES: Mapping[torch._ops.OpOverload, StepKind] = MappingProxyType(
+    {
+        torch.ops.spmd.all_reduce.default: StepKind.ALL_REDUCE,
+        torch.ops.spmd.all_gather.default: StepKind.ALL_GATHER,
+        torch.ops.spmd.all_gather_invariant.default: StepKind.ALL_GATHER,
+        torch.ops.spmd.reduce_scatter.default: StepKind.REDUCE_SCATTER,
+        torch.ops.spmd.all_to_all.default: StepKind.ALL_TO_ALL,
+        torch.ops.spmd.permute.default: StepKind.PERMUTE,
+    }
+)
+"""The primitives that communicate, and what each does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from spmd.collectives import exchange, virtual
 from spmd.collectives.moves import Layout, Move, cheapest_moves, permutation_sources, strip_trivial
-from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.collectives.sent import chunk_lengths, most_sent
+from spmd.collectives.traffic import StepKind
 from spmd.errors import ShardingError
 from spmd.mesh import Coordinate, Runtime
 from spmd.placement import Reduction
-from spmd.spec import DTensorSpec
+from spmd.spec import DTensorSpec, TensorMeta
 
 __all__ = ["Step", "StepKind", "redistribute_shards", "redistribution"]
 
@@ -47,9 +49,10 @@ class Step:
 
     @property
     def bytes(self) -> float:
-        """Bytes sent per rank by the ring algorithm, for the largest shard; 0 for a local step."""
-        whole = self.target if self.kind is StepKind.ALL_GATHER else self.source
-        return ring_bytes(self.kind, self.source.mesh.axis_size(self.axes), whole.local_bytes())
+        """Bytes that the rank sends which sends most, by the ring algorithm; 0 for a local step."""
+        if self.kind is StepKind.PERMUTE:
+            return float(self.source.local_bytes())  # it moves something, and equal pieces
+        return _most_sent(self) if self.is_collective else 0.0
 
     @property
     def primitive(self) -> torch._ops.OpOverload:
@@ -80,6 +83,27 @@ class Step:
 
     def __str__(self) -> str:
         return f"{self.kind.value}[{', '.join(self.axes)}]: {self.source.pspec!r} -> {self.target.pspec!r}"
+
+
+@lru_cache(maxsize=65536)
+def _most_sent(step: Step) -> float:
+    """The most of the largest group, which is the one at coordinate zero, but for an all_to_all of uneven chunks."""
+    mesh, zero = step.source.mesh, (0,) * len(step.source.mesh.names)
+    operand = TensorMeta(step.source.local_shape(zero), step.source.meta.dtype)
+    if step.kind is not StepKind.ALL_TO_ALL:
+        return most_sent(step.kind, mesh, step.axes, operand, step.arguments(zero))
+    split, concat = step.dims
+    found = []
+    for (before,), (after,) in itertools.product(_lengths(step.source, split), _lengths(step.target, concat)):
+        sizes = {split: before, concat: after}
+        shape = tuple(sizes.get(dim, size) for dim, size in enumerate(operand.shape))
+        found.append(most_sent(step.kind, mesh, step.axes, attrs.evolve(operand, shape=shape), (*step.dims, 0, after)))
+    return max(found)
+
+
+def _lengths(spec: DTensorSpec, dim: int) -> frozenset[tuple[int, ...]]:
+    """The different lengths that shards have of a dim."""
+    return chunk_lengths((spec.meta.shape[dim],), tuple(spec.mesh.axis_size(axis) for axis in spec.dims[dim]))
 
 
 @lru_cache(maxsize=65536)

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
 from spmd.collectives.group import Group, groups
+from spmd.collectives.primitives import COLLECTIVES
 from spmd.collectives.traffic import active_traffic, sent_bytes
 from spmd.errors import DivergenceError, SpmdError
 from spmd.mesh import Mesh
@@ -128,17 +128,6 @@ KERNELS: Mapping[torch._ops.OpOverload, Callable[[Group, Sequence[Arguments]], l
 )
 """What the ranks of one group compute together: their calls' arguments in, their results out, both in group order."""
 
-_TRAFFIC_KINDS: Mapping[torch._ops.OpOverload, str] = MappingProxyType(
-    {
-        torch.ops.spmd.all_reduce.default: "all_reduce",
-        torch.ops.spmd.all_gather.default: "all_gather",
-        torch.ops.spmd.all_gather_invariant.default: "all_gather",
-        torch.ops.spmd.reduce_scatter.default: "reduce_scatter",
-        torch.ops.spmd.all_to_all.default: "all_to_all",
-        torch.ops.spmd.permute.default: "permute",
-    }
-)
-
 
 def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, Mapping[str, Any]]]) -> list[Tensor]:
     """Run one primitive on every rank of a mesh.
@@ -168,7 +157,7 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
     axes = tuple(arguments[0][-1])
     if any(tuple(rank_arguments[-1]) != axes for rank_arguments in arguments):
         raise DivergenceError(f"{op} runs over different axes on different ranks of {mesh}. Expected {axes} on all.")
-    kernel, kind, traffic = KERNELS[op], _TRAFFIC_KINDS.get(op), active_traffic()
+    kernel, kind, traffic = KERNELS[op], COLLECTIVES.get(op), active_traffic()
     results: list[Tensor] = [arguments[0][0]] * mesh.size
     sent = [0] * mesh.size
     for group in groups(mesh, axes):
@@ -177,10 +166,10 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
         for rank, output in zip(group.ranks, outputs, strict=True):
             results[rank] = output
         if traffic is not None and kind is not None:
-            for rank, count in zip(group.ranks, sent_bytes(kind, members, outputs), strict=True):
+            for rank, count in zip(group.ranks, sent_bytes(kind.value, members, outputs), strict=True):
                 sent[rank] = count
     if traffic is not None and kind is not None:
-        traffic.record(kind, axes, sent)
+        traffic.record(kind.value, axes, sent)
     return results
 
 

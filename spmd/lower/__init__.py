@@ -10,7 +10,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from spmd.collectives.redistribute import redistribution
 from spmd.lower.emit import emit
-from spmd.lower.program import COLLECTIVES, LocalCollective, LocalProgram
+from spmd.lower.program import LocalCollective, LocalProgram
 from spmd.mesh import Coordinate
 from spmd.optimize import PASSES, UNEVEN_PASSES, optimize
 from spmd.plan.markers import REDISTRIBUTE
@@ -19,7 +19,7 @@ from spmd.rules import RULES
 from spmd.rules.rule import Rule
 from spmd.spec import DTensorSpec
 
-__all__ = ["COLLECTIVES", "LocalCollective", "LocalProgram", "lower"]
+__all__ = ["LocalCollective", "LocalProgram", "lower"]
 
 
 def lower(

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from spmd.collectives.primitives import COLLECTIVES
 from spmd.collectives.redistribute import redistribution
+from spmd.collectives.sent import most_sent
 from spmd.graph import Operation, Value, map_leaves
 from spmd.lower.program import is_primitive
 from spmd.lower.steps import localize_step
@@ -146,7 +148,7 @@ class _Emitter:
             node.meta["val"] = TensorMeta(local.step.target.local_shape(self.coordinate), value.meta.dtype)
             node.meta["spec"] = Layout(step.target, atoms)
             if step.is_collective:
-                node.meta.update(cause=cause.text, source=cause.source)
+                node.meta.update(cause=cause.text, source=cause.source, bytes=step.bytes)
             shape = node.meta["val"].shape
         node = self.reshape(node, shape, self.local(result).shape)
         self.nodes[result] = node
@@ -204,7 +206,10 @@ class _Emitter:
         )
         copy.meta["val"] = map_leaves(lambda t: None if t is None else TensorMeta.of(t), _plain(node.meta["val"]))
         copy.meta["source"] = operation.source
-        if getattr(node.target, "namespace", None) == "spmd":
+        if node.target in COLLECTIVES:
+            operand, *rest, axes = copy.args
+            kind, held = COLLECTIVES[node.target], operand.meta["val"]
+            copy.meta["bytes"] = most_sent(kind, self.plan.mesh, axes, held, rest)
             copy.meta["cause"] = f"{operator_name(operation.op)} over a sharded dim"
         return copy
 

@@ -9,25 +9,22 @@ from typing import Any
 import attrs
 import torch.fx as fx
 
-from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.collectives.primitives import COLLECTIVES
 from spmd.graph import Source
 from spmd.mesh import Coordinate, Mesh
-from spmd.spec import DTensorSpec, TensorMeta
+from spmd.spec import DTensorSpec
 from spmd.text import program_text
 from spmd.undisturbed import undisturbed
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
-"""The primitives that communicate."""
 
 
 @attrs.frozen
 class LocalCollective:
-    """One collective of a local program, as the rank at coordinate zero runs it.
+    """One collective of a local program.
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute.
         axes: the mesh axes that it spans.
-        bytes: bytes that the rank sends by the ring algorithm.
+        bytes: as of `spmd.plan.comm.Comm`.
         cause: the operator that wanted it, and the spec that it wanted and that was held.
         source: the user's line.
     """
@@ -76,25 +73,17 @@ class LocalProgram:
     def collectives(self) -> tuple[LocalCollective, ...]:
         """Every collective of the rank at coordinate zero, in order of execution."""
         nodes = self.graph_module().graph.nodes
-        return tuple(self._collective(node) for node in nodes if is_collective(node))
-
-    def _collective(self, node: fx.Node) -> LocalCollective:
-        kind = node.target._schema.name.removeprefix("spmd::")  # type: ignore[union-attr]
-        axes = tuple(node.args[-1])  # type: ignore[arg-type]
-        operand, result = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-        whole: TensorMeta = result if kind == "all_gather" else operand
-        sent = ring_bytes(StepKind(kind), self.mesh.axis_size(axes), whole.nbytes)
-        return LocalCollective(kind, axes, sent, node.meta["cause"], node.meta["source"])
+        return tuple(_collective(node) for node in nodes if is_collective(node))
 
     def as_text(self) -> str:
         """The program as readable Python.
 
         Each value has its dtype, local shape and spec beside it; each collective has its cause, the user's line and
-        the bytes that it sends. Where shards are uneven it is the program of coordinate zero.
+        the bytes that the rank sends which sends most. Where shards are uneven it is the program of coordinate zero.
         """
         ranks = "of coordinate zero; shapes differ between ranks" if self.uneven else "of every rank"
         header = [f"{self.mesh}: the program {ranks}"]
-        remark = lambda node: str(self._collective(node)) if is_collective(node) else None  # noqa: E731
+        remark = lambda node: str(_collective(node)) if is_collective(node) else None  # noqa: E731
         return program_text(self.name, self.graph_module().graph, header, remark)
 
     __str__ = as_text
@@ -107,9 +96,14 @@ class LocalProgram:
         return dict(Counter(collective.kind for collective in self.collectives))
 
 
+def _collective(node: fx.Node) -> LocalCollective:
+    kind, axes = COLLECTIVES[node.target].value, tuple(node.args[-1])  # type: ignore[index, arg-type]
+    return LocalCollective(kind, axes, node.meta["bytes"], node.meta["cause"], node.meta["source"])
+
+
 def is_collective(node: fx.Node) -> bool:
     """Whether a node communicates."""
-    return is_primitive(node) and node.target._schema.name.removeprefix("spmd::") in COLLECTIVES  # type: ignore[union-attr]
+    return node.op == "call_function" and node.target in COLLECTIVES
 
 
 def is_primitive(node: fx.Node) -> bool:

@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.collectives.environment import axis_environment
-from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.collectives.primitives import COLLECTIVES
+from spmd.collectives.sent import most_sent
 from spmd.graph import Operation, Value, freeze, iterate_leaves, map_leaves
 from spmd.mesh import Mesh
 from spmd.placement import Placement
@@ -23,10 +24,6 @@ from spmd.plan.search.draft import Draft
 from spmd.rules.rule import Body, Call
 from spmd.rules.strategy import Strategy
 from spmd.spec import TensorMeta
-
-_COLLECTIVES: Mapping[Any, StepKind] = {
-    getattr(torch.ops.spmd, kind.value).default: kind for kind in StepKind if kind.is_collective
-}
 
 _OF_THE_RANK = (torch.ops.spmd.axis_index.default, torch.ops.spmd.shard_offset.default)
 """Primitives that take no tensor and give a number of the rank."""
@@ -121,7 +118,7 @@ def _sent(use: BodyUse) -> tuple[tuple[str, tuple[str, ...], float], ...]:
 
 
 class _Collectives(TorchDispatchMode):
-    """Notes the collectives that are called: kind, mesh axes, bytes sent per rank."""
+    """Notes the collectives that are called: kind, mesh axes, bytes that the rank sends which sends most."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -132,10 +129,9 @@ class _Collectives(TorchDispatchMode):
         if op in _OF_THE_RANK:
             return torch.empty((), dtype=torch.int64, device="meta")
         result = op(*args, **(kwargs or {}))
-        if op in _COLLECTIVES:
-            kind, axes = _COLLECTIVES[op], tuple(args[-1])
-            moved = TensorMeta.of(result if kind is StepKind.ALL_GATHER else args[0])
-            self.sent.append((kind.value, axes, ring_bytes(kind, self.mesh.axis_size(axes), moved.nbytes)))
+        if op in COLLECTIVES:
+            kind, (operand, *rest, axes) = COLLECTIVES[op], args
+            self.sent.append((kind.value, tuple(axes), most_sent(kind, self.mesh, axes, TensorMeta.of(operand), rest)))
         return result
 
 
@@ -162,7 +158,7 @@ def body_of(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | No
 def body_collectives(
     draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:
-    """The kind, the mesh axes and the bytes sent per rank of every collective in an operation's local body.
+    """The kind, the mesh axes and the most bytes that a rank sends of every collective in an operation's local body.
 
     Args:
         draft: the program.
