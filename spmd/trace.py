@@ -29,6 +29,7 @@ from spmd.graph import Graph, Value, map_leaves
 from spmd.recorder import Namer, Recorder, where
 from spmd.source import SourceTracker, user_source
 from spmd.spec import TensorMeta
+from spmd.torch_state import restored
 from spmd.tree import leaf_remedy, tree_flatten, tree_leaves
 
 _tracing: ContextVar[bool] = ContextVar("spmd_tracing", default=False)
@@ -142,7 +143,7 @@ def trace_flat(
     lifting = _ClosureLifting(recorder)
     token = _tracing.set(True)
     try:
-        with torch.no_grad(), _errors_raised_only(), recorder, _Functionalization(), lifting:
+        with torch.no_grad(), _errors_raised_only(), recorder, _Functionalization(), lifting, restored():
             outputs = function(*[lifting.functional(fake) for fake in fakes])
             outputs = [lifting.finish(tensor) for tensor in outputs]
             lifting.check_writes()
@@ -179,6 +180,9 @@ class _Functionalization(FunctionalTensorMode):
         if func is torch.ops.aten.bernoulli_.float and not args[0].is_contiguous():
             with self:
                 return args[0].copy_(_drawn_in_memory_order(*args))
+        if func in _INTERPOLATIONS:
+            with self:
+                return args[0].copy_(torch.lerp(*args))
         body = list_body(func) if func._schema.is_mutable else None
         if func not in FunctionalTensor.metadata_fns and func._can_decompose():
             body = func.decompose
@@ -186,6 +190,10 @@ class _Functionalization(FunctionalTensorMode):
             with self:
                 return body(*args, **kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+# Their meta kernel chooses an overload by trying: what does not fit is printed, which forward mode cannot do there.
+_INTERPOLATIONS = frozenset({torch.ops.aten.lerp_.Scalar, torch.ops.aten.lerp_.Tensor})
 
 
 def _drawn_in_memory_order(like: torch.Tensor, p: float = 0.5) -> torch.Tensor:

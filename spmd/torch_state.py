@@ -1,0 +1,223 @@
+"""The state that torch keeps for a thread or for the process: saved before a function is traced, restored after it.
+
+A function that fails between two of torch's guards leaves dispatch keys, interpreters or modes behind. A frame of the
+traceback may even hold a guard, which would restore what it has saved as late as when the exception is collected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import attrs
+import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils import _device
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+_C: Any = torch._C
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+@attrs.frozen
+class Setting:
+    """One piece of torch's state.
+
+    Args:
+        name: what messages call it.
+        read: gives it.
+        restore: takes what `read` gave; None where it is read only, or restored otherwise.
+        same: whether two of what `read` gives are equal.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    restore: Callable[[Any], None] | None = None
+    same: Callable[[Any, Any], bool] = operator.eq
+
+
+@attrs.frozen
+class TorchState:
+    """Torch's state at some time."""
+
+    values: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> TorchState:
+        """The state as it is."""
+        return cls(tuple(setting.read() for setting in SETTINGS))
+
+    def changed(self) -> tuple[str, ...]:
+        """The names of what is not now as it was."""
+        pairs = zip(SETTINGS, self.values, strict=True)
+        return tuple(setting.name for setting, value in pairs if not setting.same(setting.read(), value))
+
+    def restore(self) -> None:
+        """Put everything back that has changed."""
+        for setting, value in zip(SETTINGS, self.values, strict=True):
+            if setting.restore is not None and not setting.same(setting.read(), value):
+                setting.restore(value)
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[TorchState]:
+    """A context that leaves torch's state as it found it, also when it is left by an error."""
+    with _C._PreserveDispatchKeyGuard():
+        state = TorchState.now()
+        try:
+            yield state
+        except BaseException as error:
+            release_guards(error)
+            raise
+        finally:
+            state.restore()
+
+
+def release_guards(error: BaseException | None) -> None:
+    """Let go of what torch's frames below an error hold: a guard restores what it has saved when it dies."""
+    pending, seen = [error], set()
+    while pending:
+        error = pending.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        pending += [error.__cause__, error.__context__]
+        traceback: TracebackType | None = error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename.startswith(_TORCH):
+                with contextlib.suppress(RuntimeError):  # a frame further up the stack, which still runs
+                    traceback.tb_frame.clear()
+            traceback = traceback.tb_next
+
+
+def _flag(name: str, read: str, write: str) -> Setting:
+    """A setting with two functions of `torch._C`."""
+    return Setting(name, getattr(_C, read), getattr(_C, write))
+
+
+def _stack(name: str, read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], None]) -> Setting:
+    """A stack of modes, which compare by identity."""
+
+    def restore(saved: list[Any]) -> None:
+        for _ in read():
+            pop()
+        for mode in saved:
+            push(mode)
+
+    return Setting(name, read, restore)
+
+
+def _dispatch_keys() -> tuple[Any, Any]:
+    return _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+
+
+def _pop_interpreters(depth: int) -> None:
+    if _C._functorch.get_dynamic_layer_stack_depth() > depth:
+        _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+def _exit_dual_levels(level: int) -> None:
+    while forward_ad._current_level > level:
+        forward_ad.exit_dual_level()
+
+
+def _restore_jvp_nesting(depth: int) -> None:
+    eager_transforms.JVP_NESTING = depth
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mtia")
+
+
+def _autocast() -> tuple[Any, ...]:
+    devices = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES]
+    return (*devices, torch.is_autocast_cache_enabled())
+
+
+def _restore_autocast(saved: tuple[Any, ...]) -> None:
+    for device, enabled, dtype in saved[:-1]:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(saved[-1])
+
+
+def _default_device() -> tuple[Any, Any]:
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), _device.CURRENT_DEVICE
+
+
+def _restore_default_device(saved: tuple[Any, Any]) -> None:
+    torch._GLOBAL_DEVICE_CONTEXT.device_context, _device.CURRENT_DEVICE = saved
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _restore_deterministic(saved: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(saved[0], warn_only=saved[1])
+
+
+def generators() -> tuple[torch.Tensor, ...]:
+    """The states of torch's default generators; those of GPUs once they are used."""
+    used = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return tuple(generator.get_state() for generator in (torch.default_generator, *used))
+
+
+def _restore_generators(states: tuple[torch.Tensor, ...]) -> None:
+    with _C.DisableTorchFunction(), _disable_current_modes():
+        for generator, state in zip((torch.default_generator, *torch.cuda.default_generators), states, strict=False):
+            generator.set_state(state)
+
+
+def same_draws(states: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
+    """Whether generators in such states draw the same numbers."""
+    with _C.DisableTorchFunction(), _disable_current_modes():
+        return all(map(torch.equal, states, others))
+
+
+GENERATOR = "torch's random generator"
+
+SETTINGS = (
+    Setting("torch.func's transforms", _C._functorch.get_dynamic_layer_stack_depth, _pop_interpreters),
+    Setting("torch.func's nesting of jvp", lambda: eager_transforms.JVP_NESTING, _restore_jvp_nesting),
+    Setting("forward-mode differentiation", lambda: forward_ad._current_level, _exit_dual_levels),
+    _stack("the dispatch modes", _get_current_dispatch_mode_stack, _pop_mode, _push_mode),
+    _stack("the function modes", _get_current_function_mode_stack, _pop_function_mode, _push_function_mode),
+    Setting("the default device", _default_device, _restore_default_device),
+    _flag("the calls of __torch_function__", "_get_torch_function_state", "_set_torch_function_state"),
+    Setting("the dispatch keys", _dispatch_keys),  # `restored` restores them: not all have a name in Python
+    _flag("the grad mode", "is_grad_enabled", "_set_grad_enabled"),
+    _flag("the forward grad mode", "_is_fwd_grad_enabled", "_set_fwd_grad_enabled"),
+    Setting("the inference mode", torch.is_inference_mode_enabled),
+    Setting("autocast", _autocast, _restore_autocast),
+    Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("the deterministic mode", _deterministic, _restore_deterministic),
+    _flag("the filling of new memory", "_get_deterministic_fill_uninitialized_memory",
+          "_set_deterministic_fill_uninitialized_memory"),
+    _flag("the precision of float32 products", "_get_float32_matmul_precision", "_set_float32_matmul_precision"),
+    _flag("TF32 in cuBLAS", "_get_cublas_allow_tf32", "_set_cublas_allow_tf32"),
+    _flag("TF32 in cuDNN", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+    _flag("torch.backends.cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled"),
+    _flag("torch.backends.cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    _flag("torch.backends.cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    _flag("torch.backends.mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    _flag("the flash attention kernels", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    _flag("the memory-efficient attention kernels", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    _flag("the math attention kernels", "_get_math_sdp_enabled", "_set_sdp_use_math"),
+    _flag("the cuDNN attention kernels", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    _flag("the order of attention kernels", "_get_sdp_priority_order", "_set_sdp_priority_order"),
+    Setting(GENERATOR, generators, _restore_generators, same_draws),
+)  # fmt: skip
+"""Everything that a traced function could leave changed, in the order in which it is restored."""
