@@ -1,0 +1,78 @@
+"""`python -m spmd.testing.fuzz --seeds 0:1000`: random whole programs on virtual ranks, against one device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+
+from spmd.testing.fuzz.batches import check_seeds
+from spmd.testing.fuzz.check import check_seed
+from spmd.testing.fuzz.generate import generate
+from spmd.testing.fuzz.outcome import BAD, Outcome, Status
+from spmd.testing.fuzz.program import default_dtype
+from spmd.testing.fuzz.report import show
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m spmd.testing.fuzz", description=__doc__)
+    parser.add_argument("--seeds", default="0:200", help="programs to run, as 0:20000")
+    parser.add_argument("--seed", type=int, help="run one program and print its source")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: make a failing program as short as can be")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time for one program")
+    parser.add_argument("--json", type=Path, help="write all outcomes to this file")
+    parser.add_argument("--stop-after", type=int, default=0, help="stop after so many failures")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run programs; 1 if any fails."""
+    options = _arguments()
+    if options.seed is not None:
+        return _one(options)
+    first, last = map(int, options.seeds.split(":"))
+    outcomes = _many(range(first, last), options)
+    console = Console()
+    show(outcomes, console)
+    if options.json:
+        options.json.write_text(json.dumps([outcome.data() for outcome in outcomes], indent=0) + "\n")
+    return int(any(outcome.status in BAD for outcome in outcomes))
+
+
+def _many(seeds: range, options: argparse.Namespace) -> list[Outcome]:
+    check_seed(seeds.start)  # what every process needs, once
+    outcomes: list[Outcome] = []
+    failures = 0
+    start = time.monotonic()
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress:
+        task = progress.add_task("programs", total=len(seeds))
+        for outcome in check_seeds(seeds, jobs=options.jobs, seconds=options.seconds):
+            outcomes.append(outcome)
+            progress.update(task, advance=1)
+            if outcome.status in BAD:
+                failures += 1
+                progress.console.print(
+                    f"{outcome.seed}: {outcome.status.value}: {outcome.message:.200}", markup=False, highlight=False
+                )
+            if options.stop_after and failures >= options.stop_after:
+                break
+    Console().print(f"seeds {seeds.start}:{seeds.stop}, {time.monotonic() - start:,.0f} s")
+    return sorted(outcomes, key=lambda outcome: outcome.seed)
+
+
+def _one(options: argparse.Namespace) -> int:
+    with default_dtype():
+        program = generate(options.seed)
+    print(program.source())
+    outcome = next(check_seeds([options.seed], jobs=1, seconds=options.seconds))
+    print(f"# {outcome.status.value}: {outcome.message}")
+    return int(outcome.status is not Status.RIGHT)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

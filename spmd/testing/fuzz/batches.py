@@ -1,0 +1,131 @@
+"""Many programs in a few processes: a hang or a crash costs one program, and a failure no later one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.testing.fuzz.check import check_seed
+from spmd.testing.fuzz.outcome import Outcome, Status
+
+_context = multiprocessing.get_context("fork")  # a child has torch imported already
+_BATCH = 400  # programs of one process
+
+
+def check_seeds(seeds: Sequence[int], *, jobs: int = 2, seconds: float = 60.0) -> Iterator[Outcome]:
+    """Check the programs of seeds in processes, and give outcomes as they come.
+
+    A process goes on to the next program as long as all are right. After any other outcome another one goes on, and
+    the program is run again in a process of its own: state of torch that an earlier program left is no excuse, and is
+    told apart.
+
+    Args:
+        seeds: which programs.
+        jobs: processes at once.
+        seconds: how long one program may take.
+    """
+    torch.set_num_threads(1)
+    share = -(-len(seeds) // max(1, jobs))
+    size = max(1, min(_BATCH, share))
+    queue = [list(seeds[start : start + size]) for start in range(0, len(seeds), size)][::-1]
+    running: list[_Child] = []
+    try:
+        while queue or running:
+            while queue and len(running) < jobs:
+                running.append(_Child.start(queue.pop()))
+            left = min(child.since + seconds for child in running) - time.monotonic()
+            wait([child.answers for child in running], max(left, 0.0) + 0.01)
+            for child in list(running):
+                outcome = child.outcome(seconds)
+                if outcome is None:
+                    continue
+                if outcome.status is Status.RIGHT:
+                    yield outcome
+                    if child.seeds:
+                        continue
+                    child.end()
+                    running.remove(child)
+                    continue
+                child.end()
+                running.remove(child)
+                if child.seeds:
+                    queue.append(child.seeds)
+                if child.earlier:
+                    outcome = _alone(outcome, child.earlier, seconds)
+                yield outcome
+    finally:
+        for child in running:
+            child.end()
+
+
+def _alone(seen: Outcome, earlier: Sequence[int], seconds: float) -> Outcome:
+    """The outcome of a program in a process of its own; a failure that needs earlier programs is one, too."""
+    child = _Child.start([seen.seed])
+    outcome = None
+    while outcome is None:
+        wait([child.answers], 1.0)
+        outcome = child.outcome(seconds)
+    child.end()
+    if outcome.status is not Status.RIGHT:
+        return outcome
+    message = f"only after {list(earlier)[-5:]}: {seen.message}"
+    return attrs.evolve(seen, kind=f"after other programs: {seen.kind}", message=message)
+
+
+@attrs.define(eq=False)
+class _Child:
+    seeds: list[int]
+    process: Any
+    answers: Connection
+    since: float
+    earlier: list[int] = attrs.field(factory=list)
+
+    @classmethod
+    def start(cls, seeds: list[int]) -> _Child:
+        answers, sender = _context.Pipe(duplex=False)
+        process = _context.Process(target=_work, args=(list(seeds), sender), daemon=True)
+        process.start()
+        sender.close()
+        return cls(list(seeds), process, answers, time.monotonic())
+
+    def outcome(self, seconds: float) -> Outcome | None:
+        """The next outcome, once there is one."""
+        found = self._outcome(seconds)
+        if found is not None:
+            self.earlier.append(self.seeds.pop(0))
+            self.since = time.monotonic()
+            if self.earlier[-1] != found.seed:
+                raise RuntimeError(f"expected the outcome of {self.earlier[-1]}, got that of {found.seed}")
+            if found.status is not Status.RIGHT:
+                self.earlier.pop()
+        return found
+
+    def _outcome(self, seconds: float) -> Outcome | None:
+        if self.answers.poll():
+            try:
+                return self.answers.recv()  # type: ignore[no-any-return]
+            except EOFError:
+                self.process.join()
+                code = self.process.exitcode
+                return Outcome(self.seeds[0], Status.CRASH, f"the process ended with {code}", f"exit code {code}")
+        if time.monotonic() > self.since + seconds:
+            return Outcome(self.seeds[0], Status.HANG, "hang", f"no answer in {seconds:.0f} s")
+        return None
+
+    def end(self) -> None:
+        """Stop the process."""
+        self.process.kill()
+        self.process.join()
+        self.answers.close()
+
+
+def _work(seeds: list[int], sender: Connection) -> None:
+    for seed in seeds:
+        sender.send(check_seed(seed))
+    sender.close()

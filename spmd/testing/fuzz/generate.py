@@ -1,0 +1,264 @@
+"""From a seed to a program."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.placement import REDUCTIONS, supports_reduction
+from spmd.spec import P
+from spmd.testing.fuzz.draw import Block, Draw, Operand
+from spmd.testing.fuzz.environment import Environment, Rejected, check_stable
+from spmd.testing.fuzz.pool import OPERATORS
+from spmd.testing.fuzz.program import AXES, MACHINES, Argument, Line, Program
+from spmd.testing.fuzz.tensors import Kind, Layout, Recipe, nudged
+from spmd.testing.fuzz.transforms import Kind as TransformKind
+from spmd.testing.fuzz.transforms import Transform
+
+_TRANSFORMS = {
+    TransformKind.NONE: 30,
+    TransformKind.GRAD: 16,
+    TransformKind.VJP: 10,
+    TransformKind.JVP: 10,
+    TransformKind.LINEARIZE: 6,
+    TransformKind.VMAP: 11,
+    TransformKind.ROW_GRAD: 3,
+    TransformKind.JACREV: 4,
+    TransformKind.JACFWD: 3,
+    TransformKind.HESSIAN: 4,
+    TransformKind.GRAD_GRAD: 5,
+}
+_LONG = {TransformKind.NONE: (5, 25, 8), TransformKind.VMAP: (5, 16, 7)}
+_MIDDLE = (5, 14, 6)
+_SHORT = (5, 7, 5)
+_COSTLY = frozenset(
+    {TransformKind.JACREV, TransformKind.JACFWD, TransformKind.HESSIAN, TransformKind.GRAD_GRAD}
+)
+_TRIES = 12  # attempts for each line
+_RESULTS = 2048  # elements of all results together
+
+
+def generate(seed: int) -> Program:
+    """The program of a seed: the same one each time."""
+    rng = random.Random(seed)
+    kind = rng.choices(list(_TRANSFORMS), list(_TRANSFORMS.values()))[0]
+    shortest, longest, usual = _SHORT if kind in _COSTLY else _LONG.get(kind, _MIDDLE)
+    length = round(rng.triangular(shortest, longest, usual))
+    maker = _Maker(Draw(rng, largest=3 if kind in _COSTLY else 5, most=min(8, 3 + length // 3)))
+    for _ in range(length * _TRIES):
+        if len(maker.lines) - maker.adapted >= length:
+            break
+        maker.attempt(rng.choice(_NAMES))
+    return _finished(maker, seed, kind)
+
+
+_NAMES = tuple(OPERATORS)
+
+
+@attrs.define
+class _Maker:
+    """A program that grows line by line."""
+
+    draw: Draw
+    lines: list[Line] = attrs.field(factory=list)
+    adapted: int = 0
+
+    def attempt(self, operator: str) -> None:
+        """Add a line of an operator, if it finds operands and computes something."""
+        draw = self.draw
+        before = (dict(draw.arguments), dict(draw.constants), list(draw.values))
+        draw.taken, draw.adapters = set(), []
+        written = False
+        try:
+            made = OPERATORS[operator](draw)
+            written = isinstance(made, Block)
+            text, names = self._executed(made) if isinstance(made, Block) else self._evaluated(made)
+        except Rejected:
+            draw.arguments, draw.constants, draw.values = before
+            if written:
+                self._rebuild()
+            return
+        self.lines += [Line("adapt", text) for _, text in draw.adapters]
+        self.adapted += len(draw.adapters)
+        self.lines.append(Line(operator, text))
+        draw.unused -= draw.taken
+        draw.unused |= set(names)
+        draw.values += [name for name in names if name not in draw.values]
+
+    def _executed(self, block: Block) -> tuple[str, tuple[str, ...]]:
+        environment = self.draw.environment
+        text = "\n".join(block.statements)
+        environment.run(text)
+        environment.check([*self.draw.values, *block.names])
+        return text, block.names
+
+    def _evaluated(self, expression: str) -> tuple[str, tuple[str, ...]]:
+        draw = self.draw
+        value, moved = draw.environment.evaluate(expression)
+        if isinstance(value, torch.Tensor):
+            name = draw.name()
+            suffix = _relayout(draw, value)
+            if suffix:
+                text = f"{expression}{suffix}" if _is_postfix(expression) else f"({expression}){suffix}"
+                value, moved = draw.environment.evaluate(text)
+                expression = text
+            draw.environment.bind(name, value, moved)
+            return f"{name} = {expression}", (name,)
+        kept = [draw.name() for _ in value[:3]]
+        for name, one, other in zip(kept, value, moved, strict=False):
+            draw.environment.bind(name, one, other)
+        targets = ", ".join(kept) + ("," if len(kept) == 1 else "") + (", *_" if len(value) > 3 else "")
+        return f"{targets} = {expression}", tuple(kept)
+
+    def _rebuild(self) -> None:
+        """The environment again, after statements wrote to it that are not part of the program."""
+        environment = self.draw.environment = Environment()
+        for table, argument in ((self.draw.arguments, True), (self.draw.constants, False)):
+            for name, recipe in table.items():
+                environment.define(name, recipe, argument=argument)
+        for line in self.lines:
+            environment.run(line.text)
+
+
+def _relayout(draw: Draw, value: torch.Tensor) -> str:
+    """A view to put behind a result, so that many values are not contiguous."""
+    if value.ndim < 1 or not value.is_contiguous() or draw.maybe(0.55) or value.numel() < 2:
+        return ""
+    if value.ndim > 1 and draw.maybe(0.7):
+        return draw.choice(".mT", ".transpose(0, -1)", ".movedim(0, -1)", ".transpose(0, 1)")
+    if value.ndim < 4 and draw.maybe(0.25) and value.numel() <= 200:
+        return ".unsqueeze(0).expand(" + ", ".join(["2", *["-1"] * value.ndim]) + ")"
+    return draw.choice("[..., ::2]", "[..., 1:]" if value.shape[-1] > 1 else "[::2]", "[::2]")
+
+
+def _is_postfix(expression: str) -> bool:
+    import ast
+
+    return isinstance(ast.parse(expression, mode="eval").body, (ast.Call, ast.Subscript, ast.Attribute, ast.Name))
+
+
+def _finished(maker: _Maker, seed: int, kind: TransformKind) -> Program:
+    draw = maker.draw
+    rng = draw.rng
+    read = " ".join(line.text for line in maker.lines)
+    words = set(_words(read))
+    arguments = {name: recipe for name, recipe in draw.arguments.items() if name in words}
+    constants = tuple((name, recipe) for name, recipe in draw.constants.items() if name in words)
+    outputs = tuple(name for name in draw.values if name in draw.unused)
+    mesh = _mesh(rng)
+    machine = rng.randrange(len(MACHINES))
+    for candidate in _candidates(kind):
+        recipes = dict(arguments)
+        transform = _transform(rng, candidate, recipes)
+        if transform is None:
+            continue
+        placed = tuple(Argument(name, recipe, _in_spec(rng, mesh, recipe)) for name, recipe in recipes.items())
+        program = Program(seed, mesh, machine, placed, constants, tuple(maker.lines), outputs, transform)
+        try:
+            results = truth(program)
+        except Rejected:
+            continue
+        return attrs.evolve(program, out_specs=tuple(_spec(rng, mesh, result) for result in results))
+    raise RuntimeError(f"seed {seed}: f itself fails")
+
+
+def _words(text: str) -> list[str]:
+    import re
+
+    return re.findall(r"[a-z]\d+", text)
+
+
+def _candidates(kind: TransformKind) -> list[TransformKind]:
+    """The transform that was drawn, and what to take where torch cannot."""
+    order = [kind]
+    if kind in _COSTLY or kind is TransformKind.ROW_GRAD:
+        order += [TransformKind.GRAD]
+    if kind is TransformKind.JVP:
+        order += [TransformKind.VJP]
+    return [*order, TransformKind.NONE]
+
+
+def _transform(rng: random.Random, kind: TransformKind, recipes: dict[str, Recipe]) -> Transform | None:
+    """The transform with its details; a transform that maps gives arguments another dim."""
+    smooth = [n for n, recipe in enumerate(recipes.values()) if recipe.kind in (Kind.FLOAT, Kind.COMPLEX)]
+    if kind in _COSTLY:
+        smooth = [n for n in smooth if list(recipes.values())[n].kind is Kind.FLOAT]
+        smooth = rng.sample(smooth, min(len(smooth), 2))
+    transform = Transform(kind, tuple(sorted(smooth)))
+    if transform.differentiates and not smooth:
+        return None
+    if kind in (TransformKind.JVP, TransformKind.LINEARIZE) and rng.random() < 0.3:
+        transform = attrs.evolve(transform, argnums=tuple(sorted(rng.sample(smooth, rng.randint(1, len(smooth))))))
+    if not transform.maps:
+        return transform
+    size = rng.randint(1, 4)
+    dims: list[int | None] = [rng.randint(0, len(r.shape)) if rng.random() < 0.75 else None for r in recipes.values()]
+    if not dims:
+        return None
+    if all(dim is None for dim in dims):
+        dims[0] = 0
+    for (name, recipe), dim in zip(list(recipes.items()), dims, strict=True):
+        if dim is not None:
+            shape = (*recipe.shape[:dim], size, *recipe.shape[dim:])
+            recipes[name] = Recipe(recipe.kind, shape, seed=recipe.seed).relaid(rng)
+    return attrs.evolve(transform, in_dims=tuple(dims), out_dim=0 if rng.random() < 0.7 else -1)
+
+
+def truth(program: Program) -> list[torch.Tensor]:
+    """What a program computes on one device.
+
+    Raises:
+        Rejected: torch refuses it, rounding would change it, or there is too much of it.
+    """
+    space = program.compiled()
+    given = [space[argument.name] for argument in program.arguments]
+    results: list[list[torch.Tensor]] = []
+    for values in (given, [nudged(value) for value in given]):
+        try:
+            results.append(list(space["program"](*(value.contiguous() for value in values))))
+        except Exception as error:
+            raise Rejected(f"{error}") from None
+    check_stable(*results)
+    if not results[0] or sum(result.numel() for result in results[0]) > _RESULTS:
+        raise Rejected("too many results")
+    return results[0]
+
+
+def _mesh(rng: random.Random) -> tuple[int, ...]:
+    return rng.choice(_MESHES)
+
+
+_MESHES = (
+    (1,), (2,), (2,), (3,), (3,), (4,), (4,), (5,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (1, 3), (2, 1),
+    (2, 2, 2), (1, 2, 3), (2, 1, 2), (2, 3, 1),
+)  # fmt: skip
+
+
+def _in_spec(rng: random.Random, mesh: tuple[int, ...], recipe: Recipe) -> P:
+    dtype = getattr(torch, recipe.kind.value)
+    return _draw_spec(rng, mesh, len(recipe.shape), dtype, 0.08)
+
+
+def _spec(rng: random.Random, mesh: tuple[int, ...], result: torch.Tensor) -> P:
+    return _draw_spec(rng, mesh, result.ndim, result.dtype, 0.06) if rng.random() < 0.6 else P()
+
+
+def _draw_spec(rng: random.Random, mesh: tuple[int, ...], ndim: int, dtype: torch.dtype, partial: float) -> P:
+    """For each mesh axis: a tensor dim, nothing, or a reduction that is still to be done."""
+    ops: list[Any] = [op for op in REDUCTIONS if supports_reduction(op, dtype)]
+    op = rng.choice(ops) if ops else None
+    dims: list[list[str]] = [[] for _ in range(ndim)]
+    pending: dict[str, Any] = {}
+    for axis in rng.sample(AXES[: len(mesh)], len(mesh)):
+        number = rng.random()
+        if op is not None and number < partial:
+            pending[axis] = op
+        elif ndim and number < 0.75:
+            dims[rng.randrange(ndim)].append(axis)
+    return P(*dims, partial=pending)
+
+
+__all__ = ["Layout", "Operand", "generate", "truth"]

@@ -1,0 +1,46 @@
+"""The pool: every operator that a program may be made of, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from spmd.testing.fuzz.pool import (
+    casts,
+    fourier,
+    indexing,
+    inner,
+    inplace,
+    linalg,
+    losses,
+    matmul,
+    network,
+    order,
+    pointwise,
+    reductions,
+    shapes,
+    views,
+)
+from spmd.testing.fuzz.pool.operator import Operator
+
+FAMILIES = (
+    casts,
+    fourier,
+    indexing,
+    inner,
+    inplace,
+    linalg,
+    losses,
+    matmul,
+    network,
+    order,
+    pointwise,
+    reductions,
+    shapes,
+    views,
+)
+
+OPERATORS: Mapping[str, Operator] = MappingProxyType(
+    {name: operator for family in FAMILIES for name, operator in family.OPERATORS.items()}
+)
+"""Everything that a line of a program may do, by name."""

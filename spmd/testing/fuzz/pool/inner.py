@@ -1,0 +1,59 @@
+"""Transforms and words about sharding inside a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spmd.testing.fuzz.pool.operator import Draw, Operator
+
+
+def _vmap(d: Draw) -> str:
+    x = d.floats((1, 4), nonempty=True)
+    inner = d.choice("row - row.flatten().mean()", "row.sin() * row.sum()", "row.flatten().cumsum(0)", "row.flatten().softmax(0)")
+    return f"torch.func.vmap(lambda row: {inner}, in_dims={d.dim(x)})({x})"
+
+
+def _vmap_two(d: Draw) -> str:
+    x = d.floats((2, 3), nonempty=True)
+    y = d.sized((x.shape[1],))
+    return f"torch.func.vmap(lambda row, other: row * other, in_dims=(1, 0), out_dims=-1)({x}, {y})"
+
+
+def _grad(d: Draw) -> str:
+    return f"torch.func.grad(lambda t: (t.sin() * t.sum().cos()).sum())({d.floats((0, 3))})"
+
+
+def _row_grad(d: Draw) -> str:
+    return f"torch.func.vmap(torch.func.grad(lambda t: (t.sin() * t.sum()).sum()))({d.floats((1, 3), nonempty=True)})"
+
+
+def _jvp(d: Draw) -> str:
+    x = d.floats((0, 3))
+    return f"torch.func.jvp(lambda t: t.sin() * t, ({x}.contiguous(),), ({d.like(x)}.contiguous(),))"
+
+
+def _vjp(d: Draw) -> str:
+    x = d.floats((0, 3))
+    return f"torch.func.vjp(lambda t: t.tanh() * t, {x})[1]({d.like(x)})[0]"
+
+
+def _jacrev(d: Draw) -> str:
+    return f"torch.func.jacrev(lambda t: t.sin() * t.sum())({d.floats((0, 1))})"
+
+
+def _linearize(d: Draw) -> str:
+    x = d.floats((0, 2))
+    return f"torch.func.linearize(lambda t: t.sin() * t, {x})[1]({d.like(x)})"
+
+
+
+OPERATORS: Mapping[str, Operator] = {
+    "inner_vmap": _vmap,
+    "inner_vmap_two": _vmap_two,
+    "inner_grad": _grad,
+    "inner_row_grad": _row_grad,
+    "inner_jvp": _jvp,
+    "inner_vjp": _vjp,
+    "inner_jacrev": _jacrev,
+    "inner_linearize": _linearize,
+}

@@ -1,0 +1,109 @@
+"""The `torch.func` transform that a program runs under, as text."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import attrs
+
+
+class Kind(str, Enum):
+    """A transform."""
+
+    NONE = "none"
+    GRAD = "grad"
+    VJP = "vjp"
+    JVP = "jvp"
+    LINEARIZE = "linearize"
+    VMAP = "vmap"
+    ROW_GRAD = "vmap of grad"
+    JACREV = "jacrev"
+    JACFWD = "jacfwd"
+    HESSIAN = "hessian"
+    GRAD_GRAD = "grad of grad"
+
+
+@attrs.frozen
+class Transform:
+    """A transform with what it needs to know.
+
+    Args:
+        kind: which.
+        argnums: the arguments that it differentiates by.
+        in_dims: for each argument, the dim that it maps over.
+        out_dim: the dim that it maps to.
+    """
+
+    kind: Kind = Kind.NONE
+    argnums: tuple[int, ...] = ()
+    in_dims: tuple[int | None, ...] = ()
+    out_dim: int = 0
+
+    @property
+    def maps(self) -> bool:
+        """Whether it maps over a dim of the arguments."""
+        return self.kind in (Kind.VMAP, Kind.ROW_GRAD)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether there must be a floating-point argument."""
+        return self.kind not in (Kind.NONE, Kind.VMAP)
+
+    def text(self, arguments: tuple[str, ...]) -> str:
+        """The function `program` of all arguments, which gives a list of tensors, in terms of `f`, which does too."""
+        names = ", ".join(arguments)
+        chosen = ", ".join(arguments[index] for index in self.argnums)
+        if self.kind is Kind.NONE:
+            return "program = f\n"
+        lines = {
+            Kind.GRAD: [
+                f"grads, value = torch.func.grad_and_value(loss, argnums={self.argnums})({names})",
+                "return [value, *grads]",
+            ],
+            Kind.VJP: [
+                "values, pull = torch.func.vjp(g, CHOSEN)",
+                "return [*values, *pull([v.cos() for v in values])]",
+            ],
+            Kind.JVP: [
+                "values, tangents = torch.func.jvp(g, (CHOSEN,), (TANGENTS,))",
+                "return [*values, *tangents]",
+            ],
+            Kind.LINEARIZE: [
+                "values, push = torch.func.linearize(g, CHOSEN)",
+                "return [*values, *push(TANGENTS)]",
+            ],
+            Kind.VMAP: [f"return torch.func.vmap(f, in_dims={self.in_dims}, out_dims={self.out_dim})({names})"],
+            Kind.ROW_GRAD: [
+                f"slope = torch.func.grad_and_value(loss, argnums={self.argnums})",
+                f"grads, value = torch.func.vmap(slope, in_dims={self.in_dims})({names})",
+                "return [value, *grads]",
+            ],
+            Kind.JACREV: [f"rows = torch.func.jacrev(g, argnums={tuple(range(len(self.argnums)))})(CHOSEN)", _FLAT],
+            Kind.JACFWD: [f"rows = torch.func.jacfwd(g, argnums={tuple(range(len(self.argnums)))})(CHOSEN)", _FLAT],
+            Kind.HESSIAN: [f"rows = torch.func.hessian(loss, argnums={self.argnums})({names})", _FLAT],
+            Kind.GRAD_GRAD: [
+                f"slope = lambda *args: total(torch.func.grad(loss, argnums={self.argnums})(*args))",
+                f"return list(torch.func.grad(slope, argnums={self.argnums})({names}))",
+            ],
+        }[self.kind]
+        tangents = ", ".join(f"{arguments[index]}.cos()" for index in self.argnums)
+        body = "".join(f"    {line.replace('CHOSEN', chosen).replace('TANGENTS', tangents)}\n" for line in lines)
+        inner = f"    def g({chosen}):\n        return [v for v in f({names}) if is_smooth(v)]\n\n" if " g," in body or "(g," in body else ""
+        return f"{_LOSS if 'loss' in body else _SMOOTH}def program({names}):\n{inner}{body}"
+
+
+_FLAT = "return [part for row in rows for part in row]"
+_SMOOTH = """def is_smooth(v):
+    return v.is_floating_point() or v.is_complex()
+
+
+"""
+_LOSS = f"""{_SMOOTH}def total(values):
+    return sum((v * v.conj()).real.sum() for v in values if is_smooth(v))
+
+
+def loss(*args):
+    return total(f(*args))
+
+
+"""
