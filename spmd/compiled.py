@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 
+from spmd.ambient import ambient, isolated
 from spmd.canonicalize import canonicalize
 from spmd.collectives.agreement import are_several, failing_together
 from spmd.distribute import check_placeable, check_same, place
@@ -66,14 +68,17 @@ class Compiled:
         self.in_specs = tuple(leaf_specs(in_specs, dynamic, mesh, what="in_specs", of=of))
         self.donated = _donated(args, options)
         self._tree = tree_structure(dynamic)
+        self._ambient = ambient()
         self._has_run = False
         self._seen = list(self.in_specs)  # the object that last came in place of each spec: identity is quick to check
 
     @functools.cached_property
     def traced(self) -> Traced:
-        """The function as one flat program."""
+        """The function as one flat program, with copies of what it closes over: those tensors may change later."""
         with use_mesh(self.mesh):
-            return trace(self._function, self._args, static_argnums=self.options.static_argnums)
+            traced = trace(self._function, self._args, static_argnums=self.options.static_argnums)
+        constants = tuple((value, _copy(tensor)) for value, tensor in traced.graph.constants)
+        return attrs.evolve(traced, graph=attrs.evolve(traced.graph, constants=constants))
 
     @functools.cached_property
     def out_specs(self) -> tuple[DTensorSpec, ...]:
@@ -92,9 +97,9 @@ class Compiled:
             PlanError: no plan fits in the memory limit; the plan sends more than `comms` allows; a given plan was made
                 for another program, mesh or specs.
         """
-        rules = self.options.rules
-        with undisturbed():
-            graph = canonicalize(self.traced.graph, lambda op: find_rule(op, rules) is None)
+        rules, graph = self.options.rules, self.traced.graph
+        with undisturbed(), isolated():
+            graph = canonicalize(graph, lambda op: find_rule(op, rules) is None)
         found = self._answer(
             Request(
                 graph,
@@ -126,7 +131,9 @@ class Compiled:
     @functools.cached_property
     def program(self) -> LocalProgram:
         """The program that each rank runs."""
-        return lower(self.plan, rules=self.options.rules, name=self.traced.name)
+        planned = self.plan
+        with isolated():
+            return lower(planned, rules=self.options.rules, name=self.traced.name)
 
     @functools.cached_property
     def executable(self) -> DistributedProgram | VirtualProgram:
@@ -135,7 +142,9 @@ class Compiled:
         Raises:
             DivergenceError: the ranks of a distributed mesh are about to run different programs.
         """
-        return (DistributedProgram if self.mesh.runtime is Runtime.DISTRIBUTED else VirtualProgram)(self.program)
+        program = self.program
+        with isolated():
+            return (DistributedProgram if self.mesh.runtime is Runtime.DISTRIBUTED else VirtualProgram)(program)
 
     def __repr__(self) -> str:
         return f"Compiled({self.traced.name} for {self._tree} on {self.mesh})"
@@ -170,6 +179,12 @@ class Compiled:
         leaves, tree = tree_flatten(_dynamic(args, self.options))
         if tree != self._tree:
             raise TraceError(f"Compiled for arguments {self._tree} (got {tree}). Call the jitted function instead.")
+        if ambient() != self._ambient:
+            raise TraceError(
+                f"{self!r} was compiled under other settings of torch: autocast, the default dtype or device, function "
+                "modes, the deterministic mode or the choice of kernels differ now. Call the jitted function instead, "
+                "or restore them."
+            )
         return self.run(self.place(leaves), leaves)
 
     def match(self, leaves: Sequence[Any]) -> list[Shards] | None:
@@ -264,6 +279,16 @@ def _abstract(args: tuple[Any, ...], mesh: Mesh, options: Options) -> tuple[Any,
         return value
 
     return tuple(arg if number in static else tree_map(leaf, arg) for number, arg in enumerate(args))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides."""
+    copied = tensor.detach().clone()
+    if copied.stride() == tensor.stride() or tensor.numel() == 0:
+        return copied
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.detach().as_strided((span,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _check(leaf: Any, spec: DTensorSpec, name: str) -> None:

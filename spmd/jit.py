@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from spmd.ambient import ambient
 from spmd.collectives.agreement import are_several, failing_together
 from spmd.compiled import Compiled
 from spmd.constrain import constrain
@@ -24,6 +25,7 @@ from spmd.rules import RULES
 from spmd.rules.rule import Rule
 from spmd.runtime.agreement import first_run
 from spmd.spec import TensorMeta
+from spmd.static import static_key
 from spmd.trace import Traced, is_tracing
 from spmd.tree import broadcast_prefix, tree_flatten, tree_leaves
 
@@ -38,7 +40,7 @@ class Jitted:
 
     The stages `trace`, `plan` and `lower` take the arguments of a call; meta tensors or `TensorMeta` may stand for
     tensors that nobody wants to allocate. All stages of one signature (structure, shapes, dtypes, static arguments,
-    mesh) are made once and kept.
+    mesh, and what of torch's state decides a program: `spmd.ambient`) are made once and kept.
     """
 
     def __init__(
@@ -71,15 +73,16 @@ class Jitted:
         mesh = current_mesh(self._mesh)
         static, dynamic = self._split(args)
         leaves, tree = tree_flatten(dynamic)
+        state = ambient()
         if self._last is not None:
             key, compiled = self._last
-            if key == (mesh, static, tree):
+            if key == (state, mesh, static, tree):
                 shards = compiled.match(leaves)
                 if shards is not None:
                     return compiled.run(shards, leaves)
         compiled = self._prepared(args, mesh, leaves)
         result = compiled.run(compiled.place(leaves), leaves)
-        self._last = (mesh, static, tree), compiled
+        self._last = (state, mesh, static, tree), compiled
         return result
 
     def trace(self, *args: Any, **keywords: Any) -> Traced:
@@ -135,23 +138,23 @@ class Jitted:
         if not self._options.static_argnums:
             return (), args
         numbers = _positions(self._options.static_argnums, len(args), "static_argnums")
-        static = tuple((number, type(args[number]), args[number]) for number in numbers)
+        static = tuple((number, static_key(args[number])) for number in numbers)
         return static, tuple(arg for number, arg in enumerate(args) if number not in numbers)
 
     def _lookup(self, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
         static, dynamic = self._split(args)
         leaves, tree = tree_flatten(dynamic)
         metas = tuple(TensorMeta(tuple(leaf.shape), leaf.dtype) if is_tensor(leaf) else None for leaf in leaves)
-        key = (mesh, static, tree, metas)
+        key = (ambient(), mesh, static, tree, metas)
         try:
             found = self._compiled.get(key)
         except TypeError:
             raise TraceError(
-                f"Static arguments of {self!r} must be hashable (got {[item[2] for item in static]}). "
+                f"Static arguments of {self!r} must be hashable (got {[args[number] for number, _ in static]}). "
                 "Pass tuples for lists, or pass tensors as dynamic arguments."
             ) from None
         if found is None:
-            self._check_call(args, static)
+            self._check_call(args, [number for number, _ in static])
             found = Compiled(self._function, args, self._in_specs, self._out_specs, mesh, self._options)
             self._compiled[key] = found
         return found
@@ -168,14 +171,14 @@ class Jitted:
         compiled.prepare()
         return compiled
 
-    def _check_call(self, args: tuple[Any, ...], static: tuple[tuple[int, type, Any], ...]) -> None:
+    def _check_call(self, args: tuple[Any, ...], static: Sequence[int]) -> None:
         self._bind(args, {}, follow_wrapped=False)  # a decorator may give a function arguments of its own
         _positions(self._options.donate_argnums, len(args), "donate_argnums")
-        for number, kind, value in static:
-            if any(is_tensor(leaf) for leaf in tree_leaves(value)):
+        for number in static:
+            if any(is_tensor(leaf) for leaf in tree_leaves(args[number])):
                 raise TraceError(
-                    f"Static argument {number} of {self!r} holds a tensor (got {kind.__name__}): every new one would "
-                    "be a new program. Pass it as a dynamic argument, or close over it."
+                    f"Static argument {number} of {self!r} holds a tensor (got {type(args[number]).__name__}): every "
+                    "new one would be a new program. Pass it as a dynamic argument, or close over it."
                 )
 
     def _inline(self, args: tuple[Any, ...]) -> Any:
@@ -188,7 +191,7 @@ class Jitted:
             )
         static, dynamic = self._split(args)
         placed = iter(_constrain(self._in_specs, dynamic, "in_specs", "the arguments"))
-        numbers = {number for number, _, _ in static}
+        numbers = {number for number, _ in static}
         result = self._function(*(arg if number in numbers else next(placed) for number, arg in enumerate(args)))
         return _constrain(self._out_specs, result, "out_specs", "the result")
 

@@ -143,7 +143,7 @@ def trace_flat(
     lifting = _ClosureLifting(recorder)
     token = _tracing.set(True)
     try:
-        with torch.no_grad(), _errors_raised_only(), recorder, _Functionalization(), lifting, restored():
+        with _no_modes_around(), _errors_raised_only(), recorder, _Functionalization(), lifting, restored():
             outputs = function(*[lifting.functional(fake) for fake in fakes])
             outputs = [lifting.finish(tensor) for tensor in outputs]
             lifting.check_writes()
@@ -151,6 +151,13 @@ def trace_flat(
         _tracing.reset(token)
     results = tuple(recorder.value(tensor) for tensor in outputs)
     return Graph(inputs, tuple(recorder.constants.items()), tuple(recorder.operations), results).verify()
+
+
+@contextlib.contextmanager
+def _no_modes_around() -> Iterator[None]:
+    """Without what watches or changes operators around the trace: what there is to see comes when the program runs."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import spmd
 ROOT = Path(spmd.__file__).parent
 
 LAYERS = (
-    ("errors", "torch_state", "undisturbed", "user_file"),
+    ("ambient", "errors", "torch_state", "undisturbed", "user_file"),
     ("alarm", "meeting", "process", "mesh", "placement"),
     ("spec", "tree"),
     ("collectives",),
@@ -35,7 +35,7 @@ LAYERS = (
     ("plan",),
     ("lower", "optimize", "program", "text"),
     ("runtime",),
-    ("chunks", "dtensor", "distribute", "kept", "options", "compiled", "jit", "shard_map"),
+    ("chunks", "dtensor", "distribute", "kept", "options", "static", "compiled", "jit", "shard_map"),
     ("random", "optim", "checkpoint", "interop", "launch", "nn", "plan_report", "testing"),
 )
 """Lowest first; each entry is a module or a package directly below `spmd`."""

@@ -88,7 +88,8 @@ class _Writer:
         if node.op == "get_attr":
             return [f"    {name} = {self.reference(getattr(module, target))}"]
         if node.op == "output":
-            return [f"    {'yield' if self.lockstep else 'return'} {self.argument(node.args[0])}"]
+            outputs = [f"{self.argument(value)}{'.clone()' if _is_constant(value) else ''}" for value in _outputs(node)]
+            return [f"    {'yield' if self.lockstep else 'return'} ({', '.join(outputs)}{',' if outputs else ''})"]
         if target is operator.getitem:
             return [f"    {name} = {self.argument(node.args[0])}[{node.args[1]!r}]"]
         arguments = [self.argument(argument) for argument in node.args]
@@ -117,6 +118,25 @@ class _Writer:
             self.known[id(target)] = f"g{len(self.known)}"
             self.namespace[self.known[id(target)]] = target
         return self.known[id(target)]
+
+
+def _outputs(node: fx.Node) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", node.args[0])
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value may share memory with a constant of the program, which its caller must not get to write to."""
+    while isinstance(value, fx.Node) and value.op == "call_function":
+        if isinstance(value.target, torch._ops.OpOverload) and not _may_alias(value.target):
+            return False
+        value = next(iter(value.all_input_nodes), None)
+    return isinstance(value, fx.Node) and value.op == "get_attr"
+
+
+def _may_alias(op: torch._ops.OpOverload) -> bool:
+    """Whether a result may share memory with the first operand; what is made of other operators is not looked into."""
+    is_view = any(argument.alias_info is not None for argument in op._schema.arguments)
+    return is_view or op._can_decompose() or op.namespace == "spmd"
 
 
 def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

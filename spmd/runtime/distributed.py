@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from spmd.ambient import run_isolated
 from spmd.lower.program import LocalProgram
 from spmd.runtime.agreement import check_same_program
 from spmd.runtime.codegen import generate
@@ -42,6 +43,5 @@ class DistributedProgram:
         """
         shards = [shard for (shard,) in inputs]
         inputs.clear()
-        with torch.no_grad():
-            results: tuple[torch.Tensor, ...] = self._function(shards)
+        results: tuple[torch.Tensor, ...] = run_isolated(self._function, shards)
         return [(shard,) for shard in results]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from spmd.ambient import run_isolated
 from spmd.collectives import virtual
 from spmd.lower.program import LocalProgram
 from spmd.runtime.codegen import Stop, generate
@@ -42,16 +43,18 @@ class VirtualProgram:
         Returns:
             For each output the shards of all ranks, in rank order.
         """
+        return run_isolated(self._run, inputs)
+
+    def _run(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
         mesh = self._mesh
-        with torch.no_grad():
-            ranks = self._start(inputs)
-            calls = [(next(rank), _NO_KWARGS) for rank in ranks]
-            for stop in self._stops:
-                results = virtual.run(stop.op, mesh, calls) if stop.op in virtual.KERNELS else _draw(stop, calls)
-                del calls  # frees what a collective has consumed before the ranks go on
-                results.reverse()
-                calls = [(rank.send(results), _NO_KWARGS) for rank in ranks]
-            return list(zip(*(outputs for outputs, _ in calls), strict=True))
+        ranks = self._start(inputs)
+        calls = [(next(rank), _NO_KWARGS) for rank in ranks]
+        for stop in self._stops:
+            results = virtual.run(stop.op, mesh, calls) if stop.op in virtual.KERNELS else _draw(stop, calls)
+            del calls  # frees what a collective has consumed before the ranks go on
+            results.reverse()
+            calls = [(rank.send(results), _NO_KWARGS) for rank in ranks]
+        return list(zip(*(outputs for outputs, _ in calls), strict=True))
 
     def _start(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[Generator[tuple[Any, ...], Any, None]]:
         """The programs of all ranks, which are now the only ones here that hold the inputs."""
