@@ -169,6 +169,29 @@ def _restore_deterministic(saved: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(saved[0], warn_only=saved[1])
 
 
+_PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"),
+               ("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"))  # fmt: skip
+
+
+def _precision() -> tuple[Any, ...]:
+    """How float32 products may be rounded, by both of torch's interfaces; the older refuses once the newer is used."""
+    try:
+        older = torch.get_float32_matmul_precision(), _C._get_cudnn_allow_tf32()
+    except RuntimeError:
+        older = None
+    return older, tuple(_C._get_fp32_precision_getter(*place) for place in _PRECISIONS)
+
+
+def _restore_precision(saved: tuple[Any, ...]) -> None:
+    older, newer = saved
+    if older is not None:
+        torch.set_float32_matmul_precision(older[0])
+        _C._set_cudnn_allow_tf32(older[1])
+    for place, precision in zip(_PRECISIONS, newer, strict=True):
+        if _C._get_fp32_precision_getter(*place) != precision:
+            _C._set_fp32_precision_setter(*place, precision)
+
+
 def generators() -> tuple[torch.Tensor, ...]:
     """The states of torch's default generators; those of GPUs once they are used."""
     used = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
@@ -206,9 +229,7 @@ SETTINGS = (
     Setting("the deterministic mode", _deterministic, _restore_deterministic),
     _flag("the filling of new memory", "_get_deterministic_fill_uninitialized_memory",
           "_set_deterministic_fill_uninitialized_memory"),
-    _flag("the precision of float32 products", "_get_float32_matmul_precision", "_set_float32_matmul_precision"),
-    _flag("TF32 in cuBLAS", "_get_cublas_allow_tf32", "_set_cublas_allow_tf32"),
-    _flag("TF32 in cuDNN", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+    Setting("the precision of float32 products", _precision, _restore_precision),
     _flag("torch.backends.cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled"),
     _flag("torch.backends.cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
     _flag("torch.backends.cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),

@@ -143,6 +143,21 @@ def change_everything():
     torch.manual_seed(12)
 
 
+@pytest.mark.parametrize("before", ["none", "tf32"])
+def test_the_precision_of_products_by_the_newer_interface(before):
+    """Torch refuses to tell of TF32 by the older interface then."""
+    torch.backends.cuda.matmul.fp32_precision = before
+    try:
+        with restored() as inside:
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+            assert ("the precision of float32 products",) == inside.changed()
+        assert before == torch.backends.cuda.matmul.fp32_precision
+        assert () == inside.changed()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+
+
 def test_what_is_changed_is_named_and_restored():
     state = TorchState.now()
     with restored() as inside:
