@@ -1,4 +1,4 @@
-"""Random whole programs, values and gradients, on random meshes against one device."""
+"""Random whole programs, values, gradients and collectives, on random meshes against one device and their plans."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import hypothesis
 import pytest
 import torch
 
+from spmd.collectives.traffic import record_traffic
 from spmd.dtensor import DTensor
 from spmd.lower.verify import verify
 from spmd.placement import REDUCTIONS
 from spmd.testing.operators import OPERATORS, SHARDING
 from spmd.testing.programs import Case, Program, Step, agree, cases
 from spmd.testing.strategies import AXIS_NAMES
+from spmd.testing.traffic import comms_differences
 
 # torch's first use of forward-mode differentiation scripts functions, which it deprecates itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -20,7 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def check(case: Case) -> None:
     step = case.jitted()
     verify(step.lower(*case.arguments))
-    results = step(*case.arguments)
+    with record_traffic() as traffic:
+        results = step(*case.arguments)
+    assert [] == comms_differences(step.plan(*case.arguments), traffic)
     expected = case.program(*case.whole)
     assert list(case.out_specs) == [result.spec.pspec for result in results]
     for result, truth in zip(results, expected, strict=True):

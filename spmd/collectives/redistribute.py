@@ -16,7 +16,7 @@ from spmd.collectives.moves import Layout, Move, cheapest_moves, permutation_sou
 from spmd.collectives.sent import chunk_lengths, most_sent
 from spmd.collectives.traffic import StepKind
 from spmd.errors import ShardingError
-from spmd.mesh import Coordinate, Runtime
+from spmd.mesh import Coordinate, Mesh, Runtime
 from spmd.placement import Reduction
 from spmd.spec import DTensorSpec, TensorMeta
 
@@ -88,22 +88,27 @@ class Step:
 @lru_cache(maxsize=65536)
 def _most_sent(step: Step) -> float:
     """The most of the largest group, which is the one at coordinate zero, but for an all_to_all of uneven chunks."""
-    mesh, zero = step.source.mesh, (0,) * len(step.source.mesh.names)
+    mesh = step.source.mesh
+    zero, counts = (0,) * len(mesh.names), _sizes(mesh, step.axes)
     operand = TensorMeta(step.source.local_shape(zero), step.source.meta.dtype)
     if step.kind is not StepKind.ALL_TO_ALL:
-        return most_sent(step.kind, mesh, step.axes, operand, step.arguments(zero))
+        return most_sent(step.kind, counts, operand, step.arguments(zero))
     split, concat = step.dims
     found = []
     for (before,), (after,) in itertools.product(_lengths(step.source, split), _lengths(step.target, concat)):
         sizes = {split: before, concat: after}
         shape = tuple(sizes.get(dim, size) for dim, size in enumerate(operand.shape))
-        found.append(most_sent(step.kind, mesh, step.axes, attrs.evolve(operand, shape=shape), (*step.dims, 0, after)))
+        found.append(most_sent(step.kind, counts, attrs.evolve(operand, shape=shape), (*step.dims, 0, after)))
     return max(found)
 
 
 def _lengths(spec: DTensorSpec, dim: int) -> frozenset[tuple[int, ...]]:
     """The different lengths that shards have of a dim."""
-    return chunk_lengths((spec.meta.shape[dim],), tuple(spec.mesh.axis_size(axis) for axis in spec.dims[dim]))
+    return chunk_lengths((spec.meta.shape[dim],), _sizes(spec.mesh, spec.dims[dim]))
+
+
+def _sizes(mesh: Mesh, axes: Sequence[str]) -> tuple[int, ...]:
+    return tuple(mesh.axis_size(axis) for axis in axes)
 
 
 @lru_cache(maxsize=65536)

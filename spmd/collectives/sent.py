@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 from spmd.collectives.traffic import StepKind
-from spmd.mesh import Mesh
 from spmd.spec import TensorMeta, chunk_bounds
 
 
@@ -46,28 +45,24 @@ def _distinct_indices(sizes: Iterable[int], count: int) -> list[int]:
     return sorted(start for start in starts if start < count)
 
 
-def most_sent(kind: StepKind, mesh: Mesh, axes: Sequence[str], operand: TensorMeta, arguments: Sequence[Any]) -> float:
-    """Bytes that the rank sends which sends most, when groups along `axes` run a collective by the ring algorithm.
+def most_sent(kind: StepKind, counts: tuple[int, ...], operand: TensorMeta, arguments: Sequence[Any]) -> float:
+    """Bytes that the rank sends which sends most, of a group that runs a collective by the ring algorithm.
 
     What ranks hold are the chunks of `torch.chunk`, uneven or empty; an all_reduce splits its elements alike. Where all
     chunks are equal it is what `ring_bytes` says.
 
     Args:
         kind: the collective.
-        mesh: the mesh.
-        axes: the mesh axes that it spans, major first.
+        counts: the number of ranks along each of its mesh axes, major first.
         operand: shape and dtype of the largest operand that a rank has.
-        arguments: those of the primitive between the tensor and the axes, on that rank.
+        arguments: those of the primitive after the tensor, on that rank.
 
     >>> import torch
-    >>> from spmd.mesh import make_mesh
-    >>> mesh = make_mesh({"x": 4}, runtime="abstract")
-    >>> most_sent(StepKind.ALL_REDUCE, mesh, ["x"], TensorMeta((1,), torch.float32), ["sum"])  # two blocks are empty
+    >>> most_sent(StepKind.ALL_REDUCE, (4,), TensorMeta((1,), torch.float32), ())  # three blocks are empty
     8.0
-    >>> most_sent(StepKind.ALL_GATHER, mesh, ["x"], TensorMeta((2,), torch.float32), [0, 5])  # of 2, 2, 1 and 0
+    >>> most_sent(StepKind.ALL_GATHER, (4,), TensorMeta((2,), torch.float32), (0, 5))  # of 2, 2, 1 and 0
     20.0
     """
-    counts = tuple(mesh.axis_size(axis) for axis in axes)
     if math.prod(counts) == 1:
         return 0.0
     if kind is StepKind.ALL_REDUCE:

@@ -18,7 +18,7 @@ from spmd.graph import Operation, Value, map_leaves
 from spmd.lower.program import is_primitive
 from spmd.lower.steps import localize_step
 from spmd.mesh import Coordinate
-from spmd.plan.bodies import BodyUse, body_of, trace_body, with_local_size
+from spmd.plan.bodies import BodyUse, body_of, runs_body, trace_body, with_local_size
 from spmd.plan.groups import Unit, schedule
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
@@ -40,15 +40,15 @@ def emit(
     """The program of the rank at `coordinate`, not yet optimized, and the constants that it refers to by name.
 
     Every node has `meta["val"]`: the TensorMeta of its local tensor (a tuple where the operator returns several). Nodes
-    that stand for a value of the plan have `meta["spec"]`, a Layout; collectives have `meta["cause"]` and
-    `meta["source"]`; what the plan computes again to save memory has `meta["repetition"]`, how often before.
+    that stand for a value of the plan have `meta["spec"]`, a Layout; collectives have `meta["bytes"]`, `meta["cause"]`
+    and `meta["source"]`; what the plan computes again to save memory has `meta["repetition"]`, how often before.
     """
     emitter = _Emitter(plan, rules, coordinate)
     for value, name in zip(plan.graph.inputs, input_names, strict=True):
         emitter.define(value, emitter.graph.placeholder(_identifier(name)))
     for index, (value, tensor) in enumerate(plan.graph.constants):
         emitter.define(value, emitter.constant(f"constant_{index}", tensor))
-    alone = frozenset(operation for operation in plan.graph.operations if emitter.has_body(operation))
+    alone = frozenset(o for o in plan.graph.operations if runs_body(o, plan.strategies.get(o, {}), rules))
     for unit in schedule(plan.graph.operations, alone):
         emitter.emit(unit)
     emitter.graph.output(tuple(emitter.nodes[value] for value in plan.graph.outputs))
@@ -82,12 +82,6 @@ class _Emitter:
         if self.repetition:
             node.meta["repetition"] = self.repetition
         return node
-
-    def has_body(self, operation: Operation) -> bool:
-        """Whether some rank runs a local body for an operation."""
-        rule = find_rule(operation.op, self.rules)
-        planned = body_of(self.plan.strategies.get(operation, {}))
-        return planned is not None or (rule is not None and rule.empty is not None)
 
     def body(self, operation: Operation) -> tuple[Body, tuple[str, ...]] | None:
         """The local body that this rank runs for an operation, and the axes that it spans, major first."""
@@ -207,9 +201,10 @@ class _Emitter:
         copy.meta["val"] = map_leaves(lambda t: None if t is None else TensorMeta.of(t), _plain(node.meta["val"]))
         copy.meta["source"] = operation.source
         if node.target in COLLECTIVES:
-            operand, *rest, axes = copy.args
-            kind, held = COLLECTIVES[node.target], operand.meta["val"]
-            copy.meta["bytes"] = most_sent(kind, self.plan.mesh, axes, held, rest)
+            arguments: tuple[Any, ...] = copy.args
+            operand, *rest, axes = arguments
+            kind, counts = COLLECTIVES[node.target], tuple(map(self.plan.mesh.axis_size, axes))  # type: ignore[index]
+            copy.meta["bytes"] = most_sent(kind, counts, operand.meta["val"], rest)
             copy.meta["cause"] = f"{operator_name(operation.op)} over a sharded dim"
         return copy
 

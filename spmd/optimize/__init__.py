@@ -1,7 +1,8 @@
 """Passes over a rank's graph.
 
 Each pass changes a graph in place; `optimize` gives them a copy of their own, so that from outside each run is a pure
-function. New nodes carry `meta["val"]`, and collectives `meta["cause"]` and `meta["source"]`, as lowering wrote them.
+function. New nodes carry `meta["val"]`, as those that lowering wrote. No pass adds, drops, merges or moves collectives:
+what a plan lists is what runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from spmd.optimize.clean import (
     share_local_subexpressions,
 )
 from spmd.optimize.layouts import insert_layout_copies
-from spmd.optimize.shards import scatter_reductions, shard_factories
+from spmd.optimize.shards import shard_factories
 
 Pass = Callable[[fx.Graph], None]
 
@@ -29,7 +30,6 @@ PASSES: tuple[Pass, ...] = (
     drop_identities,
     shard_factories,
     share_common_subexpressions,
-    scatter_reductions,
     drop_dead_nodes,
     insert_layout_copies,
 )

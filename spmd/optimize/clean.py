@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from spmd.collectives.primitives import COLLECTIVES
 from spmd.draws import draws
 
 aten = torch.ops.aten
@@ -20,12 +21,12 @@ _COPIES = (aten.detach.default, aten.alias.default, aten.clone.default, aten.lif
 
 
 def drop_dead_nodes(graph: fx.Graph) -> None:
-    """Remove nodes that no output needs. Arguments stay, and draws, the only operators that have an effect."""
-    _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or is_draw(node))
+    """Remove nodes that no output needs. Arguments stay, draws, which have an effect, and collectives, as planned."""
+    _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or is_draw(node) or node.target in COLLECTIVES)
 
 
 def drop_dead_local_nodes(graph: fx.Graph) -> None:
-    """As `drop_dead_nodes`, but primitives stay: another rank may need what comes of them."""
+    """As `drop_dead_nodes`, but all primitives stay: another rank may need what comes of them."""
     _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or is_draw(node) or _is_primitive(node))
 
 
@@ -60,15 +61,15 @@ def merge_reshapes(graph: fx.Graph) -> None:
 
 
 def share_common_subexpressions(graph: fx.Graph) -> None:
-    """Compute equal calls once, unless the plan says twice.
+    """Compute equal calls once, unless the plan says twice: what it computes again, and collectives.
 
     Programs are functional, so equal arguments give equal results, but to draws.
     """
-    _share(graph, lambda node: node.op in ("call_function", "get_attr"))
+    _share(graph, lambda node: node.op in ("call_function", "get_attr") and node.target not in COLLECTIVES)
 
 
 def share_local_subexpressions(graph: fx.Graph) -> None:
-    """Compute equal calls once, except those of collective primitives."""
+    """As `share_common_subexpressions`, but no primitive is shared."""
     _share(graph, lambda node: node.op in ("call_function", "get_attr") and not _is_primitive(node))
 
 

@@ -21,7 +21,8 @@ from spmd.mesh import Mesh
 from spmd.placement import Placement
 from spmd.plan.layout import regroup
 from spmd.plan.search.draft import Draft
-from spmd.rules.rule import Body, Call
+from spmd.rules import find_rule
+from spmd.rules.rule import Body, Call, Rule
 from spmd.rules.strategy import Strategy
 from spmd.spec import TensorMeta
 
@@ -131,7 +132,8 @@ class _Collectives(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         if op in COLLECTIVES:
             kind, (operand, *rest, axes) = COLLECTIVES[op], args
-            self.sent.append((kind.value, tuple(axes), most_sent(kind, self.mesh, axes, TensorMeta.of(operand), rest)))
+            counts = tuple(map(self.mesh.axis_size, axes))
+            self.sent.append((kind.value, tuple(axes), most_sent(kind, counts, TensorMeta.of(operand), rest)))
         return result
 
 
@@ -153,6 +155,14 @@ def body_of(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | No
     body = chosen[axes[0]].body
     assert body is not None
     return body, axes
+
+
+def runs_body(
+    operation: Operation, chosen: Mapping[str, Strategy], rules: Mapping[torch._ops.OpOverload, Rule]
+) -> bool:
+    """Whether some rank runs a local body for an operation with these strategies, which keeps it out of lists."""
+    rule = find_rule(operation.op, rules)
+    return body_of(chosen) is not None or (rule is not None and rule.empty is not None)
 
 
 def body_collectives(

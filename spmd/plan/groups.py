@@ -32,6 +32,8 @@ def schedule(operations: Sequence[Operation], alone: frozenset[Operation] = froz
 
     Operations in `alone` are never joined. Where nothing is joined the order stays as it is.
     """
+    if all(operation.group is None for operation in operations):
+        return tuple(map(_single, operations))
     units = _join(operations, alone)
     ordered = _order(units, {operation: index for index, operation in enumerate(operations)})
     if ordered is None:  # joining closed a cycle: lower element by element

@@ -47,7 +47,7 @@ class Plan:
         gap: how much the time of the worst searched axis may exceed the least possible, as a part of that: 0 where the
             search was exact, more where large-neighbourhood search took over.
         seconds: predicted time of a step.
-        comms: every collective, in order of execution.
+        comms: the collectives that each rank runs, one by one in order of execution (`Comm`).
     """
 
     request: Request

@@ -10,7 +10,9 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmd.collectives.sent import most_sent
 from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.spec import TensorMeta
 
 _c10d = torch.ops._c10d_functional
 
@@ -26,7 +28,7 @@ _KINDS: Mapping[Any, StepKind] = MappingProxyType(
 
 @attrs.frozen(order=True)
 class Executed:
-    """One collective: its kind, the number of ranks, and the bytes that this one sends by the ring algorithm."""
+    """One collective: its kind, the number of ranks, and the most bytes that one sends by the ring algorithm."""
 
     kind: str
     ranks: int
@@ -54,4 +56,6 @@ def _executed(kind: StepKind, args: tuple[Any, ...]) -> Executed:
     nbytes = args[0].nbytes * (ranks if kind is StepKind.ALL_GATHER else 1)
     if kind is StepKind.ALL_TO_ALL and all(sum(map(bool, splits)) <= 1 for splits in args[1:3]):
         kind = StepKind.PERMUTE
+    if kind is StepKind.ALL_REDUCE:
+        return Executed(kind.value, ranks, most_sent(kind, (ranks,), TensorMeta.of(args[0]), ()))
     return Executed(kind.value, ranks, ring_bytes(kind, ranks, nbytes))

@@ -20,7 +20,7 @@ import torch.fx as fx
 from spmd.collectives.redistribute import Step, StepKind, redistribution
 from spmd.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
 from spmd.mesh import Mesh
-from spmd.plan.bodies import BodyUse, body_of, trace_body, with_local_size
+from spmd.plan.bodies import BodyUse, body_of, runs_body, trace_body, with_local_size
 from spmd.plan.groups import Unit, schedule
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
@@ -160,7 +160,7 @@ class _Recorder:
         graph = self.graph
         inputs = tuple(self.allocate(value) for value in graph.inputs)
         constants = tuple(self.allocate(value) for value, _ in graph.constants)
-        for unit in schedule(graph.operations, frozenset(filter(self.has_body, graph.operations))):
+        for unit in schedule(graph.operations, frozenset(filter(self.runs_body, graph.operations))):
             self.unit(unit)
         outputs = tuple(self.buffers[value] for value in graph.outputs)
         return Tape(tuple(self.events), inputs, outputs, constants, self.buffers)
@@ -186,11 +186,8 @@ class _Recorder:
         steps = redistribution(self.layout(value).spec, self.layout(result).spec)
         return all(step.kind is StepKind.SHARD for step in steps)
 
-    def has_body(self, operation: Operation) -> bool:
-        """Whether some rank runs a local body, which keeps an operation out of lists."""
-        rule = find_rule(operation.op, self.rules)
-        planned = body_of(self.strategies.get(operation, {}))
-        return planned is not None or (rule is not None and rule.empty is not None)
+    def runs_body(self, operation: Operation) -> bool:
+        return runs_body(operation, self.strategies.get(operation, {}), self.rules)
 
     def local(self, value: Value, without: Sequence[str] = ()) -> TensorMeta:
         layout = self.layout(value)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import attrs
 
 from spmd.collectives.redistribute import redistribution
 from spmd.graph import Operation, Value
 from spmd.placement import Placement, Replicate
-from spmd.plan.bodies import body_collectives
+from spmd.plan.bodies import body_collectives, runs_body
 from spmd.plan.causes import Cause
 from spmd.plan.comm import Comm
+from spmd.plan.groups import schedule
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
 from spmd.plan.pricing.cost import LocalCost
@@ -22,11 +23,11 @@ from spmd.spec import DTensorSpec
 
 @attrs.frozen
 class Account:
-    """What the operations of a plan take, in order of execution.
+    """What the operations of a plan take.
 
     Args:
         seconds: local time of each, without its collectives.
-        comms: the collectives of each that has any.
+        comms: the collectives of each that has any, in the order in which a rank runs them.
     """
 
     seconds: dict[Operation, float]
@@ -48,8 +49,16 @@ def account(plan: Planned) -> Account:
     draft = finished_draft(plan)
     cost = LocalCost.of(plan.request.machine, draft)
     seconds = {operation: cost.planned_seconds(operation) for operation in plan.graph.operations}
-    comms = {operation: _comms(plan, draft, operation) for operation in plan.graph.operations}
+    comms = {operation: _comms(plan, draft, operation) for operation in _executed(plan)}
     return Account(seconds, {operation: found for operation, found in comms.items() if found})
+
+
+def _executed(plan: Planned) -> Iterator[Operation]:
+    """The operations in the order in which a rank runs them: those that one list operator computes stand together."""
+    rules, operations = plan.request.rules, plan.graph.operations
+    alone = frozenset(o for o in operations if runs_body(o, plan.strategies.get(o, {}), rules))
+    for unit in schedule(operations, alone):
+        yield from unit.operations
 
 
 def finished_draft(plan: Planned) -> Draft:
@@ -92,7 +101,7 @@ def _comms(plan: Planned, draft: Draft, operation: Operation) -> tuple[Comm, ...
 def sends(
     draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:
-    """The kind, the mesh axes and the bytes sent per rank of every collective of an operation."""
+    """The kind, the mesh axes and the most bytes that a rank sends of every collective of an operation."""
     if operation.op is not REDISTRIBUTE:
         return body_collectives(draft, operation, draft.strategies.get(operation, {}))
     steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]])

@@ -13,6 +13,7 @@ from spmd.plan.plan import Plan
 from spmd.plan.pricing.account import account
 from spmd.plan.request import Request
 from spmd.plan.search.draft import Draft, flat_shape
+from spmd.plan.search.scatter import scatter_reductions
 from spmd.spec import DTensorSpec
 
 _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
@@ -22,6 +23,7 @@ def finish(draft: Draft, request: Request) -> Plan:
     """The plan that a draft with all axes planned describes."""
     specs = draft.specs()
     graph, kept = _without_pins(draft.graph, draft, specs)
+    graph = scatter_reductions(graph, specs)
     strategies = {
         kept[operation]: MappingProxyType(dict(chosen))
         for operation, chosen in draft.strategies.items()
