@@ -11,7 +11,7 @@ import spmd
 ROOT = Path(spmd.__file__).parent
 
 LAYERS = (
-    ("ambient", "errors", "torch_state", "undisturbed", "user_file"),
+    ("ambient", "documents", "errors", "torch_state", "undisturbed", "user_file"),
     ("alarm", "meeting", "process", "mesh", "placement"),
     ("spec", "tree"),
     ("collectives",),

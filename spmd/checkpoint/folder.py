@@ -1,7 +1,7 @@
 """A checkpoint's folder on disk: complete, checked, and replaced in one step.
 
     run/checkpoint/
-        .metadata                 what is where, in DCP's form; the checkpoint is what this file says
+        .metadata                 what is where, in DCP's form and as JSON; the checkpoint is what this file says
         data-0a1b2c3d4e5f/        the data of one save: a file of every process
             __0_0.distcp
 
@@ -18,6 +18,7 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,7 +29,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from spmd.checkpoint.contents import Part
+from spmd.checkpoint.manifest import Manifest, append_manifest, read_manifest
+from spmd.checkpoint.payloads import check_archive, read_tensor
 from spmd.errors import CheckpointError
+from spmd.spec import TensorMeta
 
 METADATA = ".metadata"
 
@@ -78,6 +83,7 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make this save the checkpoint, then remove earlier ones."""
         super().finish(metadata, results)
+        append_manifest(self._folder / self._data / METADATA, metadata)
         _sync(self._folder / self._data)
         self._is_in_place = True
         os.replace(self._folder / self._data / METADATA, self._folder / METADATA)
@@ -96,6 +102,9 @@ class Writer(FileSystemWriter):
 class Reader(FileSystemReader):
     """DCP's reader of files, which reads and checks every chunk once, however many shards want a part of it.
 
+    Nothing in the folder is run: `spmd.checkpoint.manifest` reads what is stored where, torch's unpickler of weights
+    reads the chunks.
+
     Args:
         folder: the checkpoint.
 
@@ -106,12 +115,14 @@ class Reader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder
-        self.metadata = self._read_metadata()
+        self.manifest = self._read_manifest()
+        self.contents = self.manifest.contents
+        self._metadata = self.contents.metadata()
         self._check_files()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the folder held when this reader was made; it may have been replaced since."""
-        return self.metadata
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for.
@@ -123,11 +134,10 @@ class Reader(FileSystemReader):
         for item in plan.items:
             wanted.setdefault(item.storage_index, []).append(item)
         for index, items in wanted.items():
-            data = self._read_chunk(index)
             if items[0].type == LoadItemType.BYTE_IO:
-                planner.load_bytes(items[0], io.BytesIO(data))
+                planner.load_bytes(items[0], io.BytesIO(self._read(index.fqn, self.contents.values[index.fqn])))
                 continue
-            chunk = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            chunk = self._read_chunk(index)
             for item in items:
                 target = planner.resolve_tensor(item).detach()
                 ranges = zip(item.storage_offsets, item.lengths, strict=True)
@@ -137,7 +147,7 @@ class Reader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _read_metadata(self) -> Metadata:
+    def _read_manifest(self) -> Manifest:
         if not exists(self._folder):
             raise CheckpointError(
                 f"There is no checkpoint in {self._folder}: it has no file {METADATA}, which a save writes last. Check "
@@ -145,42 +155,56 @@ class Reader(FileSystemReader):
             )
         path = self._folder / METADATA
         try:
-            metadata = super().read_metadata()
-        except Exception as error:
-            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}). {_REMEDY}") from error
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise CheckpointError(
-                f"{path} is not the metadata of a checkpoint (got {type(metadata).__name__}). {_REMEDY}"
-            )
-        return metadata
+            return read_manifest(path.read_bytes())
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. {_REMEDY}") from error
 
     def _check_files(self) -> None:
-        """Check that every file is there, and as long as it should be."""
+        """Check that every file is there, in the folder, and as long as it should be."""
         lengths: dict[str, int] = {}
-        for info in self.metadata.storage_data.values():
-            lengths[info.relative_path] = max(lengths.get(info.relative_path, 0), info.offset + info.length)
-        wrong = []
-        for name, length in sorted(lengths.items()):
-            path = self._folder / name
-            if not path.is_file():
-                wrong.append(f"{name} is missing")
-            elif path.stat().st_size < length:
-                wrong.append(f"{name} has {path.stat().st_size} bytes and not {length}")
+        for part in self.contents.parts:
+            lengths[part.file] = max(lengths.get(part.file, 0), part.offset + part.length)
+        wrong = [text for name, length in sorted(lengths.items()) if (text := self._wrong_file(name, length))]
         if wrong:
             raise CheckpointError(f"The checkpoint in {self._folder} is incomplete: {'; '.join(wrong)}. {_REMEDY}")
 
-    def _read_chunk(self, index: MetadataIndex) -> bytes:
-        info = self.metadata.storage_data[index]
-        with (self._folder / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            data = file.read(info.length)
-        expected = getattr(info, "crc32", None)  # what DCP alone has written has none
-        if len(data) != info.length or expected not in (None, zlib.crc32(data)):
-            raise CheckpointError(
-                f"The bytes of {index.fqn} in {self._folder / info.relative_path} are not those that were written. "
-                f"{_REMEDY}"
-            )
+    def _wrong_file(self, name: str, length: int) -> str | None:
+        path = self._folder / name
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if not path.resolve().is_relative_to(self._folder.resolve()):
+                return f"{name} is a link to a file elsewhere"
+            size = path.stat().st_size
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        return f"{name} has {size} bytes and not {length}" if size < length else None
+
+    def _read_chunk(self, index: MetadataIndex) -> torch.Tensor:
+        name, chunk = index.fqn, self._metadata.storage_data[index]
+        data = self._read(name, chunk.part)
+        with self._named(name, chunk.part):
+            return read_tensor(data, TensorMeta(chunk.sizes, self.contents.tensors[name].meta.dtype))
+
+    def _read(self, name: str, part: Part) -> bytes:
+        path = self._folder / part.file
+        with path.open("rb") as file:
+            file.seek(part.offset)
+            data = file.read(part.length)
+        if len(data) != part.length or part.crc32 not in (None, zlib.crc32(data)):
+            raise CheckpointError(f"The bytes of {name} in {path} are not those that were written. {_REMEDY}")
+        if part.crc32 is None:  # torch alone has written it
+            with self._named(name, part):
+                check_archive(data)
         return data
+
+    @contextmanager
+    def _named(self, name: str, part: Part) -> Iterator[None]:
+        """Say in errors what is damaged, and where."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{name} in {self._folder / part.file} is damaged: {error}. {_REMEDY}") from error
 
 
 _REMEDY = "Load an older checkpoint, or save this one again."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ import attrs
 import optree
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from spmd.checkpoint.contents import Contents, check_tiling
 from spmd.checkpoint.folder import Reader
 from spmd.checkpoint.leaves import PLAIN, named_leaves
+from spmd.checkpoint.payloads import read_value
 from spmd.checkpoint.processes import processes_of
 from spmd.checkpoint.saving import ignore_notice, wait_for_last
 from spmd.chunks import check_final
@@ -65,12 +65,11 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -
     def prepare() -> tuple[Reader, list[_Target], optree.PyTreeSpec]:
         names, leaves, structure = named_leaves(like, is_leaf=is_spec)
         reader = Reader(folder)
-        return reader, _targets(reader.metadata, dict(zip(names, leaves, strict=True)), mesh, folder), structure
+        return reader, _targets(reader.contents, dict(zip(names, leaves, strict=True)), mesh, folder), structure
 
     reader, targets, structure = processes.together(prepare)
-    saved = reader.metadata.storage_meta
     claims = {f"leaf {target.name}": str(target) for target in targets}
-    processes.agree(lambda: {"the path": str(folder), "the save": str(saved.save_id if saved else None), **claims})
+    processes.agree(lambda: {"the path": str(folder), "the save": reader.manifest.digest, **claims})
     ignore_notice()
     values = {target.name: target.empty() for target in targets}
     with processes.errors_of(f"Loading from {folder}"):
@@ -93,8 +92,8 @@ class _Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         name = read_item.dest_index.fqn
         try:
-            self.state_dict[name] = torch.load(value, weights_only=True)
-        except Exception as error:
+            self.state_dict[name] = read_value(value.read())
+        except CheckpointError as error:
             raise CheckpointError(f"Leaf {name} of the checkpoint is not a number or text: {error}") from error
 
 
@@ -128,34 +127,32 @@ class _Target:
         return _text(self.meta) if self.spec is None else f"{self.spec} on {self.spec.mesh}"
 
 
-def _targets(metadata: Metadata, wanted: dict[str, Any], mesh: Mesh | None, folder: Path) -> list[_Target]:
+def _targets(contents: Contents, wanted: dict[str, Any], mesh: Mesh | None, folder: Path) -> list[_Target]:
     """What every wanted name becomes; CheckpointError with everything that the checkpoint has not, or has otherwise."""
     targets, wrong = [], []
     for name, leaf in wanted.items():
-        saved = metadata.state_dict_metadata.get(name)
         try:
-            targets.append(_target(name, leaf, saved, mesh))
+            targets.append(_target(name, leaf, contents, mesh))
         except (CheckpointError, ShardingError) as error:
             wrong.append(str(error))
     if not wrong:
         return targets
-    besides = sorted(metadata.state_dict_metadata.keys() - wanted.keys())
+    besides = sorted(contents.names - wanted.keys())
     rest = f"\nIt has besides: {_listed(besides)}." if besides else ""
     raise CheckpointError("\n  ".join([f"The checkpoint in {folder} is not like what is wanted:", *wrong]) + rest)
 
 
-def _target(name: str, leaf: Any, saved: STORAGE_TYPES | None, mesh: Mesh | None) -> _Target:
+def _target(name: str, leaf: Any, contents: Contents, mesh: Mesh | None) -> _Target:
     """What one name becomes; an error if the checkpoint has something else."""
-    if saved is None:
+    if name not in contents.names:
         raise CheckpointError(f"{name}: missing")
-    meta = TensorMeta(saved.size, saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
+    saved = contents.tensors.get(name)
+    meta = None if saved is None else saved.meta
     target = _wanted(name, leaf, meta, mesh)
     if meta != target.meta:
         raise CheckpointError(f"{name}: {_text(meta)} in the checkpoint, {_text(target.meta)} in like")
-    if isinstance(saved, TensorStorageMetadata):
-        stored = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
-        if stored != saved.size.numel():
-            raise CheckpointError(f"{name}: only {stored} of the {saved.size.numel()} elements of {meta} are stored")
+    if saved is not None:
+        check_tiling(name, saved)
     return target
 
 

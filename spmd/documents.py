@@ -1,0 +1,136 @@
+"""JSON documents that may come from anybody: parsed strictly, and checked against a schema before they are used."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+
+_LARGEST = 2**63
+
+
+@attrs.frozen
+class ListOf:
+    """A list of items of one kind."""
+
+    item: Kind
+
+
+@attrs.frozen
+class MapOf:
+    """An object with any keys, and values of one kind."""
+
+    item: Kind
+
+
+@attrs.frozen
+class Fields:
+    """An object with exactly these keys."""
+
+    kinds: Mapping[str, Kind]
+
+
+@attrs.frozen
+class Maybe:
+    """Something of one kind, or null."""
+
+    kind: Kind
+
+
+Kind: TypeAlias = type | ListOf | MapOf | Fields | Maybe
+"""What a part of a document must be; `int` stands for 0 to 2^63 - 1, `float` for finite numbers from 0."""
+
+_TEXTS: Mapping[type, str] = {
+    int: "a whole number from 0",
+    float: "a finite number from 0",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def parse(text: str) -> Any:
+    """The document in a text.
+
+    Raises:
+        ValueError: it is not JSON, has a key twice in one object, or a number that JSON does not have (NaN, Infinity).
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def misfit(document: Any, kind: Kind) -> str | None:
+    """The first thing in a document that is not as its schema says: where it is, what it must be, what was got.
+
+    >>> misfit({"sizes": [3, -1]}, Fields({"sizes": ListOf(int)}))
+    "['sizes'][1] must be a whole number from 0 (got -1)"
+    """
+    found = _misfit(document, kind)
+    if found is None:
+        return None
+    place, text = found
+    return f"{''.join(f'[{key!r}]' for key in place) or 'the document'} {text}"
+
+
+_Misfit: TypeAlias = tuple[tuple[str | int, ...], str]
+
+
+def _misfit(value: Any, kind: Kind) -> _Misfit | None:
+    if isinstance(kind, Maybe):
+        return None if value is None else _misfit(value, kind.kind)
+    if isinstance(kind, type):
+        return None if _fits(value, kind) else _must_be(kind, value)
+    if isinstance(kind, ListOf):
+        return _misfit_of_items(enumerate(value), kind.item) if type(value) is list else _must_be(list, value)
+    if type(value) is not dict:
+        return _must_be(dict, value)
+    if isinstance(kind, MapOf):
+        return _misfit_of_items(value.items(), kind.item)
+    for key in kind.kinds:
+        if key not in value:
+            return (), f"must have {key!r}"
+    for key, item in value.items():
+        if key not in kind.kinds:
+            return (), f"has {key!r}, which is not known"
+        found = _misfit(item, kind.kinds[key])
+        if found is not None:
+            return (key, *found[0]), found[1]
+    return None
+
+
+def _misfit_of_items(items: Any, kind: Kind) -> _Misfit | None:
+    for key, item in items:
+        found = _misfit(item, kind)
+        if found is not None:
+            return (key, *found[0]), found[1]
+    return None
+
+
+def _fits(value: Any, kind: type) -> bool:
+    if kind is int:
+        return type(value) is int and 0 <= value < _LARGEST
+    if kind is float:
+        return type(value) in (int, float) and 0 <= value <= sys.float_info.max
+    return type(value) is kind
+
+
+def _must_be(kind: type, value: Any) -> _Misfit:
+    text = repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+    return (), f"must be {_TEXTS[kind]} (got {text if len(text) <= 80 else text[:80] + '...'})"
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number of JSON")
