@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 
 _LARGEST = 2**63
+_LARGEST_FLOAT = 1e300  # sums of many are finite
 
 
 @attrs.frozen
@@ -41,7 +41,7 @@ class Maybe:
 
 
 Kind: TypeAlias = type | ListOf | MapOf | Fields | Maybe
-"""What a part of a document must be; `int` stands for 0 to 2^63 - 1, `float` for finite numbers from 0."""
+"""What a part of a document must be; `int` stands for 0 to 2^63 - 1, `float` for numbers from 0 to 1e300."""
 
 _TEXTS: Mapping[type, str] = {
     int: "a whole number from 0",
@@ -115,7 +115,7 @@ def _fits(value: Any, kind: type) -> bool:
     if kind is int:
         return type(value) is int and 0 <= value < _LARGEST
     if kind is float:
-        return type(value) in (int, float) and 0 <= value <= sys.float_info.max
+        return type(value) in (int, float) and 0 <= value <= _LARGEST_FLOAT
     return type(value) is kind
 
 

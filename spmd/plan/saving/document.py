@@ -19,29 +19,30 @@ from typing import Any
 import attrs
 import torch
 
+from spmd.documents import parse
 from spmd.errors import PlanError
-from spmd.graph import Graph, Operation, Source, Value, freeze, map_leaves
+from spmd.graph import Graph, Operation, Value, map_leaves
 from spmd.placement import Placement
 from spmd.plan.comm import Comm
 from spmd.plan.layers.layers import Layers, find_layers
-from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
 from spmd.plan.pricing.account import account
+from spmd.plan.saving.images import find_origins
+from spmd.plan.saving.schema import Document, find_wrong
 from spmd.rules.strategy import Strategy
 from spmd.spec import DTensorSpec
 
 FORMAT = 2
 """The version of the format; files of another are refused."""
 
-Document = dict[str, Any]
-"""What `json` can write."""
-
 
 def make_document(plan: Planned) -> Document:
     """A plan as plain data; `save` writes it."""
     request, names, found = plan.request, unique_names(plan.graph), account(plan)
     numbers = {operation: number for number, operation in enumerate(plan.graph.operations)}
-    templates = _Templates(request.graph)
+    origins: dict[Operation, int | None] = {**find_origins(plan)}
+    at = {operation.source: number for number, operation in reversed(list(enumerate(request.graph.operations)))}
+    origins |= {o: at.get(o.source) if o.source else None for o in plan.graph.operations if o not in origins}
     lines = program_lines(request.graph)
     return {
         "format": FORMAT,
@@ -64,7 +65,7 @@ def make_document(plan: Planned) -> Document:
         "constants": [names[value] for value, _ in plan.graph.constants],
         "results": [names[value] for value in plan.graph.outputs],
         "values": {name: _value(plan, value) for value, name in names.items()},
-        "operations": [_operation(plan, o, names, templates, found.seconds[o]) for o in plan.graph.operations],
+        "operations": [_operation(plan, o, names, origins[o], found.seconds[o]) for o in plan.graph.operations],
         "comms": [_comm(comm, numbers[o]) for o, comms in found.comms.items() for comm in comms],
         "layers": [_layers(layers) for layers in find_layers(plan, found)],
         "fallbacks": [numbers[operation] for operation in plan.fallbacks],
@@ -97,16 +98,19 @@ def read(path: str | os.PathLike[str]) -> Document:
         PlanError: the file cannot be read, is no plan, or has another format.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"The plan {os.fspath(path)} cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise PlanError(f"{os.fspath(path)} is not a saved plan: {error}. Write one with plan.save(path).") from None
     version = document.get("format") if isinstance(document, dict) else None
-    if version != FORMAT:
+    if type(version) is not int or version != FORMAT:
         raise PlanError(
-            f"{os.fspath(path)} has format {version!r}, expected {FORMAT}. Plan again, and save the new plan."
+            f"{os.fspath(path)} has format {version!r:.80}, expected {FORMAT}. Plan again, and save the new plan."
         )
+    wrong = find_wrong(document)
+    if wrong is not None:
+        raise PlanError(f"The saved plan {os.fspath(path)} is damaged: {wrong}. Plan again, and save the new plan.")
     return document  # type: ignore[no-any-return]
 
 
@@ -145,34 +149,6 @@ def defined_values(graph: Graph) -> Iterable[Value]:
         yield from operation.tensors
 
 
-class _Templates:
-    """Where the operations of a plan come from in the program that was planned."""
-
-    def __init__(self, graph: Graph) -> None:
-        operations = list(enumerate(graph.operations))
-        self._by_result = {value: number for number, operation in operations for value in operation.tensors}
-        self._by_call = {_call(operation): number for number, operation in reversed(operations)}
-        self._by_source = {operation.source: number for number, operation in reversed(operations)}
-
-    def number(self, operation: Operation) -> int:
-        """The position of the operation that has the same results, or else the same operator and arguments."""
-        for value in operation.tensors:
-            if value in self._by_result:
-                return self._by_result[value]
-        return self._by_call[_call(operation)]
-
-    def at(self, source: Source | None) -> int | None:
-        """The position of the first operation at a source line."""
-        return None if source is None else self._by_source.get(source)
-
-
-def _call(operation: Operation) -> Any:
-    """What two calls have in common that differ in their tensors only."""
-    hide = lambda leaf: leaf.meta if isinstance(leaf, Value) else leaf  # noqa: E731
-    arguments = map_leaves(hide, (operation.args, dict(operation.kwargs)))
-    return operation.op, freeze(arguments), operation.source
-
-
 def _value(plan: Planned, value: Value) -> Document:
     spec = plan.specs[value]
     return {
@@ -189,9 +165,8 @@ def encode_spec(spec: DTensorSpec) -> Document:
 
 
 def _operation(
-    plan: Planned, operation: Operation, names: Mapping[Value, str], templates: _Templates, seconds: float
+    plan: Planned, operation: Operation, names: Mapping[Value, str], origin: int | None, seconds: float
 ) -> Document:
-    marker = operation.op in (REDISTRIBUTE, RELABEL)
     strategies = plan.strategies.get(operation, {})
     return {
         "results": [names[value] for value in operation.tensors],
@@ -201,7 +176,7 @@ def _operation(
         "code": operation.source.code if operation.source else "",
         "seconds": seconds,
         "group": operation.group,
-        "of": templates.at(operation.source) if marker else templates.number(operation),
+        "of": origin,
         "strategies": {axis: encode_strategy(strategy) for axis, strategy in strategies.items()},
     }
 

@@ -9,30 +9,20 @@ from typing import Any
 
 import attrs
 
-from spmd.errors import PlanError
-from spmd.graph import Graph, Operation, Value, map_leaves
+from spmd.errors import PlanError, SpmdError
+from spmd.graph import Graph, Operation, Source, Value
 from spmd.placement import Replicate
-from spmd.plan.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.layout import Layout
 from spmd.plan.request import Request
-from spmd.plan.saving.document import Document, encode_strategy, program_lines
+from spmd.plan.saving.computes import Origins, Restored, check_computes
+from spmd.plan.saving.document import Document, defined_values, encode_strategy, program_lines
+from spmd.plan.saving.images import MARKERS, Images
 from spmd.plan.search.draft import logical_meta
-from spmd.plan.search.prepare import prepare
+from spmd.plan.search.prepare import Prepared, prepare
 from spmd.rules.strategy import LogicalShape, Strategy
 from spmd.spec import DTensorSpec
 
-_MARKERS = {str(op): op for op in (REDISTRIBUTE, RELABEL)}
-
-
-@attrs.frozen(eq=False)
-class Restored:
-    """The parts of a plan that a document holds; the names are those of `Plan`."""
-
-    graph: Graph
-    logical: Mapping[Value, LogicalShape]
-    specs: Mapping[Value, DTensorSpec]
-    strategies: Mapping[Operation, Mapping[str, Strategy]]
-    fallbacks: tuple[Operation, ...]
-    gap: float
+_MARKERS = {str(op): op for op in MARKERS}
 
 
 def restore(document: Document, request: Request) -> Restored:
@@ -40,13 +30,16 @@ def restore(document: Document, request: Request) -> Restored:
 
     Raises:
         PlanError: the document was made for another mesh, program or specs, or with rules that gave other strategies;
-            or it is damaged.
+            or it is damaged, or computes something else.
     """
+    check_same(document, request)
+    prepared = prepare(request)
     try:
-        check_same(document, request)
-        return _Restorer(document, request).run()
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise PlanError(f"The saved plan is damaged ({type(error).__name__}: {error}). Plan again.") from error
+        restored, origins = _Restorer(document, prepared).run()
+    except SpmdError as error:
+        raise error if isinstance(error, PlanError) else damaged(str(error)) from error
+    check_computes(restored, origins, prepared)
+    return restored
 
 
 def check_same(document: Document, request: Request) -> None:
@@ -67,9 +60,14 @@ def check_same(document: Document, request: Request) -> None:
             )
     if len(lines) != len(document["program"]):
         raise _refusal(f"the program has {len(lines)} lines here and {len(document['program'])} in the plan")
-    inputs = zip(document["inputs"].items(), request.input_specs, strict=True)
+    names = [value.name for value in request.graph.inputs]
+    if list(document["inputs"]) != names or len(document["outputs"]) != len(request.output_specs):
+        found = f"{list(document['inputs'])!r:.200} and {len(document['outputs'])} results"
+        raise _refusal(
+            f"the inputs are {names!r:.200} and there are {len(request.output_specs)} results here, {found} in the plan"
+        )
     for what, saved, spec in (
-        *((f"input {name}", saved, spec) for (name, saved), spec in inputs),
+        *((f"input {name}", document["inputs"][name], s) for name, s in zip(names, request.input_specs, strict=True)),
         *((f"result {n}", *pair) for n, pair in enumerate(zip(document["outputs"], request.output_specs, strict=True))),
     ):
         if saved != str(spec):
@@ -95,64 +93,108 @@ def _place(graph: Graph, line: int) -> str:
 class _Restorer:
     """Writes the plan's program again, operation by operation."""
 
-    def __init__(self, document: Document, request: Request) -> None:
-        self.document, self.request = document, request
-        self.options = prepare(request).options
-        self.known = _known_values(document, request.graph)
+    def __init__(self, document: Document, prepared: Prepared) -> None:
+        self.document, self.prepared, self.request = document, prepared, prepared.request
+        self.images = Images(self.request.graph, self.request.mesh)
+        self.own = {value.name: value for value in defined_values(self.request.graph)}
+        self.last = {_stem(name): name for name in document["values"]}
         self.values: dict[str, Value] = {}
+        self.found: dict[Value, frozenset[Value]] = {}
         self.logical: dict[Value, LogicalShape] = {}
         self.specs: dict[Value, DTensorSpec] = {}
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
 
-    def run(self) -> Restored:
+    def run(self) -> tuple[Restored, Origins]:
         document, graph = self.document, self.request.graph
-        inputs = tuple(self.define(n, v) for n, v in zip(document["arguments"], graph.inputs, strict=True))
-        constants = tuple(
-            (self.define(name, value), tensor)
-            for name, (value, tensor) in zip(document["constants"], graph.constants, strict=True)
-        )
-        operations = tuple(map(self.operation, document["operations"]))
-        outputs = tuple(self.values[name] for name in document["results"])
-        return Restored(
-            Graph(inputs, constants, operations, outputs).verify(),
+        own = [value for value, _ in graph.constants]
+        inputs = self.define_all(document["arguments"], graph.inputs, "arguments")
+        constants = self.define_all(document["constants"], own, "constants")
+        pairs = [self.operation(number, entry) for number, entry in enumerate(document["operations"])]
+        operations = tuple(operation for operation, _ in pairs)
+        outputs = tuple(self.value(name, "the results") for name in document["results"])
+        unknown = document["values"].keys() - self.values.keys()
+        if unknown:
+            raise damaged(f"no operation defines the value {min(unknown)!r}")
+        tensors = (tensor for _, tensor in graph.constants)
+        restored = Restored(
+            Graph(inputs, tuple(zip(constants, tensors, strict=True)), operations, outputs).verify(),
             MappingProxyType(self.logical),
             MappingProxyType(self.specs),
             MappingProxyType(self.strategies),
             tuple(operations[number] for number in document["fallbacks"]),
             math.inf if document["gap"] is None else document["gap"],
         )
+        return restored, Origins(self.found, dict(pairs))
 
-    def define(self, name: str, like: Value) -> Value:
-        """The value that a document calls `name`, with the meta of `like`."""
-        entry = self.document["values"][name]
-        value = self.known.get(name) or Value(name.partition(":")[0], like.meta)
-        atoms = tuple(map(tuple, entry["atoms"]))
-        dims = tuple(map(tuple, entry["dims"]))
-        self.values[name], self.logical[value] = value, atoms
-        self.specs[value] = DTensorSpec(self.request.mesh, dims, entry["partial"], logical_meta(value.meta, atoms))
+    def define_all(self, names: Sequence[str], own: Sequence[Value], what: str) -> tuple[Value, ...]:
+        if len(names) != len(own):
+            raise damaged(f"it has {len(names)} {what}, and the program has {len(own)}")
+        return tuple(self.define(name, frozenset([value])) for name, value in zip(names, own, strict=True))
+
+    def value(self, name: str, where: str) -> Value:
+        if name not in self.values:
+            raise damaged(f"{where} take the value {name!r:.80}, which is not defined before")
+        return self.values[name]
+
+    def define(self, name: str, own: frozenset[Value]) -> Value:
+        """The value that a document calls `name`, an image of values of the program."""
+        entry = self.document["values"].get(name)
+        if entry is None or name in self.values:
+            raise damaged(f"the value {name!r:.80} is {'not described' if entry is None else 'defined twice'}")
+        meta = next(iter(own)).meta
+        atoms, dims = tuple(map(tuple, entry["atoms"])), tuple(map(tuple, entry["dims"]))
+        if tuple(map(math.prod, atoms)) != meta.shape or not all(atoms):
+            raise damaged(f"the value {name!r:.80} {meta} has atoms {entry['atoms']!r:.200}")
+        spec = DTensorSpec(self.request.mesh, dims, entry["partial"], logical_meta(meta, atoms))
+        layout = Layout(spec, atoms)
+        described = f"{entry['meta']} {entry['spec']}"
+        if described != f"{meta} {layout}":
+            raise damaged(f"the value {name!r:.80} is described as {described!r:.300} and is {meta} {layout}")
+        images = self.images.of(own, layout)
+        same = self.own.get(_stem(name))
+        value = same if same in images and self.last[_stem(name)] == name else Value(_stem(name), meta)
+        self.values[name], self.found[value] = value, images
+        self.logical[value], self.specs[value] = atoms, spec
         return value
 
-    def operation(self, entry: Document) -> Operation:
-        operands = [self.values[name] for name in entry["operands"]]
+    def operation(self, number: int, entry: Document) -> tuple[Operation, Operation | None]:
+        """An operation of the plan, and that of the program which it is."""
+        program, where = self.request.graph.operations, f"operation {number}, {entry['operator']!r:.80},"
+        operands = [self.value(name, where) for name in entry["operands"]]
+        origin = entry["of"]
+        if origin is not None and origin >= len(program):
+            raise damaged(f"{where} is of operation {origin} of the program, which has {len(program)}")
         if entry["operator"] in _MARKERS:
-            (operand,), (name,) = operands, entry["results"]
-            source = None if entry["of"] is None else self.request.graph.operations[entry["of"]].source
-            return Operation(_MARKERS[entry["operator"]], (operand,), {}, (self.define(name, operand),), source)
-        template = self.request.graph.operations[entry["of"]]
+            source = None if origin is None else program[origin].source
+            return self.marker(where, entry, operands, source), None
+        if origin is None or str(program[origin].op) != entry["operator"]:
+            of = "none" if origin is None else str(program[origin].op)
+            raise damaged(f"{where} is of operation {origin} of the program, which is {of}")
+        own = program[origin]
+        if (len(operands), len(entry["results"])) != (len(own.operands), len(own.tensors)):
+            raise damaged(
+                f"{where} has {len(operands)} operands and {len(entry['results'])} results, expected "
+                f"{len(own.operands)} and {len(own.tensors)}"
+            )
+        if entry["group"] not in (None, own.group):
+            raise damaged(f"{where} is of group {entry['group']}, expected {own.group}")
         taken, names = iter(operands), iter(entry["results"])
-        args, kwargs = map_leaves(
-            lambda leaf: next(taken) if isinstance(leaf, Value) else leaf, (template.args, dict(template.kwargs))
-        )
-        results = tuple(None if like is None else self.define(next(names), like) for like in template.results)
-        operation = attrs.evolve(template, args=args, kwargs=kwargs, results=results, group=entry["group"])
-        chosen = {axis: self.strategy(template, saved) for axis, saved in entry["strategies"].items()}
+        results = tuple(None if like is None else self.define(next(names), frozenset([like])) for like in own.results)
+        operation = attrs.evolve(own.with_operands(lambda _: next(taken)), results=results, group=entry["group"])
+        chosen = {axis: self.strategy(own, saved) for axis, saved in entry["strategies"].items()}
         if chosen:
             self.strategies[operation] = MappingProxyType(chosen)
-        return operation
+        return operation, own
+
+    def marker(self, where: str, entry: Document, operands: Sequence[Value], source: Source | None) -> Operation:
+        if (len(operands), len(entry["results"])) != (1, 1) or entry["strategies"] or entry["group"] is not None:
+            raise damaged(f"{where} must have one operand and one result, and neither strategies nor a group")
+        result = self.define(entry["results"][0], self.found[operands[0]])
+        return Operation(_MARKERS[entry["operator"]], tuple(operands), {}, (result,), source)
 
     def strategy(self, template: Operation, saved: Mapping[str, Any]) -> Strategy:
         """The strategy of an operation that a document describes."""
-        for strategy in _strategies(template, self.options.get(template, ())):
+        for strategy in _strategies(template, self.prepared.options.get(template, ())):
             if encode_strategy(strategy) == saved:
                 return strategy
         raise PlanError(
@@ -167,8 +209,11 @@ def _strategies(operation: Operation, options: Sequence[Strategy]) -> Iterator[S
     yield Strategy((Replicate(),) * len(operation.operands), (Replicate(),) * len(operation.tensors))
 
 
-def _known_values(document: Document, graph: Graph) -> dict[str, Value]:
-    """The values that a plan shares with its program: of several with one name, the last, which has its atoms."""
-    last = {name.partition(":")[0]: name for name in document["values"]}
-    values = (*graph.inputs, *(v for v, _ in graph.constants), *(v for o in graph.operations for v in o.tensors))
-    return {last[value.name]: value for value in values if value.name in last}
+def _stem(name: str) -> str:
+    """The name of a value without the number that tells it from others of the same name."""
+    return name.partition(":")[0]
+
+
+def damaged(reason: str) -> PlanError:
+    """The error for a document that no plan is written as."""
+    return PlanError(f"The saved plan is damaged: {reason}. Plan again, and save the new plan.")

@@ -23,7 +23,8 @@ from spmd.spec import Dims, DTensorSpec
 
 Specs = tuple[DTensorSpec, DTensorSpec]
 
-_CONSTRAINTS = (torch.ops.spmd.constrain.default, torch.ops.spmd.reshard.default)
+CONSTRAINTS = (torch.ops.spmd.constrain.default, torch.ops.spmd.reshard.default)
+"""The operators that only ask for a spec."""
 
 
 @attrs.frozen(eq=False)
@@ -156,7 +157,7 @@ def bound(
     writer = _Writer(mesh, logical, order)
     placed: dict[Value, DTensorSpec] = {}
     inputs = []
-    for value, spec in zip(graph.inputs, map(_without_trivial_axes, input_specs), strict=True):
+    for value, spec in zip(graph.inputs, map(without_trivial_axes, input_specs), strict=True):
         if flat_shape(logical[value]) == value.meta.shape and writer.gathered(spec, logical[value])[0] == spec:
             inputs.append(value)
             placed[value] = spec
@@ -169,22 +170,22 @@ def bound(
     for value, _ in graph.constants:
         placed[value] = DTensorSpec.replicated(mesh, logical_meta(value.meta, logical[value]))
     for operation in graph.operations:
-        if operation.op in _CONSTRAINTS:
+        if operation.op in CONSTRAINTS:
             meta = operation.tensors[0].meta
             writer.constrain(
-                operation, _without_trivial_axes(DTensorSpec.make(mesh, parse_spec(operation.args[1]), meta))
+                operation, without_trivial_axes(DTensorSpec.make(mesh, parse_spec(operation.args[1]), meta))
             )
         else:
             writer.operations.append(operation)
     outputs = tuple(
         writer.leave(value, spec)
-        for value, spec in zip(graph.outputs, map(_without_trivial_axes, output_specs), strict=True)
+        for value, spec in zip(graph.outputs, map(without_trivial_axes, output_specs), strict=True)
     )
     bounded = Graph(tuple(inputs), graph.constants, tuple(writer.operations), outputs)
     return Bounded(bounded.verify(), writer.logical, writer.fixed, placed)
 
 
-def _without_trivial_axes(spec: DTensorSpec) -> DTensorSpec:
+def without_trivial_axes(spec: DTensorSpec) -> DTensorSpec:
     """The spec without axes of one rank, which place nothing."""
     sizes = spec.mesh.axes
     dims = tuple(tuple(axis for axis in dim if sizes[axis] > 1) for dim in spec.dims)

@@ -84,10 +84,10 @@ def candidates(draft: Draft, operation: Operation, axis: str, whole: bool) -> tu
         if all(_reduces_alike(draft, *pair) for pair in zip(values, _states(s), strict=True))
     )
     chosen = draft.strategies.get(operation, {}).values()
-    return tuple(strategy for strategy in found if all(_runs_together(strategy, other) for other in chosen))
+    return tuple(strategy for strategy in found if all(runs_together(strategy, other) for other in chosen))
 
 
-def _runs_together(strategy: Strategy, other: Strategy) -> bool:
+def runs_together(strategy: Strategy, other: Strategy) -> bool:
     """Whether one body can serve two axes: a written-out row's if both place alike, a factor's wherever it is cut."""
     if strategy.body is None or other.body is None:
         return True

@@ -16,7 +16,8 @@ from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.rules.strategy import LogicalShape, Strategy
 from spmd.spec import DTensorSpec, TensorMeta
 
-_SAME_TENSOR = (PIN, REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default)
+SAME_TENSOR = (PIN, REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default)
+"""The operators, besides views, whose results are their operands by another name, shape or dtype."""
 
 States = Mapping[str, Placement]
 """The placement of a value on each mesh axis that is planned, in planning order; dims are logical."""
@@ -61,7 +62,7 @@ class Draft:
         """The inputs that are never gathered along an axis, and what is them by another name, shape or dtype."""
         kept = {value for value, axes in self.kept.items() if axis in axes}
         for operation in self.graph.operations if kept else ():
-            if operation.is_view or operation.op in _SAME_TENSOR:
+            if operation.is_view or operation.op in SAME_TENSOR:
                 kept.update(result for result in operation.tensors if operation.operands[0] in kept)
         return frozenset(kept)
 

@@ -1,0 +1,102 @@
+"""What the document of a plan is made of, and the references inside of it that must lead somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmd.collectives.traffic import StepKind
+from spmd.documents import Fields, Kind, ListOf, MapOf, Maybe, misfit
+
+Document = dict[str, Any]
+"""What `json` can write."""
+
+_TEXTS = ListOf(str)
+
+_STRATEGY = Fields({"label": str, "operands": _TEXTS, "results": _TEXTS})
+
+_OPERATION: Mapping[str, Kind] = {
+    "results": _TEXTS,
+    "operator": str,
+    "operands": _TEXTS,
+    "at": str,
+    "code": str,
+    "seconds": float,
+    "group": Maybe(int),
+    "of": Maybe(int),
+    "strategies": MapOf(_STRATEGY),
+}
+
+_VALUE: Mapping[str, Kind] = {
+    "meta": str,
+    "spec": str,
+    "atoms": ListOf(ListOf(int)),
+    "dims": ListOf(_TEXTS),
+    "partial": MapOf(str),
+}
+
+_COMM: Mapping[str, Kind] = {
+    "kind": str,
+    "axes": _TEXTS,
+    "bytes": float,
+    "seconds": float,
+    "cause": str,
+    "at": str,
+    "operation": int,
+}
+
+_ALIKE: Mapping[str, Kind] = {
+    "layers": ListOf(int),
+    "compute": float,
+    "communication": float,
+    "bytes": float,
+    "otherwise": str,
+}
+
+_LAYERS: Mapping[str, Kind] = {"at": str, "count": int, "operations": int, "alike": ListOf(Fields(_ALIKE))}
+
+_PLAN = Fields(
+    {
+        "format": int,
+        "mesh": MapOf(int),
+        "machine": str,
+        "seconds": float,
+        "gap": Maybe(float),
+        "memory": MapOf(int),
+        "program_hash": str,
+        "inputs": MapOf(str),
+        "keep_sharded": MapOf(_TEXTS),
+        "outputs": _TEXTS,
+        "program": _TEXTS,
+        "arguments": _TEXTS,
+        "constants": _TEXTS,
+        "results": _TEXTS,
+        "values": MapOf(Fields(_VALUE)),
+        "operations": ListOf(Fields(_OPERATION)),
+        "comms": ListOf(Fields(_COMM)),
+        "layers": ListOf(Fields(_LAYERS)),
+        "fallbacks": ListOf(int),
+    }
+)
+
+_KINDS = frozenset(kind.value for kind in StepKind if kind.is_collective)
+
+
+def find_wrong(document: Any) -> str | None:
+    """The first thing for which a document is no plan's, in words; None if it may be one."""
+    return misfit(document, _PLAN) or _find_wrong_reference(document)
+
+
+def _find_wrong_reference(document: Document) -> str | None:
+    operations = len(document["operations"])
+    if "peak" not in document["memory"]:
+        return "['memory'] must have 'peak'"
+    for number, comm in enumerate(document["comms"]):
+        if comm["kind"] not in _KINDS:
+            return f"['comms'][{number}]['kind'] must be one of {', '.join(sorted(_KINDS))} (got {comm['kind']!r:.80})"
+        if comm["operation"] >= operations:
+            return f"['comms'][{number}] is of operation {comm['operation']}, and there are {operations}"
+    for number in document["fallbacks"]:
+        if number >= operations:
+            return f"['fallbacks'] has operation {number}, and there are {operations}"
+    return None
