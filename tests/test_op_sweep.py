@@ -18,6 +18,7 @@ from spmd.testing.op_sweep.pool import sweep
 from spmd.testing.op_sweep.report import Report, markdown
 from spmd.testing.op_sweep.setups import SETUPS, Setup
 from spmd.testing.op_sweep.sweep import sweep_entry
+from spmd.testing.page import section
 
 
 def entry(name: str) -> object:
@@ -166,7 +167,7 @@ def test_the_whole_database(name: str) -> None:
 
 
 def test_the_page_has_every_entry() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "operators.md").read_text()
+    page = section((Path(__file__).parents[1] / "docs" / "operators.md").read_text(), "op_sweep")
     if f"torch {torch.__version__.split('+')[0]})" not in page:
         pytest.skip("the page is of another version of torch")
     rows = page.split("## Every entry")[1].splitlines()

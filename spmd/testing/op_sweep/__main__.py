@@ -19,6 +19,7 @@ from spmd.testing.op_sweep.pool import sweep
 from spmd.testing.op_sweep.report import Report, markdown, show
 from spmd.testing.op_sweep.setups import SETUPS, Setup
 from spmd.testing.op_sweep.sweep import sweep_entry
+from spmd.testing.page import write_section
 
 
 def _arguments() -> argparse.Namespace:
@@ -31,7 +32,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300.0, help="time for one entry")
     parser.add_argument("--json", type=Path, help="write all outcomes to this file")
     parser.add_argument("--resume", action="store_true", help="run only setups that the JSON file does not have yet")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
+    parser.add_argument("--markdown", type=Path, help="write the tables to their section of this file")
     options = parser.parse_args()
     if options.resume and not options.json:
         parser.error("--resume needs --json FILE, the file to go on with.")
@@ -80,8 +81,7 @@ def _write(options: argparse.Namespace, reports: dict[str, Report]) -> None:
         data = {name: report.data() for name, report in reports.items()}
         options.json.write_text(json.dumps(data, indent=1) + "\n")
     if options.markdown:
-        options.markdown.parent.mkdir(exist_ok=True)
-        options.markdown.write_text(markdown(reports))
+        write_section(options.markdown, "op_sweep", markdown(reports))
 
 
 if __name__ == "__main__":

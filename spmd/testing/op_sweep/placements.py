@@ -88,13 +88,14 @@ def difference(shards: Sequence[torch.Tensor], spec: DTensorSpec, expected: torc
         held = [shards[rank] for rank in group]
         whole = reduce(lambda left, right: combine(spec.partial[0][1], left, right), held)
         wanted = expected[spec.local_slices(spec.mesh.coordinate(group[0]))]
-        reason = _apart(whole, wanted)
+        reason = apart(whole, wanted)
         if reason is not None:
             return f"rank {group[0]}: {reason}"
     return None
 
 
-def _apart(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
+def apart(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Why a tensor is not another, to rounding; None if it is."""
     rtol, atol = _TOLERANCES.get(expected.dtype, (1e-4, 1e-5))
     if expected.dtype in _HALF:
         # Each term of a sum over ranks is rounded on its own, to its own size: where they cancel, that is what is left.

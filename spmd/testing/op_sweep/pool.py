@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from spmd.testing.op_sweep.cases import full_name
 from spmd.testing.op_sweep.outcome import Outcome, Status
 from spmd.testing.op_sweep.setups import Setup
 from spmd.testing.op_sweep.sweep import sweep_entry
 from spmd.testing.pool import Lost, each
+
+_Task = TypeVar("_Task")
 
 
 def sweep(entries: Sequence[Any], setup: Setup, *, jobs: int = 2, seconds: float = 300.0) -> Iterator[Outcome]:
@@ -22,12 +24,24 @@ def sweep(entries: Sequence[Any], setup: Setup, *, jobs: int = 2, seconds: float
         jobs: how many at once.
         seconds: how long one may take.
     """
-    for entry, outcome in each(entries, partial(sweep_entry, setup=setup), jobs=jobs, seconds=seconds):
-        yield _lost(entry, outcome) if isinstance(outcome, Lost) else outcome
+    yield from outcomes(entries, partial(sweep_entry, setup=setup), full_name, jobs=jobs, seconds=seconds)
 
 
-def _lost(entry: Any, lost: Lost) -> Outcome:
-    outcome = Outcome(full_name(entry))
+def outcomes(
+    tasks: Sequence[_Task],
+    work: Callable[[_Task], Outcome],
+    name: Callable[[_Task], str],
+    *,
+    jobs: int,
+    seconds: float,
+) -> Iterator[Outcome]:
+    """Do tasks in processes and give what became of each, by its name if it hung or crashed, as they come."""
+    for task, outcome in each(tasks, work, jobs=jobs, seconds=seconds):
+        yield _lost(name(task), outcome) if isinstance(outcome, Lost) else outcome
+
+
+def _lost(name: str, lost: Lost) -> Outcome:
+    outcome = Outcome(name)
     if lost.exitcode is None:
         outcome.note(Status.HANG, "the time was up")
     else:

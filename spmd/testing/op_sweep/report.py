@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from spmd.testing.op_sweep.outcome import BAD, Outcome, Status, summarize
 from spmd.testing.op_sweep.setups import Setup
+from spmd.testing.page import table
 
 
 @attrs.frozen
@@ -62,14 +63,14 @@ def show(reports: Mapping[str, Report], console: Console) -> None:
     failures = Table("setup", "entry", "status", "right", "wrong", "errors", "first failure", title="failures")
     for name, report in reports.items():
         for outcome in report.bad:
-            counts = map(str, (outcome.passed, outcome.wrong, outcome.errors))
-            failures.add_row(name, outcome.name, outcome.status.value, *counts, outcome.reason)
+            numbers = map(str, (outcome.passed, outcome.wrong, outcome.errors))
+            failures.add_row(name, outcome.name, outcome.status.value, *numbers, outcome.reason)
     if failures.rows:
         console.print(failures)
-    table = Table("", *reports, title="sweep")
+    counts = Table("", *reports, title="sweep")
     for row in _summary(reports):
-        table.add_row(*row)
-    console.print(table)
+        counts.add_row(*row)
+    console.print(counts)
     for name, report in reports.items():
         line = report.make_fx()
         if line is not None:
@@ -77,12 +78,12 @@ def show(reports: Mapping[str, Report], console: Console) -> None:
 
 
 def markdown(reports: Mapping[str, Report]) -> str:
-    """The page of `docs/`."""
+    """The section of `docs/operators.md`."""
     lines = [
         "# Torch's operators",
         "",
         "Every entry of torch's operator database (`torch.testing._internal.common_methods_invocations.op_db`, torch "
-        f"{torch.__version__.split('+')[0]}), run on virtual ranks against plain torch. This page is written by",
+        f"{torch.__version__.split('+')[0]}), run on virtual ranks against plain torch. This section is written by",
         "",
         "    python -m spmd.testing.op_sweep --markdown docs/operators.md",
         "",
@@ -93,50 +94,43 @@ def markdown(reports: Mapping[str, Report]) -> str:
         "",
         "## Setups",
         "",
-        *_table(("setup", "mesh", "calls of an entry", "combinations of a call", "what"), _setups(reports)),
+        *table(("setup", "mesh", "calls of an entry", "combinations of a call", "what"), _setups(reports)),
         "",
         "Where a call has more combinations, replication and a fixed sample of the others are run. The calls of the "
         "database have dims of 0, 1, 2, 3, 5, 10, ...: 5 over 4 is 2, 2, 1, 0, and 1 over 4 is 1, 0, 0, 0.",
         "",
         "## Counts",
         "",
-        *_table(("", *reports), _summary(reports)),
+        *table(("", *reports), _summary(reports)),
         "",
         *(f"{name.capitalize()}: {report.make_fx()}.\n" for name, report in reports.items() if report.make_fx()),
         *_coverage(reports),
         "## Beside torch's DTensor",
         "",
-        *_table(("", "spmd", "DTensor 2.13"), _beside_dtensor(reports)),
+        *table(("", "spmd", "DTensor 2.13"), _beside_dtensor(reports)),
         "",
         "DTensor's figures are recorded: torch 2.13, the same exercise on four ranks, forward and backward.",
         "",
         "## What does not pass",
         "",
-        *_table(("entry", "status", "setups", "right combinations", "reason"), _failing(reports)),
+        *table(("entry", "status", "setups", "right combinations", "reason"), _failing(reports)),
         "",
         "Skipped entries, of which plain torch runs nothing here, or nothing that gives a dense tensor:",
         "",
-        *_table(("entry", "reason"), _skipped(reports)),
+        *table(("entry", "reason"), _skipped(reports)),
         "",
         "Operators that have no rule and no decomposition, and run replicated:",
         "",
-        *_table(("operator", "entries"), _fallbacks(reports)),
+        *table(("operator", "entries"), _fallbacks(reports)),
         "",
         "## Every entry",
         "",
         "Right combinations (of all, where some are not), and in brackets those without a collective.",
         "",
-        *_table(("entry", *reports), _entries(reports)),
+        *table(("entry", *reports), _entries(reports)),
         "",
     ]
     return "\n".join(lines)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', '/').replace('<', '&lt;') for cell in row)} |"
 
 
 def _setups(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:

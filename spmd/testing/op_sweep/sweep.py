@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import attrs
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental import proxy_tensor
 
 from spmd.canonicalize import canonicalize
 from spmd.errors import TraceError
@@ -46,13 +46,25 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
             return outcome
         if not found:
             outcome.note(Status.SKIPPED, f"no call with dense tensors{' and a gradient' if setup.backward else ''}")
+        mesh = Mesh(tuple(setup.mesh), tuple(setup.mesh.values()))
         for case in found:
-            _sweep_case(case, setup, outcome)
+            chosen = combinations(case.tensors, mesh, setup.limit, setup.partial)
+            sweep_case(case, mesh, lambda _: chosen, outcome, make_fx=setup.make_fx)  # noqa: B023  # called at once
     return outcome
 
 
-def _sweep_case(case: Case, setup: Setup, outcome: Outcome) -> None:
-    mesh = Mesh(tuple(setup.mesh), tuple(setup.mesh.values()))
+def sweep_case(
+    case: Case, mesh: Mesh, choose: Callable[[Graph], Iterable[Combination]], outcome: Outcome, *, make_fx: bool = False
+) -> None:
+    """Run one call with some placements of its tensors against plain torch.
+
+    Args:
+        case: the call.
+        mesh: where.
+        choose: gives the placements, by the call's graph.
+        outcome: what to count it in.
+        make_fx: also ask whether torch's `make_fx` traces the call.
+    """
     try:
         torch.default_generator.manual_seed(SEED)
         expected = case.function(*(tensor.clone() for tensor in case.tensors))
@@ -67,9 +79,9 @@ def _sweep_case(case: Case, setup: Setup, outcome: Outcome) -> None:
     before = outcome.wrong + outcome.errors + outcome.refused
     graph = _trace(case, outcome)
     if graph is not None:
-        for combination in combinations(case.tensors, mesh, setup.limit, setup.partial):
+        for combination in choose(graph):
             _sweep_combination(_Run(case, graph, mesh, combination, expected), outcome)
-    if setup.make_fx and _make_fx_traces(case):
+    if make_fx and _make_fx_traces(case):
         outcome.traced += 1
         outcome.unmatched += outcome.wrong + outcome.errors + outcome.refused > before
 
@@ -91,7 +103,7 @@ def _trace(case: Case, outcome: Outcome) -> Graph | None:
 
 def _make_fx_traces(case: Case) -> bool:
     try:
-        make_fx(case.function, tracing_mode="fake")(*case.tensors)
+        proxy_tensor.make_fx(case.function, tracing_mode="fake")(*case.tensors)
     except Exception:
         return False
     return True

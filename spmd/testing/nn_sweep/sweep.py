@@ -1,0 +1,54 @@
+"""One module or function: its calls, each with the usual placements of its tensors, against plain torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+
+from spmd.graph import Graph
+from spmd.mesh import Mesh
+from spmd.testing.nn_sweep.call import Trial, trial
+from spmd.testing.nn_sweep.memory import sweep_memory
+from spmd.testing.nn_sweep.placements import layouts
+from spmd.testing.nn_sweep.setups import Setup
+from spmd.testing.nn_sweep.subjects import Subject
+from spmd.testing.op_sweep.outcome import Outcome, Status
+from spmd.testing.op_sweep.placements import Combination
+from spmd.testing.op_sweep.sweep import sweep_case
+
+
+def sweep_subject(subject: Subject, setup: Setup) -> Outcome:
+    """Run one module or function."""
+    outcome = Outcome(subject.name)
+    mesh = Mesh(tuple(setup.mesh), tuple(setup.mesh.values()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for found in _trials(subject, setup, outcome):
+            if setup.memory:
+                sweep_memory(found, mesh, outcome)
+            else:
+                choose = partial(_layouts, found, mesh, setup.extra)
+                sweep_case(found.case, mesh, choose, outcome)
+    return outcome
+
+
+def _layouts(found: Trial, mesh: Mesh, extra: int, graph: Graph) -> list[Combination]:
+    return layouts(found, mesh, extra, len(graph.operations))
+
+
+def _trials(subject: Subject, setup: Setup, outcome: Outcome) -> Iterator[Trial]:
+    count = 0
+    for label, call in subject.calls(setup.training, setup.calls):
+        count += 1
+        try:
+            found = trial(call, label, training=setup.training, backward=setup.backward)
+        except Exception as error:  # whatever plain torch does, there is nothing to compare with
+            outcome.note(Status.SKIPPED, f"{label}: {type(error).__name__}: {error}")
+            continue
+        if found is None:
+            outcome.note(Status.SKIPPED, f"{label}: no gradient")
+        else:
+            yield found
+    if not count:
+        outcome.note(Status.ERROR, "the sweep has no call of it")
