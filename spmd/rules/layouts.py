@@ -1,76 +1,156 @@
-"""Which operators read their operands by stride, and what memory layout they need.
+"""Which operators' kernels read the strides of their operands, and the memory layout that they need.
 
-Strides are no part of a program: planning and rules never see them, and a kernel gives the same values for every layout
-of its operands. These kernels do not: given other strides they refuse, or read other memory.
+Strides are no part of a program: lowering puts a copy before an operand that need not have the layout that its kernel
+needs. `python -m spmd.rules.check --layouts` runs every operator on operands in other memory, and tells what is missing
+in `PROBED` and what is not needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from enum import Enum
+import itertools
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from types import MappingProxyType
 
 import torch
 
-OpOverload = torch._ops.OpOverload
 
+class Need(IntEnum):
+    """The memory layout that an operand must have; each includes those before it.
 
-class Need(Enum):
-    """What the kernels of an operator need of the memory layout of their operands."""
-
-    ANY = "any"
-    ROWS = "rows"  # the last dim has stride 1
-    CONTIGUOUS = "contiguous"
-
-
-SENSITIVE: Mapping[str, Need] = MappingProxyType(
-    {
-        "_scaled_dot_product_flash_attention_for_cpu": Need.ROWS,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": Need.ROWS,
-        "_scaled_dot_product_flash_attention": Need.ROWS,
-        "_scaled_dot_product_efficient_attention": Need.ROWS,
-        "_scaled_dot_product_cudnn_attention": Need.ROWS,
-        "mkldnn_rnn_layer": Need.CONTIGUOUS,
-        "mkldnn_rnn_layer_backward": Need.CONTIGUOUS,
-        "native_group_norm": Need.CONTIGUOUS,
-        "native_group_norm_backward": Need.CONTIGUOUS,
-        "view.dtype": Need.CONTIGUOUS,
-        "view_as_complex": Need.CONTIGUOUS,
-    }
-)
-"""By operator; all others of torch take any layout."""
-
-
-def need(op: object) -> Need:
-    """The memory layout that the operands of an operator need; operators that are not torch's need contiguous ones.
-
-    >>> need(torch.ops.aten.mm.default), need(torch.ops.aten.view_as_complex.default)
-    (<Need.ANY: 'any'>, <Need.CONTIGUOUS: 'contiguous'>)
+    `ROWS` are rows without gaps: the last dim has stride 1. `CONTIGUOUS` is what a new tensor has: there are kernels
+    that read memory from its beginning, want it aligned, or look at the strides of dims of length 1.
     """
-    if not isinstance(op, OpOverload) or op.namespace in _ANY_LAYOUT:
-        return Need.ANY
-    if op.namespace != "aten":
+
+    ANY = 0
+    ROWS = 1
+    CONTIGUOUS = 2
+
+    def is_met(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this layout.
+
+        >>> x = torch.ones(2, 3)
+        >>> Need.CONTIGUOUS.is_met(x), Need.ROWS.is_met(x[:, 1:]), Need.ROWS.is_met(x.t())
+        (True, True, False)
+        """
+        if self is Need.ANY or tensor.numel() == 0:
+            return True
+        if self is Need.ROWS:
+            return tensor.ndim == 0 or tensor.stride(-1) == 1
+        return tensor.storage_offset() == 0 and tensor.stride() == _contiguous_strides(tensor.shape)
+
+    def lay_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor if it has this layout, else a copy that has."""
+        return tensor if self.is_met(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = [1, *reversed(shape[1:])]
+    return tuple(itertools.accumulate(sizes, int.__mul__))[::-1] if shape else ()
+
+
+def need(op: torch._ops.OpOverload, argument: str) -> Need:
+    """The memory layout that the tensors of an operator's argument must have; the name is the schema's.
+
+    Of operators that are not torch's nothing is known, so theirs are contiguous.
+
+    >>> need(torch.ops.aten.view_as_complex.default, "self"), need(torch.ops.aten.neg.default, "self")
+    (<Need.CONTIGUOUS: 2>, <Need.ANY: 0>)
+    """
+    if op.namespace not in _KNOWN:
         return Need.CONTIGUOUS
-    return SENSITIVE.get(str(op).removeprefix("aten.").removesuffix(".default"), Need.ANY)
+    needs = PROBED.get(str(op)) or DOCUMENTED.get(str(op)) or {}
+    return needs.get(argument, Need.ANY)
 
 
-_ANY_LAYOUT = frozenset({"spmd", "prims"})
-"""Namespaces whose operators take any layout: our own collectives, and torch's primitives."""
+_KNOWN = frozenset({"aten", "prims", "torch_nn", "spmd"})
 
 
-def has_layout(x: torch.Tensor, needed: Need) -> bool:
-    """Whether a tensor lies in memory as is needed."""
-    if needed is Need.ROWS:
-        return x.ndim == 0 or x.stride(-1) == 1
-    return needed is Need.ANY or x.is_contiguous()
+def _table(contiguous: Mapping[str, str], rows: Mapping[str, str]) -> Mapping[str, Mapping[str, Need]]:
+    """By operator, the needs of arguments."""
+    found: dict[str, dict[str, Need]] = {}
+    for layout, lines in ((Need.CONTIGUOUS, contiguous), (Need.ROWS, rows)):
+        for ops, names in lines.items():
+            for op in ops.split():
+                found.setdefault(f"aten.{op}", {}).update(dict.fromkeys(names.split(), layout))
+    return MappingProxyType({op: MappingProxyType(needs) for op, needs in found.items()})
 
 
-def with_rows(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where its last dim has stride 1, else a contiguous copy."""
-    return x if has_layout(x, Need.ROWS) else x.contiguous()
-
-
-LAYOUT_COPIES: Mapping[Need, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
-    {Need.ROWS: with_rows, Need.CONTIGUOUS: torch.ops.aten.contiguous.default}
+PROBED = _table(
+    contiguous={
+        "_embedding_bag.default _embedding_bag_forward_only.default": "weight indices offsets per_sample_weights",
+        "_embedding_bag_backward.default": "indices offsets offset2bag bag_size",
+        "_embedding_bag_dense_backward.default": "bag_size",
+        "_embedding_bag_per_sample_weights_backward.default": "indices offset2bag",
+        "_linalg_det.default _linalg_slogdet.default": "A",
+        "_pdist_backward.default": "self pdist",
+        "_pdist_forward.default": "self",
+        "_scaled_mm.default": "bias",
+        "_scaled_mm_v2.default": "scale_a scale_b",
+        "_segment_reduce_backward.default": "grad output data lengths offsets",
+        "_weight_norm_interface.default": "v g",
+        "_weight_norm_interface_backward.default": "grad_w saved_v saved_g saved_norms",
+        "adaptive_max_pool3d_backward.default": "indices",
+        "as_strided.default as_strided_scatter.default": "self",
+        "fractional_max_pool2d_backward.default fractional_max_pool3d_backward.default": "indices",
+        "linalg_matrix_exp.default": "self",
+        "median.dim nanmedian.dim": "self",
+        "mkldnn_rnn_layer.default": "input hx_ cx_",
+        "mkldnn_rnn_layer_backward.default": "input hx_ cx_tmp output cy_ workspace",
+        "native_dropout.default": "input",
+        "native_group_norm.default": "input weight bias",
+        "native_layer_norm_backward.default": "mean rstd",
+        "nll_loss2d_backward.default": "self",
+        "resize.default": "self",
+        "rrelu_with_noise_functional.default": "noise",
+        "sort.default": "self",
+        "view.default _unsafe_view.default view.dtype view_as_complex.default": "self",
+    },
+    rows={
+        "_scaled_dot_product_flash_attention_for_cpu.default": "query key value",
+        "_scaled_dot_product_flash_attention_for_cpu_backward.default": "query key value out",
+        "max_pool3d_with_indices.default": "self",
+        "max_pool3d_with_indices_backward.default": "grad_output self",
+    },
 )
-"""What gives a tensor the layout that is needed, without a copy where it has it."""
+"""What running the operators shows, by operator and argument."""
+
+_ATTENTION = "query key value"
+_GRADIENTS = "grad_out grad_out_ query key value out"
+_STATES = "input weight weight_buf hx cx output grad_output grad_hy grad_cy dropout_state reserve"
+_NORMALIZED = "input grad_output weight bias running_mean running_var save_mean save_var reserveSpace"
+
+DOCUMENTED = _table(
+    contiguous={
+        # cuDNN and MIOpen are told shapes, and strides of contiguous memory, of states, weights and what they reserve.
+        "_cudnn_rnn.default _cudnn_rnn_backward.default miopen_rnn.default miopen_rnn_backward.default": _STATES,
+        "cudnn_batch_norm.default cudnn_batch_norm_backward.default": _NORMALIZED,
+        "miopen_batch_norm.default miopen_batch_norm_backward.default": _NORMALIZED,
+        "cudnn_grid_sampler.default cudnn_grid_sampler_backward.default": "self grid grad_output",
+        "cudnn_affine_grid_generator.default cudnn_affine_grid_generator_backward.default": "theta grad",
+        "_cudnn_ctc_loss.default _cudnn_ctc_loss.Tensor": "log_probs targets input_lengths target_lengths",
+        "_thnn_fused_lstm_cell.default _thnn_fused_gru_cell.default": "cx hx input_bias hidden_bias",
+        "_thnn_fused_lstm_cell_backward_impl.default": "grad_hy grad_cy cx cy workspace",
+        "_thnn_fused_gru_cell_backward.default": "grad_hy workspace",
+        # Backward kernels of attention read the logarithms of the forward pass by their shape.
+        "_scaled_dot_product_flash_attention_backward.default _flash_attention_backward.default": "logsumexp",
+        "_scaled_dot_product_efficient_attention_backward.default _efficient_attention_backward.default": "logsumexp",
+        "_scaled_dot_product_cudnn_attention_backward.default": "logsumexp",
+        "_scaled_dot_product_fused_attention_overrideable_backward.default": "logsumexp",
+    },
+    rows={
+        # They check it: "Input tensor must have contiguous last dimension".
+        "_scaled_dot_product_flash_attention.default _scaled_dot_product_flash_attention.quantized": _ATTENTION,
+        "_scaled_dot_product_efficient_attention.default": f"{_ATTENTION} attn_bias",
+        "_efficient_attention_forward.default": f"{_ATTENTION} bias",
+        "_scaled_dot_product_cudnn_attention.default _cudnn_attention_forward.default": f"{_ATTENTION} attn_bias",
+        "_scaled_dot_product_fused_attention_overrideable.default": f"{_ATTENTION} attn_bias",
+        "_flash_attention_forward.default _flash_attention_forward.quantized": _ATTENTION,
+        "_scaled_dot_product_flash_attention_backward.default _flash_attention_backward.default": _GRADIENTS,
+        "_scaled_dot_product_efficient_attention_backward.default": f"{_GRADIENTS} attn_bias",
+        "_efficient_attention_backward.default": f"{_GRADIENTS} bias",
+        "_scaled_dot_product_cudnn_attention_backward.default": f"{_GRADIENTS} attn_bias",
+        "_scaled_dot_product_fused_attention_overrideable_backward.default": f"{_GRADIENTS} attn_bias",
+    },
+)
+"""What torch's sources say of kernels that a CPU cannot run, by operator and argument."""

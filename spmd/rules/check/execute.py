@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -71,6 +71,11 @@ def tensors_of(tree: Any) -> tuple[Tensor, ...]:
     if isinstance(tree, Tensor):
         return (tree,)
     return tuple(itertools.chain.from_iterable(map(tensors_of, tree))) if isinstance(tree, (tuple, list)) else ()
+
+
+def replace_tensors(tree: Any, tensors: Iterator[Tensor]) -> Any:
+    """A tree of tuples and lists with other tensors, in order."""
+    return _map(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -6,8 +6,9 @@ import io
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
+import attrs
 import torch
 
 from spmd.canonicalize import canonicalize
@@ -20,36 +21,47 @@ from spmd.testing.rule_calls.draws import Calls
 from spmd.trace import trace_flat
 
 _LARGEST = 130
-"""Elements of the largest tensor of a call that is kept: 5 by 5 by 5 is the database's usual cube."""
+"""Elements of the largest tensor of a call that rules are proved on: 5 by 5 by 5 is the database's usual cube."""
 
-Named: TypeAlias = tuple[str, str, Sequence[Any], Mapping[str, Any]]
-"""The operator's name, the call's signature, its arguments and keyword arguments."""
+_KEPT = 5000
+"""Elements of the largest tensor of a call that is recorded."""
+
+
+@attrs.frozen(eq=False)
+class Recorded:
+    """A call of an operator; `provable` where its operator's rule can be proved on it."""
+
+    op: torch._ops.OpOverload
+    signature: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    provable: bool
 
 
 def record(entry: Any, samples: int = 2) -> bytes:
-    """The calls of operators with rules that the first samples of an entry make, one a signature, as bytes.
+    """The calls of operators that the first samples of an entry make, one a signature, as bytes.
 
     Tensors that are sent between processes as such share memory, with a file descriptor each.
     """
-    found: dict[tuple[str, str], Named] = {}
+    found: dict[tuple[str, str], Recorded] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in _cases(entry, samples):
             try:
                 graph = canonicalize(trace_flat(case.function, case.tensors), lambda op: find_rule(op) is None)
-                for name, signature, args, kwargs in _calls(graph, case.tensors):
-                    found.setdefault((name, signature), (name, signature, args, kwargs))
+                for call in _calls(graph, case.tensors):
+                    found.setdefault((str(call.op), call.signature), call)
             except (SpmdError, RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
                 continue  # what cannot be traced or run is the sweep's concern
     buffer = io.BytesIO()
-    torch.save(list(found.values()), buffer)
+    torch.save([(str(c.op), c.signature, c.args, c.kwargs, c.provable) for c in found.values()], buffer)
     return buffer.getvalue()
 
 
-def recall(recorded: bytes) -> list[Named]:
+def recall(recorded: bytes) -> list[Recorded]:
     """What `record` gave."""
-    calls: list[Named] = torch.load(io.BytesIO(recorded), weights_only=False)
-    return calls
+    calls = torch.load(io.BytesIO(recorded), weights_only=False)
+    return [Recorded(operator(name), *rest) for name, *rest in calls]
 
 
 def _cases(entry: Any, samples: int) -> Iterator[Case]:
@@ -60,7 +72,7 @@ def _cases(entry: Any, samples: int) -> Iterator[Case]:
             return
 
 
-def _calls(graph: Graph, inputs: Sequence[torch.Tensor]) -> Iterator[Named]:
+def _calls(graph: Graph, inputs: Sequence[torch.Tensor]) -> Iterator[Recorded]:
     """The calls of a program on given inputs, with the tensors that each gets."""
     values = dict(graph.constants) | dict(zip(graph.inputs, inputs, strict=True))
     for operation in graph.operations:
@@ -68,15 +80,22 @@ def _calls(graph: Graph, inputs: Sequence[torch.Tensor]) -> Iterator[Named]:
         with torch.no_grad():
             results = list(iterate_leaves(operation.op(*args, **kwargs)))
         values |= {value: result for value, result in zip(operation.results, results, strict=True) if value is not None}
-        if _is_wanted(operation):
-            yield str(operation.op), signature(args, kwargs), args, kwargs
+        provable = _is_provable(operation)
+        if provable or _is_kept(operation):
+            yield Recorded(operation.op, signature(args, kwargs), args, kwargs, provable)
 
 
 def _concrete(tree: Any, values: Mapping[Value, torch.Tensor]) -> Any:
     return map_leaves(lambda leaf: values[leaf].contiguous().clone() if isinstance(leaf, Value) else leaf, tree)
 
 
-def _is_wanted(operation: Operation) -> bool:
+def _is_kept(operation: Operation) -> bool:
+    metas = [value.meta for value in (*operation.operands, *operation.tensors)]
+    return bool(operation.operands) and all(0 < meta.numel <= _KEPT for meta in metas)
+
+
+def _is_provable(operation: Operation) -> bool:
+    """Whether a rule can be proved on a call: it is small and exact, and draws no random numbers."""
     metas = [value.meta for value in (*operation.operands, *operation.tensors)]
     small = all(0 < meta.numel <= _LARGEST and not _rounds(meta.dtype) for meta in metas)
     return small and not operation.draws and find_rule(operation.op) is not None
@@ -93,25 +112,25 @@ def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     return str(freeze((map_leaves(meta, tuple(args)), map_leaves(meta, dict(kwargs)))))
 
 
-def select(recorded: Iterable[Named], limit: int) -> dict[torch._ops.OpOverload, Calls]:
+def select(recorded: Iterable[Recorded], limit: int) -> dict[torch._ops.OpOverload, Calls]:
     """At most `limit` calls of each operator, of as many kinds as there are: numbers of dims, dtypes, options."""
-    by_op: dict[str, dict[str, Named]] = {}
+    by_op: dict[str, dict[str, Recorded]] = {}
     for call in recorded:
-        by_op.setdefault(call[0], {}).setdefault(call[1], call)
+        by_op.setdefault(str(call.op), {}).setdefault(call.signature, call)
     return {operator(name): _spread(list(calls.values()), limit) for name, calls in sorted(by_op.items())}
 
 
-def _spread(calls: Sequence[Named], limit: int) -> Calls:
-    kinds: dict[str, list[Named]] = {}
-    for call in sorted(calls, key=lambda call: call[1]):
+def _spread(calls: Sequence[Recorded], limit: int) -> Calls:
+    kinds: dict[str, list[Recorded]] = {}
+    for call in sorted(calls, key=lambda call: call.signature):
         kinds.setdefault(_kind(call), []).append(call)
     rounds = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
-    return [(call[2], call[3]) for call in itertools.islice(filter(None, rounds), limit)]
+    return [(call.args, call.kwargs) for call in itertools.islice(filter(None, rounds), limit)]
 
 
-def _kind(call: Named) -> str:
+def _kind(call: Recorded) -> str:
     kind = lambda leaf: (leaf.ndim, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)  # noqa: E731
-    return str((map_leaves(kind, tuple(call[2])), map_leaves(kind, dict(call[3]))))
+    return str((map_leaves(kind, tuple(call.args)), map_leaves(kind, dict(call.kwargs))))
 
 
 def operator(name: str) -> torch._ops.OpOverload:

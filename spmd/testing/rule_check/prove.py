@@ -16,7 +16,7 @@ from spmd.testing.op_sweep.cases import entries
 from spmd.testing.pool import Lost, each
 from spmd.testing.rule_calls import ARBITRARY, CALLS, UNCHECKED, UNSEARCHED
 from spmd.testing.rule_calls.draws import Calls
-from spmd.testing.rule_calls.recorded import Named, recall, record, select
+from spmd.testing.rule_calls.recorded import Recorded, recall, record
 
 _CHUNK = 16
 """Entries of the database that one process runs."""
@@ -48,22 +48,21 @@ def prepare(database: bool) -> None:
         record(entry)
 
 
-def record_all(jobs: int, advance: Callable[[int], None], limit: int = 4) -> Mapping[_Op, Calls]:
-    """At most `limit` calls of every operator that the database reaches and that has a rule.
+def record_all(jobs: int, advance: Callable[[int], None]) -> list[Recorded]:
+    """The calls of operators that the database makes.
 
     Args:
         jobs: how many processes.
         advance: is told how many entries are done.
-        limit: how many calls of an operator.
     """
-    found: list[Named] = []
+    found: list[Recorded] = []
     every = entries()
     chunks = [every[start : start + _CHUNK] for start in range(0, len(every), _CHUNK)]
     for chunk, recorded in each(chunks, _record_chunk, jobs=jobs, seconds=300.0):
         for data in recorded if not isinstance(recorded, Lost) else ():
             found += recall(data)
         advance(len(chunk))
-    return select(found, limit)
+    return found
 
 
 def _record_chunk(chunk: Sequence[Any]) -> list[bytes]:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from spmd.rules.check import Finding, Report
 from spmd.testing.rule_calls.known import reason_of
+from spmd.testing.rule_check.layouts import LayoutProof
 
 
 @attrs.define
@@ -99,17 +100,18 @@ def _as_json(finding: Finding, reason: str) -> dict[str, Any]:
     return {"call": finding.call, "ranks": finding.ranks, "row": finding.row, "reason": reason}
 
 
-_MARKS = ("<!-- made by `python -m spmd.rules.check --missing --markdown docs/rules.md` -->", "<!-- end of it -->")
+_END = "<!-- end of it -->"
 
 
-def write_markdown(page: Path, proof: Proof) -> None:
+def write_markdown(page: Path, proof: Proof | LayoutProof) -> None:
     """Put the summary between the two marks of a page; at its end, if it has none."""
+    options, lines = ("--missing", _markdown(proof)) if isinstance(proof, Proof) else ("--layouts", proof.markdown())
+    start = f"<!-- made by `python -m spmd.rules.check {options} --markdown docs/rules.md` -->"
     text = page.read_text() if page.exists() else ""
-    start, stop = _MARKS
     if start not in text:
-        text += f"\n{start}\n{stop}\n"
+        text += f"\n{start}\n{_END}\n"
     before, _, rest = text.partition(start)
-    page.write_text(f"{before}{start}\n\n{_markdown(proof)}\n\n{stop}{rest.partition(stop)[2]}")
+    page.write_text(f"{before}{start}\n\n{lines}\n\n{_END}{rest.partition(_END)[2]}")
 
 
 def _markdown(proof: Proof) -> str:

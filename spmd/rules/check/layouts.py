@@ -1,0 +1,235 @@
+"""`check_layouts`: an operator run on operands in other memory layouts, against the same values in contiguous ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from spmd.rules.check.execute import FAILURES, replace_tensors, tensors_of
+from spmd.rules.check.expected import Expected, perturbed
+from spmd.rules.check.strides import is_expanded, layouts
+from spmd.rules.layouts import Need, need
+from spmd.spec import TensorMeta
+
+_Call: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
+_Op: TypeAlias = torch._ops.OpOverload
+
+
+@attrs.frozen
+class LayoutRun:
+    """One run: which arguments were in which layout, the need that each met, and what was wrong, if anything was."""
+
+    call: str
+    arguments: tuple[str, ...]
+    layout: str
+    strides: tuple[tuple[int, ...], ...]
+    met: tuple[Need, ...]
+    reason: str | None = None
+
+    def is_let_through(self, needs: Callable[[str], Need]) -> bool:
+        """Whether arguments with these needs may be laid out so."""
+        return all(met >= needs(name) for name, met in zip(self.arguments, self.met, strict=True))
+
+    def is_right_row(self, argument: str) -> bool:
+        """Whether this is one argument alone, rows and not contiguous, and right."""
+        return self.arguments == (argument,) and self.met == (Need.ROWS,) and self.reason is None
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{name} {strides}" for name, strides in zip(self.arguments, self.strides, strict=True))
+        return f"{self.call}: {self.layout}, strides of {given}: {self.reason}"
+
+
+@attrs.frozen
+class LayoutReport:
+    """What `check_layouts` found.
+
+    Args:
+        op: the operator's name.
+        calls: how many calls it was run on.
+        runs: how many layouts of their operands were compared.
+        skipped: how many could not be: the operator takes no such values.
+        sensitive: the runs that were wrong or raised.
+        failing: those of them that the declared needs do not rule out.
+        found: the needs of its arguments that these runs show, by name.
+        unneeded: arguments that are declared to need a layout, and no run shows it.
+        crashed: whether the process ended when layouts were run that the declared needs rule out.
+    """
+
+    op: str
+    calls: int = 0
+    runs: int = 0
+    skipped: int = 0
+    sensitive: tuple[LayoutRun, ...] = ()
+    failing: tuple[LayoutRun, ...] = ()
+    found: Mapping[str, Need] = attrs.field(factory=dict)
+    unneeded: tuple[str, ...] = ()
+    crashed: bool = False
+
+
+_DTYPES = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+"""Kernels may be others in single precision."""
+
+
+def check_layouts(op: _Op, calls: Sequence[_Call], *, values: bool = True, met: bool = False) -> LayoutReport:
+    """Run an operator on operands in other memory layouts, one operand at a time and all at once.
+
+    Args:
+        op: the operator.
+        calls: arguments and keyword arguments of calls, with real tensors.
+        values: False for operators whose values are arbitrary (`empty_like`).
+        met: run only layouts that the operator's declared needs (`spmd.rules.layouts.need`) let through.
+
+    Returns:
+        A report; `report.failing` is empty if the declared needs are enough.
+
+    >>> import torch
+    >>> report = check_layouts(torch.ops.aten.view_as_complex.default, [((torch.randn(4, 3, 2),), {})])
+    >>> report.failing, dict(report.found)
+    ((), {'self': <Need.CONTIGUOUS: 2>})
+    """
+    runs: list[LayoutRun] = []
+    count = skipped = 0
+    for args, kwargs in calls:
+        given = tensors_of((*args, *kwargs.values()))
+        for dtypes in ({}, _DTYPES) if any(tensor.dtype in _DTYPES for tensor in given) else ({},):
+            tensors = [_contiguous(tensor.to(dtypes.get(tensor.dtype, tensor.dtype))) for tensor in given]
+            example = _Example.of(op, args, kwargs, tensors)
+            if example is not None:
+                found = list(example.runs(values, met))
+                runs += [run for run in found if run is not None]
+                skipped += found.count(None)
+                count += 1
+    return _summarize(op, count, skipped, runs)
+
+
+def _summarize(op: _Op, calls: int, skipped: int, runs: Sequence[LayoutRun]) -> LayoutReport:
+    sensitive = tuple(run for run in runs if run.reason is not None)
+    failing = tuple(run for run in sensitive if run.is_let_through(lambda argument: need(op, argument)))
+    names = [argument.name for argument in op._schema.arguments]
+    found = _needs(runs)
+    unneeded = tuple(name for name in names if need(op, name) and name not in found and op.namespace == "aten")
+    return LayoutReport(str(op), calls, len(runs), skipped, sensitive, failing, found, unneeded)
+
+
+def _needs(runs: Sequence[LayoutRun]) -> dict[str, Need]:
+    """The least needs that rule out what is wrong; rows only where many other layouts of rows are right."""
+    found: dict[str, Need] = {}
+    for run in runs:
+        if run.reason is not None and len(set(run.arguments)) == 1:
+            name = run.arguments[0]
+            rows = min(run.met) is Need.ANY and _ROWS <= {other.layout for other in runs if other.is_right_row(name)}
+            found[name] = max(found.get(name, Need.ANY), Need.ROWS if rows else Need.CONTIGUOUS)
+    let_through = lambda name: found.get(name, Need.ANY)  # noqa: E731
+    for run in runs:
+        if run.reason is not None and run.is_let_through(let_through):
+            found.update(dict.fromkeys(run.arguments, Need.CONTIGUOUS))
+    return found
+
+
+_ROWS = {"padded rows", "every other row", "first dims swapped", "expanded along 0"}
+"""Layouts of rows; with all of them right an operand needs no more."""
+
+
+@attrs.frozen(eq=False)
+class _Example:
+    """A call with contiguous operands, the arguments that they belong to, and its results."""
+
+    op: _Op
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    names: Sequence[str]
+    results: Sequence[Expected]
+
+    @classmethod
+    def of(cls, op: _Op, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> _Example | None:
+        """None if the operator does not take such operands."""
+        named = [*zip((argument.name for argument in op._schema.arguments), args, strict=False), *kwargs.items()]
+        names = [name for name, value in named for _ in tensors_of((value,))]
+        example = cls(op, args, kwargs, tensors, names, ())
+        try:
+            return attrs.evolve(example, results=example.expected(tensors))
+        except FAILURES:
+            return None
+
+    def __str__(self) -> str:
+        rest = [value for value in self.args if value is not None and not tensors_of((value,))]
+        return f"{self.op}({', '.join(map(str, [*map(TensorMeta.of, self.tensors), *rest]))})"
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The results of other operands; draws are the same in each run."""
+        given = iter(tensors)
+        args = replace_tensors(tuple(self.args), given)
+        kwargs = replace_tensors(dict(self.kwargs), given)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            return list(tensors_of((self.op(*args, **kwargs),)))
+
+    def expected(self, tensors: Sequence[Tensor]) -> list[Expected]:
+        """The results of operands in contiguous memory."""
+        generator = torch.Generator().manual_seed(0)
+        operands = [_contiguous(tensor) for tensor in tensors]
+        first, again = (self.run([tensor.clone() for tensor in operands]) for _ in range(2))
+        try:
+            moved = self.run([perturbed(tensor, generator) for tensor in operands])
+        except FAILURES:
+            moved = first
+        return [Expected.of(*results) for results in zip(first, again, moved, strict=True)]
+
+    def runs(self, values: bool, met: bool) -> Iterator[LayoutRun | None]:
+        """The operands in each layout; None where the operator does not take the values."""
+        for layout, changed in _layouts(self.tensors):
+            run = self._described(layout, changed)
+            if met and not run.is_let_through(lambda name: need(self.op, name)):
+                continue
+            tensors = [changed.get(position, tensor) for position, tensor in enumerate(self.tensors)]
+            try:
+                expected = self.expected(tensors) if is_expanded(layout) else self.results
+            except FAILURES:
+                yield None
+            else:
+                yield attrs.evolve(run, reason=self._difference(tensors, expected, values))
+
+    def _described(self, layout: str, changed: Mapping[int, Tensor]) -> LayoutRun:
+        names = tuple(self.names[position] for position in changed)
+        levels = tuple(max(level for level in Need if level.is_met(tensor)) for tensor in changed.values())
+        return LayoutRun(str(self), names, layout, tuple(tensor.stride() for tensor in changed.values()), levels)
+
+    def _difference(self, tensors: Sequence[Tensor], expected: Sequence[Expected], values: bool) -> str | None:
+        try:
+            results = self.run([_own(tensor) for tensor in tensors])
+        except FAILURES as error:
+            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if len(results) != len(expected):
+            return f"{len(results)} results, expected {len(expected)}"
+        for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+            reason = (wanted if values else attrs.evolve(wanted, error=None)).difference(result)
+            if reason is not None:
+                return f"result {index}: {reason}"
+        return None
+
+
+def _layouts(tensors: Sequence[Tensor]) -> Iterator[tuple[str, dict[int, Tensor]]]:
+    """Each operand in each layout, and all operands at once."""
+    options = [dict(layouts(tensor)) for tensor in tensors]
+    for position, option in enumerate(options):
+        yield from ((name, {position: restride(tensors[position])}) for name, restride in option.items())
+    for name in dict.fromkeys(itertools.chain.from_iterable(options)):
+        having = [position for position, option in enumerate(options) if name in option]
+        if len(having) > 1:
+            yield name, {position: options[position][name](tensors[position]) for position in having}
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A tensor of the same strides in memory of its own: some operators write to their operands."""
+    storage = tensor.untyped_storage().clone()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
