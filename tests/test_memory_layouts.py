@@ -102,7 +102,7 @@ def test_a_copy_is_made_once_for_all_that_need_it():
         return F.scaled_dot_product_attention(q, q, q)
 
     text = spmd.jit(function, P("x"), P("x"), mesh=mesh).lower(BATCH).as_text()
-    assert 1 == text.count("with_rows(")
+    assert 1 == text.count("= rows(")
 
 
 def test_the_pass_is_pure_of_operators_that_take_any_layout():

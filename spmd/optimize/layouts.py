@@ -1,39 +1,52 @@
-"""The pass that gives layout-sensitive kernels the memory that they need."""
+"""The pass that gives kernels which read strides the memory layouts that they need."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.fx as fx
 
-from spmd.rules.layouts import LAYOUT_COPIES, Need, need
+from spmd.rules.layouts import Need, lay_out
 
 
 def insert_layout_copies(graph: fx.Graph) -> None:
-    """Before an operator that reads its operands by stride, make them contiguous, or their rows.
+    """Before an operator that reads an operand by stride, copy the operand if it has another layout.
 
     Local strides depend on the plan and on what the caller's shards are, so whether to copy is decided when it runs: a
     tensor that has the layout stays what it is.
     """
     made: dict[tuple[fx.Node, Need], fx.Node] = {}
     for node in list(graph.nodes):
-        needed = need(node.target) if node.op == "call_function" else Need.ANY
-        if needed is Need.ANY:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        for operand in node.all_input_nodes:
-            if _lacks(operand, needed):
-                if (operand, needed) not in made:
-                    made[operand, needed] = _insert(graph, node, operand, needed)
-                node.replace_input_with(operand, made[operand, needed])
 
+        def copy(leaf: Any, needed: Need, node: fx.Node = node) -> Any:
+            if not isinstance(leaf, fx.Node):
+                return leaf
+            if (leaf, needed) not in made:
+                made[leaf, needed] = _insert(graph, node, leaf, needed)
+            return made[leaf, needed]
 
-def _lacks(operand: fx.Node, needed: Need) -> bool:
-    """Whether an operand may have another layout; numbers have none, and what a copy gives has it."""
-    return operand.target is not LAYOUT_COPIES[needed] and operand.meta["val"].ndim > 0
+        node.args, node.kwargs = lay_out(node.target, node.args, node.kwargs, copy)
 
 
 def _insert(graph: fx.Graph, before: fx.Node, operand: fx.Node, needed: Need) -> fx.Node:
     with graph.inserting_before(before):
-        copy = graph.create_node(
-            "call_function", LAYOUT_COPIES[needed], (operand,), name=f"{operand.name}_{needed.value}"
-        )
+        name = f"{operand.name}_{needed.name.lower()}"
+        copy = graph.create_node("call_function", COPIES[needed], (operand,), name=name)
     copy.meta = {key: value for key, value in operand.meta.items() if key in ("val", "spec", "source")}
     return copy
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """The tensor if it is contiguous, else a copy that is."""
+    return Need.CONTIGUOUS.lay_out(x)
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """The tensor if its last dim has stride 1, else a contiguous copy."""
+    return Need.ROWS.lay_out(x)
+
+
+COPIES = {Need.CONTIGUOUS: contiguous, Need.ROWS: rows}

@@ -8,9 +8,10 @@ in `PROBED` and what is not needed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -61,6 +62,26 @@ def need(op: torch._ops.OpOverload, argument: str) -> Need:
         return Need.CONTIGUOUS
     needs = PROBED.get(str(op)) or DOCUMENTED.get(str(op)) or {}
     return needs.get(argument, Need.ANY)
+
+
+def lay_out(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], copy: Callable[..., Any]) -> Any:
+    """The arguments of a call with `copy(leaf, need)` in place of all that is in an argument with a need.
+
+    >>> lay_out(torch.ops.aten.view_as_complex.default, ("x",), {}, lambda leaf, need: (leaf, need.name))
+    ((('x', 'CONTIGUOUS'),), {})
+    """
+
+    def given(name: str, argument: Any) -> Any:
+        needed = need(op, name)
+        return argument if needed is Need.ANY else _map(lambda leaf: copy(leaf, needed), argument)
+
+    names = [argument.name for argument in op._schema.arguments]
+    positional = tuple(given(name, argument) for name, argument in zip(names, args, strict=False))
+    return positional, {name: given(name, argument) for name, argument in kwargs.items()}
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    return [_map(function, item) for item in tree] if isinstance(tree, (tuple, list)) else function(tree)
 
 
 _KNOWN = frozenset({"aten", "prims", "torch_nn", "spmd"})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spmd.graph import Graph, Operation, Value, iterate_leaves, map_leaves
-from spmd.rules.layouts import LAYOUT_COPIES, need
+from spmd.rules.layouts import lay_out
 
 
 def evaluate(graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -30,9 +30,10 @@ def evaluate(graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor
 
 
 def _call(operation: Operation, values: dict[Value, torch.Tensor]) -> Any:
-    copy = LAYOUT_COPIES.get(need(operation.op), lambda value: value)
-    concrete = lambda leaf: copy(values[leaf]) if isinstance(leaf, Value) else leaf  # noqa: E731
+    concrete = lambda leaf: values[leaf] if isinstance(leaf, Value) else leaf  # noqa: E731
     args, kwargs = map_leaves(concrete, operation.args), map_leaves(concrete, dict(operation.kwargs))
     if operation.op is torch.ops.aten.view.default:  # strides are no part of a program: see spmd.canonicalize
         return args[0].reshape(args[1])
+    copied = lambda leaf, need: need.lay_out(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+    args, kwargs = lay_out(operation.op, args, kwargs, copied)
     return operation.op(*args, **kwargs)

@@ -25,7 +25,7 @@ from spmd.plan.groups import Unit, schedule
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.rules import find_rule
-from spmd.rules.layouts import Need, need
+from spmd.rules.layouts import Need, lay_out
 from spmd.rules.rule import Rule
 from spmd.rules.strategy import Strategy
 from spmd.spec import TensorMeta
@@ -121,12 +121,6 @@ class _Strided:
         dims = zip(self.meta.shape, self.strides, expected, strict=True)
         return self.meta.numel < 2 or all(size == 1 or stride == other for size, stride, other in dims)
 
-    def has(self, needed: Need) -> bool:
-        """Whether the tensor has the memory layout that an operator needs."""
-        if needed is Need.ANY or self.is_contiguous:
-            return True
-        return needed is Need.ROWS and self.strides[-1] == 1
-
     def tensor(self) -> torch.Tensor:
         return torch.empty_strided(self.meta.shape, self.strides, dtype=self.meta.dtype, device="meta")
 
@@ -220,11 +214,18 @@ class _Recorder:
 
     def operands(self, operation: Operation) -> list[Buffer]:
         """The buffers that an operator reads; of operands whose memory layout it cannot take, copies."""
-        needed = need(operation.op)
+        needs: dict[Value, Need] = {}
+
+        def note(leaf: Any, needed: Need) -> None:
+            if isinstance(leaf, Value):
+                needs[leaf] = needed
+
+        if operation.op is not aten.view.default:  # lowering reshapes
+            lay_out(operation.op, operation.args, operation.kwargs, note)
         found = []
         for value in dict.fromkeys(operation.operands):
             buffer, layout = self.buffers[value], self.layouts[value]
-            if not layout.has(needed):
+            if not needs.get(value, Need.ANY).is_met(layout.tensor()):
                 copy = Buffer(None, layout.meta)
                 self.event(operation, [buffer], [copy])
                 buffer = copy

@@ -34,9 +34,7 @@ _TRANSFORMS = {
 _LONG = {TransformKind.NONE: (5, 25, 8), TransformKind.VMAP: (5, 16, 7)}
 _MIDDLE = (5, 14, 6)
 _SHORT = (5, 7, 5)
-_COSTLY = frozenset(
-    {TransformKind.JACREV, TransformKind.JACFWD, TransformKind.HESSIAN, TransformKind.GRAD_GRAD}
-)
+_COSTLY = frozenset({TransformKind.JACREV, TransformKind.JACFWD, TransformKind.HESSIAN, TransformKind.GRAD_GRAD})
 _TRIES = 12  # attempts for each line
 _RESULTS = 2048  # elements of all results together
 
