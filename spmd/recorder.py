@@ -26,6 +26,7 @@ from spmd.source import user_source
 from spmd.spec import TensorMeta
 
 OpOverload = torch._ops.OpOverload
+aten = torch.ops.aten
 
 
 class Namer:
@@ -142,6 +143,11 @@ class Recorder(FakeTensorMode):
                 return body(*args, **kwargs)
         if func in GATHERS or func in SCATTERS:
             return self._as_strided(func, types, args, kwargs)
+        if _is_number_for_tensor(func, args):
+            with self:
+                return func(
+                    aten.scalar_tensor.default(args[0], dtype=_NUMBER_DTYPES[type(args[0])]), *args[1:], **kwargs
+                )
         source = self._source()
         if func._schema.is_mutable:
             tensors = [leaf for leaf in iterate_leaves(args) if isinstance(leaf, torch.Tensor)]
@@ -267,6 +273,18 @@ def _map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if type(tree) is dict:
         return {key: _map_tensors(function, item) for key, item in tree.items()}
     return tuple(tree) if isinstance(tree, torch.Size) else tree
+
+
+_NUMBER_DTYPES: Mapping[type, torch.dtype] = MappingProxyType(
+    {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+)
+
+
+def _is_number_for_tensor(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether an operator of one tensor is given a Python number, as the derivative of `x * 2j` gives one to `conj`."""
+    parameters = func._schema.arguments
+    takes_tensor = bool(args and parameters) and str(parameters[0].type) == "Tensor"
+    return takes_tensor and type(args[0]) in _NUMBER_DTYPES and not any(isinstance(x, torch.Tensor) for x in args[1:])
 
 
 def where(source: Source | None = None) -> str:
