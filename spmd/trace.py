@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmd.errors import TraceError
 from spmd.foreach import list_body
 from spmd.graph import Graph, Value, map_leaves
+from spmd.overlapping import RepeatedViews
 from spmd.recorder import Namer, Recorder, where
 from spmd.source import SourceTracker, user_source
 from spmd.spec import TensorMeta
@@ -179,6 +180,10 @@ class _Functionalization(FunctionalTensorMode):
     Operators that torch composes of others are taken apart here and not below: they may write to tensors of their own.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._repeated = RepeatedViews()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -190,13 +195,19 @@ class _Functionalization(FunctionalTensorMode):
         if func in _INTERPOLATIONS:
             with self:
                 return args[0].copy_(torch.lerp(*args))
+        if func._schema.is_mutable:
+            with self:
+                if self._repeated.write(func, args, kwargs or {}):
+                    return args[0]
         body = list_body(func) if func._schema.is_mutable else None
         if func not in FunctionalTensor.metadata_fns and func._can_decompose():
             body = func.decompose
         if body is not None:
             with self:
                 return body(*args, **kwargs or {})
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._repeated.note(func, args, result)
+        return result
 
 
 # Their meta kernel chooses an overload by trying: what does not fit is printed, which forward mode cannot do there.

@@ -18,6 +18,7 @@ LAYERS = (
     ("rules",),
     (
         "as_strided",
+        "overlapping",
         "draws",
         "graph",
         "source",

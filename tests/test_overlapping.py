@@ -1,0 +1,92 @@
+"""In-place writes through views in which several elements share one place of memory."""
+
+import pytest
+import torch
+
+import spmd
+from spmd import P, TraceError
+
+MESH = spmd.make_mesh({"x": 2}, runtime="virtual")
+X = torch.randn(4, 3, dtype=torch.float64)
+
+
+def zeroed(v):
+    v = v * 1
+    v.expand(2, *v.shape).zero_()
+    return v
+
+
+def filled(v):
+    v = v * 1
+    v[:1].expand(4, 3).fill_(0.3)
+    v[:, :1].unsqueeze(1).expand(4, 5, 1).fill_(0.7)
+    return v
+
+
+def partly(v):
+    v = v * 1
+    v[0].expand(2, 3)[:, 1:].fill_(2.0)
+    return v
+
+
+def not_overlapping(v):
+    v = v * 1
+    v.t()[1:].mul_(2)
+    v.unfold(0, 2, 2).add_(1)
+    v.expand(1, 4, 3).mul_(3)
+    v.diagonal().zero_()
+    return v
+
+
+def of_repeated(v):
+    v = v * 1
+    v.expand(2, 4, 3)[0].mul_(2)
+    v[1:].unsqueeze(0).expand(2, 3, 3)[1, :, 1].add_(v[0])
+    v.unfold(0, 3, 1)[0, 1].add_(0.5)
+    return v
+
+
+def by_strides(v):
+    v = v * 1
+    v.as_strided((3, 2), (2, 3), 1).mul_(2)
+    v.t()[1:].as_strided((2, 2), (1, 3), 4).add_(1)
+    v[1:].as_strided((2, 2), (3, 1), 4)[1].sin_()
+    return v
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
+@pytest.mark.parametrize("function", [zeroed, filled, partly, not_overlapping, of_repeated, by_strides])
+def test_values(function, spec):
+    assert torch.equal(function(X), spmd.jit(function, spec, P(), mesh=MESH)(X).full_tensor())
+
+
+@pytest.mark.parametrize("function", [not_overlapping, of_repeated, by_strides])
+def test_gradients(function):
+    gradient = torch.func.grad(lambda x: (function(x) * x).sin().sum())
+    torch.testing.assert_close(spmd.jit(gradient, P("x"), P(), mesh=MESH)(X).full_tensor(), gradient(X))
+
+
+REFUSED = {
+    "mul_": lambda v: v.expand(2, 4, 3).mul_(2),
+    "add_": lambda v: v.expand(2, 4, 3).add_(torch.ones(2, 4, 3)),
+    "copy_": lambda v: v.expand(2, 4, 3).copy_(torch.ones(2, 4, 3)),
+    "unfold": lambda v: v.unfold(0, 2, 1).mul_(2),
+    "as_strided": lambda v: v.as_strided((4, 3), (1, 1)).mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", ["mul_", "add_", "copy_"])
+def test_torch_refuses_what_is_expanded(name):
+    with pytest.raises(RuntimeError, match="more than one element"):
+        REFUSED[name](X * 1)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_one_meaning_is_refused_with_the_line(name):
+    def function(x):
+        v = x * 1
+        REFUSED[name](v)
+        return v
+
+    with pytest.raises(TraceError, match=r"test_overlapping.py:\d+ .*writes in place to a tensor of shape"):
+        spmd.jit(function, P("x"), P(), mesh=MESH)(X)
