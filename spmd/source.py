@@ -30,7 +30,7 @@ def user_source(boundary: CodeType | None = None) -> Source | None:
     """The innermost frame of the user's on the stack; None if `boundary` comes first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not boundary:
-        if is_user_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename) and "__name__" in frame.f_globals:  # not what torch has generated
             return source_at(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmd.errors import TraceError
 from spmd.foreach import list_body
 from spmd.graph import Graph, Value, map_leaves
+from spmd.nested_tracers import nested_tracers, refuse_recording, refuse_subgraph
 from spmd.overlapping import RepeatedViews
 from spmd.recorder import Namer, Recorder, where
 from spmd.source import SourceTracker, user_source
@@ -157,7 +158,7 @@ def trace_flat(
 @contextlib.contextmanager
 def _no_modes_around() -> Iterator[None]:
     """Without what watches or changes operators around the trace: what there is to see comes when the program runs."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), nested_tracers():
         yield
 
 
@@ -189,6 +190,7 @@ class _Functionalization(FunctionalTensorMode):
     ) -> Any:
         if func is torch.ops.aten._linalg_check_errors.default:
             return None
+        refuse_recording()
         if func is torch.ops.aten.bernoulli_.float and not args[0].is_contiguous():
             with self:
                 return args[0].copy_(_drawn_in_memory_order(*args))
@@ -251,6 +253,10 @@ class _ClosureLifting(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            refuse_subgraph(func)
+        if func is torch.Tensor.__deepcopy__:
+            return args[0].clone()
         if func in _MEMORY_READERS:
             raise TraceError(
                 f".{func.__name__}() at {where(user_source())} needs the values of a tensor, and a traced function has "

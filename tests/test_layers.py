@@ -23,6 +23,7 @@ LAYERS = (
         "graph",
         "source",
         "recorder",
+        "nested_tracers",
         "trace",
         "canonicalize",
         "normal_forms",
