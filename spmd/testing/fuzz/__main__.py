@@ -10,12 +10,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from spmd.testing.fuzz.batches import check_seeds
+from spmd.testing.fuzz.batches import check_apart, check_seeds
 from spmd.testing.fuzz.check import check_seed
 from spmd.testing.fuzz.generate import generate
 from spmd.testing.fuzz.outcome import BAD, Outcome, Status
 from spmd.testing.fuzz.program import default_dtype
 from spmd.testing.fuzz.report import show
+from spmd.testing.fuzz.shrink import shrink
 
 
 def _arguments() -> argparse.Namespace:
@@ -57,7 +58,7 @@ def _many(seeds: range, options: argparse.Namespace) -> list[Outcome]:
             if outcome.status in BAD:
                 failures += 1
                 progress.console.print(
-                    f"{outcome.seed}: {outcome.status.value}: {outcome.message:.200}", markup=False, highlight=False
+                    f"{outcome.seed}: {outcome.status.value}: {outcome.message:.200}", markup=False, highlight=False, soft_wrap=True
                 )
             if options.stop_after and failures >= options.stop_after:
                 break
@@ -68,6 +69,13 @@ def _many(seeds: range, options: argparse.Namespace) -> list[Outcome]:
 def _one(options: argparse.Namespace) -> int:
     with default_dtype():
         program = generate(options.seed)
+    if options.shrink:
+        with default_dtype():
+            program = shrink(program, lambda candidate: check_apart(candidate, options.seconds))
+        print(program.source())
+        found = check_apart(program, options.seconds)
+        print(f"# {found.status.value}: {found.message}" if found else "# refused by torch")
+        return 1
     print(program.source())
     outcome = next(check_seeds([options.seed], jobs=1, seconds=options.seconds))
     print(f"# {outcome.status.value}: {outcome.message}")

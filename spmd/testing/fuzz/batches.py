@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -11,11 +12,15 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.testing.fuzz.check import check_seed
+from spmd.testing.fuzz.check import check, check_seed
+from spmd.testing.fuzz.environment import Rejected
+from spmd.testing.fuzz.generate import truth
 from spmd.testing.fuzz.outcome import Outcome, Status
+from spmd.testing.fuzz.program import Program, default_dtype
 
 _context = multiprocessing.get_context("fork")  # a child has torch imported already
 _BATCH = 400  # programs of one process
+_CLEAN = (Status.RIGHT, Status.COMMS)  # nothing was raised: the process can go on
 
 
 def check_seeds(seeds: Sequence[int], *, jobs: int = 2, seconds: float = 60.0) -> Iterator[Outcome]:
@@ -45,7 +50,7 @@ def check_seeds(seeds: Sequence[int], *, jobs: int = 2, seconds: float = 60.0) -
                 outcome = child.outcome(seconds)
                 if outcome is None:
                     continue
-                if outcome.status is Status.RIGHT:
+                if outcome.status in _CLEAN:
                     yield outcome
                     if child.seeds:
                         continue
@@ -85,6 +90,7 @@ class _Child:
     answers: Connection
     since: float
     earlier: list[int] = attrs.field(factory=list)
+    generated: bool = False
 
     @classmethod
     def start(cls, seeds: list[int]) -> _Child:
@@ -99,24 +105,30 @@ class _Child:
         found = self._outcome(seconds)
         if found is not None:
             self.earlier.append(self.seeds.pop(0))
-            self.since = time.monotonic()
+            self.since, self.generated = time.monotonic(), False
             if self.earlier[-1] != found.seed:
                 raise RuntimeError(f"expected the outcome of {self.earlier[-1]}, got that of {found.seed}")
-            if found.status is not Status.RIGHT:
+            if found.status not in _CLEAN:
                 self.earlier.pop()
         return found
 
     def _outcome(self, seconds: float) -> Outcome | None:
         if self.answers.poll():
             try:
-                return self.answers.recv()  # type: ignore[no-any-return]
+                answer = self.answers.recv()
             except EOFError:
                 self.process.join()
-                code = self.process.exitcode
-                return Outcome(self.seeds[0], Status.CRASH, f"the process ended with {code}", f"exit code {code}")
+                return self._lost(Status.CRASH, f"the process ended with {self.process.exitcode}")
+            if isinstance(answer, Outcome):
+                return answer
+            self.generated = True
         if time.monotonic() > self.since + seconds:
-            return Outcome(self.seeds[0], Status.HANG, "hang", f"no answer in {seconds:.0f} s")
+            return self._lost(Status.HANG, f"no answer in {seconds:.0f} s")
         return None
+
+    def _lost(self, status: Status, reason: str) -> Outcome:
+        """The outcome where none came; while a program is generated, only plain torch runs."""
+        return Outcome(self.seeds[0], status if self.generated else Status.SKIPPED, reason, reason)
 
     def end(self) -> None:
         """Stop the process."""
@@ -127,5 +139,35 @@ class _Child:
 
 def _work(seeds: list[int], sender: Connection) -> None:
     for seed in seeds:
-        sender.send(check_seed(seed))
+        sender.send(check_seed(seed, generated=lambda: sender.send(None)))
     sender.close()
+
+
+def check_apart(program: Program, seconds: float = 60.0) -> Outcome | None:
+    """The outcome of a program in a process of its own; None if plain torch refuses it."""
+    answers, sender = _context.Pipe(duplex=False)
+    process = _context.Process(target=_check_program, args=(program, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not answers.poll(seconds):
+            return Outcome(program.seed, Status.HANG, "hang", f"no answer in {seconds:.0f} s")
+        return answers.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        return Outcome(program.seed, Status.CRASH, f"the process ended with {code}", f"exit code {code}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _check_program(program: Program, sender: Connection) -> None:
+    with default_dtype(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            truth(program)
+        except Rejected:
+            sender.send(None)
+            return
+        sender.send(check(program))

@@ -7,7 +7,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -31,13 +31,19 @@ _TOLERANCE = 1e-8  # of the largest number of a result
 _MACHINES = (Machine(), Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0))
 
 
-def check_seed(seed: int) -> Outcome:
-    """Generate the program of a seed and check it."""
+def check_seed(seed: int, generated: Callable[[], None] = lambda: None) -> Outcome:
+    """Generate the program of a seed and check it.
+
+    Args:
+        seed: of the program.
+        generated: called in between.
+    """
     start = time.process_time()
     with default_dtype(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = generate(seed)
         made = time.process_time()
+        generated()
         outcome = check(program)
     taken = {"seconds": time.process_time() - start, "generating": made - start}
     return attrs.evolve(outcome, **taken)
@@ -47,7 +53,7 @@ def check(program: Program) -> Outcome:
     """Check a program; the default dtype must be float64."""
     space = program.compiled()
     values = [space[argument.name] for argument in program.arguments]
-    expected = list(space["program"](*(value.contiguous() for value in values)))
+    expected = list(space["reference"](*(value.contiguous() for value in values)))
     mesh = _mesh(program.mesh)
     specs = [DTensorSpec.make(mesh, a.spec, TensorMeta.of(v)) for a, v in zip(program.arguments, values, strict=True)]
     given = [
@@ -81,9 +87,7 @@ def check(program: Program) -> Outcome:
             return attrs.evolve(outcome, status=Status.WRONG, kind=_skeleton(reason), message=message)
     differences = comms_differences(plan, traffic)
     if differences:
-        return attrs.evolve(
-            outcome, status=Status.COMMS, kind=_skeleton(differences[0]), message="; ".join(differences)
-        )
+        return attrs.evolve(outcome, status=Status.COMMS, kind=_skeleton(differences[0]), message="; ".join(differences))
     return outcome
 
 
@@ -117,9 +121,7 @@ def _described(program: Program, values: Sequence[torch.Tensor], specs: Sequence
         transform=program.transform.kind.value,
         operators=tuple(sorted({line.operator for line in program.lines} - {"adapt"})),
         uneven=any(not spec.is_even for spec in specs),
-        empty=any(
-            axes and not size for spec in specs for axes, size in zip(spec.dims, spec.local_shape(last), strict=True)
-        ),
+        empty=any(axes and not size for spec in specs for axes, size in zip(spec.dims, spec.local_shape(last), strict=True)),
         partial=any(spec.partial for spec in specs) or any(spec.partial for spec in program.out_specs),
         ranks=mesh.size,
     )
@@ -148,6 +150,8 @@ def _difference(result: Any, expected: torch.Tensor, spec: P) -> str:
 
 
 def _numbers(tensor: torch.Tensor) -> str:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     return str([round(x, 6) if isinstance(x, float) else x for x in tensor.flatten().tolist()[:8]])
 
 

@@ -12,6 +12,7 @@ import attrs
 class Status(str, Enum):
     """What became of a program."""
 
+    SKIPPED = "skipped"  # plain torch ends the process
     RIGHT = "right"
     REFUSED = "refused"  # an error of this package's own
     WRONG = "wrong"

@@ -93,7 +93,8 @@ class Program:
         body = "".join(f"    {text}\n" for line in self.lines for text in line.text.split("\n"))
         names = tuple(argument.name for argument in self.arguments)
         function = f"def f({', '.join(names)}):\n{body}    return [{', '.join(self.outputs)}]\n\n\n"
-        return f"{given}{closed}\n\n{function}{self.transform.text(names)}"
+        reference = f"\n\n{self.transform.reference(names)}" if self.transform.has_reference else ""
+        return f"{given}{closed}\n\n{function}{self.transform.text(names)}{reference}"
 
     def source(self) -> str:
         """A script that runs the program on the mesh and on one device, and compares."""
@@ -106,6 +107,7 @@ class Program:
             for argument in self.arguments
         )
         plain = ", ".join(f"{argument.name}.contiguous()" for argument in self.arguments)
+        reference = "reference" if self.transform.has_reference else "program"
         imports = [
             f"# python -m spmd.testing.fuzz --seed {self.seed}",
             *(["import functools"] if partial else []),
@@ -120,18 +122,19 @@ class Program:
             + "\n\ntorch.set_default_dtype(torch.float64)\ng = torch.Generator()\n"
             + f'mesh = spmd.make_mesh({{{sizes}}}, runtime="virtual")\n{_SPREAD if partial else ""}{definitions}\n\n'
             + f"jitted = spmd.jit(program, ({specs}), {list(self.out_specs)!r}, {MACHINES[self.machine]}mesh=mesh)\n"
-            + f"expected = program({plain})\nactual = jitted({given})\n"
+            + f"expected = {reference}({plain})\nactual = jitted({given})\n"
             + "for a, e in zip(actual, expected, strict=True):\n"
             + "    torch.testing.assert_close(a.full_tensor(), e, rtol=1e-8, atol=1e-8, equal_nan=True)\n"
         )
 
     def compiled(self) -> dict[str, Any]:
-        """The namespace of `definitions`; errors name lines of the program."""
+        """The namespace of `definitions`, with the function `reference` for one device; errors name lines of the program."""
         source = self.definitions()
         file = f"fuzz_{self.seed}.py"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         namespace = names()
         exec(compile(source, file, "exec"), namespace)
+        namespace.setdefault("reference", namespace["program"])
         return namespace
 
     def kinds(self) -> list[Kind]:

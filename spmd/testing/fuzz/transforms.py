@@ -49,6 +49,16 @@ class Transform:
         """Whether there must be a floating-point argument."""
         return self.kind not in (Kind.NONE, Kind.VMAP)
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether one device computes the same in another way: torch's own `linearize` traces, and crashes at times."""
+        return self.kind is Kind.LINEARIZE
+
+    def reference(self, arguments: tuple[str, ...]) -> str:
+        """The function `reference`, which one device runs for `program`."""
+        other = attrs.evolve(self, kind=Kind.JVP).text(arguments)
+        return other[other.index("def program") :].replace("def program", "def reference")
+
     def text(self, arguments: tuple[str, ...]) -> str:
         """The function `program` of all arguments, which gives a list of tensors, in terms of `f`, which does too."""
         names = ", ".join(arguments)
@@ -88,11 +98,7 @@ class Transform:
         }[self.kind]
         tangents = ", ".join(f"{arguments[index]}.cos()" for index in self.argnums)
         body = "".join(f"    {line.replace('CHOSEN', chosen).replace('TANGENTS', tangents)}\n" for line in lines)
-        inner = (
-            f"    def g({chosen}):\n        return [v for v in f({names}) if is_smooth(v)]\n\n"
-            if " g," in body or "(g," in body
-            else ""
-        )
+        inner = f"    def g({chosen}):\n        return [v for v in f({names}) if is_smooth(v)]\n\n" if " g," in body or "(g," in body else ""
         return f"{_LOSS if 'loss' in body else _SMOOTH}def program({names}):\n{inner}{body}"
 
 
