@@ -219,6 +219,25 @@ def _batch_norm_eval(
     return result.to(x.dtype), x.new_zeros(0), x.new_zeros(0)
 
 
+_ALONG_TIME: tuple[Any, ...] = ([1], False, [0], 1)  # dilation, transposed, output_padding, groups
+
+
+def _conv_tbc(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0) -> torch.Tensor:
+    """A convolution of [time, batch, channels]."""
+    found = aten.convolution.default(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad], *_ALONG_TIME)
+    return found.permute(2, 0, 1)
+
+
+def _conv_tbc_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int
+) -> tuple[torch.Tensor, ...]:
+    of_x, of_weight, of_bias = aten.convolution_backward.default(
+        *(grad.permute(1, 2, 0), x.permute(1, 2, 0), weight.permute(2, 1, 0)),
+        *(list(bias.shape), [1], [pad], *_ALONG_TIME, [True, True, True]),
+    )
+    return of_x.permute(2, 0, 1), of_weight.permute(2, 1, 0), of_bias
+
+
 def _torch_body(op: OpOverload) -> Body:
     """torch's own decomposition, looked up when it is used."""
 
@@ -249,6 +268,8 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.nll_loss2d_backward.default: _nll_backward(aten.nll_loss2d_backward.default),
     aten.multi_margin_loss_backward.default: _margin_backward(aten.multi_margin_loss_backward.default),
     aten.multilabel_margin_loss_backward.default: _margin_backward(aten.multilabel_margin_loss_backward.default),
+    aten.conv_tbc.default: _conv_tbc,
+    aten.conv_tbc_backward.default: _conv_tbc_backward,
     aten.embedding_renorm.default: _embedding_renorm,
     aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),

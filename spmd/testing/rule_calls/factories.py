@@ -34,6 +34,8 @@ FACTORIES = {
     aten.arange.start: [call(2, 7)],
     aten.arange.start_step: [call(2, 7, 2)],
     aten.eye.default: [call(4)],
+    aten.fft_fftfreq.default: [call(5, 0.5)],
+    aten.fft_rfftfreq.default: [call(5, 0.5)],
     aten.eye.m: [call(4, 3)],
     aten.tril_indices.default: [call(4, 4)],
     aten.triu_indices.default: [call(4, 4)],
