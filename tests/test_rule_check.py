@@ -96,7 +96,8 @@ def test_a_page_keeps_what_is_around_the_summary(tmp_path: Path) -> None:
 def test_calls_of_the_database_are_recorded_with_their_values() -> None:
     (entry,) = entries("addmm$")
     recorded = recall(record(entry))
-    assert {"aten.addmm.default", "aten.mm.default"} <= {name for name, *_ in recorded}
+    assert {aten.addmm.default, aten.mm.default} <= {call.op for call in recorded}
+    assert all(call.provable for call in recorded if call.op is aten.mm.default)
     chosen = select(recorded, 2)
     assert all(len(calls) <= 2 for calls in chosen.values())
     args, kwargs = chosen[aten.mm.default][0]

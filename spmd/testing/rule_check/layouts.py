@@ -61,12 +61,12 @@ def check_all(tasks: Sequence[LayoutTask], *, jobs: int, seconds: float = 300.0)
     or takes too long, that is told in its place.
     """
     crashed = []
-    for task, report in each(tasks, LayoutTask.check, jobs=jobs, seconds=seconds):
+    for task, report in each(tasks, lambda task: task.check(), jobs=jobs, seconds=seconds):
         if isinstance(report, Lost) and report.exitcode is not None:
             crashed.append(attrs.evolve(task, met=True))
         else:
             yield f"{task.op}: took too long" if isinstance(report, Lost) else report
-    for task, report in each(crashed, LayoutTask.check, jobs=jobs, seconds=seconds):
+    for task, report in each(crashed, lambda task: task.check(), jobs=jobs, seconds=seconds):
         if isinstance(report, Lost):
             yield f"{task.op}: ended its process with {report.exitcode}"
         else:
@@ -114,10 +114,9 @@ class LayoutProof:
 
     def show(self, console: Console) -> None:
         """Print which operators need a layout, the findings and the totals."""
-        table = Table("operator", "needs", "layouts", "wrong", "for example", title="memory layouts")
+        table = Table("operator", "needs", "layouts", "wrong", title="memory layouts")
         for report in self.sensitive:
-            example = str(report.sensitive[0]) if report.sensitive else "ends its process"
-            table.add_row(report.op, needs_text(report), str(report.runs), str(len(report.sensitive)), example)
+            table.add_row(report.op, needs_text(report), str(report.runs), str(len(report.sensitive)))
         console.print(table)
         findings = [*self.lost, *(f"not in the table: {run}" for report in self.reports for run in report.failing)]
         findings += [f"not needed: {report.op}: {name}" for report in self.reports for name in report.unneeded]
