@@ -10,6 +10,7 @@ import torch
 from handmade import PlanBuilder, lowered, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmd.jit import jit
 from spmd.mesh import make_mesh
 from spmd.plan.plan import Plan
 from spmd.runtime import VirtualProgram
@@ -138,3 +139,18 @@ def test_scalars_survive_the_text(scalar: float) -> None:
     x = builder.input("x", (4,), P("m"))
     plan = builder.plan(builder.call(aten.mul.Tensor, (x, scalar), [((4,), P("m"))]))
     assert torch.equal(run(plan, torch.ones(4))[0], torch.ones(4) * scalar)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "operator"),
+    [
+        (lambda x: x @ x.double(), RuntimeError, "aten.mm.default on f32"),
+        (lambda x: x.long().softmax(0), NotImplementedError, "aten._softmax.default on i64"),
+        (lambda x: torch.nn.functional.embedding(x.long() + 9, x), IndexError, "aten.embedding.default on f32"),
+    ],
+)
+def test_an_error_of_a_kernel_names_the_operator_and_the_line(function, kind, operator):
+    jitted = jit(function, P("x"), P(), mesh=make_mesh({"x": 2}, runtime="virtual"))
+    for _ in range(2):
+        with pytest.raises(kind, match=rf"\n  In {operator}.* of this rank, at test_runtime.py:\d+"):
+            jitted(torch.ones(4, 4))

@@ -19,6 +19,7 @@ import torch.fx as fx
 
 from spmd.lower.program import is_primitive
 from spmd.optimize.clean import is_draw
+from spmd.recorder import where
 
 RankProgram: TypeAlias = Callable[[list[torch.Tensor]], Any]
 """A function of the list of local inputs, which it empties. In lock step a generator function: it yields the arguments
@@ -58,8 +59,26 @@ def generate(module: fx.GraphModule, *, lockstep: bool = True) -> Generated:
     """Compile a lowered graph; every variable is deleted after its last use."""
     writer = _Writer(module, lockstep)
     namespace = writer.namespace
-    exec(compile(writer.source, "<spmd local program>", "exec"), namespace)
+    namespace[_LINES] = writer.origins
+    exec(compile(writer.source, _FILE, "exec"), namespace)
     return Generated(namespace["program"], tuple(writer.stops), writer.source)
+
+
+_FILE, _LINES = "<spmd local program>", "origins"
+
+
+def name_origin(error: BaseException) -> None:
+    """Say in an error that an operator of a generated program raised which operator it is, and the user's line."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
+        trace = trace.tb_next
+    if trace is None or not error.args or not isinstance(error.args[0], str):
+        return
+    node = trace.tb_frame.f_globals[_LINES].get(trace.tb_lineno)
+    if node is not None:
+        tensors = ", ".join(str(operand.meta.get("val")) for operand in node.all_input_nodes)
+        origin = f"{node.target} on {tensors} of this rank, at {where(node.meta.get('source'))}"
+        error.args = (f"{error.args[0]}\n  In {origin}.", *error.args[1:])
 
 
 class _Writer:
@@ -70,12 +89,14 @@ class _Writer:
         self.namespace: dict[str, Any] = {}
         self.known: dict[int, str] = {}
         self.stops: list[Stop] = []
+        self.origins: dict[int, fx.Node] = {}
         nodes = list(module.graph.nodes)
         self.variables = {node: f"v{index}" for index, node in enumerate(nodes)}
         inputs = [self.variables[node] for node in nodes if node.op == "placeholder"]
         lines = ["def program(inputs):", f"    [{', '.join(inputs)}] = inputs", "    inputs.clear()"]
         dying = _last_uses(nodes)
         for node in nodes:
+            self.origins[len(lines) + 1] = node
             lines += self.statement(node, module)
             if dying[node]:
                 lines.append(f"    del {', '.join(self.variables[other] for other in dying[node])}")

@@ -7,7 +7,7 @@ import torch
 from spmd.ambient import run_isolated
 from spmd.lower.program import LocalProgram
 from spmd.runtime.agreement import check_same_program
-from spmd.runtime.codegen import generate
+from spmd.runtime.codegen import generate, name_origin
 from spmd.runtime.overlap import overlap
 
 
@@ -43,5 +43,9 @@ class DistributedProgram:
         """
         shards = [shard for (shard,) in inputs]
         inputs.clear()
-        results: tuple[torch.Tensor, ...] = run_isolated(self._function, shards)
+        try:
+            results: tuple[torch.Tensor, ...] = run_isolated(self._function, shards)
+        except Exception as error:
+            name_origin(error)
+            raise
         return [(shard,) for shard in results]

@@ -10,7 +10,7 @@ import torch
 from spmd.ambient import run_isolated
 from spmd.collectives import virtual
 from spmd.lower.program import LocalProgram
-from spmd.runtime.codegen import Stop, generate
+from spmd.runtime.codegen import Stop, generate, name_origin
 
 
 class VirtualProgram:
@@ -43,7 +43,11 @@ class VirtualProgram:
         Returns:
             For each output the shards of all ranks, in rank order.
         """
-        return run_isolated(self._run, inputs)
+        try:
+            return run_isolated(self._run, inputs)
+        except Exception as error:
+            name_origin(error)
+            raise
 
     def _run(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
         mesh = self._mesh

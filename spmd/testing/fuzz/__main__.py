@@ -58,7 +58,10 @@ def _many(seeds: range, options: argparse.Namespace) -> list[Outcome]:
             if outcome.status in BAD:
                 failures += 1
                 progress.console.print(
-                    f"{outcome.seed}: {outcome.status.value}: {outcome.message:.200}", markup=False, highlight=False, soft_wrap=True
+                    f"{outcome.seed}: {outcome.status.value}: {outcome.message:.200}",
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
                 )
             if options.stop_after and failures >= options.stop_after:
                 break

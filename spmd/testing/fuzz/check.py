@@ -87,7 +87,9 @@ def check(program: Program) -> Outcome:
             return attrs.evolve(outcome, status=Status.WRONG, kind=_skeleton(reason), message=message)
     differences = comms_differences(plan, traffic)
     if differences:
-        return attrs.evolve(outcome, status=Status.COMMS, kind=_skeleton(differences[0]), message="; ".join(differences))
+        return attrs.evolve(
+            outcome, status=Status.COMMS, kind=_skeleton(differences[0]), message="; ".join(differences)
+        )
     return outcome
 
 
@@ -121,7 +123,9 @@ def _described(program: Program, values: Sequence[torch.Tensor], specs: Sequence
         transform=program.transform.kind.value,
         operators=tuple(sorted({line.operator for line in program.lines} - {"adapt"})),
         uneven=any(not spec.is_even for spec in specs),
-        empty=any(axes and not size for spec in specs for axes, size in zip(spec.dims, spec.local_shape(last), strict=True)),
+        empty=any(
+            axes and not size for spec in specs for axes, size in zip(spec.dims, spec.local_shape(last), strict=True)
+        ),
         partial=any(spec.partial for spec in specs) or any(spec.partial for spec in program.out_specs),
         ranks=mesh.size,
     )

@@ -223,7 +223,9 @@ class Draw:
                 raise Rejected("too few rows")
             return f"torch.tensor({self.rng.sample(range(bound), shape[0])})"
         if self.maybe(0.5) and math.prod(shape):
-            x = self.tensor((Kind.INT, Kind.FLOAT), len(shape), where=lambda t: tuple(t.shape) == tuple(shape), make=lambda: shape)
+            x = self.tensor(
+                (Kind.INT, Kind.FLOAT), len(shape), where=lambda t: tuple(t.shape) == tuple(shape), make=lambda: shape
+            )
             if x.tensor.dtype == torch.int64:
                 return f"({x} % {bound})"
             return f"({x} * 3).long() % {bound}"

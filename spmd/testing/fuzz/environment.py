@@ -26,7 +26,15 @@ class Rejected(Exception):
 
 def names() -> dict[str, Any]:
     """What the text of a program may refer to."""
-    return {"functools": functools, "torch": torch, "F": F, "spmd": spmd, "P": spmd.P, "is_tracing": is_tracing, "g": torch.Generator()}
+    return {
+        "functools": functools,
+        "torch": torch,
+        "F": F,
+        "spmd": spmd,
+        "P": spmd.P,
+        "is_tracing": is_tracing,
+        "g": torch.Generator(),
+    }
 
 
 class Environment:

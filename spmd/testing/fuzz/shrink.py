@@ -145,7 +145,11 @@ def _cuts(program: Program) -> Iterator[Program]:
             arguments = program.arguments
             transform = program.transform
             for name, kind, shape in made:
-                place = P() if spec == "replicated" or not shape else P(*[None] * (len(shape) - 1 if spec == "last" else 0), axes)
+                place = (
+                    P()
+                    if spec == "replicated" or not shape
+                    else P(*[None] * (len(shape) - 1 if spec == "last" else 0), axes)
+                )
                 arguments = (*arguments, Argument(name, Recipe(kind, shape, seed=n), place))  # type: ignore[arg-type]
                 if kind in (Kind.FLOAT, Kind.COMPLEX) and transform.differentiates:
                     transform = attrs.evolve(transform, argnums=(*transform.argnums, len(arguments) - 1))

@@ -98,7 +98,11 @@ class Transform:
         }[self.kind]
         tangents = ", ".join(f"{arguments[index]}.cos()" for index in self.argnums)
         body = "".join(f"    {line.replace('CHOSEN', chosen).replace('TANGENTS', tangents)}\n" for line in lines)
-        inner = f"    def g({chosen}):\n        return [v for v in f({names}) if is_smooth(v)]\n\n" if " g," in body or "(g," in body else ""
+        inner = (
+            f"    def g({chosen}):\n        return [v for v in f({names}) if is_smooth(v)]\n\n"
+            if " g," in body or "(g," in body
+            else ""
+        )
         return f"{_LOSS if 'loss' in body else _SMOOTH}def program({names}):\n{inner}{body}"
 
 

@@ -70,7 +70,9 @@ def _complex(d: Draw) -> str:
 
 
 def _view_as_complex(d: Draw) -> str:
-    x = d.floats((1, 4), where=lambda t: t.shape[-1] == 2 and t.stride(-1) == 1, make=lambda: (d.integer(1, 4), 2), fresh=0.2)
+    x = d.floats(
+        (1, 4), where=lambda t: t.shape[-1] == 2 and t.stride(-1) == 1, make=lambda: (d.integer(1, 4), 2), fresh=0.2
+    )
     return f"torch.view_as_complex({x}.contiguous())" if d.maybe() else f"torch.view_as_complex({x} * 1.5)"
 
 

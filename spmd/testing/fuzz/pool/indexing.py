@@ -98,7 +98,9 @@ def _index_reduce(d: Draw) -> str:
     x = _rows(d)
     dim, count = d.dim(x), d.integer(1, 4)
     how = d.choice("amax", "amin", "mean", "prod")
-    return f"torch.index_reduce({x}, {dim}, {d.index((count,), x.shape[dim])}, {_source(d, x, dim, count)} + 0.1, '{how}')"
+    return (
+        f"torch.index_reduce({x}, {dim}, {d.index((count,), x.shape[dim])}, {_source(d, x, dim, count)} + 0.1, '{how}')"
+    )
 
 
 def _index_put(d: Draw) -> str:

@@ -9,7 +9,9 @@ from spmd.testing.fuzz.pool.operator import Draw, Operator
 
 def _vmap(d: Draw) -> str:
     x = d.floats((1, 4), nonempty=True)
-    inner = d.choice("row - row.flatten().mean()", "row.sin() * row.sum()", "row.flatten().cumsum(0)", "row.flatten().softmax(0)")
+    inner = d.choice(
+        "row - row.flatten().mean()", "row.sin() * row.sum()", "row.flatten().cumsum(0)", "row.flatten().softmax(0)"
+    )
     return f"torch.func.vmap(lambda row: {inner}, in_dims={d.dim(x)})({x})"
 
 
@@ -44,7 +46,6 @@ def _jacrev(d: Draw) -> str:
 def _linearize(d: Draw) -> str:
     x = d.floats((0, 2))
     return f"torch.func.linearize(lambda t: t.sin() * t, {x})[1]({d.like(x)})"
-
 
 
 OPERATORS: Mapping[str, Operator] = {

@@ -33,16 +33,39 @@ def _write(make: Callable[[Draw, Operand], str], ndim: tuple[int, int] = (0, 4))
 
 
 def _pointwise(d: Draw, x: Operand) -> str:
-    return d.choice(f"{x}.sin_()", f"{x}.mul_({d.number()})", f"{x}.clamp_(-1.1, 1.2)", f"{x}.neg_()", f"{x}.tanh_()", f"{x} += {d.number()}")
+    return d.choice(
+        f"{x}.sin_()",
+        f"{x}.mul_({d.number()})",
+        f"{x}.clamp_(-1.1, 1.2)",
+        f"{x}.neg_()",
+        f"{x}.tanh_()",
+        f"{x} += {d.number()}",
+    )
 
 
 def _binary(d: Draw, x: Operand) -> str:
     y = d.broadcast(x)
-    return d.choice(f"{x}.add_({y}, alpha=0.5)", f"{x}.mul_({y})", f"{x}.sub_({y})", f"{x} -= {y}", f"{x}.copy_({y})", f"{x}.lerp_({y}.expand_as({x}), 0.3)", f"{x}.addcmul_({y}, {y})")
+    return d.choice(
+        f"{x}.add_({y}, alpha=0.5)",
+        f"{x}.mul_({y})",
+        f"{x}.sub_({y})",
+        f"{x} -= {y}",
+        f"{x}.copy_({y})",
+        f"{x}.lerp_({y}.expand_as({x}), 0.3)",
+        f"{x}.addcmul_({y}, {y})",
+    )
 
 
 def _slice(d: Draw, x: Operand) -> str:
-    return d.choice(f"{x}[1:].mul_(2)", f"{x}[..., :1] *= 2", f"{x}[::2] = {d.number()}", f"{x}.narrow(0, 0, 1).zero_()", f"{x}[-1] += 1.5", f"{x}[..., ::2].sin_()", f"{x}[0] = {x}[-1]")
+    return d.choice(
+        f"{x}[1:].mul_(2)",
+        f"{x}[..., :1] *= 2",
+        f"{x}[::2] = {d.number()}",
+        f"{x}.narrow(0, 0, 1).zero_()",
+        f"{x}[-1] += 1.5",
+        f"{x}[..., ::2].sin_()",
+        f"{x}[0] = {x}[-1]",
+    )
 
 
 def _slice_tensor(d: Draw, x: Operand) -> str:
@@ -51,31 +74,59 @@ def _slice_tensor(d: Draw, x: Operand) -> str:
 
 
 def _transposed(d: Draw, x: Operand) -> str:
-    return d.choice(f"{x}.mT.add_(1)", f"{x}.transpose(0, 1)[0].mul_(3)", f"{x}.mT[..., 1:] = 0.5", f"{x}.movedim(0, -1).neg_()", f"{x}.diagonal().fill_(0.7)", f"{x}.select(1, 0).zero_()")
+    return d.choice(
+        f"{x}.mT.add_(1)",
+        f"{x}.transpose(0, 1)[0].mul_(3)",
+        f"{x}.mT[..., 1:] = 0.5",
+        f"{x}.movedim(0, -1).neg_()",
+        f"{x}.diagonal().fill_(0.7)",
+        f"{x}.select(1, 0).zero_()",
+    )
 
 
 def _through_view(d: Draw, x: Operand) -> str:
-    return d.choice(f"{x}.flatten().mul_(2)", f"{x}.view(-1)[::2].add_(1)", f"{x}.unsqueeze(0).mul_(0.5)", f"{x}.unflatten(0, (1, -1)).sub_(0.2)", f"{x}.ravel().neg_()")
+    return d.choice(
+        f"{x}.flatten().mul_(2)",
+        f"{x}.view(-1)[::2].add_(1)",
+        f"{x}.unsqueeze(0).mul_(0.5)",
+        f"{x}.unflatten(0, (1, -1)).sub_(0.2)",
+        f"{x}.ravel().neg_()",
+    )
 
 
 def _expanded(d: Draw, x: Operand) -> str:
-    return d.choice(f"{x}.expand(2, *{x}.shape).zero_()", f"{x}.expand(1, *{x}.shape).mul_(2)", f"{x}.unsqueeze(0).expand(2, {'-1, ' * x.ndim}).fill_(0.3)".replace(", )", ")"), f"{x}[:1].expand({x}.shape).fill_(0.4)")
+    return d.choice(
+        f"{x}.expand(2, *{x}.shape).zero_()",
+        f"{x}.expand(1, *{x}.shape).mul_(2)",
+        f"{x}.unsqueeze(0).expand(2, {'-1, ' * x.ndim}).fill_(0.3)".replace(", )", ")"),
+        f"{x}[:1].expand({x}.shape).fill_(0.4)",
+    )
 
 
 def _mask(d: Draw, x: Operand) -> str:
-    return d.choice(f"{x}[{x} > 0.3] = 0.125", f"{x}.masked_fill_({x} < -0.2, 0.5)", f"{x}[({x} > 0.1) & ({x} < 0.9)] = -1.0", f"{x}[{x} < 0.2] *= 2")
+    return d.choice(
+        f"{x}[{x} > 0.3] = 0.125",
+        f"{x}.masked_fill_({x} < -0.2, 0.5)",
+        f"{x}[({x} > 0.1) & ({x} < 0.9)] = -1.0",
+        f"{x}[{x} < 0.2] *= 2",
+    )
 
 
 def _mask_rows(d: Draw, x: Operand) -> str:
     mask = [bool((n * 5 + 1) % 3) for n in range(x.shape[0])]
-    return d.choice(f"{x}[torch.tensor({mask})] = {d.number()}", f"{x}[{x}.flatten(1).sum(1) > 0] = 0.25" if x.ndim > 1 else f"{x}[{x}.abs() > 0.5] = 1.5")
+    return d.choice(
+        f"{x}[torch.tensor({mask})] = {d.number()}",
+        f"{x}[{x}.flatten(1).sum(1) > 0] = 0.25" if x.ndim > 1 else f"{x}[{x}.abs() > 0.5] = 1.5",
+    )
 
 
 def _index(d: Draw, x: Operand) -> str:
     count = d.integer(1, x.shape[0])
     index = d.index((count,), x.shape[0], distinct=True)
     y = d.sized((count, *x.shape[1:]))
-    return d.choice(f"{x}[{index}] = {y}", f"{x}[{index}] += {y}", f"{x}.index_copy_(0, {index}, {y})", f"{x}[{index}] = 0.5")
+    return d.choice(
+        f"{x}[{index}] = {y}", f"{x}[{index}] += {y}", f"{x}.index_copy_(0, {index}, {y})", f"{x}[{index}] = 0.5"
+    )
 
 
 def _index_put(d: Draw, x: Operand) -> str:
@@ -96,7 +147,11 @@ def _scatter(d: Draw, x: Operand) -> str:
     shape = list(x.shape)
     shape[dim] = d.integer(1, 3)
     index = d.index(shape, x.shape[dim])
-    return d.choice(f"{x}.scatter_add_({dim}, {index}, {d.sized(shape)})", f"{x}.scatter_({dim}, {index}, 0.75)", f"{x}.scatter_reduce_({dim}, {index}, {d.sized(shape)}, 'amax')")
+    return d.choice(
+        f"{x}.scatter_add_({dim}, {index}, {d.sized(shape)})",
+        f"{x}.scatter_({dim}, {index}, 0.75)",
+        f"{x}.scatter_reduce_({dim}, {index}, {d.sized(shape)}, 'amax')",
+    )
 
 
 def _chunks(d: Draw, x: Operand) -> str:
@@ -111,7 +166,14 @@ def _fill_diagonal(d: Draw, x: Operand) -> str:
 
 
 def _functional(d: Draw, x: Operand) -> str:
-    return d.choice(f"F.relu({x}, inplace=True)", f"F.leaky_relu_({x}, 0.2)", f"F.elu_({x})", f"F.hardtanh({x}, -0.8, 0.9, inplace=True)", f"F.silu({x}, inplace=True)", f"F.threshold_({x}, 0.1, 0.2)")
+    return d.choice(
+        f"F.relu({x}, inplace=True)",
+        f"F.leaky_relu_({x}, 0.2)",
+        f"F.elu_({x})",
+        f"F.hardtanh({x}, -0.8, 0.9, inplace=True)",
+        f"F.silu({x}, inplace=True)",
+        f"F.threshold_({x}, 0.1, 0.2)",
+    )
 
 
 def _swapped(d: Draw) -> Block:
@@ -125,7 +187,12 @@ def _out(d: Draw) -> Block:
     x, name = d.floats((0, 4), nonempty=True), d.name()
     y = d.like(x)
     made = d.choice(f"torch.empty({x.shape})", f"torch.empty_like({x})", f"torch.zeros({x.shape}, dtype=torch.float64)")
-    write = d.choice("torch.add({x}, {y}, out={o})", "torch.mul({x}, {y}, out={o})", "torch.sin({x}, out={o})", "torch.maximum({x}, {y} + 0.1, out={o})")
+    write = d.choice(
+        "torch.add({x}, {y}, out={o})",
+        "torch.mul({x}, {y}, out={o})",
+        "torch.sin({x}, out={o})",
+        "torch.maximum({x}, {y} + 0.1, out={o})",
+    )
     return Block((f"{name} = {made}", write.format(x=x, y=y, o=name)), (name,))
 
 
@@ -151,13 +218,28 @@ def _out_cat(d: Draw) -> Block:
 
 def _accumulate(d: Draw) -> Block:
     x, name = d.floats((1, 3), nonempty=True), d.name()
-    return Block((f"{name} = torch.zeros({x.shape[1:]})", f"for row in {x}:", f"    {name} = {name} * 0.5 + row", f"    {name}.tanh_()"), (name,))
+    return Block(
+        (
+            f"{name} = torch.zeros({x.shape[1:]})",
+            f"for row in {x}:",
+            f"    {name} = {name} * 0.5 + row",
+            f"    {name}.tanh_()",
+        ),
+        (name,),
+    )
 
 
 def _filled_rows(d: Draw) -> Block:
     """A result that is filled row by row."""
     x, name = d.floats((2, 3), nonempty=True), d.name()
-    return Block((f"{name} = torch.empty_like({x})", f"for number in range({x.shape[0]}):", f"    {name}[number] = {x}[number] * number"), (name,))
+    return Block(
+        (
+            f"{name} = torch.empty_like({x})",
+            f"for number in range({x.shape[0]}):",
+            f"    {name}[number] = {x}[number] * number",
+        ),
+        (name,),
+    )
 
 
 def _int(d: Draw) -> Block:
@@ -169,7 +251,13 @@ def _int(d: Draw) -> Block:
 
 def _complex(d: Draw) -> Block:
     x, name = d.complexes((1, 3), nonempty=True), d.name()
-    change = d.choice(f"{name}.real.mul_(2)", f"{name}.mul_(1j)", f"{name}[0] = 1 + 2j", f"torch.view_as_real({name})[..., 1].zero_()", f"{name}.imag[0] = 0.5")
+    change = d.choice(
+        f"{name}.real.mul_(2)",
+        f"{name}.mul_(1j)",
+        f"{name}[0] = 1 + 2j",
+        f"torch.view_as_real({name})[..., 1].zero_()",
+        f"{name}.imag[0] = 0.5",
+    )
     return Block((f"{name} = {x} * 2", change), (name,))
 
 

@@ -31,7 +31,9 @@ def _tall(text: str) -> Operator:
     """An operator of a matrix of full rank, `a` in the text, with at least as many rows as columns."""
 
     def operator(d: Draw) -> str:
-        x = d.floats((2, 3), nonempty=True, where=lambda t: t.shape[-2] >= t.shape[-1], make=lambda: (4, d.integer(1, 4)))
+        x = d.floats(
+            (2, 3), nonempty=True, where=lambda t: t.shape[-2] >= t.shape[-1], make=lambda: (4, d.integer(1, 4))
+        )
         return text.format(a=f"({x} + torch.eye({x.shape[-2]}, {x.shape[-1]}) * 4)")
 
     return operator

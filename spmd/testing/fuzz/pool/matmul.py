@@ -34,7 +34,14 @@ def _bmm(d: Draw) -> str:
 def _matmul(d: Draw) -> str:
     """With broadcast batch dims."""
     x = d.floats((2, 4))
-    y = d.floats((2, 3), where=lambda t: t.shape[-2] == x.shape[-1] and all(a == b or 1 in (a, b) for a, b in zip(t.shape[-3::-1], x.shape[-3::-1], strict=False)), make=lambda: (x.shape[-1], d.integer(1, 4)))
+    y = d.floats(
+        (2, 3),
+        where=lambda t: (
+            t.shape[-2] == x.shape[-1]
+            and all(a == b or 1 in (a, b) for a, b in zip(t.shape[-3::-1], x.shape[-3::-1], strict=False))
+        ),
+        make=lambda: (x.shape[-1], d.integer(1, 4)),
+    )
     return f"torch.matmul({x}, {y})"
 
 

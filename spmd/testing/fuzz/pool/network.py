@@ -13,7 +13,11 @@ def _image(d: Draw, spatial: int, least: int = 2) -> Operand:
         return min(shape) > 0 and min(shape[2:]) >= least
 
     def make() -> list[int]:
-        return [d.integer(1, 4), d.choice(1, 2, 2, 4), *[d.integer(least, 5 if spatial < 3 else 3) for _ in range(spatial)]]
+        return [
+            d.integer(1, 4),
+            d.choice(1, 2, 2, 4),
+            *[d.integer(least, 5 if spatial < 3 else 3) for _ in range(spatial)],
+        ]
 
     return d.floats(spatial + 2, where=fits, make=make, fresh=0.15)
 
@@ -83,7 +87,12 @@ def _lp_pool(d: Draw) -> str:
 
 
 def _batch_norm(d: Draw) -> str:
-    x = d.floats((2, 4), nonempty=True, where=lambda t: t.numel() // t.shape[1] > 1, make=lambda: (d.integer(2, 4), d.integer(1, 4), d.integer(2, 3)))
+    x = d.floats(
+        (2, 4),
+        nonempty=True,
+        where=lambda t: t.numel() // t.shape[1] > 1,
+        make=lambda: (d.integer(2, 4), d.integer(1, 4), d.integer(2, 3)),
+    )
     channels = (x.shape[1],)
     if d.maybe():
         return f"F.batch_norm({x}, None, None, {d.sized(channels)}, {d.sized(channels)}, training=True)"
@@ -91,14 +100,24 @@ def _batch_norm(d: Draw) -> str:
 
 
 def _batch_norm_statistics(d: Draw) -> str:
-    x = d.floats((2, 3), nonempty=True, where=lambda t: t.numel() // t.shape[1] > 1, make=lambda: (d.integer(2, 4), d.integer(1, 4)))
+    x = d.floats(
+        (2, 3),
+        nonempty=True,
+        where=lambda t: t.numel() // t.shape[1] > 1,
+        make=lambda: (d.integer(2, 4), d.integer(1, 4)),
+    )
     channels = (x.shape[1],)
     mean, var = d.sized(channels), d.sized(channels)
     return f"(lambda m, s: (F.batch_norm({x}, m, s, training=True, momentum=0.3), m, s))({mean}.clone(), {var}.square() + 0.3)"
 
 
 def _instance_norm(d: Draw) -> str:
-    x = d.floats((3, 4), nonempty=True, where=lambda t: t[0, 0].numel() > 1, make=lambda: (d.integer(1, 3), d.integer(1, 3), d.integer(2, 4)))
+    x = d.floats(
+        (3, 4),
+        nonempty=True,
+        where=lambda t: t[0, 0].numel() > 1,
+        make=lambda: (d.integer(1, 3), d.integer(1, 3), d.integer(2, 4)),
+    )
     return f"F.instance_norm({x})"
 
 
@@ -149,7 +168,12 @@ def _attention_fused(d: Draw) -> str:
     """Of shapes that fused kernels take, with operands as modules make them: heads split off and transposed."""
     batch, heads, rows, width = d.integer(1, 3), d.integer(1, 3), d.integer(1, 4), d.integer(1, 4)
     q, k, v = (d.sized((batch, rows, heads * width)) for _ in range(3))
-    q, k, v = (f"{x}.view({batch}, {rows}, {heads}, {width}).transpose(1, 2)" if x in d.arguments else f"{x}.unflatten(-1, ({heads}, {width})).transpose(1, 2)" for x in (q, k, v))  # type: ignore[assignment]
+    q, k, v = (
+        f"{x}.view({batch}, {rows}, {heads}, {width}).transpose(1, 2)"
+        if x in d.arguments
+        else f"{x}.unflatten(-1, ({heads}, {width})).transpose(1, 2)"
+        for x in (q, k, v)
+    )  # type: ignore[assignment]
     causal = d.choice("", ", is_causal=True")
     return f"F.scaled_dot_product_attention({q}, {k}, {v}{causal})"
 
@@ -197,7 +221,9 @@ def _cell(d: Draw) -> str:
 
 
 def _glu(d: Draw) -> str:
-    x = d.floats((1, 4), where=lambda t: any(size and size % 2 == 0 for size in t.shape), make=lambda: (d.integer(1, 4), 4))
+    x = d.floats(
+        (1, 4), where=lambda t: any(size and size % 2 == 0 for size in t.shape), make=lambda: (d.integer(1, 4), 4)
+    )
     return f"F.glu({x}, {d.choice(*[n for n, size in enumerate(x.shape) if size and size % 2 == 0])})"
 
 

@@ -58,7 +58,9 @@ OPERATORS: Mapping[str, Operator] = {
     "min_all": unary("{x}.min()", nonempty=True),
     "aminmax": along("torch.aminmax({x}, dim={d}, keepdim={k})"),
     "var": _over("{x}.var({d}, correction=0, keepdim={k})"),
-    "std": _over("({x} + torch.arange({x}.shape[-1])).std({d}, correction=0, keepdim={k}) if {x}.shape[-1] > 1 else {x}.sum({d})"),
+    "std": _over(
+        "({x} + torch.arange({x}.shape[-1])).std({d}, correction=0, keepdim={k}) if {x}.shape[-1] > 1 else {x}.sum({d})"
+    ),
     "var_mean": along("torch.var_mean({x}, {d}, correction=0, keepdim={k})"),
     "var_all": unary("torch.var({x}, correction=0)", nonempty=True),
     "logsumexp": _over("torch.logsumexp({x}, {d}, keepdim={k})"),
@@ -108,6 +110,8 @@ OPERATORS: Mapping[str, Operator] = {
     "softmin": along("F.softmin({x}, {d})"),
     "masked_softmax": along("{x}.masked_fill({x} > 1.2, -float('inf')).softmax({d}).nan_to_num(0.1)"),
     "normalize": along("F.normalize({x} + 0.2, dim={d})"),
-    "std_mean": along("torch.std_mean({x} + torch.arange({x}.shape[{d}]).view([-1] + [1] * ({x}.ndim - 1 - {d} % {x}.ndim)) * 2, {d}, correction=0) if {x}.shape[{d}] > 1 else {x} * 2"),
+    "std_mean": along(
+        "torch.std_mean({x} + torch.arange({x}.shape[{d}]).view([-1] + [1] * ({x}.ndim - 1 - {d} % {x}.ndim)) * 2, {d}, correction=0) if {x}.shape[{d}] > 1 else {x} * 2"
+    ),
     "renorm": along("torch.renorm({x} + 0.1, 2, {d}, 1.5)"),
 }

@@ -13,7 +13,9 @@ def _cat(d: Draw) -> str:
     y = d.like(x)
     dim = d.dim(x)
     cut = f"{x}.narrow({dim}, 0, {x.shape[dim] // 2})"
-    return d.choice(f"torch.cat([{x}, {y}], {dim})", f"torch.cat([{x}, {y}, {cut}], {dim})", f"torch.cat(({cut}, {y}), {dim})")
+    return d.choice(
+        f"torch.cat([{x}, {y}], {dim})", f"torch.cat([{x}, {y}, {cut}], {dim})", f"torch.cat(({cut}, {y}), {dim})"
+    )
 
 
 def _cat_mixed(d: Draw) -> str:
@@ -47,7 +49,9 @@ def _pad_negative(d: Draw) -> str:
 
 def _pad_mode(d: Draw) -> str:
     ndim = d.choice(2, 3, 3, 4)
-    x = d.floats(ndim, where=lambda t: all(size > 1 for size in t.shape), make=lambda: [d.integer(2, 4) for _ in range(ndim)])
+    x = d.floats(
+        ndim, where=lambda t: all(size > 1 for size in t.shape), make=lambda: [d.integer(2, 4) for _ in range(ndim)]
+    )
     mode = d.choice("reflect", "replicate", "circular")
     pads = (1, d.integer(0, 1)) if ndim < 4 else (1, 0, d.integer(0, 1), 1)
     return f"F.pad({x}, {pads}, mode='{mode}')"
@@ -114,22 +118,36 @@ def _broadcast_tensors(d: Draw) -> str:
 
 
 def _pixel_shuffle(d: Draw) -> str:
-    x = d.floats(4, where=lambda t: t.shape[1] % 4 == 0 and t.numel() > 0, make=lambda: (d.integer(1, 3), 4, d.integer(1, 3), d.integer(1, 3)))
+    x = d.floats(
+        4,
+        where=lambda t: t.shape[1] % 4 == 0 and t.numel() > 0,
+        make=lambda: (d.integer(1, 3), 4, d.integer(1, 3), d.integer(1, 3)),
+    )
     return f"F.pixel_shuffle({x}, 2)"
 
 
 def _pixel_unshuffle(d: Draw) -> str:
-    x = d.floats(4, where=lambda t: t.shape[2] % 2 == 0 and t.shape[3] % 2 == 0 and t.numel() > 0, make=lambda: (d.integer(1, 3), d.integer(1, 2), 2, 4))
+    x = d.floats(
+        4,
+        where=lambda t: t.shape[2] % 2 == 0 and t.shape[3] % 2 == 0 and t.numel() > 0,
+        make=lambda: (d.integer(1, 3), d.integer(1, 2), 2, 4),
+    )
     return f"F.pixel_unshuffle({x}, 2)"
 
 
 def _channel_shuffle(d: Draw) -> str:
-    x = d.floats(4, where=lambda t: t.shape[1] % 2 == 0 and t.numel() > 0, make=lambda: (d.integer(1, 3), 4, 2, d.integer(1, 3)))
+    x = d.floats(
+        4, where=lambda t: t.shape[1] % 2 == 0 and t.numel() > 0, make=lambda: (d.integer(1, 3), 4, 2, d.integer(1, 3))
+    )
     return f"F.channel_shuffle({x}, 2)"
 
 
 def _im2col(d: Draw) -> str:
-    x = d.floats(4, where=lambda t: min(t.shape) > 0 and min(t.shape[2:]) > 1, make=lambda: (d.integer(1, 3), d.integer(1, 3), 3, d.integer(2, 4)))
+    x = d.floats(
+        4,
+        where=lambda t: min(t.shape) > 0 and min(t.shape[2:]) > 1,
+        make=lambda: (d.integer(1, 3), d.integer(1, 3), 3, d.integer(2, 4)),
+    )
     return f"F.unfold({x}, 2, padding={d.integer(0, 1)}, stride={d.integer(1, 2)})"
 
 
@@ -168,7 +186,15 @@ def _combine(d: Draw) -> str:
 
 
 def _interpolate(d: Draw) -> str:
-    mode, ndim = d.choice(("nearest", 4), ("bilinear", 4), ("bicubic", 4), ("linear", 3), ("nearest", 3), ("nearest-exact", 4), ("area", 3))
+    mode, ndim = d.choice(
+        ("nearest", 4),
+        ("bilinear", 4),
+        ("bicubic", 4),
+        ("linear", 3),
+        ("nearest", 3),
+        ("nearest-exact", 4),
+        ("area", 3),
+    )
     x = d.floats(ndim, nonempty=True)
     size = d.choice("scale_factor=2", f"size={tuple(d.integer(1, 5) for _ in range(ndim - 2))}")
     corners = f", align_corners={d.maybe()}" if mode in ("bilinear", "bicubic", "linear") else ""

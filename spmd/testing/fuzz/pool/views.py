@@ -90,7 +90,10 @@ def _unsqueeze(d: Draw) -> str:
 def _expand(d: Draw) -> str:
     x = d.anything((0, 3))
     count = d.integer(1, 3)
-    return d.choice(f"{x}.expand({count}, {', '.join(['-1'] * x.ndim)})".replace(", )", ")"), f"{x}.unsqueeze(-1).expand({', '.join(map(str, (*x.shape, count)))})")
+    return d.choice(
+        f"{x}.expand({count}, {', '.join(['-1'] * x.ndim)})".replace(", )", ")"),
+        f"{x}.unsqueeze(-1).expand({', '.join(map(str, (*x.shape, count)))})",
+    )
 
 
 def _expand_as(d: Draw) -> str:
@@ -113,7 +116,9 @@ def _slice(d: Draw) -> str:
 
 def _slice_several(d: Draw) -> str:
     x = d.anything((2, 4))
-    return d.choice(f"{x}[1:, ..., ::2]", f"{x}[:, None, 1:]", f"{x}[..., 0, None]", f"{x}[-1, :2]", f"{x}[::2][:, ::2]")
+    return d.choice(
+        f"{x}[1:, ..., ::2]", f"{x}[:, None, 1:]", f"{x}[..., 0, None]", f"{x}[-1, :2]", f"{x}[::2][:, ::2]"
+    )
 
 
 def _narrow(d: Draw) -> str:
@@ -171,7 +176,9 @@ def _contiguous(d: Draw) -> str:
 
 def _channels_last(d: Draw) -> str:
     x = d.floats(4)
-    return d.choice(f"{x}.contiguous(memory_format=torch.channels_last)", f"{x}.to(memory_format=torch.channels_last) * 2")
+    return d.choice(
+        f"{x}.contiguous(memory_format=torch.channels_last)", f"{x}.to(memory_format=torch.channels_last) * 2"
+    )
 
 
 def _split(d: Draw) -> str:
