@@ -23,6 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spmd.assignments import fill_masked
 from spmd.errors import TraceError
 from spmd.foreach import list_body
 from spmd.graph import Graph, Value, map_leaves
@@ -279,7 +280,10 @@ class _ClosureLifting(TorchFunctionMode):
             )
         if getattr(func, "__name__", "") == "__get__" and func not in _VIEW_GETTERS:
             return func(*args, **(kwargs or {}))
-        return func(*map_leaves(self._lift, args), **map_leaves(self._lift, kwargs or {}))
+        args, kwargs = map_leaves(self._lift, args), map_leaves(self._lift, kwargs or {})
+        if func is torch.Tensor.__setitem__ and fill_masked(*args):
+            return None
+        return func(*args, **kwargs)
 
     def check_writes(self) -> None:
         """TraceError if an argument or a closed-over tensor was written to."""

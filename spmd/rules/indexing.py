@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from spmd.rules.lookup import pick
 from spmd.rules.notation import Rows, by_call, factors, term
 from spmd.rules.partial import carry, increasing, keeps_max, keeps_min, linear
 from spmd.rules.rule import Axes, Call, Row, Rule, table
+from spmd.spec import TensorMeta
 
 aten = torch.ops.aten
 
@@ -81,7 +82,47 @@ def _index(call: Call) -> Rule:
     return factors(f"{whole}, [{own}] -> {result}", carry("self"))
 
 
+def _is_mask(meta: TensorMeta | None) -> bool:
+    return meta is not None and meta.dtype in (torch.bool, torch.uint8)
+
+
+def _mask_put(call: Call) -> Rule:
+    """Writes where masks say.
+
+    One mask and a value that is the same at all of its places write element by element. Otherwise how many places a
+    rank has found tells which values are theirs: neither the indexed dims nor the places are cut.
+    """
+    indices, values = call.argument("indices"), call.argument("values")
+    names = list(dim_names(call.operands[0].ndim))
+    covered: list[str] = []
+    firsts: list[int] = []
+    dim = 0
+    for meta in indices:
+        if meta is not None:
+            firsts.append(dim)
+            covered += names[dim : dim + (meta.ndim if _is_mask(meta) else 1)]
+        dim += meta.ndim if _is_mask(meta) else 1
+    if any(_is_mask(meta) and meta.ndim == 0 for meta in indices):
+        return factors("*, *, * -> *")
+    kept = [name for name in names if name not in covered]
+    start = names.index(covered[0]) if covered == names[firsts[0] : firsts[0] + len(covered)] else 0
+    found = 1 if all(meta is None or _is_mask(meta) for meta in indices) else max(m.ndim for m in indices if m)
+    result = [*kept[:start], *["_"] * found, *kept[start:]]
+    if len(firsts) == 1 and _is_one(values, start, result):
+        return factors(f"{term(names)}, {term(covered)}, [{term(result)}] -> {term(names)}", _flows("values"))
+    whole = term(names, covered)
+    return factors(f"{whole}, *, [{term(result)}] -> {whole}", _flows("values"))
+
+
+def _is_one(values: TensorMeta, place: int, result: Sequence[str]) -> bool:
+    """Whether values, aligned with the dims `result`, have length 1 in that at `place`."""
+    dim = place - (len(result) - values.ndim)
+    return dim < 0 or values.shape[dim] == 1
+
+
 def _index_put(call: Call) -> Rule:
+    if any(map(_is_mask, call.argument("indices"))):
+        return _mask_put(call)
     whole, own, result = _terms(call)
     return _written(call, f"{whole}, [{own}], [{result}] -> {whole}", own, _flows("values"))
 

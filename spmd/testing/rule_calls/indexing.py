@@ -8,6 +8,7 @@ from spmd.testing.rule_calls.draws import Calls, Draws, call
 
 aten = torch.ops.aten
 _draws = Draws(3)
+_THREE = torch.tensor([True, False, True, True])
 f, i, b = _draws.f, _draws.i, _draws.b
 
 
@@ -38,6 +39,15 @@ INDEXING = {
         call(f(4, 5), [torch.tensor([1, 1, 0])], f(5), True),
         call(f(4, 5, 3), [None, torch.tensor([1, 3])], f(4, 2, 3), True),
         call(f(4, 5), [torch.tensor([1, 3]), torch.tensor([2, 2])], f(2)),
+        call(f(4, 5), [b(4, 5)], f()),
+        call(f(4, 5), [b(4, 5)], f(1), True),
+        call(f(4, 5, 3), [None, b(5, 3)], f(4, 1)),
+        call(f(4, 5, 3), [None, b(5)], f(3)),
+        call(f(4, 5, 3), [b(4)], f(5, 1)),
+        call(f(4, 5), [_THREE], f(3, 5)),
+        call(f(4, 5, 2), [_THREE, None, torch.tensor([0, 1, 0])], f(3, 5)),
+        call(f(4, 5, 2), [_THREE, torch.tensor([[2], [4]])], f(2, 3, 2)),
+        call(f(4, 4), [_THREE, _THREE], f(3)),
     ],
     aten.index_select.default: [call(f(4, 5), 1, i(5, 4)), call(f(4, 5), 0, i(4, 7))],
     aten.index_add.default: [call(f(4, 5), 0, i(4, 6), f(6, 5)), call(f(4, 5), 1, i(5, 3), f(4, 3), alpha=-2.0)],
