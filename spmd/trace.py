@@ -158,9 +158,18 @@ def trace_flat(
 
 @contextlib.contextmanager
 def _no_modes_around() -> Iterator[None]:
-    """Without what watches or changes operators around the trace: what there is to see comes when the program runs."""
+    """Without what watches or changes operators around the trace: what there is to see comes when the program runs.
+
+    And without oneDNN, whose recurrent layers are one operator that keeps for its gradient what it has found only while
+    gradients are on: torch takes them apart instead.
+    """
+    onednn = torch._C._get_mkldnn_enabled()
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), nested_tracers():
-        yield
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            yield
+        finally:
+            torch._C._set_mkldnn_enabled(onednn)
 
 
 @contextlib.contextmanager

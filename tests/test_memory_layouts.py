@@ -64,6 +64,21 @@ def test_values_and_gradients(name, spec):
         torch.testing.assert_close(actual.full_tensor(), expected)
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_gradients_of_recurrent_weights(name):
+    module, mesh = RECURRENT[name], spmd.make_mesh({"x": 2}, runtime="virtual")
+    weights = {key: value.detach() for key, value in module.named_parameters()}
+
+    def gradients(weights, x):
+        loss = lambda weights: torch.func.functional_call(module, weights, (x,))[0].sin().sum()  # noqa: E731
+        return torch.func.grad(loss)(weights)
+
+    expected = gradients(weights, WIDE)
+    actual = spmd.jit(gradients, (P(), P("x")), P(), mesh=mesh)(weights, WIDE)
+    for key, value in expected.items():
+        torch.testing.assert_close(actual[key].full_tensor(), value)
+
+
 @pytest.mark.parametrize("name", ["lstm", "attention", "view_as_complex", "group_norm"])
 def test_a_shard_may_have_any_strides(name):
     """Results of one call, transposed in memory, are arguments of the next."""
