@@ -18,7 +18,7 @@ from spmd.collectives.traffic import StepKind
 from spmd.errors import ShardingError
 from spmd.mesh import Coordinate, Mesh, Runtime
 from spmd.placement import Reduction
-from spmd.spec import DTensorSpec, TensorMeta
+from spmd.spec import DTensorSpec
 
 __all__ = ["Step", "StepKind", "redistribute_shards", "redistribution"]
 
@@ -90,15 +90,14 @@ def _most_sent(step: Step) -> float:
     """The most of the largest group, which is the one at coordinate zero, but for an all_to_all of uneven chunks."""
     mesh = step.source.mesh
     zero, counts = (0,) * len(mesh.names), _sizes(mesh, step.axes)
-    operand = TensorMeta(step.source.local_shape(zero), step.source.meta.dtype)
+    shape, itemsize = step.source.local_shape(zero), step.source.meta.dtype.itemsize
     if step.kind is not StepKind.ALL_TO_ALL:
-        return most_sent(step.kind, counts, operand, step.arguments(zero))
+        return most_sent(step.kind, counts, shape, itemsize, step.arguments(zero))
     split, concat = step.dims
     found = []
     for (before,), (after,) in itertools.product(_lengths(step.source, split), _lengths(step.target, concat)):
-        sizes = {split: before, concat: after}
-        shape = tuple(sizes.get(dim, size) for dim, size in enumerate(operand.shape))
-        found.append(most_sent(step.kind, counts, attrs.evolve(operand, shape=shape), (*step.dims, 0, after)))
+        held = tuple(before if dim == split else size for dim, size in enumerate(shape))
+        found.append(most_sent(step.kind, counts, held, itemsize, (split, concat, 0, after)))
     return max(found)
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from spmd.collectives.traffic import StepKind
-from spmd.spec import TensorMeta, chunk_bounds
+from spmd.spec import chunk_bounds
 
 
 @lru_cache(maxsize=65536)
@@ -45,7 +45,9 @@ def _distinct_indices(sizes: Iterable[int], count: int) -> list[int]:
     return sorted(start for start in starts if start < count)
 
 
-def most_sent(kind: StepKind, counts: tuple[int, ...], operand: TensorMeta, arguments: Sequence[Any]) -> float:
+def most_sent(
+    kind: StepKind, counts: tuple[int, ...], shape: tuple[int, ...], itemsize: int, arguments: Sequence[Any]
+) -> float:
     """Bytes that the rank sends which sends most, of a group that runs a collective by the ring algorithm.
 
     What ranks hold are the chunks of `torch.chunk`, uneven or empty; an all_reduce splits its elements alike. Where all
@@ -54,34 +56,33 @@ def most_sent(kind: StepKind, counts: tuple[int, ...], operand: TensorMeta, argu
     Args:
         kind: the collective.
         counts: the number of ranks along each of its mesh axes, major first.
-        operand: shape and dtype of the largest operand that a rank has.
+        shape: of the largest operand that a rank has.
+        itemsize: bytes an element.
         arguments: those of the primitive after the tensor, on that rank.
 
-    >>> import torch
-    >>> most_sent(StepKind.ALL_REDUCE, (4,), TensorMeta((1,), torch.float32), ())  # three blocks are empty
+    >>> most_sent(StepKind.ALL_REDUCE, (4,), (1,), 4, ())  # three of four blocks are empty
     8.0
-    >>> most_sent(StepKind.ALL_GATHER, (4,), TensorMeta((2,), torch.float32), (0, 5))  # of 2, 2, 1 and 0
+    >>> most_sent(StepKind.ALL_GATHER, (4,), (2,), 4, (0, 5))  # the blocks are 2, 2, 1 and 0
     20.0
     """
     if math.prod(counts) == 1:
         return 0.0
     if kind is StepKind.ALL_REDUCE:
-        return float(_reduced(operand.numel, math.prod(counts)) * operand.dtype.itemsize)
+        return float(_reduced(math.prod(shape), math.prod(counts)) * itemsize)
     if kind is StepKind.PERMUTE:
         is_sent = any(source not in (-1, target) for target, source in enumerate(arguments[0]))
-        return float(operand.nbytes * is_sent)
+        return float(math.prod(shape) * itemsize * is_sent)
     if kind is StepKind.ALL_TO_ALL:
         split, concat, _, length = arguments[:4]
-        row = _row(operand, split, concat)
-        return float(row * _exchanged(operand.shape[split], length, counts))
+        return float(_row(shape, split, concat) * _exchanged(shape[split], length, counts) * itemsize)
     dim = arguments[0 if kind is StepKind.ALL_GATHER else 1]
-    length = arguments[1] if kind is StepKind.ALL_GATHER else operand.shape[dim]
-    return float(_row(operand, dim) * _all_but_the_smallest(length, counts))
+    length = arguments[1] if kind is StepKind.ALL_GATHER else shape[dim]
+    return float(_row(shape, dim) * _all_but_the_smallest(length, counts) * itemsize)
 
 
-def _row(operand: TensorMeta, *dims: int) -> int:
-    """Bytes of one element along each of `dims`."""
-    return math.prod(size for dim, size in enumerate(operand.shape) if dim not in dims) * operand.dtype.itemsize
+def _row(shape: tuple[int, ...], *dims: int) -> int:
+    """The elements that share their indices along `dims`."""
+    return math.prod(size for dim, size in enumerate(shape) if dim not in dims)
 
 
 def _reduced(numel: int, ranks: int) -> int:

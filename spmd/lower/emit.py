@@ -204,7 +204,8 @@ class _Emitter:
             arguments: tuple[Any, ...] = copy.args
             operand, *rest, axes = arguments
             kind, counts = COLLECTIVES[node.target], tuple(map(self.plan.mesh.axis_size, axes))  # type: ignore[index]
-            copy.meta["bytes"] = most_sent(kind, counts, operand.meta["val"], rest)
+            held = operand.meta["val"]
+            copy.meta["bytes"] = most_sent(kind, counts, held.shape, held.dtype.itemsize, rest)
             copy.meta["cause"] = f"{operator_name(operation.op)} over a sharded dim"
         return copy
 

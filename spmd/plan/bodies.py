@@ -133,7 +133,8 @@ class _Collectives(TorchDispatchMode):
         if op in COLLECTIVES:
             kind, (operand, *rest, axes) = COLLECTIVES[op], args
             counts = tuple(map(self.mesh.axis_size, axes))
-            self.sent.append((kind.value, tuple(axes), most_sent(kind, counts, TensorMeta.of(operand), rest)))
+            sent = most_sent(kind, counts, tuple(operand.shape), operand.itemsize, rest)
+            self.sent.append((kind.value, tuple(axes), sent))
         return result
 
 

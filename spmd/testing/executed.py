@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.collectives.sent import most_sent
 from spmd.collectives.traffic import StepKind, ring_bytes
-from spmd.spec import TensorMeta
 
 _c10d = torch.ops._c10d_functional
 
@@ -57,5 +56,5 @@ def _executed(kind: StepKind, args: tuple[Any, ...]) -> Executed:
     if kind is StepKind.ALL_TO_ALL and all(sum(map(bool, splits)) <= 1 for splits in args[1:3]):
         kind = StepKind.PERMUTE
     if kind is StepKind.ALL_REDUCE:
-        return Executed(kind.value, ranks, most_sent(kind, (ranks,), TensorMeta.of(args[0]), ()))
+        return Executed(kind.value, ranks, most_sent(kind, (ranks,), tuple(args[0].shape), args[0].itemsize, ()))
     return Executed(kind.value, ranks, ring_bytes(kind, ranks, nbytes))

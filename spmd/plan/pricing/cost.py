@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 import attrs
 
-from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.collectives.sent import most_sent
+from spmd.collectives.traffic import StepKind
 from spmd.graph import Operation, Value
 from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.bodies import body_collectives
@@ -173,14 +175,16 @@ class MoveCost:
         return 0.0 if found is None else self.machine.collective_seconds((self.axis,), found[1])
 
     def collective(self, source: Placement, target: Placement) -> tuple[StepKind, float] | None:
-        """The collective that a move takes and the bytes that a rank sends in it; None if the move is local."""
-        whole = math.prod(self.sizes) * self.itemsize
+        """The collective that a move takes and the most bytes that a rank sends in it; None if the move is local."""
         if source == target or isinstance(source, Replicate):
             return None
+        arguments: tuple[Any, ...] = ()
         if isinstance(source, Partial):
             kind = StepKind.REDUCE_SCATTER if isinstance(target, Shard) else StepKind.ALL_REDUCE
+            arguments = (source.op, target.dim) if isinstance(target, Shard) else ()
         elif isinstance(target, Shard):
-            kind, whole = StepKind.ALL_TO_ALL, math.prod(shrink(self.sizes, source, self.count)) * self.itemsize
+            kind, arguments = StepKind.ALL_TO_ALL, (target.dim, source.dim, 0, self.sizes[source.dim])
         else:
-            kind = StepKind.ALL_GATHER
-        return kind, ring_bytes(kind, self.count, whole)
+            kind, arguments = StepKind.ALL_GATHER, (source.dim, self.sizes[source.dim])
+        shape = shrink(self.sizes, source, self.count)
+        return kind, most_sent(kind, (self.count,), shape, self.itemsize, arguments)
