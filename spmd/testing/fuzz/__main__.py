@@ -28,6 +28,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="time for one program")
     parser.add_argument("--json", type=Path, help="write all outcomes to this file")
     parser.add_argument("--stop-after", type=int, default=0, help="stop after so many failures")
+    parser.add_argument("--avoid", default="", help="operators and transforms, as as_strided,linearize: not run")
     return parser.parse_args()
 
 
@@ -52,7 +53,8 @@ def _many(seeds: range, options: argparse.Namespace) -> list[Outcome]:
     start = time.monotonic()
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress:
         task = progress.add_task("programs", total=len(seeds))
-        for outcome in check_seeds(seeds, jobs=options.jobs, seconds=options.seconds):
+        avoid = frozenset(options.avoid.split(",")) - {""}
+        for outcome in check_seeds(seeds, jobs=options.jobs, seconds=options.seconds, avoid=avoid):
             outcomes.append(outcome)
             progress.update(task, advance=1)
             if outcome.status in BAD:

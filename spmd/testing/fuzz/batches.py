@@ -20,10 +20,12 @@ from spmd.testing.fuzz.program import Program, default_dtype
 
 _context = multiprocessing.get_context("fork")  # a child has torch imported already
 _BATCH = 400  # programs of one process
-_CLEAN = (Status.RIGHT, Status.COMMS)  # nothing was raised: the process can go on
+_CLEAN = (Status.RIGHT, Status.COMMS, Status.SKIPPED)  # nothing was raised: the process can go on
 
 
-def check_seeds(seeds: Sequence[int], *, jobs: int = 2, seconds: float = 60.0) -> Iterator[Outcome]:
+def check_seeds(
+    seeds: Sequence[int], *, jobs: int = 2, seconds: float = 60.0, avoid: frozenset[str] = frozenset()
+) -> Iterator[Outcome]:
     """Check the programs of seeds in processes, and give outcomes as they come.
 
     A process goes on to the next program as long as all are right. After any other outcome another one goes on, and
@@ -34,6 +36,7 @@ def check_seeds(seeds: Sequence[int], *, jobs: int = 2, seconds: float = 60.0) -
         seeds: which programs.
         jobs: processes at once.
         seconds: how long one program may take.
+        avoid: operators of the pool and transforms; programs with one of them are not run.
     """
     torch.set_num_threads(1)
     share = -(-len(seeds) // max(1, jobs))
@@ -43,7 +46,7 @@ def check_seeds(seeds: Sequence[int], *, jobs: int = 2, seconds: float = 60.0) -
     try:
         while queue or running:
             while queue and len(running) < jobs:
-                running.append(_Child.start(queue.pop()))
+                running.append(_Child.start(queue.pop(), avoid))
             left = min(child.since + seconds for child in running) - time.monotonic()
             wait([child.answers for child in running], max(left, 0.0) + 0.01)
             for child in list(running):
@@ -71,7 +74,7 @@ def check_seeds(seeds: Sequence[int], *, jobs: int = 2, seconds: float = 60.0) -
 
 def _alone(seen: Outcome, earlier: Sequence[int], seconds: float) -> Outcome:
     """The outcome of a program in a process of its own; a failure that needs earlier programs is one, too."""
-    child = _Child.start([seen.seed])
+    child = _Child.start([seen.seed], frozenset())
     outcome = None
     while outcome is None:
         wait([child.answers], 1.0)
@@ -93,9 +96,9 @@ class _Child:
     generated: bool = False
 
     @classmethod
-    def start(cls, seeds: list[int]) -> _Child:
+    def start(cls, seeds: list[int], avoid: frozenset[str]) -> _Child:
         answers, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_work, args=(list(seeds), sender), daemon=True)
+        process = _context.Process(target=_work, args=(list(seeds), avoid, sender), daemon=True)
         process.start()
         sender.close()
         return cls(list(seeds), process, answers, time.monotonic())
@@ -137,9 +140,9 @@ class _Child:
         self.answers.close()
 
 
-def _work(seeds: list[int], sender: Connection) -> None:
+def _work(seeds: list[int], avoid: frozenset[str], sender: Connection) -> None:
     for seed in seeds:
-        sender.send(check_seed(seed, generated=lambda: sender.send(None)))
+        sender.send(check_seed(seed, lambda: sender.send(None), avoid))
     sender.close()
 
 

@@ -31,12 +31,15 @@ _TOLERANCE = 1e-8  # of the largest number of a result
 _MACHINES = (Machine(), Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0))
 
 
-def check_seed(seed: int, generated: Callable[[], None] = lambda: None) -> Outcome:
+def check_seed(
+    seed: int, generated: Callable[[], None] = lambda: None, avoid: frozenset[str] = frozenset()
+) -> Outcome:
     """Generate the program of a seed and check it.
 
     Args:
         seed: of the program.
         generated: called in between.
+        avoid: operators of the pool and transforms; programs with one of them are not run.
     """
     start = time.process_time()
     with default_dtype(), warnings.catch_warnings():
@@ -44,7 +47,8 @@ def check_seed(seed: int, generated: Callable[[], None] = lambda: None) -> Outco
         program = generate(seed)
         made = time.process_time()
         generated()
-        outcome = check(program)
+        found = avoid & {program.transform.kind.value, *(line.operator for line in program.lines)}
+        outcome = Outcome(seed, Status.SKIPPED, f"with {min(found)}") if found else check(program)
     taken = {"seconds": time.process_time() - start, "generating": made - start}
     return attrs.evolve(outcome, **taken)
 

@@ -197,13 +197,6 @@ def _where_index(d: Draw) -> str:
     return f"torch.where(torch.arange({x.shape[-1]}) % 2 == 0, {x}, {d.broadcast(x)})"
 
 
-def _masked_select_sum(d: Draw) -> str:
-    """A mask that is known, so that the shape is too."""
-    x = _rows(d, (1, 3))
-    mask = [bool((n * 7 + 3) % 3) for n in range(x.shape[0])]
-    return f"{x}[torch.tensor({mask})]"
-
-
 def _int_gather(d: Draw) -> str:
     x = d.ints((1, 3), nonempty=True)
     dim = d.dim(x)
@@ -221,7 +214,6 @@ OPERATORS: Mapping[str, Operator] = {
     "getitem_later": _getitem_later,
     "getitem_two": _getitem_two,
     "getitem_list": _getitem_list,
-    "getitem_mask": _masked_select_sum,
     "index_select": _index_select,
     "gather": _gather,
     "take_along_dim": _take_along_dim,

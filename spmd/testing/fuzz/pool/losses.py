@@ -64,7 +64,6 @@ OPERATORS: Mapping[str, Operator] = {
     "binary_cross_entropy_with_logits": _pair("F.binary_cross_entropy_with_logits({x}, {y}.sigmoid(), {r})"),
     "kl_div": _pair("F.kl_div({x}.log_softmax(-1), {y}.softmax(-1), {r})"),
     "poisson_nll_loss": _pair("F.poisson_nll_loss({x}.tanh(), {y}.abs(), {r})"),
-    "gaussian_nll_loss": _pair("F.gaussian_nll_loss({x}, {y}, {x}.square() + 0.5, {r})"),
     "soft_margin_loss": _pair("F.soft_margin_loss({x}, ({y} + 0.1).sign(), {r})"),
     "hinge_embedding_loss": _pair("F.hinge_embedding_loss({x}, ({y} + 0.1).sign(), {r})"),
     "margin_ranking_loss": _pair("F.margin_ranking_loss({x}, {y}, ({y} + 0.3).sign(), {r}, margin=0.2)"),

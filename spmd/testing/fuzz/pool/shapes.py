@@ -180,9 +180,8 @@ def _vander(d: Draw) -> str:
     return f"torch.vander({d.floats(1)}.tanh(), 3)"
 
 
-def _combine(d: Draw) -> str:
-    x = d.floats(1, nonempty=True)
-    return d.choice(f"torch.combinations({x}, 2)", f"torch.cartesian_prod({x}, {d.floats(1)})")
+def _cartesian_prod(d: Draw) -> str:
+    return f"torch.cartesian_prod({d.floats(1)}, {d.floats(1)})"
 
 
 def _interpolate(d: Draw) -> str:
@@ -236,7 +235,7 @@ OPERATORS: Mapping[str, Operator] = {
     "loop": _loop,
     "factory": _factory,
     "vander": _vander,
-    "combinations": _combine,
+    "cartesian_prod": _cartesian_prod,
     "interpolate": _interpolate,
     "grid_sample": _grid_sample,
     "gradient": along("torch.gradient({x}, dim={d})[0] if {x}.shape[{d}] > 1 else {x} * 3"),
