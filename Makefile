@@ -35,9 +35,10 @@ RUNS ?= 20
 test-faults: $(STAMP)
 	SPMD_FAULT_RUNS=$(RUNS) $(BIN)/python -m pytest -m faults tests
 
-# Rewrites docs/operators.md with what the sweeps over torch's operator database find.
+# Rewrites docs/operators.md with what the sweeps over torch's operators and modules find.
 operators: $(STAMP)
 	$(BIN)/python -m spmd.testing.op_sweep --markdown docs/operators.md
+	$(BIN)/python -m spmd.testing.nn_sweep --markdown docs/operators.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

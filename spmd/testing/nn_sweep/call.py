@@ -57,7 +57,7 @@ class Trial:
     roles: tuple[Role, ...]
 
 
-def trial(of: Call, label: str, *, training: bool, backward: bool) -> Trial | None:
+def trial(of: Call, label: str, *, training: bool, backward: bool, dtype: torch.dtype = torch.float64) -> Trial | None:
     """A call as a function from all its tensors to all tensors of its result, and to the buffers that it leaves.
 
     Args:
@@ -66,10 +66,11 @@ def trial(of: Call, label: str, *, training: bool, backward: bool) -> Trial | No
         training: the mode of a module.
         backward: give the gradients of floating parameters and inputs too, by `torch.func.vjp`; the cotangents are
             further arguments. None if there are none.
+        dtype: in place of double: kernels of their own compute what is single, as those of LSTMs.
     """
     if isinstance(of.function, nn.Module):
         of.function.train(training)
-    flat = _Flat.of(of)
+    flat = _Flat.of(of, dtype)
     found = Trial(Case(label, lambda *tensors: list(flat(*tensors)), flat.tensors), flat.roles)
     return _with_every_gradient(flat, found) if backward else found
 
@@ -87,12 +88,15 @@ class _Flat:
     written: frozenset[str]
 
     @classmethod
-    def of(cls, call: Call) -> _Flat:
+    def of(cls, call: Call, dtype: torch.dtype) -> _Flat:
         module = call.function if isinstance(call.function, nn.Module) else nn.Module()
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         leaves, tree = optree.tree_flatten((call.args, dict(call.kwargs)))  # type: ignore[var-annotated]
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        tensors = tuple(tensor.detach() for tensor in (*parameters.values(), *buffers.values(), *inputs))
+        tensors = tuple(
+            tensor.detach().to(dtype if tensor.dtype == torch.float64 else tensor.dtype)
+            for tensor in (*parameters.values(), *buffers.values(), *inputs)
+        )
         roles = (Role.PARAMETER,) * len(parameters) + (Role.BUFFER,) * len(buffers) + (Role.INPUT,) * len(inputs)
         written = frozenset(buffers) | _written_parameters(call)
         return cls(call.function, (*parameters, *buffers), tensors, roles, tuple(leaves), tree, written)

@@ -1,11 +1,13 @@
-"""Calls whose inputs are not contiguous, through `spmd.jit` as users call it."""
+"""Calls whose tensors are views of other memory, through `spmd.jit` as users call it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import attrs
 import torch
 
 from spmd.errors import TraceError
@@ -13,87 +15,100 @@ from spmd.jit import jit
 from spmd.mesh import Mesh
 from spmd.spec import P
 from spmd.testing.nn_sweep.call import SEED, Role, Trial
+from spmd.testing.op_sweep.cases import Case
 from spmd.testing.op_sweep.outcome import Outcome, Status
 from spmd.testing.op_sweep.placements import apart
+from spmd.testing.op_sweep.sweep import make_fx_traces, said_by
 
 
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.transpose(0, -1).contiguous().transpose(0, -1) if tensor.ndim > 1 else tensor
+@attrs.frozen
+class Memory:
+    """Other memory for a tensor: a tensor that holds its elements, and the view of that with the tensor's shape."""
+
+    holder: Callable[[torch.Tensor], torch.Tensor]
+    view: Callable[[torch.Tensor, torch.Size], torch.Tensor]
 
 
-def _sliced(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
+def _transposed(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    return tensor.transpose(0, -1)
 
 
-def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.movedim(1, -1).contiguous().movedim(-1, 1) if tensor.ndim > 2 else tensor
+def _channels(tensor: torch.Tensor, *_: Any, source: int, to: int) -> torch.Tensor:
+    return tensor.movedim(source, to) if tensor.ndim > 2 else tensor
 
 
-def _expanded(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[:1].expand_as(tensor)
-
-
-MEMORY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
-    {"transposed": _transposed, "sliced": _sliced, "expanded": _expanded, "channels last": _channels_last}
+MEMORY: Mapping[str, Memory] = MappingProxyType(
+    {
+        "transposed": Memory(_transposed, _transposed),
+        "sliced": Memory(lambda tensor: torch.stack([tensor] * 2, -1), lambda holder, _: holder[..., 0]),
+        "expanded": Memory(lambda tensor: tensor[:1], lambda holder, shape: holder.expand(shape)),
+        "channels last": Memory(partial(_channels, source=1, to=-1), partial(_channels, source=-1, to=1)),
+    }
 )
-"""The same shapes, otherwise in memory; parameters are only changed to channels-last, as `Module.to` does."""
+"""Of inputs, and of the gradients of results; parameters are only changed to channels-last, as `Module.to` does."""
 
 
 def sweep_memory(trial: Trial, mesh: Mesh, outcome: Outcome) -> None:
-    """Run a call with tensors otherwise in memory, replicated and with a sharded batch."""
+    """Run a call with arguments that are views of other memory, and with such views made in the function."""
     outcome.calls += 1
-    for name, tensors in _otherwise(trial):
-        label = f"{trial.case.label}: {name}"
-        try:
-            expected = _run(trial.case.function, tensors)
-        except Exception as error:  # whatever plain torch does, there is nothing to compare with
-            outcome.note(Status.SKIPPED, f"{label}: {type(error).__name__}: {error}")
-            continue
-        for batch in (P(), P(*mesh.names)):
-            outcome.combinations += 1
-            specs = tuple(
-                batch if _has_batch(role, tensor) else P() for role, tensor in zip(trial.roles, tensors, strict=True)
-            )
-            _sweep_call(trial, tensors, specs, mesh, expected, f"{label}, inputs {batch}", outcome)
+    for name, memory in MEMORY.items():
+        for variation in _variations(trial, name, memory):
+            _sweep_variation(variation, mesh, outcome)
 
 
-def _sweep_call(
-    trial: Trial,
-    tensors: Sequence[torch.Tensor],
-    specs: tuple[P, ...],
-    mesh: Mesh,
-    expected: Sequence[torch.Tensor],
-    label: str,
-    outcome: Outcome,
-) -> None:
+def _variations(trial: Trial, name: str, memory: Memory) -> Iterator[Trial]:
+    changed = [Role.INPUT, Role.COTANGENT, *([Role.PARAMETER] if name == "channels last" else [])]
+    given = trial.case.tensors
+    shapes = [
+        tensor.shape if role in changed and tensor.ndim else None
+        for role, tensor in zip(trial.roles, given, strict=True)
+    ]
+
+    def viewed(holders: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            holder if shape is None else memory.view(holder, shape)
+            for holder, shape in zip(holders, shapes, strict=True)
+        ]
+
+    holders = tuple(
+        tensor if shape is None else memory.holder(tensor).contiguous()
+        for tensor, shape in zip(given, shapes, strict=True)
+    )
+    views = tuple(viewed(holders))
+    if any(not view.is_contiguous() for view in views):
+        label, function = trial.case.label, trial.case.function
+        yield Trial(Case(f"{label}: {name}", function, views), trial.roles)
+        made = lambda *tensors: function(*viewed(tensors))  # noqa: E731
+        yield Trial(Case(f"{label}: {name} in the function", made, holders), trial.roles)
+
+
+def _sweep_variation(trial: Trial, mesh: Mesh, outcome: Outcome) -> None:
+    """With parameters replicated, and all else sharded along its first dim."""
+    case = trial.case
     try:
-        results = _run(jit(trial.case.function, specs, P(), mesh=mesh), tensors)
+        expected = _run(case.function, case.tensors)
+    except Exception as error:  # whatever plain torch does, there is nothing to compare with
+        outcome.note(Status.SKIPPED, f"{case.label}: {said_by(error)}")
+        return
+    specs = tuple(
+        P(*mesh.names) if role in (Role.INPUT, Role.COTANGENT) and tensor.ndim else P()
+        for role, tensor in zip(trial.roles, case.tensors, strict=True)
+    )
+    outcome.combinations += 1
+    try:
+        results = _run(jit(case.function, specs, P(), mesh=mesh), case.tensors)
         reason = next(_differences([result.full_tensor() for result in results], expected), None)
     except TraceError as error:
         outcome.refused += 1
-        outcome.note(Status.REFUSED, f"{label}: {error}")
+        status = Status.REFUSED if make_fx_traces(case) else Status.UNTRACEABLE
+        outcome.note(status, f"{case.label}: {said_by(error)}")
     except Exception as error:  # whatever it is, the sweep counts it and goes on
         outcome.errors += 1
-        outcome.note(Status.ERROR, f"{label}: {type(error).__name__}: {error}")
+        outcome.note(Status.ERROR, f"{case.label}: {said_by(error)}")
     else:
         outcome.wrong += reason is not None
         outcome.passed += reason is None
-        outcome.note(Status.PASS if reason is None else Status.WRONG, f"{label}: {reason}" if reason else "")
-
-
-def _has_batch(role: Role, tensor: torch.Tensor) -> bool:
-    return role in (Role.INPUT, Role.COTANGENT) and tensor.ndim > 0
-
-
-def _otherwise(trial: Trial) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    for name, change in MEMORY.items():
-        changed = [Role.INPUT, Role.COTANGENT, *([Role.PARAMETER] if name == "channels last" else [])]
-        tensors = [
-            change(tensor) if role in changed and tensor.ndim else tensor
-            for tensor, role in zip(trial.case.tensors, trial.roles, strict=True)
-        ]
-        if any(not tensor.is_contiguous() for tensor in tensors):
-            yield name, tensors
+        outcome.note(Status.PASS if reason is None else Status.WRONG, f"{case.label}: {reason}" if reason else "")
 
 
 def _run(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:

@@ -76,7 +76,7 @@ def markdown(reports: Reports) -> str:
         "replicated, or sharded along each of their dims; and a fixed sample of any others. What is random draws the "
         "numbers of one device.",
         "",
-        *table(("setup", "mesh", "mode", "results", "calls"), _setups(reports)),
+        *table(("setup", "mesh", "mode", "dtype", "results", "calls"), _setups(reports)),
         "",
         *_verdict(reports),
         "",
@@ -112,16 +112,22 @@ def _setups(reports: Reports) -> Iterator[Sequence[str]]:
             "; inputs transposed, sliced, expanded, channels-last in memory, through `spmd.jit`" if setup.memory else ""
         )
         calls = f"up to {setup.calls} of the database, all made by hand{memory}"
-        yield name, mesh, "training" if setup.training else "evaluation", results, calls
+        yield name, mesh, "training" if setup.training else "evaluation", setup.dtype, results, calls
 
 
 def _verdict(reports: Reports) -> Iterator[str]:
     statuses = _statuses(reports)
+    passing = {outcome.name for report in reports.values() for outcome in report.outcomes if outcome.passed}
     modules = set(module_names())
     for what, names in (("modules", statuses.keys() & modules), ("functions", statuses.keys() - modules)):
         right = sum(statuses[name] is Status.PASS for name in names)
+        rest = sum(statuses[name] is Status.UNTRACEABLE and name in passing for name in names)
         share = f" ({right / len(names):.1%})" if names else ""
-        yield f"{right} of {len(names)} {what}{share} pass in every call and setup."
+        more = f" ({(right + rest) / len(names):.1%})" if names else ""
+        yield (
+            f"{right} of {len(names)} {what}{share} pass in every call and setup, and {right + rest}{more} in every "
+            "call but those that torch's `make_fx` cannot trace either."
+        )
     for kind in ("uneven", "empty"):
         found = {outcome.name for report in reports.values() for outcome in report.outcomes if getattr(outcome, kind)}
         yield f"{len(found)} of them were right with {kind} shards."

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 
+import torch
+
 from spmd.graph import Graph
 from spmd.mesh import Mesh
 from spmd.testing.nn_sweep.call import Trial, trial
@@ -15,7 +17,7 @@ from spmd.testing.nn_sweep.setups import Setup
 from spmd.testing.nn_sweep.subjects import Subject
 from spmd.testing.op_sweep.outcome import Outcome, Status
 from spmd.testing.op_sweep.placements import Combination
-from spmd.testing.op_sweep.sweep import sweep_case
+from spmd.testing.op_sweep.sweep import said_by, sweep_case
 
 
 def sweep_subject(subject: Subject, setup: Setup) -> Outcome:
@@ -42,9 +44,11 @@ def _trials(subject: Subject, setup: Setup, outcome: Outcome) -> Iterator[Trial]
     for label, call in subject.calls(setup.training, setup.calls):
         count += 1
         try:
-            found = trial(call, label, training=setup.training, backward=setup.backward)
+            found = trial(
+                call, label, training=setup.training, backward=setup.backward, dtype=getattr(torch, setup.dtype)
+            )
         except Exception as error:  # whatever plain torch does, there is nothing to compare with
-            outcome.note(Status.SKIPPED, f"{label}: {type(error).__name__}: {error}")
+            outcome.note(Status.SKIPPED, f"{label}: {said_by(error)}")
             continue
         if found is None:
             outcome.note(Status.SKIPPED, f"{label}: no gradient")

@@ -42,7 +42,7 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
         try:
             found = list(cases(entry, setup.samples, setup.backward, setup.lengths))
         except Exception as error:  # the database's own samples may need what is not there
-            outcome.note(Status.SKIPPED, _text(error))
+            outcome.note(Status.SKIPPED, said_by(error))
             return outcome
         if not found:
             outcome.note(Status.SKIPPED, f"no call with dense tensors{' and a gradient' if setup.backward else ''}")
@@ -69,7 +69,7 @@ def sweep_case(
         torch.default_generator.manual_seed(SEED)
         expected = case.function(*(tensor.clone() for tensor in case.tensors))
     except Exception as error:  # whatever plain torch does, there is nothing to compare with
-        outcome.note(Status.SKIPPED, f"{case.label}: {_text(error)}")
+        outcome.note(Status.SKIPPED, f"{case.label}: {said_by(error)}")
         return
     if not expected or any(tensor.layout is not torch.strided for tensor in expected):
         outcome.note(Status.SKIPPED, f"{case.label}: no dense tensor in the result")
@@ -81,7 +81,7 @@ def sweep_case(
     if graph is not None:
         for combination in choose(graph):
             _sweep_combination(_Run(case, graph, mesh, combination, expected), outcome)
-    if make_fx and _make_fx_traces(case):
+    if make_fx and make_fx_traces(case):
         outcome.traced += 1
         outcome.unmatched += outcome.wrong + outcome.errors + outcome.refused > before
 
@@ -91,17 +91,18 @@ def _trace(case: Case, outcome: Outcome) -> Graph | None:
         return canonicalize(trace_flat(case.function, case.tensors), lambda op: find_rule(op) is None)
     except Exception as error:
         refused = isinstance(error, TraceError)
-        untraceable = not _make_fx_traces(case)
+        untraceable = not make_fx_traces(case)
         outcome.refused += refused or untraceable
         if not (refused or untraceable):
             outcome.errors += 1
             outcome.combinations += 1
         status = Status.UNTRACEABLE if untraceable else Status.REFUSED if refused else Status.ERROR
-        outcome.note(status, f"{case.label}: {_text(error)}")
+        outcome.note(status, f"{case.label}: {said_by(error)}")
         return None
 
 
-def _make_fx_traces(case: Case) -> bool:
+def make_fx_traces(case: Case) -> bool:
+    """Whether torch's own tracer traces a call."""
     try:
         proxy_tensor.make_fx(case.function, tracing_mode="fake")(*case.tensors)
     except Exception:
@@ -115,7 +116,7 @@ def _sweep_combination(run: _Run, outcome: Outcome) -> None:
         reason = next(run.failures(outcome), None)
     except Exception as error:
         outcome.errors += 1
-        outcome.note(Status.ERROR, f"{run.case.label}: {run}: {_text(error)}")
+        outcome.note(Status.ERROR, f"{run.case.label}: {run}: {said_by(error)}")
         return
     if reason is not None:
         outcome.wrong += 1
@@ -133,7 +134,8 @@ def _has_empty_shard(spec: DTensorSpec) -> bool:
     return any(axes and not length for axes, length in zip(spec.dims, last, strict=True))
 
 
-def _text(error: Exception) -> str:
+def said_by(error: Exception) -> str:
+    """The first line of an error, without places in torch and libraries."""
     lines = str(error).strip().splitlines() or [""]
     said = re.sub(r" at \S+ \(`[^`]*`\)", "", lines[0])  # a line of torch's or of a library: no user's is there
     return f"{type(error).__name__}: {said:.300}"
