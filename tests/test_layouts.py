@@ -14,12 +14,10 @@ import torch
 from spmd.rules import layouts
 from spmd.rules.check.expected import Expected, perturbed
 from spmd.rules.check.layouts import LayoutReport, check_layouts
-from spmd.rules.check.strides import is_expanded
 from spmd.rules.check.strides import layouts as layouts_of
 from spmd.rules.layouts import DOCUMENTED, PROBED, Need, need
 from spmd.testing.rule_check.command import main
 from spmd.testing.rule_check.layouts import LayoutProof, LayoutTask, check_all, layout_tasks
-from spmd.testing.rule_check.tables import write_markdown
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
@@ -42,8 +40,8 @@ def library() -> Iterator[torch.library.Library]:
 
 def test_layouts_have_the_same_values_in_other_memory() -> None:
     x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
-    found = {name: restride(x) for name, restride in layouts_of(x)}
-    same = [name for name, other in found.items() if not is_expanded(name)]
+    found = {layout.name: layout(x) for layout in layouts_of(x)}
+    same = [layout.name for layout in layouts_of(x) if not layout.is_expanded]
     assert all(torch.equal(x, found[name]) and not Need.CONTIGUOUS.is_met(found[name]) for name in same)
     assert (60, 1, 15, 3) == found["channels last"].stride() and 0 == found["expanded along 1"].stride(1)
     assert {"offset", "padded rows", "every other row", "first dims swapped"} == {
@@ -55,7 +53,7 @@ def test_layouts_have_the_same_values_in_other_memory() -> None:
     "x", [torch.ones(3), torch.arange(6), torch.ones(2, 3) > 0, torch.ones(2, 2, 2, dtype=torch.cfloat)]
 )
 def test_layouts_of_all_dtypes(x: torch.Tensor) -> None:
-    assert all(torch.equal(x, restride(x)) for name, restride in layouts_of(x) if not is_expanded(name))
+    assert all(torch.equal(x, layout(x)) for layout in layouts_of(x) if not layout.is_expanded)
 
 
 def test_contiguous_is_what_a_new_tensor_is() -> None:
@@ -152,9 +150,8 @@ def test_rounding_is_no_finding_and_another_value_is() -> None:
     assert Expected.of(x, x + 1, x).difference(torch.zeros(100)) is None  # other values each time
 
 
-_FAST = ["view_as_complex", "_embedding_bag", "native_layer_norm_backward", "native_group_norm", "mkldnn_rnn_layer",
-         "flash_attention_for_cpu", "max_pool3d", "median", "_scaled_mm", "aten.mm.default$", "aten.add.Tensor$",
-         "aten.convolution.default$", "aten.reshape.default$", "aten.native_layer_norm.default$"]  # fmt: skip
+_FAST = ["view_as_complex", "_embedding_bag_per_sample", "native_group_norm", "aten.mkldnn_rnn_layer.default$",
+         "median", "_scaled_mm", "aten.mm.default$", "aten.reshape.default$"]  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", _FAST)
@@ -179,7 +176,9 @@ def test_an_operator_that_ends_its_process_is_run_as_the_table_allows() -> None:
     calls = [((torch.ones(4, 3, 2),), {})]
     tasks = [Ending(aten.cos.default, calls), Ending(aten.neg.default, calls, always=True)]
     report, lost = check_all(tasks, jobs=1)
-    assert isinstance(report, LayoutReport) and report.crashed and not report.failing and report.runs
+    assert (
+        isinstance(report, LayoutReport) and report.crashed and not report.found and not report.failing and report.runs
+    )
     assert "aten.neg.default: ended its process with 3" == lost
 
 
@@ -195,19 +194,8 @@ def test_the_command_writes_what_it_finds(tmp_path: Path, capsys: pytest.Capture
     assert "aten.view_as_complex.default" in capsys.readouterr().out
     text = page.read_text()
     assert text.startswith("# Rules\n") and "| `aten.view_as_complex.default` | contiguous: self |" in text
+    assert f"| layouts run | {operator['runs']} |" in text
     assert 2 == main(["--op", "aten.none", "--handmade", "--layouts"])
-
-
-def test_a_page_has_both_summaries(tmp_path: Path) -> None:
-    page, proof = tmp_path / "rules.md", LayoutProof()
-    proof.take(LayoutReport("aten.mine.default", calls=1, runs=4))
-    page.write_text(
-        "<!-- made by `python -m spmd.rules.check --missing --markdown docs/rules.md` -->\n\nA\n\n<!-- end of it -->\n"
-    )
-    write_markdown(page, proof)
-    first = page.read_text()
-    write_markdown(page, proof)
-    assert page.read_text() == first and "\nA\n" in first and "| layouts run | 4 |" in first
 
 
 @pytest.mark.rules

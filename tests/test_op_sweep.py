@@ -9,9 +9,11 @@ import attrs
 import pytest
 import torch
 
+import spmd.optimize.layouts
 from spmd.mesh import Mesh
 from spmd.spec import DTensorSpec, TensorMeta
 from spmd.testing.op_sweep.cases import cases, entries, full_name
+from spmd.testing.op_sweep.layouts import layout_cases, restrided
 from spmd.testing.op_sweep.outcome import BAD, Outcome, Status, summarize
 from spmd.testing.op_sweep.placements import difference
 from spmd.testing.op_sweep.pool import sweep
@@ -53,6 +55,33 @@ def test_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", ["addmm", "softmax"])
 def test_two_axes_and_partial_operands(name: str) -> None:
     assert_right(sweep_entry(entry(name), Setup({"x": 2, "y": 2}, samples=2, limit=10, partial=True)))
+
+
+@pytest.mark.parametrize("name", ["addmm", "nn.functional.batch_norm", "nn.functional.group_norm", "view_as_complex"])
+def test_operands_in_other_memory(name: str) -> None:
+    outcome = sweep_entry(entry(name), attrs.evolve(SETUPS["layouts"], limit=1))
+    assert (Status.PASS, outcome.combinations) == (outcome.status, outcome.passed)
+    assert outcome.passed >= 6
+
+
+def test_gradients_of_operands_in_other_memory() -> None:
+    assert_right(sweep_entry(entry("nn.functional.layer_norm"), attrs.evolve(SETUPS["layouts-backward"], limit=1)))
+
+
+@pytest.mark.parametrize("name", ["nn.functional.group_norm", "nn.functional.scaled_dot_product_attention"])
+def test_missing_copies_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spmd.optimize.layouts, "lay_out", lambda op, args, kwargs, copy: (args, kwargs))
+    outcome = sweep_entry(entry(name), attrs.evolve(SETUPS["layouts"], limit=1))
+    assert outcome.status is Status.WRONG
+
+
+def test_operands_are_held_by_contiguous_tensors() -> None:
+    found = list(layout_cases(entry("mm"), 8))
+    assert all(tensor.is_contiguous() for case in found for tensor in case.tensors)
+    (plain,) = cases(entry("mm"), 1)
+    case = restrided(plain, [0], 0, copied=False)
+    assert plain.tensors[0].shape == case.tensors[0].shape[::-1] and "dims reversed" in case.label
+    assert torch.equal(plain.function(*plain.tensors)[0], case.function(*case.tensors)[0])
 
 
 def test_what_stays_sharded_is_counted() -> None:

@@ -19,7 +19,7 @@ from spmd.testing.rule_calls.known import UNKNOWN, known_rows, reason_of
 from spmd.testing.rule_calls.recorded import operator, recall, record, select, signature
 from spmd.testing.rule_check.command import main
 from spmd.testing.rule_check.prove import Task, prove
-from spmd.testing.rule_check.tables import Proof, write_markdown
+from spmd.testing.rule_check.tables import Proof
 
 aten = torch.ops.aten
 _MM = ["--op", "aten.mm.default$", "--handmade", "--missing"]
@@ -84,10 +84,10 @@ def test_a_page_keeps_what_is_around_the_summary(tmp_path: Path) -> None:
     row = (Replicate(), Partial("max")), (Shard(0),)
     proof.take(Report("aten.mine.default", 1, 2, 4, (), 3, (Finding("aten.mine.default(f64[4])", 3, *row),)))
     page.write_text("# Rules\n")
-    write_markdown(page, proof)
+    proof.write_markdown(page)
     first = page.read_text()
     page.write_text(first + "\nThe end.\n")
-    write_markdown(page, proof)
+    proof.write_markdown(page)
     assert page.read_text() == first + "\nThe end.\n"
     assert first.startswith("# Rules\n") and "| missing, share | 33.3% |" in first
     assert f"| {UNKNOWN} | 1 | `mine.default`: R, max -> S0 |" in first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from spmd.rules.check.execute import FAILURES, replace_tensors, tensors_of
 from spmd.rules.check.expected import Expected, perturbed
-from spmd.rules.check.strides import is_expanded, layouts
+from spmd.rules.check.strides import Layout, layouts
 from spmd.rules.layouts import Need, need
 from spmd.spec import TensorMeta
 
@@ -184,12 +183,12 @@ class _Example:
     def runs(self, values: bool, met: bool) -> Iterator[LayoutRun | None]:
         """The operands in each layout; None where the operator does not take the values."""
         for layout, changed in _layouts(self.tensors):
-            run = self._described(layout, changed)
+            run = self._described(layout.name, changed)
             if met and not run.is_let_through(lambda name: need(self.op, name)):
                 continue
             tensors = [changed.get(position, tensor) for position, tensor in enumerate(self.tensors)]
             try:
-                expected = self.expected(tensors) if is_expanded(layout) else self.results
+                expected = self.expected(tensors) if layout.is_expanded else self.results
             except FAILURES:
                 yield None
             else:
@@ -214,15 +213,15 @@ class _Example:
         return None
 
 
-def _layouts(tensors: Sequence[Tensor]) -> Iterator[tuple[str, dict[int, Tensor]]]:
+def _layouts(tensors: Sequence[Tensor]) -> Iterator[tuple[Layout, dict[int, Tensor]]]:
     """Each operand in each layout, and all operands at once."""
-    options = [dict(layouts(tensor)) for tensor in tensors]
+    options = [{layout.name: layout for layout in layouts(tensor)} for tensor in tensors]
     for position, option in enumerate(options):
-        yield from ((name, {position: restride(tensors[position])}) for name, restride in option.items())
-    for name in dict.fromkeys(itertools.chain.from_iterable(options)):
+        yield from ((layout, {position: layout(tensors[position])}) for layout in option.values())
+    for name, layout in {name: layout for option in options for name, layout in option.items()}.items():
         having = [position for position, option in enumerate(options) if name in option]
         if len(having) > 1:
-            yield name, {position: options[position][name](tensors[position]) for position in having}
+            yield layout, {position: options[position][name](tensors[position]) for position in having}
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

@@ -1,79 +1,96 @@
-"""The same values in other memory: transposed, sliced, expanded and channels-last, written in torch's operators."""
+"""The same values in other memory: transposed, sliced, expanded and channels-last."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-Restride = Callable[[Tensor], Tensor]
+
+@attrs.frozen(eq=False)
+class Layout:
+    """A layout that a tensor can have: a contiguous tensor holds it, and views of that give it.
+
+    Args:
+        name: for messages.
+        hold: from a contiguous tensor to the one that holds it.
+        view: from that to a tensor of the first one's shape, written in torch's operators; it can be traced.
+        is_expanded: the values are not those of the first tensor, but equal along a dim.
+    """
+
+    name: str
+    hold: Callable[[Tensor], Tensor]
+    view: Callable[[Tensor], Tensor]
+    is_expanded: bool = False
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The values of a contiguous tensor in this layout."""
+        return self.view(self.hold(tensor))
 
 
-def layouts(tensor: Tensor) -> Iterator[tuple[str, Restride]]:
-    """The layouts that a tensor's shape can have other than the contiguous one, by name.
+def layouts(tensor: Tensor) -> Iterator[Layout]:
+    """The layouts that a tensor's shape can have, other than the contiguous one.
 
-    The functions take a contiguous tensor and give one of equal values; those named `expanded` give one that is
-    constant along a dim. They can be traced.
+    >>> [layout.name for layout in layouts(torch.ones(3))]
+    ['every other column', 'padded rows', 'offset', 'expanded along 0']
     """
     ndim, shape = tensor.ndim, tensor.shape
     if not tensor.numel():
         return
-    yield "offset", _offset
-    if ndim >= 1:
-        yield "every other column", lambda x: _every_other(x, ndim - 1)
-        yield "padded rows", _padded
     if ndim >= 2:
-        yield "every other row", lambda x: _every_other(x, 0)
-        yield "dims reversed", lambda x: _in_order(x, list(reversed(range(ndim))))
+        yield _ordered("dims reversed", range(ndim)[::-1])
+    if ndim >= 1:
+        yield _sliced("every other column", shape, -1, slice(0, None, 2), 2 * shape[-1])
     if ndim >= 3:
-        yield "last dims swapped", lambda x: _in_order(x, [*range(ndim - 2), ndim - 1, ndim - 2])
-        yield "first dims swapped", lambda x: _in_order(x, [1, 0, *range(2, ndim)])
-        yield "channels last", lambda x: _in_order(x, [0, *range(2, ndim), 1])
+        yield _ordered("channels last", [0, *range(2, ndim), 1])
+        yield _ordered("last dims swapped", [*range(ndim - 2), ndim - 1, ndim - 2])
+        yield _ordered("first dims swapped", [1, 0, *range(2, ndim)])
+    if ndim >= 2:
+        yield _sliced("every other row", shape, 0, slice(0, None, 2), 2 * shape[0])
+    if ndim >= 1:
+        yield _sliced("padded rows", shape, -1, slice(1, shape[-1] + 1), shape[-1] + 3)
+    count = tensor.numel()
+    flat = _sliced("offset", (count,), 0, slice(1, count + 1), count + 3)
+    yield Layout("offset", lambda x: flat.hold(x.reshape(-1)), lambda held: flat.view(held).view(shape))
     long = [dim for dim, size in enumerate(shape) if size > 1]
-    for dim in long:
-        yield f"expanded along {dim}", lambda x, dim=dim: x.narrow(dim, 0, 1).expand(x.shape)  # type: ignore[misc]
+    yield from (_expanded(f"expanded along {dim}", shape, [dim]) for dim in long)
     if len(long) > 1:
-        yield "expanded from one element", lambda x: x[(slice(0, 1),) * x.ndim].expand(x.shape)
+        yield _expanded("expanded from one element", shape, long)
 
 
-def is_expanded(layout: str) -> bool:
-    """Whether a layout is one of those that change values."""
-    return layout.startswith("expanded")
-
-
-def _in_order(x: Tensor, order: list[int]) -> Tensor:
+def _ordered(name: str, order: Sequence[int]) -> Layout:
     """With memory in another order of dims, major first."""
-    return (
-        x.permute(order).clone(memory_format=torch.contiguous_format).permute([order.index(d) for d in range(x.ndim)])
-    )
+    back = [order.index(dim) for dim in range(len(order))]
+    return Layout(name, lambda x: _contiguous(x.permute(tuple(order))), lambda held: held.permute(back))
 
 
-def _every_other(x: Tensor, dim: int) -> Tensor:
-    sizes = list(x.shape)
-    sizes[dim] *= 2
-    index = [slice(None)] * x.ndim
-    index[dim] = slice(0, None, 2)
-    return _part(x, sizes, tuple(index))
-
-
-def _padded(x: Tensor) -> Tensor:
-    size = x.shape[-1]
-    return _part(x, [*x.shape[:-1], size + 3], (..., slice(1, size + 1)))
-
-
-def _offset(x: Tensor) -> Tensor:
-    return _part(x.reshape(-1), [x.numel() + 3], (slice(1, x.numel() + 1),)).view(x.shape)
-
-
-def _part(x: Tensor, sizes: list[int], index: object) -> Tensor:
-    """`x` in a part of a larger tensor; what is around it must not be read.
+def _sliced(name: str, shape: Sequence[int], dim: int, part: slice, size: int) -> Layout:
+    """As a part of a larger tensor; what is around it must not be read.
 
     Around numbers that may be positions is the largest of them: a kernel that takes it for one is wrong, and does not
     write outside of its memory.
     """
-    floating = x.dtype.is_floating_point or x.dtype.is_complex
-    around = x.new_full((), float("nan")) if floating else x.amax()
-    part = around.expand(sizes).clone(memory_format=torch.contiguous_format)[index]  # type: ignore[index]
-    part.copy_(x)
-    return part
+    sizes = list(shape)
+    sizes[dim] = size
+    index: list[Any] = [slice(None)] * len(shape)
+    index[dim] = part
+
+    def hold(x: Tensor) -> Tensor:
+        fractions = x.dtype.is_floating_point or x.dtype.is_complex
+        held = _contiguous((x.new_full((), float("nan")) if fractions else x.amax()).expand(sizes))
+        held[tuple(index)].copy_(x)
+        return held
+
+    return Layout(name, hold, lambda held: held[tuple(index)])
+
+
+def _expanded(name: str, shape: Sequence[int], dims: Sequence[int]) -> Layout:
+    first = tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(len(shape)))
+    return Layout(name, lambda x: _contiguous(x[first]), lambda held: held.expand(tuple(shape)), is_expanded=True)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from spmd.testing.op_sweep.cases import entries
 from spmd.testing.op_sweep.outcome import BAD
 from spmd.testing.op_sweep.pool import sweep
-from spmd.testing.op_sweep.report import Report, markdown, show
+from spmd.testing.op_sweep.report import Report, layouts_markdown, markdown, show
 from spmd.testing.op_sweep.setups import SETUPS, Setup
 from spmd.testing.op_sweep.sweep import sweep_entry
 from spmd.testing.page import write_section
@@ -81,7 +81,10 @@ def _write(options: argparse.Namespace, reports: dict[str, Report]) -> None:
         data = {name: report.data() for name, report in reports.items()}
         options.json.write_text(json.dumps(data, indent=1) + "\n")
     if options.markdown:
-        write_section(options.markdown, "op_sweep", markdown(reports))
+        for name, write, laid_out in (("op_sweep", markdown, False), ("op_sweep_layouts", layouts_markdown, True)):
+            found = {setup: report for setup, report in reports.items() if report.setup.layouts is laid_out}
+            if found:
+                write_section(options.markdown, name, write(found))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class Case:
         tensors: its arguments.
         asked: positions of those that the database wants a gradient of.
         values: whether the values of the results mean anything.
+        direct: the function, but that it may write to its arguments; None if there is no other.
     """
 
     label: str
@@ -36,6 +37,12 @@ class Case:
     tensors: tuple[torch.Tensor, ...]
     asked: tuple[int, ...] = ()
     values: bool = True
+    direct: Function | None = None
+
+    def mapped(self, change: Callable[[Function], Function]) -> Case:
+        """The case with another function, made from the one that it has."""
+        direct = None if self.direct is None else change(self.direct)
+        return attrs.evolve(self, function=change(self.function), direct=direct)
 
     @property
     def is_dense(self) -> bool:
@@ -64,20 +71,25 @@ def cases(entry: Any, samples: int, backward: bool = False, lengths: bool = Fals
     gives its results and, by `torch.func.vjp`, the gradients of all floating operands, or of those that have one; the
     cotangents are further arguments. Calls without a floating operand and a floating result are left out then.
     """
+    for case in dense_cases(entry, samples, backward, lengths):
+        if not backward:
+            yield case
+        elif entry.supports_autograd and is_differentiable(case):
+            yield with_every_gradient(case)
+
+
+def dense_cases(entry: Any, samples: int, differentiable: bool = False, lengths: bool = False) -> Iterator[Case]:
+    """As `cases`, without gradients; what can be asked for them is known if it is to be `differentiable`."""
     supported = entry.supported_dtypes("cpu")
     dtype = next((dtype for dtype in (*_DTYPES, *sorted(supported, key=str)) if dtype in supported), None)
     if dtype is None:
         return
     torch.manual_seed(0)
-    differentiable = backward and dtype in entry.supported_backward_dtypes("cpu")
-    found = entry.sample_inputs("cpu", dtype, requires_grad=differentiable)
+    asked = differentiable and dtype in entry.supported_backward_dtypes("cpu")
+    found = entry.sample_inputs("cpu", dtype, requires_grad=asked)
     dense = (_case(entry, sample, number) for number, sample in enumerate(found))
     dense = (case for case in itertools.islice(dense, _SEARCHED) if case.is_dense)
-    for case in itertools.islice(_with_new_lengths(dense) if lengths else dense, samples):
-        if not backward:
-            yield case
-        elif entry.supports_autograd and _is_differentiable(case):
-            yield _with_every_gradient(case)
+    yield from itertools.islice(_with_new_lengths(dense) if lengths else dense, samples)
 
 
 def _with_new_lengths(found: Iterator[Case]) -> Iterator[Case]:
@@ -94,9 +106,12 @@ def _case(entry: Any, sample: Any, number: int) -> Case:
     at = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
     def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return direct(*(tensor.clone() for tensor in tensors))  # batch norms write to their statistics
+
+    def direct(*tensors: torch.Tensor) -> list[torch.Tensor]:
         given = list(leaves)
         for position, tensor in zip(at, tensors, strict=True):
-            given[position] = tensor.clone()  # batch norms write to their statistics
+            given[position] = tensor
         first, args, kwargs = optree.tree_unflatten(tree, given)  # type: ignore[misc]
         result = entry.op(first, *args, **kwargs)
         return [leaf for leaf in optree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -106,10 +121,10 @@ def _case(entry: Any, sample: Any, number: int) -> Case:
     shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
     rest = ", ".join(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
     label = f"sample {number}: {shapes}{'; ' if rest else ''}{rest:.80}"
-    return Case(label, function, tensors, asked, entry.name not in ARBITRARY)
+    return Case(label, function, tensors, asked, entry.name not in ARBITRARY, direct)
 
 
-def _with_every_gradient(case: Case) -> Case:
+def with_every_gradient(case: Case) -> Case:
     """The case with the gradients of all floating operands, or if some have none, of those that are asked for."""
     floating = [position for position, tensor in enumerate(case.tensors) if _has_gradient(tensor)]
     whole = _with_gradients(case, floating)
@@ -126,22 +141,26 @@ def _with_gradients(case: Case, at: Sequence[int]) -> Case:
     cotangents = tuple(torch.randn_like(output) for output in outputs if _has_gradient(output))
     count = len(case.tensors)
 
-    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        def primal(*floating: torch.Tensor) -> Any:
-            given = list(tensors[:count])
-            for position, tensor in zip(at, floating, strict=True):
-                given[position] = tensor
-            return tuple(output for output in case.function(*given) if _has_gradient(output))
+    def differentiated(inner: Function) -> Function:
+        def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            def primal(*floating: torch.Tensor) -> Any:
+                given = list(tensors[:count])
+                for position, tensor in zip(at, floating, strict=True):
+                    given[position] = tensor
+                return tuple(output for output in inner(*given) if _has_gradient(output))
 
-        results, pullback, *_ = torch.func.vjp(primal, *(tensors[position] for position in at))
-        return [*results, *pullback(tuple(tensors[count:]))]
+            results, pullback, *_ = torch.func.vjp(primal, *(tensors[position] for position in at))
+            return [*results, *pullback(tuple(tensors[count:]))]
 
-    return attrs.evolve(case, function=function, tensors=(*case.tensors, *cotangents))
+        return function
+
+    return attrs.evolve(case.mapped(differentiated), tensors=(*case.tensors, *cotangents))
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _is_differentiable(case: Case) -> bool:
+def is_differentiable(case: Case) -> bool:
+    """Whether a case has a floating operand and a floating result."""
     return any(map(_has_gradient, case.tensors)) and any(map(_has_gradient, case.function(*case.tensors)))

@@ -133,11 +133,34 @@ def markdown(reports: Mapping[str, Report]) -> str:
     return "\n".join(lines)
 
 
+def layouts_markdown(reports: Mapping[str, Report]) -> str:
+    """The section of `docs/operators.md` on operands in other memory layouts."""
+    lines = [
+        "## Calls with operands in other memory",
+        "",
+        "As the sweeps above, but operands are views of the function's arguments: transposed, every other column of a "
+        "longer tensor (what is around is NaN), expanded, channels-last; another for each operand, in turns. In the "
+        "second half of an entry's calls they are copied to contiguous memory first, by copies that no program has. "
+        "This section is written by",
+        "",
+        f"    python -m spmd.testing.op_sweep --setup {' '.join(reports)} --markdown docs/operators.md",
+        "",
+        *table(("setup", "mesh", "calls of an entry", "combinations of a call", "what"), _setups(reports)),
+        "",
+        *table(("", *reports), _summary(reports)),
+        "",
+        *table(("entry", "status", "setups", "right combinations", "reason"), _failing(reports)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def _setups(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
     for name, report in reports.items():
         setup = report.setup
         mesh = ", ".join(f"{axis}={size}" for axis, size in setup.mesh.items())
         calls = f"{setup.samples} that add lengths of dims" if setup.lengths else f"the first {setup.samples}"
+        calls = f"{setup.samples} of many numbers of dims" if setup.layouts else calls
         what = "results and gradients by torch.func.vjp" if setup.backward else "results"
         operands = ", operands partial sums, maxima and minima too" if setup.partial else ""
         yield name, mesh, calls, f"up to {setup.limit}", what + operands

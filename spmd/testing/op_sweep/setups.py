@@ -19,6 +19,7 @@ class Setup:
         partial: also with partial operands.
         backward: with the gradients, by `torch.func.vjp`.
         lengths: the calls in which dims have lengths that no call before has, in place of the first ones.
+        layouts: operands are laid out otherwise in memory, each call in another way.
         make_fx: also ask of every call whether torch's `make_fx` traces it.
     """
 
@@ -28,6 +29,7 @@ class Setup:
     partial: bool = False
     backward: bool = False
     lengths: bool = False
+    layouts: bool = False
     make_fx: bool = False
 
 
@@ -40,6 +42,8 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
         "grid-backward": Setup({"x": 2, "y": 2}, samples=2, limit=4, backward=True),
         "partial": Setup({"x": 4}, samples=4, limit=6, partial=True),
         "grid-partial": Setup({"x": 2, "y": 2}, samples=2, limit=6, partial=True),
+        "layouts": Setup({"x": 4}, samples=8, limit=2, layouts=True),
+        "layouts-backward": Setup({"x": 4}, samples=4, limit=2, backward=True, layouts=True),
     }
 )
 """The sweeps that `make test-rules` runs, by name."""

@@ -24,6 +24,7 @@ from spmd.rules import find_rule
 from spmd.runtime import VirtualProgram
 from spmd.spec import DTensorSpec
 from spmd.testing.op_sweep.cases import Case, cases, full_name
+from spmd.testing.op_sweep.layouts import layout_cases
 from spmd.testing.op_sweep.outcome import Outcome, Status
 from spmd.testing.op_sweep.placements import Combination, combinations, difference, spread
 from spmd.testing.op_sweep.setups import Setup
@@ -40,7 +41,10 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = list(cases(entry, setup.samples, setup.backward, setup.lengths))
+            if setup.layouts:
+                found = list(layout_cases(entry, setup.samples, setup.backward))
+            else:
+                found = list(cases(entry, setup.samples, setup.backward, setup.lengths))
         except Exception as error:  # the database's own samples may need what is not there
             outcome.note(Status.SKIPPED, said_by(error))
             return outcome
@@ -86,9 +90,20 @@ def sweep_case(
         outcome.unmatched += outcome.wrong + outcome.errors + outcome.refused > before
 
 
+def _direct(case: Case) -> Case:
+    """The case on its operands themselves; on copies of them if plain torch refuses that, as some layouts."""
+    if case.direct is None:
+        return case
+    try:
+        case.direct(*(tensor.clone() for tensor in case.tensors))
+    except Exception:
+        return case
+    return attrs.evolve(case, function=case.direct, direct=case.function)
+
+
 def _trace(case: Case, outcome: Outcome) -> Graph | None:
     try:
-        return canonicalize(trace_flat(case.function, case.tensors), lambda op: find_rule(op) is None)
+        return _canonical(case)
     except Exception as error:
         refused = isinstance(error, TraceError)
         untraceable = not make_fx_traces(case)
@@ -99,6 +114,16 @@ def _trace(case: Case, outcome: Outcome) -> Graph | None:
         status = Status.UNTRACEABLE if untraceable else Status.REFUSED if refused else Status.ERROR
         outcome.note(status, f"{case.label}: {said_by(error)}")
         return None
+
+
+def _canonical(case: Case) -> Graph:
+    try:
+        graph = trace_flat(case.function, case.tensors)
+    except TraceError:
+        if case.direct is None:
+            raise
+        graph = trace_flat(case.direct, case.tensors)  # the other one may write to its arguments
+    return canonicalize(graph, lambda op: find_rule(op) is None)
 
 
 def make_fx_traces(case: Case) -> bool:

@@ -16,7 +16,7 @@ from spmd.testing.op_sweep.cases import entries
 from spmd.testing.rule_calls.recorded import Recorded, select
 from spmd.testing.rule_check.layouts import LayoutProof, check_all, layout_tasks
 from spmd.testing.rule_check.prove import prepare, prove, record_all, tasks
-from spmd.testing.rule_check.tables import Proof, write_markdown
+from spmd.testing.rule_check.tables import Proof
 
 _Op = torch._ops.OpOverload
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None, rules: Mapping[_Op, Rule] = RUL
     if options.json:
         options.json.write_text(json.dumps(proof.as_json(), indent=1) + "\n")
     if options.markdown:
-        write_markdown(options.markdown, proof)
+        proof.write_markdown(options.markdown)
     return int(proof.failed)
 
 

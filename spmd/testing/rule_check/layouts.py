@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,7 +14,8 @@ from rich.table import Table
 
 from spmd.draws import TEMPLATED
 from spmd.rules.check.layouts import LayoutReport, check_layouts
-from spmd.rules.layouts import DOCUMENTED, Need
+from spmd.rules.layouts import DOCUMENTED, Need, need
+from spmd.testing.page import table, write_section
 from spmd.testing.pool import Lost, each
 from spmd.testing.rule_calls import ARBITRARY, CALLS
 from spmd.testing.rule_calls.draws import Calls
@@ -70,7 +72,9 @@ def check_all(tasks: Sequence[LayoutTask], *, jobs: int, seconds: float = 300.0)
         if isinstance(report, Lost):
             yield f"{task.op}: ended its process with {report.exitcode}"
         else:
-            yield attrs.evolve(report, crashed=True, unneeded=())
+            declared = {argument.name: need(task.op, argument.name) for argument in task.op._schema.arguments}
+            needs = {name: level for name, level in declared.items() if level is not Need.ANY}
+            yield attrs.evolve(report, crashed=True, found=needs, unneeded=())
 
 
 @attrs.define
@@ -114,10 +118,10 @@ class LayoutProof:
 
     def show(self, console: Console) -> None:
         """Print which operators need a layout, the findings and the totals."""
-        table = Table("operator", "needs", "layouts", "wrong", title="memory layouts")
+        found = Table("operator", "needs", "layouts", "wrong", title="memory layouts")
         for report in self.sensitive:
-            table.add_row(report.op, needs_text(report), str(report.runs), str(len(report.sensitive)))
-        console.print(table)
+            found.add_row(report.op, needs_text(report), str(report.runs), str(len(report.sensitive)))
+        console.print(found)
         findings = [*self.lost, *(f"not in the table: {run}" for report in self.reports for run in report.failing)]
         findings += [f"not needed: {report.op}: {name}" for report in self.reports for name in report.unneeded]
         for finding in findings:
@@ -148,21 +152,34 @@ class LayoutProof:
             ],
         }
 
-    def markdown(self) -> str:
-        """The totals and the operators that need a layout, for a page."""
-        lines = ["| | |", "|---|---|", *(f"| {name} | {count:,} |" for name, count in self.summary().items())]
-        lines += ["", "| operator | needs | wrong or refused | for example |", "|---|---|---|---|"]
-        for report in self.sensitive:
-            example = f"`{report.sensitive[0]}`" if report.sensitive else "its process ends"
-            wrong = f"{len(report.sensitive)} of {report.runs}" if report.sensitive else ""
-            lines.append(f"| `{report.op}` | {needs_text(report)} | {wrong} | {example} |")
-        return "\n".join(lines)
+    def write_markdown(self, page: Path) -> None:
+        """Write the totals and the operators that need a layout to their section of a page."""
+        lines = [
+            "# Memory layouts",
+            "",
+            "Which operators' kernels read their operands' strides is found by running them: each operand, and all at "
+            "once, transposed, sliced, padded, with an offset, expanded (strides of zero) and channels-last, in double "
+            "and in single precision, against the same values in contiguous memory. This section is written by",
+            "",
+            "    python -m spmd.rules.check --layouts --markdown docs/operators.md",
+            "",
+            *table(("", ""), ((name, f"{count:,}") for name, count in self.summary().items())),
+            "",
+            *table(("operator", "needs", "wrong or refused", "for example"), map(_row, self.sensitive)),
+            "",
+        ]
+        write_section(page, "layouts", "\n".join(lines))
+
+
+def _row(report: LayoutReport) -> tuple[str, str, str, str]:
+    if report.crashed:
+        return f"`{report.op}`", needs_text(report), "", "its process ends"
+    wrong = f"{len(report.sensitive)} of {report.runs}"
+    return f"`{report.op}`", needs_text(report), wrong, f"`{report.sensitive[0]}`"
 
 
 def needs_text(report: LayoutReport) -> str:
     """The needs that were found, by layout: `contiguous: mean, rstd`."""
-    if report.crashed:
-        return "not known"
     levels = [level for level in Need if level in report.found.values()]
     named = {level: [name for name, found in report.found.items() if found is level] for level in levels}
     return "; ".join(f"{level.name.lower()}: {', '.join(names)}" for level, names in named.items())

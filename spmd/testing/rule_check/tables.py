@@ -12,7 +12,6 @@ from rich.table import Table
 
 from spmd.rules.check import Finding, Report
 from spmd.testing.rule_calls.known import reason_of
-from spmd.testing.rule_check.layouts import LayoutProof
 
 
 @attrs.define
@@ -95,23 +94,21 @@ class Proof:
             ],
         }
 
+    def write_markdown(self, page: Path) -> None:
+        """Put the summary between the two marks of a page; at its end, if it has none."""
+        text = page.read_text() if page.exists() else ""
+        start, stop = _MARKS
+        if start not in text:
+            text += f"\n{start}\n{stop}\n"
+        before, _, rest = text.partition(start)
+        page.write_text(f"{before}{start}\n\n{_markdown(self)}\n\n{stop}{rest.partition(stop)[2]}")
+
 
 def _as_json(finding: Finding, reason: str) -> dict[str, Any]:
     return {"call": finding.call, "ranks": finding.ranks, "row": finding.row, "reason": reason}
 
 
-_END = "<!-- end of it -->"
-
-
-def write_markdown(page: Path, proof: Proof | LayoutProof) -> None:
-    """Put the summary between the two marks of a page; at its end, if it has none."""
-    options, lines = ("--missing", _markdown(proof)) if isinstance(proof, Proof) else ("--layouts", proof.markdown())
-    start = f"<!-- made by `python -m spmd.rules.check {options} --markdown docs/rules.md` -->"
-    text = page.read_text() if page.exists() else ""
-    if start not in text:
-        text += f"\n{start}\n{_END}\n"
-    before, _, rest = text.partition(start)
-    page.write_text(f"{before}{start}\n\n{lines}\n\n{_END}{rest.partition(_END)[2]}")
+_MARKS = ("<!-- made by `python -m spmd.rules.check --missing --markdown docs/rules.md` -->", "<!-- end of it -->")
 
 
 def _markdown(proof: Proof) -> str:
