@@ -3,7 +3,7 @@
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,9 @@ from spmd.plan.layout import Layout
 from spmd.spec import DTensorSpec, TensorMeta
 
 Document = dict[str, Any]
+Options = Sequence[Sequence[Document]]
+"""The strategies that the rule of each operation of the program has."""
+
 Edit = Callable[[Document, random.Random], None]
 
 OTHERS = [
@@ -57,22 +60,25 @@ TEXTS = [
 ]
 
 
-def edit(document: Document, mesh: Mesh, draw: random.Random) -> Document:
+def edit(document: Document, mesh: Mesh, options: Options, draw: random.Random) -> Document:
     """A document with one thing changed, or two; most with the descriptions of values put right."""
     changed = document
     while changed == document:
-        changed = _edited(changed, draw)
+        changed = _edited(changed, options, draw)
         if draw.random() < 0.2:
             with suppress(*BROKEN):
-                changed = _edited(changed, draw)
+                changed = _edited(changed, options, draw)
         if draw.random() < 0.8:
             describe(changed, mesh)
     return changed
 
 
-def _edited(document: Document, draw: random.Random) -> Document:
+def _edited(document: Document, options: Options, draw: random.Random) -> Document:
     document = copy.deepcopy(document)
-    draw.choice(EDITS)(document, draw)
+    if draw.random() < 0.15:
+        reshard_operation(document, draw, options)
+    else:
+        draw.choice(EDITS)(document, draw)
     return document
 
 
@@ -264,32 +270,87 @@ def change_atoms(document: Document, draw: random.Random) -> None:
 
 
 def insert_marker(document: Document, draw: random.Random) -> None:
-    """Redistribute or relabel a value before one operation, to a spec of another value of its shape, or any."""
+    """Redistribute or relabel an operand, to the spec of another value of its shape or one like its own, and back."""
     operations, values = document["operations"], document["values"]
     at = draw.randrange(len(operations))
     if not operations[at]["operands"]:
         return
     position = draw.randrange(len(operations[at]["operands"]))
     old = operations[at]["operands"][position]
-    if old not in values:
-        return
-    alike = [entry for entry in values.values() if entry["meta"] == values[old]["meta"]]
     new = f"{old.partition(':')[0]}_moved"
-    values[new] = copy.deepcopy(draw.choice(alike))
-    marker = {
-        "results": [new],
-        "operands": [old],
-        "operator": draw.choice(["spmd.redistribute.default", "spmd.relabel.default"]),
-    }
+    values[new] = copy.deepcopy(draw.choice([e for e in values.values() if e["meta"] == values[old]["meta"]]))
+    if draw.random() < 0.5:
+        turn(values[new], document, draw)
+    operations.insert(at, marker(old, new, draw))
+    at += 1
+    if draw.random() < 0.5:
+        operations.insert(at, marker(new, f"{new}_back", draw))
+        values[f"{new}_back"] = copy.deepcopy(values[old])
+        new, at = f"{new}_back", at + 1
+    if draw.random() < 0.9:
+        operations[at]["operands"][position] = new
+
+
+def turn(entry: Document, document: Document, draw: random.Random) -> None:
+    """Give a spec its axes in another order, or elsewhere."""
+    axes = list(document["mesh"])
+    swapped = dict(zip(axes, axes[::-1], strict=True))
+    if draw.random() < 0.5:
+        entry["dims"] = [[swapped[axis] for axis in dim] for dim in entry["dims"]]
+        entry["partial"] = {swapped[axis]: op for axis, op in entry["partial"].items()}
+    if draw.random() < 0.3:
+        entry["dims"] = [dim[::-1] for dim in entry["dims"]]
+    if draw.random() < 0.2:
+        draw.shuffle(entry["dims"])
+
+
+def marker(operand: str, result: str, draw: random.Random) -> Document:
+    """An operation that moves a value, or claims to move nothing."""
+    operator = draw.choice(["spmd.redistribute.default"] * 2 + ["spmd.relabel.default"])
     blank = {"at": "", "code": "", "seconds": 0.0, "group": None, "of": None, "strategies": {}}
-    operations.insert(at, {**blank, **marker})
-    if draw.random() < 0.8:
-        operations[at + 1]["operands"][position] = new
-    if draw.random() < 0.4:
-        back = f"{new}_back"
-        values[back] = copy.deepcopy(values[old])
-        operations.insert(at + 1, {**blank, **marker, "results": [back], "operands": [new]})
-        operations[at + 2]["operands"][position] = back
+    return {**blank, "operator": operator, "operands": [operand], "results": [result]}
+
+
+def reshard_operation(document: Document, draw: random.Random, options: Options) -> None:
+    """Run an operation by another strategy that its rule has, between redistributions that make it fit."""
+    operations, values = document["operations"], document["values"]
+    chosen = draw.choice([o for o in operations if o["strategies"]] or operations)
+    if not chosen["strategies"]:
+        return
+    order = list(chosen["strategies"])
+    axis, at = draw.choice(order), operations.index(chosen)
+    strategy = draw.choice(options[chosen["of"]])
+    chosen["strategies"][axis] = copy.deepcopy(strategy)
+    for position, (name, state) in enumerate(zip(chosen["operands"], strategy["operands"], strict=True)):
+        new = f"{name.partition(':')[0]}_in{position}"
+        values[new] = placed(values[name], axis, state, order)
+        operations.insert(at, {**marker(name, new, draw), "operator": "spmd.redistribute.default"})
+        chosen["operands"][position], at = new, at + 1
+    for position, (name, state) in enumerate(zip(chosen["results"], strategy["results"], strict=True)):
+        new = f"{name.partition(':')[0]}_out{position}"
+        values[new] = placed(values[name], axis, state, order)
+        operations.insert(at + 1, {**marker(new, name, draw), "operator": "spmd.redistribute.default"})
+        chosen["results"][position] = new
+
+
+def placed(entry: Document, axis: str, state: str, order: list[str]) -> Document:
+    """The spec of a value with another placement on one axis."""
+    entry = copy.deepcopy(entry)
+    entry["dims"] = [[a for a in axes if a != axis] for axes in entry["dims"]]
+    entry["partial"] = {a: op for a, op in entry["partial"].items() if a != axis}
+    if state.startswith("Shard"):
+        dim = int(state[6:-1])
+        entry["dims"][dim] = sorted([*entry["dims"][dim], axis], key=order.index)
+    elif state.startswith("Partial"):
+        entry["partial"][axis] = state[9:-2]
+    return entry
+
+
+def swap_operations(document: Document, draw: random.Random) -> None:
+    operations = document["operations"]
+    i = draw.randrange(len(operations))
+    j = draw.choice([draw.randrange(len(operations)), min(i + 1, len(operations) - 1), min(i + 2, len(operations) - 1)])
+    operations[i], operations[j] = operations[j], operations[i]
 
 
 def bypass_marker(document: Document, draw: random.Random) -> None:
@@ -322,6 +383,7 @@ EDITS: tuple[Edit, ...] = (
     delete_operation,
     repeat_operation,
     move_operation,
+    swap_operations,
     swap_in_operations,
     mix_strategies,
     replicate_operation,

@@ -29,6 +29,8 @@ from spmd.tree import is_spec, make_spec, tree_leaves
 def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -> Any:
     """Read a checkpoint, laid out as `like` says; it may have been written from any other layout, mesh and runtime.
 
+    It may also come from anybody: nothing in it is run, and all of it that is read is checked.
+
     On a distributed mesh every rank calls it, and reads the parts that it wants.
 
     Args:

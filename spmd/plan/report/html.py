@@ -117,8 +117,9 @@ def _timeline(report: Report) -> str:
 
 
 def _bars(spans: Iterable[Span], lanes: list[str], total: float) -> Iterator[str]:
+    scale = _WIDTH / total if total else 0.0
     for span in spans:
-        x, width = _WIDTH * span.start / total, max(0.3, _WIDTH * span.seconds / total)
+        x, width = scale * span.start, max(0.3, scale * span.seconds)
         y = _LANE * lanes.index(span.kind) + 2
         title = escape(f"{span.kind}, {time_text(span.seconds)}: {span.label}")
         place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LANE - 4}"'
