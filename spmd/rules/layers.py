@@ -29,10 +29,11 @@ def _bags_backward(ignored: int) -> Rule:
 
 
 def _grid_gradients(call: Call) -> Rule:
-    """Of the image, a sum over the grid, and of the grid, a sum over channels; torch's kernel wants at least one."""
+    """Of the image, a sum over the grid, and of the grid, a sum over channels; torch's kernels always give the latter."""
     space = call.operands[1].ndim - 2
     grid, image = " ".join("dhw"[-space:]), f"n c{' _' * space}"
-    results = ", ".join(term for term in asked(call, image, f"n {grid} _") if term)
+    terms = (image, f"n {grid} _")
+    results = ", ".join(terms if len(call.results) == len(terms) else filter(None, asked(call, *terms)))
     pattern = f"n c {grid}, {image}, n {grid} _ -> {results}"
     return factors(pattern, linear("grad_output"), sum=f"c {grid}")
 

@@ -31,9 +31,7 @@ _TOLERANCE = 1e-8  # of the largest number of a result
 _MACHINES = (Machine(), Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0))
 
 
-def check_seed(
-    seed: int, generated: Callable[[], None] = lambda: None, avoid: frozenset[str] = frozenset()
-) -> Outcome:
+def check_seed(seed: int, generated: Callable[[], None] = lambda: None, avoid: frozenset[str] = frozenset()) -> Outcome:
     """Generate the program of a seed and check it.
 
     Args:

@@ -113,8 +113,8 @@ def bag_weight_gradients() -> Calls:
 def grids(*space: int) -> Calls:
     shape, dims = tuple(size - 1 for size in space), len(space)
     return [
-        call(f(3, 4, *shape), f(3, 4, *space), f(3, *shape, dims).tanh(), 0, 0, False, [image, True])
-        for image in (True, False)
+        call(f(3, 4, *shape), f(3, 4, *space), f(3, *shape, dims).tanh(), 0, 0, False, asked)
+        for asked in ([True, True], [False, True], [True, False])
     ]
 
 
