@@ -31,8 +31,12 @@ def fill_masked(x: torch.Tensor, index: Any, value: Any) -> bool:
         behind = view.ndim - mask.ndim - sum(isinstance(item, slice) for item in items[:place])
     if mask.shape != view.shape[view.ndim - behind - mask.ndim : view.ndim - behind]:
         return False
-    number = value.reshape(()) if isinstance(value, torch.Tensor) else x.new_full((), value)
-    view.copy_(torch.where(mask.reshape(*mask.shape, *[1] * behind), number, view))
+    mask = mask.reshape(*mask.shape, *[1] * behind)
+    if 0 in view.stride():  # elements that share a place in memory: see spmd.overlapping
+        view.masked_fill_(mask, value)
+    else:
+        number = value.reshape(()) if isinstance(value, torch.Tensor) else x.new_full((), value)
+        view.copy_(torch.where(mask, number, view))
     return True
 
 

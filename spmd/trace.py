@@ -19,16 +19,15 @@ import optree
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.assignments import fill_masked
 from spmd.errors import TraceError
-from spmd.foreach import list_body
+from spmd.functionalization import Functionalization
 from spmd.graph import Graph, Value, map_leaves
-from spmd.nested_tracers import nested_tracers, refuse_recording, refuse_subgraph
-from spmd.overlapping import RepeatedViews
+from spmd.nested_tracers import nested_tracers, refuse_subgraph
 from spmd.recorder import Namer, Recorder, where
 from spmd.source import SourceTracker, user_source
 from spmd.spec import TensorMeta
@@ -146,7 +145,7 @@ def trace_flat(
     lifting = _ClosureLifting(recorder)
     token = _tracing.set(True)
     try:
-        with _no_modes_around(), _errors_raised_only(), recorder, _Functionalization(), lifting, restored():
+        with _no_modes_around(), _errors_raised_only(), recorder, Functionalization(), lifting, restored():
             outputs = function(*[lifting.functional(fake) for fake in fakes])
             outputs = [lifting.finish(tensor) for tensor in outputs]
             lifting.check_writes()
@@ -182,55 +181,6 @@ def _errors_raised_only() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(silence)
-
-
-class _Functionalization(FunctionalTensorMode):
-    """Functionalization without what needs values: torch.linalg's checks for failures (a singular matrix has no inverse
-    that is finite, and that is what comes out), and numbers of a list operator that come as one tensor.
-
-    Operators that torch composes of others are taken apart here and not below: they may write to tensors of their own.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._repeated = RepeatedViews()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._linalg_check_errors.default:
-            return None
-        refuse_recording()
-        if func is torch.ops.aten.bernoulli_.float and not args[0].is_contiguous():
-            with self:
-                return args[0].copy_(_drawn_in_memory_order(*args))
-        if func in _INTERPOLATIONS:
-            with self:
-                return args[0].copy_(torch.lerp(*args))
-        if func._schema.is_mutable:
-            with self:
-                if self._repeated.write(func, args, kwargs or {}):
-                    return args[0]
-        body = list_body(func) if func._schema.is_mutable else None
-        if func not in FunctionalTensor.metadata_fns and func._can_decompose():
-            body = func.decompose
-        if body is not None:
-            with self:
-                return body(*args, **kwargs or {})
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._repeated.note(func, args, result)
-        return result
-
-
-# Their meta kernel chooses an overload by trying: what does not fit is printed, which forward mode cannot do there.
-_INTERPOLATIONS = frozenset({torch.ops.aten.lerp_.Scalar, torch.ops.aten.lerp_.Tensor})
-
-
-def _drawn_in_memory_order(like: torch.Tensor, p: float = 0.5) -> torch.Tensor:
-    """What `like.bernoulli_(p)` draws; its functional form, unlike those of other draws, knows no strides."""
-    order = sorted(range(like.ndim), key=like.stride, reverse=True)
-    drawn = like.new_empty([like.shape[dim] for dim in order]).bernoulli_(p)
-    return drawn.permute([order.index(dim) for dim in range(like.ndim)])
 
 
 class _ClosureLifting(TorchFunctionMode):

@@ -29,6 +29,7 @@ LAYERS = (
         "canonicalize",
         "normal_forms",
         "foreach",
+        "functionalization",
         "fused",
         "decompositions",
         "fills",

@@ -54,8 +54,47 @@ def by_strides(v):
     return v
 
 
+def filled_by_masks(v):
+    v = v * 1
+    v.expand(2, 4, 3).masked_fill_(torch.stack([v > 0.5, v < -0.5]), 7.0)
+    v[:, :1].expand(4, 5)[v[:, :1] * torch.arange(5) > 1] = 2.0
+    v[0].expand(3, 3).tril_()
+    v[:, 2:].expand(4, 2).index_fill_(0, torch.tensor([1]), 5.0)
+    return v
+
+
+def between_windows(v):
+    v = v * 1
+    v.unfold(1, 2, 2).add_(1)
+    v.unfold(0, 1, 2).mul_(3)
+    torch._foreach_mul_([v.unfold(0, 3, 3)], 2.0)
+    torch.add(v[:2, :1], 1, out=v.unfold(1, 1, 2)[:2, :1, 0])
+    return v
+
+
+def of_unsafe_views(v):
+    v = v * 1
+    v.unsafe_split(2)[1].mul_(2)
+    v.unsafe_chunk(3, 1)[0].add_(1)
+    v.unsafe_split_with_sizes([1, 3])[0].zero_()
+    return v
+
+
+def into_empty(v):
+    out = torch.empty(0, dtype=v.dtype)
+    torch.mm(v, v.T, out=out)
+    return out * out.shape[0]
+
+
+@pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated")
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
-@pytest.mark.parametrize("function", [zeroed, filled, partly, not_overlapping, of_repeated, by_strides])
+@pytest.mark.parametrize(
+    "function",
+    [
+        zeroed, filled, partly, not_overlapping, of_repeated, by_strides, filled_by_masks, between_windows,
+        of_unsafe_views, into_empty,
+    ],
+)  # fmt: skip
 def test_values(function, spec):
     assert torch.equal(function(X), spmd.jit(function, spec, P(), mesh=MESH)(X).full_tensor())
 
@@ -90,3 +129,14 @@ def test_what_has_no_one_meaning_is_refused_with_the_line(name):
 
     with pytest.raises(TraceError, match=r"test_overlapping.py:\d+ .*writes in place to a tensor of shape"):
         spmd.jit(function, P("x"), P(), mesh=MESH)(X)
+
+
+def test_out_of_another_shape_is_refused():
+    """Torch warns that it will refuse it."""
+
+    def function(v):
+        out = torch.empty(3, 3, dtype=v.dtype)
+        return torch.mm(v, v.T, out=out)
+
+    with pytest.raises(TraceError, match=r"test_overlapping.py.*result of shape \[4, 4\] for out= of shape \[3, 3\]"):
+        spmd.jit(function, P(), P(), mesh=MESH)(X)
