@@ -15,7 +15,7 @@ BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<output>.*?)`
 
 def run_blocks(text):
     """The README's text with outputs as printed now. Blocks share one namespace, as cells of a notebook do."""
-    namespace = {}
+    namespace = {"__name__": "readme"}
 
     def run(match):
         code = match["code"]
