@@ -29,7 +29,7 @@ def _bags_backward(ignored: int) -> Rule:
 
 
 def _grid_gradients(call: Call) -> Rule:
-    """Of the image, a sum over the grid, and of the grid, a sum over channels; torch's kernels always give the latter."""
+    """Of the image, a sum over the grid, and of the grid, a sum over channels; torch may give the latter unasked."""
     space = call.operands[1].ndim - 2
     grid, image = " ".join("dhw"[-space:]), f"n c{' _' * space}"
     terms = (image, f"n {grid} _")
