@@ -47,8 +47,7 @@ def check_seed(seed: int, generated: Callable[[], None] = lambda: None, avoid: f
         generated()
         found = avoid & {program.transform.kind.value, *(line.operator for line in program.lines)}
         outcome = Outcome(seed, Status.SKIPPED, f"with {min(found)}") if found else check(program)
-    taken = {"seconds": time.process_time() - start, "generating": made - start}
-    return attrs.evolve(outcome, **taken)
+    return attrs.evolve(outcome, seconds=time.process_time() - start, generating=made - start)
 
 
 def check(program: Program) -> Outcome:
@@ -119,11 +118,12 @@ def _spread(parts: Sequence[torch.Tensor], spec: DTensorSpec) -> DTensor:
 
 def _described(program: Program, values: Sequence[torch.Tensor], specs: Sequence[DTensorSpec], mesh: Mesh) -> Outcome:
     last = tuple(size - 1 for size in mesh.sizes)
+    used = sorted({line.operator for line in program.lines} - {"adapt"})
     return Outcome(
         program.seed,
         Status.RIGHT,
         transform=program.transform.kind.value,
-        operators=tuple(sorted({line.operator for line in program.lines} - {"adapt"})),
+        operators=tuple(used),
         uneven=any(not spec.is_even for spec in specs),
         empty=any(
             axes and not size for spec in specs for axes, size in zip(spec.dims, spec.local_shape(last), strict=True)
@@ -162,8 +162,7 @@ def _numbers(tensor: torch.Tensor) -> str:
 
 
 def _text(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)]
-    where = frames[-1]
+    where = list(traceback.extract_tb(error.__traceback__))[-1]
     place = f"{where.filename.rsplit('/', 2)[-1]}:{where.lineno}"
     return f"{type(error).__name__}: {error} [{place}]"[:1500]
 

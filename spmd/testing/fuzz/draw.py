@@ -222,7 +222,7 @@ class Draw:
             if shape[0] > bound:
                 raise Rejected("too few rows")
             return f"torch.tensor({self.rng.sample(range(bound), shape[0])})"
-        if self.maybe(0.5) and math.prod(shape):
+        if self.maybe(0.5) and all(shape):
             x = self.tensor(
                 (Kind.INT, Kind.FLOAT), len(shape), where=lambda t: tuple(t.shape) == tuple(shape), make=lambda: shape
             )

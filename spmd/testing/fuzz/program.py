@@ -128,7 +128,7 @@ class Program:
         )
 
     def compiled(self) -> dict[str, Any]:
-        """The namespace of `definitions`, with the function `reference` for one device; errors name lines of the program."""
+        """The namespace of `definitions`, with `reference` for one device; errors name lines of the program."""
         source = self.definitions()
         file = f"fuzz_{self.seed}.py"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)

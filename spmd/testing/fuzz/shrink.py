@@ -199,7 +199,7 @@ def _meshes(program: Program) -> Iterator[Program]:
 
 
 def _without_axis(program: Program, axis: int) -> Program:
-    renamed = {old: new for old, new in zip([*AXES[:axis], *AXES[axis + 1 :]], AXES, strict=False)}
+    renamed = dict(zip([*AXES[:axis], *AXES[axis + 1 :]], AXES, strict=False))
 
     def moved(spec: P) -> P:
         dims = [tuple(renamed[name] for name in dim if name in renamed) for dim in spec.dims]

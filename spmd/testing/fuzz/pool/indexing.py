@@ -78,7 +78,8 @@ def _source(d: Draw, x: Operand, dim: int, count: int) -> Operand:
 def _index_add(d: Draw) -> str:
     x = _rows(d)
     dim, count = d.dim(x), d.integer(1, 4)
-    return f"{x}.index_add({dim}, {d.index((count,), x.shape[dim])}, {_source(d, x, dim, count)}, alpha={d.choice('1', '0.5')})"
+    index, source = d.index((count,), x.shape[dim]), _source(d, x, dim, count)
+    return f"{x}.index_add({dim}, {index}, {source}, alpha={d.choice('1', '0.5')})"
 
 
 def _index_copy(d: Draw) -> str:
@@ -153,7 +154,8 @@ def _slice_scatter(d: Draw) -> str:
     dim = d.dim(x)
     start = d.integer(0, x.shape[dim] - 1)
     step = d.integer(1, 2)
-    return f"torch.slice_scatter({x}, {_source(d, x, dim, -(-(x.shape[dim] - start) // step))}, {dim}, {start}, None, {step})"
+    source = _source(d, x, dim, -(-(x.shape[dim] - start) // step))
+    return f"torch.slice_scatter({x}, {source}, {dim}, {start}, None, {step})"
 
 
 def _diagonal_scatter(d: Draw) -> str:

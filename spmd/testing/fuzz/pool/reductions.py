@@ -111,7 +111,8 @@ OPERATORS: Mapping[str, Operator] = {
     "masked_softmax": along("{x}.masked_fill({x} > 1.2, -float('inf')).softmax({d}).nan_to_num(0.1)"),
     "normalize": along("F.normalize({x} + 0.2, dim={d})"),
     "std_mean": along(
-        "torch.std_mean({x} + torch.arange({x}.shape[{d}]).view([-1] + [1] * ({x}.ndim - 1 - {d} % {x}.ndim)) * 2, {d}, correction=0) if {x}.shape[{d}] > 1 else {x} * 2"
+        "torch.std_mean({x} + torch.arange({x}.shape[{d}]).view([-1] + [1] * ({x}.ndim - 1 - {d} % {x}.ndim)) * 2, "
+        "{d}, correction=0) if {x}.shape[{d}] > 1 else {x} * 2"
     ),
     "renorm": along("torch.renorm({x} + 0.1, 2, {d}, 1.5)"),
 }
