@@ -62,7 +62,8 @@ def _target_weight(target: Tensor, weight: Tensor | None, ignored: int, dtype: t
     kept = target != ignored
     if weight is None:
         return kept.to(dtype)
-    found = weight[torch.where(kept, target, torch.zeros_like(target))]
+    places = torch.where(kept, target, torch.zeros_like(target))
+    found = weight.index_select(0, places.reshape(-1)).reshape(places.shape)  # a 0-d tensor as an index is a number
     return torch.where(kept, found, torch.zeros_like(found))
 
 
@@ -96,11 +97,14 @@ def _likelihood(call: Call) -> tuple[str, str, str]:
 
 
 def _weighted(call: Call) -> Iterator[Row]:
-    """One loss without a weight decreases in the scores; losses and their sum are linear in weights."""
-    reduction = call.argument("reduction")
+    """One loss without a weight decreases in the scores; losses and their sum are linear in weights.
+
+    The total weight of several losses that are not reduced is zero.
+    """
+    reduction, alone = call.argument("reduction"), call.argument("self").ndim == 1
     if call.argument("weight") is not None and reduction != _MEAN:
-        yield from linear("weight:0" if reduction == _NONE else "weight:0 1")(call)
-    elif call.argument("weight") is None and (reduction == _NONE or call.argument("self").ndim == 1):
+        yield from linear("weight:0" if reduction == _NONE and not alone else "weight:0 1")(call)
+    elif call.argument("weight") is None and (reduction == _NONE or alone):
         yield from decreasing("self:0")(call)
 
 

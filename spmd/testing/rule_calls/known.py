@@ -34,6 +34,7 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         "aten.fractional_max_pool2d.default": "R, max -> R, R; R, min -> R, R; R, sum -> R, R",
         "aten.fractional_max_pool3d.default": "R, max -> R, R; R, min -> R, R; R, sum -> R, R",
         "aten.hardshrink_backward.default": "R, max -> R; R, min -> R; R, sum -> R",
+        "aten.nll_loss_forward.default": "R, R, sum -> R, sum; R, R, max -> R, max; R, R, min -> R, min",
     },
     "linear for these options, or in several operands at once": {
         "aten._cdist_backward.default": "R, sum, sum, R -> sum",
@@ -71,6 +72,7 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         "aten.logspace.Tensor_Tensor": "R, max -> max; R, min -> min; max, R -> max; min, R -> min",
         "aten.mul.Tensor": "max, R -> max; min, R -> min",
         "aten.nan_to_num.default": "max -> max; min -> min",
+        "aten.nll_loss_forward.default": "max, R, R -> min, R; min, R, R -> max, R",
         "aten.pow.Scalar": "max -> max; min -> min",
         "aten.pow.Tensor_Scalar": "min -> max",
         "aten.resize.default": "max -> max; min -> min",

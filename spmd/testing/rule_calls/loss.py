@@ -20,7 +20,7 @@ def nll() -> Calls:
     weight = f(5).exp()
     return [
         *(call(f(4, 5), target, w, r, ignore) for r in _REDUCTIONS for w, ignore in ((None, -100), (weight, 2))),
-        *(call(f(5), torch.tensor(3), None, r, -100) for r in _REDUCTIONS),
+        *(call(f(5), torch.tensor(3), w, r, -100) for r in _REDUCTIONS for w in (None, weight)),
     ]
 
 
