@@ -94,6 +94,11 @@ def ordered(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return z - x.argmax(0)
 
 
+def lists(xs: list[torch.Tensor], ys: list[torch.Tensor]) -> list[torch.Tensor]:
+    """List operators, which are planned element by element and run together."""
+    return torch._foreach_mul(torch._foreach_add(xs, ys, alpha=2), ys)  # type: ignore[no-any-return]
+
+
 def deep(weights: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
     """Equal layers, of which a memory limit makes the planner compute some twice."""
 
@@ -143,6 +148,13 @@ PROGRAMS = {
     ),
     "constrained": Program(constrained, (draw(4, 6),), P("b"), P(None, "a"), {"a": 3, "b": 2}, plain=lambda x: x + 2),
     "random numbers": Program(random_numbers, (draw(6, 5),), P("data"), P(None, "model"), SQUARE),
+    "lists": Program(
+        lists,
+        ([draw(6, 4), draw(4, 6), draw(6, 4)], [draw(4, 6).t().contiguous(), draw(6, 4).t().contiguous(), draw(6, 4)]),
+        (P("data"), P(None, "model")),
+        P("data"),
+        SQUARE,
+    ),
     "deep": Program(
         deep,
         ([draw(16, 16) for _ in range(4)], draw(32, 16)),
@@ -302,3 +314,19 @@ def test_texts_that_are_no_plans_are_refused(text: str | bytes, reason: str, tmp
 def test_folders_are_no_plans(tmp_path: Path) -> None:
     with pytest.raises(spmd.PlanError, match="cannot be read: Is a directory"):
         read(tmp_path)
+
+
+def test_plans_that_gather_what_is_kept_are_refused_whatever_they_say(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    x, w = draw(64, 4), draw(4, 4)
+    mesh = spmd.make_mesh({"data": 4}, runtime="virtual")
+    specs = (P(), P("data"))
+    jitted = functools.partial(spmd.jit, torch.matmul, specs, P(), mesh=mesh)
+    plan = jitted().plan(x, w)
+    plan.save(path)
+    document = json.loads(path.read_text())
+    assert any("gathered" in name for name in document["values"])
+    document["keep_sharded"] = {value.name: ["data"] for value in plan.request.graph.inputs}
+    path.write_text(json.dumps(document))
+    with pytest.raises(spmd.PlanError, match="gathers along 'data' what keep_sharded says to keep"):
+        jitted(plan=path, keep_sharded={1: "data"}).plan(x, w)

@@ -127,8 +127,8 @@ class _Restorer:
         return restored, Origins(self.found, dict(pairs))
 
     def define_all(self, names: Sequence[str], own: Sequence[Value], what: str) -> tuple[Value, ...]:
-        if len(names) != len(own):
-            raise damaged(f"it has {len(names)} {what}, and the program has {len(own)}")
+        if list(map(_stem, names)) != [value.name for value in own]:
+            raise damaged(f"its {what} are {names!r:.200}, and those of the program {[v.name for v in own]!r:.200}")
         return tuple(self.define(name, frozenset([value])) for name, value in zip(names, own, strict=True))
 
     def value(self, name: str, where: str) -> Value:
@@ -141,6 +141,8 @@ class _Restorer:
         entry = self.document["values"].get(name)
         if entry is None or name in self.values:
             raise damaged(f"the value {name!r:.80} is {'not described' if entry is None else 'defined twice'}")
+        if not _stem(name).isidentifier():
+            raise damaged(f"{name!r:.80} is not the name of a value")
         meta = next(iter(own)).meta
         atoms, dims = tuple(map(tuple, entry["atoms"])), tuple(map(tuple, entry["dims"]))
         if tuple(map(math.prod, atoms)) != meta.shape or not all(atoms):
