@@ -118,12 +118,11 @@ def _spread(parts: Sequence[torch.Tensor], spec: DTensorSpec) -> DTensor:
 
 def _described(program: Program, values: Sequence[torch.Tensor], specs: Sequence[DTensorSpec], mesh: Mesh) -> Outcome:
     last = tuple(size - 1 for size in mesh.sizes)
-    used = sorted({line.operator for line in program.lines} - {"adapt"})
     return Outcome(
         program.seed,
         Status.RIGHT,
         transform=program.transform.kind.value,
-        operators=tuple(used),
+        operators=sorted({line.operator for line in program.lines} - {"adapt"}),
         uneven=any(not spec.is_even for spec in specs),
         empty=any(
             axes and not size for spec in specs for axes, size in zip(spec.dims, spec.local_shape(last), strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -23,6 +23,10 @@ class Status(str, Enum):
 
 BAD = frozenset({Status.WRONG, Status.COMMS, Status.CRASH, Status.HANG})
 """What there must be none of."""
+
+
+def _names(found: Iterable[str]) -> tuple[str, ...]:
+    return tuple(found)
 
 
 @attrs.frozen
@@ -50,7 +54,7 @@ class Outcome:
     kind: str = ""
     message: str = ""
     transform: str = ""
-    operators: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    operators: tuple[str, ...] = attrs.field(default=(), converter=_names)
     values: int = 0
     strided: int = 0
     uneven: bool = False
