@@ -59,6 +59,7 @@ class Recorder(FakeTensorMode):
         namer: names of new values.
         source: finds the user's line of the operator that is being dispatched.
         labels: what to call the inputs in messages.
+        drawn: is told of every draw of random numbers.
 
     A tensor that is not fake was made outside of the trace: it becomes a constant, once for each tensor.
     """
@@ -68,6 +69,7 @@ class Recorder(FakeTensorMode):
         namer: Namer,
         source: Callable[[], Source | None],
         labels: Mapping[Value, str] = MappingProxyType({}),
+        drawn: Callable[[OpOverload, Source | None], None] = lambda op, source: None,
     ) -> None:
         super().__init__()
         self._propagating = False
@@ -76,6 +78,7 @@ class Recorder(FakeTensorMode):
         self._namer = namer
         self._source = source
         self._labels = labels
+        self._drawn = drawn
         # Tensors are known by identity, so each must stay alive as long as its id is in the table.
         self._values: dict[int, tuple[torch.Tensor, Value]] = {}
         self._fakes: dict[Value, torch.Tensor] = {}
@@ -154,6 +157,7 @@ class Recorder(FakeTensorMode):
             raise self.mutation(tensors[0], source)
         if draws(func, args, kwargs):
             _reject_generator(func, kwargs, source)
+            self._drawn(func, source)
             if func in TEMPLATED:
                 args = (self._template(args[0]), *args[1:])
         arguments, options = self._symbols(args), self._symbols(kwargs)

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.assignments import fill_masked
+from spmd.effects import Generators, refuse_changes, refuse_rebinding
 from spmd.errors import TraceError
 from spmd.functionalization import Functionalization
 from spmd.graph import Graph, Value, map_leaves
@@ -139,14 +140,18 @@ def trace_flat(
         Value(namer.fresh(hint), TensorMeta(leaf.shape, leaf.dtype)) for hint, leaf in zip(hints, leaves, strict=True)
     )
     labels = dict(zip(inputs, paths or hints, strict=True))
-    recorder = Recorder(namer, SourceTracker(trace_flat.__code__).current, labels)
+    random = Generators()
+    recorder = Recorder(namer, SourceTracker(trace_flat.__code__).current, labels, random.draw)
     fakes = [recorder.fake(value, _device(leaf)) for value, leaf in zip(inputs, leaves, strict=True)]
 
     lifting = _ClosureLifting(recorder)
     token = _tracing.set(True)
     try:
-        with _no_modes_around(), _errors_raised_only(), recorder, Functionalization(), lifting, restored():
+        with _no_modes_around(), _errors_raised_only(), recorder, Functionalization(), lifting, restored() as before:
+            random.start()
             outputs = function(*[lifting.functional(fake) for fake in fakes])
+            again = lambda: function(*[lifting.functional(fake) for fake in fakes])  # noqa: E731
+            refuse_changes(before, random, again)
             outputs = [lifting.finish(tensor) for tensor in outputs]
             lifting.check_writes()
     finally:
@@ -215,6 +220,7 @@ class _ClosureLifting(TorchFunctionMode):
     ) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):
             refuse_subgraph(func)
+        refuse_rebinding(func, args, _is_outside)
         if func is torch.Tensor.__deepcopy__:
             return args[0].clone()
         if func in _MEMORY_READERS:
@@ -252,7 +258,7 @@ class _ClosureLifting(TorchFunctionMode):
                 raise self._recorder.mutation(fake, self._recorder.source_of(written))
 
     def _lift(self, leaf: Any) -> Any:
-        if type(leaf) not in _PLAIN or torch._is_functional_tensor(leaf) or is_functorch_wrapped_tensor(leaf):
+        if not _is_outside(leaf):
             return leaf
         if id(leaf) not in self._lifted:
             with temporarily_clear_interpreter_stack():  # the stand-in itself is no result of the function
@@ -260,6 +266,12 @@ class _ClosureLifting(TorchFunctionMode):
                     fake = self._recorder.lift(leaf)
                 self._lifted[id(leaf)] = (leaf, self.functional(fake))
         return self._lifted[id(leaf)][1]
+
+
+def _is_outside(leaf: Any) -> bool:
+    """Whether a value is a tensor that was made outside of the trace."""
+    traced = type(leaf) not in _PLAIN or torch._is_functional_tensor(leaf) or is_functorch_wrapped_tensor(leaf)
+    return not traced
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -15,12 +15,15 @@ _INTERNAL = tuple(
     for file in (torch.__file__, optree.__file__, attrs.__file__, __file__)
     if file
 )
-_INTERNAL_FILES = frozenset({contextlib.__file__, functools.__file__})
+_STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep
+_INSTALLED = ("site-packages", "dist-packages")  # the standard library's folder may hold them too
 
 
 @functools.lru_cache(maxsize=4096)
 def is_user_file(file: str) -> bool:
-    """Whether a code object's file is the user's: neither torch nor this package nor generated code."""
+    """Whether a code object's file is the user's: not torch, this package, the standard library or generated code."""
     if file.startswith("<"):
         return file.startswith(("<stdin>", "<ipython", "<doctest", "<string>"))
-    return file not in _INTERNAL_FILES and not file.startswith(_INTERNAL)
+    if file.startswith(_STANDARD) and not file[len(_STANDARD) :].startswith(_INSTALLED):
+        return False
+    return not file.startswith(_INTERNAL)

@@ -21,6 +21,7 @@ LAYERS = (
         "assignments",
         "overlapping",
         "draws",
+        "effects",
         "graph",
         "source",
         "recorder",
