@@ -16,14 +16,14 @@ import torch
 from spmd.collectives.traffic import record_traffic
 from spmd.dtensor import DTensor
 from spmd.errors import SpmdError
-from spmd.jit import Jitted, jit
-from spmd.mesh import Mesh, make_mesh
+from spmd.jit import jit
+from spmd.mesh import Mesh
 from spmd.placement import combine
 from spmd.plan import Machine
 from spmd.spec import DTensorSpec, P, TensorMeta
 from spmd.testing.fuzz.generate import generate
 from spmd.testing.fuzz.outcome import Outcome, Status
-from spmd.testing.fuzz.program import AXES, Program, default_dtype
+from spmd.testing.fuzz.program import Program, default_dtype, mesh_of
 from spmd.testing.fuzz.tensors import agrees
 from spmd.testing.traffic import comms_differences
 
@@ -55,7 +55,7 @@ def check(program: Program) -> Outcome:
     space = program.compiled()
     values = [space[argument.name] for argument in program.arguments]
     expected = list(space["reference"](*(value.contiguous() for value in values)))
-    mesh = _mesh(program.mesh)
+    mesh = mesh_of(program.mesh)
     specs = [DTensorSpec.make(mesh, a.spec, TensorMeta.of(v)) for a, v in zip(program.arguments, values, strict=True)]
     given = [
         _spread(space[f"{argument.name}_parts"], spec) if spec.partial else value
@@ -94,18 +94,6 @@ def check(program: Program) -> Outcome:
     return outcome
 
 
-@functools.cache
-def _mesh(sizes: tuple[int, ...]) -> Mesh:
-    return make_mesh(dict(zip(AXES, sizes, strict=False)), runtime="virtual")
-
-
-def jitted(program: Program) -> Jitted:
-    """The program under `jit`."""
-    space = program.compiled()
-    specs = tuple(argument.spec for argument in program.arguments)
-    return jit(space["program"], specs, list(program.out_specs), mesh=_mesh(program.mesh))
-
-
 def _spread(parts: Sequence[torch.Tensor], spec: DTensorSpec) -> DTensor:
     """Ranks that differ in a partial axis hold shards of different parts."""
     axes = [axis for axis, _ in spec.partial]
@@ -122,7 +110,9 @@ def _described(program: Program, values: Sequence[torch.Tensor], specs: Sequence
         program.seed,
         Status.RIGHT,
         transform=program.transform.kind.value,
-        operators=sorted({line.operator for line in program.lines} - {"adapt"}),
+        operators=tuple(sorted({line.operator for line in program.lines} - {"adapt"})),
+        values=program.values,
+        strided=program.strided,
         uneven=any(not spec.is_even for spec in specs),
         empty=any(
             axes and not size for spec in specs for axes, size in zip(spec.dims, spec.local_shape(last), strict=True)
@@ -161,7 +151,7 @@ def _numbers(tensor: torch.Tensor) -> str:
 
 
 def _text(error: BaseException) -> str:
-    where = list(traceback.extract_tb(error.__traceback__))[-1]
+    where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{where.filename.rsplit('/', 2)[-1]}:{where.lineno}"
     return f"{type(error).__name__}: {error} [{place}]"[:1500]
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from spmd.spec import P
 from spmd.testing.fuzz.environment import Environment, Rejected
 from spmd.testing.fuzz.tensors import Kind, Recipe, random_shape
 
@@ -63,12 +64,14 @@ class Draw:
         environment: the values so far.
         largest: the longest dim of a new tensor.
         most: how many arguments and constants there may be.
+        axes: the names of the mesh axes.
     """
 
     rng: random.Random
     environment: Environment = attrs.field(factory=Environment)
     largest: int = 5
     most: int = 6
+    axes: tuple[str, ...] = ()
     arguments: dict[str, Recipe] = attrs.field(factory=dict)
     constants: dict[str, Recipe] = attrs.field(factory=dict)
     values: list[str] = attrs.field(factory=list)
@@ -208,6 +211,18 @@ class Draw:
             raise Rejected("no dim")
         return tuple(sorted(self.rng.sample(range(x.ndim), self.rng.randint(1, x.ndim))))
 
+    def spec(self, ndim: int, partial: str | None = None, pending: float = 0.0) -> P:
+        """For each mesh axis a tensor dim, or nothing, or the reduction `partial` with a probability."""
+        dims: list[list[str]] = [[] for _ in range(ndim)]
+        waiting: dict[str, Any] = {}
+        for axis in self.rng.sample(self.axes, len(self.axes)):
+            number = self.rng.random()
+            if partial is not None and number < pending:
+                waiting[axis] = partial
+            elif ndim and number < 0.75:
+                dims[self.rng.randrange(ndim)].append(axis)
+        return P(*dims, partial=waiting)
+
     def index(self, shape: Sequence[int], bound: int, *, distinct: bool = False) -> str:
         """An expression for indices below `bound`: written out, or computed from a value.
 
@@ -222,7 +237,7 @@ class Draw:
             if shape[0] > bound:
                 raise Rejected("too few rows")
             return f"torch.tensor({self.rng.sample(range(bound), shape[0])})"
-        if self.maybe(0.5) and all(shape):
+        if self.maybe(0.5) and 0 not in shape:
             x = self.tensor(
                 (Kind.INT, Kind.FLOAT), len(shape), where=lambda t: tuple(t.shape) == tuple(shape), make=lambda: shape
             )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-import spmd
+from spmd.spec import P
 from spmd.testing.fuzz.tensors import Recipe, agrees, nudged
 from spmd.trace import is_tracing
 
@@ -30,8 +31,8 @@ def names() -> dict[str, Any]:
         "functools": functools,
         "torch": torch,
         "F": F,
-        "spmd": spmd,
-        "P": spmd.P,
+        "spmd": sys.modules["spmd"],
+        "P": P,
         "is_tracing": is_tracing,
         "g": torch.Generator(),
     }

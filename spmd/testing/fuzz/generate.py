@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import re
 from typing import Any
 
 import attrs
@@ -43,11 +45,13 @@ def generate(seed: int) -> Program:
     rng = random.Random(seed)
     kind = rng.choices(list(_TRANSFORMS), list(_TRANSFORMS.values()))[0]
     length = _length(rng, kind)
-    maker = _Maker(Draw(rng, largest=3 if kind in _COSTLY else 5, most=min(8, 3 + length // 3)))
+    mesh = _mesh(rng, kind)
+    axes = AXES[: len(mesh)]
+    maker = _Maker(Draw(rng, axes=axes, largest=3 if kind in _COSTLY else 5, most=min(8, 3 + length // 3)))
     while len(maker.lines) - maker.adapted < length:
         operator = rng.choice(_NAMES)
         any(maker.attempt(operator) for _ in range(_TRIES))
-    return _finished(maker, seed, kind)
+    return _finished(maker, seed, kind, mesh)
 
 
 def _length(rng: random.Random, kind: TransformKind) -> int:
@@ -138,12 +142,10 @@ def _relayout(draw: Draw, value: torch.Tensor) -> str:
 
 
 def _is_postfix(expression: str) -> bool:
-    import ast
-
     return isinstance(ast.parse(expression, mode="eval").body, (ast.Call, ast.Subscript, ast.Attribute, ast.Name))
 
 
-def _finished(maker: _Maker, seed: int, kind: TransformKind) -> Program:
+def _finished(maker: _Maker, seed: int, kind: TransformKind, mesh: tuple[int, ...]) -> Program:
     draw = maker.draw
     rng = draw.rng
     read = " ".join(line.text for line in maker.lines)
@@ -151,26 +153,33 @@ def _finished(maker: _Maker, seed: int, kind: TransformKind) -> Program:
     arguments = {name: recipe for name, recipe in draw.arguments.items() if name in words}
     constants = tuple((name, recipe) for name, recipe in draw.constants.items() if name in words)
     outputs = tuple(name for name in draw.values if name in draw.unused)
-    mesh = _mesh(rng, kind)
     machine = rng.randrange(len(MACHINES))
     for candidate in _candidates(kind):
         recipes = dict(arguments)
         transform = _transform(rng, candidate, recipes)
         if transform is None:
             continue
-        placed = tuple(Argument(name, recipe, _in_spec(rng, mesh, recipe)) for name, recipe in recipes.items())
-        program = Program(seed, mesh, machine, placed, constants, tuple(maker.lines), outputs, transform)
+        placed = tuple(Argument(name, recipe, _in_spec(draw, recipe)) for name, recipe in recipes.items())
+        lines = tuple(maker.lines)
+        program = Program(seed, mesh, machine, placed, constants, lines, outputs, transform, (), *_strided(draw))
         try:
             results = truth(program)
         except Rejected:
             continue
-        return attrs.evolve(program, out_specs=tuple(_spec(rng, mesh, result) for result in results))
+        return attrs.evolve(program, out_specs=tuple(_out_spec(draw, result) for result in results))
     raise RuntimeError(f"seed {seed}: f itself fails")
 
 
-def _words(text: str) -> list[str]:
-    import re
+def _strided(draw: Draw) -> tuple[int, int]:
+    """How many values have several elements, and how many of them are not contiguous."""
+    environment = draw.environment
+    tensors = [eval(recipe.text(), environment.values) for recipe in draw.arguments.values()]
+    tensors += [environment.values[name] for name in draw.values if name not in draw.arguments]
+    several = [tensor for tensor in tensors if tensor.numel() > 1]
+    return len(several), sum(not tensor.is_contiguous() for tensor in several)
 
+
+def _words(text: str) -> list[str]:
     return re.findall(r"[a-z]\d+", text)
 
 
@@ -265,28 +274,17 @@ _MESHES = (
 """Of one axis, of two, of three."""
 
 
-def _in_spec(rng: random.Random, mesh: tuple[int, ...], recipe: Recipe) -> P:
-    dtype = getattr(torch, recipe.kind.value)
-    return _draw_spec(rng, mesh, len(recipe.shape), dtype, 0.08)
+def _in_spec(draw: Draw, recipe: Recipe) -> P:
+    return _spec(draw, len(recipe.shape), getattr(torch, recipe.kind.value), 0.08)
 
 
-def _spec(rng: random.Random, mesh: tuple[int, ...], result: torch.Tensor) -> P:
-    return _draw_spec(rng, mesh, result.ndim, result.dtype, 0.06) if rng.random() < 0.6 else P()
+def _out_spec(draw: Draw, result: torch.Tensor) -> P:
+    return _spec(draw, result.ndim, result.dtype, 0.06) if draw.maybe(0.6) else P()
 
 
-def _draw_spec(rng: random.Random, mesh: tuple[int, ...], ndim: int, dtype: torch.dtype, partial: float) -> P:
-    """For each mesh axis: a tensor dim, nothing, or a reduction that is still to be done."""
-    ops: list[Any] = [op for op in REDUCTIONS if supports_reduction(op, dtype)]
-    op = rng.choice(ops) if ops else None
-    dims: list[list[str]] = [[] for _ in range(ndim)]
-    pending: dict[str, Any] = {}
-    for axis in rng.sample(AXES[: len(mesh)], len(mesh)):
-        number = rng.random()
-        if op is not None and number < partial:
-            pending[axis] = op
-        elif ndim and number < 0.75:
-            dims[rng.randrange(ndim)].append(axis)
-    return P(*dims, partial=pending)
+def _spec(draw: Draw, ndim: int, dtype: torch.dtype, pending: float) -> P:
+    ops = [op for op in REDUCTIONS if supports_reduction(op, dtype)]
+    return draw.spec(ndim, draw.choice(*ops) if ops else None, pending)
 
 
 __all__ = ["Layout", "Operand", "generate", "truth"]

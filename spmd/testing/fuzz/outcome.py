@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -23,10 +23,6 @@ class Status(str, Enum):
 
 BAD = frozenset({Status.WRONG, Status.COMMS, Status.CRASH, Status.HANG})
 """What there must be none of."""
-
-
-def _names(found: Iterable[str]) -> tuple[str, ...]:
-    return tuple(found)
 
 
 @attrs.frozen
@@ -54,7 +50,7 @@ class Outcome:
     kind: str = ""
     message: str = ""
     transform: str = ""
-    operators: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    operators: tuple[str, ...] = ()
     values: int = 0
     strided: int = 0
     uneven: bool = False
@@ -72,4 +68,4 @@ class Outcome:
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Outcome:
         """The inverse of `data`."""
-        return cls(**data)
+        return cls(**{**data, "operators": tuple(data["operators"])})

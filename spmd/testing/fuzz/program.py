@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 from types import MappingProxyType
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 
+from spmd.mesh import Mesh, make_mesh
 from spmd.spec import P
 from spmd.testing.fuzz.environment import names
 from spmd.testing.fuzz.tensors import Kind, Recipe
@@ -74,6 +76,8 @@ class Program:
         outputs: the names of the values that it gives.
         transform: what it runs under.
         out_specs: a spec for every result; results beyond them are replicated.
+        values: how many arguments, constants and intermediate values have several elements.
+        strided: how many of those are not contiguous; arguments as they are given.
     """
 
     seed: int
@@ -85,6 +89,8 @@ class Program:
     outputs: tuple[str, ...]
     transform: Transform
     out_specs: tuple[P, ...] = ()
+    values: int = attrs.field(default=0, eq=False)
+    strided: int = attrs.field(default=0, eq=False)
 
     def definitions(self) -> str:
         """The source of arguments and functions: `f`, and `program`, which is it under the transform."""
@@ -128,11 +134,11 @@ class Program:
         )
 
     def compiled(self) -> dict[str, Any]:
-        """The namespace of `definitions`, with `reference` for one device; errors name lines of the program."""
+        """The namespace of `definitions`, and `reference`, which one device runs; errors name lines of the program."""
         source = self.definitions()
         file = f"fuzz_{self.seed}.py"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-        namespace = names()
+        namespace = {**names(), "mesh": mesh_of(self.mesh)}
         exec(compile(source, file, "exec"), namespace)
         namespace.setdefault("reference", namespace["program"])
         return namespace
@@ -153,6 +159,12 @@ def spread(parts, spec):
 
 
 '''
+
+
+@functools.cache
+def mesh_of(sizes: tuple[int, ...]) -> Mesh:
+    """The virtual mesh with axes of these sizes."""
+    return make_mesh(dict(zip(AXES, sizes, strict=False)), runtime="virtual")
 
 
 def default_dtype() -> Any:

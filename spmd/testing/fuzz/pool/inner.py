@@ -48,6 +48,22 @@ def _linearize(d: Draw) -> str:
     return f"torch.func.linearize(lambda t: t.sin() * t, {x})[1]({d.like(x)})"
 
 
+def _placed(name: str) -> Operator:
+    """A word about sharding, which one device does not hear."""
+
+    def operator(d: Draw) -> str:
+        x = d.floats((0, 4))
+        return f"(spmd.{name}({x} * 2, {d.spec(x.ndim)!r}) if is_tracing() else {x} * 2)"
+
+    return operator
+
+
+def _nested(d: Draw) -> str:
+    x = d.floats((0, 4))
+    specs = f"{d.spec(x.ndim)!r}, {d.spec(x.ndim)!r}"
+    return f"(spmd.jit(torch.sin, {specs}, mesh=mesh)({x}) if is_tracing() else torch.sin({x}))"
+
+
 OPERATORS: Mapping[str, Operator] = {
     "inner_vmap": _vmap,
     "inner_vmap_two": _vmap_two,
@@ -57,4 +73,7 @@ OPERATORS: Mapping[str, Operator] = {
     "inner_vjp": _vjp,
     "inner_jacrev": _jacrev,
     "inner_linearize": _linearize,
+    "constrain": _placed("constrain"),
+    "reshard": _placed("reshard"),
+    "nested_jit": _nested,
 }

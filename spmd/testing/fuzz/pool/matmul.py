@@ -178,10 +178,6 @@ def _int_mm(d: Draw) -> str:
     return f"({x} @ {d.sized((x.shape[1], None), Kind.INT)}) % 23"
 
 
-def _cov(d: Draw) -> str:
-    return f"torch.cov({d.floats(2, where=lambda t: t.shape[1] > 1 and t.shape[0] > 0)})"
-
-
 def _cosine_similarity(d: Draw) -> str:
     x = d.floats((1, 3), nonempty=True)
     return f"F.cosine_similarity({x} + 0.2, {d.like(x)} - 0.3, dim={d.dim(x)})"
@@ -220,7 +216,6 @@ OPERATORS: Mapping[str, Operator] = {
     "matrix_power": _matrix_power,
     "complex_mm": _complex_mm,
     "int_mm": _int_mm,
-    "cov": _cov,
     "cosine_similarity": _cosine_similarity,
     "pairwise_distance": _pairwise_distance,
 }

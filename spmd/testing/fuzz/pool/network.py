@@ -52,8 +52,8 @@ def _conv_transpose(spatial: int) -> Operator:
         weight = d.sized((channels, d.integer(1, 2), *kernel))
         bias = _bias(d, groups * weight.shape[1]) or ", None"
         stride = d.integer(1, 2)
-        options = f"stride={stride}, padding={d.integer(0, 1)}, output_padding={d.integer(0, stride - 1)}"
-        options += f", groups={groups}, dilation={d.choice(1, 1, 2)}"
+        sides = f"stride={stride}, padding={d.integer(0, 1)}, output_padding={d.integer(0, stride - 1)}"
+        options = f"{sides}, groups={groups}, dilation={d.choice(1, 1, 2)}"
         return f"F.conv_transpose{spatial}d({x}, {weight}{bias}, {options})"
 
     return operator
@@ -70,9 +70,8 @@ def _max_pool_indices(d: Draw) -> str:
 
 def _avg_pool(d: Draw) -> str:
     spatial = d.integer(1, 2)
-    x = _image(d, spatial)
     options = f"stride={d.integer(1, 2)}, padding={d.integer(0, 1)}, count_include_pad={d.maybe()}"
-    return f"F.avg_pool{spatial}d({x}, 2, {options})"
+    return f"F.avg_pool{spatial}d({_image(d, spatial)}, 2, {options})"
 
 
 def _adaptive_avg_pool(d: Draw) -> str:
@@ -110,9 +109,8 @@ def _batch_norm_statistics(d: Draw) -> str:
         make=lambda: (d.integer(2, 4), d.integer(1, 4)),
     )
     channels = (x.shape[1],)
-    mean, var = d.sized(channels), d.sized(channels)
-    normalized = f"F.batch_norm({x}, m, s, training=True, momentum=0.3)"
-    return f"(lambda m, s: ({normalized}, m, s))({mean}.clone(), {var}.square() + 0.3)"
+    statistics = f"{d.sized(channels)}.clone(), {d.sized(channels)}.square() + 0.3"
+    return f"(lambda m, s: (F.batch_norm({x}, m, s, training=True, momentum=0.3), m, s))({statistics})"
 
 
 def _instance_norm(d: Draw) -> str:
@@ -171,15 +169,9 @@ def _attention(d: Draw) -> str:
 def _attention_fused(d: Draw) -> str:
     """Of shapes that fused kernels take, with operands as modules make them: heads split off and transposed."""
     batch, heads, rows, width = d.integer(1, 3), d.integer(1, 3), d.integer(1, 4), d.integer(1, 4)
-    made = [d.sized((batch, rows, heads * width)) for _ in range(3)]
-    q, k, v = (
-        f"{x}.view({batch}, {rows}, {heads}, {width}).transpose(1, 2)"
-        if x in d.arguments
-        else f"{x}.unflatten(-1, ({heads}, {width})).transpose(1, 2)"
-        for x in made
-    )  # type: ignore[assignment]
-    causal = d.choice("", ", is_causal=True")
-    return f"F.scaled_dot_product_attention({q}, {k}, {v}{causal})"
+    operands = [d.sized((batch, rows, heads * width)) for _ in range(3)]
+    split = [f"{x}.unflatten(-1, ({heads}, {width})).transpose(1, 2)" for x in operands]
+    return f"F.scaled_dot_product_attention({', '.join(split)}{d.choice('', ', is_causal=True')})"
 
 
 def _attention_transposed(d: Draw) -> str:

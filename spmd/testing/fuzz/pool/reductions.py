@@ -41,6 +41,12 @@ def _quantile(d: Draw) -> str:
     return f"torch.quantile({x}, {q}, dim={dim}, interpolation='{how}')"
 
 
+def _std_mean(d: Draw) -> str:
+    """Of numbers that are apart: the gradient of the deviation of equal ones is infinite."""
+    x = d.floats((1, 4), nonempty=True, where=lambda t: t.shape[-1] > 1)
+    return f"torch.std_mean({x} + torch.arange({x.shape[-1]}) * 2, -1, correction=0)"
+
+
 def _trace(d: Draw) -> str:
     return f"{d.floats(2)}.trace()"
 
@@ -110,9 +116,6 @@ OPERATORS: Mapping[str, Operator] = {
     "softmin": along("F.softmin({x}, {d})"),
     "masked_softmax": along("{x}.masked_fill({x} > 1.2, -float('inf')).softmax({d}).nan_to_num(0.1)"),
     "normalize": along("F.normalize({x} + 0.2, dim={d})"),
-    "std_mean": along(
-        "torch.std_mean({x} + torch.arange({x}.shape[{d}]).view([-1] + [1] * ({x}.ndim - 1 - {d} % {x}.ndim)) * 2, "
-        "{d}, correction=0) if {x}.shape[{d}] > 1 else {x} * 2"
-    ),
+    "std_mean": _std_mean,
     "renorm": along("torch.renorm({x} + 0.1, 2, {d}, 1.5)"),
 }
