@@ -248,6 +248,8 @@ class _ClosureLifting(TorchFunctionMode):
         args, kwargs = map_leaves(self._lift, args), map_leaves(self._lift, kwargs or {})
         if func is torch.Tensor.__setitem__ and fill_masked(*args):
             return None
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **kwargs)
         return func(*args, **kwargs)
 
     def check_writes(self) -> None:
@@ -272,6 +274,13 @@ def _is_outside(leaf: Any) -> bool:
     """Whether a value is a tensor that was made outside of the trace."""
     traced = type(leaf) not in _PLAIN or torch._is_functional_tensor(leaf) or is_functorch_wrapped_tensor(leaf)
     return not traced
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """As torch's, which under a transform looks at the values of a tensor that was made in it."""
+    if num_classes < 0:
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

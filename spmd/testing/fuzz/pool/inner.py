@@ -44,8 +44,8 @@ def _jacrev(d: Draw) -> str:
 
 
 def _linearize(d: Draw) -> str:
-    x = d.floats((0, 2))
-    return f"torch.func.linearize(lambda t: t.sin() * t, {x})[1]({d.like(x)})"
+    x = d.floats((0, 2))  # torch's gradient of it takes what it was linearized at for constant
+    return f"torch.func.linearize(lambda t: t.sin() * t, {x}.detach())[1]({d.like(x)}.detach())"
 
 
 def _placed(name: str) -> Operator:
