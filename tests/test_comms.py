@@ -76,24 +76,6 @@ def test_what_is_planned_runs(function: Callable[..., Any], layout: str, axes: d
         assert [] == differences(step, *placed)
 
 
-def test_lists_run_together() -> None:
-    """A list operator waits for all of its elements, and so do the collectives of what it computes."""
-    mesh = spmd.make_mesh({"x": 4}, runtime="virtual")
-
-    def update(first: Tensor, second: Tensor, grad: Tensor) -> list[Tensor]:
-        moved = torch._foreach_mul([first, spmd.reshard(second, P("x"))], 0.5)
-        return [spmd.reshard(value, P()) for value in moved] + [grad * 2]
-
-    step = spmd.jit(update, (P("x"), P(None, "x"), P(partial={"x": "sum"})), [P(), P(), P()], mesh=mesh)
-    args = [
-        spmd.distribute(value, spec, mesh)
-        for value, spec in ((normal(5, 3), P("x")), (normal(5, 6), P(None, "x")), (normal(7), P()))
-    ]
-    args[2] = args[2].redistribute(P(partial={"x": "sum"}))
-    assert "foreach_mul" in step.lower(*args).as_text()
-    assert [] == differences(step, *args)
-
-
 @pytest.mark.parametrize("rows", [8, 7, 2])
 @pytest.mark.parametrize(
     ("partial", "kinds"), [(("x",), ["reduce_scatter"]), (("x", "y"), ["all_reduce", "reduce_scatter"])]
