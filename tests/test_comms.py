@@ -69,7 +69,7 @@ MESHES = ({"x": 3, "y": 2}, {"x": 2, "y": 4})
 def test_what_is_planned_runs(function: Callable[..., Any], layout: str, axes: dict[str, int]) -> None:
     mesh = spmd.make_mesh(axes, runtime="virtual")
     machine = spmd.Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0)
-    for rows, width in ((5, 6), (1, 10), (3, 14)):
+    for rows, width in ((5, 6), (1, 10)):
         args = (normal(rows, width), normal(width, 2 * width), normal(2 * width, width))
         placed = [spmd.distribute(arg, spec, mesh) for arg, spec in zip(args, LAYOUTS[layout], strict=True)]
         step = spmd.jit(function, LAYOUTS[layout], P("y"), mesh=mesh, machine=machine)
