@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -81,34 +81,30 @@ _Misfit: TypeAlias = tuple[tuple[str | int, ...], str]
 
 
 def _misfit(value: Any, kind: Kind) -> _Misfit | None:
-    if isinstance(kind, Maybe):
-        return None if value is None else _misfit(value, kind.kind)
     if isinstance(kind, type):
         return None if _fits(value, kind) else _must_be(kind, value)
+    if isinstance(kind, Maybe):
+        return None if value is None else _misfit(value, kind.kind)
     if isinstance(kind, ListOf):
         return _misfit_of_items(enumerate(value), kind.item) if type(value) is list else _must_be(list, value)
     if type(value) is not dict:
         return _must_be(dict, value)
     if isinstance(kind, MapOf):
         return _misfit_of_items(value.items(), kind.item)
-    for key in kind.kinds:
-        if key not in value:
-            return (), f"must have {key!r}"
-    for key, item in value.items():
-        if key not in kind.kinds:
-            return (), f"has {key!r}, which is not known"
-        found = _misfit(item, kind.kinds[key])
-        if found is not None:
-            return (key, *found[0]), found[1]
-    return None
+    if value.keys() != kind.kinds.keys():
+        missing = [f"must have {key!r}" for key in kind.kinds if key not in value]
+        return (), (missing or [f"has {key!r:.80}, which is not known" for key in value if key not in kind.kinds])[0]
+    return next((_within(key, found) for key in value if (found := _misfit(value[key], kind.kinds[key]))), None)
 
 
-def _misfit_of_items(items: Any, kind: Kind) -> _Misfit | None:
-    for key, item in items:
-        found = _misfit(item, kind)
-        if found is not None:
-            return (key, *found[0]), found[1]
-    return None
+def _misfit_of_items(items: Iterable[tuple[str | int, Any]], kind: Kind) -> _Misfit | None:
+    if isinstance(kind, type):
+        return next((_within(key, _must_be(kind, item)) for key, item in items if not _fits(item, kind)), None)
+    return next((_within(key, found) for key, item in items if (found := _misfit(item, kind))), None)
+
+
+def _within(key: str | int, misfit: _Misfit) -> _Misfit:
+    return (key, *misfit[0]), misfit[1]
 
 
 def _fits(value: Any, kind: type) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -171,10 +172,15 @@ def _is_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
 
 
 def _part(entry: Document) -> Part:
-    file = entry["file"]
-    if not all(_PLAIN_NAME.fullmatch(name) and name not in (".", "..") for name in file.split("/")) or len(file) > 1000:
-        raise CheckpointError(f"{file[:100]!r} is not the name of a file in the checkpoint's folder")
-    return Part(file, entry["offset"], entry["length"], entry["crc32"])
+    if not _is_plain(entry["file"]):
+        raise CheckpointError(f"{entry['file'][:100]!r} is not the name of a file in the checkpoint's folder")
+    return Part(entry["file"], entry["offset"], entry["length"], entry["crc32"])
+
+
+@lru_cache(maxsize=4096)
+def _is_plain(file: str) -> bool:
+    names = file.split("/")
+    return len(file) <= 1000 and all(_PLAIN_NAME.fullmatch(name) and name not in (".", "..") for name in names)
 
 
 def check_tiling(name: str, tensor: StoredTensor) -> None:
