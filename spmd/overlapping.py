@@ -102,11 +102,13 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _repeats_memory(x: torch.Tensor) -> bool:
-    """Whether elements share memory; where each dim steps over those inside it, none do."""
+    """Whether elements share memory: those along a stride of 0 do, and where each dim steps over those inside it none."""
     if x.numel() < 2:
         return False
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
+        if stride == 0:
+            return True
         if stride <= reach:
             return overlaps(x)
         reach += stride * (size - 1)
