@@ -102,7 +102,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _repeats_memory(x: torch.Tensor) -> bool:
-    """Whether elements share memory: those along a stride of 0 do, and where each dim steps over those inside it none."""
+    """Whether elements share memory: along a stride of 0 they do; where each dim steps over those inside, none do."""
     if x.numel() < 2:
         return False
     reach = 0
