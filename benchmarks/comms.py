@@ -32,8 +32,8 @@ class Measurement:
 
     Args:
         counts: collectives of each kind in the program of a rank.
-        bytes: bytes that a rank sends, of each kind, by the ring model.
-        moved: bytes that a rank was seen to send when the step ran.
+        bytes: bytes that the rank which sends most sends, of each kind, by the ring model.
+        moved: bytes that the rank which sends most was seen to send, collective by collective, when the step ran.
         loss: the loss of the step.
     """
 
@@ -67,7 +67,8 @@ def measure(name: str) -> Measurement:
         sent[collective.kind] += collective.bytes
     with record_traffic() as traffic:
         _, loss = step(state, batch)
-    return Measurement(dict(counts), dict(sent), traffic.sent(), loss.item())
+    moved = sum(max(transfer.sent) for transfer in traffic.transfers)
+    return Measurement(dict(counts), dict(sent), moved, loss.item())
 
 
 def main() -> int:

@@ -63,7 +63,8 @@ def textbook(name: str, config: gpt.Config = WORKLOAD, batch: int = BATCH) -> fl
     data, model = strategy.mesh.get("data", 1), strategy.mesh.get("model", 1)
     sharded = sum(param_bytes(config, strategy)) if strategy.fully_sharded else 0.0
     replicated = 0.0 if strategy.fully_sharded else sum(param_bytes(config, strategy))
-    total = 3 * scatter(data) * sharded + 2 * scatter(data) * (replicated + 2 * FLOAT)
+    numbers = 2 * min(data - 1, 2) * FLOAT  # one element is one block of the ring, sent once or twice by a rank
+    total = 3 * scatter(data) * sharded + 2 * scatter(data) * replicated + numbers
     if not strategy.tensor_parallel:
         return total
     tokens = batch * config.context / data
