@@ -136,7 +136,7 @@ def change_everything():
     torch.set_autocast_dtype("cpu", torch.float16)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("medium")
-    torch.backends.cudnn.benchmark = True
+    torch._C._set_cudnn_benchmark(True)  # importing torch.testing's internals freezes torch.backends.cudnn
     torch.backends.cuda.enable_flash_sdp(False)
     torch.autograd.forward_ad.enter_dual_level()
     torch._C._functorch._vmap_increment_nesting(2, "error")

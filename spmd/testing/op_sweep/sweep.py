@@ -31,8 +31,7 @@ from spmd.testing.op_sweep.setups import Setup
 from spmd.trace import trace_flat
 
 SEED = 42
-"""Of both runs, so that random operators draw the same numbers; some entries of the database set this one themselves,
-which a traced function does only while it is traced."""
+"""Of both runs, so that random operators draw the same numbers."""
 
 
 def sweep_entry(entry: Any, setup: Setup) -> Outcome:

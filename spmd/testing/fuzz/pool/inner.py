@@ -44,8 +44,11 @@ def _jacrev(d: Draw) -> str:
 
 
 def _linearize(d: Draw) -> str:
-    x = d.floats((0, 2))  # torch's gradient of it takes what it was linearized at for constant
-    return f"torch.func.linearize(lambda t: t.sin() * t, {x}.detach())[1]({d.like(x)}.detach())"
+    x = d.floats((0, 2))
+    at, tangent = f"{x}.contiguous()", f"{d.like(x)}.contiguous()"
+    linearized = f"torch.func.linearize(lambda t: t.sin() * t, {at})[1]({tangent})"
+    # torch's linearize is wrong within another transform: it takes the tangent, or where it linearizes, for constant
+    return f"({linearized} if is_tracing() else torch.func.jvp(lambda t: t.sin() * t, ({at},), ({tangent},))[1])"
 
 
 def _placed(name: str) -> Operator:
