@@ -5,6 +5,7 @@ As a write at found places it would have no batched form, and no gradient of sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,24 @@ def fill_masked(x: torch.Tensor, index: Any, value: Any) -> bool:
         number = value.reshape(()) if isinstance(value, torch.Tensor) else x.new_full((), value)
         view.copy_(torch.where(mask, number, view))
     return True
+
+
+def check_masks(x: torch.Tensor, index: Sequence[torch.Tensor | None]) -> None:
+    """Check the shapes of masks, which torch's meta kernel of `index_put` does not.
+
+    Raises:
+        IndexError: as torch raises it.
+    """
+    dim = 0
+    for position, item in enumerate(index):
+        is_mask = item is not None and item.dtype in (torch.bool, torch.uint8)
+        dims = item.ndim if item is not None and is_mask else 1
+        if item is not None and is_mask and item.shape != x.shape[dim : dim + dims]:
+            raise IndexError(
+                f"The shape of the mask {list(item.shape)} at index {position} does not match the shape of the indexed "
+                f"tensor {list(x.shape)} at index {dim}"
+            )
+        dim += dims
 
 
 def _is_one_number(x: torch.Tensor, value: Any) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._mode_utils import no_dispatch
 
+from spmd.assignments import check_masks
 from spmd.errors import TraceError
 from spmd.foreach import list_body
+from spmd.graph import map_leaves
 from spmd.nested_tracers import refuse_recording
 from spmd.overlapping import RepeatedViews
 from spmd.recorder import where
@@ -26,16 +30,23 @@ _SAFE = {
 # Their meta kernel chooses an overload by trying: what does not fit is printed, which forward mode cannot do there.
 _INTERPOLATIONS = frozenset({aten.lerp_.Scalar, aten.lerp_.Tensor})
 
+_INDEXED_WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
+
 
 class Functionalization(FunctionalTensorMode):
     """Functionalization without what needs values: torch.linalg's checks for failures (a singular matrix has no inverse
     that is finite, and that is what comes out), and numbers of a list operator that come as one tensor.
 
     Operators that torch composes of others are taken apart here and not below: they may write to tensors of their own.
+
+    Args:
+        lift: gives the stand-in of a tensor from outside, and any other value as it is. A transform inside of the
+            function hides such a tensor from `__torch_function__`; what torch makes of it would not be tracked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lift: Callable[[Any], Any]) -> None:
         super().__init__()
+        self._lift = lift
         self._repeated = RepeatedViews()
 
     def __torch_dispatch__(
@@ -44,16 +55,20 @@ class Functionalization(FunctionalTensorMode):
         if func is aten._linalg_check_errors.default:
             return None
         refuse_recording()
+        with self:
+            args, kwargs = map_leaves(self._lift, args), map_leaves(self._lift, kwargs or {})
         if func is aten.bernoulli_.float and not args[0].is_contiguous():
             with self:
                 return args[0].copy_(_drawn_in_memory_order(*args))
         func = _SAFE.get(func, func)
+        if func in _INDEXED_WRITES:
+            check_masks(args[0], args[1])
         if func in _INTERPOLATIONS:
             with self:
                 return args[0].copy_(torch.lerp(*args))
         if func._schema.is_mutable:
             with self:
-                written = self._repeated.write(func, args, kwargs or {})
+                written = self._repeated.write(func, args, kwargs)
             if written is not None:
                 return written if func._schema.returns else None
         body = list_body(func) if func._schema.is_mutable else None
@@ -61,10 +76,13 @@ class Functionalization(FunctionalTensorMode):
             body = func.decompose
         if body is not None:
             with self:
-                return body(*args, **kwargs or {})
+                return body(*args, **kwargs)
+        outs = list(_outs(func, kwargs))
+        if outs:
+            _check_dtypes(func, args, kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._repeated.note(func, args, result)
-        for target in _outs(func, kwargs or {}):
+        for target in outs:
             _check_resized(func, target)
         return result
 
@@ -75,6 +93,19 @@ def _outs(func: Any, kwargs: Mapping[str, Any]) -> Iterator[FunctionalTensor]:
         target = kwargs.get(argument.name)
         if argument.kwarg_only and argument.alias_info is not None and isinstance(target, FunctionalTensor):
             yield target
+
+
+def _check_dtypes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise what torch raises for an out= of another dtype; functionalization would cast to it."""
+    with no_dispatch(), warnings.catch_warnings(), contextlib.suppress(NotImplementedError):
+        warnings.simplefilter("ignore")  # of an out= of another shape: see `_check_resized`
+        func(*map_leaves(_on_meta, args), **map_leaves(_on_meta, kwargs))
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
 def _check_resized(func: Any, target: FunctionalTensor) -> None:

@@ -147,7 +147,14 @@ def trace_flat(
     lifting = _ClosureLifting(recorder)
     token = _tracing.set(True)
     try:
-        with _no_modes_around(), _errors_raised_only(), recorder, Functionalization(), lifting, restored() as before:
+        with (
+            _no_modes_around(),
+            _errors_raised_only(),
+            recorder,
+            Functionalization(lifting.lift),
+            lifting,
+            restored() as before,
+        ):
             random.start()
             outputs = function(*[lifting.functional(fake) for fake in fakes])
             again = lambda: function(*[lifting.functional(fake) for fake in fakes])  # noqa: E731
@@ -245,7 +252,7 @@ class _ClosureLifting(TorchFunctionMode):
             )
         if getattr(func, "__name__", "") == "__get__" and func not in _VIEW_GETTERS:
             return func(*args, **(kwargs or {}))
-        args, kwargs = map_leaves(self._lift, args), map_leaves(self._lift, kwargs or {})
+        args, kwargs = map_leaves(self.lift, args), map_leaves(self.lift, kwargs or {})
         if func is torch.Tensor.__setitem__ and fill_masked(*args):
             return None
         if func is torch.nn.functional.one_hot:
@@ -259,7 +266,8 @@ class _ClosureLifting(TorchFunctionMode):
             if written is not fake:
                 raise self._recorder.mutation(fake, self._recorder.source_of(written))
 
-    def _lift(self, leaf: Any) -> Any:
+    def lift(self, leaf: Any) -> Any:
+        """The stand-in of a tensor from outside; any other value as it is."""
         if not _is_outside(leaf):
             return leaf
         if id(leaf) not in self._lifted:
@@ -277,7 +285,7 @@ def _is_outside(leaf: Any) -> bool:
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """As torch's, which under a transform looks at the values of a tensor that was made in it."""
+    """As torch's, which within grad and jvp looks at the values of its argument."""
     if num_classes < 0:
         return torch.nn.functional.one_hot(tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()

@@ -7,7 +7,7 @@ from spmd.testing.fuzz.generate import generate
 from spmd.testing.fuzz.outcome import Status
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", range(0, 50, 10))
 def test_programs(first):
     outcomes = [check_seed(seed) for seed in range(first, first + 10)]
     assert [] == [outcome for outcome in outcomes if outcome.status not in (Status.RIGHT, Status.SKIPPED)]

@@ -122,3 +122,21 @@ def test_masks_that_do_not_fit_are_refused_as_torch_does(function: Callable[[tor
     mesh = spmd.make_mesh({"a": 2}, runtime="virtual")
     with pytest.raises(IndexError, match=r"mask|too many indices"):
         spmd.jit(function, P(), P(), mesh=mesh)(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        write(lambda x: x[:2] > 0, 1.0),
+        write(lambda x: x[:2] > 0, lambda x: x.sum()),
+        write(lambda x: (slice(None), x[0, :, :4] > 0), 1.0),
+        put(lambda x: (x[:, :2].sum((0, 2)) > 0,), torch.tensor(1.0)),
+    ],
+)
+def test_a_mask_of_another_shape_is_refused_as_torch_refuses_it(function):
+    x = torch.ones(4, 3, 6)
+    with pytest.raises(IndexError) as expected:
+        function(x)
+    with pytest.raises(IndexError) as actual:
+        spmd.jit(function, P("a"), P("a"), mesh=spmd.make_mesh({"a": 2}, runtime="virtual"))(x)
+    assert f"{expected.value}".split(" at index")[0] == f"{actual.value}".split(" at index")[0]

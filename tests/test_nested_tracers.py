@@ -194,3 +194,13 @@ def test_what_would_record_constants_is_refused(function, text):
     (line,) = [line for line in inspect.getsource(function).splitlines() if line.startswith("    return")]
     assert f"{text} at test_nested_tracers.py:" in str(error.value)
     assert f"(`{line.strip()}`)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian, lambda f: torch.func.vmap(torch.func.grad(f))],
+)
+def test_transforms_of_what_is_closed_over(transform):
+    function = transform(lambda a: (a.sin() * a.sum()).sum())
+    result = spmd.jit(lambda x: function(CLOSED) + function(x), P("data"), P(), mesh=MESH)(CLOSED.cos())
+    torch.testing.assert_close(result.full_tensor(), function(CLOSED) + function(CLOSED.cos()))

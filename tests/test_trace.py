@@ -1,5 +1,6 @@
 import inspect
 from collections import namedtuple
+from pathlib import Path
 
 import optree
 import pytest
@@ -363,3 +364,13 @@ def test_constrain_refuses():
             trace(lambda x, spec=spec: constrain(x, spec), (META,))
     with pytest.raises(ShardingError, match="takes a tensor"):
         constrain(3, P())
+
+
+def test_out_of_a_dtype_that_torch_refuses():
+    for function in (lambda x: torch.add(x, x, out=torch.empty(2, 3).long()), lambda x: torch.mm(x, x.T, out=OUT.T)):
+        with pytest.raises(RuntimeError, match="dtype") as error:
+            trace(function, (TensorMeta((2, 3), torch.float32),))
+        assert any(entry.path == Path(__file__) for entry in error.traceback[1:])
+
+
+OUT = torch.empty(2, 2).double()

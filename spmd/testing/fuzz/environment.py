@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from spmd.spec import P
+from spmd.testing.fuzz.rounding import OtherRounding
 from spmd.testing.fuzz.tensors import Recipe, agrees, nudged
 from spmd.trace import is_tracing
 
@@ -60,7 +61,9 @@ class Environment:
             Rejected: torch refuses it, or rounding would change it.
         """
         try:
-            value, moved = eval(expression, self.values), eval(expression, self._moved)
+            value = eval(expression, self.values)
+            with OtherRounding():
+                moved = eval(expression, self._moved)
         except Exception as error:
             raise Rejected(f"{expression}: {error}") from None
         check_stable(value, moved)
@@ -78,7 +81,8 @@ class Environment:
         """
         try:
             exec(statements, self.values)
-            exec(statements, self._moved)
+            with OtherRounding():
+                exec(statements, self._moved)
         except Exception as error:
             raise Rejected(f"{statements}: {error}") from None
 
