@@ -21,8 +21,10 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
+# Files of tests run side by side, in so many processes.
+JOBS ?= 2
 test: lint types
-	$(BIN)/python -m pytest -m 'not slow and not rules'
+	$(BIN)/python -m pytest -m 'not slow and not rules' --numprocesses $(JOBS) --dist loadfile
 
 test-all: lint types
 	$(BIN)/python -m pytest

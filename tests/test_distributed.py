@@ -43,7 +43,7 @@ def test_drawn_pairs_of_uneven_shards(workers, data, axes):
     workers.run(cases.redistribute_one, axes, source, target, shards, ranks=4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(layouts.STRATEGIES))
 def test_strategies_train_as_on_virtual_ranks(workers, name, ranks):
     axes = layouts.STRATEGIES[name].mesh_of(ranks)

@@ -152,6 +152,7 @@ def test_launch_leaves_no_processes(tmp_path, case, message):
 TINY = {"strategy": "fsdp", "steps": 40, "batch": 4, "context": 16, "width": 16, "heads": 2, "layers": 1}
 
 
+@pytest.mark.slow
 def test_the_example_is_restarted_to_the_same_state(workers, tmp_path):
     whole, killed = (str(tmp_path / name) for name in ("whole", "killed"))
     options = [f"--{name}={value}" for name, value in TINY.items()]
