@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from spmd.placement import Replicate, Shard
 from spmd.testing.nn_sweep.call import Call, Role, call, trial
 from spmd.testing.nn_sweep.placements import MOST_OPERATIONS, layouts
 from spmd.testing.nn_sweep.pool import sweep
-from spmd.testing.nn_sweep.report import Report, markdown
+from spmd.testing.nn_sweep.report import markdown
 from spmd.testing.nn_sweep.setups import SETUPS, Setup
 from spmd.testing.nn_sweep.subjects import HANDMADE, NOT_MODULES, Subject, missing_functions, module_names, subjects
 from spmd.testing.nn_sweep.sweep import sweep_subject
+from spmd.testing.op_sweep.command import Report
 from spmd.testing.op_sweep.outcome import BAD, Outcome, Status
 from spmd.testing.page import section, write_section
 
@@ -37,18 +39,18 @@ def assert_right(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("name", ["nn.LazyBatchNorm2d", "nn.Dropout1d", "nn.Module", "nn.functional.conv_tbc"])
 def test_modules_in_training_with_gradients(name: str) -> None:
-    outcome = sweep_subject(subject(name), Setup({"x": 4}, training=True, backward=True, calls=0, extra=0))
+    outcome = sweep_subject(subject(name), Setup({"x": 4}, training=True, calls=0, placements=2))
     assert_right(outcome)
     assert [] == outcome.fallbacks
 
 
 @pytest.mark.parametrize("name", ["nn.Unflatten", "nn.functional.celu_", "fft.fftfreq"])
 def test_two_axes(name: str) -> None:
-    assert_right(sweep_subject(subject(name), Setup({"x": 2, "y": 2}, calls=1, extra=1)))
+    assert_right(sweep_subject(subject(name), Setup({"x": 2, "y": 2}, backward=False, calls=1)))
 
 
 def test_inputs_that_are_otherwise_in_memory() -> None:
-    assert_right(sweep_subject(subject("nn.Tanh"), Setup({"x": 4}, calls=1, memory=True)))
+    assert_right(sweep_subject(subject("nn.Tanh"), Setup({"x": 4}, backward=False, calls=1, memory=True)))
 
 
 def test_every_public_class_and_function_has_a_call() -> None:
@@ -99,11 +101,12 @@ def test_targets_without_a_gradient_are_left_out() -> None:
 def test_layouts() -> None:
     found = trial(call(nn.Linear(3, 2), torch.randn(5, 3)), "", training=True, backward=False)
     assert found is not None
-    chosen = layouts(found, X, 0, operations=1)
+    chosen = layouts(found, X, 20, operations=1)
     weights, biases, inputs = zip(*chosen, strict=True)
     assert {(Replicate(),), (Shard(0),), (Shard(1),)} == set(weights) == set(inputs)
     assert {(Replicate(),), (Shard(0),)} == set(biases)
-    assert chosen[::2] == layouts(found, X, 0, operations=2 * MOST_OPERATIONS // len(chosen))
+    assert (chosen[::3], chosen[1::3]) == tuple(layouts(found, X, -(-len(chosen) // 3), 1, turn) for turn in (0, 1))
+    assert chosen[:1] == layouts(found, X, 20, operations=2 * MOST_OPERATIONS)
 
 
 class _Differs(nn.Module):
@@ -119,7 +122,7 @@ class _Branches(nn.Module):
 class _Hangs(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         while type(x) is not torch.Tensor:
-            pass
+            time.sleep(0.1)
         return x
 
 
@@ -128,12 +131,13 @@ def test_what_is_wrong_hangs_or_is_refused_is_told_apart() -> None:
     modules = {"right": nn.Tanh(), "wrong": _Differs(), "hang": _Hangs(), "refused": _Branches()}
     x = torch.rand(4, 2)
     made = [Subject(name, True, [partial(call, module, x)]) for name, module in modules.items()]
-    assert_right(sweep_subject(made[0], Setup({"x": 2})))
-    found = {outcome.name: outcome for outcome in sweep(made, Setup({"x": 2}), jobs=2, seconds=15)}
+    setup = Setup({"x": 2}, backward=False)
+    assert_right(sweep_subject(made[0], setup))
+    found = {outcome.name: outcome for outcome in sweep(made, setup, jobs=2, seconds=3)}
     expected = {"right": Status.PASS, "wrong": Status.WRONG, "hang": Status.HANG, "refused": Status.UNTRACEABLE}
     assert expected == {name: outcome.status for name, outcome in found.items()}
-    report = Report(Setup({"x": 2}), list(found.values()), 1.0)
-    assert report == Report.of(json.loads(json.dumps(report.data())))
+    report = Report(setup, list(found.values()), 1.0)
+    assert report == Report.of(json.loads(json.dumps(report.data())), Setup)
     page = markdown({"eval": report})
     assert "| hang | hang | eval | 0 of 0 | the time was up |" in page
     assert "1 of 4 functions (25.0%) pass in every call and setup, and 1 (25.0%) in every call but" in page

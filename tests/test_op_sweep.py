@@ -13,11 +13,12 @@ import spmd.optimize.layouts
 from spmd.mesh import Mesh
 from spmd.spec import DTensorSpec, TensorMeta
 from spmd.testing.op_sweep.cases import cases, entries, full_name
+from spmd.testing.op_sweep.command import Report
 from spmd.testing.op_sweep.layouts import layout_cases, restrided
 from spmd.testing.op_sweep.outcome import BAD, Outcome, Status, summarize
 from spmd.testing.op_sweep.placements import difference
 from spmd.testing.op_sweep.pool import sweep
-from spmd.testing.op_sweep.report import Report, markdown
+from spmd.testing.op_sweep.report import markdown
 from spmd.testing.op_sweep.setups import SETUPS, Setup
 from spmd.testing.op_sweep.sweep import sweep_entry
 from spmd.testing.page import section
@@ -174,7 +175,7 @@ def test_wrong_results_hangs_and_crashes_are_told_apart() -> None:
     assert {"right": Status.PASS, "wrong": Status.WRONG, "hang": Status.HANG, "crash": Status.CRASH} == statuses
     assert "the process ended with 3" == found["crash"].reason
     report = Report(Setup({"x": 2}), list(found.values()), 1.0)
-    assert report == Report.of(json.loads(json.dumps(report.data())))
+    assert report == Report.of(json.loads(json.dumps(report.data())), Setup)
     page = markdown({"forward": report})
     assert "| crash | crash | forward | 0 of 0 | the process ended with 3 |" in page
     assert "| right | 2 (1) |" in page

@@ -14,8 +14,10 @@ from spmd.testing.nn_sweep.call import Role, Trial
 from spmd.testing.op_sweep.placements import Combination
 from spmd.testing.op_sweep.placements import combinations as all_combinations
 
-MOST_OPERATIONS = 2000
+MOST_OPERATIONS = 500
 """That are planned for one call, in all programs."""
+
+_OTHERS = 2
 
 _Layout = tuple[int | None, int | None]
 """The dim along which parameters are sharded, and that of inputs; None replicates, -1 is the last."""
@@ -32,27 +34,30 @@ _ON_TWO_AXES: tuple[tuple[_Layout, _Layout], ...] = (
 )
 
 
-def layouts(trial: Trial, mesh: Mesh, extra: int, operations: int) -> list[Combination]:
-    """Placements of all tensors of a call, each once; of a long program only some, evenly chosen.
+def layouts(trial: Trial, mesh: Mesh, most: int, operations: int, turn: int = 0) -> list[Combination]:
+    """Placements of all tensors of a call, each once; at most some of them, evenly chosen.
 
     Replicated parameters with inputs sharded along each dim; parameters sharded along the first or the last dim, and
-    inputs along none, the first or the last; and a fixed sample of any others.
+    inputs along none, the first or the last; and two others, a fixed sample.
 
     Args:
         trial: the call.
         mesh: of one axis or two.
-        extra: how many others.
+        most: how many; fewer of a long program.
         operations: the length of the call's program.
+        turn: which of several disjoint choices.
     """
-    others = itertools.islice(all_combinations(trial.case.tensors, mesh, extra + 1, partial=False), 1, None)
+    others = itertools.islice(all_combinations(trial.case.tensors, mesh, _OTHERS + 1, partial=False), 1, None)
     found = list(dict.fromkeys(itertools.chain(_usual(trial, mesh), others)))
-    return found[:: math.ceil(len(found) * max(operations, 1) / MOST_OPERATIONS)]
+    most = max(1, min(most, MOST_OPERATIONS // max(operations, 1)))
+    step = math.ceil(len(found) / most)
+    return found[turn % step :: step]
 
 
 def _usual(trial: Trial, mesh: Mesh) -> Iterator[Combination]:
     tensors = list(zip(trial.case.tensors, trial.roles, strict=True))
     deepest = max((tensor.ndim for tensor, role in tensors if role is Role.INPUT), default=0)
-    alone = ((None, None), *((None, dim) for dim in range(deepest)), *_PARAMETERS)
+    alone = (*((None, dim) for dim in range(deepest)), *_PARAMETERS)
     chosen: Sequence[tuple[_Layout, ...]] = [(layout,) for layout in alone] if len(mesh.names) == 1 else _ON_TWO_AXES
     for one_each_axis in chosen:
         yield tuple(tuple(_placement(tensor, role, layout) for layout in one_each_axis) for tensor, role in tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -23,7 +24,12 @@ def _recurrent(network: Callable[..., nn.Module], *more: Mapping[str, Any]) -> l
         {"batch_first": True, "bidirectional": True},
         *more,
     )
-    return [lambda given=given: call(network(4, 3, **given), real(5, 2, 4)) for given in options]  # type: ignore[misc]
+    return [partial(_of_five_sequences, network, given) for given in options]
+
+
+def _of_five_sequences(network: Callable[..., nn.Module], options: Mapping[str, Any]) -> Call:
+    """Of length two, each step is a part of the program."""
+    return call(network(4, 3, **options), real(*((5, 2) if options.get("batch_first") else (2, 5)), 4))
 
 
 def _with_state(network: Callable[..., nn.Module], states: int) -> Callable[[], Call]:

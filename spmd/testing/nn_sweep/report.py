@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-import attrs
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from spmd.testing.nn_sweep.setups import Setup
 from spmd.testing.nn_sweep.subjects import HELPERS, NOT_MODULES, module_names
-from spmd.testing.op_sweep.outcome import BAD, Outcome, Status, summarize
+from spmd.testing.op_sweep.command import Report
+from spmd.testing.op_sweep.outcome import Outcome, Status, summarize
 from spmd.testing.page import table
 
-
-@attrs.frozen
-class Report:
-    """All modules and functions under one setup, and the seconds that they took."""
-
-    setup: Setup
-    outcomes: list[Outcome]
-    seconds: float
-
-    def data(self) -> dict[str, Any]:
-        """The report as JSON has it."""
-        return attrs.asdict(self)
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Report:
-        """The report that gave `data`."""
-        return cls(Setup(**data["setup"]), [Outcome(**found) for found in data["outcomes"]], data["seconds"])
-
-    @property
-    def bad(self) -> list[Outcome]:
-        """What should not be."""
-        return [outcome for outcome in self.outcomes if outcome.status in BAD]
-
-
-Reports = Mapping[str, Report]
+Reports = Mapping[str, Report[Setup]]
 
 
 def show(reports: Reports, console: Console) -> None:
@@ -73,10 +48,10 @@ def markdown(reports: Reports) -> str:
         "A call is a function of parameters, buffers and inputs (`torch.func.functional_call`); its results are those "
         "of the module and the buffers that it leaves, and with gradients those of all floating parameters and inputs "
         "(`torch.func.vjp`). Placements: parameters replicated, or sharded along their first or last dim; inputs "
-        "replicated, or sharded along each of their dims; and a fixed sample of any others. What is random draws the "
-        "numbers of one device.",
+        "replicated, or sharded along each of their dims; and a fixed sample of any others. Each call "
+        "has some of them, evenly chosen, the next call others. What is random draws the numbers of one device.",
         "",
-        *table(("setup", "mesh", "mode", "dtype", "results", "calls"), _setups(reports)),
+        *table(("setup", "mesh", "mode", "dtype", "results", "calls", "placements of a call"), _setups(reports)),
         "",
         *_verdict(reports),
         "",
@@ -103,16 +78,18 @@ def markdown(reports: Reports) -> str:
     return "\n".join(lines)
 
 
+_MEMORY = "inputs along their first dim; transposed, sliced, expanded, channels-last in memory, through `spmd.jit`"
+
+
 def _setups(reports: Reports) -> Iterator[Sequence[str]]:
     for name, report in reports.items():
         setup = report.setup
         mesh = ", ".join(f"{axis}={size}" for axis, size in setup.mesh.items())
+        mode = "training" if setup.training else "evaluation"
         results = "results and gradients" if setup.backward else "results"
-        memory = (
-            "; inputs transposed, sliced, expanded, channels-last in memory, through `spmd.jit`" if setup.memory else ""
-        )
-        calls = f"up to {setup.calls} of the database, all made by hand{memory}"
-        yield name, mesh, "training" if setup.training else "evaluation", setup.dtype, results, calls
+        calls = f"up to {setup.calls} of the database, all made by hand"
+        placements = _MEMORY if setup.memory else f"up to {setup.placements}"
+        yield name, mesh, mode, setup.dtype, results, calls, placements
 
 
 def _verdict(reports: Reports) -> Iterator[str]:

@@ -15,34 +15,29 @@ class Setup:
     Args:
         mesh: the axes of the virtual mesh.
         training: the mode of modules; functions are run in one of them.
-        backward: with the gradients, by `torch.func.vjp`.
+        backward: with the gradients, by `torch.func.vjp`, beside the results.
         calls: how many, at most, of those of torch's database; all that are made by hand are run.
-        extra: how many placements of each call beside the usual ones.
+        placements: how many of each call, at most.
         memory: with inputs whose memory is not contiguous, through `spmd.jit`.
         dtype: of floating tensors, by its name in torch.
     """
 
     mesh: Mapping[str, int]
     training: bool = False
-    backward: bool = False
-    calls: int = 6
-    extra: int = 3
+    backward: bool = True
+    calls: int = 2
+    placements: int = 3
     memory: bool = False
     dtype: str = "float64"
 
 
 SETUPS: Mapping[str, Setup] = MappingProxyType(
     {
-        "train": Setup({"x": 4}, training=True),
-        "train-backward": Setup({"x": 4}, training=True, backward=True),
-        "eval": Setup({"x": 4}, extra=1),
-        "eval-backward": Setup({"x": 4}, backward=True, calls=3, extra=1),
-        "grid": Setup({"x": 2, "y": 2}, calls=2, extra=1),
-        "grid-backward": Setup({"x": 2, "y": 2}, training=True, backward=True, calls=2, extra=1),
-        "single": Setup({"x": 4}, calls=3, extra=1, dtype="float32"),
-        "single-backward": Setup({"x": 4}, training=True, backward=True, calls=3, extra=1, dtype="float32"),
-        "memory": Setup({"x": 4}, calls=2, memory=True, dtype="float32"),
-        "memory-backward": Setup({"x": 4}, training=True, backward=True, calls=2, memory=True, dtype="float32"),
+        "train": Setup({"x": 4}, training=True, calls=3, placements=4),
+        "eval": Setup({"x": 4}),
+        "inference": Setup({"x": 4}, backward=False, dtype="float32"),
+        "grid": Setup({"x": 2, "y": 2}, training=True, calls=1, dtype="float32"),
+        "memory": Setup({"x": 4}, training=True, calls=1, memory=True, dtype="float32"),
     }
 )
-"""The sweeps that `make test-rules` runs, by name."""
+"""The sweeps that `make test-rules` runs, by name. Without gradients, modules run kernels of their own."""

@@ -134,4 +134,4 @@ def _labelled(label: str, of: Call) -> tuple[str, Call]:
     shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor))
     rest = ", ".join(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
     what = " ".join(str(of.function).split()) if isinstance(of.function, nn.Module) else ""
-    return f"{label}: {what:.160}{': ' if what else ''}{shapes}{'; ' if rest else ''}{rest:.80}", of
+    return f"{label}: {what:.80}{': ' if what else ''}{shapes}{'; ' if rest else ''}{rest:.80}", of

@@ -30,13 +30,13 @@ def sweep_subject(subject: Subject, setup: Setup) -> Outcome:
             if setup.memory:
                 sweep_memory(found, mesh, outcome)
             else:
-                choose = partial(_layouts, found, mesh, setup.extra)
+                choose = partial(_layouts, found, mesh, setup.placements, outcome.calls)
                 sweep_case(found.case, mesh, choose, outcome)
     return outcome
 
 
-def _layouts(found: Trial, mesh: Mesh, extra: int, graph: Graph) -> list[Combination]:
-    return layouts(found, mesh, extra, len(graph.operations))
+def _layouts(found: Trial, mesh: Mesh, most: int, turn: int, graph: Graph) -> list[Combination]:
+    return layouts(found, mesh, most, len(graph.operations), turn)
 
 
 def _trials(subject: Subject, setup: Setup, outcome: Outcome) -> Iterator[Trial]:

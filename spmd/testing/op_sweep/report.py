@@ -4,47 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-import attrs
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from spmd.testing.op_sweep.outcome import BAD, Outcome, Status, summarize
+from spmd.testing.op_sweep.command import Report
+from spmd.testing.op_sweep.outcome import Outcome, Status, summarize
 from spmd.testing.op_sweep.setups import Setup
 from spmd.testing.page import table
 
-
-@attrs.frozen
-class Report:
-    """All entries under one setup, and the seconds that they took."""
-
-    setup: Setup
-    outcomes: list[Outcome]
-    seconds: float
-
-    def data(self) -> dict[str, Any]:
-        """The report as JSON has it, with the counts."""
-        return {**attrs.asdict(self), "summary": summarize(self.outcomes)}
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Report:
-        """The report that gave `data`."""
-        return cls(Setup(**data["setup"]), [Outcome(**found) for found in data["outcomes"]], data["seconds"])
-
-    @property
-    def bad(self) -> list[Outcome]:
-        """What should not be."""
-        return [outcome for outcome in self.outcomes if outcome.status in BAD]
-
-    def make_fx(self) -> str | None:
-        """How many entries `make_fx` traces, and how many of these pass; None if it was not asked."""
-        traced = [outcome for outcome in self.outcomes if outcome.traced]
-        others = [f"{outcome.name} ({outcome.status.value})" for outcome in traced if outcome.unmatched]
-        counted = f"make_fx traces {len(traced)} entries; {len(traced) - len(others)} of them pass"
-        return f"{counted}; the others: {', '.join(others) or 'none'}" if traced else None
-
+Reports = Mapping[str, Report[Setup]]
 
 DTENSOR = (
     ("forward: entries with a sharded combination that passes", "319"),
@@ -58,7 +28,15 @@ DTENSOR = (
 """What torch's DTensor 2.13 does in the same exercise: recorded measurements."""
 
 
-def show(reports: Mapping[str, Report], console: Console) -> None:
+def _make_fx(report: Report[Setup]) -> str | None:
+    """How many entries `make_fx` traces, and how many of these pass; None if it was not asked."""
+    traced = [outcome for outcome in report.outcomes if outcome.traced]
+    others = [f"{outcome.name} ({outcome.status.value})" for outcome in traced if outcome.unmatched]
+    counted = f"make_fx traces {len(traced)} entries; {len(traced) - len(others)} of them pass"
+    return f"{counted}; the others: {', '.join(others) or 'none'}" if traced else None
+
+
+def show(reports: Reports, console: Console) -> None:
     """Print what fails and the counts."""
     failures = Table("setup", "entry", "status", "right", "wrong", "errors", "first failure", title="failures")
     for name, report in reports.items():
@@ -72,12 +50,12 @@ def show(reports: Mapping[str, Report], console: Console) -> None:
         counts.add_row(*row)
     console.print(counts)
     for name, report in reports.items():
-        line = report.make_fx()
+        line = _make_fx(report)
         if line is not None:
             console.print(f"{name}: {line}")
 
 
-def markdown(reports: Mapping[str, Report]) -> str:
+def markdown(reports: Reports) -> str:
     """The section of `docs/operators.md`."""
     lines = [
         "# Torch's operators",
@@ -103,7 +81,7 @@ def markdown(reports: Mapping[str, Report]) -> str:
         "",
         *table(("", *reports), _summary(reports)),
         "",
-        *(f"{name.capitalize()}: {report.make_fx()}.\n" for name, report in reports.items() if report.make_fx()),
+        *(f"{name.capitalize()}: {_make_fx(report)}.\n" for name, report in reports.items() if _make_fx(report)),
         *_coverage(reports),
         "## Beside torch's DTensor",
         "",
@@ -133,7 +111,7 @@ def markdown(reports: Mapping[str, Report]) -> str:
     return "\n".join(lines)
 
 
-def layouts_markdown(reports: Mapping[str, Report]) -> str:
+def layouts_markdown(reports: Reports) -> str:
     """The section of `docs/operators.md` on operands in other memory layouts."""
     lines = [
         "## Calls with operands in other memory",
@@ -155,7 +133,7 @@ def layouts_markdown(reports: Mapping[str, Report]) -> str:
     return "\n".join(lines)
 
 
-def _setups(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+def _setups(reports: Reports) -> Iterator[Sequence[str]]:
     for name, report in reports.items():
         setup = report.setup
         mesh = ", ".join(f"{axis}={size}" for axis, size in setup.mesh.items())
@@ -166,14 +144,14 @@ def _setups(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
         yield name, mesh, calls, f"up to {setup.limit}", what + operands
 
 
-def _summary(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+def _summary(reports: Reports) -> Iterator[Sequence[str]]:
     summaries = [summarize(report.outcomes) for report in reports.values()]
     for what in summaries[0]:
         yield what, *(f"{summary[what]:,}" for summary in summaries)
     yield "seconds", *(f"{report.seconds:,.0f}" for report in reports.values())
 
 
-def _coverage(reports: Mapping[str, Report]) -> Iterator[str]:
+def _coverage(reports: Reports) -> Iterator[str]:
     """Which entries were right with uneven and with empty shards, of those that have dims for them."""
     for kind, fits in (("uneven", _is_uneven), ("empty", _leaves_a_rank_empty)):
         able: set[str] = set()
@@ -196,7 +174,7 @@ def _leaves_a_rank_empty(length: int, ranks: int) -> bool:
     return length <= (ranks - 1) * -(-length // ranks)
 
 
-def _beside_dtensor(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+def _beside_dtensor(reports: Reports) -> Iterator[Sequence[str]]:
     own: dict[str, str] = {}
     for name in ("forward", "backward"):
         if name not in reports:
@@ -216,7 +194,7 @@ def _beside_dtensor(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
             yield what, own[what], theirs
 
 
-def _failing(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+def _failing(reports: Reports) -> Iterator[Sequence[str]]:
     found: dict[tuple[str, Status], dict[str, Outcome]] = {}
     for name, report in reports.items():
         for outcome in report.outcomes:
@@ -228,14 +206,14 @@ def _failing(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
         yield entry, status.value, ", ".join(outcomes), f"{right} of {run}", next(iter(outcomes.values())).reason
 
 
-def _skipped(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+def _skipped(reports: Reports) -> Iterator[Sequence[str]]:
     first = next(iter(reports.values()))
     for outcome in first.outcomes:
         if outcome.status is Status.SKIPPED:
             yield outcome.name, outcome.reason
 
 
-def _fallbacks(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+def _fallbacks(reports: Reports) -> Iterator[Sequence[str]]:
     found: dict[str, set[str]] = {}
     for report in reports.values():
         for outcome in report.outcomes:
@@ -245,7 +223,7 @@ def _fallbacks(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
         yield operator, ", ".join(sorted(found[operator]))
 
 
-def _entries(reports: Mapping[str, Report]) -> Iterator[Sequence[str]]:
+def _entries(reports: Reports) -> Iterator[Sequence[str]]:
     by_name = [{outcome.name: outcome for outcome in report.outcomes} for report in reports.values()]
     for name in by_name[0]:
         yield name, *(_cell(found.get(name)) for found in by_name)
