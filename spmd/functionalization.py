@@ -27,6 +27,8 @@ _SAFE = {
 }
 """Views that torch does not track as such: a write to them is one to what they are of."""
 
+_RESIZES = frozenset({aten.resize_.default, aten.resize_as_.default})
+
 # Their meta kernel chooses an overload by trying: what does not fit is printed, which forward mode cannot do there.
 _INTERPOLATIONS = frozenset({aten.lerp_.Scalar, aten.lerp_.Tensor})
 
@@ -84,6 +86,8 @@ class Functionalization(FunctionalTensorMode):
         self._repeated.note(func, args, result)
         for target in outs:
             _check_resized(func, target)
+        if func in _RESIZES:
+            _take_shape(args[0])
         return result
 
 
@@ -119,8 +123,13 @@ def _check_resized(func: Any, target: FunctionalTensor) -> None:
             f"{func} at {where()} has a result of shape {list(shape)} for out= of shape {list(target.shape)}. Give it "
             "a tensor of the result's shape, or an empty one: torch.empty(0)."
         )
+    _take_shape(target)
+
+
+def _take_shape(resized: FunctionalTensor) -> None:
+    """The wrapper gets the shape of what it wraps; torch's own way leaves it one of which no view can be made."""
     with no_dispatch():
-        target.resize_(shape)
+        resized.data = FunctionalTensor(resized.elem, resized.mode)
 
 
 def _drawn_in_memory_order(like: torch.Tensor, p: float = 0.5) -> torch.Tensor:

@@ -140,3 +140,23 @@ def test_out_of_another_shape_is_refused():
 
     with pytest.raises(TraceError, match=r"test_overlapping.py.*result of shape \[4, 4\] for out= of shape \[3, 3\]"):
         spmd.jit(function, P(), P(), mesh=MESH)(X)
+
+
+def _out_of_product(v):
+    out = torch.empty(0, dtype=v.dtype)
+    torch.mm(v, v.T, out=out)
+    out[1:].mul_(2)
+    return out
+
+
+def _resized(v):
+    new = v.new().resize_as_(v)
+    new.copy_(v)
+    new.select(1, 0).add_(1)
+    return new
+
+
+@pytest.mark.parametrize("function", [_out_of_product, _resized, torch.nn.CrossMapLRN2d(2)])
+def test_writes_to_views_of_empty_tensors_that_are_resized(function):
+    x = torch.randn(4, 3, 2, 2) if isinstance(function, torch.nn.Module) else X
+    assert torch.allclose(function(x), spmd.jit(function, P("x"), P(), mesh=MESH)(x).full_tensor())

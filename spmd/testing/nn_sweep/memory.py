@@ -60,7 +60,7 @@ def _variations(trial: Trial, name: str, memory: Memory) -> Iterator[Trial]:
     changed = [Role.INPUT, Role.COTANGENT, *([Role.PARAMETER] if name == "channels last" else [])]
     given = trial.case.tensors
     shapes = [
-        tensor.shape if role in changed and tensor.ndim else None
+        tensor.shape if role in changed and tensor.ndim and _may_have(name, tensor) else None
         for role, tensor in zip(trial.roles, given, strict=True)
     ]
 
@@ -80,6 +80,11 @@ def _variations(trial: Trial, name: str, memory: Memory) -> Iterator[Trial]:
         yield Trial(Case(f"{label}: {name}", function, views), trial.roles)
         made = lambda *tensors: function(*viewed(tensors))  # noqa: E731
         yield Trial(Case(f"{label}: {name} in the function", made, holders), trial.roles)
+
+
+def _may_have(name: str, tensor: torch.Tensor) -> bool:
+    """Indices that are all the same may be none for a module: offsets of bags, lengths of sequences."""
+    return name != "expanded" or tensor.is_floating_point()
 
 
 def _sweep_variation(trial: Trial, mesh: Mesh, outcome: Outcome) -> None:
