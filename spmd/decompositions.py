@@ -184,6 +184,13 @@ def _nll_backward(op: OpOverload) -> Body:
     return body
 
 
+def _multilabel_margin(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
+    if reduction != _MEAN or x.ndim < 2:
+        return NotImplemented
+    total, targets = aten.multilabel_margin_loss_forward.default(x, target, _SUM)
+    return total / x.shape[0], targets
+
+
 def _margin_backward(op: OpOverload) -> Body:
     """The gradient of a mean over the batch, as that of a sum."""
     parameters = op._schema.arguments
@@ -267,6 +274,7 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.nll_loss_backward.default: _nll_backward(aten.nll_loss_backward.default),
     aten.nll_loss2d_backward.default: _nll_backward(aten.nll_loss2d_backward.default),
     aten.multi_margin_loss_backward.default: _margin_backward(aten.multi_margin_loss_backward.default),
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin,
     aten.multilabel_margin_loss_backward.default: _margin_backward(aten.multilabel_margin_loss_backward.default),
     aten.conv_tbc.default: _conv_tbc,
     aten.conv_tbc_backward.default: _conv_tbc_backward,

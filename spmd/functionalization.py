@@ -74,6 +74,8 @@ class Functionalization(FunctionalTensorMode):
             if written is not None:
                 return written if func._schema.returns else None
         body = list_body(func) if func._schema.is_mutable else None
+        if func is aten.multilabel_margin_loss_forward.default and args[0].ndim < 2:
+            body = _margin_loss_of_one
         if func not in FunctionalTensor.metadata_fns and func._can_decompose():
             body = func.decompose
         if body is not None:
@@ -130,6 +132,12 @@ def _take_shape(resized: FunctionalTensor) -> None:
     """The wrapper gets the shape of what it wraps; torch's own way leaves it one of which no view can be made."""
     with no_dispatch():
         resized.data = FunctionalTensor(resized.elem, resized.mode)
+
+
+def _margin_loss_of_one(x: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of one sample without a batch, which torch's meta kernel gives a dim."""
+    loss, targets = aten.multilabel_margin_loss_forward.default(x.reshape(1, -1), target.reshape(1, -1), reduction)
+    return loss.reshape(()), targets.reshape(x.shape)
 
 
 def _drawn_in_memory_order(like: torch.Tensor, p: float = 0.5) -> torch.Tensor:

@@ -121,6 +121,15 @@ def _nll_backward_rule(call: Call) -> Rule:
     return factors(pattern, linear("grad_output"), ignores("self"), _cut_classes_backward, replicate="c")
 
 
+def _multilabel_margin(call: Call) -> Rule:
+    """Torch's own decomposition counts what comes after the first target of -1."""
+    if call.argument("self").ndim < 2:
+        return whole()
+    kind = call.argument("reduction")
+    pattern = f"b c, b c -> {'b' if kind == _NONE else ''}, b c"
+    return factors(pattern, sum="" if kind == _NONE else "b", replicate="b c" if kind == _MEAN else "c")
+
+
 def _margin_backward(targets: str) -> Rule:
     """The gradient of a margin loss of scores with classes `c`; targets are of a line or of all its classes."""
 
@@ -151,6 +160,7 @@ LATE: Mapping[str, Rule] = {
 """The rules of operators that torch does not define before they are used, by name."""
 
 LOSS = table({
+    "multilabel_margin_loss_forward": by_call(_multilabel_margin),
     "multi_margin_loss_backward": _margin_backward("b, c"),
     "multilabel_margin_loss_backward": _margin_backward("b c, b c"),
     "nll_loss_forward nll_loss2d_forward": by_call(_nll_forward_rule),

@@ -60,6 +60,10 @@ CALLS: Mapping[str, Sequence[Callable[[], Call]]] = MappingProxyType(
                 real(5, 6).log_softmax(1),
             ),
         ],
+        "MultiLabelMarginLoss": [
+            lambda: call(nn.MultiLabelMarginLoss(), real(2, 4), torch.tensor([[3, 0, -1, 1], [1, -1, 2, 0]])),
+            lambda: call(nn.MultiLabelMarginLoss(reduction="none"), real(5), torch.tensor([3, 0, -1, 1, 2])),
+        ],
         "MultiMarginLoss": [lambda: call(nn.MultiMarginLoss(2, 0.5, positive(6)), real(5, 6), below(6, 5))],
         "NLLLoss": _nll(nn.NLLLoss),
         "NLLLoss2d": _nll(nn.NLLLoss2d),

@@ -52,6 +52,14 @@ def probabilities(*shape: int) -> torch.Tensor:
     return f(*shape).sigmoid()
 
 
+_LABELS = torch.tensor([[0, 3, -1, 0, 0], [2, -1, 0, 0, 0], [1, 2, 3, -1, 0], [4, 0, 1, 2, 3]])
+"""The labels of four samples; what comes after -1 is none."""
+
+
+def multilabel_margin() -> Calls:
+    return [*(call(f(4, 5), _LABELS, r) for r in _REDUCTIONS), *(call(f(5), _LABELS[0], r) for r in (1, 2))]
+
+
 def margin_backward(multilabel: bool) -> Calls:
     scores, grad = f(4, 5), f(4)
     if not multilabel:
@@ -61,13 +69,13 @@ def margin_backward(multilabel: bool) -> Calls:
             call(f(), f(5), i(5, 1), 2, 1.0, None, 2),
             call(f(), f(), torch.tensor(0), 1, 1.0, None, 2),
         ]
-    target = torch.tensor([[0, 3, -1, 0, 0], [2, -1, 0, 0, 0], [1, 2, 3, -1, 0], [4, 0, 1, 2, 3]])
-    forward, backward = aten.multilabel_margin_loss_forward.default, (f(), f(5), target[0])
-    found = [call(f() if r else grad, scores, target, r, forward(scores, target, r)[1]) for r in _REDUCTIONS]
+    forward, backward = aten.multilabel_margin_loss_forward.default, (f(), f(5), _LABELS[0])
+    found = [call(f() if r else grad, scores, _LABELS, r, forward(scores, _LABELS, r)[1]) for r in _REDUCTIONS]
     return [*found, call(*backward, 2, forward(*backward[1:], 2)[1])]
 
 
 LOSS = {
+    aten.multilabel_margin_loss_forward.default: multilabel_margin(),
     aten.multi_margin_loss_backward.default: margin_backward(multilabel=False),
     aten.multilabel_margin_loss_backward.default: margin_backward(multilabel=True),
     aten.nll_loss_forward.default: nll(),
