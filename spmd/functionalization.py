@@ -87,10 +87,16 @@ class Functionalization(FunctionalTensorMode):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._repeated.note(func, args, result)
         for target in outs:
-            _check_resized(func, target)
+            if _is_resized(func, target):
+                self._take_shape(target)
         if func in _RESIZES:
-            _take_shape(args[0])
+            self._take_shape(args[0])
         return result
+
+    def _take_shape(self, resized: FunctionalTensor) -> None:
+        """The wrapper gets the shape of what it wraps; torch's own way leaves it one of which no view can be made."""
+        with no_dispatch():
+            resized.data = FunctionalTensor(resized.elem, self)
 
 
 def _outs(func: Any, kwargs: Mapping[str, Any]) -> Iterator[FunctionalTensor]:
@@ -104,7 +110,7 @@ def _outs(func: Any, kwargs: Mapping[str, Any]) -> Iterator[FunctionalTensor]:
 def _check_dtypes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise what torch raises for an out= of another dtype; functionalization would cast to it."""
     with no_dispatch(), warnings.catch_warnings(), contextlib.suppress(NotImplementedError):
-        warnings.simplefilter("ignore")  # of an out= of another shape: see `_check_resized`
+        warnings.simplefilter("ignore")  # of an out= of another shape: see `_is_resized`
         func(*map_leaves(_on_meta, args), **map_leaves(_on_meta, kwargs))
 
 
@@ -114,24 +120,16 @@ def _on_meta(leaf: Any) -> Any:
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
-def _check_resized(func: Any, target: FunctionalTensor) -> None:
-    """An empty tensor takes the shape of the result that is written to it; TraceError for any other."""
+def _is_resized(func: Any, target: FunctionalTensor) -> bool:
+    """Whether an empty tensor takes the shape of the result that is written to it; TraceError for any other."""
     torch._sync(target)
     shape = torch._from_functional_tensor(target.elem).shape
-    if shape == target.shape:
-        return
-    if target.numel():
+    if shape != target.shape and target.numel():
         raise TraceError(
             f"{func} at {where()} has a result of shape {list(shape)} for out= of shape {list(target.shape)}. Give it "
             "a tensor of the result's shape, or an empty one: torch.empty(0)."
         )
-    _take_shape(target)
-
-
-def _take_shape(resized: FunctionalTensor) -> None:
-    """The wrapper gets the shape of what it wraps; torch's own way leaves it one of which no view can be made."""
-    with no_dispatch():
-        resized.data = FunctionalTensor(resized.elem, resized.mode)
+    return shape != target.shape
 
 
 def _margin_loss_of_one(x: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
