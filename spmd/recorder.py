@@ -334,6 +334,6 @@ _STATIC_SHAPES: Mapping[str, str] = {
     "repeat_interleave": "Pass output_size=..., the sum of the repeats.",
     "bincount": "Use torch.nn.functional.one_hot(index, n).sum(0), or torch.zeros(n).index_add(0, index, weights).",
     "linalg_lstsq": "Use torch.linalg.pinv(A) @ B, or torch.linalg.qr(A) and torch.linalg.solve_triangular.",
-    "_ctc_loss": "Pass input_lengths and target_lengths as tuples of Python numbers.",
+    "_ctc_loss": "Return log_probs, and compute the loss outside of the traced function.",
 }
 """What to write instead of an operator whose shapes depend on values."""

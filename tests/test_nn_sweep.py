@@ -18,7 +18,15 @@ from spmd.testing.nn_sweep.placements import MOST_OPERATIONS, layouts
 from spmd.testing.nn_sweep.pool import sweep
 from spmd.testing.nn_sweep.report import markdown
 from spmd.testing.nn_sweep.setups import SETUPS, Setup
-from spmd.testing.nn_sweep.subjects import HANDMADE, NOT_MODULES, Subject, missing_functions, module_names, subjects
+from spmd.testing.nn_sweep.subjects import (
+    HANDMADE,
+    NOT_MODULES,
+    REASONS,
+    Subject,
+    missing_functions,
+    module_names,
+    subjects,
+)
 from spmd.testing.nn_sweep.sweep import sweep_subject
 from spmd.testing.op_sweep.command import Report
 from spmd.testing.op_sweep.outcome import BAD, Outcome, Status
@@ -141,7 +149,7 @@ def test_what_is_wrong_hangs_or_is_refused_is_told_apart() -> None:
     report = Report(setup, list(found.values()), 1.0)
     assert report == Report.of(json.loads(json.dumps(report.data())), Setup)
     page = markdown({"eval": report})
-    assert "| hang | hang | eval | 0 of 0 | the time was up |" in page
+    assert "| hang | hang | eval | 0 of 0 |  | the time was up |" in page
     assert "1 of 4 functions (25.0%) pass in every call and setup, and 1 (25.0%) in every call but" in page
 
 
@@ -158,6 +166,8 @@ def test_the_page_has_every_module_and_function() -> None:
         pytest.skip("the page is of another version of torch")
     rows = page.split("## Every module and function")[1].splitlines()
     assert {one.name for one in subjects()} == {row.split(" | ")[0].removeprefix("| ") for row in rows[5:] if row}
+    failing = page.split("do not pass\n\n")[1].split("\n\n")[0].splitlines()[2:]
+    assert REASONS.keys() == {row.split(" | ")[0].removeprefix("| ") for row in failing}
 
 
 @pytest.mark.rules

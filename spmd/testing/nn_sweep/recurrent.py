@@ -98,7 +98,7 @@ def _decoder() -> Call:
 
 def _transformer() -> Call:
     whole = nn.Transformer(8, 2, 1, 1, 12, batch_first=True)
-    return call(whole, real(5, 4, 8), real(5, 6, 8), tgt_mask=_masks()[0])
+    return call(whole, real(5, 4, 8), real(5, 6, 8), tgt_mask=_masks()[0], tgt_is_causal=True)
 
 
 CALLS: Mapping[str, Sequence[Callable[[], Call]]] = MappingProxyType(

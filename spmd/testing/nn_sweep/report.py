@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd.testing.nn_sweep.setups import Setup
-from spmd.testing.nn_sweep.subjects import HELPERS, NOT_MODULES, module_names
+from spmd.testing.nn_sweep.subjects import HELPERS, NOT_MODULES, REASONS, module_names
 from spmd.testing.op_sweep.command import Report
 from spmd.testing.op_sweep.outcome import Outcome, Status, summarize
 from spmd.testing.page import table
@@ -19,7 +19,7 @@ Reports = Mapping[str, Report[Setup]]
 
 def show(reports: Reports, console: Console) -> None:
     """Print what does not pass and the counts."""
-    failing = Table("name", "status", "setups", "right", "reason", title="what does not pass")
+    failing = Table("name", "status", "setups", "right", "reason", "first error", title="what does not pass")
     for row in _failing(reports):
         failing.add_row(*row)
     if failing.rows:
@@ -59,7 +59,7 @@ def markdown(reports: Reports) -> str:
         "",
         "## Modules and functions that do not pass",
         "",
-        *table(("name", "status", "setups", "right combinations", "reason"), _failing(reports)),
+        *table(("name", "status", "setups", "right combinations", "reason", "first error"), _failing(reports)),
         "",
         "Calls that plain torch does not run, the first of each:",
         "",
@@ -141,7 +141,8 @@ def _failing(reports: Reports) -> Iterator[Sequence[str]]:
             alike = {setup: found for setup, found in failing.items() if found.status is status}
             right = sum(found.passed for found in alike.values())
             run = sum(found.combinations for found in alike.values())
-            yield name, status.value, ", ".join(alike), f"{right} of {run}", next(iter(alike.values())).reason
+            first = next(iter(alike.values())).reason
+            yield name, status.value, ", ".join(alike), f"{right} of {run}", REASONS.get(name, ""), first
 
 
 def _skipped(reports: Reports) -> Iterator[Sequence[str]]:

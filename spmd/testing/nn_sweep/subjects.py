@@ -36,6 +36,17 @@ NOT_MODULES: Mapping[str, str] = MappingProxyType(
 )
 """Public classes of `torch.nn` that cannot be called, and why."""
 
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "nn.AdaptiveLogSoftmaxWithLoss": "selects the rows of each cluster of targets: shapes that depend on values",
+        "nn.BatchNorm1d": "only `momentum=None`, which reads the number of batches as a Python number",
+        "nn.CTCLoss": "lengths decide the shape of what is saved for the gradient, even if they are numbers",
+        "nn.GaussianNLLLoss": "branches on `torch.any(var < 0)`: call the formula, or check outside",
+        "nn.Transformer": "compares a mask with a causal one and branches on it: pass `tgt_is_causal=True` or `False`",
+    }
+)
+"""Why calls of these cannot be traced: control flow or shapes that depend on values, in torch's own module."""
+
 HELPERS = frozenset(
     {
         "Optional",
