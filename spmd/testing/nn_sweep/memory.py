@@ -49,14 +49,16 @@ MEMORY: Mapping[str, Memory] = MappingProxyType(
 
 
 def sweep_memory(trial: Trial, mesh: Mesh, outcome: Outcome) -> None:
-    """Run a call with arguments that are views of other memory, and with such views made in the function."""
+    """Run a call with arguments that are views of other memory, and with such views made in the function, in turns."""
     outcome.calls += 1
-    for name, memory in MEMORY.items():
-        for variation in _variations(trial, name, memory):
+    for number, (name, memory) in enumerate(MEMORY.items(), outcome.calls):
+        variation = _variation(trial, name, memory, inside=number % 2 == 0)
+        if variation is not None:
             _sweep_variation(variation, mesh, outcome)
 
 
-def _variations(trial: Trial, name: str, memory: Memory) -> Iterator[Trial]:
+def _variation(trial: Trial, name: str, memory: Memory, *, inside: bool) -> Trial | None:
+    """The call with other memory; None if that is its own."""
     changed = [Role.INPUT, Role.COTANGENT, *([Role.PARAMETER] if name == "channels last" else [])]
     given = trial.case.tensors
     shapes = [
@@ -75,11 +77,13 @@ def _variations(trial: Trial, name: str, memory: Memory) -> Iterator[Trial]:
         for tensor, shape in zip(given, shapes, strict=True)
     )
     views = tuple(viewed(holders))
-    if any(not view.is_contiguous() for view in views):
-        label, function = trial.case.label, trial.case.function
-        yield Trial(Case(f"{label}: {name}", function, views), trial.roles)
-        made = lambda *tensors: function(*viewed(tensors))  # noqa: E731
-        yield Trial(Case(f"{label}: {name} in the function", made, holders), trial.roles)
+    if all(view.is_contiguous() for view in views):
+        return None
+    label, function = trial.case.label, trial.case.function
+    if not inside:
+        return Trial(Case(f"{label}: {name}", function, views), trial.roles)
+    made = lambda *tensors: function(*viewed(tensors))  # noqa: E731
+    return Trial(Case(f"{label}: {name} in the function", made, holders), trial.roles)
 
 
 def _may_have(name: str, tensor: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ class Setup:
 
 SETUPS: Mapping[str, Setup] = MappingProxyType(
     {
-        "train": Setup({"x": 4}, training=True, calls=3, placements=4),
+        "train": Setup({"x": 4}, training=True),
         "eval": Setup({"x": 4}),
         "inference": Setup({"x": 4}, backward=False, dtype="float32"),
         "grid": Setup({"x": 2, "y": 2}, training=True, calls=1, dtype="float32"),
