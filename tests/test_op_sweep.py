@@ -16,7 +16,7 @@ from spmd.testing.op_sweep.cases import cases, entries, full_name
 from spmd.testing.op_sweep.command import Report
 from spmd.testing.op_sweep.layouts import layout_cases, restrided
 from spmd.testing.op_sweep.outcome import BAD, Outcome, Status, summarize
-from spmd.testing.op_sweep.placements import difference
+from spmd.testing.op_sweep.placements import combinations, difference
 from spmd.testing.op_sweep.pool import sweep
 from spmd.testing.op_sweep.report import markdown
 from spmd.testing.op_sweep.setups import SETUPS, Setup
@@ -183,6 +183,11 @@ def test_wrong_results_hangs_and_crashes_are_told_apart() -> None:
     assert {"entries": 4, "entries: hang": 1, "combinations": 4, "combinations right": 2}.items() <= summarize(
         list(found.values())
     ).items()
+
+
+def test_combinations_of_many_operands() -> None:
+    found = list(combinations([torch.ones(2, 2)] * 50, Mesh(("x", "y"), (2, 2)), limit=3, partial=False))
+    assert 3 == len(set(found))
 
 
 @pytest.mark.rules

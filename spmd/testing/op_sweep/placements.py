@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from functools import reduce
 
@@ -30,7 +31,8 @@ def combinations(tensors: Sequence[torch.Tensor], mesh: Mesh, limit: int, partia
     """
     options = [_options(tensor, mesh, partial) for tensor in tensors]
     total = math.prod(map(len, options))
-    chosen = range(total) if total <= limit else [0, *random.Random(total).sample(range(1, total), limit - 1)]
+    numbers = range(1, min(total, sys.maxsize))  # a range of more has no length
+    chosen = range(total) if total <= limit else [0, *random.Random(total).sample(numbers, limit - 1)]
     for number in chosen:
         combination = []
         for option in options:
