@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spmd.placement import Partial, Replicate, Shard
-from spmd.rules.builders import whole
+from spmd.rules.builders import nothing, whole
 from spmd.rules.lookup import filled, local_index, pick
 from spmd.rules.notation import Rows, by_call, factors
 from spmd.rules.partial import decreasing, ignores, linear
@@ -122,7 +122,7 @@ def _nll_backward_rule(call: Call) -> Rule:
 
 
 def _multilabel_margin(call: Call) -> Rule:
-    """Torch's own decomposition counts what comes after the first target of -1."""
+    """A rule, since torch's decomposition counts what comes after a target of -1."""
     if call.argument("self").ndim < 2:
         return whole()
     kind = call.argument("reduction")
@@ -160,7 +160,7 @@ LATE: Mapping[str, Rule] = {
 """The rules of operators that torch does not define before they are used, by name."""
 
 LOSS = table({
-    "multilabel_margin_loss_forward": by_call(_multilabel_margin),
+    "multilabel_margin_loss_forward": by_call(_multilabel_margin, empty=nothing),
     "multi_margin_loss_backward": _margin_backward("b, c"),
     "multilabel_margin_loss_backward": _margin_backward("b c, b c"),
     "nll_loss_forward nll_loss2d_forward": by_call(_nll_forward_rule),

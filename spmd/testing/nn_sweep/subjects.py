@@ -42,7 +42,6 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "nn.BatchNorm1d": "only `momentum=None`, which reads the number of batches as a Python number",
         "nn.CTCLoss": "lengths decide the shape of what is saved for the gradient, even if they are numbers",
         "nn.GaussianNLLLoss": "branches on `torch.any(var < 0)`: call the formula, or check outside",
-        "nn.Transformer": "compares a mask with a causal one and branches on it: pass `tgt_is_causal=True` or `False`",
     }
 )
 """Why calls of these cannot be traced: control flow or shapes that depend on values, in torch's own module."""
