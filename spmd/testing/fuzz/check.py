@@ -21,6 +21,7 @@ from spmd.mesh import Mesh
 from spmd.placement import combine
 from spmd.plan import Machine
 from spmd.spec import DTensorSpec, P, TensorMeta
+from spmd.testing.fuzz.environment import seeded
 from spmd.testing.fuzz.generate import generate
 from spmd.testing.fuzz.outcome import Outcome, Status
 from spmd.testing.fuzz.program import Program, default_dtype, mesh_of
@@ -54,7 +55,7 @@ def check(program: Program) -> Outcome:
     """Check a program; the default dtype must be float64."""
     space = program.compiled()
     values = [space[argument.name] for argument in program.arguments]
-    expected = list(space["reference"](*(value.contiguous() for value in values)))
+    expected = list(seeded(space["reference"], *(value.contiguous() for value in values)))
     mesh = mesh_of(program.mesh)
     specs = [DTensorSpec.make(mesh, a.spec, TensorMeta.of(v)) for a, v in zip(program.arguments, values, strict=True)]
     given = [
@@ -72,13 +73,14 @@ def check(program: Program) -> Outcome:
     )
     try:
         with record_traffic() as traffic:
-            results = list(jitted(*given))
+            results = list(seeded(jitted, *given))
         plan = jitted.plan(*given)
     except SpmdError as error:
         return attrs.evolve(outcome, status=Status.REFUSED, kind=_kind(error), message=_text(error))
     except Exception as error:
         return attrs.evolve(outcome, status=Status.CRASH, kind=_kind(error), message=_text(error))
-    outcome = attrs.evolve(outcome, collectives=len(traffic.transfers))
+    planned = tuple(sorted({str(operation.op) for operation in plan.graph.operations}))
+    outcome = attrs.evolve(outcome, collectives=len(traffic.transfers), planned=planned)
     if len(results) != len(expected):
         return attrs.evolve(outcome, status=Status.WRONG, kind="number of results", message=f"{len(results)}")
     for index, (result, truth) in enumerate(zip(results, expected, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from spmd.trace import is_tracing
 
 LARGEST = 4096
 """Elements of a value."""
+
+SEED = 11
+"""Of torch's default generator, when a program runs."""
 
 _FAR = 1e4  # the largest number that a value may hold
 _STABLE = 1e-6  # how far results may move when inputs move by NUDGE: rounding grows ten thousand times at most
@@ -37,6 +40,12 @@ def names() -> dict[str, Any]:
         "is_tracing": is_tracing,
         "g": torch.Generator(),
     }
+
+
+def seeded(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives when the random numbers are always the same."""
+    torch.manual_seed(SEED)
+    return function(*args)
 
 
 class Environment:
@@ -61,9 +70,9 @@ class Environment:
             Rejected: torch refuses it, or rounding would change it.
         """
         try:
-            value = eval(expression, self.values)
+            value = seeded(eval, expression, self.values)
             with OtherRounding():
-                moved = eval(expression, self._moved)
+                moved = seeded(eval, expression, self._moved)
         except Exception as error:
             raise Rejected(f"{expression}: {error}") from None
         check_stable(value, moved)
@@ -80,9 +89,9 @@ class Environment:
             Rejected: as `evaluate`; values may then have been written to.
         """
         try:
-            exec(statements, self.values)
+            seeded(exec, statements, self.values)
             with OtherRounding():
-                exec(statements, self._moved)
+                seeded(exec, statements, self._moved)
         except Exception as error:
             raise Rejected(f"{statements}: {error}") from None
 

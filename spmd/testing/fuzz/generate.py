@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spmd.placement import REDUCTIONS, supports_reduction
 from spmd.spec import P
 from spmd.testing.fuzz.draw import Block, Draw, Operand
-from spmd.testing.fuzz.environment import Environment, Rejected, check_stable
+from spmd.testing.fuzz.environment import Environment, Rejected, check_stable, seeded
 from spmd.testing.fuzz.pool import OPERATORS
 from spmd.testing.fuzz.program import AXES, MACHINES, Argument, Line, Program
 from spmd.testing.fuzz.rounding import OtherRounding
@@ -241,7 +241,7 @@ def truth(program: Program) -> list[torch.Tensor]:
         runs = ((given, nullcontext()), (moved, OtherRounding()), (moved, OtherRounding(-NUDGE)))
         for values, rounding in runs:
             with rounding, _Counter() as counter:
-                results.append(list(space["reference"](*(value.contiguous() for value in values))))
+                results.append(list(seeded(space["reference"], *(value.contiguous() for value in values))))
     except Exception as error:  # whatever torch does, there is nothing to compare with
         raise Rejected(f"{error}") from None
     if counter.calls > _CALLS:

@@ -36,6 +36,7 @@ class Outcome:
         message: what was seen.
         transform: that it ran under.
         operators: of the pool, each once.
+        planned: operators of the planned program, each once.
         values: how many tensors of how many elements from 2 there were: arguments and intermediate values.
         strided: how many of those were not contiguous.
         uneven, empty: whether shards of an argument differ in shape, and whether one is empty.
@@ -51,6 +52,7 @@ class Outcome:
     message: str = ""
     transform: str = ""
     operators: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
     values: int = 0
     strided: int = 0
     uneven: bool = False
@@ -68,4 +70,4 @@ class Outcome:
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Outcome:
         """The inverse of `data`."""
-        return cls(**{**data, "operators": tuple(data["operators"])})
+        return cls(**{**data, "operators": tuple(data["operators"]), "planned": tuple(data["planned"])})

@@ -12,7 +12,7 @@ import torch
 
 from spmd.mesh import Mesh, make_mesh
 from spmd.spec import P
-from spmd.testing.fuzz.environment import names
+from spmd.testing.fuzz.environment import SEED, names
 from spmd.testing.fuzz.tensors import Kind, Recipe
 from spmd.testing.fuzz.transforms import Transform
 
@@ -128,7 +128,8 @@ class Program:
             + "\n\ntorch.set_default_dtype(torch.float64)\ng = torch.Generator()\n"
             + f'mesh = spmd.make_mesh({{{sizes}}}, runtime="virtual")\n{_SPREAD if partial else ""}{definitions}\n\n'
             + f"jitted = spmd.jit(program, ({specs}), {list(self.out_specs)!r}, {MACHINES[self.machine]}mesh=mesh)\n"
-            + f"expected = {reference}({plain})\nactual = jitted({given})\n"
+            + f"torch.manual_seed({SEED})\nexpected = {reference}({plain})\n"
+            + f"torch.manual_seed({SEED})\nactual = jitted({given})\n"
             + "for a, e in zip(actual, expected, strict=True):\n"
             + "    torch.testing.assert_close(a.full_tensor(), e, rtol=1e-8, atol=1e-8, equal_nan=True)\n"
         )
