@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -24,8 +25,14 @@ _CLEAN = (Status.RIGHT, Status.COMMS, Status.SKIPPED)  # nothing was raised: the
 
 
 def check_seeds(
-    seeds: Sequence[int], *, jobs: int = 2, seconds: float = 60.0, avoid: frozenset[str] = frozenset()
-) -> Iterator[Outcome]:
+    seeds: Sequence[int],
+    *,
+    jobs: int = 2,
+    seconds: float = 60.0,
+    avoid: frozenset[str] = frozenset(),
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    repeat: bool = True,
+) -> Generator[Outcome, None, None]:
     """Check the programs of seeds in processes, and give outcomes as they come.
 
     A process goes on to the next program as long as all are right. After any other outcome another one goes on, and
@@ -37,6 +44,8 @@ def check_seeds(
         jobs: processes at once.
         seconds: how long one program may take.
         avoid: operators of the pool and transforms; programs with one of them are not run.
+        within: makes the context in which a process checks programs.
+        repeat: whether a program that fails is run again in a process of its own.
     """
     torch.set_num_threads(1)
     share = -(-len(seeds) // max(1, jobs))
@@ -46,7 +55,7 @@ def check_seeds(
     try:
         while queue or running:
             while queue and len(running) < jobs:
-                running.append(_Child.start(queue.pop(), avoid))
+                running.append(_Child.start(queue.pop(), avoid, within))
             left = min(child.since + seconds for child in running) - time.monotonic()
             wait([child.answers for child in running], max(left, 0.0) + 0.01)
             for child in list(running):
@@ -64,7 +73,7 @@ def check_seeds(
                 running.remove(child)
                 if child.seeds:
                     queue.append(child.seeds)
-                if child.earlier:
+                if child.earlier and repeat:
                     outcome = _alone(outcome, child.earlier, seconds)
                 yield outcome
     finally:
@@ -96,9 +105,11 @@ class _Child:
     generated: bool = False
 
     @classmethod
-    def start(cls, seeds: list[int], avoid: frozenset[str]) -> _Child:
+    def start(
+        cls, seeds: list[int], avoid: frozenset[str], within: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> _Child:
         answers, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_work, args=(list(seeds), avoid, sender), daemon=True)
+        process = _context.Process(target=_work, args=(list(seeds), avoid, within, sender), daemon=True)
         process.start()
         sender.close()
         return cls(list(seeds), process, answers, time.monotonic())
@@ -140,9 +151,12 @@ class _Child:
         self.answers.close()
 
 
-def _work(seeds: list[int], avoid: frozenset[str], sender: Connection) -> None:
-    for seed in seeds:
-        sender.send(check_seed(seed, lambda: sender.send(None), avoid))
+def _work(
+    seeds: list[int], avoid: frozenset[str], within: Callable[[], AbstractContextManager[None]], sender: Connection
+) -> None:
+    with within():
+        for seed in seeds:
+            sender.send(check_seed(seed, lambda: sender.send(None), avoid))
     sender.close()
 
 

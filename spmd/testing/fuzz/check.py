@@ -79,8 +79,8 @@ def check(program: Program) -> Outcome:
         return attrs.evolve(outcome, status=Status.REFUSED, kind=_kind(error), message=_text(error))
     except Exception as error:
         return attrs.evolve(outcome, status=Status.CRASH, kind=_kind(error), message=_text(error))
-    planned = tuple(sorted({str(operation.op) for operation in plan.graph.operations}))
-    outcome = attrs.evolve(outcome, collectives=len(traffic.transfers), planned=planned)
+    planned = {str(operation.op) for operation in plan.graph.operations} | {comm.kind for comm in plan.comms}
+    outcome = attrs.evolve(outcome, collectives=len(traffic.transfers), planned=tuple(sorted(planned)))
     if len(results) != len(expected):
         return attrs.evolve(outcome, status=Status.WRONG, kind="number of results", message=f"{len(results)}")
     for index, (result, truth) in enumerate(zip(results, expected, strict=True)):

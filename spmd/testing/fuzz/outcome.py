@@ -36,7 +36,7 @@ class Outcome:
         message: what was seen.
         transform: that it ran under.
         operators: of the pool, each once.
-        planned: operators of the planned program, each once.
+        planned: operators of the planned program and kinds of its collectives, each once.
         values: how many tensors of how many elements from 2 there were: arguments and intermediate values.
         strided: how many of those were not contiguous.
         uneven, empty: whether shards of an argument differ in shape, and whether one is empty.

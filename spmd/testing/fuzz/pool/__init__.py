@@ -8,6 +8,7 @@ from types import MappingProxyType
 from spmd.testing.fuzz.pool import (
     casts,
     fourier,
+    gradients,
     indexing,
     inner,
     inplace,
@@ -17,6 +18,7 @@ from spmd.testing.fuzz.pool import (
     matmul,
     network,
     order,
+    pending,
     pointwise,
     random,
     reductions,
@@ -28,6 +30,7 @@ from spmd.testing.fuzz.pool.operator import Operator
 FAMILIES = (
     casts,
     fourier,
+    gradients,
     indexing,
     inner,
     inplace,
@@ -37,6 +40,7 @@ FAMILIES = (
     matmul,
     network,
     order,
+    pending,
     pointwise,
     random,
     reductions,

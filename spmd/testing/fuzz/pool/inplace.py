@@ -56,6 +56,10 @@ def _binary(d: Draw, x: Operand) -> str:
     )
 
 
+def _lerp(d: Draw, x: Operand) -> str:
+    return d.choice(f"{x}.lerp_({d.like(x)}, 0.3)", f"{x}.lerp_({d.like(x)}, {d.like(x)}.sigmoid())")
+
+
 def _slice(d: Draw, x: Operand) -> str:
     return d.choice(
         f"{x}[1:].mul_(2)",
@@ -91,6 +95,9 @@ def _through_view(d: Draw, x: Operand) -> str:
         f"{x}.unsqueeze(0).mul_(0.5)",
         f"{x}.unflatten(0, (1, -1)).sub_(0.2)",
         f"{x}.ravel().neg_()",
+        f"{x}.as_strided(({min(x.numel, 3)},), (1,)).mul_(3)",
+        f"{x}.unfold(0, {d.integer(1, x.shape[0])}, {x.shape[0]}).mul_(2)",
+        f"{x}.unfold(-1, 1, 2).zero_()",
     )
 
 
@@ -270,6 +277,7 @@ def _view_kept(d: Draw) -> Block:
 OPERATORS: Mapping[str, Operator] = {
     "inplace_pointwise": _write(_pointwise),
     "inplace_binary": _write(_binary),
+    "inplace_lerp": _write(_lerp),
     "inplace_slice": _write(_slice, (1, 4)),
     "inplace_slice_tensor": _write(_slice_tensor, (1, 3)),
     "inplace_transposed": _write(_transposed, (2, 2)),

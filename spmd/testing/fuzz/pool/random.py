@@ -39,6 +39,13 @@ def _in_place(d: Draw) -> Block:
     return Block((f"{name} = {made}", f"{name}.{change}"), (name,))
 
 
+def _in_memory_order(d: Draw) -> Block:
+    """A draw into a tensor that is laid out in another order than its dims."""
+    x, name = d.floats(2, nonempty=True), d.name()
+    rows, columns = x.shape
+    return Block((f"{name} = torch.empty({columns}, {rows}).t()", f"{name}.bernoulli_(0.4)"), (name,))
+
+
 OPERATORS: Mapping[str, Operator] = {
     "dropout": unary("F.dropout({x}, 0.3)"),
     "dropout_none": unary("F.dropout({x}, 0.5, training=False) * {n}"),
@@ -50,4 +57,5 @@ OPERATORS: Mapping[str, Operator] = {
     "rand_twice": _twice,
     "rand_unused": _unused,
     "rand_inplace": _in_place,
+    "rand_in_memory_order": _in_memory_order,
 }

@@ -1,0 +1,42 @@
+"""Mutants of derivatives: of the operators of sharding, and of collectives."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from spmd.testing.fuzz.mutants.mutant import Patch, mutant, replaced
+
+_PLACED = "constrain reshard"
+_Place = importlib.import_module("spmd.constrain")._Place  # the package has the function under the module's name
+
+
+def _doubled(rule: Any) -> staticmethod:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return 2 * rule.__func__(ctx, grad)[0], None, None
+
+    return staticmethod(backward)
+
+
+MUTANTS = (
+    mutant(
+        "transpose: constrain and reshard",
+        "the cotangent of a placed value counts twice",
+        Patch(_Place, "backward", _doubled),
+        within=_PLACED,
+    ),
+    mutant(
+        "tangent: constrain and reshard",
+        "the tangent of a placed value is zero",
+        Patch(_Place, "jvp", lambda rule: staticmethod(lambda ctx, tangent, *_: torch.zeros_like(tangent))),
+        within=_PLACED,
+    ),
+    mutant(
+        "vmap: constrain and reshard",
+        "the dim of the batch is not counted in the spec of a placed value",
+        replaced("spmd.constrain", "_batched", lambda text, dim, ndim: text),
+        within=_PLACED,
+    ),
+)

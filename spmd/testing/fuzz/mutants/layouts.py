@@ -1,0 +1,53 @@
+"""Mutants of memory layouts: each copy before a kernel that reads strides."""
+
+from __future__ import annotations
+
+from spmd.rules.layouts import Need
+from spmd.testing.fuzz.mutants.mutant import Mutant, Patch, mutant
+
+_NEEDS = "spmd.rules.layouts"
+
+REACHED = (
+    "_embedding_bag.default",
+    "_embedding_bag_dense_backward.default",
+    "_linalg_det.default",
+    "_linalg_slogdet.default",
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default",
+    "linalg_matrix_exp.default",
+    "median.dim",
+    "nanmedian.dim",
+    "native_dropout.default",
+    "native_group_norm.default",
+    "native_layer_norm_backward.default",
+    "nll_loss2d_backward.default",
+    "sort.default",
+    "view.dtype",
+    "view_as_complex.default",
+)
+"""The operators of `PROBED` that programs have."""
+
+
+def _of(name: str) -> Mutant:
+    op = f"aten.{name}"
+    return mutant(
+        f"need: {name}",
+        f"the operands of `{name}` keep the memory layout that they have",
+        Patch(_NEEDS, "PROBED", lambda needs: {other: need for other, need in needs.items() if other != op}),
+        within=op,
+    )
+
+
+MUTANTS = (
+    *map(_of, REACHED),
+    mutant(
+        "need: rows",
+        "every tensor passes for one whose rows have no gaps",
+        Patch(Need, "is_met", lambda met: lambda need, tensor: need is Need.ROWS or met(need, tensor)),
+    ),
+    mutant(
+        "need: contiguous",
+        "a tensor whose rows have no gaps passes for contiguous",
+        Patch(Need, "is_met", lambda met: lambda need, tensor: met(min(need, Need.ROWS), tensor)),
+    ),
+)

@@ -1,0 +1,59 @@
+"""Operators between values that wait for a reduction, which few of them may take and give as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spmd.placement import Reduction
+from spmd.spec import P
+from spmd.testing.fuzz.pool.operator import Draw, Operator
+
+
+def _between(text: str, reduction: Reduction = "sum", result: Reduction | None = None) -> Operator:
+    """An operator of `x`, which waits for a reduction, with a result that does, too; `y` is another value.
+
+    Args:
+        text: the expression; `{z}` is a value that waits for the same reduction as `x`.
+        reduction: that `x` waits for.
+        result: that the result waits for; by default the same.
+    """
+
+    def operator(d: Draw) -> str:
+        x = d.floats((1, 3), nonempty=True)
+        y, z = (d.like(x) if name in text else x for name in ("{y}", "{z}"))
+        axis = d.choice(*d.axes)
+        before, after = P(partial={axis: reduction}), P(partial={axis: result or reduction})
+        plain = text.format(x=f"({x} * 2)", y=y, z=f"({z} + 0.3)")
+        pending = {"x": f"spmd.constrain({x} * 2, {before!r})", "z": f"spmd.constrain({z} + 0.3, {before!r})"}
+        return f"(spmd.reshard({text.format(y=y, **pending)}, {after!r}) if is_tracing() else {plain})"
+
+    return operator
+
+
+OPERATORS: Mapping[str, Operator] = {
+    "pending_exp": _between("{x}.tanh().exp()"),
+    "pending_sigmoid": _between("{x}.sigmoid()"),
+    "pending_relu": _between("{x}.relu()"),
+    "pending_product": _between("({x} * {z})"),
+    "pending_scaled": _between("({x} * {y})"),
+    "pending_sum_of_one": _between("({x} + {y})"),
+    "pending_sum_of_both": _between("({x} - {z})"),
+    "pending_number": _between("({x} + 1.3)"),
+    "pending_quotient": _between("({y} / ({x}.square() + 1))"),
+    "pending_maximum_of_sums": _between("torch.maximum({x}, {z})"),
+    "pending_choice": _between("torch.where({y} > 0, {x}, {y})"),
+    "pending_compared": _between("({x} > 0.4)", result="max"),
+    "pending_cast": _between("({x} * 3).long()"),
+    "pending_sort": _between("{x}.sort(-1).values"),
+    "pending_amax": _between("{x}.amax(-1)"),
+    "pending_softmax": _between("{x}.softmax(-1)"),
+    "pending_matmul": _between("({x} @ {z}.mT if {x}.ndim > 1 else {x} * {y})"),
+    "pending_neg": _between("-{x}", "max"),
+    "pending_subtracted": _between("({y} - {x})", "max"),
+    "pending_abs": _between("{x}.abs()", "max"),
+    "pending_minimum": _between("torch.minimum({x}, {z})", "max"),
+    "pending_negative": _between("({x} * -1.3)", "max"),
+    "pending_sum_of_maxima": _between("{x}.sum(-1)", "max"),
+    "pending_flipped": _between("{x}.flip(0)", "min"),
+    "pending_increasing": _between("({x} * 0.5).tanh()", "min"),
+}
