@@ -9,7 +9,6 @@ _NEEDS = "spmd.rules.layouts"
 
 REACHED = (
     "_embedding_bag.default",
-    "_embedding_bag_dense_backward.default",
     "_linalg_det.default",
     "_linalg_slogdet.default",
     "_scaled_dot_product_flash_attention_for_cpu.default",
@@ -17,7 +16,6 @@ REACHED = (
     "linalg_matrix_exp.default",
     "median.dim",
     "nanmedian.dim",
-    "native_dropout.default",
     "native_group_norm.default",
     "native_layer_norm_backward.default",
     "nll_loss2d_backward.default",

@@ -68,12 +68,12 @@ MUTANTS = (
     ),
     mutant(
         "steps: merged",
-        "a step over a dim of several atoms always cuts the whole dim",
+        "a step over a dim of several atoms always shards the whole dim",
         replaced(_STEPS, "_merges", lambda group, mesh: True),
     ),
     mutant(
         "steps: uneven atoms",
-        "a step over the leading of several atoms cuts the whole dim though chunks are uneven",
+        "a step over the leading of several atoms shards the whole dim though chunks are uneven",
         Patch(
             _STEPS,
             "_merges",
@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     mutant(
         "atoms: opaque factors",
-        "a factor may be cut where a dim has other atoms than it",
+        "a factor may be sharded where a dim has other atoms than it",
         replaced("spmd.rules.strategy", "_opaque_factors", lambda dims, logical: frozenset()),
     ),
     mutant(

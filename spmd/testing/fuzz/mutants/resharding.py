@@ -71,7 +71,7 @@ def _axes_reversed(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split_first(arguments: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """An all_to_all that cuts and joins the other way round, where both dims have one length."""
+    """An all_to_all that splits and joins the other way round, where both dims have one length."""
 
     def change(step: Step, coordinate: tuple[int, ...]) -> tuple[Any, ...]:
         found = arguments(step, coordinate)
@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     mutant(
         "all_to_all: dims",
-        "the dims that are cut and joined are exchanged",
+        "the split and the joined dim are exchanged",
         Patch(Step, "arguments", _split_first),
         within="all_to_all",
     ),
@@ -183,7 +183,7 @@ MUTANTS = (
     mutant(
         "gathers: order of axes", "axes of one dim are gathered minor first", Patch(_MOVES, "_gathers", _axes_reversed)
     ),
-    mutant("slices: order of axes", "axes of one dim cut it minor first", Patch(_MOVES, "_slices", _axes_reversed)),
+    mutant("slices: order of axes", "axes of one dim shard it minor first", Patch(_MOVES, "_slices", _axes_reversed)),
     mutant(
         "exchanges: order of axes",
         "an all_to_all over several axes takes them minor first",

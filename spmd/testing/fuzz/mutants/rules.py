@@ -1,4 +1,4 @@
-"""Mutants of rules: dims that must not be cut, reductions that must be, and local bodies."""
+"""Mutants of rules: dims that must not be sharded, reductions that must be, and local bodies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmd.placement import Reduction
 from spmd.rules.builders import pointwise
 from spmd.rules.halo import Halo
 from spmd.rules.rule import Call, Factors
-from spmd.testing.fuzz.mutants.mutant import Mutant, Patch, mutant, of_rule, replaced
+from spmd.testing.fuzz.mutants.mutant import Mutant, Patch, mutant, of_rule, replaced, returning
 
 _CONVOLUTIONS = "aten.convolution.default aten.convolution_backward.default"
 _EXTREMES = "aten.amax.default aten.amin.default aten.max.default aten.min.default"
@@ -24,7 +24,7 @@ _NORMS = "aten.native_layer_norm.default aten.native_layer_norm_backward.default
 
 
 def _elementwise(call: Call, factors: Factors) -> Factors:
-    """Every dim may be cut, where all tensors have one shape."""
+    """Every dim may be sharded, where all tensors have one shape."""
     if len({meta.shape for meta in (*call.operands, *call.results)}) > 1:
         return factors
     return pointwise(lambda _: factors.rows).factorize(call)
@@ -44,7 +44,7 @@ def _without_additive(call: Call, factors: Factors) -> Factors:
 
 
 def _free(call: Call, factors: Factors) -> Factors:
-    """Factors that must not be cut are."""
+    """Factors that must not be sharded are."""
     return attrs.evolve(factors, replicate=frozenset(), independent=factors.independent | factors.replicate)
 
 
@@ -54,7 +54,7 @@ def _without_bodies(call: Call, factors: Factors) -> Factors:
     return attrs.evolve(factors, bodies={}, rows=rows, independent=factors.independent | factors.bodies.keys())
 
 
-def _cut_reduced(kind: Reduction) -> Callable[[Call, Factors], Factors]:
+def _reduce_whole(kind: Reduction) -> Callable[[Call, Factors], Factors]:
     """A reduction that does not combine is combined."""
     return lambda call, factors: attrs.evolve(
         factors, replicate=frozenset(), reduce={**factors.reduce, **dict.fromkeys(factors.replicate, kind)}
@@ -63,7 +63,7 @@ def _cut_reduced(kind: Reduction) -> Callable[[Call, Factors], Factors]:
 
 def _freely(name: str, ops: str) -> Mutant:
     return of_rule(
-        f"cut: {name}", f"`{ops.split()[0]}` runs on shards of the dim that it works along", ops, _elementwise
+        f"sharded: {name}", f"`{ops.split()[0]}` runs on shards of the dim that it works along", ops, _elementwise
     )
 
 
@@ -89,13 +89,18 @@ def _including_own(totals: Tensor, neutral: float, axes: Any) -> Tensor:
     return torch.where(rank <= axis_index(axes), gathered, torch.full_like(gathered, neutral))
 
 
-def _cut_first(call: Call, factors: Factors) -> Factors:
-    """The dims of the first operand that must not be cut are."""
+def _shard_first(call: Call, factors: Factors) -> Factors:
+    """The dims of the first operand that must not be sharded are."""
     (first, *others), shape = factors.operands, call.operands[0].shape
-    added = {f"cut{dim}": size for dim, size in enumerate(shape) if not first[dim]}
-    whole = tuple(names or (f"cut{dim}",) for dim, names in enumerate(first))
+    added = {f"own{dim}": size for dim, size in enumerate(shape) if not first[dim]}
+    whole = tuple(names or (f"own{dim}",) for dim, names in enumerate(first))
     sizes, independent = {**factors.sizes, **added}, factors.independent | added.keys()
     return attrs.evolve(factors, operands=(whole, *others), sizes=sizes, independent=independent)
+
+
+def _minor_first(found: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    source, target, sizes = found
+    return source, tuple(names[::-1] for names in target), sizes
 
 
 def _local_count(over: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,31 +115,27 @@ MUTANTS = (
     # reductions
     of_rule(
         "reduce: sum as max",
-        "sums over a dim that is cut are combined by maximum",
+        "sums over a sharded dim are combined by maximum",
         "sum sum.dim_IntList",
         _reduced_by("max"),
     ),
-    of_rule(
-        "reduce: sum not finished", "sums over a dim that is cut pass for whole", "sum sum.dim_IntList", _unreduced
-    ),
-    of_rule("reduce: amax as sum", "maxima over a dim that is cut are added", "amax max", _reduced_by("sum")),
-    of_rule("reduce: amin not finished", "minima over a dim that is cut pass for whole", "amin min", _unreduced),
+    of_rule("reduce: sum not finished", "sums over a sharded dim pass for whole", "sum sum.dim_IntList", _unreduced),
+    of_rule("reduce: amax as sum", "maxima over a sharded dim are added", "amax max", _reduced_by("sum")),
+    of_rule("reduce: amin not finished", "minima over a sharded dim pass for whole", "amin min", _unreduced),
     of_rule(
         "reduce: any as min",
-        "`any` over a dim that is cut is combined by minimum",
+        "`any` over a sharded dim is combined by minimum",
         "any any.dim any.dims",
         _reduced_by("min"),
     ),
     of_rule(
         "reduce: all as max",
-        "`all` over a dim that is cut is combined by maximum",
+        "`all` over a sharded dim is combined by maximum",
         "all all.dim all.dims",
         _reduced_by("max"),
     ),
-    of_rule(
-        "reduce: prod as sum", "products over a dim that is cut are added", "prod prod.dim_int", _cut_reduced("sum")
-    ),
-    of_rule("reduce: norm as sum", "norms over a dim that is cut are added", "linalg_vector_norm", _cut_reduced("sum")),
+    of_rule("reduce: prod as sum", "products over a sharded dim are added", "prod prod.dim_int", _reduce_whole("sum")),
+    of_rule("reduce: norm as sum", "norms over a sharded dim are added", "linalg_vector_norm", _reduce_whole("sum")),
     mutant(
         "reduce: neutral element",
         "an empty shard takes part in a maximum with 0",
@@ -151,10 +152,10 @@ MUTANTS = (
     _silent("argmax values", "extremes", "pmax", "aten.argmax.default aten.max.dim"),
     _local("argmax alone", "argmax argmin max.dim min.dim"),
     # products
-    of_rule("mm: not finished", "products over a dim that is cut pass for whole", "mm", _unreduced),
-    of_rule("mm: as max", "products over a dim that is cut are combined by maximum", "mm", _reduced_by("max")),
-    of_rule("bmm: not finished", "batched products over a dim that is cut pass for whole", "bmm", _unreduced),
-    of_rule("mv: not finished", "matrix times vector over a dim that is cut passes for whole", "mv dot", _unreduced),
+    of_rule("mm: not finished", "products over a sharded dim pass for whole", "mm", _unreduced),
+    of_rule("mm: as max", "products over a sharded dim are combined by maximum", "mm", _reduced_by("max")),
+    of_rule("bmm: not finished", "batched products over a sharded dim pass for whole", "bmm", _unreduced),
+    of_rule("mv: not finished", "matrix times vector over a sharded dim passes for whole", "mv dot", _unreduced),
     of_rule(
         "addmm: bias",
         "every rank adds the whole bias to its share of a product",
@@ -162,8 +163,8 @@ MUTANTS = (
         _without_additive,
     ),
     of_rule("trilinear: not finished", "a product of three tensors passes for whole", "_trilinear", _unreduced),
-    of_rule("cdist: sum", "distances along some coordinates are added", "_cdist_forward", _cut_reduced("sum")),
-    of_rule("cross: cut", "cross products run on shards of the dim of vectors", "linalg_cross", _free),
+    of_rule("cdist: sum", "distances along some coordinates are added", "_cdist_forward", _reduce_whole("sum")),
+    of_rule("cross: sharded", "cross products run on shards of the dim of vectors", "linalg_cross", _free),
     # scans, order, moves
     mutant(
         "body: scan",
@@ -187,6 +188,22 @@ MUTANTS = (
     of_rule(
         "permute: dims stay", "a permutation that keeps the shape leaves axes on their dims", "permute", _elementwise
     ),
+    mutant(
+        "view: order of factors",
+        "a dim that a view joins is sharded minor factor first",
+        returning("spmd.rules.shape", "common_factors", _minor_first),
+        within="aten.view.default",
+    ),
+    of_rule("arange: sharded", "every rank counts from zero", "arange arange.start arange.start_step", _elementwise),
+    of_rule("cat: sharded", "the first tensor is joined shard by shard", "cat stack", _shard_first),
+    of_rule("repeat: sharded", "shards are repeated", "repeat", _shard_first),
+    of_rule(
+        "pad: sharded", "every shard is padded", "constant_pad_nd reflection_pad1d replication_pad1d", _shard_first
+    ),
+    of_rule(
+        "pool: sharded", "windows of a pool end with the shard", "max_pool2d_with_indices avg_pool2d", _shard_first
+    ),
+    of_rule("matrices: sharded", "matrices are factorized shard by shard", "linalg_inv_ex _linalg_det", _shard_first),
     # softmax, norms, attention
     _local("softmax alone", "_softmax _log_softmax"),
     _silent("softmax", "softmax", "psum", _SOFTMAX),
@@ -209,7 +226,7 @@ MUTANTS = (
     _local("group norm alone", "native_group_norm"),
     of_rule(
         "attention: causal",
-        "queries of causal attention are cut",
+        "queries of causal attention are sharded",
         "_scaled_dot_product_flash_attention_for_cpu",
         lambda call, factors: attrs.evolve(factors, replicate=factors.replicate - {"q"}),
     ),
@@ -220,14 +237,19 @@ MUTANTS = (
         _unreduced,
     ),
     # indexing
-    of_rule("index: cut", "positions are looked up in a shard as in the whole", "index.Tensor", _cut_first),
-    of_rule("index_select: cut", "rows are looked up in a shard as in the whole", "index_select", _cut_first),
+    of_rule("index: sharded", "positions are looked up in a shard as in the whole", "index.Tensor", _shard_first),
+    of_rule("index_select: sharded", "rows are looked up in a shard as in the whole", "index_select", _shard_first),
     of_rule(
-        "topk: cut", "the largest of a shard pass for those of the whole", "topk kthvalue median.dim mode", _cut_first
+        "topk: sharded",
+        "the largest of a shard pass for those of the whole",
+        "topk kthvalue median.dim mode",
+        _shard_first,
     ),
-    of_rule("diagonal: cut", "the diagonal of a shard passes for that of the whole", "diagonal", _cut_first),
-    of_rule("select: cut", "a slice of a shard passes for that of the whole", "select.int slice.Tensor", _cut_first),
-    of_rule("unfold: cut", "windows of a shard pass for those of the whole", "unfold", _cut_first),
+    of_rule("diagonal: sharded", "the diagonal of a shard passes for that of the whole", "diagonal", _shard_first),
+    of_rule(
+        "select: sharded", "a slice of a shard passes for that of the whole", "select.int slice.Tensor", _shard_first
+    ),
+    of_rule("unfold: sharded", "windows of a shard pass for those of the whole", "unfold", _shard_first),
     mutant(
         "gather: held",
         "positions of other shards are looked up in this one",
@@ -259,8 +281,8 @@ MUTANTS = (
         _unreduced,
     ),
     of_rule(
-        "scatter: cut",
-        "writes that do not combine are cut among ranks",
+        "scatter: sharded",
+        "writes that do not combine are split among ranks",
         "scatter.src scatter.value index_put index_reduce",
         _free,
     ),

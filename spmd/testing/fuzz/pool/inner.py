@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from spmd.spec import P
 from spmd.testing.fuzz.pool.operator import Draw, Operator
 
 
@@ -61,6 +62,22 @@ def _placed(name: str) -> Operator:
     return operator
 
 
+def _chain(*, even: bool) -> Operator:
+    """One sharding after another, with pending sums between; of lengths that axes divide, if `even`."""
+
+    def operator(d: Draw) -> str:
+        x = d.sized((4, 4)) if even else d.floats((1, 3))
+        axes = tuple(d.rng.sample(d.axes, len(d.axes)))
+        whole = [P(axes), P(None, axes), P(axes[::-1]), *(P(axis) for axis in axes)] if even else [P()]
+        text = f"{x} * 2"
+        for step in range(3):
+            spec = d.choice(*whole) if d.maybe() else d.spec(x.ndim, "sum", 0.3)
+            text = f"spmd.{'reshard' if step else 'constrain'}({text}, {spec!r})"
+        return f"({text} if is_tracing() else {x} * 2)"
+
+    return operator
+
+
 def _nested(d: Draw) -> str:
     x = d.floats((0, 4))
     specs = f"{d.spec(x.ndim)!r}, {d.spec(x.ndim)!r}"
@@ -78,5 +95,7 @@ OPERATORS: Mapping[str, Operator] = {
     "inner_linearize": _linearize,
     "constrain": _placed("constrain"),
     "reshard": _placed("reshard"),
+    "reshard_chain": _chain(even=False),
+    "reshard_chain_even": _chain(even=True),
     "nested_jit": _nested,
 }
