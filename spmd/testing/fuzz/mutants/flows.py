@@ -71,13 +71,6 @@ MUTANTS = (
         "pending_quotient",
     ),
     of_rule(
-        "sum in a square",
-        "the square of a partial sum is a partial sum",
-        "pow.Tensor_Scalar",
-        _also(linear("self")),
-        "pending_quotient",
-    ),
-    of_rule(
         "sum in a maximum",
         "the maximum of partial sums is a partial sum",
         "maximum",

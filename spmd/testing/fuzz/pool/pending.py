@@ -19,19 +19,29 @@ def _between(text: str, reduction: Reduction = "sum", result: Reduction | None =
     """
 
     def operator(d: Draw) -> str:
-        x = d.floats((1, 3), nonempty=True)
-        y, z = (d.like(x) if name in text else x for name in ("{y}", "{z}"))
+        first = d.floats((1, 3), nonempty=True)
+        second, y = d.like(first), d.like(first)
         axis = d.choice(*d.axes)
-        before, after = P(partial={axis: reduction}), P(partial={axis: result or reduction})
-        plain = text.format(x=f"({x} * 2)", y=y, z=f"({z} + 0.3)")
-        pending = {"x": f"spmd.constrain({x} * 2, {before!r})", "z": f"spmd.constrain({z} + 0.3, {before!r})"}
-        return f"(spmd.reshard({text.format(y=y, **pending)}, {after!r}) if is_tracing() else {plain})"
+        parts = {"x": f"torch.stack([{first}, {second}])", "z": f"torch.stack([{second} + 0.3, {first}])"}
+        plain = {name: f"{stacked}.{_REDUCED[reduction]}(0)" for name, stacked in parts.items()}
+        pending = {name: _pending(stacked, axis, reduction) for name, stacked in parts.items()}
+        found = f"spmd.reshard({text.format(y=y, **pending)}, {P(partial={axis: result or reduction})!r})"
+        return f"({found} if is_tracing() else {text.format(y=y, **plain)})"
 
     return operator
 
 
+_REDUCED: Mapping[Reduction, str] = {"sum": "sum", "max": "amax", "min": "amin"}
+
+
+def _pending(stacked: str, axis: str, reduction: Reduction) -> str:
+    """The reduction of parts of which each rank holds some, not yet finished."""
+    reduced = f"spmd.constrain({stacked}, {P(axis)!r}).{_REDUCED[reduction]}(0)"
+    return f"spmd.constrain({reduced}, {P(partial={axis: reduction})!r})"
+
+
 OPERATORS: Mapping[str, Operator] = {
-    "pending_exp": _between("{x}.tanh().exp()"),
+    "pending_exp": _between("{x}.exp()"),
     "pending_sigmoid": _between("{x}.sigmoid()"),
     "pending_relu": _between("{x}.relu()"),
     "pending_product": _between("({x} * {z})"),
@@ -39,7 +49,7 @@ OPERATORS: Mapping[str, Operator] = {
     "pending_sum_of_one": _between("({x} + {y})"),
     "pending_sum_of_both": _between("({x} - {z})"),
     "pending_number": _between("({x} + 1.3)"),
-    "pending_quotient": _between("({y} / ({x}.square() + 1))"),
+    "pending_quotient": _between("({y} / {x})"),
     "pending_maximum_of_sums": _between("torch.maximum({x}, {z})"),
     "pending_choice": _between("torch.where({y} > 0, {x}, {y})"),
     "pending_compared": _between("({x} > 0.4)", result="max"),
@@ -47,7 +57,7 @@ OPERATORS: Mapping[str, Operator] = {
     "pending_sort": _between("{x}.sort(-1).values"),
     "pending_amax": _between("{x}.amax(-1)"),
     "pending_softmax": _between("{x}.softmax(-1)"),
-    "pending_matmul": _between("({x} @ {z}.mT if {x}.ndim > 1 else {x} * {y})"),
+    "pending_matmul": _between("({x} @ {z}.mT if {y}.ndim > 1 else {x} * {y})"),
     "pending_neg": _between("-{x}", "max"),
     "pending_subtracted": _between("({y} - {x})", "max"),
     "pending_abs": _between("{x}.abs()", "max"),
@@ -55,5 +65,5 @@ OPERATORS: Mapping[str, Operator] = {
     "pending_negative": _between("({x} * -1.3)", "max"),
     "pending_sum_of_maxima": _between("{x}.sum(-1)", "max"),
     "pending_flipped": _between("{x}.flip(0)", "min"),
-    "pending_increasing": _between("({x} * 0.5).tanh()", "min"),
+    "pending_increasing": _between("({x} * 0.5).sinh()", "min"),
 }
