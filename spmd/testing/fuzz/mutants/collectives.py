@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmd.testing.fuzz.mutants.mutant import Patch, mutant, replaced
+from spmd.testing.fuzz.mutants.mutant import Patch, mutant
 
 _PLACED = "constrain reshard"
 _Place = importlib.import_module("spmd.constrain")._Place  # the package has the function under the module's name
@@ -31,12 +31,6 @@ MUTANTS = (
         "tangent: constrain and reshard",
         "the tangent of a placed value is zero",
         Patch(_Place, "jvp", lambda rule: staticmethod(lambda ctx, tangent, *_: torch.zeros_like(tangent))),
-        within=_PLACED,
-    ),
-    mutant(
-        "vmap: constrain and reshard",
-        "the dim of the batch is not counted in the spec of a placed value",
-        replaced("spmd.constrain", "_batched", lambda text, dim, ndim: text),
         within=_PLACED,
     ),
 )

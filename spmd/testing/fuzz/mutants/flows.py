@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
+from spmd.placement import Partial
 from spmd.rules.notation import Rows
-from spmd.rules.partial import Flow, increasing, keeps_max, linear
+from spmd.rules.partial import increasing, keeps_max, linear
+from spmd.rules.rule import Call, Row
 from spmd.testing.fuzz.mutants.mutant import mutant, of_rule, replaced
 
 _PARTIAL = "spmd.rules.partial"
@@ -18,6 +21,17 @@ def _also(*rows: Rows) -> Any:
     return lambda call, factors: attrs.evolve(
         factors, rows=(*factors.rows, *(row for make in rows for row in make(call)))
     )
+
+
+def _only(*rows: Rows) -> Any:
+    """A rule with these rows in place of its own."""
+    return lambda call, factors: _also(*rows)(call, attrs.evolve(factors, rows=()))
+
+
+def _sum_to_max(call: Call) -> Iterator[Row]:
+    """For operators of one tensor."""
+    if len(call.operands) == 1:
+        yield Row((Partial("sum"),), (Partial("max"),))
 
 
 MUTANTS = (
@@ -53,7 +67,7 @@ MUTANTS = (
         "sum in one summand",
         "a partial sum plus a value that every rank has is a partial sum",
         "add.Tensor",
-        _also(linear("self", "other")),
+        _only(linear("self", "other")),
         "pending_sum_of_one",
     ),
     of_rule(
@@ -81,14 +95,14 @@ MUTANTS = (
         "sum in a choice",
         "a choice between a partial sum and a value that every rank has is a partial sum",
         "where.self",
-        _also(linear("self", "other")),
+        _only(linear("self", "other")),
         "pending_choice",
     ),
     of_rule(
         "sum in a comparison",
         "a comparison of a partial sum is a partial maximum",
         "gt.Scalar",
-        _also(Flow(("self",), (("sum", "max"),))),
+        _also(_sum_to_max),
         "pending_compared",
     ),
     mutant(

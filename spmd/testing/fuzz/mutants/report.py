@@ -32,6 +32,21 @@ _ELSEWHERE = (
         "`tests/test_memory_layouts.py`",
     ),
     (
+        "the order of axes in a step over several, uneven permutations, axes of one rank",
+        "plans move values along one axis at a time, but where specs nest axes in another order than the plan",
+        "`tests/test_redistribute.py`: every pair of specs, on even and uneven lengths",
+    ),
+    (
+        "how `constrain` and `reshard` are batched",
+        "it changes no value, only where it is",
+        "`tests/test_trace.py`",
+    ),
+    (
+        "copies before other kernels that read strides",
+        "hardly a program has such an operand in the memory that its kernel mistakes",
+        "`python -m spmd.rules.check --layouts`: every operator on operands in other memory, with and without the copy",
+    ),
+    (
         "dead code, identities and reshapes that stay",
         "they change no value, only the time that a program takes",
         "`tests/test_canonicalize.py`, `tests/test_lower.py`",

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from spmd.collectives.group import Group
-from spmd.collectives.moves import Layout, Move
 from spmd.collectives.redistribute import Step
 from spmd.collectives.traffic import StepKind
-from spmd.spec import chunk_bounds
 from spmd.testing.fuzz.mutants.mutant import Change, Patch, mutant, replaced, with_entry
 
 _MOVES, _VIRTUAL = "spmd.collectives.moves", "spmd.collectives.virtual"
@@ -41,11 +39,6 @@ def _reversed_gather(group: Group, calls: Sequence[Any]) -> list[Tensor]:
     return [torch.cat([call[0] for call in reversed(calls)], calls[0][1])] * len(calls)
 
 
-def _minor_first(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    indices = itertools.product(*map(range, sizes))
-    return tuple(chunk_bounds(length, sizes[::-1], index[::-1]) for index in indices)
-
-
 def _balanced(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Chunks that differ by one at most, as those of `torch.tensor_split`."""
     count = math.prod(sizes)
@@ -66,10 +59,6 @@ def _even_offsets(group: Group, calls: Sequence[Any]) -> list[Tensor]:
     return [torch.tensor(calls[0][0] * index // group.size) for index in range(group.size)]
 
 
-def _axes_reversed(find: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: (attrs.evolve(move, axes=move.axes[::-1]) for move in find(*args))
-
-
 def _split_first(arguments: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """An all_to_all that splits and joins the other way round, where both dims have one length."""
 
@@ -81,14 +70,6 @@ def _split_first(arguments: Callable[..., tuple[Any, ...]]) -> Callable[..., tup
         return concat, split, concat_size, split_size, axes
 
     return change
-
-
-def _always_permutes(mesh: Any, meta: Any, here: Layout, result: Layout) -> Any:
-    changed = zip(here.dims, result.dims, strict=True)
-    if all(mesh.axis_size(before) == mesh.axis_size(after) for before, after in changed) and here.dims != result.dims:
-        moved = {axis for pair in zip(here.dims, result.dims, strict=True) for axes in pair for axis in axes}
-        if moved.isdisjoint(axis for axis, _ in here.partial):
-            yield Move(StepKind.PERMUTE, tuple(axis for axis in mesh.names if axis in moved), result)
 
 
 MUTANTS = (
@@ -127,22 +108,6 @@ MUTANTS = (
     ),
     mutant("permute: rank", "a rank gets what the next one should", _kernel("permute", _turned), within="permute"),
     mutant(
-        "permute: sources",
-        "every rank sends to the rank from which it should receive",
-        Patch(
-            "spmd.collectives.redistribute",
-            "permutation_sources",
-            lambda find: lambda *args: tuple(map(find(*args).index, range(len(find(*args))))),
-        ),
-        within="permute",
-    ),
-    mutant(
-        "permute: uneven",
-        "uneven chunks are permuted as if they were equal",
-        replaced(_MOVES, "_permutation", _always_permutes),
-        within="all_to_all permute all_gather",
-    ),
-    mutant(
         "shard: chunk",
         "every rank takes the first chunk",
         with_entry(_VIRTUAL, "KERNELS", torch.ops.spmd.shard.default, _first_chunk),
@@ -169,11 +134,7 @@ MUTANTS = (
         "axis_index: reversed",
         "ranks are numbered from the last",
         _kernel("axis_index", lambda results: results[::-1]),
-    ),
-    mutant(
-        "chunks: minor axis first",
-        "chunks over several axes nest the other way",
-        replaced("spmd.collectives.group", "_bounds", _minor_first),
+        within="aten.cumsum.default aten.cumprod.default aten.logcumsumexp.default",
     ),
     mutant(
         "chunks: balanced",
@@ -181,28 +142,8 @@ MUTANTS = (
         replaced("spmd.collectives.group", "_bounds", _balanced),
     ),
     mutant(
-        "gathers: order of axes", "axes of one dim are gathered minor first", Patch(_MOVES, "_gathers", _axes_reversed)
-    ),
-    mutant("slices: order of axes", "axes of one dim shard it minor first", Patch(_MOVES, "_slices", _axes_reversed)),
-    mutant(
-        "exchanges: order of axes",
-        "an all_to_all over several axes takes them minor first",
-        Patch(_MOVES, "_exchanges", _axes_reversed),
-    ),
-    mutant(
-        "reductions: order of axes",
-        "a reduce_scatter over several axes takes them minor first",
-        Patch(_MOVES, "_reductions", _axes_reversed),
-    ),
-    mutant(
         "reductions: kind",
         "every pending reduction is a sum",
         Patch(_MOVES, "_reductions", lambda find: lambda *args: (attrs.evolve(move, op="sum") for move in find(*args))),
-    ),
-    mutant(
-        "trivial axes",
-        "axes of one rank stay in specs",
-        replaced(_MOVES, "strip_trivial", lambda mesh, layout: layout),
-        replaced("spmd.collectives.redistribute", "strip_trivial", lambda mesh, layout: layout),
     ),
 )
