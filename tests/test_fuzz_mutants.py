@@ -1,5 +1,6 @@
 """The proof of the fuzz: mutants are found, and leave nothing broken behind."""
 
+import contextlib
 import importlib
 import inspect
 
@@ -20,7 +21,9 @@ def current(patch):
 def test_patches_apply_and_are_undone(name):
     mutant = MUTANTS[name]
     before = [current(patch) for patch in mutant.patches]
-    with mutant.applied():
+    with contextlib.ExitStack() as stack:  # without `mutant.applied`, which looks for all caches
+        for patch in mutant.patches:
+            stack.enter_context(patch.applied())
         changed = [current(patch) for patch in mutant.patches]
     assert mutant.patches and all(new is not old for new, old in zip(changed, before, strict=True))
     assert all(new is old for new, old in zip(map(current, mutant.patches), before, strict=True))
@@ -30,9 +33,9 @@ def test_names_are_distinct():
     assert sum(map(len, FAMILIES.values())) == len(MUTANTS)
 
 
-@pytest.mark.parametrize("name", ["simplify: neutral number", "slices: order of axes", "planned: largest block"])
+@pytest.mark.parametrize("name", ["simplify: neutral number", "all_reduce: last rank"])
 def test_a_mutant_is_found(name):
-    right = [Outcome(seed, Status.RIGHT, planned=tuple(MUTANTS[name].within)) for seed in range(12)]
+    right = [Outcome(seed, Status.RIGHT, planned=tuple(MUTANTS[name].within)) for seed in range(6)]
     finding = find(MUTANTS[name], right)
-    assert 0 < finding.programs <= 12
+    assert 0 < finding.programs <= 6
     assert check_seed(finding.programs - 1).status is Status.RIGHT
