@@ -42,7 +42,11 @@ MUTANTS = (
     mutant(
         "planned: one axis",
         "chunks over several axes are counted over the first one",
-        Patch(_SENT, "chunk_lengths", lambda find: lambda sizes, counts: find(sizes, (math.prod(counts),))),
+        Patch(
+            _SENT,
+            "chunk_lengths",
+            lambda find: lambda sizes, counts: find(sizes, (math.prod(counts),)) if counts else frozenset({sizes}),
+        ),
     ),
     mutant(
         "planned: exchange of the first rank",

@@ -72,7 +72,7 @@ def summary(found: Mapping[str, Finding]) -> str:
     if not counts:
         return f"{len(found)} mutants, none found."
     return (
-        f"{len(found)} mutants, {len(counts)} found, after {statistics.median(counts):,.0f} programs in the median and "
+        f"{len(found)} mutants searched for, {len(counts)} found, after {statistics.median(counts):,.0f} programs in the median and "
         f"{max(counts):,} at most."
     )
 
@@ -86,7 +86,8 @@ def _lines(found: Mapping[str, Finding], seeds: range) -> Iterator[str]:
     yield "## Mutants\n"
     yield f"Programs {seeds.start}:{seeds.stop}. {summary(found)} This section is written by\n"
     yield f"    python -m spmd.testing.fuzz.mutants --seeds {seeds.start}:{seeds.stop} --markdown docs/fuzz.md\n"
-    yield "*Programs* counts the fuzz's programs from the first one to the one that finds the mutant.\n"
+    yield '*Programs* counts the fuzz\'s programs from the first one to the one that finds the mutant; "none of n", of'
+    yield "n programs that may show it.\n"
     for title, mutants in FAMILIES.items():
         yield f"### {title}\n"
         yield from table(_HEAD, _rows(mutants, found))
@@ -101,7 +102,7 @@ def _rows(mutants: Iterable[Mutant], found: Mapping[str, Finding]) -> Iterator[S
         if finding is None:
             continue
         if finding.outcome is None:
-            yield mutant.name, mutant.breaks, "not found", "", ""
+            yield mutant.name, mutant.breaks, f"none of {finding.concerned}", "", "not found"
         else:
             outcome = finding.outcome
             yield mutant.name, mutant.breaks, str(finding.programs), str(outcome.seed), outcome.status.value
