@@ -72,8 +72,8 @@ def summary(found: Mapping[str, Finding]) -> str:
     if not counts:
         return f"{len(found)} mutants, none found."
     return (
-        f"{len(found)} mutants searched for, {len(counts)} found, after {statistics.median(counts):,.0f} programs in the median and "
-        f"{max(counts):,} at most."
+        f"{len(found)} mutants searched for, {len(counts)} found, after {statistics.median(counts):,.0f} programs in "
+        f"the median and {max(counts):,} at most."
     )
 
 
@@ -86,12 +86,14 @@ def _lines(found: Mapping[str, Finding], seeds: range) -> Iterator[str]:
     yield "## Mutants\n"
     yield f"Programs {seeds.start}:{seeds.stop}. {summary(found)} This section is written by\n"
     yield f"    python -m spmd.testing.fuzz.mutants --seeds {seeds.start}:{seeds.stop} --markdown docs/fuzz.md\n"
-    yield '*Programs* counts the fuzz\'s programs from the first one to the one that finds the mutant; "none of n", of'
-    yield "n programs that may show it.\n"
+    yield "*Programs* counts the fuzz's programs from the first one to the one that finds the mutant; *none of n*: so many"
+    yield "programs that may show it ran.\n"
     for title, mutants in FAMILIES.items():
-        yield f"### {title}\n"
-        yield from table(_HEAD, _rows(mutants, found))
-        yield ""
+        rows = list(_rows(mutants, found))
+        if rows:
+            yield f"### {title}\n"
+            yield from table(_HEAD, rows)
+            yield ""
     yield "### Left to other tests\n"
     yield from table(("what", "why no program shows it", "tests"), _ELSEWHERE)
 
