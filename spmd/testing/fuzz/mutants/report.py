@@ -86,8 +86,8 @@ def _lines(found: Mapping[str, Finding], seeds: range) -> Iterator[str]:
     yield "## Mutants\n"
     yield f"Programs {seeds.start}:{seeds.stop}. {summary(found)} This section is written by\n"
     yield f"    python -m spmd.testing.fuzz.mutants --seeds {seeds.start}:{seeds.stop} --markdown docs/fuzz.md\n"
-    yield "*Programs* counts the fuzz's programs from the first one to the one that finds the mutant; *none of n*: so many"
-    yield "programs that may show it ran.\n"
+    yield "*Programs* counts the fuzz's programs from the first one to the one that finds the mutant; *none of n*: so"
+    yield "many programs that may show it ran.\n"
     for title, mutants in FAMILIES.items():
         rows = list(_rows(mutants, found))
         if rows:
