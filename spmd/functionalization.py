@@ -29,9 +29,6 @@ _SAFE = {
 
 _RESIZES = frozenset({aten.resize_.default, aten.resize_as_.default})
 
-# Their meta kernel chooses an overload by trying: what does not fit is printed, which forward mode cannot do there.
-_INTERPOLATIONS = frozenset({aten.lerp_.Scalar, aten.lerp_.Tensor})
-
 _INDEXED_WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
 
 
@@ -59,23 +56,20 @@ class Functionalization(FunctionalTensorMode):
         refuse_recording()
         with self:
             args, kwargs = map_leaves(self._lift, args), map_leaves(self._lift, kwargs or {})
-        if func is aten.bernoulli_.float and not args[0].is_contiguous():
-            with self:
-                return args[0].copy_(_drawn_in_memory_order(*args))
         func = _SAFE.get(func, func)
         if func in _INDEXED_WRITES:
             check_masks(args[0], args[1])
-        if func in _INTERPOLATIONS:
+        if func in _BODIES:
             with self:
-                return args[0].copy_(torch.lerp(*args))
+                result = _BODIES[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func._schema.is_mutable:
             with self:
                 written = self._repeated.write(func, args, kwargs)
             if written is not None:
                 return written if func._schema.returns else None
         body = list_body(func) if func._schema.is_mutable else None
-        if func is aten.multilabel_margin_loss_forward.default and args[0].ndim < 2:
-            body = _margin_loss_of_one
         if func not in FunctionalTensor.metadata_fns and func._can_decompose():
             body = func.decompose
         if body is not None:
@@ -132,14 +126,43 @@ def _is_resized(func: Any, target: FunctionalTensor) -> bool:
     return shape != target.shape
 
 
-def _margin_loss_of_one(x: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _bernoulli(x: torch.Tensor, p: float = 0.5) -> Any:
+    """Draws in the order of memory; the functional form, unlike those of other draws, knows no strides."""
+    if x.is_contiguous():
+        return NotImplemented
+    order = sorted(range(x.ndim), key=x.stride, reverse=True)
+    drawn = x.new_empty([x.shape[dim] for dim in order]).bernoulli_(p)
+    return x.copy_(drawn.permute([order.index(dim) for dim in range(x.ndim)]))
+
+
+def _lerp(x: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
+    """Torch's meta kernel finds an overload by trying and prints what does not fit, which forward mode cannot do."""
+    return x.copy_(torch.lerp(x, end, weight))
+
+
+def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
     """The loss of one sample without a batch, which torch's meta kernel gives a dim."""
+    if x.ndim > 1:
+        return NotImplemented
     loss, targets = aten.multilabel_margin_loss_forward.default(x.reshape(1, -1), target.reshape(1, -1), reduction)
     return loss.reshape(()), targets.reshape(x.shape)
 
 
-def _drawn_in_memory_order(like: torch.Tensor, p: float = 0.5) -> torch.Tensor:
-    """What `like.bernoulli_(p)` draws; its functional form, unlike those of other draws, knows no strides."""
-    order = sorted(range(like.ndim), key=like.stride, reverse=True)
-    drawn = like.new_empty([like.shape[dim] for dim in order]).bernoulli_(p)
-    return drawn.permute([order.index(dim) for dim in range(like.ndim)])
+def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: float, distances: torch.Tensor) -> Any:
+    """Refuse several cotangents at once: torch's rule for vmap gives the gradient of their sum to each."""
+    if grad.ndim > distances.ndim:
+        raise TraceError(
+            f"The gradient of torch.cdist at {where()} for several cotangents at once, as jacrev and vmap of pullbacks "
+            "ask for it, is wrong in torch. Compute the distances as torch.linalg.vector_norm(a[:, None] - b, dim=-1)."
+        )
+    return NotImplemented
+
+
+_BODIES: Mapping[Any, Callable[..., Any]] = {
+    aten.bernoulli_.float: _bernoulli,
+    aten.lerp_.Scalar: _lerp,
+    aten.lerp_.Tensor: _lerp,
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    aten._cdist_backward.default: _cdist_backward,
+}
+"""What to do in place of an operator; NotImplemented if its call is one that torch does well."""

@@ -204,3 +204,14 @@ def test_transforms_of_what_is_closed_over(transform):
     function = transform(lambda a: (a.sin() * a.sum()).sum())
     result = spmd.jit(lambda x: function(CLOSED) + function(x), P("data"), P(), mesh=MESH)(CLOSED.cos())
     torch.testing.assert_close(result.full_tensor(), function(CLOSED) + function(CLOSED.cos()))
+
+
+def test_jacobian_of_distances():
+    """Torch's own is wrong: its rule for vmap gives every cotangent the gradient of the sum of all."""
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    wrong = torch.func.jacrev(lambda a: torch.cdist(a, y))
+    with pytest.raises(spmd.TraceError, match=r"cdist at test_nested_tracers.py:\d+ .* for several cotangents"):
+        spmd.jit(wrong, P("data"), P(), mesh=MESH)(x)
+    right = torch.func.jacrev(lambda a: torch.linalg.vector_norm(a[:, None] - y, dim=-1))
+    expected = torch.autograd.functional.jacobian(lambda a: torch.cdist(a, y), x)
+    torch.testing.assert_close(spmd.jit(right, P("data"), P(), mesh=MESH)(x).full_tensor(), expected)

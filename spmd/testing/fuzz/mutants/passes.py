@@ -212,17 +212,19 @@ MUTANTS = (
     mutant(
         "functionalization: order of draws",
         "`bernoulli_` of a permuted tensor draws in the order of dims",
-        replaced(
+        with_entry(
             "spmd.functionalization",
-            "_drawn_in_memory_order",
-            lambda like, p=0.5: like.new_empty(like.shape).bernoulli_(p),
+            "_BODIES",
+            torch.ops.aten.bernoulli_.float,
+            lambda x, p=0.5: NotImplemented if x.is_contiguous() else x.copy_(x.new_empty(x.shape).bernoulli_(p)),
         ),
         within="rand_inplace rand_in_memory_order",
     ),
     mutant(
         "functionalization: lerp",
         "`lerp_` is left to torch's functionalization, which fails in forward mode",
-        replaced("spmd.functionalization", "_INTERPOLATIONS", frozenset()),
+        with_entry("spmd.functionalization", "_BODIES", torch.ops.aten.lerp_.Scalar, lambda *args: NotImplemented),
+        with_entry("spmd.functionalization", "_BODIES", torch.ops.aten.lerp_.Tensor, lambda *args: NotImplemented),
         within="inplace_lerp",
     ),
     mutant(
