@@ -90,6 +90,7 @@ def test_the_step_is_that_of_the_example() -> None:
     assert str(step.plan()) == str(step.training().step().plan(*step.arguments()))
 
 
+@pytest.mark.slow
 def test_plans_of_the_workload_do_not_depend_on_hash_seeds() -> None:
     found = [planner.plans_by_seed(seed, 1, ("fsdp_tp", "sp")) for seed in range(3)]
     assert found[0].keys() == {"fsdp_tp", "sp"}
