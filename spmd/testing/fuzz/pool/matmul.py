@@ -151,8 +151,9 @@ def _cdist(d: Draw) -> str:
     y = d.sized((*x.shape[:-2], None, x.shape[-1]))
     p = d.choice("2.0", "1.0", "3.0")
     # torch's jacrev of cdist is wrong: its kernel of the gradient leaves out batch dims that only the cotangent has
+    found = f"torch.cdist({x}, {y} + 3, p={p})"
     truth = f"torch.linalg.vector_norm({x}.unsqueeze(-2) - ({y} + 3).unsqueeze(-3), {p}, dim=-1)"
-    return f"(torch.cdist({x}, {y} + 3, p={p}) if is_tracing() else {truth})"
+    return f"({found} if is_tracing() else {truth} + 0 * {found}.detach())"
 
 
 def _vecdot(d: Draw) -> str:
