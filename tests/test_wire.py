@@ -9,7 +9,7 @@ from spmd.placement import combine
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
-CARRIED = {*FLOATS, *INTEGERS, torch.bool} - {torch.int16}
+CARRIED = [dtype for dtype in (*FLOATS, *INTEGERS, torch.bool) if dtype is not torch.int16]
 SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40, 3e38, -2.5]
 
 
