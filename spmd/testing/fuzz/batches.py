@@ -32,6 +32,7 @@ def check_seeds(
     avoid: frozenset[str] = frozenset(),
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
     repeat: bool = True,
+    known: Callable[[int], Program | None] = lambda seed: None,
 ) -> Generator[Outcome, None, None]:
     """Check the programs of seeds in processes, and give outcomes as they come.
 
@@ -46,6 +47,7 @@ def check_seeds(
         avoid: operators of the pool and transforms; programs with one of them are not run.
         within: makes the context in which a process checks programs.
         repeat: whether a program that fails is run again in a process of its own.
+        known: gives the program of a seed, or None where a process is to generate it.
     """
     torch.set_num_threads(1)
     share = -(-len(seeds) // max(1, jobs))
@@ -55,7 +57,7 @@ def check_seeds(
     try:
         while queue or running:
             while queue and len(running) < jobs:
-                running.append(_Child.start(queue.pop(), avoid, within))
+                running.append(_Child.start(queue.pop(), avoid, within, known))
             left = min(child.since + seconds for child in running) - time.monotonic()
             wait([child.answers for child in running], max(left, 0.0) + 0.01)
             for child in list(running):
@@ -106,10 +108,14 @@ class _Child:
 
     @classmethod
     def start(
-        cls, seeds: list[int], avoid: frozenset[str], within: Callable[[], AbstractContextManager[None]] = nullcontext
+        cls,
+        seeds: list[int],
+        avoid: frozenset[str],
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+        known: Callable[[int], Program | None] = lambda seed: None,
     ) -> _Child:
         answers, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_work, args=(list(seeds), avoid, within, sender), daemon=True)
+        process = _context.Process(target=_work, args=(list(seeds), avoid, within, known, sender), daemon=True)
         process.start()
         sender.close()
         return cls(list(seeds), process, answers, time.monotonic())
@@ -152,11 +158,15 @@ class _Child:
 
 
 def _work(
-    seeds: list[int], avoid: frozenset[str], within: Callable[[], AbstractContextManager[None]], sender: Connection
+    seeds: list[int],
+    avoid: frozenset[str],
+    within: Callable[[], AbstractContextManager[None]],
+    known: Callable[[int], Program | None],
+    sender: Connection,
 ) -> None:
     with within():
         for seed in seeds:
-            sender.send(check_seed(seed, lambda: sender.send(None), avoid))
+            sender.send(check_seed(seed, lambda: sender.send(None), avoid, known(seed)))
     sender.close()
 
 

@@ -32,23 +32,37 @@ _TOLERANCE = 1e-8  # of the largest number of a result
 _MACHINES = (Machine(), Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0))
 
 
-def check_seed(seed: int, generated: Callable[[], None] = lambda: None, avoid: frozenset[str] = frozenset()) -> Outcome:
+def check_seed(
+    seed: int,
+    generated: Callable[[], None] = lambda: None,
+    avoid: frozenset[str] = frozenset(),
+    program: Program | None = None,
+) -> Outcome:
     """Generate the program of a seed and check it.
 
     Args:
         seed: of the program.
         generated: called in between.
         avoid: operators of the pool and transforms; programs with one of them are not run.
+        program: what the seed means, if it is known.
     """
     start = time.process_time()
     with default_dtype(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = generate(seed)
+        program = program or generate(seed)
         made = time.process_time()
         generated()
         found = avoid & {program.transform.kind.value, *(line.operator for line in program.lines)}
         outcome = Outcome(seed, Status.SKIPPED, f"with {min(found)}") if found else check(program)
     return attrs.evolve(outcome, seconds=time.process_time() - start, generating=made - start)
+
+
+@functools.cache
+def known_program(seed: int) -> Program:
+    """The program of a seed, remembered: for those that are checked many times."""
+    with default_dtype(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return generate(seed)
 
 
 def check(program: Program) -> Outcome:

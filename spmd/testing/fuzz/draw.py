@@ -65,6 +65,7 @@ class Draw:
         largest: the longest dim of a new tensor.
         most: how many arguments and constants there may be.
         axes: the names of the mesh axes.
+        mesh: their sizes.
     """
 
     rng: random.Random
@@ -72,6 +73,7 @@ class Draw:
     largest: int = 5
     most: int = 6
     axes: tuple[str, ...] = ()
+    mesh: tuple[int, ...] = ()
     arguments: dict[str, Recipe] = attrs.field(factory=dict)
     constants: dict[str, Recipe] = attrs.field(factory=dict)
     values: list[str] = attrs.field(factory=list)
@@ -210,6 +212,21 @@ class Draw:
         if not x.ndim:
             raise Rejected("no dim")
         return tuple(sorted(self.rng.sample(range(x.ndim), self.rng.randint(1, x.ndim))))
+
+    def axis(self) -> str:
+        """A mesh axis, one of several ranks if there is any."""
+        return self.rng.choice(self._wide_axes() or list(self.axes))
+
+    def two_axes(self) -> tuple[str, str]:
+        """Two mesh axes of several ranks, in either order."""
+        axes = self._wide_axes()
+        if len(axes) < 2:
+            raise Rejected("too few axes")
+        first, second = self.rng.sample(axes, 2)
+        return first, second
+
+    def _wide_axes(self) -> list[str]:
+        return [axis for axis, size in zip(self.axes, self.mesh, strict=True) if size > 1]
 
     def spec(self, ndim: int, partial: str | None = None, pending: float = 0.0) -> P:
         """For each mesh axis a tensor dim, or nothing, or the reduction `partial` with a probability."""

@@ -17,7 +17,7 @@ from spmd.placement import REDUCTIONS, supports_reduction
 from spmd.spec import P
 from spmd.testing.fuzz.draw import Block, Draw, Operand
 from spmd.testing.fuzz.environment import Environment, Rejected, check_stable, seeded
-from spmd.testing.fuzz.pool import OPERATORS
+from spmd.testing.fuzz.pool import OPERATORS, WEIGHTS
 from spmd.testing.fuzz.program import AXES, MACHINES, Argument, Line, Program
 from spmd.testing.fuzz.rounding import OtherRounding
 from spmd.testing.fuzz.tensors import NUDGE, Kind, Layout, Recipe, nudged
@@ -55,9 +55,10 @@ def _generated(rng: random.Random, seed: int) -> Program | None:
     length = _length(rng, kind)
     mesh = _mesh(rng, kind)
     axes = AXES[: len(mesh)]
-    maker = _Maker(Draw(rng, axes=axes, largest=3 if kind in _COSTLY else 5, most=min(8, 3 + length // 3)))
+    largest = 3 if kind in _COSTLY else 5
+    maker = _Maker(Draw(rng, axes=axes, mesh=mesh, largest=largest, most=min(8, 3 + length // 3)))
     while len(maker.lines) - maker.adapted < length:
-        operator = rng.choice(_NAMES)
+        (operator,) = rng.choices(_NAMES, _WEIGHTS)
         any(maker.attempt(operator) for _ in range(_TRIES))
     return _finished(maker, seed, kind, mesh)
 
@@ -70,6 +71,7 @@ def _length(rng: random.Random, kind: TransformKind) -> int:
 
 
 _NAMES = tuple(OPERATORS)
+_WEIGHTS = tuple(WEIGHTS[name] for name in _NAMES)
 
 
 @attrs.define

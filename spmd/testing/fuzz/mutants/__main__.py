@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import track
 
 from spmd.testing.fuzz.batches import check_seeds
-from spmd.testing.fuzz.check import check_seed
+from spmd.testing.fuzz.check import check_seed, known_program
 from spmd.testing.fuzz.mutants import MUTANTS
 from spmd.testing.fuzz.mutants.report import page, show
 from spmd.testing.fuzz.mutants.search import Finding, find
-from spmd.testing.fuzz.outcome import Outcome
+from spmd.testing.fuzz.outcome import Outcome, Status
 from spmd.testing.page import write_section
 
 
@@ -41,6 +41,9 @@ def main() -> int:
     seeds = range(*map(int, options.seeds.split(":")))
     check_seed(seeds.start)  # what every process needs, once
     unbroken = _unbroken(seeds, options)
+    for outcome in track(unbroken, "programs generated"):  # here, so that the processes of all mutants have them
+        if outcome.status is Status.RIGHT:
+            known_program(outcome.seed)
     known = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     found = {finding.mutant: finding for finding in map(Finding.of, known)}
     for name in track(options.mutant or list(MUTANTS), "mutants"):

@@ -45,7 +45,6 @@ MUTANTS = (
         "size arguments of views, of `expand` and of factories stay those of the whole tensor",
         replaced(_EMIT, "with_local_size", lambda args, position, shape: args),
     ),
-    mutant("views", "a view of a shard stays a view", replaced(_EMIT, "_VIEWS", frozenset())),
     mutant(
         "empty shards",
         "the operator runs on empty shards, where its rule has another computation",

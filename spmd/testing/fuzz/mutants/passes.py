@@ -18,6 +18,7 @@ from spmd.testing.fuzz.mutants.mutant import Patch, mutant, replaced, returning,
 
 aten = torch.ops.aten
 
+_MASKED = "inplace_mask inplace_mask_rows inplace_mask_mapped inplace_mask_value"
 _CANONICALIZE, _FORMS, _FILLS, _CLEAN = "spmd.canonicalize", "spmd.normal_forms", "spmd.fills", "spmd.optimize.clean"
 
 
@@ -225,7 +226,7 @@ MUTANTS = (
         "`lerp_` is left to torch's functionalization, which fails in forward mode",
         with_entry("spmd.functionalization", "_BODIES", torch.ops.aten.lerp_.Scalar, lambda *args: NotImplemented),
         with_entry("spmd.functionalization", "_BODIES", torch.ops.aten.lerp_.Tensor, lambda *args: NotImplemented),
-        within="inplace_lerp",
+        within="inplace_lerp inplace_pushed",
     ),
     mutant(
         "overlapping: writes",
@@ -249,13 +250,13 @@ MUTANTS = (
         "assignments: left out",
         "`x[mask] = number` is a write at places that are found",
         replaced("spmd.trace", "fill_masked", lambda x, index, value: False),
-        within="inplace_mask inplace_mask_rows",
+        within=_MASKED,
     ),
     mutant(
         "assignments: mask",
         "`x[mask] = number` writes where the mask is False",
         Patch("spmd.trace", "fill_masked", lambda fill: lambda x, index, value: fill(x, _inverted(index), value)),
-        within="inplace_mask inplace_mask_rows",
+        within=_MASKED,
     ),
     mutant(
         "as_strided: offset",

@@ -47,6 +47,16 @@ _ELSEWHERE = (
         "`python -m spmd.rules.check --layouts`: every operator on operands in other memory, with and without the copy",
     ),
     (
+        "a view of a shard that stays a view",
+        "it changes no value: before a view, as before any kernel that needs contiguous memory, lowering puts a copy",
+        "`tests/test_memory_layouts.py`",
+    ),
+    (
+        "rules of factories, such as `arange`",
+        "no plan has them: what depends on no input is computed whole, and then sharded",
+        "`python -m spmd.rules.check`",
+    ),
+    (
         "dead code, identities and reshapes that stay",
         "they change no value, only the time that a program takes",
         "`tests/test_canonicalize.py`, `tests/test_lower.py`",

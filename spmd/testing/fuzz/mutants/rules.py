@@ -194,7 +194,6 @@ MUTANTS = (
         returning("spmd.rules.shape", "common_factors", _minor_first),
         within="aten.view.default",
     ),
-    of_rule("arange: sharded", "every rank counts from zero", "arange arange.start arange.start_step", _elementwise),
     of_rule("cat: sharded", "the first tensor is joined shard by shard", "cat stack", _shard_first),
     of_rule("repeat: sharded", "shards are repeated", "repeat", _shard_first),
     of_rule(
@@ -260,7 +259,7 @@ MUTANTS = (
         "embedding: held",
         "rows of other shards are looked up in this one",
         replaced("spmd.rules.embedding", "local_index", _always_held),
-        within="embedding",
+        within="aten.embedding.default",
     ),
     mutant(
         "loss: held",

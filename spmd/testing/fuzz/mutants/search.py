@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from spmd.testing.fuzz.batches import check_seeds
+from spmd.testing.fuzz.check import known_program
 from spmd.testing.fuzz.mutants.mutant import Mutant
 from spmd.testing.fuzz.outcome import Outcome, Status
 
@@ -48,7 +49,7 @@ def find(mutant: Mutant, unbroken: Sequence[Outcome], *, jobs: int = 1, seconds:
     """
     seeds = [outcome.seed for outcome in unbroken if mutant.concerns(outcome)]
     first = unbroken[0].seed if unbroken else 0
-    outcomes = check_seeds(seeds, jobs=jobs, seconds=seconds, within=mutant.applied, repeat=False)
+    outcomes = check_seeds(seeds, jobs=jobs, seconds=seconds, within=mutant.applied, repeat=False, known=known_program)
     try:
         for count, outcome in enumerate(outcomes, 1):
             if outcome.status not in (Status.RIGHT, Status.SKIPPED):

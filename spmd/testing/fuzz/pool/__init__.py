@@ -23,6 +23,7 @@ from spmd.testing.fuzz.pool import (
     random,
     reductions,
     shapes,
+    steered,
     views,
 )
 from spmd.testing.fuzz.pool.operator import Operator
@@ -45,6 +46,7 @@ FAMILIES = (
     random,
     reductions,
     shapes,
+    steered,
     views,
 )
 
@@ -52,3 +54,8 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {name: operator for family in FAMILIES for name, operator in family.OPERATORS.items()}
 )
 """Everything that a line of a program may do, by name."""
+
+_OFTEN = dict.fromkeys([*pending.OPERATORS, *steered.OPERATORS], 2) | dict.fromkeys(steered.OF_TWO_AXES, 4)
+
+WEIGHTS: Mapping[str, int] = MappingProxyType({name: _OFTEN.get(name, 1) for name in OPERATORS})
+"""How often each is drawn: those that place values show an error only where the plan makes use of it."""

@@ -118,6 +118,34 @@ def _mask(d: Draw, x: Operand) -> str:
     )
 
 
+def _mask_mapped(d: Draw) -> Block:
+    """A write by a mask to each row of a batch; one device chooses between the rows and the number."""
+    x, write, name = d.floats((2, 3), nonempty=True), d.name(), d.name()
+    body = (f"def {write}(row):", "    row = row * 1.5", "    row[row > 0.3] = 0.125", "    return row")
+    plain = f"torch.where({x} * 1.5 > 0.3, 0.125, {x} * 1.5)"
+    return Block((*body, f"{name} = torch.func.vmap({write})({x}) if is_tracing() else {plain}"), (name,))
+
+
+def _mask_value(d: Draw) -> Block:
+    """A write of one number by a mask, and its gradient by the number."""
+    x, y, write, name = d.floats((1, 3), nonempty=True), d.floats((0, 1), nonempty=True), d.name(), d.name()
+    body = (
+        f"def {write}(value):",
+        f"    t = {x} * 1.5",
+        "    t[t > 0.3] = value.sum()",
+        "    return t.square().sum()",
+    )
+    return Block((*body, f"{name} = torch.func.grad({write})({y})"), (name,))
+
+
+def _pushed(d: Draw) -> str:
+    """Tangents of writes in place."""
+    x = d.floats((0, 3), nonempty=True)
+    y = d.like(x)
+    write = d.choice(f"lerp_({y}, 0.3)", f"lerp_({y}, {y}.sigmoid())", f"addcmul_({y}, {y})", f"mul_({y})")
+    return f"torch.func.jvp(lambda t: (t * 2).{write}, ({x}.contiguous(),), ({x}.cos().contiguous(),))"
+
+
 def _mask_rows(d: Draw, x: Operand) -> str:
     mask = [bool((n * 5 + 1) % 3) for n in range(x.shape[0])]
     return d.choice(
@@ -285,6 +313,9 @@ OPERATORS: Mapping[str, Operator] = {
     "inplace_expanded": _write(_expanded, (1, 3)),
     "inplace_mask": _write(_mask, (0, 3)),
     "inplace_mask_rows": _write(_mask_rows, (1, 3)),
+    "inplace_mask_mapped": _mask_mapped,
+    "inplace_mask_value": _mask_value,
+    "inplace_pushed": _pushed,
     "inplace_index": _write(_index, (1, 3)),
     "inplace_index_put": _write(_index_put, (1, 3)),
     "inplace_index_two": _write(_index_two, (2, 3)),

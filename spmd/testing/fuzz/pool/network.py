@@ -132,6 +132,12 @@ def _group_norm(d: Draw) -> str:
     return f"F.group_norm({x}, {groups}{affine})"
 
 
+def _group_norm_transposed(d: Draw) -> str:
+    """Of which batch and channels are exchanged in memory."""
+    x = d.floats(3, where=lambda t: t.shape[0] == 4 and t[0].numel() > 0, make=lambda: (4, d.integer(2, 3), 3))
+    return f"F.group_norm({x}.transpose(0, 1), 2)"
+
+
 def _layer_norm(d: Draw) -> str:
     x = d.floats((1, 4), nonempty=True, where=lambda t: t.shape[-1] > 1)
     shape = x.shape[d.integer(0, x.ndim - 1) :]
@@ -254,6 +260,7 @@ OPERATORS: Mapping[str, Operator] = {
     "batch_norm_statistics": _batch_norm_statistics,
     "instance_norm": _instance_norm,
     "group_norm": _group_norm,
+    "group_norm_transposed": _group_norm_transposed,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "local_response_norm": _local_response_norm,

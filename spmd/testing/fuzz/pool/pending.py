@@ -21,7 +21,7 @@ def _between(text: str, reduction: Reduction = "sum", result: Reduction | None =
     def operator(d: Draw) -> str:
         first = d.floats((1, 3), nonempty=True)
         second, y = d.like(first), d.like(first)
-        axis = d.choice(*d.axes)
+        axis = d.axis()
         parts = {"x": f"torch.stack([{first}, {second}])", "z": f"torch.stack([{second} + 0.3, {first}])"}
         plain = {name: f"{stacked}.{_REDUCED[reduction]}(0)" for name, stacked in parts.items()}
         pending = {name: _pending(stacked, axis, reduction) for name, stacked in parts.items()}

@@ -135,6 +135,10 @@ _BINARY = {
     "true_divide": "torch.true_divide({x}, {y}.exp().clamp(0.5, 3))",
     "ldexp": "torch.ldexp({x}, torch.tensor(2)) + {y}",
     "prelu_like": "torch.where({x} >= 0.1, {x}, {x} * {y})",
+    "add_with_options": "torch.add({x}, {y}, alpha=0.5) * torch.add({x}, {y}, alpha=-2)",
+    "div_with_options": "torch.div({x}, {y}.abs() + 0.6, rounding_mode='floor') "
+    "+ 2 * torch.div({x}, {y}.abs() + 0.6, rounding_mode='trunc')",
+    "cast_with_options": "({x} * 3).long() * ({x} * 3).bool() + {y}",
 }
 
 _COMPARE = {
