@@ -67,7 +67,7 @@ def _length(rng: random.Random, kind: TransformKind) -> int:
     """How many operators: 5 to 25, mostly few, and few under transforms that make many out of one."""
     if kind in _COSTLY:
         return rng.randint(5, 7)
-    return 5 + min(20, int(rng.expovariate(0.2 if kind in (TransformKind.NONE, TransformKind.VMAP) else 0.35)))
+    return 5 + min(20, int(rng.expovariate(0.16 if kind in (TransformKind.NONE, TransformKind.VMAP) else 0.28)))
 
 
 _NAMES = tuple(OPERATORS)

@@ -55,7 +55,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
 )
 """Everything that a line of a program may do, by name."""
 
-_OFTEN = dict.fromkeys([*pending.OPERATORS, *steered.OPERATORS], 2) | dict.fromkeys(steered.OF_TWO_AXES, 4)
+_OFTEN = dict.fromkeys([*pending.OPERATORS, *steered.OPERATORS], 2) | dict.fromkeys(steered.OF_TWO_AXES, 6)
 
 WEIGHTS: Mapping[str, int] = MappingProxyType({name: _OFTEN.get(name, 1) for name in OPERATORS})
 """How often each is drawn: those that place values show an error only where the plan makes use of it."""

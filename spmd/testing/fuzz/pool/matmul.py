@@ -146,14 +146,21 @@ def _multi_dot(d: Draw) -> str:
     return f"torch.linalg.multi_dot([{x}, {y}, {d.sized((y.shape[1], None))}])"
 
 
+def distances(x: str, y: str, p: str) -> str:
+    """What `torch.cdist` is on one device.
+
+    torch's jacrev of it is wrong: its kernel of the gradient leaves out batch dims that only the cotangent has. It is
+    called all the same, so that programs are left out that need its forward mode, which it lacks.
+    """
+    truth = f"torch.linalg.vector_norm({x}.unsqueeze(-2) - {y}.unsqueeze(-3), {p}, dim=-1)"
+    return f"torch.cdist({x}, {y}, p={p}) * 0 + {truth}"
+
+
 def _cdist(d: Draw) -> str:
     x = d.floats((2, 3), nonempty=True)
     y = d.sized((*x.shape[:-2], None, x.shape[-1]))
     p = d.choice("2.0", "1.0", "3.0")
-    # torch's jacrev of cdist is wrong: its kernel of the gradient leaves out batch dims that only the cotangent has
-    found = f"torch.cdist({x}, {y} + 3, p={p})"
-    truth = f"torch.linalg.vector_norm({x}.unsqueeze(-2) - ({y} + 3).unsqueeze(-3), {p}, dim=-1)"
-    return f"({found} if is_tracing() else {truth} + 0 * {found}.detach())"
+    return f"(torch.cdist({x}, {y} + 3, p={p}) if is_tracing() else {distances(x, f'({y} + 3)', p)})"
 
 
 def _vecdot(d: Draw) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from spmd.spec import P
+from spmd.testing.fuzz.pool.matmul import distances
 from spmd.testing.fuzz.pool.operator import Draw, Operand, Operator
 
 _Place = Callable[[object, P], str]
@@ -77,8 +79,7 @@ def _cdist(d: Draw) -> str:
     x, axis, p = _sizes(d, 2), d.axis(), d.choice("2.0", "3.0")
     y, spec = d.sized((None, x.shape[1])), _over(axis, 1)
     distance = f"torch.cdist({_constrained(x, spec)}, {_constrained(f'{y} + 3', spec)}, p={p})"
-    truth = f"torch.linalg.vector_norm({x}.unsqueeze(-2) - ({y} + 3).unsqueeze(-3), {p}, dim=-1)"
-    return _either(_constrained(distance, _sum(axis)), truth)
+    return _either(_constrained(distance, _sum(axis)), distances(x, f"({y} + 3)", p))
 
 
 def _causal_attention(d: Draw) -> str:
@@ -173,19 +174,27 @@ def _exchange(d: Draw) -> str:
 
 
 def _gathered_at_once(d: Draw) -> str:
-    """Uneven shards of several axes in an order that planning does not follow."""
+    """Uneven shards of two axes, of a dim with a leading factor that they do not divide."""
     x = d.sized((d.integer(1, 3),))
-    first, second = d.two_axes()
-    rows = d.choice(5, 5, 7, 3)
-    order = d.choice((first, second), (second, first))
-    return _steered(lambda at: at(f"{at(f'{x}.repeat({rows})[:{rows}].sin()', P(order))} * 2", P()))
+    axes = d.two_axes()
+    ranks = math.prod(d.mesh[d.axes.index(axis)] for axis in axes)
+    rows, columns = {4: (3, 3), 6: (5, 3)}.get(ranks, (5, 5))
+    value = f"{x}.repeat({rows * columns})[:{rows * columns}].view({rows}, {columns}).sin().flatten()"
+    return _steered(lambda at: f"{at(value, P(axes))}.view({rows}, {columns}).cos()")
 
 
 def _list(d: Draw) -> str:
-    """A list operator of which one result is reduced, as is an operand of the other."""
-    x, y, axis = _sizes(d, d.integer(1, 2)), _sizes(d, d.integer(1, 2)), d.axis()
-    pending = f"torch.stack([{y}, {d.like(y)}])"
-    return _steered(lambda at: f"torch._foreach_max([{at(x, P(axis))}, {at(pending, P(axis))}.sum(0)])")
+    """A list operator of which one result is reduced, and an operand of the other moved."""
+    x, y, axis = _sizes(d, d.integer(1, 2)), _sizes(d, 2), d.axis()
+    first, second = (f"torch.stack([{a}, {b}])" for a, b in ((x, d.like(x)), (d.like(x), x)))
+    z = d.like(y)
+
+    def build(at: _Place) -> str:
+        pending = [at(f"{at(stacked, P(axis))}.sum(0)", _sum(axis)) for stacked in (first, second)]
+        sharded = [at(y, P(axis)), at(z, _over(axis, 1))]
+        return f"torch._foreach_add([{pending[0]}, {sharded[0]}], [{pending[1]}, {sharded[1]}])"
+
+    return _steered(build)
 
 
 def _sharded_late(d: Draw) -> str:
@@ -197,25 +206,11 @@ def _sharded_late(d: Draw) -> str:
     return _steered(lambda at: at(text.format(x=few(at), y=y), P(axis)))
 
 
-def _expanded(d: Draw) -> str:
-    """A row and its repetitions, both sharded once more; a rank with one of them holds twice the same."""
-    x = d.sized((1, d.integer(2, 4)))
-    major, minor = d.two_axes()
-    rows = d.choice(3, 3, 5)
-    return _steered(
-        lambda at: (
-            f"(lambda t: {at(at(f't.expand({rows}, -1)', P(major)), P(major, minor))} "
-            f"* {at(at('t', P()), P(None, minor))})({at(f'{x}.sin()', P())})"
-        )
-    )
-
-
 OF_TWO_AXES: Mapping[str, Operator] = {
     "two_reductions": _two_reductions,
     "shards_of_images": _convolution,
     "uneven_exchange": _exchange,
     "gathered_at_once": _gathered_at_once,
-    "shards_expanded": _expanded,
 }
 """Those that a mesh with one axis of several ranks cannot have."""
 
