@@ -55,7 +55,20 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
 )
 """Everything that a line of a program may do, by name."""
 
-_OFTEN = dict.fromkeys([*pending.OPERATORS, *steered.OPERATORS], 2) | dict.fromkeys(steered.OF_TWO_AXES, 6)
+_HARD_TO_PLACE = (
+    "complex_cumsum complex_reciprocal complex_square imag inplace_complex ifft2 quantile all bool_and bool_xor "
+    "bool_to_float shift_left int_sign int_to_float int_true_divide"
+)
+"""Operators that often find no operand, so that few programs would have them."""
 
-WEIGHTS: Mapping[str, int] = MappingProxyType({name: _OFTEN.get(name, 1) for name in OPERATORS})
-"""How often each is drawn: those that place values show an error only where the plan makes use of it."""
+_MORE_THAN_ONCE = {
+    **dict.fromkeys(_HARD_TO_PLACE.split(), 2),
+    **dict.fromkeys(["complex_mm", "complex_sum"], 3),
+    "grad_of_nll_images": 6,
+    **dict.fromkeys(pending.OPERATORS, 3),
+    **dict.fromkeys(steered.OPERATORS, 2),
+    **dict.fromkeys(steered.OF_TWO_AXES, 6),
+}
+
+WEIGHTS: Mapping[str, int] = MappingProxyType({name: _MORE_THAN_ONCE.get(name, 1) for name in OPERATORS})
+"""How often each is drawn: more often if an error shows only where the plan uses the placement that it asks for."""

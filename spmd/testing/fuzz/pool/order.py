@@ -37,7 +37,7 @@ OPERATORS: Mapping[str, Operator] = {
     "sort_stable": along("torch.sort({x}, dim={d}, stable=True).values", nonempty=False),
     "sort_values_of_equal": along("({x} * 2).round().sort({d}).values", nonempty=False),
     "argsort": along("torch.argsort({x}, {d}, descending={k})", distinct=True, nonempty=False),
-    "argsort_stable": along("torch.argsort(({x} * 2).round(), {d}, stable=True)", nonempty=False),
+    "argsort_stable": along("torch.argsort(({x} * 2).round(), dim={d}, stable=True)", nonempty=False),
     "msort": along("torch.msort({x})", distinct=True),
     "topk": _topk,
     "kthvalue": _kthvalue,
