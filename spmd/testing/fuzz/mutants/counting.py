@@ -47,6 +47,7 @@ MUTANTS = (
             "chunk_lengths",
             lambda find: lambda sizes, counts: find(sizes, (math.prod(counts),)) if counts else frozenset({sizes}),
         ),
+        within="gathered_at_once",
     ),
     mutant(
         "planned: exchange of the first rank",
@@ -56,7 +57,7 @@ MUTANTS = (
             "_lengths",
             lambda find: lambda spec, dim: frozenset([max(find(spec, dim))]),
         ),
-        within="all_to_all",
+        within="uneven_exchange",
     ),
     mutant(
         "planned: bodies",
@@ -67,6 +68,7 @@ MUTANTS = (
         "planned: order of lists",
         "collectives are listed in the order of operations, before list operators are joined",
         replaced("spmd.plan.pricing.account", "_executed", lambda plan: iter(plan.graph.operations)),
+        within="list_of_reductions",
     ),
     mutant(
         "counted: own block",

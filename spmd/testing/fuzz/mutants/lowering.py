@@ -69,6 +69,7 @@ MUTANTS = (
         "steps: merged",
         "a step over a dim of several atoms always shards the whole dim",
         replaced(_STEPS, "_merges", lambda group, mesh: True),
+        within="minor_factor",
     ),
     mutant(
         "steps: uneven atoms",
@@ -78,6 +79,7 @@ MUTANTS = (
             "_merges",
             lambda merges: lambda group, mesh: merges(group, mesh) or bool(group[0].source or group[0].target),
         ),
+        within="minor_factor",
     ),
     mutant(
         "edges: order of axes",
@@ -93,16 +95,19 @@ MUTANTS = (
         "atoms: opaque factors",
         "a factor may be sharded where a dim has other atoms than it",
         replaced("spmd.rules.strategy", "_opaque_factors", lambda dims, logical: frozenset()),
+        within="disagreeing_views views_of_shards",
     ),
     mutant(
         "candidates: kinds of reduction",
         "a value may wait for a sum on one axis and for a maximum on another",
         replaced(_CANDIDATES, "_reduces_alike", lambda draft, value, state: True),
+        within="two_reductions",
     ),
     mutant(
         "candidates: bodies",
         "different local bodies may run on two axes",
         replaced(_CANDIDATES, "runs_together", lambda strategy, other: True),
+        within="shards_of_images",
     ),
     mutant(
         "scattered reductions",

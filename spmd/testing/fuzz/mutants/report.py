@@ -57,6 +57,16 @@ _ELSEWHERE = (
         "`python -m spmd.rules.check`",
     ),
     (
+        "equal primitives that ranks of different shapes share",
+        "a plan would have to move a value and a view of it alike, and not the view's operand",
+        "`tests/test_lower.py`: such a plan, written by hand",
+    ),
+    (
+        "a primitive that one rank has no use for, and drops",
+        "no rank has one: local implementations make each result from all operands",
+        "`tests/test_jit.py`: with a rule whose local implementation does not",
+    ),
+    (
         "dead code, identities and reshapes that stay",
         "they change no value, only the time that a program takes",
         "`tests/test_canonicalize.py`, `tests/test_lower.py`",
