@@ -64,7 +64,7 @@ _ELSEWHERE = (
     (
         "a primitive that one rank has no use for, and drops",
         "no rank has one: local implementations make each result from all operands",
-        "`tests/test_jit.py`: with a rule whose local implementation does not",
+        "none: a rule of one's own whose local implementation does not would show it",
     ),
     (
         "dead code, identities and reshapes that stay",
