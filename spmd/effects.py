@@ -5,6 +5,7 @@ A program holds operators only. Such a change would be made when the function is
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -118,7 +119,8 @@ class _Watch:
 
 
 def _line_of_change(again: Callable[[], object], is_changed: Callable[[], bool]) -> Source | None:
-    watch, before = _Watch(is_changed), sys.gettrace()
+    watch, before, collects = _Watch(is_changed), sys.gettrace(), gc.isenabled()
+    gc.disable()  # what a collection calls is no line of the function
     sys.settrace(watch)
     try:
         again()
@@ -126,6 +128,8 @@ def _line_of_change(again: Callable[[], object], is_changed: Callable[[], bool])
         return None
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return None if watch.found is None else source_at(*watch.found)
 
 

@@ -1,5 +1,7 @@
 """What a function under jit changes beside its results: refused with its line, and undone."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,3 +184,26 @@ def test_the_line_is_found_under_a_debugger():
     finally:
         sys.settrace(None)
     assert found is not None and seen
+
+
+def test_a_callback_of_garbage_collection_is_no_line_of_the_function():
+    def called_back(phase, info):
+        assert phase in ("start", "stop")
+
+    def function(x):
+        y = x + 1
+        torch.manual_seed(0)  # changes
+        for _ in range(3000):
+            y = [y]  # objects enough for a collection
+        return x
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(called_back)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(spmd.TraceError) as error:
+            trace(function, (META,))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(called_back)
+    assert f"test_effects.py:{function.__code__.co_firstlineno + 2} " in str(error.value)
