@@ -24,7 +24,7 @@ def fill_masked(x: torch.Tensor, index: Any, value: Any) -> bool:
     (place,) = places
     mask = items[place]
     others = items[:place] + items[place + 1 :]
-    if mask.dtype is not torch.bool or mask.ndim == 0 or not all(map(_is_basic, others)):
+    if mask.dtype is not torch.bool or not all(map(_is_basic, others)):
         return False
     view = x[tuple(items[:place] + [slice(None)] * mask.ndim + items[place + 1 :])]
     behind = sum(isinstance(item, slice) for item in items[place + 1 :])
@@ -32,7 +32,7 @@ def fill_masked(x: torch.Tensor, index: Any, value: Any) -> bool:
         behind = view.ndim - mask.ndim - sum(isinstance(item, slice) for item in items[:place])
     if mask.shape != view.shape[view.ndim - behind - mask.ndim : view.ndim - behind]:
         return False
-    mask = mask.reshape(*mask.shape, *[1] * behind)
+    mask = mask.reshape((*mask.shape, *[1] * behind))
     if 0 in view.stride():  # elements that share a place in memory: see spmd.overlapping
         view.masked_fill_(mask, value)
     else:

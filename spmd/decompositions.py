@@ -215,6 +215,11 @@ def _embedding_renorm(table: torch.Tensor, indices: torch.Tensor, max_norm: floa
     return table * scale.unsqueeze(1)
 
 
+def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, **options: Any) -> Any:
+    """With an index of int64: torch's kernel for an expanded index takes one of int32 for it (torch 2.13)."""
+    return aten.gather.default(x, dim, index.long(), **options) if index.dtype is torch.int32 else NotImplemented
+
+
 def _batch_norm_eval(
     x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, momentum: float, eps: float
 ) -> tuple[torch.Tensor, ...]:
@@ -279,6 +284,7 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.conv_tbc.default: _conv_tbc,
     aten.conv_tbc_backward.default: _conv_tbc_backward,
     aten.embedding_renorm.default: _embedding_renorm,
+    aten.gather.default: _gather,
     aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape),

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.assignments import fill_masked
+from spmd.differentiable import DIFFERENTIABLE
 from spmd.effects import Generators, refuse_changes, refuse_rebinding
 from spmd.errors import TraceError
 from spmd.functionalization import Functionalization
@@ -175,7 +176,7 @@ def _no_modes_around() -> Iterator[None]:
     gradients are on: torch takes them apart instead.
     """
     onednn = torch._C._get_mkldnn_enabled()
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), nested_tracers():
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), nested_tracers():
         torch._C._set_mkldnn_enabled(False)
         try:
             yield
@@ -255,9 +256,7 @@ class _ClosureLifting(TorchFunctionMode):
         args, kwargs = map_leaves(self.lift, args), map_leaves(self.lift, kwargs or {})
         if func is torch.Tensor.__setitem__ and fill_masked(*args):
             return None
-        if func is torch.nn.functional.one_hot:
-            return _one_hot(*args, **kwargs)
-        return func(*args, **kwargs)
+        return DIFFERENTIABLE.get(func, func)(*args, **kwargs)
 
     def check_writes(self) -> None:
         """TraceError if an argument or a closed-over tensor was written to."""
@@ -282,13 +281,6 @@ def _is_outside(leaf: Any) -> bool:
     """Whether a value is a tensor that was made outside of the trace."""
     traced = type(leaf) not in _PLAIN or torch._is_functional_tensor(leaf) or is_functorch_wrapped_tensor(leaf)
     return not traced
-
-
-def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """As torch's, which within grad and jvp looks at the values of its argument."""
-    if num_classes < 0:
-        return torch.nn.functional.one_hot(tensor, num_classes)
-    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -104,6 +104,16 @@ def test_space_over_two_axes_and_beside_the_batch(name: str, spec: P, gradients:
     assert_equal_results(f(*arguments), sharded(*arguments))
 
 
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2)], ids=str)
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_gradients_that_nobody_reads(kernel: int, wanted: tuple[int, ...]) -> None:
+    arguments = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 3, 12), (4, 3, kernel), (4,))]
+    f = torch.func.grad(lambda *given: F.conv1d(*given, stride=2).sin().sum(), argnums=wanted)
+    mesh = spmd.make_mesh({"x": 3}, runtime="virtual")
+    sharded = spmd.jit(f, (P(None, None, "x"), P(), P()), P(), mesh=mesh, **SPACE)
+    assert_equal_results(f(*arguments), sharded(*arguments))
+
+
 def wide(name: str) -> tuple[Any, list[Any]]:
     """A convolution that is large enough for the planner to shard over space."""
     operator, *_, options = CASES[name]

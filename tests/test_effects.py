@@ -58,7 +58,7 @@ def enters_autocast(x):
 
 
 def sets_the_grad_mode(x):
-    torch.set_grad_enabled(True)  # changes
+    torch.set_grad_enabled(False)  # changes
     return x * 2
 
 

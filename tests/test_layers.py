@@ -25,6 +25,7 @@ LAYERS = (
         "graph",
         "source",
         "recorder",
+        "differentiable",
         "nested_tracers",
         "trace",
         "canonicalize",

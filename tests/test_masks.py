@@ -65,6 +65,8 @@ CASES = {
     "added": put(lambda x: (x > 0.3,), torch.tensor(0.125)),
     "added to lines": put(lambda x: (x.sum(2) > 0,), torch.arange(6.0)),
     "added, a value for each place": put(lambda x: (FOUR,), torch.arange(54.0).reshape(3, 3, 6)),
+    "a mask of no dim": write(lambda x: x.sum() < 1e9, 1.0),
+    "a mask of no dim that is not set": write(lambda x: (slice(None), 1, x.sum() > 1e9), torch.ones(1)),
     "nowhere": write(lambda x: x > 1e9, 1.0),
     "through a view": through_a_view,
     "a product": of_a_sum,

@@ -103,6 +103,13 @@ def test_arguments_are_contiguous_when_traced():
     assert [True] == seen
 
 
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
+def test_an_expanded_index_of_int32(spec):
+    index, mesh = torch.tensor([[3], [0], [2]], dtype=torch.int32), spmd.make_mesh({"x": 3}, runtime="virtual")
+    gathered = spmd.jit(lambda x, i: torch.gather(x, 0, i.expand(3, 6)), (spec, P()), P(), mesh=mesh)(X, index)
+    torch.testing.assert_close(gathered.full_tensor(), X[[3, 0, 2]])
+
+
 def test_memory_that_no_tensor_of_the_program_holds_is_refused():
     mesh = spmd.make_mesh({"x": 2}, runtime="virtual")
     with pytest.raises(TraceError, match=r"as_strided.*test_memory_layouts.py.*reaches elements outside"):

@@ -136,6 +136,9 @@ PROBED = _table(
 )
 """What running the operators shows, by operator and argument."""
 
+OF_SOME_PROCESSORS = frozenset({"aten._scaled_mm.default"})
+"""Operators of `PROBED` whose need only some processors' kernels show."""
+
 _ATTENTION = "query key value"
 _GRADIENTS = "grad_out grad_out_ query key value out"
 _STATES = "input weight weight_buf hx cx output grad_output grad_hy grad_cy dropout_state reserve"

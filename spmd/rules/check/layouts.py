@@ -12,7 +12,7 @@ from torch import Tensor
 from spmd.rules.check.execute import FAILURES, replace_tensors, tensors_of
 from spmd.rules.check.expected import Expected, perturbed
 from spmd.rules.check.strides import Layout, layouts
-from spmd.rules.layouts import Need, need
+from spmd.rules.layouts import OF_SOME_PROCESSORS, Need, need
 from spmd.spec import TensorMeta
 
 _Call: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
@@ -111,7 +111,8 @@ def _summarize(op: _Op, calls: int, skipped: int, runs: Sequence[LayoutRun]) -> 
     failing = tuple(run for run in sensitive if run.is_let_through(lambda argument: need(op, argument)))
     names = [argument.name for argument in op._schema.arguments]
     found = _needs(runs)
-    unneeded = tuple(name for name in names if need(op, name) and name not in found and op.namespace == "aten")
+    shown = op.namespace == "aten" and str(op) not in OF_SOME_PROCESSORS
+    unneeded = tuple(name for name in names if shown and need(op, name) and name not in found)
     return LayoutReport(str(op), calls, len(runs), skipped, sensitive, failing, found, unneeded)
 
 

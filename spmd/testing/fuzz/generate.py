@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import random
 import re
@@ -39,6 +40,7 @@ _TRANSFORMS = {
 }
 _COSTLY = frozenset({TransformKind.JACREV, TransformKind.JACFWD, TransformKind.HESSIAN, TransformKind.GRAD_GRAD})
 _TRIES = 4  # attempts with one operator, so that demanding ones are not rare
+_IN_TURN = 5  # operators of a program that are not drawn, so that none is rare
 _RESULTS = 2048  # elements of all results together
 _CALLS = 250  # operators that one device runs
 
@@ -57,10 +59,26 @@ def _generated(rng: random.Random, seed: int) -> Program | None:
     axes = AXES[: len(mesh)]
     largest = 3 if kind in _COSTLY else 5
     maker = _Maker(Draw(rng, axes=axes, mesh=mesh, largest=largest, most=min(8, 3 + length // 3)))
+    wanted = [*_in_turn(seed), *rng.choices(_NAMES, _WEIGHTS, k=length - _IN_TURN)]
+    rng.shuffle(wanted)
+    again = wanted[:]  # later, there are other operands
     while len(maker.lines) - maker.adapted < length:
-        (operator,) = rng.choices(_NAMES, _WEIGHTS)
-        any(maker.attempt(operator) for _ in range(_TRIES))
+        operator = wanted.pop() if wanted else again.pop() if again else rng.choices(_NAMES, _WEIGHTS)[0]
+        if any(maker.attempt(operator) for _ in range(_TRIES)) and operator in again:
+            again.remove(operator)
     return _finished(maker, seed, kind, mesh)
+
+
+def _in_turn(seed: int) -> list[str]:
+    """Operators that a program should have: of many seeds in a row, each in as many as any other."""
+    turns = range(seed * _IN_TURN, (seed + 1) * _IN_TURN)
+    return [_order(turn // len(_NAMES))[turn % len(_NAMES)] for turn in turns]
+
+
+@functools.cache
+def _order(number: int) -> list[str]:
+    """The operators in one of many orders."""
+    return random.Random(number).sample(_NAMES, len(_NAMES))
 
 
 def _length(rng: random.Random, kind: TransformKind) -> int:

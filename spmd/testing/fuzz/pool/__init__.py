@@ -64,7 +64,6 @@ _HARD_TO_PLACE = (
 _MORE_THAN_ONCE = {
     **dict.fromkeys(_HARD_TO_PLACE.split(), 2),
     **dict.fromkeys(["complex_mm", "complex_sum"], 3),
-    "grad_of_nll_images": 6,
     **dict.fromkeys(pending.OPERATORS, 3),
     **dict.fromkeys(steered.OPERATORS, 2),
     **dict.fromkeys(steered.OF_TWO_AXES, 6),

@@ -75,7 +75,7 @@ def _nll_images(d: Draw) -> str:
     """Of images of which classes are the last dim."""
     x = d.sized((d.integer(1, 3), d.integer(1, 3), d.integer(2, 3), d.integer(2, 5)))
     target = d.index(x.shape[:3], x.shape[3])
-    return _gradient(f"F.nll_loss(a.movedim(-1, 1), {target}, reduction='sum')", x)
+    return _gradient(f"F.nll_loss(a.movedim(-1, 1).contiguous(), {target}, reduction='sum')", x)
 
 
 def _embedding(d: Draw) -> str:

@@ -62,6 +62,17 @@ def _placed(name: str) -> Operator:
     return operator
 
 
+def _placed_jvp(d: Draw) -> str:
+    """The derivative of words about sharding by forward mode."""
+    x = d.floats((0, 3))
+    y = d.like(x)
+    specs = d.spec(x.ndim), d.spec(x.ndim)
+    placed = f"lambda t: spmd.reshard(spmd.constrain(t.sin(), {specs[0]!r}), {specs[1]!r}) * t"
+    derivative = "torch.func.jvp({}, ({x}.contiguous(),), ({y}.contiguous(),))"
+    traced, plain = (derivative.format(f, x=x, y=y) for f in (placed, "lambda t: t.sin() * t"))
+    return f"({traced} if is_tracing() else {plain})"
+
+
 def _chain(*, even: bool) -> Operator:
     """One sharding after another, with pending sums between; of lengths that axes divide, if `even`."""
 
@@ -95,6 +106,7 @@ OPERATORS: Mapping[str, Operator] = {
     "inner_linearize": _linearize,
     "constrain": _placed("constrain"),
     "reshard": _placed("reshard"),
+    "placed_jvp": _placed_jvp,
     "reshard_chain": _chain(even=False),
     "reshard_chain_even": _chain(even=True),
     "nested_jit": _nested,

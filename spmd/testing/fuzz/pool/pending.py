@@ -19,10 +19,12 @@ def _between(text: str, reduction: Reduction = "sum", result: Reduction | None =
     """
 
     def operator(d: Draw) -> str:
-        first = d.floats((1, 3), nonempty=True)
+        first = d.floats((1, 3), where=lambda t: t.numel() and t.shape[-1] > 1, make=lambda: (d.integer(1, 3), 4))
         second, y = d.like(first), d.like(first)
         axis = d.axis()
-        parts = {"x": f"torch.stack([{first}, {second}])", "z": f"torch.stack([{second} + 0.3, {first}])"}
+        # Parts that rise and fall in other places: what is done to each of them is not done to their sum or maximum.
+        other = f"{second}.flip(-1).cos()"
+        parts = {"x": f"torch.stack([{first}, {other}])", "z": f"torch.stack([{other} + 0.3, {first}])"}
         plain = {name: f"{stacked}.{_REDUCED[reduction]}(0)" for name, stacked in parts.items()}
         pending = {name: _pending(stacked, axis, reduction) for name, stacked in parts.items()}
         found = f"spmd.reshard({text.format(y=y, **pending)}, {P(partial={axis: result or reduction})!r})"

@@ -75,6 +75,21 @@ def _amax_of_few(d: Draw) -> str:
     return _steered(lambda at: at(f"{at(few, P(axis))}.amax(0)", P(partial={axis: "max"})))
 
 
+def _all_of_parts(d: Draw) -> str:
+    """On ranks of which only the second one holds anything false."""
+    x, axis = _sizes(d, d.integer(1, 3)), d.axis()
+    parts = f"torch.stack([{x} == {x}, {x} > {d.number()}, {x} == {x}])"
+    return _steered(lambda at: at(f"{at(parts, P(axis))}.all(0)", P()))
+
+
+def _extremes_of_many(d: Draw) -> str:
+    """Of columns so long that ranks exchange what they find, and not the columns."""
+    x, axis = d.sized((d.integer(1, 3),)), d.axis()
+    column = f"({x}.sum() + torch.arange(600) * 1.7).sin().view(300, 2)"
+    text = d.choice("{}.argmax(0)", "{}.argmin(0)", "{}.max(0)", "{}.min(0)")
+    return _steered(lambda at: text.format(at(column, P(axis))))
+
+
 def _cdist(d: Draw) -> str:
     x, axis, p = _sizes(d, 2), d.axis(), d.choice("2.0", "3.0")
     y, spec = d.sized((None, x.shape[1])), _over(axis, 1)
@@ -222,6 +237,8 @@ OPERATORS: Mapping[str, Operator] = {
     "shards_moved": _shards("{x}.roll(1, 0).flip(0)"),
     "shards_cummax": _shards("{x}.cummax(0).values"),
     "amax_of_few": _amax_of_few,
+    "all_of_parts": _all_of_parts,
+    "extremes_of_many": _extremes_of_many,
     "shards_cdist": _cdist,
     "shards_of_queries": _causal_attention,
     "shards_of_table": _embedding,
