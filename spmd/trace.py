@@ -28,7 +28,7 @@ from spmd.differentiable import DIFFERENTIABLE
 from spmd.effects import Generators, refuse_changes, refuse_rebinding
 from spmd.errors import TraceError
 from spmd.functionalization import Functionalization
-from spmd.graph import Graph, Value, map_leaves
+from spmd.graph import Graph, Value
 from spmd.nested_tracers import nested_tracers, refuse_subgraph
 from spmd.recorder import Namer, Recorder, where
 from spmd.source import SourceTracker, user_source
@@ -251,12 +251,9 @@ class _ClosureLifting(TorchFunctionMode):
                 f"{func.__name__} at {where(user_source())} splits where a tensor says, and a program has static "
                 "shapes. Pass the places as a tuple of integers."
             )
-        if getattr(func, "__name__", "") == "__get__" and func not in _VIEW_GETTERS:
-            return func(*args, **(kwargs or {}))
-        args, kwargs = map_leaves(self.lift, args), map_leaves(self.lift, kwargs or {})
         if func is torch.Tensor.__setitem__ and fill_masked(*args):
             return None
-        return DIFFERENTIABLE.get(func, func)(*args, **kwargs)
+        return DIFFERENTIABLE.get(func, func)(*args, **(kwargs or {}))
 
     def check_writes(self) -> None:
         """TraceError if an argument or a closed-over tensor was written to."""
@@ -284,9 +281,6 @@ def _is_outside(leaf: Any) -> bool:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_VIEW_GETTERS = frozenset(
-    getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")
-)
 _SPLITTERS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
 _MEMORY_READERS = frozenset(
     {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__}
