@@ -55,6 +55,19 @@ def test_only_statistics_are_communicated(name: str) -> None:
         torch.testing.assert_close(given.full_tensor(), wanted)
 
 
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,)], ids=str)
+def test_gradients_of_gradients_that_nobody_reads(wanted: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3, 5), (3,), (3,)))
+    slope = torch.func.grad(lambda *given: CASES["batch_norm over space"][0](*given).sin().sum(), argnums=(0, 1, 2))
+    f = torch.func.grad(lambda *given: sum(part.square().sum() for part in slope(*given)[1:]), argnums=wanted)
+    mesh = spmd.make_mesh({"x": 2, "y": 2}, runtime="virtual")
+    machine = spmd.Machine(flops=1e6, latency=0.0)
+    sharded = spmd.jit(f, (P("x", None, "y"), P(), P()), P(), mesh=mesh, machine=machine)
+    for wanted_value, given in zip(f(x, w, b), sharded(x, w, b), strict=True):
+        torch.testing.assert_close(given.full_tensor(), wanted_value)
+
+
 def test_group_norm_over_batch_and_space_or_groups() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((7, 8, 61, 64), (8,), (8,)))

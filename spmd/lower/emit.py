@@ -184,7 +184,7 @@ class _Emitter:
             elif node.op == "output":
                 results = node.args[0]
         for value, result in zip(operation.results, results, strict=True):
-            if value is not None:
+            if value is not None and result is not None:  # torch's meta kernels give gradients that nobody asks for
                 self.nodes[value] = mapping[result]
                 if result.op == "call_function":
                     mapping[result].meta["spec"] = self.plan.layout(value)

@@ -97,6 +97,12 @@ def _table(contiguous: Mapping[str, str], rows: Mapping[str, str]) -> Mapping[st
     return MappingProxyType({op: MappingProxyType(needs) for op, needs in found.items()})
 
 
+_BATCH_NORMS = (
+    "_native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default "
+    "_batch_norm_with_update_functional.default"
+)
+_BATCH_NORMS_WITH_STATISTICS = "native_batch_norm.default _native_batch_norm_legit_no_training.default"
+
 PROBED = _table(
     contiguous={
         "_embedding_bag.default _embedding_bag_forward_only.default": "weight indices offsets per_sample_weights",
@@ -113,11 +119,16 @@ PROBED = _table(
         "_weight_norm_interface_backward.default": "grad_w saved_v saved_g saved_norms",
         "adaptive_max_pool3d_backward.default": "indices",
         "as_strided.default as_strided_scatter.default": "self",
+        "diagonal_scatter.default select_scatter.default slice_scatter.default": "self",
         "fractional_max_pool2d_backward.default fractional_max_pool3d_backward.default": "indices",
         "linalg_matrix_exp.default": "self",
         "median.dim nanmedian.dim": "self",
         "mkldnn_rnn_layer.default": "input hx_ cx_",
         "mkldnn_rnn_layer_backward.default": "input hx_ cx_tmp output cy_ workspace",
+        "gelu_backward.default": "grad_output",
+        _BATCH_NORMS: "input weight bias",
+        _BATCH_NORMS_WITH_STATISTICS: "input weight bias running_mean running_var",
+        "native_batch_norm_backward.default": ("grad_out input weight running_mean running_var save_mean save_invstd"),
         "native_dropout.default": "input",
         "native_group_norm.default": "input weight bias",
         "native_layer_norm_backward.default": "mean rstd",
@@ -136,7 +147,7 @@ PROBED = _table(
 )
 """What running the operators shows, by operator and argument."""
 
-OF_SOME_PROCESSORS = frozenset({"aten._scaled_mm.default"})
+OF_SOME_PROCESSORS = frozenset({"aten._scaled_mm.default", "aten.gelu_backward.default"})
 """Operators of `PROBED` whose need only some processors' kernels show."""
 
 _ATTENTION = "query key value"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmd.rules.check.execute import FAILURES, replace_tensors, tensors_of
 from spmd.rules.check.expected import Expected, perturbed
-from spmd.rules.check.strides import Layout, layouts
+from spmd.rules.check.strides import Layout, layouts, rare_layouts
 from spmd.rules.layouts import OF_SOME_PROCESSORS, Need, need
 from spmd.spec import TensorMeta
 
@@ -92,11 +92,11 @@ def check_layouts(op: _Op, calls: Sequence[_Call], *, values: bool = True, met: 
     ((), {'self': <Need.CONTIGUOUS: 2>})
     """
     runs: list[LayoutRun] = []
+    sized = any("size" in argument.name for argument in op._schema.arguments)
     count = skipped = 0
     for args, kwargs in calls:
         given = tensors_of((*args, *kwargs.values()))
-        for dtypes in ({}, _DTYPES) if any(tensor.dtype in _DTYPES for tensor in given) else ({},):
-            tensors = [_contiguous(tensor.to(dtypes.get(tensor.dtype, tensor.dtype))) for tensor in given]
+        for tensors in _variants(given, sized):
             example = _Example.of(op, args, kwargs, tensors)
             if example is not None:
                 found = list(example.runs(values, met))
@@ -104,6 +104,22 @@ def check_layouts(op: _Op, calls: Sequence[_Call], *, values: bool = True, met: 
                 skipped += found.count(None)
                 count += 1
     return _summarize(op, count, skipped, runs)
+
+
+def _variants(given: Sequence[Tensor], sized: bool) -> Iterator[list[Tensor]]:
+    """The operands; such of half the precision; and, if no sizes are given, such of which one dim has length 1.
+
+    Strides of a dim of length 1 mean nothing, and there are kernels that take one memory format for another then.
+    """
+    yield [_contiguous(tensor) for tensor in given]
+    if any(tensor.dtype in _DTYPES for tensor in given):
+        yield [_contiguous(tensor.to(_DTYPES.get(tensor.dtype, tensor.dtype))) for tensor in given]
+    shapes = {tensor.shape for tensor in given if tensor.ndim > 2}
+    if len(shapes) != 1 or sized or not all(tensor.is_floating_point() for tensor in given):
+        return  # shortened, they would hardly fit together, and kernels do not check all of that
+    for dim, size in enumerate(shapes.pop()):
+        if size > 1:
+            yield [_contiguous(tensor.narrow(dim, 0, 1) if tensor.ndim > 2 else tensor) for tensor in given]
 
 
 def _summarize(op: _Op, calls: int, skipped: int, runs: Sequence[LayoutRun]) -> LayoutReport:
@@ -216,7 +232,7 @@ class _Example:
 
 def _layouts(tensors: Sequence[Tensor]) -> Iterator[tuple[Layout, dict[int, Tensor]]]:
     """Each operand in each layout, and all operands at once."""
-    options = [{layout.name: layout for layout in layouts(tensor)} for tensor in tensors]
+    options = [{layout.name: layout for layout in (*layouts(tensor), *rare_layouts(tensor))} for tensor in tensors]
     for position, option in enumerate(options):
         yield from ((layout, {position: layout(tensors[position])}) for layout in option.values())
     for name, layout in {name: layout for option in options for name, layout in option.items()}.items():

@@ -1,4 +1,4 @@
-"""The same values in other memory: transposed, sliced, expanded and channels-last."""
+"""The same values in other memory: transposed, sliced, expanded, channels-last and overlapping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Layout:
         name: for messages.
         hold: from a contiguous tensor to the one that holds it.
         view: from that to a tensor of the first one's shape, written in torch's operators; it can be traced.
-        is_expanded: the values are not those of the first tensor, but equal along a dim.
+        is_expanded: the values are not those of the first tensor: elements that share a place are equal.
     """
 
     name: str
@@ -59,6 +59,23 @@ def layouts(tensor: Tensor) -> Iterator[Layout]:
     yield from (_expanded(f"expanded along {dim}", shape, [dim]) for dim in long)
     if len(long) > 1:
         yield _expanded("expanded from one element", shape, long)
+
+
+def rare_layouts(tensor: Tensor) -> Iterator[Layout]:
+    """More layouts, on which torch itself computes other values with some operators.
+
+    Of windows, which `unfold` makes, elements share places.
+
+    >>> [layout(torch.arange(6).view(3, 2)).tolist() for layout in rare_layouts(torch.ones(3, 2))]
+    [[[0, 2], [2, 4], [4, 5]]]
+    """
+    if tensor.ndim >= 4:
+        yield _ordered("images transposed, channels last", [0, *range(1, tensor.ndim)[::-1]])
+    if tensor.ndim >= 2 and tensor.shape[0] > 1 and tensor.shape[-1] > 1:
+        rows, width = tensor.shape[0], tensor.shape[-1]
+        last = slice(rows - 1, rows)
+        hold = lambda x: torch.cat([x[..., 0], x[last, ..., 1:].movedim(-1, 0).flatten(0, 1)])  # noqa: E731
+        yield Layout("windows", hold, lambda held: held.unfold(0, width, 1), is_expanded=True)
 
 
 def _ordered(name: str, order: Sequence[int]) -> Layout:

@@ -23,6 +23,7 @@ from spmd.plan import Machine
 from spmd.spec import DTensorSpec, P, TensorMeta
 from spmd.testing.fuzz.environment import seeded
 from spmd.testing.fuzz.generate import generate
+from spmd.testing.fuzz.one_device import OneDevice
 from spmd.testing.fuzz.outcome import Outcome, Status
 from spmd.testing.fuzz.program import Program, default_dtype, mesh_of
 from spmd.testing.fuzz.tensors import agrees
@@ -69,7 +70,8 @@ def check(program: Program) -> Outcome:
     """Check a program; the default dtype must be float64."""
     space = program.compiled()
     values = [space[argument.name] for argument in program.arguments]
-    expected = list(seeded(space["reference"], *(value.contiguous() for value in values)))
+    with OneDevice():
+        expected = list(seeded(space["reference"], *(value.contiguous() for value in values)))
     mesh = mesh_of(program.mesh)
     specs = [DTensorSpec.make(mesh, a.spec, TensorMeta.of(v)) for a, v in zip(program.arguments, values, strict=True)]
     given = [

@@ -8,16 +8,15 @@ import itertools
 import random
 import re
 from contextlib import nullcontext
-from typing import Any
 
 import attrs
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.placement import REDUCTIONS, supports_reduction
 from spmd.spec import P
 from spmd.testing.fuzz.draw import Block, Draw, Operand
 from spmd.testing.fuzz.environment import Environment, Rejected, check_stable, seeded
+from spmd.testing.fuzz.one_device import OneDevice
 from spmd.testing.fuzz.pool import OPERATORS, WEIGHTS
 from spmd.testing.fuzz.program import AXES, MACHINES, Argument, Line, Program
 from spmd.testing.fuzz.rounding import OtherRounding
@@ -260,36 +259,17 @@ def truth(program: Program) -> list[torch.Tensor]:
         moved = [nudged(value) for value in given]
         runs = ((given, nullcontext()), (moved, OtherRounding()), (moved, OtherRounding(-NUDGE)))
         for values, rounding in runs:
-            with rounding, _Counter() as counter:
+            with rounding, OneDevice() as device:
                 results.append(list(seeded(space["reference"], *(value.contiguous() for value in values))))
     except Exception as error:  # whatever torch does, there is nothing to compare with
         raise Rejected(f"{error}") from None
-    if counter.calls > _CALLS:
+    if device.calls > _CALLS:
         raise Rejected("too many operators")
     for others in results[1:]:
         check_stable(results[0], others)
     if not results[0] or sum(result.numel() for result in results[0]) > _RESULTS:
         raise Rejected("too many results")
     return results[0]
-
-
-class _Counter(TorchDispatchMode):
-    """Counts the operators that run.
-
-    Called from Python, some operators crash on the zero tensors that stand for tangents of constants (torch 2.13).
-    """
-
-    calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*(_dense(arg) for arg in args), **(kwargs or {}))
-
-
-def _dense(arg: Any) -> Any:
-    if isinstance(arg, torch.Tensor) and arg._is_zerotensor():
-        return torch.zeros(arg.shape, dtype=arg.dtype)
-    return arg
 
 
 def _mesh(rng: random.Random, kind: TransformKind) -> tuple[int, ...]:

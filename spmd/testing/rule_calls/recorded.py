@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import itertools
 import warnings
@@ -62,6 +63,13 @@ def recall(recorded: bytes) -> list[Recorded]:
     """What `record` gave."""
     calls = torch.load(io.BytesIO(recorded), weights_only=False)
     return [Recorded(operator(name), *rest) for name, *rest in calls]
+
+
+def _memory_format(text: str) -> torch.memory_format:
+    return getattr(torch, text.removeprefix("torch."))  # type: ignore[no-any-return]
+
+
+copyreg.pickle(torch.memory_format, lambda found: (_memory_format, (str(found),)))  # torch's own way fails
 
 
 def _cases(entry: Any, samples: int) -> Iterator[Case]:

@@ -66,10 +66,10 @@ def batch_norms(*options: Any, statistics: bool) -> Calls:
 def batch_norm_gradients(train: bool) -> Calls:
     found = []
     for mask, weight in (([True, True, True], f(4)), ([True, False, False], None), ([False, True, True], f(4))):
-        image, running = f(5, 4, 3), (f(4), f(4).exp())
+        image, running = f(5, 4, 3, *((2,) if weight is None else ())), (f(4), f(4).exp())
         given = (None, None) if train else running
         _, mean, invstd = aten.native_batch_norm.default(image, weight, None, *given, train, 0.1, 1e-5)
-        found.append(call(f(5, 4, 3), image, weight, *given, mean, invstd, train, 1e-5, mask))
+        found.append(call(f(*image.shape), image, weight, *given, mean, invstd, train, 1e-5, mask))
     return found
 
 

@@ -44,13 +44,14 @@ def layout_tasks(pattern: str, recorded: Mapping[_Op, Calls]) -> list[LayoutTask
     """The operators whose name contains `pattern` (`name$`: is it), with their calls.
 
     Not those whose kernels the CPU does not have, for what stands in for them tells nothing, and not draws that read
-    nothing but strides: they draw in the order of memory, and what they get is made for them. Programs have int64 for
-    the index of a gather.
+    nothing but strides: they draw in the order of memory, and what they get is made for them. Programs have no `copy`
+    and int64 for the index of a gather.
     """
     calls: dict[_Op, list[Any]] = {}
     for op, found in (item for source in (CALLS, UNRULED, recorded) for item in source.items()):
         calls.setdefault(op, []).extend(found)
     calls[aten.reshape.default] = calls.get(aten.view.default, [])  # what local programs call in its place
+    calls.pop(aten.copy.default, None)
     calls[aten.gather.default] = [call for call in calls[aten.gather.default] if call[0][2].dtype is torch.int64]
     exact, wanted = pattern.endswith("$"), pattern.removesuffix("$")
     names = {str(op): op for op in calls if op not in TEMPLATED and str(op) not in DOCUMENTED}

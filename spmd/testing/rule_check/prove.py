@@ -59,7 +59,9 @@ def record_all(jobs: int, advance: Callable[[int], None]) -> list[Recorded]:
     every = entries()
     chunks = [every[start : start + _CHUNK] for start in range(0, len(every), _CHUNK)]
     for chunk, recorded in each(chunks, _record_chunk, jobs=jobs, seconds=300.0):
-        for data in recorded if not isinstance(recorded, Lost) else ():
+        if isinstance(recorded, Lost):
+            raise RuntimeError(f"The calls of {', '.join(entry.name for entry in chunk)} are not recorded: {recorded}")
+        for data in recorded:
             found += recall(data)
         advance(len(chunk))
     return found
