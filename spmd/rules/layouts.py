@@ -97,12 +97,6 @@ def _table(contiguous: Mapping[str, str], rows: Mapping[str, str]) -> Mapping[st
     return MappingProxyType({op: MappingProxyType(needs) for op, needs in found.items()})
 
 
-_BATCH_NORMS = (
-    "_native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default "
-    "_batch_norm_with_update_functional.default"
-)
-_BATCH_NORMS_WITH_STATISTICS = "native_batch_norm.default _native_batch_norm_legit_no_training.default"
-
 PROBED = _table(
     contiguous={
         "_embedding_bag.default _embedding_bag_forward_only.default": "weight indices offsets per_sample_weights",
@@ -126,8 +120,6 @@ PROBED = _table(
         "mkldnn_rnn_layer.default": "input hx_ cx_",
         "mkldnn_rnn_layer_backward.default": "input hx_ cx_tmp output cy_ workspace",
         "gelu_backward.default": "grad_output",
-        _BATCH_NORMS: "input weight bias",
-        _BATCH_NORMS_WITH_STATISTICS: "input weight bias running_mean running_var",
         "native_batch_norm_backward.default": ("grad_out input weight running_mean running_var save_mean save_invstd"),
         "native_dropout.default": "input",
         "native_group_norm.default": "input weight bias",

@@ -117,8 +117,9 @@ def _variants(given: Sequence[Tensor], sized: bool) -> Iterator[list[Tensor]]:
     shapes = {tensor.shape for tensor in given if tensor.ndim > 2}
     if len(shapes) != 1 or sized or not all(tensor.is_floating_point() for tensor in given):
         return  # shortened, they would hardly fit together, and kernels do not check all of that
+    others = {size for tensor in given if tensor.ndim <= 2 for size in tensor.shape}
     for dim, size in enumerate(shapes.pop()):
-        if size > 1:
+        if size > 1 and size not in others:
             yield [_contiguous(tensor.narrow(dim, 0, 1) if tensor.ndim > 2 else tensor) for tensor in given]
 
 
