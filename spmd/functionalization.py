@@ -18,6 +18,7 @@ from spmd.graph import map_leaves
 from spmd.nested_tracers import refuse_recording
 from spmd.overlapping import RepeatedViews
 from spmd.recorder import where
+from spmd.strides import loses_strides, write_copies
 
 aten = torch.ops.aten
 
@@ -78,6 +79,10 @@ class Functionalization(FunctionalTensorMode):
         outs = list(_outs(func, kwargs))
         if outs:
             _check_dtypes(func, args, kwargs)
+        targets = loses_strides(func, args, kwargs)
+        if targets:
+            with self:
+                return write_copies(targets, func, args, kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._repeated.note(func, args, result)
         for target in outs:

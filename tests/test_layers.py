@@ -32,6 +32,7 @@ LAYERS = (
         "normal_forms",
         "foreach",
         "functionalization",
+        "strides",
         "fused",
         "decompositions",
         "fills",

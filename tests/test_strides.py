@@ -1,0 +1,57 @@
+"""What is written to keeps its strides: the numbers of a draw that goes by them are those of one device."""
+
+import pytest
+import torch
+
+import spmd
+from spmd import P
+
+A, B, X = torch.randn(4, 5), torch.randn(5, 3), torch.randn(4, 3)
+ROWS = torch.tensor([1, 0, 3, 2])
+MESH = spmd.make_mesh({"data": 2}, runtime="virtual")
+
+WRITES = {
+    "mm out": lambda y: torch.mm(A, B, out=y),
+    "sin out": lambda y: torch.sin(X, out=y),
+    "cat out": lambda y: torch.cat([X[:2], X[2:]], out=y),
+    "sort out": lambda y: torch.sort(X, 0, out=(y, torch.empty(0, dtype=torch.int64))),
+    "sum out": lambda y: torch.sum(X[None], 0, out=y),
+    "matmul out": lambda y: torch.matmul(A, B, out=y),
+    "eye": lambda y: torch.eye(4, 3, out=y),
+    "addmm_": lambda y: y.addmm_(A, B),
+    "addmm_ of rows": lambda y: y[1:].addmm_(A[1:], B),
+    "baddbmm_": lambda y: y.unsqueeze(0).baddbmm_(A[None], B[None]),
+    "cumsum_": lambda y: y.add_(X).cumsum_(0),
+    "index_add_": lambda y: y.index_add_(0, ROWS, X),
+    "scatter_": lambda y: y.scatter_(0, ROWS[:, None].expand(4, 3), X),
+    "masked_fill_": lambda y: y.masked_fill_(X > 0, 1.0),
+    "masked_scatter_": lambda y: y.masked_scatter_(X > 0, X),
+    "tril_": lambda y: y.add_(X).tril_(),
+    "renorm_": lambda y: y.add_(X).renorm_(2, 0, 1.0),
+    "mul_": lambda y: y.add_(X).mul_(X),
+    "copy_": lambda y: y.copy_(X),
+    "positions": lambda y: y.__setitem__(ROWS, X),
+    "foreach": lambda y: torch._foreach_add_([y], [X]),
+    "bernoulli_": lambda y: y.bernoulli_(),
+}
+TARGETS = {
+    "a transpose": lambda: (torch.zeros(3, 4).t(),) * 2,
+    "a tensor through its transpose": lambda: (lambda z: (z, z.t()))(torch.zeros(3, 4)),
+    "a transpose through its transpose": lambda: (lambda z: (z, z.t()))(torch.zeros(4, 3).t()),
+    "a slice": lambda: (lambda z: (z, z[:, 1:4]))(torch.zeros(4, 5)),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", WRITES)
+def test_draws_after_a_write(name, target):
+    def function(x):
+        held, written = TARGETS[target]()
+        WRITES[name](written)
+        return held + torch.randn_like(held), written + torch.randn_like(written) + x
+
+    torch.manual_seed(0)
+    expected = function(X)
+    torch.manual_seed(0)
+    for actual, wanted in zip(spmd.jit(function, P("data"), P(), mesh=MESH)(X), expected, strict=True):
+        torch.testing.assert_close(actual.full_tensor(), wanted)
