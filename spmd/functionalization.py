@@ -145,6 +145,18 @@ def _lerp(x: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
     return x.copy_(torch.lerp(x, end, weight))
 
 
+def _batch_norm(op: Any) -> Callable[..., Any]:
+    """With the strides that torch's kernels for the CPU give the result; its meta kernels keep those of the operand."""
+
+    def body(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim, torch.contiguous_format)
+        if x.is_contiguous() or x.is_contiguous(memory_format=images) or x.device.type != "cpu":
+            return NotImplemented
+        return op(x.contiguous(), *args, **kwargs)
+
+    return body
+
+
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
     """The loss of one sample without a batch, which torch's meta kernel gives a dim."""
     if x.ndim > 1:
@@ -163,10 +175,17 @@ def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: f
     return NotImplemented
 
 
+_BATCH_NORMS = (
+    aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default,
+    aten._batch_norm_with_update.default, aten._batch_norm_with_update_functional.default,
+)  # fmt: skip
+
 _BODIES: Mapping[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: _bernoulli,
     aten.lerp_.Scalar: _lerp,
     aten.lerp_.Tensor: _lerp,
+    **{op: _batch_norm(op) for op in _BATCH_NORMS},
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._cdist_backward.default: _cdist_backward,
 }

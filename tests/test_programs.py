@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis
 import pytest
 import torch
 
+import spmd
 from spmd.collectives.traffic import record_traffic
 from spmd.dtensor import DTensor
 from spmd.lower.verify import verify
@@ -75,3 +78,27 @@ def test_cases_are_varied() -> None:
     draw()
     wanted = {*OPERATORS, *SHARDING, *AXIS_NAMES, *REDUCTIONS, ("axes", 1), ("axes", 2), "uneven", "empty", "0-d"}
     assert set() == wanted - seen
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: torch.lerp(x, y, 0.3),
+        lambda x, y: torch.lerp(y, x, 0.3),
+        lambda x, y: (x * 3).long(),
+        lambda x, y: x.to(torch.float8_e4m3fn).float(),
+        lambda x, y: x.clamp(-1, 1) * 2 + y,
+    ],
+    ids=["lerp", "lerp from the end", "integers", "8 bits", "clamp"],
+)
+def test_ranks_that_hold_nothing_of_an_extreme(function: Any, op: Any) -> None:
+    x, y = torch.randn(4, 5), torch.randn(4, 5)
+    pending = spmd.P(partial={"data": op})
+
+    def placed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return function(spmd.reshard(x.sin(), pending), y)
+
+    mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
+    result = spmd.jit(placed, (spmd.P(), spmd.P()), pending, mesh=mesh)(x, y)
+    torch.testing.assert_close(result.full_tensor(), function(x.sin(), y))

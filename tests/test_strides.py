@@ -55,3 +55,18 @@ def test_draws_after_a_write(name, target):
     torch.manual_seed(0)
     for actual, wanted in zip(spmd.jit(function, P("data"), P(), mesh=MESH)(X), expected, strict=True):
         torch.testing.assert_close(actual.full_tensor(), wanted)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0), (0, 2, 3, 1), (0, 3, 2, 1), (1, 0, 2, 3)], ids=str)
+def test_draws_after_batch_norm(order, training):
+    x = torch.randn(3, 3, 3, 3)[..., 0] if len(order) == 3 else torch.randn(3, 3, 3, 3)
+
+    def function(x):
+        found = torch.nn.functional.batch_norm(x.permute(order), A[0, :3].exp(), A[1, :3].exp(), training=training)
+        return torch.nn.functional.dropout(found, 0.5)
+
+    torch.manual_seed(0)
+    expected = function(x.contiguous())
+    torch.manual_seed(0)
+    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(x).full_tensor(), expected)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from spmd.rules.builders import pointwise
 from spmd.rules.notation import Rows
 from spmd.rules.partial import carry, decreasing, ignores, increasing, keeps_max, keeps_min, linear
-from spmd.rules.rule import Call, Row, table
+from spmd.rules.rule import table
 
 _EITHER = increasing("self", "other")
 
@@ -36,11 +34,6 @@ def _if_positive(flow: Rows, *names: str) -> Rows:
     return lambda call: flow(call) if all(call.argument(name) > 0 for name in names) else iter(())
 
 
-def _between(call: Call) -> Iterator[Row]:
-    """A point between two numbers is nowhere decreasing in either."""
-    yield from increasing("self", "end")(call) if 0 <= call.argument("weight") <= 1 else ()
-
-
 POINTWISE = table({
     "add.Tensor add.Scalar": pointwise(linear("self other"), increasing("self"), increasing("other", times="alpha")),
     "sub.Tensor sub.Scalar": pointwise(linear("self other"), increasing("self"), decreasing("other", times="alpha")),
@@ -56,8 +49,7 @@ POINTWISE = table({
     "elu": pointwise(_if_positive(increasing("self"), *_ELU)),
     "leaky_relu_backward": pointwise(linear("grad_output"), _if_positive(increasing("grad_output"), "negative_slope")),
     "elu_backward": pointwise(linear("grad_output"), _if_positive(increasing("grad_output"), *_ELU)),
-    "lerp.Tensor": pointwise(linear("self end")),
-    "lerp.Scalar": pointwise(linear("self end"), _between),
+    "lerp.Tensor lerp.Scalar": pointwise(linear("self end")),
     "where.self": pointwise(carry("self other"), _EITHER),
     "where.ScalarOther": pointwise(linear("self other"), increasing("self")),
     "where.ScalarSelf": pointwise(linear("self other"), increasing("other")),

@@ -104,10 +104,17 @@ def _row(call: Call, group: list[str], source: Reduction, target: Reduction | No
             return None
     if source != "sum" and target is not None:
         to_bool = any(call.results[i].dtype == torch.bool for i in results) and dtypes[0] != torch.bool
+        infinite = [dtype.is_floating_point for dtype in dtypes]  # a rank that holds nothing has an infinite number
+        if any(infinite) and not all(_has_infinity(call.results[i].dtype) for i in results):
+            return None
         if to_bool or any(dtype.is_complex for dtype in (*dtypes, *(call.results[i].dtype for i in results))):
             return None
     placed = Replicate() if target is None else Partial(target)
     return Row(operands, tuple(placed if i in results else Replicate() for i in range(len(call.results))))
+
+
+def _has_infinity(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and "fn" not in str(dtype)  # as in float8_e4m3fn: finite numbers and nan
 
 
 def _keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:

@@ -140,7 +140,10 @@ def _split_partial(value: Tensor, op: Reduction, ranks: int, generator: torch.Ge
         return [value - sum(parts, torch.zeros_like(value)), *parts]
     winner = torch.randint(ranks, value.shape, generator=generator)
     sign = -1 if op == "max" else 1
-    return [torch.where(winner == rank, value, value + sign * noise[rank].abs()) for rank in range(ranks)]
+    others = [value + sign * part.abs() for part in noise]
+    nothing = torch.full_like(value, neutral_element(op, value.dtype))  # ranks that hold nothing, here and there
+    others = [torch.where(torch.rand(value.shape, generator=generator) < 0.3, nothing, other) for other in others]
+    return [torch.where(winner == rank, value, others[rank]) for rank in range(ranks)]
 
 
 def _dyadic(noise: Tensor) -> Tensor:
