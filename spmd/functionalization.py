@@ -145,16 +145,23 @@ def _lerp(x: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
     return x.copy_(torch.lerp(x, end, weight))
 
 
-def _batch_norm(op: Any) -> Callable[..., Any]:
-    """With the strides that torch's kernels for the CPU give the result; its meta kernels keep those of the operand."""
+def _normalization(op: Any, *positions: int) -> Callable[..., Any]:
+    """With the strides that torch's kernels for the CPU give results; its meta kernels keep those of these operands."""
 
-    def body(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim, torch.contiguous_format)
-        if x.is_contiguous() or x.is_contiguous(memory_format=images) or x.device.type != "cpu":
-            return NotImplemented
-        return op(x.contiguous(), *args, **kwargs)
+    def body(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        for position in positions:
+            if isinstance(given[position], torch.Tensor) and given[position].device.type == "cpu":
+                given[position] = _in_memory_format(given[position])
+        changed = any(new is not old for new, old in zip(given, args, strict=True))
+        return op(*given, **kwargs) if changed else NotImplemented
 
     return body
+
+
+def _in_memory_format(x: torch.Tensor) -> torch.Tensor:
+    images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim, torch.contiguous_format)
+    return x if x.is_contiguous(memory_format=images) else x.contiguous()
 
 
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
@@ -185,7 +192,9 @@ _BODIES: Mapping[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: _bernoulli,
     aten.lerp_.Scalar: _lerp,
     aten.lerp_.Tensor: _lerp,
-    **{op: _batch_norm(op) for op in _BATCH_NORMS},
+    **{op: _normalization(op, 0) for op in _BATCH_NORMS},
+    aten.native_batch_norm_backward.default: _normalization(aten.native_batch_norm_backward.default, 0, 1),
+    aten.native_layer_norm_backward.default: _normalization(aten.native_layer_norm_backward.default, 0, 1, 5),
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._cdist_backward.default: _cdist_backward,
 }

@@ -57,6 +57,27 @@ def test_draws_after_a_write(name, target):
         torch.testing.assert_close(actual.full_tensor(), wanted)
 
 
+NORMALIZATIONS = {
+    "layer_norm": lambda y: torch.nn.functional.layer_norm(y, y.shape[-2:]),
+    "batch_norm": lambda y: torch.nn.functional.batch_norm(y, None, None, training=True),
+}
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (0, 2, 3, 1), (0, 3, 2, 1), (1, 0, 2, 3)], ids=str)
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_noise_on_gradients(name, order):
+    x = torch.randn(3, 3, 3, 3)[..., 0] if len(order) == 3 else torch.randn(3, 3, 3, 3)
+
+    def function(x):
+        slope = torch.func.vjp(NORMALIZATIONS[name], x.permute(order))[1](x.sin().permute(order))[0]
+        return slope + torch.randn_like(slope)
+
+    torch.manual_seed(0)
+    expected = function(x.contiguous())
+    torch.manual_seed(0)
+    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(x).full_tensor(), expected)
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0), (0, 2, 3, 1), (0, 3, 2, 1), (1, 0, 2, 3)], ids=str)
 def test_draws_after_batch_norm(order, training):

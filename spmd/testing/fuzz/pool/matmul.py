@@ -150,7 +150,8 @@ def distances(x: str, y: str, p: str) -> str:
     """What `torch.cdist` is on one device.
 
     torch's jacrev of it is wrong: its kernel of the gradient leaves out batch dims that only the cotangent has. It is
-    called all the same, so that programs are left out that need its forward mode, which it lacks.
+    called all the same, so that programs are left out that need its forward mode, which it lacks. Its gradient also
+    reads its result, which no later line may write to: programs take a product of it.
     """
     truth = f"torch.linalg.vector_norm({x}.unsqueeze(-2) - {y}.unsqueeze(-3), {p}, dim=-1)"
     return f"torch.cdist({x}, {y}, p={p}) * 0 + {truth}"
@@ -160,7 +161,7 @@ def _cdist(d: Draw) -> str:
     x = d.floats((2, 3), nonempty=True)
     y = d.sized((*x.shape[:-2], None, x.shape[-1]))
     p = d.choice("2.0", "1.0", "3.0")
-    return f"(torch.cdist({x}, {y} + 3, p={p}) if is_tracing() else {distances(x, f'({y} + 3)', p)})"
+    return f"(torch.cdist({x}, {y} + 3, p={p}) * 1 if is_tracing() else {distances(x, f'({y} + 3)', p)})"
 
 
 def _vecdot(d: Draw) -> str:

@@ -93,7 +93,7 @@ def _extremes_of_many(d: Draw) -> str:
 def _cdist(d: Draw) -> str:
     x, axis, p = _sizes(d, 2), d.axis(), d.choice("2.0", "3.0")
     y, spec = d.sized((None, x.shape[1])), _over(axis, 1)
-    distance = f"torch.cdist({_constrained(x, spec)}, {_constrained(f'{y} + 3', spec)}, p={p})"
+    distance = f"torch.cdist({_constrained(x, spec)}, {_constrained(f'{y} + 3', spec)}, p={p}) * 1"
     return _either(_constrained(distance, _sum(axis)), distances(x, f"({y} + 3)", p))
 
 
