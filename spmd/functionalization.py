@@ -18,7 +18,7 @@ from spmd.graph import map_leaves
 from spmd.nested_tracers import refuse_recording
 from spmd.overlapping import RepeatedViews
 from spmd.recorder import where
-from spmd.strides import loses_strides, write_copies
+from spmd.strides import check_out, loses_strides, write_copies
 
 aten = torch.ops.aten
 
@@ -123,11 +123,8 @@ def _is_resized(func: Any, target: FunctionalTensor) -> bool:
     """Whether an empty tensor takes the shape of the result that is written to it; TraceError for any other."""
     torch._sync(target)
     shape = torch._from_functional_tensor(target.elem).shape
-    if shape != target.shape and target.numel():
-        raise TraceError(
-            f"{func} at {where()} has a result of shape {list(shape)} for out= of shape {list(target.shape)}. Give it "
-            "a tensor of the result's shape, or an empty one: torch.empty(0)."
-        )
+    if target.numel():
+        check_out(func, shape, target)
     return shape != target.shape
 
 

@@ -12,6 +12,8 @@ MESH = spmd.make_mesh({"data": 2}, runtime="virtual")
 
 WRITES = {
     "mm out": lambda y: torch.mm(A, B, out=y),
+    "mul out of transposes": lambda y: torch.mul(X.t().contiguous().t(), 2, out=y),
+    "mm out of transposes": lambda y: torch.mm(A.t().contiguous().t(), B, out=y),
     "sin out": lambda y: torch.sin(X, out=y),
     "cat out": lambda y: torch.cat([X[:2], X[2:]], out=y),
     "sort out": lambda y: torch.sort(X, 0, out=(y, torch.empty(0, dtype=torch.int64))),
@@ -35,6 +37,7 @@ WRITES = {
     "bernoulli_": lambda y: y.bernoulli_(),
 }
 TARGETS = {
+    "a contiguous tensor": lambda: (torch.zeros(4, 3),) * 2,
     "a transpose": lambda: (torch.zeros(3, 4).t(),) * 2,
     "a tensor through its transpose": lambda: (lambda z: (z, z.t()))(torch.zeros(3, 4)),
     "a transpose through its transpose": lambda: (lambda z: (z, z.t()))(torch.zeros(4, 3).t()),
