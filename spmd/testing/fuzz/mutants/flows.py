@@ -180,4 +180,17 @@ MUTANTS = (
         _also(increasing("self")),
         "pending_sum_of_maxima",
     ),
+    of_rule(
+        "max through lerp",
+        "a point between a partial maximum and a number is a partial maximum, of infinity too",
+        "lerp.Scalar",
+        _also(increasing("self")),
+        "pending_between",
+    ),
+    mutant(
+        "infinity through casts",
+        "a rank that holds nothing of a minimum casts infinity to an integer",
+        replaced(_PARTIAL, "_has_infinity", lambda dtype: True),
+        within="pending_rounded",
+    ),
 )

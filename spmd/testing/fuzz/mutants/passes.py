@@ -229,22 +229,28 @@ MUTANTS = (
         within="inplace_lerp inplace_pushed",
     ),
     mutant(
+        "strides: writes",
+        "what is written to gets the strides of the operands, by which later draws go",
+        replaced("spmd.functionalization", "loses_strides", lambda func, args, kwargs: []),
+        within="draw_after_write",
+    ),
+    mutant(
         "overlapping: writes",
         "a write through a view that repeats elements is left to functionalization",
         replaced(RepeatedViews, "write", lambda views, func, args, kwargs: None),
-        within="inplace_expanded inplace_through_view",
+        within="inplace_expanded inplace_through_view inplace_through_strides",
     ),
     mutant(
         "overlapping: strided views",
         "views by `as_strided` and `unfold` are not remembered",
         replaced("spmd.overlapping", "_STRIDED", frozenset()),
-        within="inplace_through_view",
+        within="inplace_through_strides",
     ),
     mutant(
         "overlapping: fills",
         "a number written to one of several elements in a place is lost",
         replaced("spmd.overlapping", "_joined", lambda before, after, dims: before if dims else after),
-        within="inplace_expanded inplace_through_view",
+        within="inplace_expanded inplace_through_view inplace_through_strides",
     ),
     mutant(
         "assignments: left out",
@@ -262,13 +268,13 @@ MUTANTS = (
         "as_strided: offset",
         "the offset of a strided view is not read",
         Patch("spmd.recorder", "places", lambda places: lambda like, size, stride, _: places(like, size, stride, None)),
-        within="as_strided as_strided_as_laid_out inplace_through_view",
+        within="as_strided as_strided_as_laid_out inplace_through_view inplace_through_strides",
     ),
     mutant(
         "as_strided: order",
         "places that name all elements are taken to be in order",
         replaced("spmd.recorder", "in_order", lambda found, flat: len(found) == flat.numel()),
-        within="as_strided as_strided_as_laid_out inplace_through_view",
+        within="as_strided as_strided_as_laid_out inplace_through_view inplace_through_strides",
     ),
     mutant(
         "as_strided: layout",
@@ -278,7 +284,7 @@ MUTANTS = (
             "places",
             lambda places: lambda like, *geometry: places(torch.empty(like.shape), *geometry),
         ),
-        within="as_strided as_strided_as_laid_out inplace_through_view",
+        within="as_strided as_strided_as_laid_out inplace_through_view inplace_through_strides",
     ),
     mutant(
         "merge_reshapes: source",

@@ -63,7 +63,7 @@ _HARD_TO_PLACE = (
 
 _MORE_THAN_ONCE = {
     **dict.fromkeys(_HARD_TO_PLACE.split(), 2),
-    **dict.fromkeys(["complex_mm", "complex_sum"], 3),
+    **dict.fromkeys(["complex_mm", "complex_sum", "inplace_through_strides", "as_strided_as_laid_out"], 3),
     **dict.fromkeys(pending.OPERATORS, 3),
     **dict.fromkeys(steered.OPERATORS, 2),
     **dict.fromkeys(steered.OF_TWO_AXES, 6),

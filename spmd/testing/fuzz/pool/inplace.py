@@ -95,6 +95,11 @@ def _through_view(d: Draw, x: Operand) -> str:
         f"{x}.unsqueeze(0).mul_(0.5)",
         f"{x}.unflatten(0, (1, -1)).sub_(0.2)",
         f"{x}.ravel().neg_()",
+    )
+
+
+def _through_strides(d: Draw, x: Operand) -> str:
+    return d.choice(
         f"{x}.as_strided(({min(x.numel, 3)},), (1,)).mul_(3)",
         f"{x}.unfold(0, {d.integer(1, x.shape[0])}, {x.shape[0]}).mul_(2)",
         f"{x}.unfold(-1, 1, 2).zero_()",
@@ -310,6 +315,7 @@ OPERATORS: Mapping[str, Operator] = {
     "inplace_slice_tensor": _write(_slice_tensor, (1, 3)),
     "inplace_transposed": _write(_transposed, (2, 2)),
     "inplace_through_view": _write(_through_view, (1, 3)),
+    "inplace_through_strides": _write(_through_strides, (1, 3)),
     "inplace_expanded": _write(_expanded, (1, 3)),
     "inplace_mask": _write(_mask, (0, 3)),
     "inplace_mask_rows": _write(_mask_rows, (1, 3)),

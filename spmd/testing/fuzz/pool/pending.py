@@ -66,6 +66,8 @@ OPERATORS: Mapping[str, Operator] = {
     "pending_minimum": _between("torch.minimum({x}, {z})", "max"),
     "pending_negative": _between("({x} * -1.3)", "max"),
     "pending_sum_of_maxima": _between("{x}.sum(-1)", "max"),
+    "pending_between": _between("torch.lerp({x}, {y}, 0.3)", "max"),
+    "pending_rounded": _between("({x} * 3).long()", "min"),
     "pending_flipped": _between("{x}.flip(0)", "min"),
     "pending_increasing": _between("({x} * 0.5).sinh()", "min"),
 }

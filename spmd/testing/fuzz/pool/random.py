@@ -46,6 +46,15 @@ def _in_memory_order(d: Draw) -> Block:
     return Block((f"{name} = torch.empty({columns}, {rows}).t()", f"{name}.bernoulli_(0.4)"), (name,))
 
 
+def _after_write(d: Draw) -> Block:
+    """A draw in the order of memory of what was written to."""
+    x, name, other = d.floats(2, nonempty=True), d.name(), d.name()
+    rows, columns = x.shape
+    written = f"{name} = torch.zeros({columns}, {rows}).t()"
+    write = d.choice(f"torch.mul({x}, 2, out={name})", f"{name}.index_add_(0, torch.arange({rows}), {x})")
+    return Block((written, write, f"{other} = {name} + torch.randn_like({name})"), (name, other))
+
+
 OPERATORS: Mapping[str, Operator] = {
     "dropout": unary("F.dropout({x}, 0.3)"),
     "dropout_none": unary("F.dropout({x}, 0.5, training=False) * {n}"),
@@ -58,4 +67,5 @@ OPERATORS: Mapping[str, Operator] = {
     "rand_unused": _unused,
     "rand_inplace": _in_place,
     "rand_in_memory_order": _in_memory_order,
+    "draw_after_write": _after_write,
 }
