@@ -64,8 +64,10 @@ _HARD_TO_PLACE = (
 _MORE_THAN_ONCE = {
     **dict.fromkeys(_HARD_TO_PLACE.split(), 2),
     **dict.fromkeys(["complex_mm", "complex_sum", "inplace_through_strides", "as_strided_as_laid_out"], 3),
+    **dict.fromkeys(["attention_transposed", "grad_of_attention"], 4),
     **dict.fromkeys(pending.OPERATORS, 3),
     **dict.fromkeys(steered.OPERATORS, 2),
+    "list_of_reductions": 6,
     **dict.fromkeys(steered.OF_TWO_AXES, 6),
 }
 

@@ -22,8 +22,8 @@ def _between(text: str, reduction: Reduction = "sum", result: Reduction | None =
         first = d.floats((1, 3), where=lambda t: t.numel() and t.shape[-1] > 1, make=lambda: (d.integer(1, 3), 4))
         second, y = d.like(first), d.like(first)
         axis = d.axis()
-        # Parts that rise and fall in other places: what is done to each of them is not done to their sum or maximum.
-        other = f"{second}.flip(-1).cos()"
+        # Of both signs, rising and falling in other places: what is done to each is not done to their sum or maximum.
+        other = f"({second}.flip(-1) * 5).sin()"
         parts = {"x": f"torch.stack([{first}, {other}])", "z": f"torch.stack([{other} + 0.3, {first}])"}
         plain = {name: f"{stacked}.{_REDUCED[reduction]}(0)" for name, stacked in parts.items()}
         pending = {name: _pending(stacked, axis, reduction) for name, stacked in parts.items()}
