@@ -34,7 +34,10 @@ def _tall(text: str) -> Operator:
         x = d.floats(
             (2, 3), nonempty=True, where=lambda t: t.shape[-2] >= t.shape[-1], make=lambda: (4, d.integer(1, 4))
         )
-        return text.format(a=f"({x} + torch.eye({x.shape[-2]}, {x.shape[-1]}) * 4)")
+        rows, columns = x.shape[-2:]
+        # Below the diagonal a number decides signs that is not zero up to rounding.
+        other = f"torch.eye({rows}, {columns}) * 4 + torch.arange({rows * columns}).view({rows}, {columns}).sin() * 0.3"
+        return text.format(a=f"({x} + {other})")
 
     return operator
 
