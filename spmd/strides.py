@@ -16,15 +16,15 @@ from spmd.recorder import where
 
 aten = torch.ops.aten
 
-_KEEPING = frozenset({aten.copy_.default, aten.resize_.default, aten.resize_as_.default})
 _DRAWING_OR_VIEWING = frozenset({torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view})
 
 
 def loses_strides(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operator writes to and that its functional form could give other strides."""
-    written = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
-    if not written or func in _KEEPING or not _DRAWING_OR_VIEWING.isdisjoint(func.tags):
+    keeping = func is aten.copy_.default or not _DRAWING_OR_VIEWING.isdisjoint(func.tags)
+    if keeping or not func._schema.is_mutable:
         return []
+    written = [argument for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     named = (given.get(argument.name) for argument in written)
     targets = [target for target in named if isinstance(target, torch.Tensor) and target.numel()]

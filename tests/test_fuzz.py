@@ -10,9 +10,7 @@ from spmd.testing.fuzz.outcome import Status
 @pytest.mark.parametrize("first", range(0, 50, 10))
 def test_programs(first):
     outcomes = [check_seed(seed) for seed in range(first, first + 10)]
-    refused = [outcome for outcome in outcomes if outcome.status is Status.REFUSED]  # no failure, but seldom
-    assert len(refused) <= 1
-    assert [] == [outcome for outcome in outcomes if outcome.status not in (Status.RIGHT, Status.REFUSED)]
+    assert [] == [outcome for outcome in outcomes if outcome.status not in (Status.RIGHT, Status.SKIPPED)]
 
 
 def test_a_seed_is_a_program():

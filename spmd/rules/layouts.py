@@ -80,6 +80,11 @@ def lay_out(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
     return positional, {name: given(name, argument) for name, argument in kwargs.items()}
 
 
+def laid_out(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments of a call with copies of the tensors that have not the layouts that they need."""
+    return lay_out(op, args, kwargs, lambda leaf, need: need.lay_out(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
     return [_map(function, item) for item in tree] if isinstance(tree, (tuple, list)) else function(tree)
 
@@ -120,7 +125,7 @@ PROBED = _table(
         "mkldnn_rnn_layer.default": "input hx_ cx_",
         "mkldnn_rnn_layer_backward.default": "input hx_ cx_tmp output cy_ workspace",
         "gelu_backward.default": "grad_output",
-        "native_batch_norm_backward.default": ("grad_out input weight running_mean running_var save_mean save_invstd"),
+        "native_batch_norm_backward.default": "grad_out input weight running_mean running_var save_mean save_invstd",
         "native_dropout.default": "input",
         "native_group_norm.default": "input weight bias",
         "native_layer_norm_backward.default": "mean rstd",

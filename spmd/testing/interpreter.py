@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spmd.graph import Graph, Operation, Value, iterate_leaves, map_leaves
-from spmd.rules.layouts import lay_out
+from spmd.rules.layouts import laid_out
 
 
 def evaluate(graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -34,6 +34,5 @@ def _call(operation: Operation, values: dict[Value, torch.Tensor]) -> Any:
     args, kwargs = map_leaves(concrete, operation.args), map_leaves(concrete, dict(operation.kwargs))
     if operation.op is torch.ops.aten.view.default:  # strides are no part of a program: see spmd.canonicalize
         return args[0].reshape(args[1])
-    copied = lambda leaf, need: need.lay_out(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
-    args, kwargs = lay_out(operation.op, args, kwargs, copied)
+    args, kwargs = laid_out(operation.op, args, kwargs)
     return operation.op(*args, **kwargs)

@@ -8,11 +8,14 @@ import optree
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.rules.layouts import PROBED, Need, lay_out
+from spmd.rules.layouts import laid_out
 
-_MISTAKEN = frozenset(
-    op for op in PROBED if "batch_norm" in op or op.startswith(("aten.slice_", "aten.select_", "aten.diagonal_"))
-)
+aten = torch.ops.aten
+
+_MISTAKEN = frozenset({
+    aten.native_batch_norm_backward.default, aten.diagonal_scatter.default, aten.select_scatter.default,
+    aten.slice_scatter.default,
+})  # fmt: skip
 """Kernels that compute other values, without an error, if an operand is not contiguous."""
 
 
@@ -29,14 +32,10 @@ class OneDevice(TorchDispatchMode):
         self.calls += 1
         args, kwargs = tuple(_dense(arg) for arg in args), kwargs or {}
         result = func(*args, **kwargs)
-        if str(func) not in _MISTAKEN:
+        if func not in _MISTAKEN:
             return result
-        args, kwargs = lay_out(func, args, kwargs, _laid_out)
+        args, kwargs = laid_out(func, args, kwargs)
         return optree.tree_map(_in_memory_of, result, func(*args, **kwargs))
-
-
-def _laid_out(leaf: Any, needed: Need) -> Any:
-    return needed.lay_out(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _in_memory_of(tensor: Any, value: Any) -> Any:
