@@ -40,6 +40,7 @@ _TRANSFORMS = {
 _COSTLY = frozenset({TransformKind.JACREV, TransformKind.JACFWD, TransformKind.HESSIAN, TransformKind.GRAD_GRAD})
 _TRIES = 4  # attempts with one operator, so that demanding ones are not rare
 _IN_TURN = 5  # operators of a program that are not drawn, so that none is rare
+_RETURNED = 0.25  # of the values that a later line reads, which may hide an error
 _RESULTS = 2048  # elements of all results together
 _CALLS = 250  # operators that one device runs
 
@@ -179,7 +180,10 @@ def _finished(maker: _Maker, seed: int, kind: TransformKind, mesh: tuple[int, ..
     words = set(_words(read))
     arguments = {name: recipe for name, recipe in draw.arguments.items() if name in words}
     constants = tuple((name, recipe) for name, recipe in draw.constants.items() if name in words)
-    outputs = tuple(name for name in draw.values if name in draw.unused)
+    returned = set(draw.unused)
+    if kind not in _COSTLY:
+        returned.update(name for name in draw.values if name not in draw.arguments and draw.maybe(_RETURNED))
+    outputs = tuple(name for name in draw.values if name in returned)
     machine = rng.randrange(len(MACHINES))
     for candidate in _candidates(kind):
         recipes = dict(arguments)

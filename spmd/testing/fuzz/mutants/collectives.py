@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from spmd.testing.fuzz.mutants.mutant import Patch, mutant
+from spmd.testing.fuzz.pool import pending, steered
 
-_PLACED = "constrain reshard"
+_PLACED = " ".join(["constrain", "reshard", *pending.OPERATORS, *steered.OPERATORS])
 _Place = importlib.import_module("spmd.constrain")._Place  # the package has the function under the module's name
 
 

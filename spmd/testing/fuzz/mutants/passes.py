@@ -226,7 +226,7 @@ MUTANTS = (
         "`lerp_` is left to torch's functionalization, which fails in forward mode",
         with_entry("spmd.functionalization", "_BODIES", torch.ops.aten.lerp_.Scalar, lambda *args: NotImplemented),
         with_entry("spmd.functionalization", "_BODIES", torch.ops.aten.lerp_.Tensor, lambda *args: NotImplemented),
-        within="inplace_lerp inplace_pushed",
+        within="inplace_lerp inplace_lerp_pushed",
     ),
     mutant(
         "strides: writes",

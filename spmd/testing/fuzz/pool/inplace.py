@@ -147,7 +147,17 @@ def _pushed(d: Draw) -> str:
     """Tangents of writes in place."""
     x = d.floats((0, 3), nonempty=True)
     y = d.like(x)
-    write = d.choice(f"lerp_({y}, 0.3)", f"lerp_({y}, {y}.sigmoid())", f"addcmul_({y}, {y})", f"mul_({y})")
+    return _tangent(x, d.choice(f"lerp_({y}, 0.3)", f"addcmul_({y}, {y})", f"mul_({y})"))
+
+
+def _lerp_pushed(d: Draw) -> str:
+    """Tangents of a write that torch's functionalization cannot push."""
+    x = d.floats((0, 3), nonempty=True)
+    y = d.like(x)
+    return _tangent(x, f"lerp_({y}, {y}.sigmoid())")
+
+
+def _tangent(x: Operand, write: str) -> str:
     return f"torch.func.jvp(lambda t: (t * 2).{write}, ({x}.contiguous(),), ({x}.cos().contiguous(),))"
 
 
@@ -322,6 +332,7 @@ OPERATORS: Mapping[str, Operator] = {
     "inplace_mask_mapped": _mask_mapped,
     "inplace_mask_value": _mask_value,
     "inplace_pushed": _pushed,
+    "inplace_lerp_pushed": _lerp_pushed,
     "inplace_index": _write(_index, (1, 3)),
     "inplace_index_put": _write(_index_put, (1, 3)),
     "inplace_index_two": _write(_index_two, (2, 3)),

@@ -97,6 +97,14 @@ def _cdist(d: Draw) -> str:
     return _either(_constrained(distance, _sum(axis)), distances(x, f"({y} + 3)", p))
 
 
+def _bilinear(d: Draw) -> str:
+    """A product of three tensors, of which each rank has some of the terms."""
+    x, axis = _sizes(d, 2), d.axis()
+    y = d.sized((x.shape[0], None))
+    weight = d.sized((None, x.shape[1], y.shape[1]))
+    return _steered(lambda at: at(f"F.bilinear({at(x, _over(axis, 1))}, {y}, {weight})", _sum(axis)))
+
+
 def _causal_attention(d: Draw) -> str:
     batch, heads, rows, width = d.integer(1, 2), d.integer(1, 2), d.integer(2, 5), d.integer(1, 3)
     q, k, v = (d.sized((batch, heads, rows, width)) for _ in range(3))
@@ -240,6 +248,7 @@ OPERATORS: Mapping[str, Operator] = {
     "all_of_parts": _all_of_parts,
     "extremes_of_many": _extremes_of_many,
     "shards_cdist": _cdist,
+    "shards_of_terms": _bilinear,
     "shards_of_queries": _causal_attention,
     "shards_of_table": _embedding,
     "shards_of_classes": _nll_gradient,
