@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,14 +142,20 @@ def _lerp(x: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
     return x.copy_(torch.lerp(x, end, weight))
 
 
-def _normalization(op: Any, *positions: int) -> Callable[..., Any]:
-    """With the strides that torch's kernels for the CPU give results; its meta kernels keep those of these operands."""
+def _restrided(op: Any, positions: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """With the strides that torch's kernels for the CPU give results; its meta kernels keep those of these operands.
+
+    Args:
+        op: the operator.
+        positions: of the operands.
+        of: gives an operand the strides of such a result.
+    """
 
     def body(*args: Any, **kwargs: Any) -> Any:
         given = list(args)
         for position in positions:
             if isinstance(given[position], torch.Tensor) and given[position].device.type == "cpu":
-                given[position] = _in_memory_format(given[position])
+                given[position] = of(given[position])
         changed = any(new is not old for new, old in zip(given, args, strict=True))
         return op(*given, **kwargs) if changed else NotImplemented
 
@@ -179,19 +185,23 @@ def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: f
     return NotImplemented
 
 
-_BATCH_NORMS = (
-    aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default,
-    aten._batch_norm_with_update.default, aten._batch_norm_with_update_functional.default,
+_STRIDES = (
+    ((0,), _in_memory_format, (
+        aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default,
+        aten._batch_norm_with_update.default, aten._batch_norm_with_update_functional.default,
+    )),
+    ((0, 1), _in_memory_format, (aten.native_batch_norm_backward.default,)),
+    ((0, 1, 5), _in_memory_format, (aten.native_layer_norm_backward.default,)),
+    ((0, 1), torch.Tensor.contiguous, (aten.normal.float_Tensor, aten.normal.Tensor_Tensor)),
 )  # fmt: skip
+"""Positions of operands, the strides to give them, and the operators."""
 
 _BODIES: Mapping[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: _bernoulli,
     aten.lerp_.Scalar: _lerp,
     aten.lerp_.Tensor: _lerp,
-    **{op: _normalization(op, 0) for op in _BATCH_NORMS},
-    aten.native_batch_norm_backward.default: _normalization(aten.native_batch_norm_backward.default, 0, 1),
-    aten.native_layer_norm_backward.default: _normalization(aten.native_layer_norm_backward.default, 0, 1, 5),
+    **{op: _restrided(op, positions, of) for positions, of, ops in _STRIDES for op in ops},
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._cdist_backward.default: _cdist_backward,
 }

@@ -94,3 +94,23 @@ def test_draws_after_batch_norm(order, training):
     expected = function(x.contiguous())
     torch.manual_seed(0)
     torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(x).full_tensor(), expected)
+
+
+@pytest.mark.parametrize(
+    "normal",
+    [
+        lambda y: torch.normal(y, 1.0),
+        lambda y: torch.normal(0.5, y.exp()),
+        lambda y: torch.normal(y, y.exp()),
+        lambda y: torch.normal(y, y.exp().contiguous()),
+    ],
+    ids=["of means", "of deviations", "of both", "of both, one contiguous"],
+)
+def test_draws_after_normal(normal):
+    def function(x):
+        return torch.rand_like(normal(x.t()))
+
+    torch.manual_seed(0)
+    expected = function(X)
+    torch.manual_seed(0)
+    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(X).full_tensor(), expected)
