@@ -66,7 +66,7 @@ def measure(name: str, config: gpt.Config = WORKLOAD, steps: int = STEPS) -> Ran
 
     rivals = (
         Timed(step, state),
-        Timed(local, [leaf.to_local() for leaf in spmd.tree.tree_leaves(state)]),
+        Timed(local, [leaf.to_local() for leaf in spmd.core.pytree.tree_leaves(state)]),
         Timed(make_step(config, training.optimizer), init(config, training.optimizer)),
     )
     for _ in range(steps + 1):

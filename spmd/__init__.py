@@ -4,9 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from spmd import collectives, optim, rules
-from spmd.constrain import constrain, reshard
-from spmd.distribute import distribute, from_process_data
-from spmd.dtensor import DTensor
+from spmd.api.distribute import distribute, from_process_data
+from spmd.api.dtensor import DTensor
+from spmd.api.interop import from_torch_dtensor, to_torch_dtensor
+from spmd.api.jit import jit
+from spmd.core.mesh import Mesh, make_mesh, use_mesh
+from spmd.core.placement import Partial, Replicate, Shard
+from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import (
     CheckpointError,
     DivergenceError,
@@ -17,14 +21,10 @@ from spmd.errors import (
     SpmdError,
     TraceError,
 )
-from spmd.interop import from_torch_dtensor, to_torch_dtensor
-from spmd.jit import jit
-from spmd.launch import launch
-from spmd.mesh import Mesh, make_mesh, use_mesh
-from spmd.placement import Partial, Replicate, Shard
+from spmd.job.launch import launch
+from spmd.job.process import init, is_distributed, process_count, process_index
 from spmd.plan import Machine
-from spmd.process import init, is_distributed, process_count, process_index
-from spmd.spec import DTensorSpec, P, TensorMeta
+from spmd.tracing.constrain import constrain, reshard
 
 if TYPE_CHECKING:
     from spmd import checkpoint

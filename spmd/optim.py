@@ -21,8 +21,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from spmd.core.pytree import tree_flatten, tree_leaves, tree_map, tree_structure
 from spmd.errors import SpmdError
-from spmd.tree import tree_flatten, tree_leaves, tree_map, tree_structure
 
 aten = torch.ops.aten
 

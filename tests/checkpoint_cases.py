@@ -16,7 +16,7 @@ import training
 from spmd import DTensorSpec, P
 from spmd.checkpoint import load, save, save_async
 from spmd.checkpoint.folder import Writer
-from spmd.process import process_index
+from spmd.job.process import process_index
 
 
 def write(folder: str, specs: list[DTensorSpec], values: list[torch.Tensor], runtime: str) -> None:

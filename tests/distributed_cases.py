@@ -20,16 +20,16 @@ from torch.distributed.tensor import placement_types as theirs_placements
 import gpt
 import layouts
 import training
-from spmd.collectives.exchange import broadcast
-from spmd.collectives.redistribute import redistribute_shards
-from spmd.distribute import distribute, from_process_data
-from spmd.dtensor import DTensor
+from spmd.api.distribute import distribute, from_process_data
+from spmd.api.dtensor import DTensor
+from spmd.api.interop import from_torch_dtensor, to_torch_dtensor
+from spmd.api.jit import jit
+from spmd.collectives.distributed.exchange import broadcast
+from spmd.core.mesh import Mesh, Runtime, make_mesh
+from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import SpmdError
-from spmd.interop import from_torch_dtensor, to_torch_dtensor
-from spmd.jit import jit
-from spmd.mesh import Mesh, Runtime, make_mesh
-from spmd.process import init, process_count, process_index
-from spmd.spec import DTensorSpec, P, TensorMeta
+from spmd.job.process import init, process_count, process_index
+from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing.executed import Executed, ExecutedCollectives
 
 CONFIG = gpt.Config(vocab=64, width=32, layers=1, heads=8, context=16)

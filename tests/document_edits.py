@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from spmd.core.mesh import Mesh
+from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import SpmdError
-from spmd.mesh import Mesh
 from spmd.plan.layout import Layout
-from spmd.spec import DTensorSpec, TensorMeta
 
 Document = dict[str, Any]
 Options = Sequence[Sequence[Document]]

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from spmd.distribute import distribute
-from spmd.dtensor import DTensor, wrap
-from spmd.graph import Graph, Operation, Source, Value
-from spmd.lower import LocalProgram, lower
-from spmd.lower.verify import verify
-from spmd.mesh import Mesh
-from spmd.placement import Replicate
+from spmd.api.distribute import distribute
+from spmd.api.dtensor import DTensor, wrap
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Replicate
+from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.ir.graph import Graph, Operation, Source, Value
+from spmd.lowering.lower import LocalProgram, lower
+from spmd.lowering.verify import verify
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
 from spmd.plan.request import Request
 from spmd.rules.strategy import Strategy
 from spmd.runtime import VirtualProgram
-from spmd.spec import DTensorSpec, P, TensorMeta
 
 
 class PlanBuilder:

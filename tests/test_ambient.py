@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import spmd
 from spmd import P
-from spmd.ambient import ambient
-from spmd.static import static_key
+from spmd.api.static_arguments import static_key
+from spmd.runtime.torch_settings import ambient
 
 MESH = spmd.make_mesh({"data": 2}, runtime="virtual")
 

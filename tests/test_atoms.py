@@ -2,10 +2,10 @@
 
 import torch
 
-from spmd.atoms import refine
-from spmd.graph import Graph, Operation, Value
+from spmd.core.spec import TensorMeta
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.plan.atoms import refine
 from spmd.rules import RULES, find_rule
-from spmd.spec import TensorMeta
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import torch
 
 import spmd
 from spmd import P
-from spmd.tree import tree_leaves
+from spmd.core.pytree import tree_leaves
 
 MESH = spmd.make_mesh({"x": 2, "y": 2}, runtime="virtual")
 

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd.canonicalize import PASSES, canonicalize, eliminate_dead, simplify
-from spmd.decompositions import decompose_operations
-from spmd.foreach import element_operator, join_elements, split_lists
-from spmd.normal_forms import normalize
-from spmd.spec import TensorMeta
+from spmd.core.spec import TensorMeta
+from spmd.ir.list_operators import element_operator, join_elements, split_lists
 from spmd.testing.interpreter import evaluate
-from spmd.trace import trace
+from spmd.tracing.canonicalize.canonicalize import PASSES, canonicalize, eliminate_dead, simplify
+from spmd.tracing.canonicalize.decompositions import decompose_operations
+from spmd.tracing.canonicalize.normal_forms import normalize
+from spmd.tracing.trace import trace
 
 aten = torch.ops.aten
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

@@ -25,9 +25,9 @@ from spmd.collectives import (
 )
 from spmd.collectives.primitives import PRIMITIVES, inverse_permutation
 from spmd.collectives.virtual import KERNELS, run
+from spmd.core.mesh import make_mesh
+from spmd.core.spec import chunk_bounds
 from spmd.errors import SpmdError
-from spmd.mesh import make_mesh
-from spmd.spec import chunk_bounds
 
 MESH = make_mesh({"x": 2, "y": 3}, runtime="virtual")
 LINE = make_mesh({"y": 3}, runtime="virtual")

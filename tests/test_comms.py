@@ -13,8 +13,8 @@ from torch import Tensor
 
 import spmd
 from spmd import P
+from spmd.api.jit import Jitted
 from spmd.collectives.traffic import record_traffic
-from spmd.jit import Jitted
 from spmd.testing.traffic import comms_differences
 
 

@@ -12,9 +12,9 @@ from optree import tree_leaves
 
 import spmd
 from spmd import P
-from spmd.placement import Shard
+from spmd.core.placement import Shard
 from spmd.rules import RULES, Factors, Rule
-from spmd.rules.convolution import CONVOLUTION
+from spmd.rules.ops.convolution import CONVOLUTION
 
 # The operator, the shapes of image and weight, its options.
 CASES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {

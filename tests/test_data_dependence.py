@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import spmd
 from spmd import P, TraceError
-from spmd.trace import trace
+from spmd.tracing.trace import trace
 
 MESH = spmd.make_mesh({"x": 2}, runtime="virtual")
 HERE = r"at test_data_dependence\.py:\d+"

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layouts
-from spmd.mesh import make_mesh
-from spmd.spec import TensorMeta
+from spmd.core.mesh import make_mesh
+from spmd.core.spec import TensorMeta
 from spmd.testing import strategies as spmd_strategies
 from spmd.testing.workers import WorkerError, Workers
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import layouts
 import spmd
 import training
-from spmd.spec import TensorMeta
+from spmd.core.spec import TensorMeta
 from spmd.testing import strategies
 
 AXES = st.sampled_from([{"x": 4}, {"x": 2, "y": 2}, {"x": 1, "y": 4}])

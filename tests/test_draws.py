@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import spmd
 from spmd import P
-from spmd.lower.verify import verify
+from spmd.lowering.verify import verify
 
 X, W = torch.randn(7, 6), torch.randn(6, 5)
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.distribute import distribute, place
-from spmd.dtensor import DTensor, wrap
+from spmd.api.distribute import distribute, place
+from spmd.api.dtensor import DTensor, wrap
+from spmd.core.mesh import make_mesh, use_mesh
+from spmd.core.placement import Partial, Replicate, Shard
+from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import MeshError, ShardingError
-from spmd.mesh import make_mesh, use_mesh
-from spmd.placement import Partial, Replicate, Shard
-from spmd.spec import DTensorSpec, P, TensorMeta
 from spmd.testing.strategies import meshes, shards, tensor_specs, tensors
 
 MESH = make_mesh({"data": 2, "model": 3}, runtime="virtual")

@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import spmd
 from spmd import P
-from spmd.spec import TensorMeta
-from spmd.torch_state import TorchState
-from spmd.trace import trace
+from spmd.core.spec import TensorMeta
+from spmd.tracing.torch_state import TorchState
+from spmd.tracing.trace import trace
 
 META = TensorMeta((4, 3), torch.float32)
 CLOSED = torch.ones(4, 3)

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spmd.core.placement import Partial, Replicate, Shard
+from spmd.core.spec import TensorMeta
 from spmd.errors import RuleError
-from spmd.placement import Partial, Replicate, Shard
 from spmd.rules import Call, Factors, derive_strategies, factors
 from spmd.rules.notation import Pattern, operand_names, tensor_arguments
-from spmd.spec import TensorMeta
 
 aten = torch.ops.aten
 R = Replicate()

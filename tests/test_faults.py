@@ -18,12 +18,12 @@ import layouts
 import train_gpt
 import training
 from spmd import checkpoint
-from spmd.alarm import PATIENCE
+from spmd.core.mesh import make_mesh
+from spmd.core.pytree import tree_leaves
 from spmd.errors import SpmdError
-from spmd.launch import launch
-from spmd.meeting import Meeting, explain
-from spmd.mesh import make_mesh
-from spmd.tree import tree_leaves
+from spmd.job.collective_scope import Meeting, explain
+from spmd.job.failure_detector import PATIENCE
+from spmd.job.launch import launch
 
 pytestmark = pytest.mark.faults
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from spmd.canonicalize import canonicalize
-from spmd.fills import fold_fills
 from spmd.testing.interpreter import evaluate
-from spmd.trace import trace
+from spmd.tracing.canonicalize.canonicalize import canonicalize
+from spmd.tracing.canonicalize.constant_folding import fold_fills
+from spmd.tracing.trace import trace
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 

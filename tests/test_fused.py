@@ -11,8 +11,8 @@ import torch
 
 import spmd
 from spmd import P
-from spmd.foreach import element_operator, list_body
-from spmd.trace import trace
+from spmd.ir.list_operators import element_operator, list_body
+from spmd.tracing.trace import trace
 
 MESH = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
 SHAPES = ((5, 3), (7,), ())

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import layouts
-from spmd.launch import launch
+from spmd.job.launch import launch
 
 DEVICE, GPUS = "cuda", torch.cuda.device_count()
 STEPS = 5

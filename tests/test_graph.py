@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
-from spmd.graph import Graph, Operation, Source, Value, iterate_leaves, map_leaves
-from spmd.spec import TensorMeta
+from spmd.ir.graph import Graph, Operation, Source, Value, iterate_leaves, map_leaves
 from spmd.testing.interpreter import evaluate
 
 aten = torch.ops.aten

@@ -16,11 +16,11 @@ import spmd
 from spmd import DTensor, DTensorSpec, P, Partial, Replicate, Shard, TensorMeta
 from spmd.collectives import psum
 from spmd.collectives.traffic import record_traffic
-from spmd.lower import LocalProgram
-from spmd.lower.verify import verify
+from spmd.lowering.lower import LocalProgram
+from spmd.lowering.verify import verify
 from spmd.plan.plan import Plan
 from spmd.rules import RULES, Rule, factors
-from spmd.trace import Traced
+from spmd.tracing.trace import Traced
 
 
 def mesh_of(**axes: int) -> spmd.Mesh:
@@ -28,7 +28,7 @@ def mesh_of(**axes: int) -> spmd.Mesh:
 
 
 def close(actual: Any, expected: Any) -> None:
-    leaves, expected_leaves = spmd.tree.tree_leaves(actual), spmd.tree.tree_leaves(expected)
+    leaves, expected_leaves = spmd.core.pytree.tree_leaves(actual), spmd.core.pytree.tree_leaves(expected)
     assert len(leaves) == len(expected_leaves)
     for leaf, truth in zip(leaves, expected_leaves, strict=True):
         assert isinstance(leaf, DTensor)

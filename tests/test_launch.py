@@ -7,7 +7,7 @@ import distributed_cases as cases
 import pytest
 
 from spmd.errors import MeshError, SpmdError
-from spmd.launch import launch
+from spmd.job.launch import launch
 
 ROOT = Path(__file__).parents[1]
 

@@ -65,7 +65,7 @@ def imported(source, modules):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in modules}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "write imports in full: from spmd.mesh import Mesh"
+            assert node.level == 0, "write imports in full: from spmd.core.mesh import Mesh"
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
                 found.add(submodule if submodule in modules else node.module)
@@ -97,13 +97,13 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_violations_are_seen():
-    modules = {"spmd", "spmd.mesh", "spmd.errors", "spmd.jit", "spmd.plan", "spmd.plan.plan"}
+    modules = {"spmd", "spmd.core.mesh", "spmd.errors", "spmd.api.jit", "spmd.plan", "spmd.plan.plan"}
     source = "import spmd.jit\nfrom spmd.plan import plan, other\ndef f():\n    from spmd.errors import MeshError\n"
     found = imported(source, modules)
-    assert {"spmd.jit", "spmd.plan.plan", "spmd.plan", "spmd.errors"} == found
-    assert ["spmd.jit", "spmd.plan", "spmd.plan.plan"] == upward("spmd.mesh", found)
-    assert [] == upward("spmd.jit", found)
-    assert ["spmd"] == upward("spmd.jit", imported("import spmd", modules))
+    assert {"spmd.api.jit", "spmd.plan.plan", "spmd.plan", "spmd.errors"} == found
+    assert ["spmd.api.jit", "spmd.plan", "spmd.plan.plan"] == upward("spmd.core.mesh", found)
+    assert [] == upward("spmd.api.jit", found)
+    assert ["spmd"] == upward("spmd.api.jit", imported("import spmd", modules))
     assert [] == upward("spmd.rules.check.__main__", {"spmd.testing.rule_check.command"})
 
 

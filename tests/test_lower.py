@@ -7,13 +7,13 @@ import torch
 from handmade import PlanBuilder, lowered, operators, run
 
 from spmd import collectives
+from spmd.core.mesh import Mesh, make_mesh
+from spmd.core.spec import P, TensorMeta
 from spmd.errors import PlanError
-from spmd.lower import lower
-from spmd.lower.verify import verify
-from spmd.mesh import Mesh, make_mesh
-from spmd.optimize import PASSES, optimize
+from spmd.lowering.lower import lower
+from spmd.lowering.passes.optimize import PASSES, optimize
+from spmd.lowering.verify import verify
 from spmd.plan.pricing.account import account
-from spmd.spec import P, TensorMeta
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import torch
 
 import spmd
 from spmd import P
-from spmd.tree import tree_leaves
+from spmd.core.pytree import tree_leaves
 
 FOUR = torch.tensor([True, False, True, True])
 THREE = torch.tensor([0, 2, 1])

@@ -15,9 +15,9 @@ import gpt
 import layouts
 import spmd
 from spmd import P, TensorMeta
+from spmd.core.pytree import tree_map
 from spmd.plan.memory.peak import Kind
 from spmd.testing.live import peak_bytes
-from spmd.tree import tree_map
 from training import Training, init
 
 MESH = spmd.make_mesh({"x": 2, "y": 2}, runtime="virtual")

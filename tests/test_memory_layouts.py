@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import spmd
 from spmd import P, TraceError
-from spmd.optimize.layouts import insert_layout_copies
+from spmd.lowering.passes.layouts import insert_layout_copies
 
 X, WIDE, BATCH = torch.randn(4, 6), torch.randn(8, 6, 4), torch.randn(8, 2, 16, 6)
 CLOSED = torch.arange(24.0).view(4, 6).t()[1:]

@@ -16,8 +16,7 @@ import gpt
 import layouts
 import spmd
 from spmd import P, TensorMeta
-from spmd.canonicalize import canonicalize
-from spmd.lower.verify import verify
+from spmd.lowering.verify import verify
 from spmd.optim import AdamWState, Optimizer, adamw, sgd
 from spmd.plan import Plan
 from spmd.plan.memory.reorder import by_results
@@ -26,7 +25,8 @@ from spmd.plan.search import orders
 from spmd.testing.interpreter import evaluate
 from spmd.testing.live import peak_bytes
 from spmd.testing.programs import agree
-from spmd.trace import trace
+from spmd.tracing.canonicalize.canonicalize import canonicalize
+from spmd.tracing.trace import trace
 from training import Training, init, make_step
 
 WIDTH, ROWS, RANKS = 4096, 65536, 8

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from spmd.core.mesh import Mesh, Runtime, current_mesh, make_mesh, use_mesh
 from spmd.errors import MeshError
-from spmd.mesh import Mesh, Runtime, current_mesh, make_mesh, use_mesh
-from spmd.process import choose_device, init, process_count, process_index
+from spmd.job.process import choose_device, init, process_count, process_index
 from spmd.testing.strategies import meshes
 
 

@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
 from spmd import P
+from spmd.core.pytree import tree_leaves
 from spmd.testing.interpreter import evaluate
-from spmd.trace import trace
-from spmd.tree import tree_leaves
+from spmd.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated",  # forward mode compiles rules so

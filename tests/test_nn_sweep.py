@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from spmd.mesh import Mesh
-from spmd.placement import Replicate, Shard
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Replicate, Shard
 from spmd.testing.nn_sweep.call import Call, Role, call, trial
 from spmd.testing.nn_sweep.placements import MOST_OPERATIONS, layouts
 from spmd.testing.nn_sweep.pool import sweep

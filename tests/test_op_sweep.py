@@ -9,9 +9,9 @@ import attrs
 import pytest
 import torch
 
-import spmd.optimize.layouts
-from spmd.mesh import Mesh
-from spmd.spec import DTensorSpec, TensorMeta
+import spmd.lowering.passes.layouts
+from spmd.core.mesh import Mesh
+from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.testing.op_sweep.cases import cases, entries, full_name
 from spmd.testing.op_sweep.command import Report
 from spmd.testing.op_sweep.layouts import layout_cases, restrided
@@ -71,7 +71,7 @@ def test_gradients_of_operands_in_other_memory() -> None:
 
 @pytest.mark.parametrize("name", ["nn.functional.group_norm", "nn.functional.scaled_dot_product_attention"])
 def test_missing_copies_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spmd.optimize.layouts, "lay_out", lambda op, args, kwargs, copy: (args, kwargs))
+    monkeypatch.setattr(spmd.lowering.passes.layouts, "lay_out", lambda op, args, kwargs, copy: (args, kwargs))
     outcome = sweep_entry(entry(name), attrs.evolve(SETUPS["layouts"], limit=1))
     assert outcome.status is Status.WRONG
 

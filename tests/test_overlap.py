@@ -6,7 +6,7 @@ import torch
 import torch.fx as fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from spmd.collectives.exchange import Exchange
+from spmd.collectives.distributed.exchange import Exchange
 from spmd.runtime.codegen import generate
 from spmd.runtime.overlap import split_exchanges
 

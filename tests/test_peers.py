@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import spmd
 from spmd import P
-from spmd.tree import tree_leaves
+from spmd.core.pytree import tree_leaves
 
 MESH = spmd.make_mesh({"x": 4}, runtime="virtual")
 GRID = spmd.make_mesh({"x": 2, "y": 2}, runtime="virtual")

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from spmd.core.placement import REDUCTIONS, Partial, Replicate, Shard, combine, neutral_element, supports_reduction
 from spmd.errors import ShardingError
-from spmd.placement import REDUCTIONS, Partial, Replicate, Shard, combine, neutral_element, supports_reduction
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.uint8, torch.bool)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import spmd
 from spmd import P, TensorMeta
-from spmd.graph import Operation, Value
+from spmd.ir.graph import Operation, Value
 from spmd.plan import Plan
 from spmd.plan.bodies import BodyUse, trace_body
 from spmd.plan.pricing.flops import flops
@@ -176,7 +176,7 @@ def test_predicted_time_falls_with_the_machine_speed() -> None:
 PROGRAM = """
 import torch, spmd
 from spmd import P, TensorMeta
-from spmd.graph import Operation, Value
+from spmd.ir.graph import Operation, Value
 def step(w, x):
     def loss(w):
         return torch.softmax(x @ w["a"], -1).matmul(w["b"]).sum()

@@ -16,6 +16,7 @@ from document_edits import edit, places
 
 import spmd
 from spmd import P
+from spmd.core.pytree import tree_leaves
 from spmd.plan import Plan
 from spmd.plan.report.figures import make_report
 from spmd.plan.report.html import render_page
@@ -23,7 +24,6 @@ from spmd.plan.saving import restore
 from spmd.plan.saving.document import encode_strategy, read
 from spmd.plan.search.prepare import prepare
 from spmd.rules.strategy import Strategy
-from spmd.tree import tree_leaves
 
 
 @attrs.frozen

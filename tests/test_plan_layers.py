@@ -14,15 +14,15 @@ import gpt
 import layouts
 import spmd
 from spmd import P
-from spmd.canonicalize import canonicalize
-from spmd.graph import Graph, Operation, Value
+from spmd.core.spec import TensorMeta
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan import Plan
 from spmd.plan.layers.repeats import find_repeats
 from spmd.plan.pricing.account import account
 from spmd.plan.quantity import size_text, time_text
 from spmd.rules import RULES, find_rule
-from spmd.spec import TensorMeta
-from spmd.trace import trace
+from spmd.tracing.canonicalize.canonicalize import canonicalize
+from spmd.tracing.trace import trace
 from workloads import GptStep
 
 Function = Callable[[list[Tensor], Tensor], object]

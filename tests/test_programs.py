@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import spmd
+from spmd.api.dtensor import DTensor
 from spmd.collectives.traffic import record_traffic
-from spmd.dtensor import DTensor
-from spmd.lower.verify import verify
-from spmd.placement import REDUCTIONS
+from spmd.core.placement import REDUCTIONS
+from spmd.lowering.verify import verify
 from spmd.testing.operators import OPERATORS, SHARDING
 from spmd.testing.programs import Case, Program, Step, agree, cases
 from spmd.testing.strategies import AXIS_NAMES

@@ -5,12 +5,13 @@ import torch
 from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spmd.collectives.redistribute import StepKind, redistribute_shards, redistribution
+from spmd.collectives.resharding import StepKind, redistribution
 from spmd.collectives.traffic import record_traffic, ring_bytes
+from spmd.core.mesh import make_mesh
+from spmd.core.placement import combine
+from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import ShardingError
-from spmd.mesh import make_mesh
-from spmd.placement import combine
-from spmd.spec import DTensorSpec, P, TensorMeta
+from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing import strategies as spmd_strategies
 
 F32 = torch.float32

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmd.placement import Partial, Replicate, Shard
+from spmd.core.placement import Partial, Replicate, Shard
 from spmd.rules import RULES, factors
 from spmd.rules.check import Finding, Report
 from spmd.testing.op_sweep.cases import entries

@@ -12,14 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
 from spmd import P
+from spmd.core.placement import Partial, Replicate, Shard
 from spmd.errors import RuleError
-from spmd.placement import Partial, Replicate, Shard
 from spmd.rules import RULES, Factors, Rule, derive_strategies, factors, find_rule, linear, pointwise
 from spmd.rules.check import check_rule
 from spmd.rules.check.execute import Example
 from spmd.rules.check.search import PlacedRow, _combinations, is_implied
+from spmd.rules.ops.shape import common_factors
 from spmd.rules.rule import table
-from spmd.rules.shape import common_factors
 from spmd.testing.rule_calls import ARBITRARY, CALLS
 
 aten = torch.ops.aten

@@ -10,12 +10,12 @@ import torch
 from handmade import PlanBuilder, lowered, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.jit import jit
-from spmd.mesh import make_mesh
+from spmd.api.jit import jit
+from spmd.core.mesh import make_mesh
+from spmd.core.spec import P
 from spmd.plan.plan import Plan
 from spmd.runtime import VirtualProgram
 from spmd.runtime.codegen import generate
-from spmd.spec import P
 
 aten = torch.ops.aten
 

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd.collectives.redistribute import redistribute_shards, redistribution
-from spmd.collectives.sent import chunk_lengths, most_sent
+from spmd.collectives.bytes_sent import chunk_lengths, most_sent
+from spmd.collectives.resharding import redistribution
 from spmd.collectives.traffic import StepKind, record_traffic, ring_bytes
-from spmd.mesh import make_mesh
-from spmd.spec import DTensorSpec, P, TensorMeta, chunk_bounds
+from spmd.core.mesh import make_mesh
+from spmd.core.spec import DTensorSpec, P, TensorMeta, chunk_bounds
+from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing.strategies import meshes, shards, tensor_specs
 
 F32 = torch.float32

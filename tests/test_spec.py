@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmd.core.mesh import make_mesh
+from spmd.core.placement import Partial, Replicate, Shard
+from spmd.core.spec import DTensorSpec, P, TensorMeta, chunk_bounds
 from spmd.errors import ShardingError
-from spmd.mesh import make_mesh
-from spmd.placement import Partial, Replicate, Shard
-from spmd.spec import DTensorSpec, P, TensorMeta, chunk_bounds
 from spmd.testing.strategies import meshes, pspecs, tensor_specs
 
 MESH = make_mesh({"data": 2, "model": 4}, runtime="virtual")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from handmade import PlanBuilder, lowered
 
-from spmd.mesh import make_mesh
+from spmd.core.mesh import make_mesh
+from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.plan.layout import Layout
-from spmd.spec import DTensorSpec, P, TensorMeta
 
 aten = torch.ops.aten
 

@@ -7,9 +7,9 @@ import torch
 
 import spmd
 from spmd import P
-from spmd.spec import TensorMeta
-from spmd.torch_state import TorchState, restored
-from spmd.trace import trace
+from spmd.core.spec import TensorMeta
+from spmd.tracing.torch_state import TorchState, restored
+from spmd.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward mode compiles rules so
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spmd.constrain import constrain, encode_spec, parse_spec, reshard
+from spmd.core.mesh import make_mesh, use_mesh
+from spmd.core.placement import Replicate, Shard
+from spmd.core.spec import P, TensorMeta
 from spmd.errors import ShardingError, TraceError
-from spmd.mesh import make_mesh, use_mesh
-from spmd.placement import Replicate, Shard
-from spmd.spec import P, TensorMeta
 from spmd.testing.interpreter import evaluate
-from spmd.trace import is_tracing, trace
+from spmd.tracing.constrain import constrain, encode_spec, parse_spec, reshard
+from spmd.tracing.trace import is_tracing, trace
 
 CLOSED = torch.tensor([1.0, -2.0, 3.0])
 MODULE = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))

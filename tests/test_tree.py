@@ -6,11 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.errors import ShardingError
-from spmd.mesh import make_mesh
-from spmd.placement import Partial, Replicate, Shard
-from spmd.spec import DTensorSpec, P, TensorMeta
-from spmd.tree import (
+from spmd.core.mesh import make_mesh
+from spmd.core.placement import Partial, Replicate, Shard
+from spmd.core.pytree import (
     broadcast_prefix,
     flatten_with_paths,
     is_spec,
@@ -20,6 +18,8 @@ from spmd.tree import (
     tree_leaves,
     tree_map,
 )
+from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.errors import ShardingError
 
 MESH = make_mesh({"data": 2, "model": 4}, runtime="virtual")
 Pair = namedtuple("Pair", "first second")

@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from spmd.collectives.wire import moved, reduced
-from spmd.placement import combine
+from spmd.collectives.distributed.transport_dtypes import moved, reduced
+from spmd.core.placement import combine
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from spmd.documents import Fields, Kind, ListOf, MapOf, Maybe, misfit
+from spmd.core.documents import Fields, Kind, ListOf, MapOf, Maybe, misfit
+from spmd.core.spec import TensorMeta
 from spmd.errors import CheckpointError
-from spmd.spec import TensorMeta
 
 Document = dict[str, Any]
 """What `json` can write."""

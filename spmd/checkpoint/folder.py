@@ -32,8 +32,8 @@ from torch.futures import Future
 from spmd.checkpoint.contents import Part
 from spmd.checkpoint.manifest import Manifest, append_manifest, read_manifest
 from spmd.checkpoint.payloads import check_archive, read_tensor
+from spmd.core.spec import TensorMeta
 from spmd.errors import CheckpointError
-from spmd.spec import TensorMeta
 
 METADATA = ".metadata"
 

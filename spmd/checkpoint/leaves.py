@@ -8,10 +8,10 @@ from typing import Any
 import optree
 import torch
 
-from spmd.collectives.agreement import describe
-from spmd.dtensor import DTensor
+from spmd.api.dtensor import DTensor
+from spmd.collectives.distributed.agreement import describe
+from spmd.core.pytree import NAMESPACE
 from spmd.errors import CheckpointError
-from spmd.tree import NAMESPACE
 
 PLAIN = (bool, int, float, complex, str, bytes)
 """Python values that a checkpoint may hold beside tensors."""

@@ -12,18 +12,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import ReadItem
 
+from spmd.api.checkpointable import check_final
+from spmd.api.dtensor import DTensor, wrap
 from spmd.checkpoint.contents import Contents, check_tiling
 from spmd.checkpoint.folder import Reader
 from spmd.checkpoint.leaves import PLAIN, named_leaves
 from spmd.checkpoint.payloads import read_value
 from spmd.checkpoint.processes import processes_of
 from spmd.checkpoint.saving import ignore_notice, wait_for_last
-from spmd.chunks import check_final
-from spmd.dtensor import DTensor, wrap
+from spmd.core.mesh import Mesh, current_mesh
+from spmd.core.pytree import is_spec, make_spec, tree_leaves
+from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import CheckpointError, ShardingError
-from spmd.mesh import Mesh, current_mesh
-from spmd.spec import DTensorSpec, TensorMeta
-from spmd.tree import is_spec, make_spec, tree_leaves
 
 
 def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -> Any:

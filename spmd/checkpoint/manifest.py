@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from spmd.checkpoint.contents import Contents, Document, describe, parse
 from spmd.checkpoint.records import read_records
-from spmd.documents import parse as parse_json
+from spmd.core.documents import parse as parse_json
 from spmd.errors import CheckpointError
 
 _FOOTER = re.compile(rb"\nspmd manifest 1, bytes ([0-9]{16}), sha256 ([0-9a-f]{64})\n\Z")

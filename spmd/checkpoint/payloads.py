@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from spmd.checkpoint.leaves import PLAIN
+from spmd.core.spec import TensorMeta
 from spmd.errors import CheckpointError
-from spmd.spec import TensorMeta
 
 _ZIP = b"PK\x03\x04"
 

@@ -10,12 +10,12 @@ import attrs
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from spmd.collectives.agreement import check_agreement, gather
-from spmd.collectives.process_groups import group_for
+from spmd.collectives.distributed.agreement import check_agreement, gather
+from spmd.collectives.distributed.process_groups import group_for
+from spmd.core.mesh import Mesh, Runtime
 from spmd.errors import CheckpointError, MeshError, SpmdError
-from spmd.meeting import Meeting, failed
-from spmd.mesh import Mesh, Runtime
-from spmd.process import process_count, process_index
+from spmd.job.collective_scope import Meeting, failed
+from spmd.job.process import process_count, process_index
 
 T = TypeVar("T")
 

@@ -15,13 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from spmd.api.checkpointable import check_final, offsets, owned
+from spmd.api.dtensor import DTensor, wrap
 from spmd.checkpoint.folder import Writer, new_data_name
 from spmd.checkpoint.leaves import PLAIN, describe_leaf, named_leaves
 from spmd.checkpoint.processes import Processes, processes_of
-from spmd.chunks import check_final, offsets, owned
-from spmd.dtensor import DTensor, wrap
+from spmd.core.pytree import leaf_remedy, tree_leaves
 from spmd.errors import CheckpointError
-from spmd.tree import leaf_remedy, tree_leaves
 
 Progress: TypeAlias = Callable[[int, int], object]
 """Called with the bytes that this process has written and the bytes that it writes in all."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
 from spmd.collectives.environment import axis_size, resolve_axes
+from spmd.core.pytree import tree_map
 from spmd.errors import SpmdError
-from spmd.tree import tree_map
 
 AxisName: TypeAlias = str | Sequence[str]
 Tree = TypeVar("Tree")

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import attrs
 
-from spmd.mesh import Mesh
-from spmd.spec import chunk_bounds
+from spmd.core.mesh import Mesh
+from spmd.core.spec import chunk_bounds
 
 
 @attrs.frozen(cache_hash=True)
@@ -41,7 +41,7 @@ def _bounds(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 def groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Group, ...]:
     """All groups of ranks that differ only along `axes`.
 
-    >>> from spmd.mesh import make_mesh
+    >>> from spmd.core.mesh import make_mesh
     >>> [group.ranks for group in groups(make_mesh({"data": 2, "model": 2}, runtime="virtual"), ("data",))]
     [(0, 2), (1, 3)]
     """

@@ -15,10 +15,10 @@ from functools import lru_cache
 import attrs
 
 from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Reduction
+from spmd.core.spec import Dims, TensorMeta
 from spmd.errors import ShardingError
-from spmd.mesh import Mesh
-from spmd.placement import Reduction
-from spmd.spec import Dims, TensorMeta
 
 
 @attrs.frozen(cache_hash=True)

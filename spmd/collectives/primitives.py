@@ -2,7 +2,7 @@
 
 Every primitive carries all the sizes that it depends on, so shapes follow from the arguments alone and tracing needs no
 mesh. What the ranks exchange is a runtime's business: a call outside of one is an error. Several axes are taken
-together, the first one major; shards of a dim are the nested chunks of `spmd.spec.chunk_bounds`, uneven or empty.
+together, the first one major; shards of a dim are the nested chunks of `spmd.core.spec.chunk_bounds`, uneven or empty.
 
 Differentiation follows JAX's `shard_map` with varying types. A value is *invariant* over a mesh axis when it is the
 same on all ranks along it, else *varying*. The cotangent of an invariant value is invariant. `pcast` takes an invariant

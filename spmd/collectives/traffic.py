@@ -14,7 +14,7 @@ from enum import Enum
 import attrs
 from torch import Tensor
 
-from spmd.spec import chunk_bounds
+from spmd.core.spec import chunk_bounds
 
 
 class StepKind(Enum):

@@ -15,9 +15,9 @@ from torch import Tensor
 from spmd.collectives.group import Group, groups
 from spmd.collectives.primitives import COLLECTIVES
 from spmd.collectives.traffic import active_traffic, sent_bytes
+from spmd.core.mesh import Mesh
+from spmd.core.placement import neutral_element
 from spmd.errors import DivergenceError, SpmdError
-from spmd.mesh import Mesh
-from spmd.placement import neutral_element
 
 Arguments: TypeAlias = tuple[Any, ...]
 
@@ -144,7 +144,7 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
         SpmdError: an operator that is no primitive.
         DivergenceError: arguments that do not fit together.
 
-    >>> from spmd.mesh import make_mesh
+    >>> from spmd.core.mesh import make_mesh
     >>> mesh = make_mesh({"data": 2}, runtime="virtual")
     >>> run(torch.ops.spmd.all_reduce.default, mesh, [((torch.tensor(x), "sum", ["data"]), {}) for x in (1, 2)])
     [tensor(3), tensor(3)]

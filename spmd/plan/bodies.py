@@ -13,18 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmd.collectives.bytes_sent import most_sent
 from spmd.collectives.environment import axis_environment
 from spmd.collectives.primitives import COLLECTIVES
-from spmd.collectives.sent import most_sent
-from spmd.graph import Operation, Value, freeze, iterate_leaves, map_leaves
-from spmd.mesh import Mesh
-from spmd.placement import Placement
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Placement
+from spmd.core.spec import TensorMeta
+from spmd.ir.call import Call
+from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
 from spmd.plan.layout import regroup
 from spmd.plan.search.draft import Draft
 from spmd.rules import find_rule
-from spmd.rules.rule import Body, Call, Rule
+from spmd.rules.rule import Body, Rule
 from spmd.rules.strategy import Strategy
-from spmd.spec import TensorMeta
 
 _OF_THE_RANK = (torch.ops.spmd.axis_index.default, torch.ops.spmd.shard_offset.default)
 """Primitives that take no tensor and give a number of the rank."""

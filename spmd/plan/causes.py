@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
-from spmd.graph import Graph, Operation, Source, Value
+from spmd.ir.graph import Graph, Operation, Source, Value
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import attrs
 
-from spmd.mesh import Coordinate
+from spmd.core.mesh import Coordinate
+from spmd.core.spec import DTensorSpec
 from spmd.rules.strategy import LogicalShape
-from spmd.spec import DTensorSpec
 
 
 @attrs.frozen

@@ -9,9 +9,10 @@ from types import MappingProxyType
 
 import attrs
 
+from spmd.core.mesh import Mesh
+from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
-from spmd.graph import Graph, Operation, Source, Value
-from spmd.mesh import Mesh
+from spmd.ir.graph import Graph, Operation, Source, Value
 from spmd.plan.causes import Cause, find_causes
 from spmd.plan.comm import Comm
 from spmd.plan.layers.layers import Layers, find_layers
@@ -28,7 +29,6 @@ from spmd.plan.request import Request
 from spmd.plan.saving.document import Document, make_document, read, save
 from spmd.plan.saving.restore import restore
 from spmd.rules.strategy import Strategy
-from spmd.spec import DTensorSpec
 
 
 @attrs.frozen(eq=False, repr=False)

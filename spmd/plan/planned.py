@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from spmd.graph import Graph, Operation, Value
-from spmd.mesh import Mesh
+from spmd.core.mesh import Mesh
+from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.causes import Cause
 from spmd.plan.comm import Comm
 from spmd.plan.layout import Layout
 from spmd.plan.memory.peak import Memory
 from spmd.plan.request import Request
 from spmd.rules.strategy import LogicalShape, Strategy
-from spmd.spec import DTensorSpec
 
 
 class Planned(Protocol):

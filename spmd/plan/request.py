@@ -8,12 +8,12 @@ from types import MappingProxyType
 import attrs
 import torch
 
-from spmd.graph import Graph
-from spmd.mesh import Mesh
+from spmd.core.mesh import Mesh
+from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Graph
 from spmd.plan.pricing.machine import Machine
 from spmd.rules import RULES
 from spmd.rules.rule import Rule
-from spmd.spec import DTensorSpec
 
 
 def _specs(specs: Sequence[DTensorSpec]) -> tuple[DTensorSpec, ...]:

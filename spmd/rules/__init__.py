@@ -8,30 +8,31 @@ from types import MappingProxyType
 
 import torch
 
-from spmd.rules.attention import ATTENTION
+from spmd.ir.call import Call
 from spmd.rules.builders import along, batched, pointwise, reduction
-from spmd.rules.convolution import CONVOLUTION
-from spmd.rules.counting import COUNTING
 from spmd.rules.custom import CustomOperator, custom_operator
-from spmd.rules.elementwise import POINTWISE
-from spmd.rules.embedding import EMBEDDING
-from spmd.rules.extremes import EXTREMES
-from spmd.rules.factories import FACTORIES
-from spmd.rules.indexing import INDEXING
-from spmd.rules.layers import LAYERS
-from spmd.rules.linalg import LINALG
-from spmd.rules.loss import LATE, LOSS
-from spmd.rules.matmul import MATMUL
-from spmd.rules.normalization import NORMALIZATION
 from spmd.rules.notation import factors
+from spmd.rules.ops.attention import ATTENTION
+from spmd.rules.ops.convolution import CONVOLUTION
+from spmd.rules.ops.counting import COUNTING
+from spmd.rules.ops.elementwise import POINTWISE
+from spmd.rules.ops.embedding import EMBEDDING
+from spmd.rules.ops.extremes import EXTREMES
+from spmd.rules.ops.factories import FACTORIES
+from spmd.rules.ops.indexing import INDEXING
+from spmd.rules.ops.layers import LAYERS
+from spmd.rules.ops.linalg import LINALG
+from spmd.rules.ops.loss import LATE, LOSS
+from spmd.rules.ops.matmul import MATMUL
+from spmd.rules.ops.normalization import NORMALIZATION
+from spmd.rules.ops.pooling import POOLING
+from spmd.rules.ops.random import RANDOM
+from spmd.rules.ops.reductions import REDUCTION
+from spmd.rules.ops.scan import SCAN
+from spmd.rules.ops.shape import MOVES, VIEWS
+from spmd.rules.ops.softmax import SOFTMAX
 from spmd.rules.partial import carry, decreasing, ignores, increasing, linear
-from spmd.rules.pooling import POOLING
-from spmd.rules.random import RANDOM
-from spmd.rules.reductions import REDUCTION
-from spmd.rules.rule import Body, Call, Factors, Row, Rule, Table
-from spmd.rules.scan import SCAN
-from spmd.rules.shape import MOVES, VIEWS
-from spmd.rules.softmax import SOFTMAX
+from spmd.rules.rule import Body, Factors, Row, Rule, Table
 from spmd.rules.strategy import Strategy, derive_strategies
 
 _FAMILIES = (

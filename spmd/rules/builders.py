@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from spmd.placement import Reduction
+from spmd.core.placement import Reduction
+from spmd.core.spec import TensorMeta
+from spmd.ir.call import Call
 from spmd.rules.notation import Rows, finish, operand_names, spell, tensor_arguments, term
-from spmd.rules.rule import Axes, Body, Call, Factors, Rule
-from spmd.spec import TensorMeta
+from spmd.rules.rule import Axes, Body, Factors, Rule
 
 T = TypeVar("T")
 

@@ -24,10 +24,11 @@ from typing import TypeAlias
 import attrs
 import torch
 
+from spmd.core.placement import Reduction
+from spmd.core.spec import TensorMeta
 from spmd.errors import RuleError
-from spmd.placement import Reduction
-from spmd.rules.rule import Body, Call, FactorDims, Factors, Row, Rule
-from spmd.spec import TensorMeta
+from spmd.ir.call import Call
+from spmd.rules.rule import Body, FactorDims, Factors, Row, Rule
 
 Rows: TypeAlias = Callable[[Call], Iterable[Row]]
 """What adds written-out rows to a rule: linearity (`spmd.rules.partial`) or local bodies."""

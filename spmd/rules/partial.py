@@ -13,10 +13,11 @@ from typing import TypeAlias
 import attrs
 import torch
 
-from spmd.placement import Partial, Placement, Reduction, Replicate
+from spmd.core.placement import Partial, Placement, Reduction, Replicate
+from spmd.core.spec import TensorMeta
+from spmd.ir.call import Call
 from spmd.rules.notation import operand_names
-from spmd.rules.rule import Call, Row
-from spmd.spec import TensorMeta
+from spmd.rules.rule import Row
 
 Through: TypeAlias = tuple[tuple[Reduction, Reduction | None], ...]
 

@@ -7,61 +7,19 @@ once, for all rules, in `spmd.rules.strategy`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import attrs
 import torch
 
+from spmd.core.placement import Placement, Reduction
 from spmd.errors import RuleError
-from spmd.placement import Placement, Reduction
-from spmd.spec import TensorMeta
+from spmd.ir.call import Call
 
 FactorDims: TypeAlias = tuple[tuple[str, ...], ...]
 """For each dim of a tensor, the factors that it is made of, major first; `()` for a dim that cannot be sharded."""
-
-
-REQUIRED = object()
-"""Says that an operator must have an argument."""
-
-
-@attrs.frozen(eq=False)
-class Call:
-    """One call of an operator: its arguments with a TensorMeta in place of every tensor."""
-
-    op: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    results: tuple[TensorMeta, ...]
-
-    @property
-    def operands(self) -> tuple[TensorMeta, ...]:
-        """The tensor arguments in order of appearance, also from inside lists."""
-        return tuple(_metas((self.args, *self.kwargs.values())))
-
-    def argument(self, name: str, otherwise: Any = REQUIRED) -> Any:
-        """An argument by its name in the operator's schema, its default if it was not given.
-
-        Raises:
-            RuleError: the operator has no such argument, and `otherwise` does not say what it stands for then.
-        """
-        for position, argument in enumerate(self.op._schema.arguments):
-            if argument.name == name:
-                if name in self.kwargs:
-                    return self.kwargs[name]
-                return self.args[position] if position < len(self.args) else argument.default_value
-        if otherwise is REQUIRED:
-            raise RuleError(f"{self.op} has no argument {name!r}.")
-        return otherwise
-
-
-def _metas(argument: Any) -> Iterator[TensorMeta]:
-    if isinstance(argument, TensorMeta):
-        yield argument
-    elif isinstance(argument, (tuple, list)):
-        for item in argument:
-            yield from _metas(item)
 
 
 Axes: TypeAlias = tuple[str, ...]

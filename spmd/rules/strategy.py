@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import attrs
 
+from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.errors import RuleError
-from spmd.placement import Partial, Placement, Replicate, Shard
 from spmd.rules.rule import Body, FactorDims, Factors, Row
 
 Atoms: TypeAlias = Mapping[str, tuple[int, ...]]

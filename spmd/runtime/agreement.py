@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from spmd.collectives.agreement import check_agreement, describe
-from spmd.lower.program import LocalProgram
-from spmd.mesh import Mesh
-from spmd.optimize.clean import is_draw
+from spmd.collectives.distributed.agreement import check_agreement, describe
+from spmd.core.mesh import Mesh
+from spmd.lowering.passes.clean import is_draw
+from spmd.lowering.program import LocalProgram
 
 
 def first_run(mesh: Mesh) -> str:

@@ -17,9 +17,9 @@ import attrs
 import torch
 import torch.fx as fx
 
-from spmd.lower.program import is_primitive
-from spmd.optimize.clean import is_draw
-from spmd.recorder import where
+from spmd.lowering.passes.clean import is_draw
+from spmd.lowering.program import is_primitive
+from spmd.tracing.recorder import where
 
 RankProgram: TypeAlias = Callable[[list[torch.Tensor]], Any]
 """A function of the list of local inputs, which it empties. In lock step a generator function: it yields the arguments

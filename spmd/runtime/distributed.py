@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from spmd.ambient import run_isolated
-from spmd.lower.program import LocalProgram
+from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import check_same_program
 from spmd.runtime.codegen import generate, name_origin
 from spmd.runtime.overlap import overlap
+from spmd.runtime.torch_settings import run_isolated
 
 
 class DistributedProgram:

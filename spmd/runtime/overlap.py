@@ -16,10 +16,10 @@ import torch
 import torch.fx as fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from spmd.collectives.exchange import Exchange, bind
-from spmd.lower.program import is_primitive
-from spmd.mesh import Coordinate, Mesh
-from spmd.spec import TensorMeta
+from spmd.collectives.distributed.exchange import Exchange, bind
+from spmd.core.mesh import Coordinate, Mesh
+from spmd.core.spec import TensorMeta
+from spmd.lowering.program import is_primitive
 
 RESHAPE = torch.ops.aten.reshape.default
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from spmd.ambient import run_isolated
 from spmd.collectives import virtual
-from spmd.lower.program import LocalProgram
+from spmd.lowering.program import LocalProgram
 from spmd.runtime.codegen import Stop, generate, name_origin
+from spmd.runtime.torch_settings import run_isolated
 
 
 class VirtualProgram:

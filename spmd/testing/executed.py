@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.collectives.sent import most_sent
+from spmd.collectives.bytes_sent import most_sent
 from spmd.collectives.traffic import StepKind, ring_bytes
 
 _c10d = torch.ops._c10d_functional

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from spmd.graph import Graph, Operation, Value, iterate_leaves, map_leaves
+from spmd.ir.graph import Graph, Operation, Value, iterate_leaves, map_leaves
 from spmd.rules.layouts import laid_out
 
 
 def evaluate(graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The outputs of a program for given inputs, one operator after the other, unsharded.
 
-    >>> from spmd.trace import trace
+    >>> from spmd.tracing.trace import trace
     >>> x = torch.ones(2)
     >>> evaluate(trace(lambda x: x + 1, (x,)).graph, [x])
     (tensor([2., 2.]),)
@@ -32,7 +32,7 @@ def evaluate(graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor
 def _call(operation: Operation, values: dict[Value, torch.Tensor]) -> Any:
     concrete = lambda leaf: values[leaf] if isinstance(leaf, Value) else leaf  # noqa: E731
     args, kwargs = map_leaves(concrete, operation.args), map_leaves(concrete, dict(operation.kwargs))
-    if operation.op is torch.ops.aten.view.default:  # strides are no part of a program: see spmd.canonicalize
+    if operation.op is torch.ops.aten.view.default:  # strides are no part of a program: see `canonicalize`
         return args[0].reshape(args[1])
     args, kwargs = laid_out(operation.op, args, kwargs)
     return operation.op(*args, **kwargs)

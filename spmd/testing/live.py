@@ -10,9 +10,9 @@ import torch.fx as fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.graph import iterate_leaves
-from spmd.lower.program import LocalProgram, is_primitive
-from spmd.optimize.clean import is_draw
+from spmd.ir.graph import iterate_leaves
+from spmd.lowering.passes.clean import is_draw
+from spmd.lowering.program import LocalProgram, is_primitive
 from spmd.runtime.codegen import generate
 
 

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from spmd.constrain import constrain, reshard
-from spmd.jit import jit
-from spmd.mesh import Mesh
-from spmd.spec import P
+from spmd.api.jit import jit
+from spmd.core.mesh import Mesh
+from spmd.core.spec import P
+from spmd.tracing.constrain import constrain, reshard
 
 Operator: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int], Any]
 """`operator(x, y, number)` gives a tensor or a sequence of tensors."""

@@ -11,12 +11,12 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from spmd.dtensor import DTensor
-from spmd.jit import Jitted, jit
-from spmd.mesh import Mesh
-from spmd.placement import REDUCTIONS, supports_reduction
+from spmd.api.dtensor import DTensor
+from spmd.api.jit import Jitted, jit
+from spmd.core.mesh import Mesh
+from spmd.core.placement import REDUCTIONS, supports_reduction
+from spmd.core.spec import P, TensorMeta
 from spmd.plan import Machine
-from spmd.spec import P, TensorMeta
 from spmd.testing.operators import OPERATORS, SHARDING, real, sharding_operators
 from spmd.testing.strategies import meshes, pspecs, shapes, shards, tensor_specs
 

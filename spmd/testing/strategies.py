@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from spmd.mesh import Mesh, make_mesh
-from spmd.placement import REDUCTIONS, Reduction, combine, supports_reduction
-from spmd.spec import DTensorSpec, P, TensorMeta
+from spmd.core.mesh import Mesh, make_mesh
+from spmd.core.placement import REDUCTIONS, Reduction, combine, supports_reduction
+from spmd.core.spec import DTensorSpec, P, TensorMeta
 
 AXIS_NAMES = ("data", "model", "pipe")
 """The names of drawn mesh axes, in mesh order."""

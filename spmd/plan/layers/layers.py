@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import attrs
 
-from spmd.graph import Operation, Value
+from spmd.ir.graph import Operation, Value
 from spmd.plan.layers.repeats import Copy, Repeat, find_repeats
 from spmd.plan.layers.shares import Share, find_shares
 from spmd.plan.layout import Layout

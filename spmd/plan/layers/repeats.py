@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from spmd.graph import Graph, Operation, Value, freeze, map_leaves
+from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
 from spmd.plan.pricing.flops import has_formula
 from spmd.plan.search.dataflow import rootless_values
 

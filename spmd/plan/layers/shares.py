@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from spmd.graph import Operation, Value
+from spmd.ir.graph import Operation, Value
 from spmd.plan.layers.repeats import Repeat
 from spmd.plan.planned import Planned
 

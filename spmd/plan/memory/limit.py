@@ -14,7 +14,7 @@ from types import MappingProxyType
 import attrs
 
 from spmd.errors import PlanError
-from spmd.graph import Operation, Value
+from spmd.ir.graph import Operation, Value
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.memory.peak import measure
 from spmd.plan.memory.recompute import Again, Rewritten, candidates, rewrite

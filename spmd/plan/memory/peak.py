@@ -12,9 +12,9 @@ from itertools import accumulate
 
 import attrs
 
-from spmd.graph import Operation, Source, Value
+from spmd.core.spec import TensorMeta
+from spmd.ir.graph import Operation, Source, Value
 from spmd.plan.memory.tape import Buffer, Tape
-from spmd.spec import TensorMeta
 
 
 class Kind(enum.Enum):

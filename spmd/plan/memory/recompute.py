@@ -14,10 +14,10 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.graph import Graph, Operation, Value, freeze, map_leaves
+from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.memory.tape import Buffer, Tape
-from spmd.spec import DTensorSpec
 
 
 @attrs.frozen(eq=False)

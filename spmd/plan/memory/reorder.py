@@ -9,7 +9,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from spmd.graph import Graph, Operation, Value
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 
 

@@ -17,18 +17,18 @@ import attrs
 import torch
 import torch.fx as fx
 
-from spmd.collectives.redistribute import Step, StepKind, redistribution
-from spmd.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
-from spmd.mesh import Mesh
+from spmd.collectives.resharding import Step, StepKind, redistribution
+from spmd.core.mesh import Mesh
+from spmd.core.spec import TensorMeta
+from spmd.ir.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.list_schedule import Unit, schedule
 from spmd.plan.bodies import BodyUse, body_of, runs_body, trace_body, with_local_size
-from spmd.plan.groups import Unit, schedule
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.rules import find_rule
 from spmd.rules.layouts import Need, lay_out
 from spmd.rules.rule import Rule
 from spmd.rules.strategy import Strategy
-from spmd.spec import TensorMeta
 
 aten = torch.ops.aten
 

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from spmd.collectives.redistribute import redistribution
-from spmd.graph import Operation, Value
-from spmd.placement import Placement, Replicate
+from spmd.collectives.resharding import redistribution
+from spmd.core.placement import Placement, Replicate
+from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Operation, Value
+from spmd.ir.list_schedule import schedule
 from spmd.plan.bodies import body_collectives, runs_body
 from spmd.plan.causes import Cause
 from spmd.plan.comm import Comm
-from spmd.plan.groups import schedule
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
 from spmd.plan.pricing.cost import LocalCost
 from spmd.plan.search.dataflow import fused_values
 from spmd.plan.search.draft import Draft
-from spmd.spec import DTensorSpec
 
 
 @attrs.frozen

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from spmd.collectives.sent import most_sent
+from spmd.collectives.bytes_sent import most_sent
 from spmd.collectives.traffic import StepKind
-from spmd.graph import Operation, Value
-from spmd.placement import Partial, Placement, Replicate, Shard
+from spmd.core.placement import Partial, Placement, Replicate, Shard
+from spmd.ir.graph import Operation, Value
 from spmd.plan.bodies import body_collectives
 from spmd.plan.markers import REDISTRIBUTE
 from spmd.plan.pricing.flops import arithmetic_dtype, flops

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from spmd.graph import Operation, Value, map_leaves
-from spmd.rules.rule import Call
-from spmd.spec import TensorMeta
+from spmd.core.spec import TensorMeta
+from spmd.ir.call import Call
+from spmd.ir.graph import Operation, Value, map_leaves
 
 Formula: TypeAlias = Callable[[Call], float]
 

@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import torch
 
+from spmd.core.mesh import Mesh
 from spmd.errors import PlanError
-from spmd.mesh import Mesh
 from spmd.plan.pricing.measure import measure_copies, measure_link, measure_products, memory_of
 
 

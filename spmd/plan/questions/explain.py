@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
+from spmd.core.placement import Placement
+from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
-from spmd.graph import Operation, Source, Value
-from spmd.placement import Placement
+from spmd.ir.graph import Operation, Source, Value
 from spmd.plan.arguments import find_inputs
 from spmd.plan.layout import Layout
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
@@ -24,7 +25,6 @@ from spmd.plan.saving.document import defined_values, unique_names
 from spmd.plan.search.draft import Draft, logical_meta, spec_of
 from spmd.plan.search.prepare import prepare
 from spmd.rules.strategy import Strategy
-from spmd.spec import DTensorSpec
 
 _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 import torch
 
-from spmd.constrain import encode_spec
+from spmd.core.spec import DTensorSpec, P
 from spmd.errors import PlanError
-from spmd.graph import Operation, Value, map_leaves
+from spmd.ir.graph import Operation, Value, map_leaves
 from spmd.plan.comm import Comm
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
@@ -20,7 +20,7 @@ from spmd.plan.request import Request
 from spmd.plan.search.boundary import carry_over, physical_dims
 from spmd.plan.search.draft import logical_meta, spec_of
 from spmd.plan.search.orders import plan as search
-from spmd.spec import DTensorSpec, P
+from spmd.tracing.constrain import encode_spec
 
 TRIALS = 4
 """How many pins are tried for one collective, those that promise the least first."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import attrs
 
+from spmd.core.placement import Placement, Replicate
 from spmd.errors import PlanError
-from spmd.graph import Operation, Value
-from spmd.placement import Placement, Replicate
+from spmd.ir.graph import Operation, Value
 from spmd.plan.planned import Planned
 from spmd.plan.pricing.account import sends
 from spmd.plan.pricing.cost import LocalCost

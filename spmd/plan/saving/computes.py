@@ -12,9 +12,10 @@ from collections.abc import Mapping
 
 import attrs
 
+from spmd.core.placement import Placement, Replicate, Shard, supports_reduction
+from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
-from spmd.graph import Graph, Operation, Value
-from spmd.placement import Placement, Replicate, Shard, supports_reduction
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE
 from spmd.plan.saving.images import is_laid_out
@@ -24,7 +25,6 @@ from spmd.plan.search.dataflow import rootless_values
 from spmd.plan.search.draft import SAME_TENSOR, logical_meta, physical_shape, spec_of
 from spmd.plan.search.prepare import Prepared
 from spmd.rules.strategy import LogicalShape, Strategy
-from spmd.spec import DTensorSpec
 
 
 @attrs.frozen(eq=False)

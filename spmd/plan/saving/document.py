@@ -19,10 +19,11 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.documents import parse
+from spmd.core.documents import parse
+from spmd.core.placement import Placement
+from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
-from spmd.graph import Graph, Operation, Value, map_leaves
-from spmd.placement import Placement
+from spmd.ir.graph import Graph, Operation, Value, map_leaves
 from spmd.plan.comm import Comm
 from spmd.plan.layers.layers import Layers, find_layers
 from spmd.plan.planned import Planned
@@ -30,7 +31,6 @@ from spmd.plan.pricing.account import account
 from spmd.plan.saving.images import find_origins
 from spmd.plan.saving.schema import Document, find_wrong
 from spmd.rules.strategy import Strategy
-from spmd.spec import DTensorSpec
 
 FORMAT = 2
 """The version of the format; files of another are refused."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from spmd.constrain import parse_spec
-from spmd.graph import Graph, Operation, Value, freeze, map_leaves
-from spmd.mesh import Mesh
+from spmd.core.mesh import Mesh
+from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
 from spmd.plan.layout import Layout
 from spmd.plan.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.planned import Planned
 from spmd.plan.search.boundary import CONSTRAINTS, carry_over, physical_dims, without_trivial_axes
-from spmd.spec import DTensorSpec
+from spmd.tracing.constrain import parse_spec
 
 MARKERS = (REDISTRIBUTE, RELABEL)
 """The operations of plans that programs do not have."""

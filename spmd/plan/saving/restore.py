@@ -9,9 +9,10 @@ from typing import Any
 
 import attrs
 
+from spmd.core.placement import Replicate
+from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError, SpmdError
-from spmd.graph import Graph, Operation, Source, Value
-from spmd.placement import Replicate
+from spmd.ir.graph import Graph, Operation, Source, Value
 from spmd.plan.layout import Layout
 from spmd.plan.request import Request
 from spmd.plan.saving.computes import Origins, Restored, check_computes
@@ -20,7 +21,6 @@ from spmd.plan.saving.images import MARKERS, Images
 from spmd.plan.search.draft import logical_meta
 from spmd.plan.search.prepare import Prepared, prepare
 from spmd.rules.strategy import LogicalShape, Strategy
-from spmd.spec import DTensorSpec
 
 _MARKERS = {str(op): op for op in MARKERS}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.collectives.traffic import StepKind
-from spmd.documents import Fields, Kind, ListOf, MapOf, Maybe, misfit
+from spmd.core.documents import Fields, Kind, ListOf, MapOf, Maybe, misfit
 
 Document = dict[str, Any]
 """What `json` can write."""

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
-from spmd.constrain import parse_spec
-from spmd.graph import Graph, Operation, Source, Value
-from spmd.mesh import Mesh
+from spmd.core.mesh import Mesh
+from spmd.core.spec import Dims, DTensorSpec
+from spmd.ir.graph import Graph, Operation, Source, Value
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.search.draft import flat_shape, logical_meta, physical_shape
 from spmd.rules.strategy import LogicalShape
-from spmd.spec import Dims, DTensorSpec
+from spmd.tracing.constrain import parse_spec
 
 Specs = tuple[DTensorSpec, DTensorSpec]
 

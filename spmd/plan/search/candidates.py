@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
-from spmd.graph import Operation, Value
-from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
+from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
+from spmd.ir.graph import Operation, Value
 from spmd.plan.markers import REDISTRIBUTE
 from spmd.plan.search.draft import Draft
 from spmd.rules.strategy import LOCAL_BODY, Strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spmd.graph import Graph, Operation, Value
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.markers import REDISTRIBUTE
 
 

@@ -9,12 +9,12 @@ from functools import lru_cache
 import attrs
 import torch
 
-from spmd.graph import Graph, Operation, Value
-from spmd.mesh import Mesh
-from spmd.placement import Partial, Placement, Shard
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Partial, Placement, Shard
+from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.rules.strategy import LogicalShape, Strategy
-from spmd.spec import DTensorSpec, TensorMeta
 
 SAME_TENSOR = (PIN, REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default)
 """The operators, besides views, whose results are their operands by another name, shape or dtype."""

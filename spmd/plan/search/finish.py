@@ -7,14 +7,14 @@ from types import MappingProxyType
 
 import attrs
 
-from spmd.graph import Graph, Operation, Value
+from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
 from spmd.plan.pricing.account import account
 from spmd.plan.request import Request
 from spmd.plan.search.draft import Draft, flat_shape
 from spmd.plan.search.scatter import scatter_reductions
-from spmd.spec import DTensorSpec
 
 _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
 

@@ -9,7 +9,7 @@ from itertools import combinations, product
 import attrs
 import torch
 
-from spmd.placement import Partial, Placement, Replicate, Shard
+from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.pricing.cost import MoveCost
 
 Move = tuple[Placement, Placement]

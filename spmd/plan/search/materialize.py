@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import attrs
 
-from spmd.graph import Operation, Value
-from spmd.placement import Partial, Placement, Replicate, Shard
+from spmd.core.placement import Partial, Placement, Replicate, Shard
+from spmd.ir.graph import Operation, Value
 from spmd.plan.markers import REDISTRIBUTE
 from spmd.plan.search.draft import Draft
 from spmd.plan.search.problem import AxisChoice

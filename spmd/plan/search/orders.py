@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 import attrs
 
-from spmd.graph import Value
+from spmd.core.single_threaded import undisturbed
+from spmd.ir.graph import Value
 from spmd.plan.memory.limit import fit, fits, fitting, rents
 from spmd.plan.plan import Plan
 from spmd.plan.pricing.machine import Machine
@@ -19,7 +20,6 @@ from spmd.plan.search.finish import finish
 from spmd.plan.search.materialize import materialize
 from spmd.plan.search.prepare import Prepared, prepare
 from spmd.plan.search.problem import AxisChoice, AxisProblem
-from spmd.undisturbed import undisturbed
 
 
 def plan(request: Request) -> Plan:

@@ -7,14 +7,14 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import attrs
 import torch
 
-from spmd.atoms import Refinement, refine
-from spmd.graph import Graph, Operation, freeze
+from spmd.ir.graph import Graph, Operation, freeze
+from spmd.plan.atoms import Refinement, refine
 from spmd.plan.request import Request
 from spmd.plan.search.boundary import bound
 from spmd.plan.search.dataflow import fused_values, rootless_values
 from spmd.plan.search.draft import Draft
 from spmd.rules import find_rule
-from spmd.rules.random import DRAW
+from spmd.rules.ops.random import DRAW
 from spmd.rules.rule import Factors, Rule
 from spmd.rules.strategy import Strategy, derive_strategies
 

@@ -13,8 +13,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 import attrs
 import torch
 
-from spmd.graph import Operation, Value
-from spmd.placement import Placement, Replicate
+from spmd.core.placement import Placement, Replicate
+from spmd.ir.graph import Operation, Value
 from spmd.plan.pricing.cost import LocalCost, MoveCost
 from spmd.plan.pricing.machine import Machine
 from spmd.plan.search.candidates import all_candidates

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import attrs
 
-from spmd.collectives.redistribute import redistribution
+from spmd.collectives.resharding import redistribution
 from spmd.collectives.traffic import StepKind
-from spmd.graph import Graph, Operation, Value
+from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.markers import REDISTRIBUTE
-from spmd.spec import DTensorSpec
 
 
 def scatter_reductions(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> Graph:

@@ -14,12 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd.collectives.environment import axis_environment
 from spmd.collectives.virtual import KERNELS, run
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Partial, Placement, Reduction, Replicate, Shard, neutral_element
+from spmd.core.spec import TensorMeta, chunk_bounds
 from spmd.errors import RuleError, SpmdError
-from spmd.mesh import Mesh
-from spmd.placement import Partial, Placement, Reduction, Replicate, Shard, neutral_element
-from spmd.rules.rule import Body, Call, FactorDims, Factors, Rule
+from spmd.ir.call import Call
+from spmd.rules.rule import Body, FactorDims, Factors, Rule
 from spmd.rules.strategy import Strategy
-from spmd.spec import TensorMeta, chunk_bounds
 
 AXIS = "axis"
 """The name of the one mesh axis that strategies are executed on."""

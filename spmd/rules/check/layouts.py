@@ -9,11 +9,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from spmd.core.spec import TensorMeta
 from spmd.rules.check.execute import FAILURES, replace_tensors, tensors_of
 from spmd.rules.check.expected import Expected, perturbed
 from spmd.rules.check.strides import Layout, layouts, rare_layouts
 from spmd.rules.layouts import OF_SOME_PROCESSORS, Need, need
-from spmd.spec import TensorMeta
 
 _Call: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 _Op: TypeAlias = torch._ops.OpOverload

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from spmd.placement import Partial, Placement, Shard
+from spmd.core.placement import Partial, Placement, Shard
 
 
 @attrs.frozen

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
+from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
 from spmd.rules.check.execute import FAILURES, Example, Grouping, execute, mismatch, split
 from spmd.rules.check.values import redrawn
 from spmd.rules.rule import Rule

@@ -13,14 +13,14 @@ from typing import Any
 import attrs
 import torch
 
+from spmd.api.dtensor import DTensor
+from spmd.api.jit import jit
 from spmd.collectives.traffic import record_traffic
-from spmd.dtensor import DTensor
+from spmd.core.mesh import Mesh
+from spmd.core.placement import combine
+from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import SpmdError
-from spmd.jit import jit
-from spmd.mesh import Mesh
-from spmd.placement import combine
 from spmd.plan import Machine
-from spmd.spec import DTensorSpec, P, TensorMeta
 from spmd.testing.fuzz.environment import seeded
 from spmd.testing.fuzz.generate import generate
 from spmd.testing.fuzz.one_device import OneDevice

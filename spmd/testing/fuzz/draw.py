@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from spmd.spec import P
+from spmd.core.spec import P
 from spmd.testing.fuzz.environment import Environment, Rejected
 from spmd.testing.fuzz.tensors import Kind, Recipe, random_shape
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from spmd.spec import P
+from spmd.core.spec import P
 from spmd.testing.fuzz.rounding import OtherRounding
 from spmd.testing.fuzz.tensors import Recipe, agrees, nudged
-from spmd.trace import is_tracing
+from spmd.tracing.trace import is_tracing
 
 LARGEST = 4096
 """Elements of a value."""

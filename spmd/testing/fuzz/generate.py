@@ -12,8 +12,8 @@ from contextlib import nullcontext
 import attrs
 import torch
 
-from spmd.placement import REDUCTIONS, supports_reduction
-from spmd.spec import P
+from spmd.core.placement import REDUCTIONS, supports_reduction
+from spmd.core.spec import P
 from spmd.testing.fuzz.draw import Block, Draw, Operand
 from spmd.testing.fuzz.environment import Environment, Rejected, check_stable, seeded
 from spmd.testing.fuzz.one_device import OneDevice

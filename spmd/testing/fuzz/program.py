@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.mesh import Mesh, make_mesh
-from spmd.spec import P
+from spmd.core.mesh import Mesh, make_mesh
+from spmd.core.spec import P
 from spmd.testing.fuzz.environment import SEED, names
 from spmd.testing.fuzz.tensors import Kind, Recipe
 from spmd.testing.fuzz.transforms import Transform
@@ -121,7 +121,7 @@ class Program:
             *(["import torch.nn.functional as F"] if "F." in definitions else []),
             "import spmd",
             "from spmd import P",
-            *(["from spmd.trace import is_tracing"] if "is_tracing" in definitions else []),
+            *(["from spmd.tracing.trace import is_tracing"] if "is_tracing" in definitions else []),
         ]
         return (
             "\n".join(imports)

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.spec import P
+from spmd.core.spec import P
 from spmd.testing.fuzz.environment import names
 from spmd.testing.fuzz.outcome import Outcome, Status
 from spmd.testing.fuzz.program import AXES, Argument, Program

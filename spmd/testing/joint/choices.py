@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from spmd.graph import Graph, Operation, Value, map_leaves
-from spmd.placement import Placement, Replicate
+from spmd.core.placement import Placement, Replicate
+from spmd.ir.graph import Graph, Operation, Value, map_leaves
 from spmd.plan.pricing.account import sends
 from spmd.plan.pricing.cost import LocalCost
 from spmd.plan.pricing.machine import Machine

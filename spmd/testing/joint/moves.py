@@ -12,8 +12,8 @@ from itertools import combinations, product
 import attrs
 import numpy as np
 
-from spmd.mesh import Mesh
-from spmd.placement import Partial, Placement, Replicate, Shard
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.pricing.cost import MoveCost
 from spmd.plan.pricing.machine import Machine
 from spmd.plan.search.draft import shrink

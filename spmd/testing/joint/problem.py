@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from spmd.errors import PlanError
-from spmd.graph import Operation, Value
+from spmd.ir.graph import Operation, Value
 from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.plan import Plan
 from spmd.plan.request import Request

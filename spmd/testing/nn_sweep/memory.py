@@ -10,10 +10,10 @@ from typing import Any
 import attrs
 import torch
 
+from spmd.api.jit import jit
+from spmd.core.mesh import Mesh
+from spmd.core.spec import P
 from spmd.errors import TraceError
-from spmd.jit import jit
-from spmd.mesh import Mesh
-from spmd.spec import P
 from spmd.testing.nn_sweep.call import SEED, Role, Trial
 from spmd.testing.op_sweep.cases import Case
 from spmd.testing.op_sweep.outcome import Outcome, Status

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from spmd.mesh import Mesh
-from spmd.placement import Placement, Replicate, Shard
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Placement, Replicate, Shard
 from spmd.testing.nn_sweep.call import Role, Trial
 from spmd.testing.op_sweep.placements import Combination
 from spmd.testing.op_sweep.placements import combinations as all_combinations

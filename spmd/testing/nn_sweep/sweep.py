@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from spmd.graph import Graph
-from spmd.mesh import Mesh
+from spmd.core.mesh import Mesh
+from spmd.ir.graph import Graph
 from spmd.testing.nn_sweep.call import Trial, trial
 from spmd.testing.nn_sweep.memory import sweep_memory
 from spmd.testing.nn_sweep.placements import layouts

@@ -11,10 +11,10 @@ from functools import reduce
 
 import torch
 
-from spmd.mesh import Mesh
-from spmd.placement import REDUCTIONS, Partial, Placement, Replicate, Shard, combine, supports_reduction
+from spmd.core.mesh import Mesh
+from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard, combine, supports_reduction
+from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.rules.check.execute import split
-from spmd.spec import DTensorSpec, TensorMeta
 
 Combination = tuple[tuple[Placement, ...], ...]
 """For every operand, one placement a mesh axis."""

@@ -12,23 +12,23 @@ import attrs
 import torch
 from torch.fx.experimental import proxy_tensor
 
-from spmd.canonicalize import canonicalize
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Replicate
+from spmd.core.spec import DTensorSpec
 from spmd.errors import TraceError
-from spmd.graph import Graph
-from spmd.lower import lower
-from spmd.mesh import Mesh
-from spmd.placement import Replicate
+from spmd.ir.graph import Graph
+from spmd.lowering.lower import lower
 from spmd.plan import Plan, Request, plan
 from spmd.plan.search.boundary import carry_over
 from spmd.rules import find_rule
 from spmd.runtime import VirtualProgram
-from spmd.spec import DTensorSpec
 from spmd.testing.op_sweep.cases import Case, cases, full_name
 from spmd.testing.op_sweep.layouts import layout_cases
 from spmd.testing.op_sweep.outcome import Outcome, Status
 from spmd.testing.op_sweep.placements import Combination, combinations, difference, spread
 from spmd.testing.op_sweep.setups import Setup
-from spmd.trace import trace_flat
+from spmd.tracing.canonicalize.canonicalize import canonicalize
+from spmd.tracing.trace import trace_flat
 
 SEED = 42
 """Of both runs, so that random operators draw the same numbers."""

@@ -12,14 +12,14 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.canonicalize import canonicalize
+from spmd.core.spec import TensorMeta
 from spmd.errors import SpmdError
-from spmd.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
 from spmd.rules import find_rule
-from spmd.spec import TensorMeta
 from spmd.testing.op_sweep.cases import Case, cases
 from spmd.testing.rule_calls.draws import Calls
-from spmd.trace import trace_flat
+from spmd.tracing.canonicalize.canonicalize import canonicalize
+from spmd.tracing.trace import trace_flat
 
 _LARGEST = 130
 """Elements of the largest tensor of a call that rules are proved on: 5 by 5 by 5 is the database's usual cube."""

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from spmd.draws import TEMPLATED
+from spmd.ir.random_operators import TEMPLATED
 from spmd.rules.check.layouts import LayoutReport, check_layouts
 from spmd.rules.layouts import DOCUMENTED, Need, need
 from spmd.testing.page import table, write_section

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 
 from spmd.testing.fuzz.mutants.mutant import Patch, mutant
 from spmd.testing.fuzz.pool import pending, steered
+from spmd.tracing import constrain
 
 _PLACED = " ".join(["constrain", "reshard", *pending.OPERATORS, *steered.OPERATORS])
-_Place = importlib.import_module("spmd.constrain")._Place  # the package has the function under the module's name
+_Place = constrain._Place
 
 
 def _doubled(rule: Any) -> staticmethod:

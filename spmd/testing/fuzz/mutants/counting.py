@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from spmd.collectives import sent
+from spmd.collectives import bytes_sent as sent
 from spmd.collectives.traffic import StepKind
 from spmd.testing.fuzz.mutants.mutant import Patch, mutant, replaced, returning
 
-_SENT, _TRAFFIC = "spmd.collectives.sent", "spmd.collectives.traffic"
+_SENT, _TRAFFIC = "spmd.collectives.bytes_sent", "spmd.collectives.traffic"
 
 MUTANTS = (
     mutant(
@@ -53,7 +53,7 @@ MUTANTS = (
         "planned: exchange of the first rank",
         "an all_to_all of uneven chunks is counted at the first rank's group",
         Patch(
-            "spmd.collectives.redistribute",
+            "spmd.collectives.resharding",
             "_lengths",
             lambda find: lambda spec, dim: frozenset([max(find(spec, dim))]),
         ),

@@ -7,10 +7,11 @@ from typing import Any
 
 import attrs
 
-from spmd.placement import Partial
+from spmd.core.placement import Partial
+from spmd.ir.call import Call
 from spmd.rules.notation import Rows
 from spmd.rules.partial import increasing, keeps_max, linear
-from spmd.rules.rule import Call, Row
+from spmd.rules.rule import Row
 from spmd.testing.fuzz.mutants.mutant import mutant, of_rule, replaced
 
 _PARTIAL = "spmd.rules.partial"

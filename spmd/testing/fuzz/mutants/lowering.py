@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmd.lower.emit import _Emitter
+from spmd.lowering.emit import _Emitter
 from spmd.plan.bodies import body_of
 from spmd.plan.layout import Layout
 from spmd.rules.builders import pointwise
 from spmd.testing.fuzz.mutants.mutant import Patch, mutant, replaced, returning
 
-_EMIT, _STEPS, _CANDIDATES = "spmd.lower.emit", "spmd.lower.steps", "spmd.plan.search.candidates"
+_EMIT, _STEPS, _CANDIDATES = "spmd.lowering.emit", "spmd.lowering.steps", "spmd.plan.search.candidates"
 
 
 def _planned_body(emitter: _Emitter, operation: Any) -> Any:
@@ -53,7 +53,7 @@ MUTANTS = (
     mutant(
         "uneven ranks",
         "all ranks run the program of the first",
-        replaced("spmd.lower", "_uneven_specs", lambda plan: ()),
+        replaced("spmd.lowering.lower", "_uneven_specs", lambda plan: ()),
     ),
     mutant(
         "bodies: axes",

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import attrs
 
 from spmd.collectives.primitive import Primitive
+from spmd.ir.call import Call
 from spmd.rules import find_rule
-from spmd.rules.rule import Call, Factors, Rule, operator
+from spmd.rules.rule import Factors, Rule, operator
 from spmd.testing.fuzz.outcome import Outcome, Status
 
 Change: TypeAlias = Callable[[Any], Any]

@@ -10,16 +10,21 @@ import attrs
 import torch
 import torch.fx as fx
 
-from spmd import decompositions
-from spmd.graph import Graph, Operation
-from spmd.optimize import clean, shards
-from spmd.overlapping import RepeatedViews
+from spmd.ir.graph import Graph, Operation
+from spmd.lowering.passes import clean, shards
 from spmd.testing.fuzz.mutants.mutant import Patch, mutant, replaced, returning, with_entry
+from spmd.tracing.canonicalize import decompositions
+from spmd.tracing.overlapping import RepeatedViews
 
 aten = torch.ops.aten
 
 _MASKED = "inplace_mask inplace_mask_rows inplace_mask_mapped inplace_mask_value"
-_CANONICALIZE, _FORMS, _FILLS, _CLEAN = "spmd.canonicalize", "spmd.normal_forms", "spmd.fills", "spmd.optimize.clean"
+_CANONICALIZE, _FORMS, _FILLS, _CLEAN = (
+    "spmd.tracing.canonicalize.canonicalize",
+    "spmd.tracing.canonicalize.normal_forms",
+    "spmd.tracing.canonicalize.constant_folding",
+    "spmd.lowering.passes.clean",
+)
 
 
 def _without(owner: str, table: str, *names: str) -> Patch:
@@ -112,8 +117,8 @@ def _inverted(index: Any) -> Any:
 
 def _both(name: str, uneven_name: str, other: Callable[..., Any]) -> tuple[Patch, Patch]:
     return (
-        _instead("spmd.lower", "PASSES", name, other),
-        _instead("spmd.lower", "UNEVEN_PASSES", uneven_name, other),
+        _instead("spmd.lowering.lower", "PASSES", name, other),
+        _instead("spmd.lowering.lower", "UNEVEN_PASSES", uneven_name, other),
     )
 
 
@@ -138,13 +143,13 @@ MUTANTS = (
     mutant(
         "split_lists: element",
         "every element of a list operator is the first one",
-        Patch("spmd.foreach", "_element", _first_element),
+        Patch("spmd.ir.list_operators", "_element", _first_element),
         within="foreach_add foreach_mul foreach_exp foreach_lerp foreach_addcmul foreach_norm",
     ),
     mutant(
         "split_lists: joined again",
         "operations joined to a list operator meet each other's second operands",
-        returning("spmd.plan.groups", "join_elements", _reversed_lists),
+        returning("spmd.ir.list_schedule", "join_elements", _reversed_lists),
         within="foreach_add foreach_mul foreach_exp foreach_lerp foreach_addcmul foreach_norm",
     ),
     mutant(
@@ -214,7 +219,7 @@ MUTANTS = (
         "functionalization: order of draws",
         "`bernoulli_` of a permuted tensor draws in the order of dims",
         with_entry(
-            "spmd.functionalization",
+            "spmd.tracing.functionalization",
             "_BODIES",
             torch.ops.aten.bernoulli_.float,
             lambda x, p=0.5: NotImplemented if x.is_contiguous() else x.copy_(x.new_empty(x.shape).bernoulli_(p)),
@@ -224,14 +229,18 @@ MUTANTS = (
     mutant(
         "functionalization: lerp",
         "`lerp_` is left to torch's functionalization, which fails in forward mode",
-        with_entry("spmd.functionalization", "_BODIES", torch.ops.aten.lerp_.Scalar, lambda *args: NotImplemented),
-        with_entry("spmd.functionalization", "_BODIES", torch.ops.aten.lerp_.Tensor, lambda *args: NotImplemented),
+        with_entry(
+            "spmd.tracing.functionalization", "_BODIES", torch.ops.aten.lerp_.Scalar, lambda *args: NotImplemented
+        ),
+        with_entry(
+            "spmd.tracing.functionalization", "_BODIES", torch.ops.aten.lerp_.Tensor, lambda *args: NotImplemented
+        ),
         within="inplace_lerp inplace_lerp_pushed",
     ),
     mutant(
         "strides: writes",
         "what is written to gets the strides of the operands, by which later draws go",
-        replaced("spmd.functionalization", "loses_strides", lambda func, args, kwargs: []),
+        replaced("spmd.tracing.functionalization", "loses_strides", lambda func, args, kwargs: []),
         within="draw_after_write",
     ),
     mutant(
@@ -243,44 +252,50 @@ MUTANTS = (
     mutant(
         "overlapping: strided views",
         "views by `as_strided` and `unfold` are not remembered",
-        replaced("spmd.overlapping", "_STRIDED", frozenset()),
+        replaced("spmd.tracing.overlapping", "_STRIDED", frozenset()),
         within="inplace_through_strides",
     ),
     mutant(
         "overlapping: fills",
         "a number written to one of several elements in a place is lost",
-        replaced("spmd.overlapping", "_joined", lambda before, after, dims: before if dims else after),
+        replaced("spmd.tracing.overlapping", "_joined", lambda before, after, dims: before if dims else after),
         within="inplace_expanded inplace_through_view inplace_through_strides",
     ),
     mutant(
         "assignments: left out",
         "`x[mask] = number` is a write at places that are found",
-        replaced("spmd.trace", "fill_masked", lambda x, index, value: False),
+        replaced("spmd.tracing.trace", "fill_masked", lambda x, index, value: False),
         within=_MASKED,
     ),
     mutant(
         "assignments: mask",
         "`x[mask] = number` writes where the mask is False",
-        Patch("spmd.trace", "fill_masked", lambda fill: lambda x, index, value: fill(x, _inverted(index), value)),
+        Patch(
+            "spmd.tracing.trace", "fill_masked", lambda fill: lambda x, index, value: fill(x, _inverted(index), value)
+        ),
         within=_MASKED,
     ),
     mutant(
         "as_strided: offset",
         "the offset of a strided view is not read",
-        Patch("spmd.recorder", "places", lambda places: lambda like, size, stride, _: places(like, size, stride, None)),
+        Patch(
+            "spmd.tracing.recorder",
+            "places",
+            lambda places: lambda like, size, stride, _: places(like, size, stride, None),
+        ),
         within="as_strided as_strided_as_laid_out inplace_through_view inplace_through_strides",
     ),
     mutant(
         "as_strided: order",
         "places that name all elements are taken to be in order",
-        replaced("spmd.recorder", "in_order", lambda found, flat: len(found) == flat.numel()),
+        replaced("spmd.tracing.recorder", "in_order", lambda found, flat: len(found) == flat.numel()),
         within="as_strided as_strided_as_laid_out inplace_through_view inplace_through_strides",
     ),
     mutant(
         "as_strided: layout",
         "the tensor that is read by strides is taken for contiguous",
         Patch(
-            "spmd.recorder",
+            "spmd.tracing.recorder",
             "places",
             lambda places: lambda like, *geometry: places(torch.empty(like.shape), *geometry),
         ),
@@ -312,14 +327,14 @@ MUTANTS = (
     mutant(
         "shard_factories: dtype",
         "a shard of a tensor of one number has the default dtype",
-        _instead("spmd.lower", "PASSES", "shard_factories", _shard_factories),
+        _instead("spmd.lowering.lower", "PASSES", "shard_factories", _shard_factories),
         within="aten.full.default",
     ),
     mutant(
         "insert_layout_copies: left out",
         "no operand is copied to the memory layout that its kernel needs",
-        _without("spmd.lower", "PASSES", "insert_layout_copies"),
-        _without("spmd.lower", "UNEVEN_PASSES", "insert_layout_copies"),
+        _without("spmd.lowering.lower", "PASSES", "insert_layout_copies"),
+        _without("spmd.lowering.lower", "UNEVEN_PASSES", "insert_layout_copies"),
         within="aten.native_group_norm.default aten.view_as_complex.default",
     ),
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmd.collectives.group import Group
-from spmd.collectives.redistribute import Step
+from spmd.collectives.resharding import Step
 from spmd.collectives.traffic import StepKind
 from spmd.testing.fuzz.mutants.mutant import Change, Patch, mutant, replaced, with_entry
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from spmd.collectives import all_gather, axis_index
-from spmd.placement import Reduction
+from spmd.core.placement import Reduction
+from spmd.ir.call import Call
 from spmd.rules.builders import pointwise
-from spmd.rules.halo import Halo
-from spmd.rules.rule import Call, Factors
+from spmd.rules.ops.halo import Halo
+from spmd.rules.rule import Factors
 from spmd.testing.fuzz.mutants.mutant import Mutant, Patch, mutant, of_rule, replaced, returning
 
 _CONVOLUTIONS = "aten.convolution.default aten.convolution_backward.default"
@@ -139,14 +140,14 @@ MUTANTS = (
     mutant(
         "reduce: neutral element",
         "an empty shard takes part in a maximum with 0",
-        replaced("spmd.rules.reductions", "neutral_element", lambda op, dtype: 0),
+        replaced("spmd.rules.ops.reductions", "neutral_element", lambda op, dtype: 0),
         within=f"{_EXTREMES} {_SOFTMAX} aten.logsumexp.default",
     ),
     _silent("logsumexp", "reductions", "psum", "aten.logsumexp.default"),
     mutant(
         "body: argmax",
         "places of maxima are counted from the start of the shard",
-        replaced("spmd.rules.extremes", "shard_offset", lambda size, axes: 0),
+        replaced("spmd.rules.ops.extremes", "shard_offset", lambda size, axes: 0),
         within="aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim",
     ),
     _silent("argmax values", "extremes", "pmax", "aten.argmax.default aten.max.dim"),
@@ -169,7 +170,7 @@ MUTANTS = (
     mutant(
         "body: scan",
         "a rank adds its own total to its scan",
-        replaced("spmd.rules.scan", "_before", _including_own),
+        replaced("spmd.rules.ops.scan", "_before", _including_own),
         within="aten.cumsum.default aten.cumprod.default aten.logcumsumexp.default",
     ),
     _local("scan alone", "cumsum cumprod logcumsumexp"),
@@ -182,7 +183,7 @@ MUTANTS = (
     mutant(
         "body: tril",
         "triangles are counted from the start of the shard",
-        replaced("spmd.rules.shape", "shard_offset", lambda size, axes: 0),
+        replaced("spmd.rules.ops.shape", "shard_offset", lambda size, axes: 0),
         within="aten.tril.default aten.triu.default",
     ),
     of_rule(
@@ -191,7 +192,7 @@ MUTANTS = (
     mutant(
         "view: order of factors",
         "a dim that a view joins is sharded minor factor first",
-        returning("spmd.rules.shape", "common_factors", _minor_first),
+        returning("spmd.rules.ops.shape", "common_factors", _minor_first),
         within="aten.view.default",
     ),
     of_rule("cat: sharded", "the first tensor is joined shard by shard", "cat stack", _shard_first),
@@ -219,7 +220,7 @@ MUTANTS = (
     mutant(
         "body: batch norm",
         "batch norm counts the elements of the shard",
-        Patch("spmd.rules.normalization", "_over_channels", _local_count),
+        Patch("spmd.rules.ops.normalization", "_over_channels", _local_count),
         within="batch_norm batch_norm_statistics instance_norm grad_of_batch_norm",
     ),
     _local("group norm alone", "native_group_norm"),
@@ -252,19 +253,19 @@ MUTANTS = (
     mutant(
         "gather: held",
         "positions of other shards are looked up in this one",
-        replaced("spmd.rules.lookup", "local_index", _always_held),
+        replaced("spmd.rules.ops.lookup", "local_index", _always_held),
         within="aten.gather.default aten.nll_loss_forward.default aten.nll_loss2d_forward.default",
     ),
     mutant(
         "embedding: held",
         "rows of other shards are looked up in this one",
-        replaced("spmd.rules.embedding", "local_index", _always_held),
+        replaced("spmd.rules.ops.embedding", "local_index", _always_held),
         within="aten.embedding.default",
     ),
     mutant(
         "loss: held",
         "the gradient of every class goes to every shard of the classes",
-        replaced("spmd.rules.loss", "local_index", _always_held),
+        replaced("spmd.rules.ops.loss", "local_index", _always_held),
         within="aten.nll_loss_backward.default aten.nll_loss2d_backward.default",
     ),
     of_rule(
@@ -334,7 +335,7 @@ MUTANTS = (
     mutant(
         "convolution: groups",
         "a rank that has some groups keeps the number of all",
-        replaced("spmd.rules.convolution", "_grouped", lambda options, channels, weight: list(options)),
+        replaced("spmd.rules.ops.convolution", "_grouped", lambda options, channels, weight: list(options)),
         within=_CONVOLUTIONS,
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmd.spec import P
+from spmd.core.spec import P
 from spmd.testing.fuzz.pool.operator import Draw, Operator
 
 

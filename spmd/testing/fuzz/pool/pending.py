@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmd.placement import Reduction
-from spmd.spec import P
+from spmd.core.placement import Reduction
+from spmd.core.spec import P
 from spmd.testing.fuzz.pool.operator import Draw, Operator
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from spmd.spec import P
+from spmd.core.spec import P
 from spmd.testing.fuzz.pool.matmul import distances
 from spmd.testing.fuzz.pool.operator import Draw, Operand, Operator
 

@@ -1,0 +1,338 @@
+"""One signature of a jitted function: its stages, each made when it is first asked for, and the call itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.api.distribute import check_placeable, check_same, place
+from spmd.api.dtensor import DTensor, give_up, wrap
+from spmd.api.never_gathered import kept_inputs
+from spmd.api.options import Options
+from spmd.collectives.distributed.agreement import are_several, failing_together
+from spmd.core.mesh import Mesh, Runtime, use_mesh
+from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, tree_map, tree_structure
+from spmd.core.single_threaded import undisturbed
+from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.errors import MeshError, ShardingError, TraceError
+from spmd.lowering.lower import LocalProgram, lower
+from spmd.plan import Request, plan
+from spmd.plan.memory.limit import check_fits
+from spmd.plan.plan import Plan
+from spmd.plan.pricing.machine import Machine
+from spmd.rules import find_rule
+from spmd.runtime import DistributedProgram, VirtualProgram
+from spmd.runtime.torch_settings import ambient, isolated
+from spmd.tracing.canonicalize.canonicalize import canonicalize
+from spmd.tracing.recorder import where
+from spmd.tracing.source import user_source
+from spmd.tracing.trace import Traced, trace
+
+Shards = tuple[torch.Tensor, ...]
+
+
+class _Leaf:
+    """A tensor as tracing sees it: its meta, on the mesh's device."""
+
+    __slots__ = ("device", "dtype", "shape")
+
+    def __init__(self, meta: TensorMeta, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = meta.shape, meta.dtype, device
+
+
+class Compiled:
+    """A jitted function for one structure, and one shape and dtype of each argument.
+
+    Call it with such arguments. `traced`, `plan` and `program` are the stages behind it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        in_specs: Any,
+        out_specs: Any,
+        mesh: Mesh,
+        options: Options,
+    ) -> None:
+        self.mesh, self.options = mesh, options
+        self._function, self._args, self._out_specs = function, _abstract(args, mesh, options), out_specs
+        dynamic = _dynamic(args, options)
+        for leaf in tree_leaves(dynamic):
+            _refuse_transformed(leaf)
+        of = "the arguments that are not static" if options.static_argnums else "the arguments"
+        self.in_specs = tuple(leaf_specs(in_specs, dynamic, mesh, what="in_specs", of=of))
+        self.donated = _donated(args, options)
+        self._tree = tree_structure(dynamic)
+        self._ambient = ambient()
+        self._has_run = False
+        self._seen = list(self.in_specs)  # the object that last came in place of each spec: identity is quick to check
+
+    @functools.cached_property
+    def traced(self) -> Traced:
+        """The function as one flat program, with copies of what it closes over: those tensors may change later."""
+        with use_mesh(self.mesh):
+            traced = trace(self._function, self._args, static_argnums=self.options.static_argnums)
+        constants = tuple((value, _copy(tensor)) for value, tensor in traced.graph.constants)
+        return attrs.evolve(traced, graph=attrs.evolve(traced.graph, constants=constants))
+
+    @functools.cached_property
+    def out_specs(self) -> tuple[DTensorSpec, ...]:
+        """The spec of every result; equal ones of arguments are the same objects, which calls recognise faster."""
+        metas = [value.meta for value in self.traced.graph.outputs]
+        tree = self.traced.out_tree.unflatten(metas)
+        specs = leaf_specs(self._out_specs, tree, self.mesh, what="out_specs", item="result", of="the result")
+        known = {spec: spec for spec in self.in_specs}
+        return tuple(known.setdefault(spec, spec) for spec in specs)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            PlanError: no plan fits in the memory limit; the plan sends more than `comms` allows; a given plan was made
+                for another program, mesh or specs.
+        """
+        rules, graph = self.options.rules, self.traced.graph
+        with undisturbed(), isolated():
+            graph = canonicalize(graph, lambda op: find_rule(op, rules) is None)
+        found = self._answer(
+            Request(
+                graph,
+                self.mesh,
+                self.in_specs,
+                self.out_specs,
+                rules=rules,
+                machine=self.options.machine or Machine(),
+                donated=self.donated,
+                memory_limit=self.options.memory_limit,
+                keep_sharded=kept_inputs(
+                    self.options.keep_sharded,
+                    self.traced.input_paths,
+                    [value.name for value in graph.inputs],
+                    self.mesh,
+                ),
+                input_paths=self.traced.input_paths,
+            )
+        )
+        self.options.comms.check(found, self.traced.name)
+        return found
+
+    def _answer(self, request: Request) -> Plan:
+        given = self.options.plan
+        if given is None:
+            return plan(request)
+        return check_fits(given.transfer(request) if isinstance(given, Plan) else Plan.load(given, request))
+
+    @functools.cached_property
+    def program(self) -> LocalProgram:
+        """The program that each rank runs."""
+        planned = self.plan
+        with isolated():
+            return lower(planned, rules=self.options.rules, name=self.traced.name)
+
+    @functools.cached_property
+    def executable(self) -> DistributedProgram | VirtualProgram:
+        """The program, ready to run.
+
+        Raises:
+            DivergenceError: the ranks of a distributed mesh are about to run different programs.
+        """
+        program = self.program
+        with isolated():
+            return (DistributedProgram if self.mesh.runtime is Runtime.DISTRIBUTED else VirtualProgram)(program)
+
+    def __repr__(self) -> str:
+        return f"Compiled({self.traced.name} for {self._tree} on {self.mesh})"
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` has been called."""
+        return "executable" in self.__dict__
+
+    def check(self, leaves: Sequence[Any] | None) -> None:
+        """What can go wrong on this rank alone before a call: the program is made, and the arguments are looked at.
+
+        Raises:
+            MeshError: an abstract mesh, on which nothing runs, or a DTensor on another mesh.
+            ShardingError: a DTensor whose spec differs, or an argument that is no tensor with data.
+        """
+        if self.mesh.runtime is Runtime.ABSTRACT:
+            raise MeshError(
+                f"{self.mesh} is abstract: a function can be planned and lowered for it, not run. "
+                "Use make_mesh(..., runtime='virtual')."
+            )
+        self.program  # noqa: B018  # made when first asked for
+        for leaf, spec, path in zip(leaves or (), self.in_specs, self.traced.input_paths, strict=leaves is not None):
+            _check(leaf, spec, f"argument {path}")
+
+    def prepare(self) -> None:
+        """Make everything that a call needs; on a distributed mesh all ranks do the first time, and compare."""
+        self._executable, self._results, self._out_tree = self.executable, self.out_specs, self.traced.out_tree
+
+    def __call__(self, *args: Any) -> Any:
+        """Run with arguments of this signature."""
+        leaves, tree = tree_flatten(_dynamic(args, self.options))
+        if tree != self._tree:
+            raise TraceError(f"Compiled for arguments {self._tree} (got {tree}). Call the jitted function instead.")
+        if ambient() != self._ambient:
+            raise TraceError(
+                f"{self!r} was compiled under other settings of torch: autocast, the default dtype or device, function "
+                "modes, the deterministic mode or the choice of kernels differ now. Call the jitted function instead, "
+                "or restore them."
+            )
+        return self.run(self.place(leaves), leaves)
+
+    def match(self, leaves: Sequence[Any]) -> list[Shards] | None:
+        """The shards of the arguments if all are what this signature expects, else None."""
+        shards = []
+        for index, leaf in enumerate(leaves):
+            if type(leaf) is DTensor:
+                held = leaf._spec
+                if held is not self._seen[index]:
+                    if held != self.in_specs[index]:
+                        return None
+                    self._seen[index] = held
+                shards.append(leaf._shards)
+            elif _fits(leaf, self.in_specs[index].meta):
+                _refuse_transformed(leaf)
+                shards.append(place(leaf, self.in_specs[index])._shards)
+            else:
+                return None
+        return shards
+
+    def place(self, leaves: Sequence[Any]) -> list[Shards]:
+        """The shards of the arguments; plain tensors are placed by `in_specs`.
+
+        On a distributed mesh ranks compare here what plain tensors they hold; `match`, in later calls, trusts them.
+
+        Raises:
+            DivergenceError: a plain tensor that differs between ranks.
+
+        And what `check` raises.
+        """
+        call = f"a call of {self.traced.name} on {self.mesh}"
+        compares = not self._has_run or not all(isinstance(leaf, DTensor) for leaf in leaves)
+        with failing_together(call, compares and are_several(self.mesh)):
+            self.check(leaves)
+        self.prepare()
+        names = [f"argument {path}" for path in self.traced.input_paths]
+        if compares:
+            check_same(call, self.mesh, names, leaves)
+        self._has_run = True
+        return [
+            leaf._shards if isinstance(leaf, DTensor) else place(leaf, spec, name)._shards
+            for leaf, spec, name in zip(leaves, self.in_specs, names, strict=True)
+        ]
+
+    def run(self, shards: list[Shards], leaves: Sequence[Any]) -> Any:
+        """Run on the shards of all arguments, and wrap the shards of the results.
+
+        Args:
+            shards: of all arguments; the list is emptied.
+            leaves: the arguments; those that are donated are given up.
+        """
+        for index in self.donated:
+            give_up(leaves[index])
+        results = self._executable(shards)
+        return self._out_tree.unflatten(list(map(wrap, self._results, results)))
+
+
+def _donated(args: tuple[Any, ...], options: Options) -> frozenset[int]:
+    """The positions, among all tensors of the arguments that are not static, of those that are donated."""
+    static, donated = (
+        {number % len(args) for number in numbers} if args else set()
+        for numbers in (options.static_argnums, options.donate_argnums)
+    )
+    if static & donated:
+        raise TraceError(
+            f"Argument {min(static & donated)} is both in static_argnums={options.static_argnums} and in "
+            f"donate_argnums={options.donate_argnums}. Static arguments hold no tensors that could be donated."
+        )
+    found: list[int] = []
+    position = 0
+    for number, arg in enumerate(args):
+        if number in static:
+            continue
+        count = len(tree_leaves(arg))
+        found += range(position, position + count) if number in donated else ()
+        position += count
+    return frozenset(found)
+
+
+def _dynamic(args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
+    static = {number % len(args) for number in options.static_argnums} if args else set()
+    return tuple(arg for number, arg in enumerate(args) if number not in static)
+
+
+def _abstract(args: tuple[Any, ...], mesh: Mesh, options: Options) -> tuple[Any, ...]:
+    """The arguments without their data, so that a signature keeps no tensors alive."""
+    static = {number % len(args) for number in options.static_argnums} if args else set()
+
+    def leaf(value: Any) -> Any:
+        if hasattr(value, "shape") and isinstance(getattr(value, "dtype", None), torch.dtype):
+            return _Leaf(TensorMeta(tuple(value.shape), value.dtype), mesh.device)
+        return value
+
+    return tuple(arg if number in static else tree_map(leaf, arg) for number, arg in enumerate(args))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides."""
+    copied = tensor.detach().clone()
+    if copied.stride() == tensor.stride() or tensor.numel() == 0:
+        return copied
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.detach().as_strided((span,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def _check(leaf: Any, spec: DTensorSpec, name: str) -> None:
+    """That an argument can be placed by a spec of `in_specs`."""
+    if not isinstance(leaf, DTensor):
+        _refuse_transformed(leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            raise ShardingError(
+                f"{name} {spec.meta} is a meta tensor, which has no data. Meta tensors serve .trace, .plan and .lower."
+            )
+        check_placeable(leaf, spec, name)
+        return
+    if leaf.mesh != spec.mesh:
+        raise MeshError(
+            f"{name} {spec.meta} lies on {leaf.mesh}, but the function runs on {spec.mesh}. Place it with "
+            "spmd.distribute(value.full_tensor(), spec, mesh)."
+        )
+    if leaf.spec != spec:
+        raise _spec_mismatch(leaf.spec, spec, name)
+
+
+def _spec_mismatch(held: DTensorSpec, wanted: DTensorSpec, name: str) -> ShardingError:
+    differences = [
+        f"dim {dim} (size {size}) has axes {given} in the value given and {asked} in in_specs"
+        for dim, (size, given, asked) in enumerate(zip(wanted.meta.shape, held.dims, wanted.dims, strict=True))
+        if given != asked
+    ]
+    if held.partial != wanted.partial:
+        differences.append(f"it is partial over {dict(held.partial)} and in_specs says {dict(wanted.partial)}")
+    return ShardingError(
+        f"{name} {wanted.meta} has spec {held.pspec!r} but in_specs says {wanted.pspec!r}: {'; '.join(differences)}.\n"
+        f"  {where(user_source())}. Pass value.redistribute({wanted.pspec!r}), or change in_specs to {held.pspec!r}."
+    )
+
+
+def _fits(leaf: Any, meta: TensorMeta) -> bool:
+    """Whether a leaf is a plain tensor with data, of a given shape and dtype."""
+    plain = isinstance(leaf, torch.Tensor) and not leaf.is_meta
+    return plain and leaf.dtype is meta.dtype and tuple(leaf.shape) == meta.shape
+
+
+def _refuse_transformed(leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+        raise TraceError(
+            f"A jitted function was called under a torch.func transform, at {where(user_source())}. Put the transform "
+            "inside: spmd.jit(torch.func.grad(f), in_specs, out_specs)."
+        )

@@ -1,0 +1,385 @@
+"""The value that jitted functions take and give: a global tensor as the shards that this process holds."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, SupportsIndex
+
+import attrs
+import torch
+
+from spmd.api.checkpointable import read_chunks, shard_at, write_items
+from spmd.collectives.distributed.agreement import are_several, gather
+from spmd.collectives.resharding import redistribution
+from spmd.core.mesh import Coordinate, Mesh, Runtime
+from spmd.core.placement import Placement, combine
+from spmd.core.pytree import (
+    SpecLike,
+    make_spec,
+    tree_leaves,
+)
+from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.errors import ShardingError, TraceError
+from spmd.runtime.redistribute import redistribute_shards
+from spmd.tracing.recorder import where as place_text
+from spmd.tracing.trace import is_tracing
+
+aten = torch.ops.aten
+
+
+class DTensor(torch.Tensor):
+    """A global tensor on a mesh: a spec, and the shards that this process holds.
+
+    Shape, dtype and device are those of the global tensor. It is an immutable value that carries no gradient: make one
+    with `distribute` or `DTensor.from_local`, compute on it in a function under `spmd.jit`, and read it by
+    `full_tensor()`, `shards`, or, if it has one element that every rank holds, `item()`.
+
+    The idea is JAX's global `jax.Array`; the name is torch's.
+
+    >>> from spmd import distribute, make_mesh
+    >>> mesh = make_mesh({"data": 2}, runtime="virtual")
+    >>> x = distribute(torch.arange(3), P("data"), mesh)
+    >>> x
+    DTensor(i64[3] P('data') on Mesh(data=2), shards [2] [1])
+    >>> x.shards, x.full_tensor()
+    ((tensor([0, 1]), tensor([2])), tensor([0, 1, 2]))
+    """
+
+    __slots__ = ("_shards", "_spec")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _spec: DTensorSpec
+    _shards: tuple[torch.Tensor, ...]
+
+    def __new__(cls, *args: object, **kwargs: object) -> DTensor:
+        """Refuse: a bare constructor would not validate."""
+        raise TypeError("DTensors are made by spmd.distribute(tensor, spec, mesh) or DTensor.from_local(...).")
+
+    @property
+    def spec(self) -> DTensorSpec:
+        """How the tensor lies on its mesh."""
+        return self._spec
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement for each mesh axis, in mesh order."""
+        return self._spec.placements
+
+    @property
+    def shards(self) -> tuple[torch.Tensor, ...]:
+        """The shards that this process holds, in rank order: those of all ranks on a virtual mesh, else its own.
+
+        They are the tensors themselves, not copies, and not to be written to.
+        """
+        return self._shards
+
+    def to_local(self) -> torch.Tensor:
+        """The only shard of a process that holds one, as each does on a distributed mesh.
+
+        Raises:
+            ShardingError: this process holds several ranks.
+        """
+        if len(self._shards) != 1:
+            raise ShardingError(
+                f"to_local() needs a process that holds one rank (got {len(self._shards)} ranks on {self.mesh}). "
+                "Use .shards[rank]."
+            )
+        return self._shards[0]
+
+    def full_tensor(self) -> torch.Tensor:
+        """The global tensor, assembled from its shards and reduced where it is partial; a new plain tensor.
+
+        On a distributed mesh all ranks call this together, and all get the tensor.
+
+        Raises:
+            DivergenceError: ranks make different calls.
+            SpmdError: a rank failed, or does not come.
+        """
+        if self.mesh.runtime is Runtime.VIRTUAL:
+            return _assemble(self._spec, self._shards)
+        replicated = DTensorSpec.replicated(self.mesh, self._spec.meta)
+        (whole,) = self._move("full_tensor()", replicated)
+        return whole.clone() if whole is self._shards[0] else whole
+
+    def redistribute(self, spec: SpecLike) -> DTensor:
+        """The same global tensor under another spec: a `P`, or one placement for each mesh axis.
+
+        On a distributed mesh all ranks call this together.
+
+        Raises:
+            ShardingError: the spec does not fit the mesh or the tensor.
+            DivergenceError: ranks make different calls.
+            SpmdError: a rank failed, or does not come.
+
+        >>> from spmd import distribute, make_mesh
+        >>> x = distribute(torch.arange(3), P("data"), make_mesh({"data": 2}, runtime="virtual"))
+        >>> x.redistribute(P()).shards
+        (tensor([0, 1, 2]), tensor([0, 1, 2]))
+        """
+        target = make_spec(self.mesh, spec, self._spec.meta, where="the tensor")
+        if target == self._spec:
+            return self
+        return wrap(target, self._move(f"redistribute({target.pspec!r})", target))
+
+    def _move(self, call: str, target: DTensorSpec) -> tuple[torch.Tensor, ...]:
+        """The shards under another spec. If ranks communicate, they first say that all of them make this call."""
+        if are_several(self.mesh) and any(step.is_collective for step in redistribution(self._spec, target)):
+            gather(f"{call} of {self._spec} on {self.mesh}", None)
+        return redistribute_shards(self._shards, self._spec, target)
+
+    @staticmethod
+    def from_local(
+        shards: torch.Tensor | Sequence[torch.Tensor],
+        mesh: Mesh,
+        spec: SpecLike,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> DTensor:
+        """A DTensor from the shards of this process, which are not copied.
+
+        On a distributed mesh all ranks call this together, each with its own shard; they compare shapes, not values.
+
+        Args:
+            shards: the shards of this process's ranks in rank order; a process of one rank may give the shard itself.
+            mesh: the mesh.
+            spec: how the global tensor lies. Replicas are trusted to be equal.
+            shape: the global shape; by default what the shards add up to.
+
+        Raises:
+            ShardingError: a wrong number of shards, or a shard whose shape, dtype or device is not what the spec says;
+                the message names the rank.
+
+        >>> from spmd.core.mesh import make_mesh
+        >>> mesh = make_mesh({"data": 2}, runtime="virtual")
+        >>> DTensor.from_local([torch.zeros(2, 3), torch.zeros(1, 3)], mesh, P("data")).shape
+        torch.Size([3, 3])
+        """
+        held = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
+        call = f"DTensor.from_local(..., {spec!r}{'' if shape is None else f', shape={tuple(shape)}'}) on {mesh}"
+        (found,) = join_shards(call, [held], [spec], mesh, shape)
+        return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves its own untyped
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer the few operators that only look; refuse the rest."""
+        if func in (aten.detach.default, aten.alias.default):
+            return wrap(args[0]._spec, args[0]._shards)
+        if func is aten._local_scalar_dense.default:
+            return _scalar(args[0])
+        arguments: Any = (args, dict(kwargs or {}))
+        value = next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, DTensor))
+        if is_tracing():
+            raise TraceError(
+                f"{func} at {place_text()} was called on {value}, which the function under spmd.jit closes over. "
+                "Pass it as an argument."
+            )
+        raise ShardingError(
+            f"{func} was called on {value} outside spmd.jit, at {place_text()}. Put the computation in a function "
+            "under spmd.jit, or take the whole tensor by .full_tensor()."
+        )
+
+    def __getattr__(self, name: str) -> Any:  # called for what is missing, so it costs living values nothing
+        if name == "_shards":
+            raise ShardingError(
+                f"A DTensor {self._spec} was read at {place_text()}, after it was donated to a jitted function. Use "
+                "what the function returned, or leave the argument out of donate_argnums."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"DTensors are immutable (tried to set {name!r}).")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"DTensors are immutable (tried to delete {name!r}).")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's is untyped
+        if not _holds_shards(self):
+            return f"DTensor({self._spec} on {self.mesh}, donated)"
+        shapes = [f"[{','.join(map(str, shard.shape))}]" for shard in self._shards]
+        counts = [(shape, len(list(group))) for shape, group in itertools.groupby(shapes)]
+        shown = " ".join(shape if count == 1 else f"{count}x{shape}" for shape, count in counts)
+        return f"DTensor({self._spec} on {self.mesh}, shards {shown})"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item(), format_spec) if format_spec else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        copied = wrap(self._spec, tuple(shard.clone() for shard in self._shards))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return wrap, (self._spec, self._shards)
+
+    # What torch.distributed.checkpoint asks of a tensor that it is to save or to load in place.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(fqn, self._spec, self.mesh.held_coordinates, self._shards)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return read_chunks(self._spec, self.mesh.held_coordinates)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return shard_at(self._spec, self.mesh.held_coordinates, self._shards, index)
+
+    # These methods of torch.Tensor reach for storage or autograd state, which a DTensor has none of, without any
+    # operator that __torch_dispatch__ would see; share_memory_ would even crash the interpreter.
+
+    def _refuse(self, *args: object, method: str, remedy: str, **kwargs: object) -> NoReturn:
+        raise ShardingError(f"{method}() was called on {self}. {remedy}")
+
+    _READ = "Take the whole tensor first: .full_tensor()."
+    _GRAD = "DTensors carry no gradient: differentiate with torch.func inside spmd.jit."
+    tolist = functools.partialmethod(_refuse, method="tolist", remedy=_READ)
+    numpy = functools.partialmethod(_refuse, method="numpy", remedy=_READ)
+    __dlpack__ = functools.partialmethod(_refuse, method="__dlpack__", remedy=_READ)
+    data_ptr = functools.partialmethod(_refuse, method="data_ptr", remedy=_READ)
+    storage = functools.partialmethod(_refuse, method="storage", remedy=_READ)
+    untyped_storage = functools.partialmethod(_refuse, method="untyped_storage", remedy=_READ)
+    share_memory_ = functools.partialmethod(_refuse, method="share_memory_", remedy=_READ)
+    backward = functools.partialmethod(_refuse, method="backward", remedy=_GRAD)
+    requires_grad_ = functools.partialmethod(_refuse, method="requires_grad_", remedy=_GRAD)
+    register_hook = functools.partialmethod(_refuse, method="register_hook", remedy=_GRAD)
+
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_set_spec = DTensor.__dict__["_spec"].__set__
+_set_shards = DTensor.__dict__["_shards"].__set__
+_delete_shards = DTensor.__dict__["_shards"].__delete__
+
+
+def _holds_shards(value: DTensor) -> bool:
+    try:
+        DTensor.__dict__["_shards"].__get__(value)
+    except AttributeError:
+        return False
+    return True
+
+
+def give_up(leaf: Any) -> None:
+    """Let go of the shards of a DTensor, which is dead from then on; other leaves, and dead ones, stay as they are."""
+    if isinstance(leaf, DTensor) and _holds_shards(leaf):
+        _delete_shards(leaf)
+
+
+def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
+    """A DTensor of shards that are known to fit: the fast way for the transforms, which validates nothing."""
+    meta = spec.meta
+    # Positional arguments (strides, offset and memory format first) are parsed a fifth faster, once for each result.
+    value = _make_wrapper(DTensor, meta.shape, None, None, None, meta.dtype, torch.strided, spec.mesh.device)
+    _set_spec(value, spec)
+    _set_shards(value, shards)
+    return value
+
+
+def _assemble(spec: DTensorSpec, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The global tensor; partial axes are reduced in rank order, and index 0 speaks for replicated axes."""
+    mesh, reductions = spec.mesh, dict(spec.partial)
+    full = torch.empty(spec.meta.shape, dtype=spec.meta.dtype, device=mesh.device)
+    sharded = {axis for axes in spec.dims for axis in axes}
+    replicated = [p for p, axis in enumerate(mesh.names) if axis not in sharded and axis not in reductions]
+    pending = [mesh.axis_position(axis) for axis in reductions]
+    for coordinate, shard in zip(mesh.coordinates(), shards, strict=True):
+        if any(coordinate[position] for position in replicated):
+            continue
+        part = full[spec.local_slices(coordinate)]
+        if any(coordinate[position] for position in pending):
+            part.copy_(combine(spec.partial[0][1], part, shard))
+        else:
+            part.copy_(shard)
+    return full
+
+
+def _scalar(value: DTensor) -> Any:
+    if not value.spec.is_replicated:
+        raise ShardingError(
+            f"Only a value that every rank holds converts to a Python number (got {value}). "
+            "Make it so in out_specs, P(), or assemble it first: .full_tensor().item()."
+        )
+    return value.shards[0].item()
+
+
+@attrs.frozen
+class _Held:
+    """What is known of a rank's shard: its type, if that is no plain tensor, else its meta and its device."""
+
+    kind: str
+    meta: TensorMeta | None
+    device: str
+
+    @classmethod
+    def of(cls, shard: Any) -> _Held:
+        if not isinstance(shard, torch.Tensor) or isinstance(shard, DTensor):
+            return cls(type(shard).__name__, None, "")
+        return cls("torch.Tensor", TensorMeta.of(shard), shard.device.type)
+
+
+def join_shards(
+    call: str,
+    held: Sequence[Sequence[torch.Tensor]],
+    specs: Sequence[SpecLike],
+    mesh: Mesh,
+    shape: Sequence[int] | None = None,
+) -> list[DTensor]:
+    """DTensors of shards that this process holds, checked against those of the other processes."""
+    facts = [[_Held.of(shard) for shard in shards] for shards in held]
+    every = gather(call, facts) if are_several(mesh) else [facts]
+    count = len(mesh.held_coordinates)
+    found = []
+    for number, (shards, spec) in enumerate(zip(held, specs, strict=True)):
+        ranks: list[_Held] = []
+        for process, given in enumerate(every):
+            here = given[number] if number < len(given) else []
+            if len(here) != count:
+                where = f"process {process}" if len(every) > 1 else "this process"
+                raise ShardingError(
+                    f"from_local needs one shard for each of the {count} ranks of {mesh} that {where} holds "
+                    f"(got {len(here)})."
+                )
+            ranks += here
+        found.append(wrap(_joint_spec(ranks, spec, mesh, shape), tuple(shard.detach() for shard in shards)))
+    return found
+
+
+def _joint_spec(ranks: Sequence[_Held], spec: SpecLike, mesh: Mesh, shape: Sequence[int] | None) -> DTensorSpec:
+    """The spec of a tensor whose shards, those of all ranks, are known."""
+    metas: list[TensorMeta] = []
+    for rank, held in enumerate(ranks):
+        if held.meta is None:
+            raise ShardingError(f"Shard of rank {rank} must be a plain torch.Tensor (got {held.kind}).")
+        metas.append(held.meta)
+    pspec = make_spec(mesh, spec, metas[0], where="shard of rank 0").pspec
+    meta = TensorMeta(_global_shape(metas, mesh, pspec) if shape is None else shape, metas[0].dtype)
+    complete = make_spec(mesh, pspec, meta, where="global tensor")
+    for coordinate, held in zip(mesh.coordinates(), ranks, strict=True):
+        _check_shard(complete, coordinate, held)
+    return complete
+
+
+def _global_shape(metas: Sequence[TensorMeta], mesh: Mesh, pspec: P) -> tuple[int, ...]:
+    """What the shards add up to: along each dim, the lengths on the ranks that differ only in the axes of that dim."""
+    shape = list(metas[0].shape)
+    for dim, axes in enumerate(pspec.dims):
+        if axes:
+            ranks = mesh.groups(axes)[0]
+            shape[dim] = sum(metas[rank].shape[dim] if dim < metas[rank].ndim else 0 for rank in ranks)
+    return tuple(shape)
+
+
+def _check_shard(spec: DTensorSpec, coordinate: Coordinate, held: _Held) -> None:
+    rank = spec.mesh.rank(coordinate)
+    expected = TensorMeta(spec.local_shape(coordinate), spec.meta.dtype)
+    if held.meta != expected:
+        raise ShardingError(
+            f"Shard of rank {rank} must be {expected} for a global tensor {spec} on {spec.mesh} (got {held.meta})."
+        )
+    if held.device != spec.mesh.device.type:
+        raise ShardingError(f"Shard of rank {rank} must be on {spec.mesh.device} (got {held.device}).")

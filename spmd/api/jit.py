@@ -1,0 +1,314 @@
+"""`jit`: a function for one device becomes a function of DTensors that runs on a mesh."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from spmd.api.compiled import Compiled
+from spmd.api.never_gathered import KeepSharded
+from spmd.api.options import Comms, JitOptions, Options
+from spmd.api.static_arguments import static_key
+from spmd.collectives.distributed.agreement import are_several, failing_together
+from spmd.core.mesh import Mesh, check_mesh, current_mesh
+from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
+from spmd.core.spec import TensorMeta
+from spmd.errors import MeshError, PlanError, TraceError
+from spmd.lowering.lower import LocalProgram
+from spmd.plan.plan import Plan
+from spmd.plan.pricing.machine import Machine
+from spmd.rules import RULES
+from spmd.rules.rule import Rule
+from spmd.runtime.agreement import first_run
+from spmd.runtime.torch_settings import ambient
+from spmd.tracing.constrain import constrain
+from spmd.tracing.trace import Traced, is_tracing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_MISSING: Any = object()
+
+
+class Jitted:
+    """A function under `jit`: call it, or look at the stages that a call goes through.
+
+    The stages `trace`, `plan` and `lower` take the arguments of a call; meta tensors or `TensorMeta` may stand for
+    tensors that nobody wants to allocate. All stages of one signature (structure, shapes, dtypes, static arguments,
+    mesh, and what of torch's state decides a program: `spmd.runtime.torch_settings`) are made once and kept.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Mesh | None, options: Options
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._in_specs, self._out_specs = function, in_specs, out_specs
+        self._mesh, self._options = None if mesh is None else check_mesh(mesh), options
+        self._compiled: dict[Any, Compiled] = {}
+        self._last: tuple[Any, Compiled] | None = None
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Run a step: DTensors, or plain tensors that `in_specs` place, to DTensors by `out_specs`.
+
+        Arguments given by name take their places in the function's signature.
+
+        On a distributed mesh all ranks call this together.
+
+        Raises:
+            DivergenceError: ranks that call it with different arguments, or call different functions, the first time.
+            SpmdError: another rank failed, or does not come.
+            MeshError: no mesh, an abstract one, or one that differs from an argument's.
+            ShardingError: specs that do not fit the arguments, or a DTensor whose spec is not that of `in_specs`.
+            TraceError: the function cannot be one static program.
+            PlanError: the plan sends more than `comms` allows, or `plan` is for something else.
+        """
+        args = self._positional(args, keywords) if keywords else args
+        if is_tracing():
+            return self._inline(args)
+        mesh = current_mesh(self._mesh)
+        static, dynamic = self._split(args)
+        leaves, tree = tree_flatten(dynamic)
+        state = ambient()
+        if self._last is not None:
+            key, compiled = self._last
+            if key == (state, mesh, static, tree):
+                shards = compiled.match(leaves)
+                if shards is not None:
+                    return compiled.run(shards, leaves)
+        compiled = self._prepared(args, mesh, leaves)
+        result = compiled.run(compiled.place(leaves), leaves)
+        self._last = (state, mesh, static, tree), compiled
+        return result
+
+    def trace(self, *args: Any, **keywords: Any) -> Traced:
+        """The function as a flat program of functional operators over global tensors."""
+        return self._signature(args, keywords).traced
+
+    def plan(self, *args: Any, **keywords: Any) -> Plan:
+        """The plan: a spec for every value, and every collective with its cause."""
+        return self._signature(args, keywords).plan
+
+    def lower(self, *args: Any, **keywords: Any) -> LocalProgram:
+        """The program that each rank runs; `print(f.lower(*args).as_text())` shows it."""
+        return self._signature(args, keywords).program
+
+    def compile(self, *args: Any, **keywords: Any) -> Compiled:
+        """What a call with such arguments runs: a callable, ready to execute, that takes the same arguments."""
+        return self._prepared(self._positional(args, keywords), current_mesh(self._mesh))
+
+    def __repr__(self) -> str:
+        return f"spmd.jit({getattr(self._function, '__qualname__', self._function)})"
+
+    def _signature(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
+        return self._lookup(self._positional(args, keywords), current_mesh(self._mesh))
+
+    def _positional(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments by position: that is how `in_specs` and `static_argnums` speak of them."""
+        if not keywords:
+            return args
+        bound = self._bind(args, keywords, follow_wrapped=True)
+        if bound is None or bound.kwargs:
+            names = ", ".join(keywords if bound is None else bound.kwargs)
+            raise TraceError(
+                f"{self!r} was given {names} by name, which cannot go by position. in_specs speak of positions: make "
+                "a function of positional arguments, as lambda x, y: f(x, option=y)."
+            )
+        return bound.args
+
+    def _bind(
+        self, args: tuple[Any, ...], keywords: dict[str, Any], *, follow_wrapped: bool
+    ) -> inspect.BoundArguments | None:
+        """The arguments in the places of the function's signature; None if it does not tell its signature."""
+        try:
+            signature = inspect.signature(self._function, follow_wrapped=follow_wrapped)
+        except (TypeError, ValueError):
+            return None
+        try:
+            return signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise TraceError(f"{self!r} takes {signature}: {error}.") from None
+
+    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The static arguments, as part of a cache key, and the dynamic ones."""
+        if not self._options.static_argnums:
+            return (), args
+        numbers = _positions(self._options.static_argnums, len(args), "static_argnums")
+        static = tuple((number, static_key(args[number])) for number in numbers)
+        return static, tuple(arg for number, arg in enumerate(args) if number not in numbers)
+
+    def _lookup(self, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
+        static, dynamic = self._split(args)
+        leaves, tree = tree_flatten(dynamic)
+        metas = tuple(TensorMeta(tuple(leaf.shape), leaf.dtype) if is_tensor(leaf) else None for leaf in leaves)
+        key = (ambient(), mesh, static, tree, metas)
+        try:
+            found = self._compiled.get(key)
+        except TypeError:
+            raise TraceError(
+                f"Static arguments of {self!r} must be hashable (got {[args[number] for number, _ in static]}). "
+                "Pass tuples for lists, or pass tensors as dynamic arguments."
+            ) from None
+        if found is None:
+            self._check_call(args, [number for number, _ in static])
+            found = Compiled(self._function, args, self._in_specs, self._out_specs, mesh, self._options)
+            self._compiled[key] = found
+        return found
+
+    def _prepared(self, args: tuple[Any, ...], mesh: Mesh, leaves: Sequence[Any] | None = None) -> Compiled:
+        """A signature that is ready to run; of a new one, the ranks of a distributed mesh compare what they have made.
+
+        Whatever goes wrong until then on one rank, in the user's function or in planning, is an error on all of them.
+        """
+        with failing_together(first_run(mesh), are_several(mesh)):
+            compiled = self._lookup(args, mesh)
+            if not compiled.is_prepared:
+                compiled.check(leaves)
+        compiled.prepare()
+        return compiled
+
+    def _check_call(self, args: tuple[Any, ...], static: Sequence[int]) -> None:
+        self._bind(args, {}, follow_wrapped=False)  # a decorator may give a function arguments of its own
+        _positions(self._options.donate_argnums, len(args), "donate_argnums")
+        for number in static:
+            if any(is_tensor(leaf) for leaf in tree_leaves(args[number])):
+                raise TraceError(
+                    f"Static argument {number} of {self!r} holds a tensor (got {type(args[number]).__name__}): every "
+                    "new one would be a new program. Pass it as a dynamic argument, or close over it."
+                )
+
+    def _inline(self, args: tuple[Any, ...]) -> Any:
+        """The function itself, as part of a program that is being traced, with its specs as constraints."""
+        outer = current_mesh()
+        if self._mesh is not None and self._mesh != outer:
+            raise MeshError(
+                f"{self!r} was made for {self._mesh} and is called in a function under jit on {outer}. "
+                "Functions that call each other share one mesh."
+            )
+        static, dynamic = self._split(args)
+        placed = iter(_constrain(self._in_specs, dynamic, "in_specs", "the arguments"))
+        numbers = {number for number, _ in static}
+        result = self._function(*(arg if number in numbers else next(placed) for number, arg in enumerate(args)))
+        return _constrain(self._out_specs, result, "out_specs", "the result")
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or stands for one."""
+    return hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype)
+
+
+def _constrain(specs: Any, tree: Any, what: str, of: str) -> Any:
+    leaves, structure = tree_flatten(tree)
+    prefix = broadcast_prefix(specs, tree, what=what, of=of)
+    return structure.unflatten([constrain(leaf, spec) for leaf, spec in zip(leaves, prefix, strict=True)])
+
+
+def _positions(numbers: Sequence[int], count: int, what: str) -> tuple[int, ...]:
+    for number in numbers:
+        if not -count <= number < count:
+            raise TraceError(f"{what}={tuple(numbers)} names argument {number}, but the call has {count} arguments.")
+    return tuple(sorted(number % count for number in numbers))
+
+
+@overload
+def jit(in_specs: Any, out_specs: Any, /, **options: Unpack[JitOptions]) -> Callable[[Callable[..., Any]], Jitted]: ...
+
+
+@overload
+def jit(function: Callable[..., Any], in_specs: Any, out_specs: Any, /, **options: Unpack[JitOptions]) -> Jitted: ...
+
+
+@overload
+def jit(*function: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Unpack[JitOptions]) -> Any: ...
+
+
+def jit(
+    *positional: Any,
+    in_specs: Any = _MISSING,
+    out_specs: Any = _MISSING,
+    mesh: Mesh | None = None,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    comms: Comms = "allow",
+    backend: Literal["eager", "inductor"] = "eager",
+    machine: Machine | None = None,
+    rules: Mapping[Any, Rule] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    memory_limit: int | str | None = None,
+    keep_sharded: KeepSharded | None = None,
+) -> Any:
+    """Compile a function of whole tensors into the program that each rank of a mesh runs.
+
+    `@jit(in_specs, out_specs)` decorates; `jit(f, in_specs, out_specs)` wraps. The function is traced once for each
+    signature, with its `torch.func` transforms, planned as a whole, and lowered to plain torch operators on shards with
+    collectives between them. Modelled on `jax.jit` with `in_shardings` and `out_shardings`.
+
+    Args:
+        in_specs: a pytree prefix of the tuple of arguments that are not static: specs are `P`s, or tuples of one
+            placement for each mesh axis.
+        out_specs: a pytree prefix of the result.
+        mesh: the mesh; by default that of `use_mesh` when the function is called.
+        static_argnums: positions of arguments that are no tensors: hashable, and part of the signature.
+        donate_argnums: positions of arguments that the caller will not use again: their memory is freed at their last
+            use in the program. A DTensor in such a place is dead after the call, and reading it an error. Plain tensors
+            are copied when they are placed, and stay as they are.
+        comms: what the plan may send. `"error"` refuses a plan that communicates, or that runs an operator without a
+            rule replicated; a mapping limits kinds of collectives: `{"all_gather": 0, "all_reduce": "20MB"}` allows no
+            all_gather, and all_reduces in which a rank sends up to 20 MB a step.
+        backend: `"eager"`.
+        machine: cost constants for the planner, as `Machine.preset("h100_nvlink")`.
+        rules: sharding rules in place of `spmd.rules.RULES`: `RULES | {my_op: my_rule}`.
+        memory_limit: the most bytes that a rank may hold at once, as `plan.memory` counts them: a number, or a text
+            such as `"80GB"` or `"512MiB"`. A plan that would take more is made to fit: parameters are gathered again
+            instead of kept, results are computed one after the other.
+        plan: a plan to run by, in place of a search: a `Plan`, or a file that `Plan.save` wrote, for example on an
+            abstract mesh. A call for which it was not made is refused.
+        keep_sharded: arguments that the program never gathers along some mesh axes, for layouts to the letter:
+            `{0: "model"}`, or a part by its path, `{"0['params']": "model"}` or `{"0.params": "model"}`, or a tensor by
+            its name in `print(plan)`. What is not cut along an axis is free.
+
+    Raises:
+        PlanError: an unknown `comms` or `backend`.
+
+    >>> from spmd import P, make_mesh
+    >>> mesh = make_mesh({"data": 2}, runtime="virtual")
+    >>> double = jit(lambda x: x + x, P("data"), P("data"), mesh=mesh)
+    >>> double(torch.arange(4.0)).full_tensor()
+    tensor([0., 2., 4., 6.])
+    """
+    function, in_specs, out_specs = _parse(positional, in_specs, out_specs)
+    options = Options(
+        static_argnums=static_argnums,
+        donate_argnums=donate_argnums,
+        comms=comms,
+        backend=backend,
+        machine=machine,
+        rules=RULES if rules is None else rules,
+        memory_limit=memory_limit,
+        plan=plan,
+        keep_sharded=keep_sharded,
+    )
+    if function is None:
+        return lambda decorated: Jitted(decorated, in_specs, out_specs, mesh, options)
+    return Jitted(function, in_specs, out_specs, mesh, options)
+
+
+def _parse(positional: tuple[Any, ...], in_specs: Any, out_specs: Any) -> tuple[Callable[..., Any] | None, Any, Any]:
+    if any(isinstance(item, Mesh) for item in positional):
+        raise PlanError("jit takes the mesh by name (got it by position). Write mesh=mesh.")
+    rest = list(positional)
+    function = rest.pop(0) if rest and callable(rest[0]) else None
+    if rest and in_specs is _MISSING:
+        in_specs = rest.pop(0)
+    if rest and out_specs is _MISSING:
+        out_specs = rest.pop(0)
+    if rest or in_specs is _MISSING or out_specs is _MISSING:
+        raise PlanError(
+            f"jit takes in_specs and out_specs, after the function if it is given (got {len(positional)} positional "
+            "arguments). Write @spmd.jit(in_specs, out_specs) or spmd.jit(f, in_specs, out_specs)."
+        )
+    return function, in_specs, out_specs

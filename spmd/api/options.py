@@ -1,0 +1,94 @@
+"""What `jit` can be told besides the function, its specs and its mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
+from typing import Any, Literal, TypedDict
+
+import attrs
+
+from spmd.api.never_gathered import KeepSharded, parse_keep_sharded
+from spmd.core.mesh import Mesh
+from spmd.errors import PlanError, RuleError, TraceError
+from spmd.plan.plan import Plan
+from spmd.plan.pricing.machine import Machine
+from spmd.plan.quantity import parse_bytes
+from spmd.plan.questions.budget import Budget, parse_budget
+from spmd.rules.rule import Rule
+
+Comms = Literal["allow", "error"] | Mapping[str, int | str]
+"""What a plan may send: anything, nothing, or for kinds of collectives how many (an int) or how many bytes (a text)."""
+
+
+class JitOptions(TypedDict, total=False):
+    """The keywords of `jit`, as a user gives them; `jit` says what they mean."""
+
+    mesh: Mesh | None
+    static_argnums: int | Sequence[int]
+    donate_argnums: int | Sequence[int]
+    comms: Comms
+    backend: Literal["eager", "inductor"]
+    machine: Machine | None
+    rules: Mapping[Any, Rule] | None
+    memory_limit: int | str | None
+    plan: Plan | str | os.PathLike[str] | None
+    keep_sharded: KeepSharded | None
+
+
+def _argnums(numbers: int | Sequence[int]) -> tuple[int, ...]:
+    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if not all(isinstance(number, int) for number in found):
+        raise TraceError(f"Argument numbers are positions from 0, or from the end below it (got {numbers!r}).")
+    return found
+
+
+def _one_of(*allowed: str) -> Callable[[Any, attrs.Attribute[str], str], None]:
+    def check(_: Any, attribute: attrs.Attribute[str], value: str) -> None:
+        if value not in allowed:
+            raise PlanError(f"{attribute.name} must be one of {', '.join(map(repr, allowed))} (got {value!r}).")
+
+    return check
+
+
+def _check_backend(_: Any, attribute: attrs.Attribute[str], value: str) -> None:
+    _one_of("eager", "inductor")(_, attribute, value)
+    if value == "inductor":
+        raise PlanError("backend='inductor' is not available yet. Use backend='eager'.")
+
+
+def _check_machine(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, (Machine, NoneType)):
+        raise PlanError(f"machine must be a spmd.Machine (got {value!r}).")
+
+
+def _check_plan(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, (Plan, str, os.PathLike, NoneType)):
+        raise PlanError(f"plan must be a path or a spmd.plan.Plan (got {value!r:.80}).")
+
+
+def _check_rules(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(rule, Rule) for rule in value.values()):
+        raise RuleError(
+            f"rules must map operators to spmd.rules.Rule (got {value!r:.80}). Write spmd.rules.RULES | {{op: rule}}."
+        )
+
+
+def _memory_limit(limit: int | str | None) -> int | None:
+    return None if limit is None else parse_bytes(limit, "memory_limit")
+
+
+@attrs.frozen
+class Options:
+    """The options of a jitted function, checked."""
+
+    static_argnums: tuple[int, ...] = attrs.field(converter=_argnums)
+    donate_argnums: tuple[int, ...] = attrs.field(converter=_argnums)
+    comms: Budget = attrs.field(converter=parse_budget)
+    backend: str = attrs.field(validator=_check_backend)
+    machine: Machine | None = attrs.field(validator=_check_machine)
+    rules: Mapping[Any, Rule] = attrs.field(validator=_check_rules)
+    memory_limit: int | None = attrs.field(default=None, converter=_memory_limit)
+    plan: Plan | str | os.PathLike[str] | None = attrs.field(default=None, validator=_check_plan)
+    keep_sharded: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=None, converter=parse_keep_sharded)

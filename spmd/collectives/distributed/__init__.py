@@ -1,0 +1,4 @@
+"""Collectives between processes, by torch.distributed.
+
+Imports `collectives`, `core` and `job`.
+"""

@@ -1,0 +1,157 @@
+"""What the processes of a job say, compared: one small collective before anything large depends on it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmd.collectives.distributed.process_groups import group_for
+from spmd.core.mesh import Mesh, Runtime
+from spmd.core.spec import TensorMeta
+from spmd.errors import DivergenceError, SpmdError
+from spmd.job.collective_scope import Meeting, who_says_what
+
+WHOLE = 1 << 24
+"""Tensors of up to so many bytes are compared whole, larger ones by blocks."""
+
+BLOCKS, BLOCK = 256, 1 << 16
+"""How many blocks of a large tensor, evenly spaced, and of how many bytes."""
+
+
+def are_several(mesh: Mesh) -> bool:
+    """Whether there are other processes to agree with."""
+    return mesh.runtime is Runtime.DISTRIBUTED and mesh.size > 1
+
+
+def gather(call: str, value: Any) -> list[Any]:
+    """What every process gives (anything that can be pickled), in rank order, on all of them.
+
+    Args:
+        call: the call of the user's in which all processes give something: those of ranks are compared first.
+        value: what this process gives.
+
+    Raises:
+        DivergenceError: on every rank, if they make different calls.
+        SpmdError: a rank failed in the call, or does not come.
+    """
+    every: list[tuple[str, Any]] = [(call, value)] * dist.get_world_size()
+    if len(every) == 1:
+        return [value]
+    group = group_for("comparisons")
+    with Meeting(f"the comparison of ranks in {call}", range(len(every))):
+        if not _are_equal(pickle.dumps((call, value)), group):
+            dist.all_gather_object(every, (call, value), group=group)
+    failures = [
+        f"Rank {rank} failed in {given}: {value.text}"
+        for rank, (given, value) in enumerate(every)
+        if isinstance(value, _Failure)
+    ]
+    if failures:
+        raise SpmdError("\n".join(failures))
+    calls = [given for given, _ in every]
+    if len(set(calls)) > 1:
+        raise DivergenceError(
+            f"Ranks make different calls: {who_says_what(dict(enumerate(calls)))}. All ranks must make the same calls, "
+            "in the same order, on the same mesh."
+        )
+    return [given for _, given in every]
+
+
+def _are_equal(mine: bytes, group: dist.ProcessGroup) -> bool:
+    """Whether every process gives the same, by its digest."""
+    digest = torch.frombuffer(bytearray(hashlib.sha256(mine).digest()), dtype=torch.uint8)
+    every = [torch.empty_like(digest) for _ in range(group.size())]
+    dist.all_gather(every, digest, group=group)
+    return all(digest.equal(other) for other in every)
+
+
+@attrs.frozen
+class _Failure:
+    """What a process gives that failed in the call."""
+
+    text: str
+
+
+@contextmanager
+def failing_together(call: str, active: bool = True) -> Iterator[None]:
+    """What each rank does for itself in a call before all of them compare: if it fails, it does on all ranks.
+
+    Args:
+        call: as for `gather`, which must follow the block.
+        active: whether there are other ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        if active:
+            with suppress(SpmdError):  # of others; this rank's own error comes first
+                gather(call, _Failure(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def check_agreement(call: str, claims: Mapping[str, str], expected: str) -> None:
+    """Compare what all processes say of the same things.
+
+    Args:
+        call: as for `gather`.
+        claims: for each thing, by its name, what this process says of it. Of a text of many lines, the error shows the
+            first that differs.
+        expected: what was expected of all and what to do, for the message.
+
+    Raises:
+        DivergenceError: on every rank, if they differ; with the first difference, and which ranks say what.
+        SpmdError: a rank failed in the call, or does not come.
+    """
+    # not the claims themselves, which may be long: equal ones need not be pickled into equal bytes
+    said = hashlib.sha256(repr(list(claims.items())).encode()).digest()
+    if len(set(gather(call, said))) == 1:
+        return
+    every: list[dict[str, str]] = gather(call, dict(claims))
+    for name in dict.fromkeys(name for given in every for name in given):
+        texts = [given.get(name, "nothing") for given in every]
+        if len(set(texts)) > 1:
+            where, lines = _first_difference(texts)
+            raise DivergenceError(
+                f"{name} differs between ranks{where}: {who_says_what(dict(enumerate(lines)))}. {expected}"
+            )
+
+
+def _first_difference(texts: Sequence[str]) -> tuple[str, list[str]]:
+    """Where texts first differ, and what they say there; texts of one line are shown whole."""
+    rows = list(itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing"))
+    if len(rows) < 2:
+        return "", list(texts)
+    number, row = next((number, row) for number, row in enumerate(rows, start=1) if len(set(row)) > 1)
+    return f" in line {number}", [line.strip() for line in row]
+
+
+def describe(value: Any) -> str:
+    """The meta of a tensor and a digest of its bytes; of anything else, its type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_meta or value.layout is not torch.strided:
+        return f"{TensorMeta.of(value)} ({'meta' if value.is_meta else value.layout})"
+    return f"{TensorMeta.of(value)} with digest {digest(value)}"
+
+
+def digest(value: Tensor) -> str:
+    """Eight hexadecimal digits that say which elements a dense tensor holds; large tensors are sampled."""
+    flat = value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    if flat.numel() > WHOLE:
+        stride = (flat.numel() - BLOCK) // (BLOCKS - 1)
+        flat = flat.as_strided((BLOCKS, BLOCK), (stride, 1)).reshape(-1)
+    flat = flat.cpu()
+    found = hashlib.blake2b(digest_size=4)
+    if flat.numel():  # numpy is no dependency, so the bytes are reached by their address
+        found.update((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))
+    return found.hexdigest()

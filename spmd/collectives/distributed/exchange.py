@@ -1,0 +1,270 @@
+"""The primitives on torch.distributed: what one rank does, by torch's own functional collectives.
+
+`spmd.collectives.virtual` has the same primitives as functions over all ranks, and is their oracle. A collective is
+started, which returns at once, and finished when its result is wanted; all that depends on the rank (its chunk, its
+partners) is decided when the call is bound, from the shape of the operand alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
+from spmd.collectives.distributed.flat_chunks import Pieces, pad, resized
+from spmd.collectives.distributed.process_groups import Member, member
+from spmd.collectives.distributed.transport_dtypes import Wire, moved, reduced
+from spmd.core.mesh import Coordinate, Mesh
+from spmd.core.placement import neutral_element
+from spmd.core.spec import TensorMeta
+from spmd.job.collective_scope import Meeting
+
+_c10d = torch.ops._c10d_functional
+_wait = _c10d.wait_tensor.default
+
+
+@attrs.frozen(eq=False)
+class Exchange:
+    """A collective of one rank: work on its own tensor, a functional collective of torch's, work on what came.
+
+    Args:
+        op: the collective on flat tensors, by an operator of `_c10d_functional`.
+        arguments: those after the tensor.
+        pack: from the operand to what the collective takes.
+        unpack: from what the collective gives to the result, which is contiguous.
+        meeting: of the ranks that take part, which says what has failed if it does.
+    """
+
+    op: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    pack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor], Tensor]
+    meeting: Meeting = attrs.field(default=Meeting("a collective", ()), kw_only=True)
+
+    def start(self, x: Tensor) -> Tensor:
+        """Start the collective; what it returns is only good for `finish`."""
+        packed = self.pack(x)
+        with self.meeting:
+            return self.op(packed, *self.arguments)
+
+    def finish(self, pending: Tensor) -> Tensor:
+        """Wait for the collective, and take its result."""
+        with self.meeting:
+            buffer = _wait(pending)
+        return self.unpack(buffer)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Run the collective, start to finish."""
+        return self.finish(self.start(x))
+
+
+Local: TypeAlias = Callable[..., Tensor]
+"""A primitive that needs no other rank: a function of its operand, if it has one."""
+
+
+def bind(
+    op: torch._ops.OpOverload,
+    mesh: Mesh,
+    coordinate: Coordinate,
+    operand: TensorMeta | None,
+    arguments: tuple[Any, ...],
+    cause: str = "",
+) -> Exchange | Local:
+    """What the rank at `coordinate` does for one call of a primitive.
+
+    Args:
+        op: a primitive, `torch.ops.spmd.<name>.default`.
+        mesh: a distributed mesh.
+        coordinate: of this process's rank.
+        operand: shape and dtype of the tensor that it is called on; none if it takes none.
+        arguments: the arguments after the tensor.
+        cause: why it is called, and where in the user's code, for messages.
+
+    Raises:
+        SpmdError: a rank is missing where process groups are made. What is bound raises it too.
+    """
+    *rest, axes = arguments
+    place = member(mesh, tuple(axes), coordinate, communicates=op in _EXCHANGES)
+    if operand is None:
+        return _constant(_INDICES[op](place, *rest))
+    if op in _LOCALS:
+        return _LOCALS[op](place, operand, *rest)
+    if place.group.size == 1:
+        return _alone(op, operand, rest)
+    kind = op._schema.name.removeprefix("spmd::")
+    what = f"{kind} over {', '.join(axes)}{cause and f' ({cause})'}"
+    return attrs.evolve(_EXCHANGES[op](place, operand, *rest), meeting=Meeting(what, place.group.ranks))
+
+
+def run(op: torch._ops.OpOverload, mesh: Mesh, coordinate: Coordinate, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    """Run one primitive on this rank's tensor; all ranks of its group do the same."""
+    return bind(op, mesh, coordinate, TensorMeta.of(x), arguments)(x)
+
+
+def broadcast(x: Tensor, src_rank: int) -> Tensor:
+    """The tensor of one rank, on all ranks of the job; the others give any of the same shape and dtype."""
+    wire = moved(x.dtype)
+    buffer = wire.encode(_flat(x))
+    with Meeting(f"the broadcast from rank {src_rank}", range(dist.get_world_size())):
+        dist.broadcast(buffer, src_rank)
+    return wire.decode(buffer).view(x.shape)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """All elements in order, side by side, with no pending conjugation or sign that the bytes would not show."""
+    if x.is_neg() or x.is_conj():
+        x = x.resolve_conj().resolve_neg()
+    return x.reshape(-1).contiguous()
+
+
+def _all_reduce(place: Member, operand: TensorMeta, op: str) -> Exchange:
+    wire, shape = reduced(operand.dtype, op), operand.shape
+    return Exchange(
+        _c10d.all_reduce.default,
+        (op, place.name),
+        lambda x: wire.encode(_flat(x)),
+        lambda buffer: wire.decode(buffer).view(shape),
+    )
+
+
+def _all_gather(place: Member, operand: TensorMeta, dim: int, size: int) -> Exchange:
+    wire = moved(operand.dtype)
+    pieces = Pieces(place, resized(operand.shape, dim, size), dim, padded=True)
+    numel = pieces.numels[0]
+    return Exchange(
+        _gather,
+        (place.group.size, place.name),
+        lambda x: wire.encode(pad(_flat(x), numel)),
+        lambda buffer: pieces.join(wire.decode(buffer)),
+    )
+
+
+def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    """All ranks' tensors, one after the other.
+
+    Not by `all_gather_into_tensor`: gloo's threads note the name of the collective that each has ended, unguarded, in
+    one string of the group (`ProcessGroupGloo::runLoop` in torch 2.13), and that operator's is ALLGATHER_COALESCED, the
+    only one here too long to lie inside the string. One thread then writes to what the other has freed.
+    """
+    return _c10d.all_gather_into_tensor_out.default(x, ranks, group, out=x.new_empty(ranks * x.numel()))
+
+
+def _reduce_scatter(place: Member, operand: TensorMeta, op: str, dim: int, size: int) -> Exchange:
+    wire = reduced(operand.dtype, op)
+    pieces = Pieces(place, operand.shape, dim, padded=True)
+    shape = pieces.piece_shape(place.index)
+    numel = math.prod(shape)
+    return Exchange(
+        _c10d.reduce_scatter_tensor.default,
+        (op, place.group.size, place.name),
+        lambda x: wire.encode(_flat(pieces.flatten(x))),
+        lambda buffer: wire.decode(buffer)[:numel].view(shape),
+    )
+
+
+def _all_to_all(
+    place: Member, operand: TensorMeta, split_dim: int, concat_dim: int, split_size: int, concat_size: int
+) -> Exchange:
+    wire = moved(operand.dtype)
+    sent = Pieces(place, operand.shape, split_dim)
+    received = Pieces(
+        place, resized(resized(operand.shape, split_dim, split_size), concat_dim, concat_size), concat_dim
+    )
+    return _single(
+        place,
+        wire,
+        received.numels,
+        sent.numels,
+        lambda x: wire.encode(_flat(sent.flatten(x))),
+        lambda buffer: received.join(wire.decode(buffer)),
+    )
+
+
+def _permute(place: Member, operand: TensorMeta, sources: list[int], shape: list[int]) -> Exchange:
+    """An all_to_all in which each rank sends to one rank at most, and receives from one at most."""
+    wire, source = moved(operand.dtype), sources[place.index]
+    sent, received = [0] * place.group.size, [0] * place.group.size
+    if place.index in sources:
+        sent[place.places[sources.index(place.index)]] = operand.numel
+    if source >= 0:
+        received[place.places[source]] = math.prod(shape)
+    numel = sum(sent)
+    return _single(
+        place,
+        wire,
+        received,
+        sent,
+        lambda x: wire.encode(_flat(x)[:numel]),
+        lambda buffer: wire.decode(buffer).view(shape) if source >= 0 else buffer.new_zeros(shape, dtype=operand.dtype),
+    )
+
+
+def _single(
+    place: Member,
+    wire: Wire,
+    received: list[int],
+    sent: list[int],
+    pack: Callable[[Tensor], Tensor],
+    unpack: Callable[[Tensor], Tensor],
+) -> Exchange:
+    splits = [[numel * wire.factor for numel in numels] for numels in (received, sent)]
+    return Exchange(_c10d.all_to_all_single.default, (*splits, place.name), pack, unpack)
+
+
+_EXCHANGES: Mapping[torch._ops.OpOverload, Callable[..., Exchange]] = MappingProxyType(
+    {
+        torch.ops.spmd.all_reduce.default: _all_reduce,
+        torch.ops.spmd.all_gather.default: _all_gather,
+        torch.ops.spmd.all_gather_invariant.default: _all_gather,
+        torch.ops.spmd.reduce_scatter.default: _reduce_scatter,
+        torch.ops.spmd.all_to_all.default: _all_to_all,
+        torch.ops.spmd.permute.default: _permute,
+    }
+)
+
+
+def _alone(op: torch._ops.OpOverload, operand: TensorMeta, rest: list[Any]) -> Local:
+    """A collective of one rank."""
+    if op is torch.ops.spmd.permute.default and rest[0] == [-1]:
+        return lambda x: x.new_zeros(rest[1])
+    return lambda x: x.contiguous()
+
+
+def _shard(place: Member, operand: TensorMeta, dim: int, size: int) -> Local:
+    start, stop = place.group.bounds(operand.shape[dim])[place.index]
+    return lambda x: x.narrow(dim, start, stop - start).contiguous()
+
+
+def _to_partial(place: Member, operand: TensorMeta, op: str) -> Local:
+    if place.index == 0:
+        return lambda x: x.contiguous()
+    neutral = neutral_element(op, operand.dtype)  # type: ignore[arg-type]
+    return lambda x: torch.full_like(x, neutral, memory_format=torch.contiguous_format)
+
+
+_LOCALS: Mapping[torch._ops.OpOverload, Callable[..., Local]] = MappingProxyType(
+    {
+        torch.ops.spmd.pcast.default: lambda place, operand: lambda x: x,
+        torch.ops.spmd.shard.default: _shard,
+        torch.ops.spmd.to_partial.default: _to_partial,
+    }
+)
+
+_INDICES: Mapping[torch._ops.OpOverload, Callable[..., int]] = MappingProxyType(
+    {
+        torch.ops.spmd.axis_index.default: lambda place: place.index,
+        torch.ops.spmd.shard_offset.default: lambda place, size: place.group.bounds(size)[place.index][0],
+    }
+)
+
+
+def _constant(value: int) -> Local:
+    tensor = torch.tensor(value)
+    return lambda: tensor

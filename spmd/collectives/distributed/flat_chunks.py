@@ -1,0 +1,81 @@
+"""A dim cut among the ranks of a group, and its pieces one after the other in a flat buffer."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import attrs
+import torch
+from torch import Tensor
+
+from spmd.collectives.distributed.process_groups import Member
+
+
+def resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    """`shape` with another length of `dim`."""
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+@attrs.frozen
+class Pieces:
+    """The pieces of a tensor, in the order in which torch's group numbers the ranks.
+
+    Args:
+        member: the group.
+        shape: of the tensor.
+        dim: the dim that is cut.
+        padded: whether all pieces take the space of the largest.
+    """
+
+    member: Member
+    shape: tuple[int, ...]
+    dim: int
+    padded: bool = False
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """The length of `dim` of each piece, by index along the axes."""
+        return self.member.group.lengths(self.shape[self.dim])
+
+    @property
+    def is_even(self) -> bool:
+        """Whether pieces are alike and in the order of the axes: one copy moves them all."""
+        return self.member.in_order and len(set(self.lengths)) == 1
+
+    def piece_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of the piece of the rank at `index` along the axes."""
+        return resized(self.shape, self.dim, self.lengths[index])
+
+    @property
+    def numels(self) -> list[int]:
+        """The number of elements of each piece in the buffer, in torch's order."""
+        found = [0] * self.member.group.size
+        for index, place in enumerate(self.member.places):
+            found[place] = math.prod(self.piece_shape(index))
+        return [max(found)] * len(found) if self.padded else found
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """The buffer of a tensor's pieces."""
+        if self.is_even:
+            pieces = x.unflatten(self.dim, (self.member.group.size, self.lengths[0]))
+            return pieces.movedim(self.dim, 0).reshape(-1)
+        by_place = dict(zip(self.member.places, x.split(self.lengths, self.dim), strict=True))
+        numels = enumerate(self.numels)
+        return torch.cat([pad(by_place[place].reshape(-1), numel) for place, numel in numels])
+
+    def join(self, buffer: Tensor) -> Tensor:
+        """The tensor of a buffer of its pieces."""
+        count = self.member.group.size
+        if self.is_even:
+            pieces = buffer.view(count, *self.piece_shape(0))
+            return pieces.movedim(0, self.dim).reshape(self.shape).contiguous()
+        by_place = buffer.split(self.numels)
+        shapes = [self.piece_shape(index) for index in range(count)]
+        places = zip(self.member.places, shapes, strict=True)
+        return torch.cat([by_place[place][: math.prod(shape)].view(shape) for place, shape in places], self.dim)
+
+
+def pad(flat: Tensor, numel: int) -> Tensor:
+    """A flat tensor, as long as asked for: what is added says nothing."""
+    return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))

@@ -1,0 +1,147 @@
+"""From one spec to another: the sequence of collectives, as data that can be priced, lowered and run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from spmd.collectives.bytes_sent import chunk_lengths, most_sent
+from spmd.collectives.moves import Layout, Move, cheapest_moves, permutation_sources, strip_trivial
+from spmd.collectives.traffic import StepKind
+from spmd.core.mesh import Coordinate, Mesh
+from spmd.core.placement import Reduction
+from spmd.core.spec import DTensorSpec
+from spmd.errors import ShardingError
+
+__all__ = ["Step", "StepKind", "redistribution"]
+
+
+@attrs.frozen
+class Step:
+    """One primitive of a redistribution.
+
+    Args:
+        kind: which one.
+        axes: the mesh axes that it works along, major first.
+        source, target: the specs before and after. Axes of size 1 may be missing between the steps of a sequence.
+        dims: the tensor dims that it changes: `(dim,)`, or `(split_dim, concat_dim)` of an all_to_all; none for others.
+        op: the reduction of an all_reduce, reduce_scatter or to_partial.
+    """
+
+    kind: StepKind
+    axes: tuple[str, ...]
+    source: DTensorSpec
+    target: DTensorSpec
+    dims: tuple[int, ...] = ()
+    op: Reduction | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks communicate."""
+        return self.kind.is_collective
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that the rank sends which sends most, by the ring algorithm; 0 for a local step."""
+        if self.kind is StepKind.PERMUTE:
+            return float(self.source.local_bytes())  # it moves something, and equal pieces
+        return _most_sent(self) if self.is_collective else 0.0
+
+    @property
+    def primitive(self) -> torch._ops.OpOverload:
+        """The operator, `torch.ops.spmd.<kind>.default`."""
+        return getattr(torch.ops.spmd, self.kind.value).default
+
+    def arguments(self, coordinate: Coordinate) -> tuple[Any, ...]:
+        """The primitive's arguments after the tensor, for the rank at `coordinate`."""
+        shape, axes = self.target.local_shape(coordinate), list(self.axes)
+        if self.kind in (StepKind.ALL_REDUCE, StepKind.TO_PARTIAL):
+            return (self.op, axes)
+        if self.kind is StepKind.REDUCE_SCATTER:
+            return (self.op, self.dims[0], shape[self.dims[0]], axes)
+        if self.kind is StepKind.ALL_TO_ALL:
+            split_dim, concat_dim = self.dims
+            return (split_dim, concat_dim, shape[split_dim], shape[concat_dim], axes)
+        if self.kind is StepKind.PERMUTE:
+            sources = permutation_sources(self.source.mesh, self.axes, self.source.dims, self.target.dims)
+            return (list(sources), list(shape), axes)
+        return (self.dims[0], shape[self.dims[0]], axes)
+
+    def apply(self, x: Tensor, coordinate: Coordinate) -> Tensor:
+        """Call the primitive on `x`, the shard of the rank at `coordinate` under `source`; gives its shard of `target`.
+
+        Inside a trace, or on fake or meta tensors; the virtual runtime runs all ranks together.
+        """
+        return self.primitive(x, *self.arguments(coordinate))
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}[{', '.join(self.axes)}]: {self.source.pspec!r} -> {self.target.pspec!r}"
+
+
+@lru_cache(maxsize=65536)
+def _most_sent(step: Step) -> float:
+    """The most of the largest group, which is the one at coordinate zero, but for an all_to_all of uneven chunks."""
+    mesh = step.source.mesh
+    zero, counts = (0,) * len(mesh.names), _sizes(mesh, step.axes)
+    shape, itemsize = step.source.local_shape(zero), step.source.meta.dtype.itemsize
+    if step.kind is not StepKind.ALL_TO_ALL:
+        return most_sent(step.kind, counts, shape, itemsize, step.arguments(zero))
+    split, concat = step.dims
+    found = []
+    for (before,), (after,) in itertools.product(_lengths(step.source, split), _lengths(step.target, concat)):
+        held = tuple(before if dim == split else size for dim, size in enumerate(shape))
+        found.append(most_sent(step.kind, counts, held, itemsize, (split, concat, 0, after)))
+    return max(found)
+
+
+def _lengths(spec: DTensorSpec, dim: int) -> frozenset[tuple[int, ...]]:
+    """The different lengths that shards have of a dim."""
+    return chunk_lengths((spec.meta.shape[dim],), _sizes(spec.mesh, spec.dims[dim]))
+
+
+def _sizes(mesh: Mesh, axes: Sequence[str]) -> tuple[int, ...]:
+    return tuple(mesh.axis_size(axis) for axis in axes)
+
+
+@lru_cache(maxsize=65536)
+def redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step, ...]:
+    """The steps that take a value from one spec to another, sending the fewest bytes per rank.
+
+    A change along one axis is one step: Partial to Shard a reduce_scatter, Partial to Replicate an all_reduce, Shard to
+    Replicate an all_gather, Shard to Shard an all_to_all; Replicate to Shard and to Partial are local. Equal specs
+    need none, and neither do changes along axes of size 1 only.
+
+    Raises:
+        ShardingError: specs of different meshes or metas.
+
+    >>> from spmd.core.mesh import make_mesh
+    >>> from spmd.core.spec import P, TensorMeta
+    >>> mesh, meta = make_mesh({"x": 2}, runtime="virtual"), TensorMeta((4, 4), torch.float32)
+    >>> partial = DTensorSpec.make(mesh, P(partial={"x": "sum"}), meta)
+    >>> [str(step) for step in redistribution(partial, DTensorSpec.make(mesh, P("x"), meta))]
+    ["reduce_scatter[x]: P(partial={'x': 'sum'}) -> P('x')"]
+    """
+    if source.mesh != target.mesh or source.meta != target.meta:
+        raise ShardingError(
+            f"Only the spec of a value can change, not its mesh, shape or dtype (got {source} on {source.mesh}, "
+            f"expected {target.meta} on {target.mesh})."
+        )
+    start, goal = (strip_trivial(spec.mesh, Layout(spec.dims, spec.partial)) for spec in (source, target))
+    steps = []
+    here = source
+    moves = cheapest_moves(source.mesh, source.meta, start, goal)
+    for index, move in enumerate(moves):
+        there = target if index == len(moves) - 1 else _spec_after(source, move)
+        steps.append(Step(move.kind, move.axes, here, there, move.dims, move.op))
+        here = there
+    return tuple(steps)
+
+
+def _spec_after(source: DTensorSpec, move: Move) -> DTensorSpec:
+    return DTensorSpec(source.mesh, move.result.dims, move.result.partial, source.meta)

@@ -1,0 +1,261 @@
+"""Named mesh axes and the map between ranks and coordinates."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from enum import Enum
+from functools import lru_cache
+from typing import Literal
+
+import attrs
+import torch
+
+from spmd.errors import MeshError
+from spmd.job.process import choose_device, init, is_distributed, process_count, process_index
+
+Coordinate = tuple[int, ...]
+"""A rank's index along each mesh axis, in mesh order."""
+
+
+class Runtime(Enum):
+    """Where the ranks of a mesh live."""
+
+    VIRTUAL = "virtual"
+    DISTRIBUTED = "distributed"
+    ABSTRACT = "abstract"
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    return torch.device(device)
+
+
+@attrs.frozen(cache_hash=True)
+class Mesh:
+    """A grid of ranks with named axes; ranks are numbered row-major (the last axis varies fastest).
+
+    Immutable, hashable, and equal to every mesh of the same axes, runtime and device. `make_mesh` makes one.
+
+    Args:
+        names: the name of each axis.
+        sizes: the number of ranks along each axis.
+        runtime: where the ranks live.
+        device: where shards live.
+
+    Raises:
+        MeshError: no axis, a repeated or malformed name, or a size below 1.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    runtime: Runtime = Runtime.VIRTUAL
+    device: torch.device = attrs.field(default=torch.device("cpu"), converter=_as_device)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.names:
+            raise MeshError("A mesh needs at least one axis (got none). Write make_mesh({'data': 8}).")
+        if len(self.names) != len(self.sizes):
+            raise MeshError(f"A mesh needs one size an axis (got names {self.names} and sizes {self.sizes}).")
+        if len(set(self.names)) != len(self.names):
+            raise MeshError(f"Mesh axis names must be unique (got {', '.join(self.names)}).")
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if not isinstance(name, str) or not name.isidentifier():
+                raise MeshError(f"Mesh axis names must be identifiers (got {name!r}).")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise MeshError(f"Mesh axis {name!r} must have a positive integer size (got {size!r}).")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis names and sizes, in mesh order."""
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    def axis_size(self, axes: str | Sequence[str]) -> int:
+        """The number of ranks along one axis, or along several taken together; MeshError on an unknown axis.
+
+        >>> make_mesh({"data": 2, "model": 4}, runtime="virtual").axis_size(("data", "model"))
+        8
+        """
+        names = (axes,) if isinstance(axes, str) else axes
+        return math.prod(self.sizes[self.axis_position(name)] for name in names)
+
+    def axis_position(self, name: str) -> int:
+        """The position of an axis in mesh order; MeshError if the mesh has no such axis."""
+        if name not in self.names:
+            raise MeshError(f"Unknown mesh axis {name!r}: {self} has axes {', '.join(map(repr, self.names))}.")
+        return self.names.index(name)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The coordinate of a rank, in 0..size - 1; MeshError for any other."""
+        if not 0 <= rank < self.size:
+            raise MeshError(f"Rank must be in 0..{self.size - 1} of {self} (got {rank}).")
+        reversed_coordinate = []
+        for size in reversed(self.sizes):
+            rank, index = divmod(rank, size)
+            reversed_coordinate.append(index)
+        return tuple(reversed(reversed_coordinate))
+
+    def rank(self, coordinate: Sequence[int]) -> int:
+        """The rank at a coordinate: the inverse of `coordinate`; MeshError outside the mesh."""
+        if len(coordinate) != len(self.sizes) or not all(
+            0 <= index < size for index, size in zip(coordinate, self.sizes, strict=True)
+        ):
+            raise MeshError(f"Coordinate must lie in {self} (got {tuple(coordinate)}).")
+        rank = 0
+        for index, size in zip(coordinate, self.sizes, strict=True):
+            rank = rank * size + index
+        return rank
+
+    def coordinates(self) -> Iterator[Coordinate]:
+        """All coordinates, in rank order."""
+        return itertools.product(*(range(size) for size in self.sizes))
+
+    @property
+    def held_coordinates(self) -> tuple[Coordinate, ...]:
+        """The coordinates of the ranks that live in this process, in rank order.
+
+        Raises:
+            MeshError: an abstract mesh, whose ranks live nowhere.
+        """
+        if self.runtime is Runtime.ABSTRACT:
+            raise MeshError(f"An abstract mesh holds no data (got {self}). Use runtime='virtual'.")
+        return _held_coordinates(self, process_index() if self.runtime is Runtime.DISTRIBUTED else None)
+
+    def axis_index(self, coordinate: Coordinate, axes: Sequence[str]) -> int:
+        """The row-major index of a coordinate along several axes taken together (first axis major)."""
+        index = 0
+        for name in axes:
+            position = self.axis_position(name)
+            index = index * self.sizes[position] + coordinate[position]
+        return index
+
+    def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that differ only along `axes`; inside a group, ranks are in `axis_index` order.
+
+        >>> make_mesh({"data": 2, "model": 2}, runtime="virtual").groups(("data",))
+        ((0, 2), (1, 3))
+        """
+        positions = [self.axis_position(name) for name in axes]
+        groups: dict[Coordinate, list[tuple[int, int]]] = {}
+        for rank, coordinate in enumerate(self.coordinates()):
+            rest = tuple(index for position, index in enumerate(coordinate) if position not in positions)
+            groups.setdefault(rest, []).append((self.axis_index(coordinate, axes), rank))
+        return tuple(tuple(rank for _, rank in sorted(group)) for group in groups.values())
+
+    def __str__(self) -> str:
+        return "Mesh(" + ", ".join(f"{name}={size}" for name, size in self.axes.items()) + ")"
+
+
+def make_mesh(
+    axes: Mapping[str, int],
+    *,
+    runtime: Literal["auto", "virtual", "distributed", "abstract"] = "auto",
+    device: torch.device | str | None = None,
+) -> Mesh:
+    """Make a mesh of ranks with named axes.
+
+    Args:
+        axes: the size of each axis, by name, in rank order (the last axis varies fastest).
+        runtime: `"virtual"` (all ranks in this process), `"distributed"` (one rank a process; starts torch.distributed
+            by `init` if nobody has), `"abstract"` (plan only), or `"auto"`: distributed under torchrun, else virtual.
+        device: where shards live; the CPU by default. On a distributed mesh `"cuda"` is the GPU of the local rank.
+
+    Raises:
+        MeshError: no axis, a repeated or malformed name, a size below 1, a runtime or a device that is not available,
+            or a distributed mesh whose size is not the number of processes.
+
+    >>> mesh = make_mesh({"data": 2, "model": 4})
+    >>> mesh.size, mesh.coordinate(5)
+    (8, (1, 1))
+    """
+    if not isinstance(axes, Mapping):
+        raise MeshError(f"axes must map names to sizes, as make_mesh({{'data': 2, 'model': 4}}) (got {axes!r}).")
+    if runtime == "auto":
+        runtime = "distributed" if is_distributed() else "virtual"
+    if runtime not in tuple(choice.value for choice in Runtime):
+        raise MeshError(f"runtime must be 'auto', 'virtual', 'distributed' or 'abstract' (got {runtime!r}).")
+    mesh = Mesh(tuple(axes), tuple(axes.values()), Runtime(runtime), _parse_device(device or "cpu"))
+    if mesh.runtime is Runtime.DISTRIBUTED:
+        return _join(mesh)
+    if mesh.runtime is Runtime.VIRTUAL:
+        _check_available(mesh.device)
+    return mesh
+
+
+def _join(mesh: Mesh) -> Mesh:
+    """A distributed mesh of which this process is one rank: torch.distributed is started, the device chosen."""
+    if is_distributed() and mesh.size != process_count():
+        raise MeshError(
+            f"{mesh} has {mesh.size} ranks, but the job has {process_count()} processes. Choose axes whose product is "
+            f"{process_count()}, or start the script by `torchrun --nproc-per-node {mesh.size}`."
+        )
+    device = choose_device(mesh.device)
+    _check_available(device)
+    init()
+    return attrs.evolve(mesh, device=device)
+
+
+@lru_cache(maxsize=256)
+def _held_coordinates(mesh: Mesh, rank: int | None) -> tuple[Coordinate, ...]:
+    return tuple(mesh.coordinates()) if rank is None else (mesh.coordinate(rank),)
+
+
+def _parse_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise MeshError(f"device must be one of torch's, as 'cpu' or 'cuda' (got {device!r}).") from None
+
+
+def _check_available(device: torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise MeshError(
+            f"Device {str(device)!r} is not available here ({reason}). "
+            "Pass another device, or runtime='abstract' to plan for it only."
+        ) from None
+
+
+_default_mesh: ContextVar[Mesh | None] = ContextVar("spmd_default_mesh", default=None)
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Make `mesh` the default of everything called inside the `with` block.
+
+    Raises:
+        MeshError: `mesh` is not a Mesh.
+
+    >>> with use_mesh(make_mesh({"data": 2})) as mesh:
+    ...     current_mesh() is mesh
+    True
+    """
+    token = _default_mesh.set(check_mesh(mesh))
+    try:
+        yield mesh
+    finally:
+        _default_mesh.reset(token)
+
+
+def current_mesh(mesh: Mesh | None = None) -> Mesh:
+    """`mesh` if one is given, else the default set by `use_mesh`; MeshError if there is neither."""
+    found = _default_mesh.get() if mesh is None else check_mesh(mesh)
+    if found is None:
+        raise MeshError("No mesh was given and none is set. Pass mesh=... or enter `with spmd.use_mesh(mesh):`.")
+    return found
+
+
+def check_mesh(mesh: Mesh) -> Mesh:
+    """`mesh` itself; MeshError if it is anything else."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh must be a Mesh (got {type(mesh).__name__} {mesh!r:.60}). Make one: spmd.make_mesh(...).")
+    return mesh

@@ -1,0 +1,241 @@
+"""Pytrees of arguments: paths for messages, and specs as pytree prefixes.
+
+A prefix is JAX's idea: a tree of specs that may stop early, and where it stops its spec holds for all leaves below. A
+leaf of a prefix is a `P` or a tuple of placements, one a mesh axis; a tuple of `P`s is a container. Trees are optree's:
+dicts, tuples, lists, namedtuples; None is an empty subtree. A class of the user's is registered with optree for all of
+optree's users or in the namespace `"spmd"`, as `optree.dataclasses.dataclass(namespace="spmd")` does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import optree
+import torch
+
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Partial, Placement, Replicate, Shard
+from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.errors import ShardingError
+
+SpecLike: TypeAlias = P | Sequence[Placement]
+"""What users write for one tensor: a `P`, or one placement for each mesh axis."""
+
+NAMESPACE = "spmd"
+"""The optree namespace in which users register their own containers."""
+
+tree_flatten = functools.partial(optree.tree_flatten, namespace=NAMESPACE)
+tree_leaves = functools.partial(optree.tree_leaves, namespace=NAMESPACE)
+tree_map = functools.partial(optree.tree_map, namespace=NAMESPACE)
+tree_structure = functools.partial(optree.tree_structure, namespace=NAMESPACE)
+
+_TEXT_LIMIT = 300
+
+
+def is_spec(node: Any) -> bool:
+    """Whether a node of a prefix is one spec: a `P`, or a tuple or list that holds nothing but placements.
+
+    >>> is_spec((Shard(0), Replicate())), is_spec((P(), P("data"))), is_spec(())
+    (True, False, False)
+    """
+    if type(node) in (tuple, list):  # not a namedtuple: that is a container of the user's
+        return len(node) > 0 and all(isinstance(item, (Shard, Replicate, Partial)) for item in node)
+    return isinstance(node, P)
+
+
+def path_text(accessor: optree.PyTreeAccessor) -> str:
+    """A path as messages show it: an argument's number, then Python's way to the leaf; `""` for the root.
+
+    >>> accessors, _, _ = optree.tree_flatten_with_accessor(({"w": [3, 4]},))
+    >>> path_text(accessors[1])
+    "0['w'][1]"
+    """
+    if accessor and isinstance(accessor[0], optree.SequenceEntry):
+        return f"{accessor[0].entry}{accessor[1:].codify('')}"
+    return accessor.codify("")
+
+
+def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
+    """The path (as text), value and order of every leaf of a pytree, and its structure.
+
+    >>> paths, leaves, _ = flatten_with_paths(({"w": 1, "b": None}, 2))
+    >>> paths, leaves
+    (["0['w']", '1'], [1, 2])
+    """
+    accessors, leaves, structure = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
+    return [path_text(accessor) for accessor in accessors], leaves, structure
+
+
+def broadcast_prefix(prefix: Any, tree: Any, *, what: str, of: str = "the arguments") -> list[SpecLike]:
+    """The spec of every leaf of `tree`, in optree's order, from a pytree prefix of specs.
+
+    Args:
+        prefix: specs, or containers that match those of `tree` with specs below.
+        tree: any pytree; only its structure matters.
+        what: what the prefix is, for messages: `"in_specs"`.
+        of: what the tree is, for messages.
+
+    Raises:
+        ShardingError: the prefix does not fit; the message has the path and both structures.
+
+    >>> broadcast_prefix((P(), P("data")), ({"w": 1, "b": 2}, 3), what="in_specs")
+    [P(), P(), P('data')]
+    """
+    try:
+        return _broadcast(prefix, tree, optree.PyTreeAccessor())
+    except _MismatchError as mismatch:
+        where = path_text(mismatch.accessor)
+        raise ShardingError(
+            f"{what} does not fit {of}{f' at {where}' if where else ''}: {mismatch.reason}\n"
+            f"  {what}: {_shorten(repr(prefix))}\n  {of}: {_shorten(structure_text(tree))}"
+        ) from None
+
+
+def leaf_specs(
+    prefix: Any, tree: Any, mesh: Mesh, *, what: str, item: str = "argument", of: str = "the arguments"
+) -> list[DTensorSpec]:
+    """The DTensorSpec of every leaf (anything with shape and dtype) of `tree`, from a pytree prefix of specs.
+
+    Raises:
+        ShardingError: the prefix does not fit the tree, a leaf is no tensor, or a spec does not fit its leaf; the
+            message names the leaf.
+    """
+    specs = broadcast_prefix(prefix, tree, what=what, of=of)
+    paths, leaves, _ = flatten_with_paths(tree)
+    return [
+        make_spec(mesh, spec, leaf_meta(leaf, f"{item} {path}".rstrip()), where=f"{item} {path}".rstrip())
+        for spec, leaf, path in zip(specs, leaves, paths, strict=True)
+    ]
+
+
+def make_spec(mesh: Mesh, spec: SpecLike, meta: TensorMeta, *, where: str) -> DTensorSpec:
+    """`DTensorSpec.make`, whose errors also say which tensor: `where` is text like `argument 0['w']`.
+
+    Raises:
+        ShardingError: the spec does not fit the mesh or the tensor.
+    """
+    if not is_spec(spec):
+        raise ShardingError(f"{where} {meta}: {_shorten(repr(spec))} is not a spec. {_remedy(spec)}")
+    try:
+        return DTensorSpec.make(mesh, spec, meta)
+    except ShardingError as error:
+        raise ShardingError(f"{where} {meta}: {error}") from None
+
+
+def leaf_meta(leaf: Any, where: str) -> TensorMeta:
+    """The meta of a tensor, or of anything else that has a shape and a dtype of torch.
+
+    Raises:
+        ShardingError: it is no tensor; `where` names it.
+    """
+    if isinstance(leaf, TensorMeta):
+        return leaf
+    if not isinstance(getattr(leaf, "dtype", None), torch.dtype):
+        shown = _shorten(" ".join(repr(leaf).split()), 60)
+        raise ShardingError(f"{where} is no tensor (got {type(leaf).__name__} {shown}). {leaf_remedy(leaf)}")
+    return TensorMeta(tuple(leaf.shape), leaf.dtype)
+
+
+def leaf_remedy(leaf: Any) -> str:
+    """What to do about a leaf that is no tensor."""
+    if isinstance(leaf, torch.nn.Module):
+        return "Pass its state, dict(module.named_parameters()), and call it by torch.func.functional_call."
+    if isinstance(leaf, (bool, int, float, complex)):
+        return "Pass a tensor, torch.tensor(...); or, to a jitted function, a static argument: static_argnums."
+    if hasattr(leaf, "__array__"):
+        return "Pass torch.as_tensor(...)."
+    if isinstance(leaf, (str, bytes)) or callable(leaf):
+        return "Pass a tensor; or, to a jitted function, a static argument: static_argnums."
+    return f"Pass a tensor, or register {type(leaf).__name__} with optree as a container: namespace='{NAMESPACE}'."
+
+
+def structure_text(tree: Any) -> str:
+    """A pytree as messages show it: `({'w': f32[8,6]}, i64[])`."""
+
+    def show(leaf: Any) -> _Text:
+        if isinstance(leaf, torch.Tensor):
+            return _Text(str(TensorMeta.of(leaf)))
+        return _Text(str(leaf) if isinstance(leaf, TensorMeta) else type(leaf).__name__)
+
+    return repr(tree_map(show, tree))
+
+
+class _Text(str):
+    """Text that is its own repr."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _MismatchError(Exception):
+    """A prefix that does not fit its tree, below `accessor`."""
+
+    def __init__(self, accessor: optree.PyTreeAccessor, reason: str) -> None:
+        super().__init__(reason)
+        self.accessor = accessor
+        self.reason = reason
+
+
+def _broadcast(prefix: Any, tree: Any, accessor: optree.PyTreeAccessor) -> list[SpecLike]:
+    if is_spec(prefix):
+        return [prefix] * tree_structure(tree).num_leaves
+    if prefix is None and tree is None:
+        return []
+    if prefix is None or _is_leaf(prefix):
+        raise _MismatchError(accessor, f"{_shorten(repr(prefix))} is not a spec. {_remedy(prefix)}")
+    if tree is None or _is_leaf(tree):
+        raise _MismatchError(accessor, f"expected one spec for {structure_text(tree)} (got {_container(prefix)}).")
+    wanted, given = _children(tree), _children(prefix)
+    if not _same_container(prefix, tree) or wanted.keys() != given.keys():
+        raise _MismatchError(accessor, f"expected one spec or {_container(tree)} (got {_container(prefix)}).")
+    specs = []
+    for key, (entry, child) in wanted.items():
+        specs += _broadcast(given[key][1], child, accessor + optree.PyTreeAccessor((entry,)))
+    return specs
+
+
+def _is_leaf(node: Any) -> bool:
+    return optree.tree_is_leaf(node, namespace=NAMESPACE)
+
+
+def _children(node: Any) -> dict[Any, tuple[optree.PyTreeEntry, Any]]:
+    """The children of one container with their entries, by key, in optree's order."""
+    accessors, children, _ = optree.tree_flatten_with_accessor(
+        node, is_leaf=lambda item: item is not node, namespace=NAMESPACE
+    )
+    entries = [accessor[0] for accessor in accessors]
+    return {entry.entry: (entry, child) for entry, child in zip(entries, children, strict=True)}
+
+
+def _same_container(prefix: Any, tree: Any) -> bool:
+    if isinstance(prefix, Mapping) and isinstance(tree, Mapping):
+        return True
+    # Nobody writes torch.return_types.sort((P(), P())): for what torch names so, a tuple will do.
+    return type(prefix) is type(tree) or (type(prefix) is tuple and optree.is_structseq(tree))
+
+
+def _container(node: Any) -> str:
+    name = type(node).__name__
+    if isinstance(node, Mapping):
+        return f"a {name} with keys {_shorten(', '.join(map(repr, _children(node))))}"
+    if isinstance(node, (tuple, list)):
+        return f"a {name} of {len(node)}"
+    return f"a {name}"
+
+
+def _remedy(prefix: Any) -> str:
+    if prefix is None:
+        return "Write P() for a tensor that every rank holds whole."
+    if isinstance(prefix, (Shard, Replicate, Partial)):
+        return f"Placements come in a tuple, one a mesh axis: ({prefix!r}, ...); or name axes: P('data')."
+    if isinstance(prefix, str):
+        return f"Write P({prefix!r})."
+    return "A spec is a P or a tuple of placements, one a mesh axis."
+
+
+def _shorten(text: str, limit: int = _TEXT_LIMIT) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

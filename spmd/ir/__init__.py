@@ -1,0 +1,4 @@
+"""Programs: flat lists of functional operators over tensors, how they print, list operators taken apart and joined.
+
+Imports `core`.
+"""

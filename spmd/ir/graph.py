@@ -1,0 +1,197 @@
+"""The program between the stages: a flat list of functional operators over global tensors, in order of execution.
+
+Everything here is immutable. Values and operations compare by identity: two values with one meta are two values.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, lru_cache
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.core.spec import TensorMeta
+from spmd.errors import TraceError
+from spmd.ir.call import Call
+from spmd.ir.random_operators import draws
+
+
+@attrs.frozen
+class Source:
+    """The line of the user's code that an operator comes from; a backward operator has that of its forward."""
+
+    file: str
+    line: int
+    code: str = ""
+    backward: bool = False
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}{' (backward)' if self.backward else ''}"
+
+
+@attrs.frozen(eq=False)
+class Value:
+    """One tensor of the program."""
+
+    name: str
+    meta: TensorMeta
+
+    def __repr__(self) -> str:
+        return f"%{self.name}: {self.meta}"
+
+
+@attrs.frozen(eq=False, slots=False)  # cached properties of a class with slots are slow
+class Operation:
+    """One call of one operator.
+
+    Args:
+        op: the operator.
+        args, kwargs: its arguments; tensors are `Value`s, also inside (nested) lists.
+        results: its tensor outputs in order; None where the operator returns None.
+        source: where the user wrote it.
+        group: operations that one list operator (`_foreach_*`) stood for share a number; lowering joins them again.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[Value | None, ...]
+    source: Source | None = None
+    group: int | None = None
+
+    @cached_property
+    def operands(self) -> tuple[Value, ...]:
+        """The tensor arguments in order of appearance (a value used twice is there twice)."""
+        return tuple(leaf for leaf in iterate_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Value))
+
+    @cached_property
+    def tensors(self) -> tuple[Value, ...]:
+        """The results without the Nones."""
+        return tuple(result for result in self.results if result is not None)
+
+    @property
+    def name(self) -> str:
+        """The operator's name without its overload: `mm`."""
+        return self.op.overloadpacket.__name__  # type: ignore[no-any-return]
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the operator only renames the elements of its argument."""
+        return _is_view(self.op)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the operation draws random numbers, and so must be done once, whole and in its place."""
+        return draws(self.op, self.args, self.kwargs)
+
+    def with_operands(self, replace: Callable[[Value], Value]) -> Operation:
+        """This operation over other operands, in order of appearance; itself if all stay."""
+        taken = [replace(operand) for operand in self.operands]
+        if all(map(operator.is_, taken, self.operands)):
+            return self
+        operands = iter(taken)
+        take = lambda leaf: next(operands) if isinstance(leaf, Value) else leaf  # noqa: E731
+        return attrs.evolve(self, args=map_leaves(take, self.args), kwargs=map_leaves(take, dict(self.kwargs)))
+
+    def call(self, meta: Callable[[Value], TensorMeta] = lambda value: value.meta) -> Call:
+        """This call as rules see it: values replaced by their metas."""
+        replace = lambda leaf: meta(leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
+        return Call(
+            self.op,
+            map_leaves(replace, self.args),
+            map_leaves(replace, dict(self.kwargs)),
+            tuple(meta(value) for value in self.tensors),
+        )
+
+    def __repr__(self) -> str:
+        arguments = [_text(argument) for argument in self.args]
+        arguments += [f"{name}={_text(argument)}" for name, argument in self.kwargs.items()]
+        return f"{', '.join(map(str, self.results))} = {self.op}({', '.join(arguments)})"
+
+
+@attrs.frozen(eq=False)
+class Graph:
+    """A functional program over global tensors.
+
+    Args:
+        inputs: the tensor arguments, flattened.
+        constants: tensors that the function closed over, with their values.
+        operations: in order of execution.
+        outputs: the results, flattened.
+    """
+
+    inputs: tuple[Value, ...]
+    constants: tuple[tuple[Value, torch.Tensor], ...]
+    operations: tuple[Operation, ...]
+    outputs: tuple[Value, ...]
+
+    def __str__(self) -> str:
+        lines = [f"inputs {', '.join(map(repr, self.inputs))}"]
+        lines += [f"constant {value!r}" for value, _ in self.constants]
+        lines += [f"{operation!r}  # {operation.source}" for operation in self.operations]
+        return "\n".join([*lines, f"outputs {', '.join(map(repr, self.outputs))}"])
+
+    def verify(self) -> Graph:
+        """Check that every value is defined once and before its uses; TraceError if not. Returns the graph."""
+        defined: set[Value] = set()
+        for value in (*self.inputs, *(value for value, _ in self.constants)):
+            _define(value, defined)
+        for operation in self.operations:
+            for operand in operation.operands:
+                if operand not in defined:
+                    raise TraceError(f"{operand!r} is used before it is defined, in {operation!r}.")
+            for value in operation.tensors:
+                _define(value, defined)
+        for value in self.outputs:
+            if value not in defined:
+                raise TraceError(f"Output {value!r} is not defined by the program.")
+        return self
+
+
+@lru_cache(maxsize=4096)
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    return any(argument.alias_info is not None for argument in op._schema.arguments)
+
+
+def _define(value: Value, defined: set[Value]) -> None:
+    if value in defined:
+        raise TraceError(f"{value!r} is defined twice.")
+    defined.add(value)
+
+
+def _text(argument: Any) -> str:
+    return str(map_leaves(lambda leaf: f"%{leaf.name}" if isinstance(leaf, Value) else leaf, argument))
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply `function` to every leaf of nested tuples, lists and dicts: arguments have no other containers."""
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_leaves(function, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: map_leaves(function, item) for key, item in tree.items()}
+    return function(tree)
+
+
+def iterate_leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of nested tuples, lists and dicts, in order."""
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from iterate_leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from iterate_leaves(item)
+    else:
+        yield tree
+
+
+def freeze(tree: Any) -> Any:
+    """Operator arguments as a hashable key: equal for arguments that mean the same, and 1, 1.0 and True do not."""
+    if isinstance(tree, (tuple, list)):
+        return tuple(freeze(item) for item in tree)
+    if isinstance(tree, dict):
+        return tuple((key, freeze(tree[key])) for key in sorted(tree))
+    return tree if isinstance(tree, (Value, TensorMeta)) else (type(tree), repr(tree))

@@ -1,0 +1,105 @@
+"""Where ranks wait for each other, and what is said when one of them does not come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+import attrs
+
+from spmd.errors import DivergenceError, SpmdError
+from spmd.job import failure_detector as alarm
+from spmd.job.failure_detector import AWAY, FAILED, WAITS
+
+
+@attrs.frozen
+class Meeting:
+    """A collective: a context manager around what waits for the other ranks.
+
+    Args:
+        what: the collective and its cause, for messages; ranks that meet say the same.
+        ranks: those that take part.
+
+    Raises:
+        SpmdError: the collective failed; the message has which ranks are missing, or what became of them.
+        DivergenceError: ranks wait for each other in different collectives.
+    """
+
+    what: str
+    ranks: Sequence[int]
+
+    def __enter__(self) -> None:
+        alarm.waits_in = self.what
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            if isinstance(error, RuntimeError):
+                raise failed(self, error) from error
+        finally:
+            alarm.waits_in = None
+
+
+def failed(meeting: Meeting, error: BaseException) -> SpmdError:
+    """The error of a collective that failed: raises the alarm, and tells what the others say."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    watch = alarm.current()
+    if watch is None:
+        return SpmdError(f"{meeting.what} failed: {reason}")
+    said = watch.ask(f"{WAITS}{meeting.what}")
+    if said is None:
+        return SpmdError(
+            f"{meeting.what} failed: rank 0 or the launcher, which keeps the store of torch.distributed, does not "
+            f"answer. ({reason})"
+        )
+    return explain(meeting, said, reason)
+
+
+def explain(meeting: Meeting, said: Sequence[str | None], reason: str) -> SpmdError:
+    """The error of a collective that failed.
+
+    Args:
+        meeting: the collective.
+        said: what each rank has said of where it is; None if it does not answer.
+        reason: what torch says of the failure.
+    """
+    what = meeting.what
+    ends = [f"rank {rank} {text}" for rank, text in enumerate(said) if text and text.startswith(FAILED)]
+    if ends:
+        return SpmdError(f"{what} failed, because {'; '.join(ends)}")
+    missing = [rank for rank, text in enumerate(said) if text is None]
+    if missing:
+        verb = "does" if len(missing) == 1 else "do"
+        return SpmdError(
+            f"{what} failed: {name_ranks(missing)} {verb} not answer. A rank that does not answer was killed or "
+            f"stopped, or cannot be reached. ({reason})"
+        )
+    away = [f"rank {rank} {text}" for rank, text in enumerate(said) if text and text.startswith(AWAY)]
+    if away:
+        return SpmdError(f"{what} failed: {'; '.join(away)}. ({reason})")
+    places = {rank: said[rank] or "" for rank in meeting.ranks}
+    if len(set(places.values())) > 1:
+        return DivergenceError(
+            f"Ranks wait for each other in different places: {who_says_what(places)}. All ranks must make the same "
+            f"calls in the same order. ({reason})"
+        )
+    return SpmdError(f"{what} failed, although all ranks are there: {reason}")
+
+
+def who_says_what(said: dict[int, str]) -> str:
+    """What was said, and by which ranks.
+
+    >>> who_says_what({0: "f32[2]", 1: "f32[3]", 2: "f32[2]"})
+    'f32[2] on ranks 0, 2; f32[3] on rank 1'
+    """
+    texts = dict.fromkeys(said.values())
+    return "; ".join(f"{text} on {name_ranks(rank for rank, other in said.items() if other == text)}" for text in texts)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Some ranks, in words.
+
+    >>> name_ranks([3]), name_ranks([0, 2])
+    ('rank 3', 'ranks 0, 2')
+    """
+    names = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"

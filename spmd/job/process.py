@@ -1,0 +1,173 @@
+"""This process among those of a distributed job: starting torch.distributed, its rank, its device."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # imported while a job runs, its defaults would keep the job's group for ever
+from torch.distributed.constants import default_pg_timeout
+
+from spmd.errors import MeshError, SpmdError
+from spmd.job.collective_scope import name_ranks
+from spmd.job.failure_detector import watch
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, and other launchers in its manner, set for each process."""
+
+
+def is_distributed() -> bool:
+    """Whether this process belongs to a distributed job: it started torch.distributed, or a launcher started it."""
+    return dist.is_initialized() or all(name in os.environ for name in VARIABLES)
+
+
+def init(*, timeout: timedelta | float | None = None) -> None:
+    """Start torch.distributed from torchrun's variables: gloo for CPU tensors and, where there are GPUs, NCCL.
+
+    `make_mesh(runtime="distributed")` does this; call it first to choose a timeout. What is started already is left
+    alone.
+
+    Args:
+        timeout: how long a collective may wait for the other ranks, and a rank for the others to start, in seconds or
+            as a timedelta; by default torch's.
+
+    Raises:
+        MeshError: a launcher's variables are missing; a timeout that is not positive, or that comes too late.
+        SpmdError: other ranks did not start in time; the message names them.
+    """
+    limit = _parse_timeout(timeout)
+    if dist.is_initialized():
+        if limit is not None:
+            raise MeshError(
+                "init(timeout=...) came after torch.distributed was started. Call it before the first make_mesh, or "
+                "give the timeout to torch.distributed.init_process_group."
+            )
+        watch()
+        return
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        raise MeshError(
+            f"A distributed mesh needs the variables that torchrun sets (missing: {', '.join(missing)}). Start the "
+            "script by `torchrun --nproc-per-node 8 script.py`, or take runtime='virtual' in one process."
+        )
+    atexit.register(_leave)
+    rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), limit or default_pg_timeout
+    try:
+        store = _store(rank, size, patience)
+        late = _roll_call(store, rank, size, patience)
+        if not late:
+            dist.init_process_group(store=store, rank=rank, world_size=size, timeout=limit)
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).splitlines()[0]
+        raise SpmdError(
+            f"Rank {rank} of {size} could not start torch.distributed at {address}. Is rank 0 there? ({reason})"
+        ) from error
+    if late:
+        raise SpmdError(
+            f"Only {size - len(late)} of {size} processes started within {patience}: "
+            f"{name_ranks(late)} did not. Start all of them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or "
+            "wait longer: spmd.init(timeout=...)."
+        )
+    watch()
+
+
+def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
+    """The store of torch.distributed: torchrun's, or else one that rank 0 keeps."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=limit)))[0]
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        return dist.PrefixStore(f"attempt{attempt}", store) if _is_restarted() else store
+    # as torch makes it, but it does not wait for all ranks: who is missing shows in the roll call
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, size, rank == 0, limit, wait_for_workers=False, multi_tenant=True)
+
+
+def _roll_call(store: dist.Store, rank: int, size: int, limit: timedelta) -> list[int]:
+    """The ranks that do not start in time, as rank 0 finds."""
+    store.set(f"started{rank}", "")
+    if rank > 0:
+        store.wait(["late"], 2 * limit)  # rank 0 may have started later
+        return [int(late) for late in store.get("late").decode().split()]
+    late = _absent(store, [f"started{other}" for other in range(size)], limit)
+    store.set("late", " ".join(map(str, late)))
+    if late:
+        time.sleep(1.0)  # for the others to read it: the store may end with this process
+    return late
+
+
+def _absent(store: dist.Store, names: list[str], limit: timedelta) -> list[int]:
+    """The positions of the names that are not in a store when the time is over."""
+    try:
+        store.wait(names, limit)
+    except dist.DistStoreError:
+        return [position for position, name in enumerate(names) if not store.check([name])]
+    return []
+
+
+def _leave() -> None:
+    """End what `init` started while the interpreter is whole: a tensor that gloo's threads let go later would abort it.
+
+    https://github.com/pytorch/pytorch/issues/190489. Not after an error, when collectives may be under way that nobody
+    will answer.
+    """
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+def _is_restarted() -> bool:
+    """Whether torchrun has started this job once more on its one machine.
+
+    Its processes then find the addresses of the dead ones in torchrun's store, unless they look under other names:
+    https://github.com/pytorch/pytorch/issues/135712. Jobs of several machines do not count restarts alike.
+    """
+    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return is_again and os.environ.get("GROUP_WORLD_SIZE") == "1"
+
+
+def _parse_timeout(timeout: timedelta | float | None) -> timedelta | None:
+    if timeout is None:
+        return None
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if limit <= timedelta(0):
+        raise MeshError(f"timeout must be positive (got {timeout!r}).")
+    return limit
+
+
+def process_count() -> int:
+    """The number of processes of the job; 1 outside of one. JAX's `jax.process_count`."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+
+
+def process_index() -> int:
+    """The rank of this process; 0 outside of a distributed job. JAX's `jax.process_index`."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if is_distributed() else 0
+
+
+def choose_device(device: torch.device) -> torch.device:
+    """The device of a mesh whose ranks are processes: of several GPUs, each process takes the one of its local rank.
+
+    The result has no index, so that it is the same on all ranks; the process's current device says which one it is.
+
+    Raises:
+        MeshError: fewer GPUs than processes on this machine.
+    """
+    if device.type != "cuda":
+        return device
+    index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise MeshError(
+            f"Rank {process_index()} wants GPU {index}, but there are {torch.cuda.device_count()} here. Start at most "
+            "one process a GPU, or pass device='cpu'."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda")

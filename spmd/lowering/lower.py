@@ -1,0 +1,70 @@
+"""Plan to local program: what each rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.fx as fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from spmd.collectives.resharding import redistribution
+from spmd.core.mesh import Coordinate
+from spmd.core.spec import DTensorSpec
+from spmd.lowering.emit import emit
+from spmd.lowering.passes.optimize import PASSES, UNEVEN_PASSES, optimize
+from spmd.lowering.program import LocalCollective, LocalProgram
+from spmd.plan.markers import REDISTRIBUTE
+from spmd.plan.plan import Plan
+from spmd.rules import RULES
+from spmd.rules.rule import Rule
+
+__all__ = ["LocalCollective", "LocalProgram", "lower"]
+
+
+def lower(
+    plan: Plan,
+    *,
+    rules: Mapping[Any, Rule] = RULES,
+    name: str = "program",
+    input_names: Sequence[str] | None = None,
+    passes: Sequence[Callable[[fx.Graph], None]] | None = None,
+) -> LocalProgram:
+    """The program that each rank runs under a plan.
+
+    Programs are made when they are first asked for, one for each set of local shapes.
+
+    Args:
+        plan: the plan.
+        rules: the rules that the plan was made with.
+        name: the name of the function.
+        input_names: a name for each input; by default those of the plan's values.
+        passes: what `spmd.lowering.passes.optimize` does to each graph; by default all that is sound for the plan.
+    """
+    uneven = _uneven_specs(plan)
+    chosen = (UNEVEN_PASSES if uneven else PASSES) if passes is None else passes
+    names = tuple(input_names or (value.name for value in plan.graph.inputs))
+
+    def build(coordinate: Coordinate) -> fx.GraphModule:
+        graph, constants = emit(plan, rules, names, coordinate)
+        # Runtimes take the graph; torch's own text of it is made if somebody asks for it.
+        return _LazyGraphModule(constants, optimize(graph, chosen), "LocalProgram")
+
+    return LocalProgram(
+        name=name,
+        mesh=plan.mesh,
+        input_specs=tuple(plan.specs[value] for value in plan.graph.inputs),
+        output_specs=tuple(plan.specs[value] for value in plan.graph.outputs),
+        uneven=uneven,
+        build=build,
+    )
+
+
+def _uneven_specs(plan: Plan) -> tuple[DTensorSpec, ...]:
+    """The distinct specs of values, and of the steps between them, that are not even."""
+    specs = dict.fromkeys(plan.specs.values())
+    for operation in plan.graph.operations:
+        if operation.op is REDISTRIBUTE:
+            ends = plan.specs[operation.operands[0]], plan.specs[operation.tensors[0]]
+            specs |= dict.fromkeys(step.target for step in redistribution(*ends))
+    return tuple(spec for spec in specs if not spec.is_even)

@@ -1,0 +1,120 @@
+"""Atoms: the common refinement of all dims that the program relates.
+
+`F.linear` on `[b, s, d]` traces to `view([b * s, d]), mm, view`. So that a plan can shard `s` through all three, every
+dim is split at *breakpoints*, the products of its inner parts: `b * s` gets the breakpoint `s`. Breakpoints are united
+across the dims that share a factor, to a fixpoint. A union is taken only where all breakpoints of a dim form a
+divisibility chain; elsewhere the operator keeps that dim whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.rules.rule import Factors
+from spmd.rules.strategy import Atoms, LogicalShape
+
+
+@attrs.frozen(eq=False)
+class Refinement:
+    """The atoms of every dim of every value, and of every factor of every operation that has factors."""
+
+    values: Mapping[Value, LogicalShape]
+    factors: Mapping[Operation, Atoms]
+
+
+class _Breakpoints:
+    """The breakpoints of one dim or factor of length `size`: inner products strictly between 1 and `size`."""
+
+    __slots__ = ("points", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.points: set[int] = set()
+
+    def add(self, point: int) -> bool:
+        """Add a breakpoint if the chain allows it; whether it is new."""
+        if not 1 < point < self.size or point in self.points or self.size % point:
+            return False
+        if any(point % other and other % point for other in self.points):
+            return False
+        self.points.add(point)
+        return True
+
+    def atoms(self) -> tuple[int, ...]:
+        """The sizes of the parts, major first."""
+        cuts = [1, *sorted(self.points), self.size]
+        return tuple(outer // inner for inner, outer in itertools.pairwise(cuts))[::-1]
+
+
+def refine(graph: Graph, factors: Mapping[Operation, Factors]) -> Refinement:
+    """Refine the dims of all values of a graph into atoms.
+
+    Args:
+        graph: the program.
+        factors: the factors of every operation that has a rule; the dims of other operations are left alone.
+    """
+    values = {value: tuple(map(_Breakpoints, value.meta.shape)) for value in _values(graph)}
+    parts = {
+        operation: {name: _Breakpoints(size) for name, size in factors[operation].sizes.items()}
+        for operation in graph.operations
+        if operation in factors
+    }
+    links = [
+        link
+        for operation in graph.operations
+        if operation in factors
+        for link in _links(operation, factors[operation], values, parts[operation])
+    ]
+    while sum(link.unite() for link in links) + sum(link.unite() for link in reversed(links)):
+        pass
+    return Refinement(
+        {value: tuple(dim.atoms() for dim in dims) for value, dims in values.items()},
+        {operation: {name: part.atoms() for name, part in found.items()} for operation, found in parts.items()},
+    )
+
+
+def _values(graph: Graph) -> Iterator[Value]:
+    yield from graph.inputs
+    for value, _ in graph.constants:
+        yield value
+    for operation in graph.operations:
+        yield from operation.tensors
+
+
+@attrs.frozen(eq=False)
+class _Link:
+    """One dim of a value and one factor of an operation that lies in it with `inner` elements below."""
+
+    dim: _Breakpoints
+    factor: _Breakpoints
+    inner: int
+
+    def unite(self) -> bool:
+        """Exchange breakpoints between the dim and the factor; whether anything changed."""
+        outer = self.inner * self.factor.size
+        changed = self.dim.add(self.inner) | self.dim.add(outer)
+        for point in sorted(self.dim.points):
+            if self.inner < point < outer and point % self.inner == 0:
+                changed |= self.factor.add(point // self.inner)
+        for point in sorted(self.factor.points):
+            changed |= self.dim.add(point * self.inner)
+        return changed
+
+
+def _links(
+    operation: Operation,
+    factors: Factors,
+    values: Mapping[Value, tuple[_Breakpoints, ...]],
+    parts: Mapping[str, _Breakpoints],
+) -> Iterator[_Link]:
+    tensors = (*operation.operands, *operation.tensors)
+    for value, dims in zip(tensors, (*factors.operands, *factors.results), strict=True):
+        for names, breakpoints in zip(dims, values[value], strict=True):
+            inner = 1
+            for name in reversed(names):
+                yield _Link(breakpoints, parts[name], inner)
+                inner *= parts[name].size

@@ -1,0 +1,184 @@
+"""Convolution and its gradients: over the batch, channels, groups, and over space with halo exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from spmd.core.placement import Partial, Placement, Replicate, Shard
+from spmd.ir.call import Call
+from spmd.rules.builders import asked
+from spmd.rules.notation import by_call, factors
+from spmd.rules.ops.halo import Halo
+from spmd.rules.partial import ignores, increasing, linear
+from spmd.rules.rule import Axes, Body, Row, Rule, table
+
+aten = torch.ops.aten
+
+_Gradients: TypeAlias = tuple[Tensor | None, ...]
+
+
+def _terms(call: Call) -> tuple[str, str, str, str]:
+    """The factors of image, weight, result and bias; channels of several groups `g` are `(g c)`."""
+    space = " _" * (call.operands[0].ndim - 2)
+    inner, outer = ("c", "o") if call.argument("groups") == 1 else ("(g c)", "(g o)")
+    weight = f"{inner} o" if call.argument("transposed") else f"{outer} c"
+    return f"n {inner}{space}", f"{weight}{space}", f"n {outer}{space}", outer
+
+
+def _convolution(call: Call) -> Rule:
+    image, weight, result, bias = _terms(call)
+    rows = (linear("input bias", "weight bias"), increasing("bias"), _cut_space)
+    return factors(f"{image}, {weight}, {bias} -> {result}", *rows, sum="c", additive="bias", bodies={"g": _forward})
+
+
+def _convolution_backward(call: Call) -> Rule:
+    image, weight, result, bias = _terms(call)
+    results = ", ".join(term for term in asked(call, image, weight, bias) if term)
+    pattern = f"{result}, {image}, {weight} -> {results}"
+    rows = (_linear_backward, _cut_space_backward)
+    # The bias' gradient has no factor c and is no sum over it: every rank computes all of it.
+    return factors(pattern, *rows, sum="n o", independent="c", bodies={"g": _backward})
+
+
+def _linear_backward(call: Call) -> Iterator[Row]:
+    """The gradients of the image and of the weight are bilinear, and each ignores what it is the gradient of."""
+    positions = [sum(call.argument("output_mask")[:i]) for i in range(2)]
+    image, weight = call.argument("output_mask")[:2]
+    yield from linear("grad_output")(call)
+    yield from (linear(f"input:{positions[1]}") if weight else ignores("input"))(call)
+    yield from (linear("weight:0") if image else ignores("weight"))(call)
+    if image and weight:
+        yield from linear("input weight:0 1")(call)
+
+
+def _least(x: Tensor, *least: int) -> Tensor:
+    """`x` with zeros added to those of its first dims that are empty: torch's kernels refuse empty ones."""
+    added = [0 if size else least[dim] if dim < len(least) else 1 for dim, size in enumerate(x.shape)]
+    pads = [pad for count in reversed(added) for pad in (0, count)]
+    return aten.constant_pad_nd.default(x, pads) if any(added) else x
+
+
+def _cropped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(shape):
+        x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
+    return x
+
+
+def _channels(weight: Tensor, options: Sequence[Any]) -> tuple[int, int]:
+    """How many channels to give an image, and a result, that have none."""
+    groups, inner = options[-1], options[-1] * max(weight.shape[1], 1)
+    return (groups, inner) if options[3] else (inner, groups)
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """The operator on tensors whose batch or channels may be empty; a result without elements may be larger."""
+    inner, outer = _channels(weight, options)
+    bias = None if bias is None else _least(bias, outer)
+    return aten.convolution.default(_least(x, 1, inner), _least(weight, options[-1]), bias, *options)  # type: ignore[no-any-return]
+
+
+def _differentiate(grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """All three gradients of tensors whose batch or channels may be empty; those without elements may be larger."""
+    inner, outer = _channels(weight, options)
+    given = (_least(grad, 1, outer), _least(x, 1, inner), _least(weight, options[-1]))
+    return aten.convolution_backward.default(*given, [given[0].shape[1]], *options, [True] * 3)  # type: ignore[no-any-return]
+
+
+def _grouped(options: Sequence[Any], channels: int, weight: Tensor) -> list[Any]:
+    """The options with as many groups as a rank has that holds these channels of the side that weights cut."""
+    *kept, groups = options
+    return [*kept, max(channels // weight.shape[1], 1) if weight.shape[1] else groups]
+
+
+def _forward(axes: Axes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """Without exchange: for some of the groups, and for no elements."""
+    (result,) = call.results
+    channels = result.shape[1] if options[3] else x.shape[1]
+    return _cropped(_convolve(x, weight, bias, *_grouped(options, channels, weight)), result.shape)
+
+
+def _backward(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> _Gradients:
+    """Without exchange: for some of the groups, some channels of each, and for no elements."""
+    options = args[1:-1]
+    channels = grad.shape[1] if options[3] else x.shape[1]
+    dx, dw, db = _differentiate(grad, x, weight, _grouped(options, channels, weight))
+    return asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), _cropped(db, grad.shape[1:2]))
+
+
+def _halo(call: Call, dim: int, axes: Axes) -> Halo:
+    """How image and result meet along `dim`; the small side of a transposed convolution is the image."""
+    pick = lambda name: (call.argument(name) * dim)[0 if len(call.argument(name)) == 1 else dim - 2]  # noqa: E731
+    image, weight = (call.operands[call.operands.index(call.argument(name))] for name in ("input", "weight"))
+    stride, padding, reach = pick("stride"), pick("padding"), (weight.shape[dim] - 1) * pick("dilation")
+    length = image.shape[dim]
+    if call.argument("transposed"):
+        large = (length - 1) * stride - 2 * padding + reach + pick("output_padding") + 1
+        return Halo(dim, axes, length, large, stride, padding, reach)
+    return Halo(dim, axes, (length + 2 * padding - reach - 1) // stride + 1, length, stride, padding, reach)
+
+
+def _unpadded(options: Sequence[Any], dim: int, space: int) -> list[Any]:
+    """The options of a convolution whose large side has all the rows of its windows in `dim`."""
+    stride, padding, dilation, transposed, output_padding, groups = options
+    padding, output_padding = (list(x) * (space if len(x) == 1 else 1) for x in (padding, output_padding))
+    padding[dim - 2] = output_padding[dim - 2] = 0
+    return [stride, padding, dilation, transposed, output_padding, groups]
+
+
+@cache
+def _forward_over(dim: int) -> Body:
+    """The convolution with `dim` of image and result sharded."""
+
+    def body(axes: Axes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        halo, result = _halo(call, dim, axes), call.results[0].shape
+        local = _unpadded(options, dim, x.ndim - 2)
+        if not call.argument("transposed"):
+            return _cropped(_convolve(halo.gather(x, max(result[dim], 1)), weight, bias, *local), result)
+        window = _convolve(_least(x), weight, None, *local)
+        y = _cropped(halo.scatter(window, result[dim]), result)
+        return y if bias is None else y + bias.view(-1, *(1,) * (x.ndim - 2))
+
+    return body
+
+
+@cache
+def _backward_over(dim: int) -> Body:
+    """The gradients with `dim` of image and result sharded; those of weight and bias are partial sums."""
+
+    def body(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> _Gradients:
+        halo = _halo(call, dim, axes)
+        local = _unpadded(args[1:-1], dim, x.ndim - 2)
+        if call.argument("transposed"):
+            dx, dw, _ = _differentiate(halo.gather(grad, max(x.shape[dim], 1)), _least(x), weight, local)
+        else:
+            window = halo.gather(x, max(grad.shape[dim], 1))
+            dx, dw, _ = _differentiate(_least(grad), window, weight, local)
+            dx = halo.scatter(dx, x.shape[dim]) if call.argument("output_mask")[0] else x  # nobody asks for it
+        bias = grad.sum([dim for dim in range(grad.ndim) if dim != 1])
+        return asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), bias)
+
+    return body
+
+
+def _cut_space(call: Call) -> Iterator[Row]:
+    for dim in range(2, call.operands[0].ndim):
+        replicated = (Replicate(),) * (len(call.operands) - 1)
+        yield Row((Shard(dim), *replicated), (Shard(dim),), _forward_over(dim))
+
+
+def _cut_space_backward(call: Call) -> Iterator[Row]:
+    for dim in range(2, call.operands[0].ndim):
+        placed: tuple[Placement, ...] = (Shard(dim), Partial("sum"), Partial("sum"))
+        results = tuple(placement for placement in asked(call, *placed) if placement is not None)
+        yield Row((Shard(dim), Shard(dim), Replicate()), results, _backward_over(dim))
+
+
+CONVOLUTION = table({
+    "convolution": by_call(_convolution, empty=_forward),
+    "convolution_backward": by_call(_convolution_backward, empty=_backward),
+})  # fmt: skip

@@ -1,0 +1,90 @@
+"""Positions of the largest and smallest elements, also over a sharded dim: two all-reduces of a value per line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from spmd.collectives import pmax, pmin, shard_offset
+from spmd.core.placement import Replicate, Shard, neutral_element
+from spmd.ir.call import Call
+from spmd.rules.builders import argument_dims, reduction
+from spmd.rules.rule import Axes, Row, Rule, table
+
+Kind = Literal["max", "min"]
+
+
+@attrs.frozen
+class _Extreme:
+    """Finds the extremes of lines over all ranks; calls are bodies for operands of which the dim `cut` is cut.
+
+    Positions are those in the lines along `dim`; in the whole tensor, row-major, if that is None.
+    """
+
+    kind: Kind
+    cut: int
+    with_values: bool
+
+    def __call__(self, axes: Axes, call: Call, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+        whole = call.operands[0].shape
+        place = torch.arange(x.shape[self.cut], device=x.device) + shard_offset(whole[self.cut], axes)
+        place = place.view([-1 if i == self.cut else 1 for i in range(x.ndim)])
+        if dim is None:
+            inner = math.prod(whole[self.cut + 1 :])
+            outer = torch.arange(math.prod(whole[: self.cut]), device=x.device)
+            place = outer.view([*whole[: self.cut], *[1] * (x.ndim - self.cut)]) * whole[self.cut] + place
+            place = place * inner + torch.arange(inner, device=x.device).view(whole[self.cut + 1 :])
+            best, first = self._find(axes, x.flatten(), place.expand(x.shape).flatten(), 0, math.prod(whole))
+            best, first = (found.view([1] * x.ndim) for found in (best, first))
+            dims = tuple(range(x.ndim))
+        else:
+            best, first = self._find(axes, x, place.expand(x.shape), dim, whole[self.cut])
+            dims = (dim,)
+        best, first = (found if keepdim else found.squeeze(dims) for found in (best, first))
+        return (best, first) if self.with_values else first
+
+    def _find(self, axes: Axes, x: Tensor, place: Tensor, dim: int, end: int) -> tuple[Tensor, Tensor]:
+        """The extremes along a dim, and the first places where they are, kept with length 1.
+
+        `place` says where each element lies, below `end`. A nan, as in torch, comes before every number.
+        """
+        neutral = neutral_element(self.kind, x.dtype)
+        # A rank that holds nothing takes part all the same, with an element that is never found.
+        x, place = _extended(x, dim, neutral), _extended(place, dim, 2 * end)
+        missing = x != x
+        numbers = torch.where(missing, torch.full_like(x, neutral), x)
+        best = pmax(numbers.amax(dim, True), axes) if self.kind == "max" else pmin(numbers.amin(dim, True), axes)
+        found = torch.where(x == best, place + end, torch.full_like(place, 3 * end))
+        first = pmin(torch.where(missing, place, found).amin(dim, True), axes)
+        if x.is_floating_point():
+            best = torch.where(first < end, torch.full_like(best, math.nan), best)
+        return best, first % end
+
+
+def _extended(x: Tensor, dim: int, value: float) -> Tensor:
+    shape = [1 if i == dim % x.ndim else size for i, size in enumerate(x.shape)]
+    return torch.cat([x, x.new_full(shape, value)], dim)
+
+
+def _searched(kind: Kind, with_values: bool) -> Rule:
+    """The rule of a search of lines for their extremes, with rows in which a dim that is searched is cut."""
+
+    def rows(call: Call) -> Iterator[Row]:
+        (operand,) = call.operands
+        for dim in argument_dims(call, "dim", operand.ndim):
+            yield Row((Shard(dim),), (Replicate(),) * len(call.results), _Extreme(kind, dim, with_values))
+
+    return reduction(None, rows)
+
+
+EXTREMES = table({
+    "max.dim": _searched("max", with_values=True),
+    "min.dim": _searched("min", with_values=True),
+    "argmax": _searched("max", with_values=False),
+    "argmin": _searched("min", with_values=False),
+})  # fmt: skip

@@ -1,0 +1,174 @@
+"""Losses with a `reduction` argument, and negative log likelihood over sharded classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from spmd.core.placement import Partial, Replicate, Shard
+from spmd.ir.call import Call
+from spmd.rules.builders import nothing, whole
+from spmd.rules.notation import Rows, by_call, factors
+from spmd.rules.ops.lookup import filled, local_index, pick
+from spmd.rules.partial import decreasing, ignores, linear
+from spmd.rules.rule import Axes, Row, Rule, table
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+"""torch's numbers for `reduction`."""
+
+
+def _elementwise(operands: int, *rows: Rows, backward: bool = False) -> Rule:
+    """A loss of every element on its own, then reduced, or its gradient.
+
+    A mean over shards of unequal size is no sum of means, and its gradient divides by the elements that a rank sees.
+    """
+    terms = ", ".join(["..."] * operands)
+
+    def choose(call: Call) -> Rule:
+        kind = call.argument("reduction")
+        result = "..." if backward or kind == _NONE else ""
+        return factors(
+            f"{terms} -> {result}", *rows, sum="..." if kind == _SUM else "", replicate="..." if kind == _MEAN else ""
+        )
+
+    return by_call(choose)
+
+
+def _gradient(operands: int, *rows: Rows) -> Rule:
+    return _elementwise(operands, linear("grad_output"), *rows, backward=True)
+
+
+def _class_dim(call: Call) -> int:
+    return 1 if call.argument("self").ndim > 1 else 0
+
+
+def _nll(
+    axes: Axes, call: Call, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
+) -> tuple[Tensor, Tensor]:
+    """This rank's classes' share of the loss; the total weight is known to all, as targets and weights are."""
+    dim = _class_dim(call)
+    picked = pick(scores, dim, target.unsqueeze(dim), call.operands[0].shape[dim], axes).squeeze(dim)
+    counted = _target_weight(target, weight, ignored, scores.dtype)
+    loss = -picked * counted
+    if reduction == _NONE:
+        return loss, counted if scores.ndim == 1 else scores.new_zeros(())
+    total = counted.sum()
+    return (loss.sum() if reduction == _SUM else loss.sum() / total), total
+
+
+def _target_weight(target: Tensor, weight: Tensor | None, ignored: int, dtype: torch.dtype) -> Tensor:
+    """The weight of every target's class, zero where it is ignored."""
+    kept = target != ignored
+    if weight is None:
+        return kept.to(dtype)
+    places = torch.where(kept, target, torch.zeros_like(target))
+    found = weight.index_select(0, places.reshape(-1)).reshape(places.shape)  # a 0-d tensor as an index is a number
+    return torch.where(kept, found, torch.zeros_like(found))
+
+
+def _nll_backward(
+    axes: Axes, call: Call, grad: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, *options: Tensor
+) -> Tensor:
+    dim, (reduction, ignored, total) = _class_dim(call), options
+    local, held = local_index(target, call.operands[1].shape[dim], scores.shape[dim], axes)
+    scale = -grad * _target_weight(target, weight, int(ignored), scores.dtype)
+    scale = scale / total if reduction == _MEAN else scale
+    scale = torch.where(held, scale, torch.zeros_like(scale))
+    empty = torch.zeros_like(filled(scores, dim))
+    return empty.scatter(dim, local.unsqueeze(dim), scale.unsqueeze(dim)).narrow(dim, 0, scores.shape[dim])
+
+
+def _cut_classes(call: Call) -> Iterator[Row]:
+    others = (Replicate(),) * (len(call.operands) - 1)
+    yield Row((Shard(_class_dim(call)), *others), (Partial("sum"), Replicate()), _nll)
+
+
+def _cut_classes_backward(call: Call) -> Iterator[Row]:
+    cut, others = Shard(_class_dim(call)), (Replicate(),) * (len(call.operands) - 2)
+    yield Row((Replicate(), cut, *others), (cut,), _nll_backward)
+
+
+def _likelihood(call: Call) -> tuple[str, str, str]:
+    """The terms of scores, of which `c` is the class, of targets and of the loss."""
+    scores = {1: "c", 2: "b c", 4: "b c h w"}[call.argument("self").ndim]
+    targets = scores.replace("c", "")
+    return scores, targets, targets if call.argument("reduction") == _NONE else ""
+
+
+def _weighted(call: Call) -> Iterator[Row]:
+    """One loss without a weight decreases in the scores; losses and their sum are linear in weights.
+
+    The total weight of several losses that are not reduced is zero.
+    """
+    reduction, alone = call.argument("reduction"), call.argument("self").ndim == 1
+    if call.argument("weight") is not None and reduction != _MEAN:
+        yield from linear("weight:0" if reduction == _NONE and not alone else "weight:0 1")(call)
+    elif call.argument("weight") is None and (reduction == _NONE or alone):
+        yield from decreasing("self:0")(call)
+
+
+def _nll_forward_rule(call: Call) -> Rule:
+    scores, targets, loss = _likelihood(call)
+    fixed = f"{targets} c" if call.argument("reduction") == _MEAN else "c"
+    pattern = f"{scores}, {targets}, c -> {loss}, "
+    return factors(pattern, linear("self:0"), _weighted, _cut_classes, sum=targets, replicate=fixed)
+
+
+def _nll_backward_rule(call: Call) -> Rule:
+    scores, targets, loss = _likelihood(call)
+    pattern = f"{loss}, {scores}, {targets}, c, -> {scores}"
+    return factors(pattern, linear("grad_output"), ignores("self"), _cut_classes_backward, replicate="c")
+
+
+def _multilabel_margin(call: Call) -> Rule:
+    """A rule, since torch's decomposition counts what comes after a target of -1."""
+    if call.argument("self").ndim < 2:
+        return whole()
+    kind = call.argument("reduction")
+    pattern = f"b c, b c -> {'b' if kind == _NONE else ''}, b c"
+    return factors(pattern, sum="" if kind == _NONE else "b", replicate="b c" if kind == _MEAN else "c")
+
+
+def _margin_backward(targets: str) -> Rule:
+    """The gradient of a margin loss of scores with classes `c`; targets are of a line or of all its classes."""
+
+    def choose(call: Call) -> Rule:
+        if call.argument("self").ndim == 0:
+            return whole(linear("grad_output"))
+        batch = "b" if call.argument("self").ndim == 2 else ""
+        kind = call.argument("reduction")
+        given = targets if batch else targets.replace("b,", "*,").replace("b ", "")
+        pattern = f"{batch if kind == _NONE else ''}, {batch} c, {given} -> {batch} c"
+        return factors(pattern, linear("grad_output", "weight"), replicate=f"{batch} c" if kind == _MEAN else "c")
+
+    return by_call(choose)
+
+
+def _chunked(call: Call) -> Rule:
+    """Cross entropy of a linear layer in chunks of the batch `n`, with its gradients; a mean divides by all of it."""
+    asked = [call.argument(f"compute_{name}_grad") for name in ("input", "linear_weight", "linear_bias")]
+    terms = [term if wanted else "*" for term, wanted in zip(("n f", "c f", "c"), asked, strict=True)]
+    fixed = "n c f" if call.argument("reduction") == "mean" else "c f"
+    return factors(f"n f, c f, n, c, c -> , {', '.join(terms)}", sum="n", replicate=fixed)
+
+
+LATE: Mapping[str, Rule] = {
+    "torch_nn::_linear_cross_entropy_batch_chunked": by_call(_chunked),
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": factors("n f, c f, n, c, c -> n", replicate="c f"),
+}
+"""The rules of operators that torch does not define before they are used, by name."""
+
+LOSS = table({
+    "multilabel_margin_loss_forward": by_call(_multilabel_margin, empty=nothing),
+    "multi_margin_loss_backward": _margin_backward("b, c"),
+    "multilabel_margin_loss_backward": _margin_backward("b c, b c"),
+    "nll_loss_forward nll_loss2d_forward": by_call(_nll_forward_rule),
+    "nll_loss_backward nll_loss2d_backward": by_call(_nll_backward_rule),
+    "mse_loss smooth_l1_loss huber_loss": _elementwise(2),
+    "mse_loss_backward": _gradient(3, linear("self target")),
+    "smooth_l1_loss_backward huber_loss_backward": _gradient(3),
+    "binary_cross_entropy": _elementwise(3, linear("weight")),
+    "binary_cross_entropy_backward": _gradient(4, linear("weight")),
+})  # fmt: skip

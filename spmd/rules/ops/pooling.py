@@ -1,0 +1,69 @@
+"""Pooling, padding and resampling: batch and channels pass through, space is not cut."""
+
+from __future__ import annotations
+
+from spmd.ir.call import Call
+from spmd.rules.builders import batched, rule, vanish
+from spmd.rules.notation import factors, spell
+from spmd.rules.partial import carry, ignores, linear
+from spmd.rules.rule import Factors, Rule, table
+
+_INTERPOLATORS = {
+    1: "upsample_linear1d",
+    2: "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    3: "upsample_trilinear3d",
+}
+
+
+def _names(pattern: str, words: str) -> str:
+    """`pattern` with each of `words` in place of its `*`."""
+    return " ".join(pattern.replace("*", word) for word in words.split())
+
+
+def _fractional(n: int) -> Rule:
+    """Samples have a batch even if the image has none: its first item counts then, whatever its length."""
+    space = " _" * n
+
+    def make(call: Call) -> Factors:
+        item, sample = ("b c", "b c _") if call.operands[0].ndim == n + 2 else ("c", "_ c _")
+        return spell(call, [item + space, sample], [item + space] * 2)
+
+    return rule(make, empty=vanish)
+
+
+def _spatial(n: int) -> dict[str, Rule]:
+    """The operators on `n` trailing dims."""
+    forward, copies = batched(f"{n}", f"{n}", linear("self")), batched(f"{n}", f"{n}", carry("self"))
+    backward = batched(f"{n} {n}", f"{n}", linear("grad_output"), ignores("self"))
+    nearest = _names(f"*{n}d", "upsample_nearest _upsample_nearest_exact")
+    resized = batched(f"{n}", f"{n}", linear("grad_output"), size_argument=2)
+    found = {
+        _names(f"*_pad{n}d", "reflection replication"): copies,
+        _names(f"*_pad{n}d_backward", "reflection replication"): backward,
+        _INTERPOLATORS[n]: forward,
+        nearest: copies,
+        _names("*_backward", f"{_INTERPOLATORS[n]} {nearest}"): resized,
+    }
+    if n == 1:
+        return found
+    indexed = batched(f"{n} {n} {n}", f"{n}", linear("grad_output"), ignores("self"))
+    return found | {
+        _names(f"*_pool{n}d", "avg _adaptive_avg"): forward,
+        _names(f"*_pool{n}d_backward", "avg _adaptive_avg"): backward,
+        f"max_pool{n}d_with_indices adaptive_max_pool{n}d": batched(f"{n}", f"{n} {n}"),
+        f"fractional_max_pool{n}d": _fractional(n),
+        _names(f"*_pool{n}d_backward", "adaptive_max fractional_max"): indexed,
+        f"max_pool{n}d_with_indices_backward": indexed,
+        f"max_unpool{n}d": batched(f"{n} {n}", f"{n}", carry("self")),
+    }
+
+
+POOLING = table({
+    **_spatial(1),
+    **_spatial(2),
+    **_spatial(3),
+    "grid_sampler_2d": factors("n c _ _, n h w _ -> n c h w", linear("input")),
+    "grid_sampler_3d": factors("n c _ _ _, n d h w _ -> n c d h w", linear("input")),
+    "im2col": batched("3", "2", carry("self")),
+    "col2im": batched("2", "3", linear("self")),
+})  # fmt: skip

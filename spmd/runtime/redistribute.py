@@ -1,0 +1,55 @@
+"""A value that ranks hold, moved from one spec to another, on every runtime that holds values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from spmd.collectives import virtual
+from spmd.collectives.distributed import exchange
+from spmd.collectives.resharding import redistribution
+from spmd.core.mesh import Runtime
+from spmd.core.spec import DTensorSpec
+from spmd.errors import ShardingError
+
+
+def redistribute_shards(shards: Sequence[Tensor], source: DTensorSpec, target: DTensorSpec) -> tuple[Tensor, ...]:
+    """Redistribute a value; on a distributed mesh all ranks do so together.
+
+    Args:
+        shards: the shards that this process holds under `source`, in rank order: of every rank on a virtual mesh.
+        source, target: specs of one mesh, shape and dtype.
+
+    Returns:
+        The shards that this process holds under `target`, in rank order; read-only, since ranks may share a tensor.
+
+    Raises:
+        MeshError: an abstract mesh.
+        ShardingError: specs of different meshes or metas, or a wrong number of shards.
+
+    >>> from spmd.core.mesh import make_mesh
+    >>> import torch
+    >>> from spmd.core.spec import P, TensorMeta
+    >>> mesh, meta = make_mesh({"x": 2}, runtime="virtual"), TensorMeta((2,), torch.int64)
+    >>> source, target = DTensorSpec.make(mesh, P("x"), meta), DTensorSpec.make(mesh, P(), meta)
+    >>> redistribute_shards([torch.tensor([1]), torch.tensor([2])], source, target)
+    (tensor([1, 2]), tensor([1, 2]))
+    """
+    mesh, held = source.mesh, source.mesh.held_coordinates
+    if len(shards) != len(held):
+        raise ShardingError(
+            f"Expected one shard for each of the {len(held)} ranks of {mesh} that live in this process "
+            f"(got {len(shards)})."
+        )
+    for step in redistribution(source, target):
+        if mesh.runtime is Runtime.DISTRIBUTED:
+            (x,), (coordinate,) = shards, held
+            shards = [exchange.run(step.primitive, mesh, coordinate, x, step.arguments(coordinate))]
+        else:
+            calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+                ((x, *step.arguments(where)), {}) for x, where in zip(shards, held, strict=True)
+            ]
+            shards = virtual.run(step.primitive, mesh, calls)
+    return tuple(shards)

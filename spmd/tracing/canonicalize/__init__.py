@@ -1,0 +1,4 @@
+"""From a program as it was traced to one spelling for each meaning: few operators make few rules.
+
+Imports `tracing` and `ir`.
+"""

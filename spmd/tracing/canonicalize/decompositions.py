@@ -1,0 +1,294 @@
+"""Operators written in terms of simpler ones: mean losses as a sum and a division, and what has no rule of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.errors import TraceError
+from spmd.ir.graph import Graph, Operation, Source, Value, iterate_leaves, map_leaves
+from spmd.tracing.canonicalize.fused_optimizers import FUSED
+from spmd.tracing.recorder import Namer, Recorder
+
+OpOverload = torch._ops.OpOverload
+Body = Callable[..., Any]
+aten = torch.ops.aten
+
+_MEAN, _SUM = 1, 2  # at::Reduction
+
+
+def decompose_operations(graph: Graph, needs: Callable[[OpOverload], bool]) -> Graph:
+    """Replace every operation whose operator `needs` it by its decomposition, one level deep, keeping its source.
+
+    The decompositions are the operator's own (composite operators) and torch's, those to the core set first; an
+    operator without one stays, and so does a draw, since its decomposition would draw other numbers.
+    """
+    needed = lambda operation: needs(operation.op) and not operation.draws  # noqa: E731
+    return expand_operations(graph, lambda call: _torch_decomposition(call.op) if needed(call) else None)
+
+
+def expand_operations(graph: Graph, find: Callable[[Operation], Body | None]) -> Graph:
+    """Replace every operation for which `find` gives a body by the operations that the body consists of.
+
+    A body takes the operator's arguments and gives its results. Operations whose body gives up (NotImplemented), gives
+    other shapes or dtypes, or needs operators outside of aten stay.
+    """
+    recorder = Recorder(_namer(graph), lambda: source)
+    replaced: dict[Value, Value] = {}
+    source: Source | None = None
+    for operation in graph.operations:
+        operation = substitute(operation, replaced)
+        body = find(operation)
+        if body is not None:
+            source = operation.source
+            results = _record_body(recorder, operation, body)
+            if results is not None:
+                replaced.update(results)
+                continue
+        recorder.operations.append(operation)
+    return attrs.evolve(
+        graph,
+        constants=(*graph.constants, *recorder.constants.items()),
+        operations=tuple(recorder.operations),
+        outputs=tuple(replaced.get(value, value) for value in graph.outputs),
+    )
+
+
+def substitute(operation: Operation, replaced: Mapping[Value, Value]) -> Operation:
+    """The operation with its operands replaced."""
+    if not any(operand in replaced for operand in operation.operands):
+        return operation
+    swap = lambda leaf: replaced.get(leaf, leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
+    return attrs.evolve(
+        operation, args=map_leaves(swap, operation.args), kwargs=map_leaves(swap, dict(operation.kwargs))
+    )
+
+
+def _namer(graph: Graph) -> Namer:
+    values = [*graph.inputs, *(value for value, _ in graph.constants)]
+    values += [value for operation in graph.operations for value in operation.tensors]
+    return Namer(value.name for value in values)
+
+
+def _record_body(recorder: Recorder, operation: Operation, body: Body) -> dict[Value, Value] | None:
+    mark = len(recorder.operations)
+    fake = lambda leaf: recorder.fake(leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
+    args, kwargs = map_leaves(fake, operation.args), map_leaves(fake, dict(operation.kwargs))
+    try:
+        with torch.no_grad(), recorder:
+            outputs = body(*args, **kwargs)
+    except (NotImplementedError, TraceError, TypeError):  # torch's are not all made for every overload
+        outputs = NotImplemented
+    leaves = list(iterate_leaves(outputs))
+    values = [recorder.value(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    if outputs is NotImplemented or not _fits(operation, values) or _leaves_aten(recorder.operations[mark:]):
+        del recorder.operations[mark:]
+        return None
+    pairs = zip(operation.results, values, strict=True)
+    return {result: value for result, value in pairs if result is not None and value is not None}
+
+
+def _fits(operation: Operation, values: Sequence[Value | None]) -> bool:
+    if len(values) != len(operation.results):
+        return False
+    pairs = zip(operation.results, values, strict=True)
+    return all(result is None or (value is not None and value.meta == result.meta) for result, value in pairs)
+
+
+def _leaves_aten(operations: Sequence[Operation]) -> bool:
+    """Whether a body is written in torch's primitives, which have rules even less than what they stand for."""
+    return any(op.op.namespace == "prims" and op.op is not _CONVERT for op in operations)
+
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+@lru_cache(maxsize=4096)
+def _torch_decomposition(op: OpOverload) -> Body | None:
+    if op._can_decompose():
+        return op.decompose  # type: ignore[no-any-return]
+    return _known_decompositions().get(op)
+
+
+@lru_cache(maxsize=1)
+def _known_decompositions() -> Mapping[OpOverload, Body]:
+    from torch._decomp import core_aten_decompositions, decomposition_table  # slow to build: only when it is needed
+
+    return {**decomposition_table, **dict(core_aten_decompositions().items())}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a mean of `dtype` is accumulated, as torch's kernels do."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    dims = _dims(x, dim)
+    result = dtype or x.dtype
+    total = aten.sum.dim_IntList(x, dims, keepdim, dtype=_wide(result))
+    return (total / math.prod(x.shape[d] for d in dims)).to(result)
+
+
+def _dims(x: torch.Tensor, dim: Any) -> list[int]:
+    """The dims that a reduction names: all for None or none at all, and none of a number."""
+    return list(range(x.ndim)) if dim is None or len(dim) == 0 or x.ndim == 0 else list(dim)
+
+
+def _variance(
+    x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.is_complex():
+        raise NotImplementedError
+    dims = _dims(x, dim)
+    count = math.prod(x.shape[d] for d in dims)
+    wide = x.to(_wide(x.dtype))
+    mean = aten.sum.dim_IntList(wide, dims, True) / count
+    centered = wide - mean
+    freedom = max(count - (1 if correction is None else correction), 0)
+    variance = aten.sum.dim_IntList(centered * centered, dims, keepdim) / freedom
+    shape = variance.shape
+    return variance.to(x.dtype), mean.reshape(shape).to(x.dtype)
+
+
+def _var(x: torch.Tensor, dim: Any = None, **options: Any) -> torch.Tensor:
+    return _variance(x, dim, **options)[0]
+
+
+def _std(x: torch.Tensor, dim: Any = None, **options: Any) -> torch.Tensor:
+    return _variance(x, dim, **options)[0].sqrt()
+
+
+def _nll_forward(op: OpOverload) -> Body:
+    def body(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+        if reduction != _MEAN:
+            return NotImplemented
+        total, total_weight = op(x, target, weight, _SUM, ignore_index)
+        return total / total_weight, total_weight
+
+    return body
+
+
+def _nll_backward(op: OpOverload) -> Body:
+    def body(
+        grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
+    ) -> torch.Tensor:
+        if reduction != _MEAN:
+            return NotImplemented
+        return op(grad / total_weight, x, target, weight, _SUM, ignore_index, total_weight)  # type: ignore[no-any-return]
+
+    return body
+
+
+def _multilabel_margin(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
+    if reduction != _MEAN or x.ndim < 2:
+        return NotImplemented
+    total, targets = aten.multilabel_margin_loss_forward.default(x, target, _SUM)
+    return total / x.shape[0], targets
+
+
+def _margin_backward(op: OpOverload) -> Body:
+    """The gradient of a mean over the batch, as that of a sum."""
+    parameters = op._schema.arguments
+    at = [parameter.name for parameter in parameters].index("reduction")
+
+    def body(*args: Any) -> torch.Tensor:
+        given = [*args, *(parameter.default_value for parameter in parameters[len(args) :])]
+        if given[at] != _MEAN:
+            return NotImplemented
+        grad, x = given[:2]
+        given[0], given[at] = grad / (x.shape[0] if x.ndim > 1 else 1), _SUM
+        return op(*given)  # type: ignore[no-any-return]
+
+    return body
+
+
+def _embedding_renorm(table: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Rows that are looked up, where they are longer than `max_norm`, shortened to it."""
+    norms = torch.linalg.vector_norm(table, norm_type, 1)
+    used = torch.zeros_like(norms).scatter(0, indices.flatten(), 1.0)
+    scale = torch.where((used > 0) & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)
+    return table * scale.unsqueeze(1)
+
+
+def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, **options: Any) -> Any:
+    """With an index of int64: torch's kernel for an expanded index takes one of int32 for it (torch 2.13)."""
+    return aten.gather.default(x, dim, index.long(), **options) if index.dtype is torch.int32 else NotImplemented
+
+
+def _batch_norm_eval(
+    x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, momentum: float, eps: float
+) -> tuple[torch.Tensor, ...]:
+    wide = _wide(x.dtype)
+    shape = [-1, *(1,) * (x.ndim - 2)]
+    result = (x.to(wide) - mean.to(wide).view(shape)) * (variance.to(wide) + eps).rsqrt().view(shape)
+    result = result if weight is None else result * weight.view(shape)
+    result = result if bias is None else result + bias.view(shape)
+    return result.to(x.dtype), x.new_zeros(0), x.new_zeros(0)
+
+
+_ALONG_TIME: tuple[Any, ...] = ([1], False, [0], 1)  # dilation, transposed, output_padding, groups
+
+
+def _conv_tbc(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0) -> torch.Tensor:
+    """A convolution of [time, batch, channels]."""
+    found = aten.convolution.default(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad], *_ALONG_TIME)
+    return found.permute(2, 0, 1)
+
+
+def _conv_tbc_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int
+) -> tuple[torch.Tensor, ...]:
+    of_x, of_weight, of_bias = aten.convolution_backward.default(
+        *(grad.permute(1, 2, 0), x.permute(1, 2, 0), weight.permute(2, 1, 0)),
+        *(list(bias.shape), [1], [pad], *_ALONG_TIME, [True, True, True]),
+    )
+    return of_x.permute(2, 0, 1), of_weight.permute(2, 1, 0), of_bias
+
+
+def _torch_body(op: OpOverload) -> Body:
+    """torch's own decomposition, looked up when it is used."""
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        decomposition = _torch_decomposition(op)
+        return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
+
+    return body
+
+
+_LOSSES = (
+    aten.mse_loss.default, aten.mse_loss_backward.default,
+    aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default,
+    aten.huber_loss.default, aten.huber_loss_backward.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
+    aten.soft_margin_loss.default, aten.soft_margin_loss_backward.default,
+)  # fmt: skip
+
+DECOMPOSITIONS: Mapping[OpOverload, Body] = {
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.var_mean.correction: _variance,
+    aten.var.correction: _var,
+    aten.std.correction: _std,
+    aten.nll_loss_forward.default: _nll_forward(aten.nll_loss_forward.default),
+    aten.nll_loss2d_forward.default: _nll_forward(aten.nll_loss2d_forward.default),
+    aten.nll_loss_backward.default: _nll_backward(aten.nll_loss_backward.default),
+    aten.nll_loss2d_backward.default: _nll_backward(aten.nll_loss2d_backward.default),
+    aten.multi_margin_loss_backward.default: _margin_backward(aten.multi_margin_loss_backward.default),
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin,
+    aten.multilabel_margin_loss_backward.default: _margin_backward(aten.multilabel_margin_loss_backward.default),
+    aten.conv_tbc.default: _conv_tbc,
+    aten.conv_tbc_backward.default: _conv_tbc_backward,
+    aten.embedding_renorm.default: _embedding_renorm,
+    aten.gather.default: _gather,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
+    aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),
+    aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape),
+    **{op: _torch_body(op) for op in _LOSSES},
+    **FUSED,
+}
+"""Always applied: a mean loses how many ranks it was taken over, a sum and a count do not."""

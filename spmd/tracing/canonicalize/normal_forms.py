@@ -1,0 +1,164 @@
+"""One spelling for each meaning: the operators that canonical programs are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.core.spec import TensorMeta
+from spmd.ir.graph import Graph, Operation, Value
+
+OpOverload = torch._ops.OpOverload
+aten = torch.ops.aten
+
+Spelling = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+"""An operator with its positional and keyword arguments."""
+
+
+def normalize(graph: Graph) -> Graph:
+    """Rewrite every operation that has another spelling, and make dims non-negative and sizes explicit."""
+    return attrs.evolve(graph, operations=tuple(map(_normalize, graph.operations)))
+
+
+def _normalize(operation: Operation) -> Operation:
+    if makes_channels_last(operation):
+        return _placeless(operation, _PLACE - {"memory_format"})
+    form = NORMAL_FORMS.get(operation.op)
+    if form is not None:
+        op, args, kwargs = form(operation)
+        return attrs.evolve(operation, op=op, args=args, kwargs=kwargs)
+    return _placeless(_positive_dims(operation))
+
+
+def _meta(operation: Operation) -> TensorMeta:
+    return operation.tensors[0].meta
+
+
+def _view(operation: Operation) -> Spelling:
+    return aten.view.default, (operation.args[0], list(_meta(operation).shape)), {}
+
+
+def _expand(operation: Operation) -> Spelling:
+    return aten.expand.default, (operation.args[0], list(_meta(operation).shape)), {}
+
+
+def _cast(operation: Operation) -> Spelling:
+    return aten._to_copy.default, (operation.args[0],), {"dtype": _meta(operation).dtype}
+
+
+def _permute(order: Callable[[int, tuple[Any, ...]], list[int]]) -> Callable[[Operation], Spelling]:
+    def form(operation: Operation) -> Spelling:
+        ndim = _meta(operation).ndim
+        return aten.permute.default, (operation.args[0], [d % ndim for d in order(ndim, operation.args)]), {}
+
+    return form
+
+
+def _swapped(ndim: int, args: tuple[Any, ...]) -> list[int]:
+    order = list(range(ndim))
+    if ndim:
+        first, second = args[1], args[2]
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _filled(value: float | bool | None = None, argument: int | None = None) -> Callable[[Operation], Spelling]:
+    """A tensor of one number: `value`, or the given positional argument."""
+
+    def form(operation: Operation) -> Spelling:
+        number = value if argument is None else operation.args[argument]
+        if isinstance(number, Value):
+            return operation.op, operation.args, dict(operation.kwargs)
+        meta = _meta(operation)
+        return aten.full.default, (list(meta.shape), number), {"dtype": meta.dtype}
+
+    return form
+
+
+def _renamed(op: OpOverload) -> Callable[[Operation], Spelling]:
+    return lambda operation: (op, operation.args, dict(operation.kwargs))
+
+
+_PLACE = frozenset({"device", "layout", "pin_memory", "memory_format"})
+_STACKING = frozenset({aten.stack.default})
+
+
+def _placeless(operation: Operation, place: frozenset[str] = _PLACE) -> Operation:
+    """Without device and layout: the mesh decides where a value lives. A factory's dtype becomes explicit."""
+    if not place & operation.kwargs.keys():
+        return operation
+    kwargs = {name: value for name, value in operation.kwargs.items() if name not in place}
+    if not operation.operands and any(parameter.name == "dtype" for parameter in operation.op._schema.arguments):
+        kwargs["dtype"] = _meta(operation).dtype
+    return attrs.evolve(operation, kwargs=kwargs)
+
+
+def _positive_dims(operation: Operation) -> Operation:
+    """Without negative dims, wherever the schema calls an argument `dim`."""
+    args = list(operation.args)
+    for position, (parameter, argument) in enumerate(zip(operation.op._schema.arguments, args, strict=False)):
+        if parameter.name not in ("dim", "dims") or not operation.operands:
+            continue
+        # cat takes 1-d empty tensors beside others, so its result tells the number of dims; select_backward gives more
+        # dims than it takes
+        by_result = operation.op in _STACKING or operation.op is aten.cat.default or _restores_shape(operation.op)
+        ndim = _meta(operation).ndim if by_result else operation.operands[0].meta.ndim
+        if isinstance(argument, int) and not isinstance(argument, bool) and argument < 0:
+            args[position] = argument % max(ndim, 1)
+        elif isinstance(argument, (list, tuple)) and all(isinstance(dim, int) for dim in argument):
+            args[position] = [dim % max(ndim, 1) for dim in argument]
+    if args == list(operation.args):
+        return operation
+    return attrs.evolve(operation, args=tuple(args))
+
+
+def _restores_shape(op: OpOverload) -> bool:
+    return any(parameter.name == "input_sizes" for parameter in op._schema.arguments)
+
+
+def makes_channels_last(operation: Operation) -> bool:
+    """Whether an operation gives its operand in channels-last memory: the one layout that a program asks for."""
+    formats = (torch.channels_last, torch.channels_last_3d)
+    return (
+        operation.op in (aten.clone.default, aten._to_copy.default) and operation.kwargs.get("memory_format") in formats
+    )
+
+
+def _each(form: Callable[[Operation], Spelling], *ops: OpOverload) -> dict[OpOverload, Callable[[Operation], Spelling]]:
+    return dict.fromkeys(ops, form)
+
+
+NORMAL_FORMS: Mapping[OpOverload, Callable[[Operation], Spelling]] = {
+    **_each(
+        _view,
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default,
+        aten.view_copy.default, aten.unsqueeze.default, aten.unsqueeze_copy.default,
+        aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+        aten.squeeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims,
+    ),
+    **_each(_expand, aten.expand.default, aten.expand_copy.default),
+    **_each(_cast, aten._to_copy.default, torch.ops.prims.convert_element_type.default),
+    **_each(_permute(lambda ndim, args: list(reversed(range(ndim)))), aten.t.default, aten.t_copy.default),
+    **_each(_permute(_swapped), aten.transpose.int, aten.transpose_copy.int),
+    **_each(_permute(lambda ndim, args: list(args[1])), aten.permute.default, aten.permute_copy.default),
+    # Memory that nobody has written yet is zero here, so that a result never depends on the mesh.
+    **_each(
+        _filled(0),
+        aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default,
+        aten._efficientzerotensor.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
+        aten.new_empty_strided.default,
+    ),
+    **_each(_filled(1), aten.ones.default, aten.ones_like.default, aten.new_ones.default),
+    **_each(_filled(argument=0), aten.scalar_tensor.default),
+    **_each(_filled(argument=1), aten.full.default, aten.full_like.default, aten.fill.Scalar),
+    **_each(_filled(argument=2), aten.new_full.default),
+    **{getattr(aten, name).Scalar: _renamed(getattr(aten, name).Tensor) for name in ("add", "sub", "mul", "div")},
+    aten.div.Scalar_mode: _renamed(aten.div.Tensor_mode),
+    # Bits that stand for arithmetic are lost with copies, which mean nothing here.
+    aten._conj.default: _renamed(aten.conj_physical.default),
+    aten._neg_view.default: _renamed(aten.neg.default),
+}  # fmt: skip
+"""Operator to its canonical spelling."""

@@ -1,0 +1,135 @@
+"""`constrain` and `reshard`: the user's say about how a value inside a jitted function is sharded."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from spmd.core.mesh import current_mesh
+from spmd.core.pytree import SpecLike, make_spec
+from spmd.core.spec import P, TensorMeta
+from spmd.errors import ShardingError
+from spmd.tracing.recorder import where
+from spmd.tracing.trace import is_tracing
+
+T = TypeVar("T")
+
+
+def constrain(x: T, spec: SpecLike) -> T:
+    """Fix the sharding of a value inside `jit`; JAX's `with_sharding_constraint`.
+
+    The cotangent of `x` is constrained to the same spec. On a DTensor outside of `jit`, redistributes it.
+
+    Args:
+        x: a tensor inside a traced function, or a DTensor.
+        spec: a `P`, or a tuple of placements, one for each axis of the mesh.
+
+    Raises:
+        ShardingError: the spec does not fit the tensor or the mesh, or `x` is a plain tensor outside of `jit`.
+
+    >>> from spmd import jit, make_mesh
+    >>> mesh = make_mesh({"data": 2}, runtime="virtual")
+    >>> f = jit(lambda x: constrain(x + 1, P()).sin(), P("data"), P("data"), mesh=mesh)
+    >>> f.lower(torch.ones(4)).count()
+    {'all_gather': 1}
+    """
+    return _apply(x, spec, "constrain")
+
+
+def reshard(x: T, spec: SpecLike) -> T:
+    """Move a value to a sharding inside `jit`; unlike with `constrain`, its cotangent may lie as it likes.
+
+    Args and Raises are those of `constrain`.
+    """
+    return _apply(x, spec, "reshard")
+
+
+def encode_spec(spec: P) -> str:
+    """A spec as text: axes of a dim joined by `,`, dims by `|`, then `;` and the partial axes.
+
+    >>> encode_spec(P("data", None, ("x", "y"), partial={"model": "sum"}))
+    'data||x,y;model=sum'
+    """
+    dims = "|".join(",".join(axes) for axes in spec.dims)
+    partial = ",".join(f"{axis}={op}" for axis, op in spec.partial)
+    return f"{dims};{partial}" if partial else dims
+
+
+def parse_spec(text: str) -> P:
+    """The inverse of `encode_spec`.
+
+    >>> parse_spec("data||x,y;model=sum")
+    P('data', None, ('x', 'y'), partial={'model': 'sum'})
+    """
+    dims, _, partial = text.partition(";")
+    parts = [tuple(dim.split(",")) if dim else None for dim in dims.split("|")]
+    return P(*parts, partial=dict(item.split("=") for item in partial.split(",")) if partial else None)  # type: ignore[arg-type]
+
+
+def _apply(x: Any, spec: SpecLike, name: str) -> Any:
+    if hasattr(x, "redistribute"):
+        return x.redistribute(spec)
+    if not isinstance(x, torch.Tensor):
+        raise ShardingError(f"spmd.{name} takes a tensor (got {type(x).__name__}).")
+    if not is_tracing():
+        raise ShardingError(
+            f"spmd.{name} was given a plain tensor {TensorMeta.of(x)} outside of spmd.jit. "
+            "Call it inside a jitted function, or make a DTensor with spmd.distribute(x, spec)."
+        )
+    return _Place.apply(x, encode_spec(_fitting(x, spec, name)), name)
+
+
+def _fitting(x: torch.Tensor, spec: SpecLike, name: str) -> P:
+    """The spec as a P that fits the tensor and the mesh."""
+    return make_spec(current_mesh(), spec, TensorMeta.of(x), where=f"spmd.{name} at {where()}:").pspec
+
+
+@torch.library.custom_op("spmd::constrain", mutates_args=(), schema="(Tensor x, str spec) -> Tensor")
+def _constrain(x: torch.Tensor, spec: str) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("spmd::reshard", mutates_args=(), schema="(Tensor x, str spec) -> Tensor")
+def _reshard(x: torch.Tensor, spec: str) -> torch.Tensor:
+    return x.clone()
+
+
+@_constrain.register_fake
+@_reshard.register_fake
+def _same_shape(x: torch.Tensor, spec: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+# torch.func transforms need an autograd.Function: the autograd rules of torch.library do not work below them.
+class _Place(torch.autograd.Function):
+    """`constrain` or `reshard`, by name. The cotangent of a constrained value is constrained too."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, spec: str, name: str) -> torch.Tensor:
+        return getattr(torch.ops.spmd, name)(x, spec)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, str, str], output: torch.Tensor) -> None:
+        ctx.spec, ctx.name = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return grad if ctx.name == "reshard" else _Place.apply(grad, ctx.spec, ctx.name), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+        return _Place.apply(tangent, ctx.spec, ctx.name)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], x: torch.Tensor, spec: str, name: str
+    ) -> tuple[torch.Tensor, int]:
+        return _Place.apply(x, _batched(spec, in_dims[0], x.ndim), name), in_dims[0]
+
+
+def _batched(text: str, dim: int, ndim: int) -> str:
+    """The spec of a batch of values: the mapped dim is not sharded, the others keep their axes."""
+    spec = parse_spec(text)
+    dims = [*spec.dims, *((),) * (ndim - 1 - len(spec.dims))]
+    return encode_spec(P(*dims[:dim], None, *dims[dim:], partial=dict(spec.partial)))

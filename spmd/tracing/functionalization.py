@@ -1,0 +1,208 @@
+"""In-place operators as functional ones, where torch's own functionalization is incomplete."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.utils._mode_utils import no_dispatch
+
+from spmd.errors import TraceError
+from spmd.ir.graph import map_leaves
+from spmd.ir.list_operators import list_body
+from spmd.tracing.assignments import check_masks
+from spmd.tracing.nested_tracers import refuse_recording
+from spmd.tracing.overlapping import RepeatedViews
+from spmd.tracing.recorder import where
+from spmd.tracing.strides import check_out, loses_strides, write_copies
+
+aten = torch.ops.aten
+
+_SAFE = {
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+}
+"""Views that torch does not track as such: a write to them is one to what they are of."""
+
+_RESIZES = frozenset({aten.resize_.default, aten.resize_as_.default})
+
+_INDEXED_WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
+
+
+class Functionalization(FunctionalTensorMode):
+    """Functionalization without what needs values: torch.linalg's checks for failures (a singular matrix has no inverse
+    that is finite, and that is what comes out), and numbers of a list operator that come as one tensor.
+
+    Operators that torch composes of others are taken apart here and not below: they may write to tensors of their own.
+
+    Args:
+        lift: gives the stand-in of a tensor from outside, and any other value as it is. A transform inside of the
+            function hides such a tensor from `__torch_function__`; what torch makes of it would not be tracked.
+    """
+
+    def __init__(self, lift: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._lift = lift
+        self._repeated = RepeatedViews()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._linalg_check_errors.default:
+            return None
+        refuse_recording()
+        with self:
+            args, kwargs = map_leaves(self._lift, args), map_leaves(self._lift, kwargs or {})
+        func = _SAFE.get(func, func)
+        if func in _INDEXED_WRITES:
+            check_masks(args[0], args[1])
+        if func in _BODIES:
+            with self:
+                result = _BODIES[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func._schema.is_mutable:
+            with self:
+                written = self._repeated.write(func, args, kwargs)
+            if written is not None:
+                return written if func._schema.returns else None
+        body = list_body(func) if func._schema.is_mutable else None
+        if func not in FunctionalTensor.metadata_fns and func._can_decompose():
+            body = func.decompose
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
+        outs = list(_outs(func, kwargs))
+        if outs:
+            _check_dtypes(func, args, kwargs)
+        targets = loses_strides(func, args, kwargs)
+        if targets:
+            with self:
+                return write_copies(targets, func, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._repeated.note(func, args, result)
+        for target in outs:
+            if _is_resized(func, target):
+                self._take_shape(target)
+        if func in _RESIZES:
+            self._take_shape(args[0])
+        return result
+
+    def _take_shape(self, resized: FunctionalTensor) -> None:
+        """The wrapper gets the shape of what it wraps; torch's own way leaves it one of which no view can be made."""
+        with no_dispatch():
+            resized.data = FunctionalTensor(resized.elem, self)
+
+
+def _outs(func: Any, kwargs: Mapping[str, Any]) -> Iterator[FunctionalTensor]:
+    """The tensors that an operator is given for its results."""
+    for argument in func._schema.arguments if func._schema.is_mutable else ():
+        target = kwargs.get(argument.name)
+        if argument.kwarg_only and argument.alias_info is not None and isinstance(target, FunctionalTensor):
+            yield target
+
+
+def _check_dtypes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise what torch raises for an out= of another dtype; functionalization would cast to it."""
+    with no_dispatch(), warnings.catch_warnings(), contextlib.suppress(NotImplementedError):
+        warnings.simplefilter("ignore")  # of an out= of another shape: see `_is_resized`
+        func(*map_leaves(_on_meta, args), **map_leaves(_on_meta, kwargs))
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+def _is_resized(func: Any, target: FunctionalTensor) -> bool:
+    """Whether an empty tensor takes the shape of the result that is written to it; TraceError for any other."""
+    torch._sync(target)
+    shape = torch._from_functional_tensor(target.elem).shape
+    if target.numel():
+        check_out(func, shape, target)
+    return shape != target.shape
+
+
+def _bernoulli(x: torch.Tensor, p: float = 0.5) -> Any:
+    """Draws in the order of memory; the functional form, unlike those of other draws, knows no strides."""
+    if x.is_contiguous():
+        return NotImplemented
+    order = sorted(range(x.ndim), key=x.stride, reverse=True)
+    drawn = x.new_empty([x.shape[dim] for dim in order]).bernoulli_(p)
+    return x.copy_(drawn.permute([order.index(dim) for dim in range(x.ndim)]))
+
+
+def _lerp(x: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
+    """Torch's meta kernel finds an overload by trying and prints what does not fit, which forward mode cannot do."""
+    return x.copy_(torch.lerp(x, end, weight))
+
+
+def _restrided(op: Any, positions: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """With the strides that torch's kernels for the CPU give results; its meta kernels keep those of these operands.
+
+    Args:
+        op: the operator.
+        positions: of the operands.
+        of: gives an operand the strides of such a result.
+    """
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        for position in positions:
+            if isinstance(given[position], torch.Tensor) and given[position].device.type == "cpu":
+                given[position] = of(given[position])
+        changed = any(new is not old for new, old in zip(given, args, strict=True))
+        return op(*given, **kwargs) if changed else NotImplemented
+
+    return body
+
+
+def _in_memory_format(x: torch.Tensor) -> torch.Tensor:
+    images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim, torch.contiguous_format)
+    return x if x.is_contiguous(memory_format=images) else x.contiguous()
+
+
+def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
+    """The loss of one sample without a batch, which torch's meta kernel gives a dim."""
+    if x.ndim > 1:
+        return NotImplemented
+    loss, targets = aten.multilabel_margin_loss_forward.default(x.reshape(1, -1), target.reshape(1, -1), reduction)
+    return loss.reshape(()), targets.reshape(x.shape)
+
+
+def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: float, distances: torch.Tensor) -> Any:
+    """Refuse several cotangents at once: torch's rule for vmap gives the gradient of their sum to each."""
+    if grad.ndim > distances.ndim:
+        raise TraceError(
+            f"The gradient of torch.cdist at {where()} for several cotangents at once, as jacrev and vmap of pullbacks "
+            "ask for it, is wrong in torch. Compute the distances as torch.linalg.vector_norm(a[:, None] - b, dim=-1)."
+        )
+    return NotImplemented
+
+
+_STRIDES = (
+    ((0,), _in_memory_format, (
+        aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default,
+        aten._batch_norm_with_update.default, aten._batch_norm_with_update_functional.default,
+    )),
+    ((0, 1), _in_memory_format, (aten.native_batch_norm_backward.default,)),
+    ((0, 1, 5), _in_memory_format, (aten.native_layer_norm_backward.default,)),
+    ((0, 1), torch.Tensor.contiguous, (aten.normal.float_Tensor, aten.normal.Tensor_Tensor)),
+)  # fmt: skip
+"""Positions of operands, the strides to give them, and the operators."""
+
+_BODIES: Mapping[Any, Callable[..., Any]] = {
+    aten.bernoulli_.float: _bernoulli,
+    aten.lerp_.Scalar: _lerp,
+    aten.lerp_.Tensor: _lerp,
+    **{op: _restrided(op, positions, of) for positions, of, ops in _STRIDES for op in ops},
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    aten._cdist_backward.default: _cdist_backward,
+}
+"""What to do in place of an operator; NotImplemented if its call is one that torch does well."""

@@ -1,0 +1,87 @@
+"""Torch's own tracers inside of a trace: they would record their tensors as constants.
+
+A callable under torch.compile runs eagerly. torch.func.linearize, which records the derivative by make_fx, evaluates it
+by forward mode instead, at each call of the function that it returns. Others are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from spmd.errors import TraceError
+from spmd.tracing.recorder import where
+from spmd.tracing.source import user_source
+from spmd.tracing.torch_state import generators, same_draws
+
+
+@contextlib.contextmanager
+def nested_tracers() -> Iterator[None]:
+    """A context in which this thread may use torch.compile and torch.func.linearize inside of a trace."""
+    owner, before = threading.get_ident(), eager_transforms.lazy_dynamo_disallow
+
+    def choose(step: Any) -> Any:
+        """What `linearize` calls for each of its two steps: to record the derivative, and to fold its constants."""
+        return before(step) if threading.get_ident() != owner else _LINEARIZE.get(step, step)
+
+    eager_transforms.lazy_dynamo_disallow = choose  # type: ignore[assignment]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        eager_transforms.lazy_dynamo_disallow = before
+
+
+def _evaluated_anew(derivative: Callable[[tuple[torch.Tensor, ...]], Any]) -> Callable[..., Any]:
+    """In place of `make_fx(derivative)`, for `linearize`: what gives the function from flat tangents to flat results.
+
+    `derivative` enters a level of forward mode that vmap does not know; `torch.func.jvp` of what it closes over does.
+    """
+    closed_over = inspect.getclosurevars(derivative).nonlocals
+    function, structure = closed_over["func"], closed_over["primals_argspec"]
+    primals = tree_unflatten(closed_over["flat_primals"], structure)
+
+    def evaluate(*tangents: torch.Tensor) -> list[Any]:
+        before = generators()
+        results, _ = tree_flatten(torch.func.jvp(function, primals, tree_unflatten(tangents, structure))[1])
+        if not same_draws(before, generators()):
+            raise TraceError(
+                f"torch.func.linearize at {where(user_source())} of a function that draws random numbers: under "
+                "spmd.jit each call of the linear function would draw others. Use torch.func.jvp, or draw outside of "
+                "the function and pass the numbers in."
+            )
+        return results
+
+    return lambda tangents: evaluate
+
+
+_LINEARIZE: Mapping[Any, Callable[..., Any]] = {
+    eager_transforms.make_fx: _evaluated_anew,
+    eager_transforms.const_fold.split_const_subgraphs: lambda evaluate: evaluate,
+}
+
+
+def refuse_subgraph(operator: torch._ops.HigherOrderOperator) -> None:
+    """TraceError for an operator that takes functions, except what `torch.autograd.Function` is under torch.func."""
+    if operator is not torch._functorch.autograd_function.custom_function_call:
+        raise TraceError(
+            f"torch.ops.higher_order.{operator.name()} at {where(user_source())} takes functions, which a program of "
+            "operators cannot hold. Write torch.where for torch.cond, a Python loop of fixed length for while_loop, "
+            "scan and map, and scaled_dot_product_attention for flex_attention."
+        )
+
+
+def refuse_recording() -> None:
+    """TraceError if make_fx, or what is built on it, is recording the operator that is being dispatched."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise TraceError(
+            f"make_fx at {where(user_source())} records a function that spmd.jit traces already, and would take its "
+            "tensors as constants. Call the function itself, or make the graph outside of spmd.jit."
+        )

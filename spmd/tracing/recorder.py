@@ -1,0 +1,339 @@
+"""Records every operator that torch dispatches as one operation of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spmd.core.spec import TensorMeta
+from spmd.errors import TraceError
+from spmd.ir.graph import Operation, Source, Value, iterate_leaves
+from spmd.ir.list_operators import list_body
+from spmd.ir.random_operators import TEMPLATED, draws
+from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, overlaps, places
+from spmd.tracing.source import user_source
+
+OpOverload = torch._ops.OpOverload
+aten = torch.ops.aten
+
+
+class Namer:
+    """Gives out names that are valid in Python and unique in a graph: `mm`, `mm_1`, ..."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+        self._counts: dict[str, int] = {}
+
+    def fresh(self, hint: str) -> str:
+        """A name like `hint` that was not given out before."""
+        base = re.sub(r"\W+", "_", hint).strip("_") or "value"
+        base = f"_{base}" if base[0].isdigit() else base
+        count = self._counts.get(base, 0)
+        name = f"{base}_{count}" if count else base
+        while name in self._taken:
+            count += 1
+            name = f"{base}_{count}"
+        self._counts[base] = count + 1
+        self._taken.add(name)
+        return name
+
+
+class Recorder(FakeTensorMode):
+    """A dispatch mode in which tensors are fake and every operator becomes an `Operation`.
+
+    It is the fake mode itself, and no mode above it, because functionalization runs above the fake mode only.
+
+    Args:
+        namer: names of new values.
+        source: finds the user's line of the operator that is being dispatched.
+        labels: what to call the inputs in messages.
+        drawn: is told of every draw of random numbers.
+
+    A tensor that is not fake was made outside of the trace: it becomes a constant, once for each tensor.
+    """
+
+    def __init__(
+        self,
+        namer: Namer,
+        source: Callable[[], Source | None],
+        labels: Mapping[Value, str] = MappingProxyType({}),
+        drawn: Callable[[OpOverload, Source | None], None] = lambda op, source: None,
+    ) -> None:
+        super().__init__()
+        self._propagating = False
+        self.operations: list[Operation] = []
+        self.constants: dict[Value, torch.Tensor] = {}
+        self._namer = namer
+        self._source = source
+        self._labels = labels
+        self._drawn = drawn
+        # Tensors are known by identity, so each must stay alive as long as its id is in the table.
+        self._values: dict[int, tuple[torch.Tensor, Value]] = {}
+        self._fakes: dict[Value, torch.Tensor] = {}
+
+    def fake(self, value: Value, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
+        """The fake tensor that stands for a value; made on first use, contiguous or with the strides of `like`."""
+        if value not in self._fakes:
+            with _disable_current_modes(), self._propagation(), self:
+                tensor = torch.empty(value.meta.shape, dtype=value.meta.dtype, device=device)
+                if like is not None and like.layout is torch.strided and not like.is_contiguous():
+                    size = like.untyped_storage().nbytes() // like.element_size()
+                    memory = torch.empty(size, dtype=like.dtype, device=device)
+                    tensor = memory.as_strided(like.shape, like.stride(), like.storage_offset())
+            self._bind(tensor, value)
+            self._fakes[value] = tensor
+        return self._fakes[value]
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """The value that a tensor stands for; a tensor from outside of the trace becomes a constant."""
+        known = self._values.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if isinstance(tensor, FakeTensor):
+            raise TraceError(
+                f"A tensor {TensorMeta.of(tensor)} of another trace was used. Do not keep tensors of a traced function "
+                "in globals or attributes: return them."
+            )
+        return self._constant(tensor)
+
+    def lift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that stands for a tensor from outside of the trace, which becomes a constant."""
+        return self.fake(self.value(tensor), tensor.device, tensor)
+
+    def source_of(self, tensor: torch.Tensor) -> Source | None:
+        """The line of the operation that made a tensor, or of the nearest one before it that has a line."""
+        producers = {result: operation for operation in self.operations for result in operation.tensors}
+        pending = [self.value(tensor)]
+        for candidate in pending:
+            operation = producers.get(candidate)
+            if operation is not None and operation.source is not None:
+                return operation.source
+            pending.extend(reversed(operation.operands if operation is not None else ()))
+        return None
+
+    def mutation(self, target: torch.Tensor, source: Source | None) -> TraceError:
+        """The error for a write to an argument or to a tensor from outside."""
+        value = self.value(target)
+        label = f"argument {self._labels[value]}" if value in self._labels else "closed-over tensor"
+        return TraceError(
+            f"In-place write to {label} {value.meta} at {where(source)}. Arguments and tensors from outside are never "
+            "mutated: compute a new tensor and return it; state goes in and comes out."
+        )
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._propagating:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        body = func.decompose if func._can_decompose() else list_body(func)
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
+        if func in GATHERS or func in SCATTERS:
+            return self._as_strided(func, types, args, kwargs)
+        if _is_number_for_tensor(func, args):
+            with self:
+                return func(
+                    aten.scalar_tensor.default(args[0], dtype=_NUMBER_DTYPES[type(args[0])]), *args[1:], **kwargs
+                )
+        source = self._source()
+        if func._schema.is_mutable:
+            tensors = [leaf for leaf in iterate_leaves(args) if isinstance(leaf, torch.Tensor)]
+            raise self.mutation(tensors[0], source)
+        if draws(func, args, kwargs):
+            _reject_generator(func, kwargs, source)
+            self._drawn(func, source)
+            if func in TEMPLATED:
+                args = (self._template(args[0]), *args[1:])
+        arguments, options = self._symbols(args), self._symbols(kwargs)
+        fake_args, fake_kwargs = self._lower(args), self._lower(kwargs)
+        try:
+            with self._propagation():
+                outputs = super().__torch_dispatch__(func, types, fake_args, fake_kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _data_dependent(func, error, source) from None
+        self._record(func, arguments, options, outputs, source)
+        return outputs
+
+    @contextlib.contextmanager
+    def _propagation(self) -> Iterator[None]:
+        """Operators that fake propagation itself calls are not the program's."""
+        before, self._propagating = self._propagating, True
+        try:
+            yield
+        finally:
+            self._propagating = before
+
+    def _as_strided(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """A view by strides, or a write through one, as a gather or a scatter; the fake result has its strides."""
+        fakes, options = self._lower(args), self._lower(kwargs)
+        with self._propagation():
+            result: Any = super().__torch_dispatch__(func, types, fakes, options)
+        given = {
+            parameter.name: value for parameter, value in zip(func._schema.arguments, fakes, strict=False)
+        } | options
+        x, geometry = given["self"], (given["size"], given["stride"], given.get("storage_offset"))
+        if func in SCATTERS:
+            found = None if overlaps(x) else places(x, *geometry)
+        else:
+            x, found = self._holder(x, geometry)
+        if found is None:
+            raise TraceError(
+                f"{func} at {where(self._source())} reaches elements outside of its operand "
+                f"{TensorMeta.of(x)}, or elements that share memory. A program knows tensors and not their memory: "
+                "index the tensor that holds the elements."
+            )
+        with torch._C.DisableTorchFunction(), self:
+            if func in SCATTERS:
+                made = x.reshape(-1).index_put((found,), given["src"].reshape(-1)).view(x.shape)
+            else:
+                flat = x.reshape(-1)
+                made = (flat if in_order(found, flat) else flat.index_select(0, found)).view(geometry[0])
+        self._bind(result, self.value(made))
+        return result  # type: ignore[no-any-return]
+
+    def _holder(self, x: torch.Tensor, geometry: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A tensor that shares the storage of `x` and holds all elements of a view of it, with their places in it."""
+        found = places(x, *geometry)
+        if found is not None:
+            return x, found
+        size, stride, offset = geometry
+        offset = int(x.storage_offset()) if offset is None else offset
+        storage = x.untyped_storage()._cdata
+        for other, _ in list(self._values.values()):
+            if isinstance(other, FakeTensor) and other.untyped_storage()._cdata == storage and other.dtype == x.dtype:
+                found = places(other, size, stride, offset)
+                if found is not None:
+                    return other, found
+        return x, None
+
+    def _template(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor like this one, for a draw to read; its strides order the numbers."""
+        with self._propagation(), self:
+            like = torch.empty_like(tensor)
+        with self:
+            if like.is_contiguous():
+                return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+    def _record(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, source: Source | None
+    ) -> None:
+        name = func._schema.name.split("::")[-1]
+        results = []
+        for leaf in iterate_leaves(outputs):
+            value = None
+            if isinstance(leaf, torch.Tensor):
+                value = Value(self._namer.fresh(name), TensorMeta.of(leaf))
+                self._bind(leaf, value)
+            results.append(value)
+        if any(results):
+            self.operations.append(Operation(func, args, kwargs, tuple(results), source))
+
+    def _bind(self, tensor: torch.Tensor, value: Value) -> None:
+        self._values[id(tensor)] = (tensor, value)
+
+    def _constant(self, tensor: torch.Tensor) -> Value:
+        if tensor.is_meta or hasattr(tensor, "full_tensor"):
+            raise TraceError(
+                f"The function closes over a {type(tensor).__name__} {TensorMeta.of(tensor)} that cannot be a constant "
+                f"of the program, at {where(self._source())}. Pass it as an argument."
+            )
+        value = Value(self._namer.fresh("constant"), TensorMeta.of(tensor))
+        self._bind(tensor, value)
+        self.constants[value] = tensor
+        return value
+
+    def _symbols(self, tree: Any) -> Any:
+        return _map_tensors(self.value, tree)
+
+    def _lower(self, tree: Any) -> Any:
+        return _map_tensors(self._as_fake, tree)
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.lift(tensor)
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([_map_tensors(function, item) for item in tree])
+    if type(tree) is dict:
+        return {key: _map_tensors(function, item) for key, item in tree.items()}
+    return tuple(tree) if isinstance(tree, torch.Size) else tree
+
+
+_NUMBER_DTYPES: Mapping[type, torch.dtype] = MappingProxyType(
+    {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+)
+
+
+def _is_number_for_tensor(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether an operator of one tensor is given a Python number, as the derivative of `x * 2j` gives one to `conj`."""
+    parameters = func._schema.arguments
+    takes_tensor = bool(args and parameters) and str(parameters[0].type) == "Tensor"
+    return takes_tensor and type(args[0]) in _NUMBER_DTYPES and not any(isinstance(x, torch.Tensor) for x in args[1:])
+
+
+def where(source: Source | None = None) -> str:
+    """A source for the text of an error: the line's place and its code; by default the user's line that runs now."""
+    source = source or user_source()  # a module of torch under jit has no line of the user's; its call has
+    if source is None:
+        return "an unknown line"
+    return f"{source} (`{source.code}`)" if source.code else str(source)
+
+
+def _reject_generator(func: OpOverload, kwargs: dict[str, Any], source: Source | None) -> None:
+    if kwargs.get("generator") is not None:
+        raise TraceError(
+            f"{func} at {where(source)} draws from a torch.Generator of its own, and a program knows the default one "
+            "only. Leave generator= out and call torch.manual_seed, or draw the numbers outside and pass them in."
+        )
+
+
+def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -> TraceError:
+    if isinstance(error, DynamicOutputShapeException):
+        return TraceError(
+            f"The shape of the result of {func} at {where(source)} depends on the values of its tensors, and a program "
+            f"has static shapes. {_STATIC_SHAPES.get(func._schema.name.removeprefix('aten::'), _STATIC_SHAPE)}"
+        )
+    asked = "" if func is torch.ops.aten._local_scalar_dense.default else f"{func}, "
+    return TraceError(
+        f"The value of a tensor is needed as a Python number at {where(source)} ({asked}.item(), float(), bool() or "
+        "`if` on a tensor), and a traced function has no values. Keep it a tensor (torch.where instead of `if`, "
+        "num_classes= for one_hot), or pass the number with static_argnums."
+    )
+
+
+_STATIC_SHAPE = "Use torch.where or a mask of fixed shape."
+_SORTED = "Equal values are neighbours in x.sort().values; or find the unique ones outside and pass them in."
+_STATIC_SHAPES: Mapping[str, str] = {
+    "nonzero": "Use torch.where(mask, x, 0), or torch.nonzero_static(x, size=...) for a fixed number of places.",
+    "masked_select": "Use torch.where(mask, x, 0), and mask.sum() for how many there are.",
+    "index": "Use torch.where(mask, x, 0) instead of x[mask], and mask.sum() for how many there are.",
+    "unique_consecutive": _SORTED,
+    "unique_dim": _SORTED,
+    "_unique": _SORTED,
+    "_unique2": _SORTED,
+    "repeat_interleave": "Pass output_size=..., the sum of the repeats.",
+    "bincount": "Use torch.nn.functional.one_hot(index, n).sum(0), or torch.zeros(n).index_add(0, index, weights).",
+    "linalg_lstsq": "Use torch.linalg.pinv(A) @ B, or torch.linalg.qr(A) and torch.linalg.solve_triangular.",
+    "_ctc_loss": "Return log_probs, and compute the loss outside of the traced function.",
+}
+"""What to write instead of an operator whose shapes depend on values."""

@@ -1,0 +1,320 @@
+"""Traces a function into a flat functional graph of aten operators over global tensors.
+
+The function runs once, on fake tensors, under functionalization (in-place operators on its own tensors become
+functional) with a dispatch mode below that records each operator: `torch.func` transforms inside the function are
+already unfolded there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spmd.core.pytree import leaf_remedy, tree_flatten, tree_leaves
+from spmd.core.spec import TensorMeta
+from spmd.errors import TraceError
+from spmd.ir.graph import Graph, Value
+from spmd.tracing.assignments import fill_masked
+from spmd.tracing.differentiable import DIFFERENTIABLE
+from spmd.tracing.effects import Generators, refuse_changes, refuse_rebinding
+from spmd.tracing.functionalization import Functionalization
+from spmd.tracing.nested_tracers import nested_tracers, refuse_subgraph
+from spmd.tracing.recorder import Namer, Recorder, where
+from spmd.tracing.source import SourceTracker, user_source
+from spmd.tracing.torch_state import restored
+
+_tracing: ContextVar[bool] = ContextVar("spmd_tracing", default=False)
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced right now; a jitted function that is called then inlines itself."""
+    return _tracing.get()
+
+
+@attrs.frozen(eq=False)
+class Traced:
+    """A traced function.
+
+    Args:
+        graph: the program over flat inputs and outputs.
+        in_tree: optree's treespec of the tuple of dynamic arguments.
+        out_tree: optree's treespec of the result.
+        input_paths: where each input stands among the arguments, for messages: `0['w']`.
+        output_paths: where each output stands in the result, for messages: `[1]['loss']`; empty for a bare tensor.
+        name: the function's name.
+    """
+
+    graph: Graph
+    in_tree: optree.PyTreeSpec
+    out_tree: optree.PyTreeSpec
+    input_paths: tuple[str, ...]
+    output_paths: tuple[str, ...]
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name}\n{self.graph}"
+
+
+def trace(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    static_argnums: Sequence[int] = (),
+    name: str | None = None,
+) -> Traced:
+    """Trace a function of pytrees of tensors.
+
+    Args:
+        function: a pure function; `torch.func` transforms may be used inside.
+        args: its positional arguments. Leaves are tensors of any device, or anything with `shape` and `dtype`
+            (TensorMeta); None is an empty subtree. Values are not read.
+        static_argnums: positions of arguments that are passed to the function as they are.
+        name: of the program; by default the function's.
+
+    Raises:
+        TraceError: a leaf that is no tensor, a result that is no tensor, an in-place write to an argument or to a
+            tensor from outside, a draw from a generator of its own, or control flow on the value of a tensor.
+
+    >>> traced = trace(lambda x: {"y": x.sin()}, (TensorMeta((2, 3), torch.float32),))
+    >>> traced.output_paths, [str(operation.op) for operation in traced.graph.operations]
+    (("['y']",), ['aten.sin.default'])
+    """
+    static = {number % len(args) for number in static_argnums} if args else set()
+    dynamic = [number for number in range(len(args)) if number not in static]
+    leaves, in_tree = tree_flatten(tuple(args[number] for number in dynamic))
+    accessors = in_tree.accessors()
+    paths = [f"{dynamic[accessor[0].entry]}{accessor[1:].codify('')}" for accessor in accessors]
+    for leaf, path in zip(leaves, paths, strict=True):
+        _check_leaf(leaf, path)
+    parameters = _parameter_names(function, len(args))
+    hints = [f"{parameters[dynamic[accessor[0].entry]]}{accessor[1:].codify('')}" for accessor in accessors]
+    result: dict[str, Any] = {}
+
+    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        values = iter(in_tree.unflatten(tensors))
+        output = function(*(args[number] if number in static else next(values) for number in range(len(args))))
+        outputs, result["tree"] = tree_flatten(output)
+        result["paths"] = tuple(accessor.codify("") for accessor in result["tree"].accessors())
+        for leaf, path in zip(outputs, result["paths"], strict=True):
+            _check_result(leaf, path)
+        return outputs
+
+    graph = trace_flat(flat, leaves, names=hints, paths=paths)
+    name = name or str(getattr(function, "__name__", type(function).__name__))
+    return Traced(graph, in_tree, result["tree"], tuple(paths), result["paths"], name)
+
+
+def trace_flat(
+    function: Callable[..., Sequence[torch.Tensor]],
+    leaves: Sequence[Any],
+    *,
+    names: Sequence[str] | None = None,
+    paths: Sequence[str] | None = None,
+) -> Graph:
+    """Trace a function from tensors to a sequence of tensors.
+
+    Args:
+        function: takes one tensor for each leaf, gives a list or tuple of tensors.
+        leaves: anything with `shape` and `dtype`; with `device` too, that device decides which kernels are traced.
+        names: hints for the names of the inputs.
+        paths: of the leaves, for messages.
+
+    Raises:
+        TraceError: as `trace`.
+    """
+    namer = Namer()
+    hints = names or [f"arg{index}" for index in range(len(leaves))]
+    inputs = tuple(
+        Value(namer.fresh(hint), TensorMeta(leaf.shape, leaf.dtype)) for hint, leaf in zip(hints, leaves, strict=True)
+    )
+    labels = dict(zip(inputs, paths or hints, strict=True))
+    random = Generators()
+    recorder = Recorder(namer, SourceTracker(trace_flat.__code__).current, labels, random.draw)
+    fakes = [recorder.fake(value, _device(leaf)) for value, leaf in zip(inputs, leaves, strict=True)]
+
+    lifting = _ClosureLifting(recorder)
+    token = _tracing.set(True)
+    try:
+        with (
+            _no_modes_around(),
+            _errors_raised_only(),
+            recorder,
+            Functionalization(lifting.lift),
+            lifting,
+            restored() as before,
+        ):
+            random.start()
+            outputs = function(*[lifting.functional(fake) for fake in fakes])
+            again = lambda: function(*[lifting.functional(fake) for fake in fakes])  # noqa: E731
+            refuse_changes(before, random, again)
+            outputs = [lifting.finish(tensor) for tensor in outputs]
+            lifting.check_writes()
+    finally:
+        _tracing.reset(token)
+    results = tuple(recorder.value(tensor) for tensor in outputs)
+    return Graph(inputs, tuple(recorder.constants.items()), tuple(recorder.operations), results).verify()
+
+
+@contextlib.contextmanager
+def _no_modes_around() -> Iterator[None]:
+    """Without what watches or changes operators around the trace: what there is to see comes when the program runs.
+
+    And without oneDNN, whose recurrent layers are one operator that keeps for its gradient what it has found only while
+    gradients are on: torch takes them apart instead.
+    """
+    onednn = torch._C._get_mkldnn_enabled()
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), nested_tracers():
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            yield
+        finally:
+            torch._C._set_mkldnn_enabled(onednn)
+
+
+@contextlib.contextmanager
+def _errors_raised_only() -> Iterator[None]:
+    """Without torch's log of every error in a shape: the user gets the error itself."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    silence: Callable[[logging.LogRecord], bool] = lambda record: False  # noqa: E731
+    log.addFilter(silence)
+    try:
+        yield
+    finally:
+        log.removeFilter(silence)
+
+
+class _ClosureLifting(TorchFunctionMode):
+    """Gives functionalization its own tensor for each closed-over one, and refuses to read a traced tensor's memory.
+
+    Functionalization tracks only what it has wrapped; without this, `mask = closed_over > 0; mask[0] = True` would
+    reach the recorder as an in-place write.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        # The closed-over tensor is kept beside its stand-in: its id must not be used again.
+        self._lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tracked: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def functional(self, fake: torch.Tensor) -> torch.Tensor:
+        """The tensor under functionalization that stands for a fake one; writes to it are refused."""
+        wrapped = FunctionalTensor.to_functional(fake)
+        self._tracked.append((fake, wrapped))
+        return wrapped
+
+    def finish(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor below functionalization, with everything that was written to it."""
+        if not isinstance(tensor, FunctionalTensor):
+            return tensor
+        torch._sync(tensor)
+        return torch._from_functional_tensor(tensor.elem)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            refuse_subgraph(func)
+        refuse_rebinding(func, args, _is_outside)
+        if func is torch.Tensor.__deepcopy__:
+            return args[0].clone()
+        if func in _MEMORY_READERS:
+            raise TraceError(
+                f".{func.__name__}() at {where(user_source())} needs the values of a tensor, and a traced function has "
+                "none. Keep to torch operators, or compute it outside and pass it in."
+            )
+        if func is torch.Tensor.backward:
+            raise TraceError(
+                f".backward() at {where(user_source())} writes gradients into tensors. "
+                "Use torch.func.grad or torch.func.grad_and_value, which return them."
+            )
+        if func in (torch.tensor, torch.as_tensor) and _is_list_of_tensors(args):
+            raise TraceError(
+                f"torch.{func.__name__} of a list of tensors at {where(user_source())} needs their values, and a "
+                "traced function has none. Use torch.stack or torch.cat."
+            )
+        if func in _SPLITTERS and any(isinstance(leaf, torch.Tensor) for leaf in (*args[1:], *(kwargs or {}).values())):
+            raise TraceError(
+                f"{func.__name__} at {where(user_source())} splits where a tensor says, and a program has static "
+                "shapes. Pass the places as a tuple of integers."
+            )
+        if func is torch.Tensor.__setitem__ and fill_masked(*args):
+            return None
+        return DIFFERENTIABLE.get(func, func)(*args, **(kwargs or {}))
+
+    def check_writes(self) -> None:
+        """TraceError if an argument or a closed-over tensor was written to."""
+        for fake, wrapped in self._tracked:
+            written = self.finish(wrapped)
+            if written is not fake:
+                raise self._recorder.mutation(fake, self._recorder.source_of(written))
+
+    def lift(self, leaf: Any) -> Any:
+        """The stand-in of a tensor from outside; any other value as it is."""
+        if not _is_outside(leaf):
+            return leaf
+        if id(leaf) not in self._lifted:
+            with temporarily_clear_interpreter_stack():  # the stand-in itself is no result of the function
+                with _disable_current_modes():
+                    fake = self._recorder.lift(leaf)
+                self._lifted[id(leaf)] = (leaf, self.functional(fake))
+        return self._lifted[id(leaf)][1]
+
+
+def _is_outside(leaf: Any) -> bool:
+    """Whether a value is a tensor that was made outside of the trace."""
+    traced = type(leaf) not in _PLAIN or torch._is_functional_tensor(leaf) or is_functorch_wrapped_tensor(leaf)
+    return not traced
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_SPLITTERS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
+_MEMORY_READERS = frozenset(
+    {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__}
+)
+
+
+def _is_list_of_tensors(args: tuple[Any, ...]) -> bool:
+    listed = bool(args) and isinstance(args[0], (list, tuple))
+    return listed and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[0]))
+
+
+def _device(leaf: Any) -> torch.device:
+    device = getattr(leaf, "device", None)
+    return device if isinstance(device, torch.device) and device.type != "meta" else torch.device("cpu")
+
+
+def _check_leaf(leaf: Any, path: str) -> None:
+    if hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype):
+        return
+    raise TraceError(f"Argument {path} must be a tensor (got {type(leaf).__name__} {leaf!r:.60}). {leaf_remedy(leaf)}")
+
+
+def _check_result(leaf: Any, path: str) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        raise TraceError(
+            f"Result{path} must be a tensor (got {type(leaf).__name__} {leaf!r:.60}). "
+            "Return tensors only, or None for nothing."
+        )
+
+
+def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [named[index] if index < len(named) else f"arg{index}" for index in range(count)]
