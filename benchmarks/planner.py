@@ -33,7 +33,8 @@ import layouts
 import llama
 import spmd
 from schedules import SCHEDULES
-from spmd.plan import Machine, Plan
+from spmd.inspect import Plan
+from spmd.plan import Machine
 from spmd.testing.joint import joint_optimum
 from spmd.testing.oracle import Search, recorded_searches
 from spmd.testing.programs import Case, cases

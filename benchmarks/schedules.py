@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import gpt
 import spmd
 from spmd import P
-from spmd.plan import Plan
+from spmd.inspect import Plan
 from textbook import FLOAT, scatter
 from workloads import GptStep
 

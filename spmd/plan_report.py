@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from spmd.core.quantity import size_text, time_text
 from spmd.errors import PlanError
-from spmd.plan.quantity import size_text, time_text
-from spmd.plan.report.figures import Report, make_report
-from spmd.plan.report.html import render_page
-from spmd.plan.saving.document import read
+from spmd.inspect.report.figures import Report, make_report
+from spmd.inspect.report.html import render_page
+from spmd.inspect.saving.document import read
 
 try:
     from rich.console import Console

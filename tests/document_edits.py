@@ -12,7 +12,7 @@ import torch
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import SpmdError
-from spmd.plan.layout import Layout
+from spmd.plan.data.layout import Layout
 
 Document = dict[str, Any]
 Options = Sequence[Sequence[Document]]

@@ -13,12 +13,12 @@ from spmd.api.dtensor import DTensor, wrap
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Replicate
 from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.inspect.plan import Plan
 from spmd.ir.graph import Graph, Operation, Source, Value
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.lowering.lower import LocalProgram, lower
 from spmd.lowering.verify import verify
-from spmd.plan.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.plan import Plan
-from spmd.plan.request import Request
+from spmd.plan.data.request import Request
 from spmd.rules.strategy import Strategy
 from spmd.runtime import VirtualProgram
 

@@ -4,7 +4,7 @@ import torch
 
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.plan.atoms import refine
+from spmd.plan.search.atoms import refine
 from spmd.rules import RULES, find_rule
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ import torch
 
 import spmd
 from spmd import P
-from spmd.plan.questions.pins import constrained
+from spmd.inspect.questions.pins import constrained
 from spmd.plan.search.orders import plan as search
 
 

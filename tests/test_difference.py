@@ -7,7 +7,7 @@ import torch
 
 import spmd
 from spmd import P
-from spmd.plan import Plan
+from spmd.inspect import Plan
 
 SHAPES = (64, 32), (32, 48)
 
@@ -79,6 +79,6 @@ def test_collectives_that_repeat_are_counted() -> None:
 
 
 def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spmd.plan.questions.difference.SHOWN", 1)
+    monkeypatch.setattr("spmd.inspect.questions.difference.SHOWN", 1)
     found = planned().diff(planned(P(), P(None, "data")))
     assert f"  and {len(found.values) - 1} more" in str(found)

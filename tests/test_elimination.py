@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd.errors import PlanError
-from spmd.plan.search.elimination import TooWideError, lower_bound, minimize
-from spmd.plan.search.neighbourhoods import evaluate, improve
-from spmd.plan.search.table import Table
+from spmd.plan.solver.elimination import TooWideError, lower_bound, minimize
+from spmd.plan.solver.neighbourhoods import evaluate, improve
+from spmd.plan.solver.table import Table
 
 
 @st.composite

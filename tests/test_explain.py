@@ -6,8 +6,8 @@ from test_planner_oracle import SHAPES, TENSOR_PARALLEL, gpt_step
 
 import spmd
 from spmd import P
-from spmd.plan import Plan
-from spmd.plan.questions.explain import Explainer
+from spmd.inspect import Plan
+from spmd.inspect.questions.explain import Explainer
 
 
 def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

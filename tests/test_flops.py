@@ -11,7 +11,7 @@ import spmd.rules as rules
 from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
 from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
-from spmd.plan.pricing.flops import count_flops, flops, has_formula
+from spmd.plan.cost.flops import count_flops, flops, has_formula
 from spmd.rules import RULES
 from spmd.rules.ops.loss import LATE
 from spmd.testing.rule_calls import CALLS

@@ -16,9 +16,9 @@ import spmd
 from spmd import DTensor, DTensorSpec, P, Partial, Replicate, Shard, TensorMeta
 from spmd.collectives import psum
 from spmd.collectives.traffic import record_traffic
+from spmd.inspect.plan import Plan
 from spmd.lowering.lower import LocalProgram
 from spmd.lowering.verify import verify
-from spmd.plan.plan import Plan
 from spmd.rules import RULES, Rule, factors
 from spmd.tracing.trace import Traced
 

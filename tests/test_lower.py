@@ -13,7 +13,7 @@ from spmd.errors import PlanError
 from spmd.lowering.lower import lower
 from spmd.lowering.passes.optimize import PASSES, optimize
 from spmd.lowering.verify import verify
-from spmd.plan.pricing.account import account
+from spmd.plan.cost.account import account
 
 aten = torch.ops.aten
 

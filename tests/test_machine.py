@@ -11,8 +11,8 @@ import torch
 import spmd
 from spmd import Machine, P, PlanError, TensorMeta
 from spmd.collectives.traffic import record_traffic
-from spmd.plan.pricing import measure
-from spmd.plan.pricing.machine import PRESETS, TF32_FLOPS
+from spmd.plan.machine import measure
+from spmd.plan.machine.machine import PRESETS, TF32_FLOPS
 
 DOCS = Path(__file__).parents[1] / "docs" / "planning.md"
 COLUMNS = ("name", "float64", "float32", "TF32", "bfloat16", "float8", "memory", "bandwidth", "link", "latency")

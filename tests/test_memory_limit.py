@@ -16,11 +16,11 @@ import gpt
 import layouts
 import spmd
 from spmd import P, TensorMeta
+from spmd.core.quantity import parse_bytes
+from spmd.inspect import Plan
 from spmd.lowering.verify import verify
 from spmd.optim import AdamWState, Optimizer, adamw, sgd
-from spmd.plan import Plan
 from spmd.plan.memory.reorder import by_results
-from spmd.plan.quantity import parse_bytes
 from spmd.plan.search import orders
 from spmd.testing.interpreter import evaluate
 from spmd.testing.live import peak_bytes

@@ -15,11 +15,11 @@ from torch import Tensor
 
 import spmd
 from spmd import P, TensorMeta
+from spmd.inspect import Plan
 from spmd.ir.graph import Operation, Value
-from spmd.plan import Plan
-from spmd.plan.bodies import BodyUse, trace_body
-from spmd.plan.pricing.flops import flops
-from spmd.plan.search.elimination import TooWideError, minimize
+from spmd.plan.cost.flops import flops
+from spmd.plan.data.local_calls import BodyUse, trace_body
+from spmd.plan.solver.elimination import TooWideError, minimize
 
 WIDTH, TOKENS, RANKS = 4096, 1024, 8
 PARAMETER = WIDTH * 4 * WIDTH * 4

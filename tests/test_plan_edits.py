@@ -17,11 +17,11 @@ from document_edits import edit, places
 import spmd
 from spmd import P
 from spmd.core.pytree import tree_leaves
-from spmd.plan import Plan
-from spmd.plan.report.figures import make_report
-from spmd.plan.report.html import render_page
-from spmd.plan.saving import restore
-from spmd.plan.saving.document import encode_strategy, read
+from spmd.inspect import Plan
+from spmd.inspect.report.figures import make_report
+from spmd.inspect.report.html import render_page
+from spmd.inspect.saving import restore
+from spmd.inspect.saving.document import encode_strategy, read
 from spmd.plan.search.prepare import prepare
 from spmd.rules.strategy import Strategy
 

@@ -11,11 +11,11 @@ from rich.console import Console
 
 import spmd
 from spmd import P
-from spmd.plan import Plan
-from spmd.plan.quantity import size_text, time_text
-from spmd.plan.report.figures import make_report
-from spmd.plan.report.html import render_page
-from spmd.plan.saving.document import make_document
+from spmd.core.quantity import size_text, time_text
+from spmd.inspect import Plan
+from spmd.inspect.report.figures import make_report
+from spmd.inspect.report.html import render_page
+from spmd.inspect.saving.document import make_document
 from spmd.plan_report import main, make_console
 
 VOID = {"meta"}

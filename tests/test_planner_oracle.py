@@ -14,8 +14,8 @@ import spmd
 from spmd import P
 from spmd.errors import PlanError
 from spmd.plan import Machine
-from spmd.plan.search.elimination import minimize
-from spmd.plan.search.table import Table
+from spmd.plan.solver.elimination import minimize
+from spmd.plan.solver.table import Table
 from spmd.testing.joint import JointProblem, joint_optimum
 from spmd.testing.joint.ascent import minimize_by_ascent
 from spmd.testing.oracle import Search, recorded_searches, solve_by_highs

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spmd.api.jit import jit
 from spmd.core.mesh import make_mesh
 from spmd.core.spec import P
-from spmd.plan.plan import Plan
+from spmd.inspect.plan import Plan
 from spmd.runtime import VirtualProgram
 from spmd.runtime.codegen import generate
 

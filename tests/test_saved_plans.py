@@ -17,7 +17,7 @@ import layouts
 import spmd
 import training
 from spmd import P
-from spmd.plan import Plan
+from spmd.inspect import Plan
 
 WEIGHTS = {"up": P(None, "model"), "down": P("model")}
 

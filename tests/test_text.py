@@ -10,7 +10,7 @@ from handmade import PlanBuilder, lowered
 
 from spmd.core.mesh import make_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
-from spmd.plan.layout import Layout
+from spmd.plan.data.layout import Layout
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import layouts
 import planner
 import schedules
 from schedules import RANKS, SCHEDULES, config
-from spmd.plan import Plan
+from spmd.inspect import Plan
 from textbook import PEERS, WORKLOAD, scatter, textbook
 from workloads import GptStep
 

@@ -19,11 +19,11 @@ from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, tree_map, tr
 from spmd.core.single_threaded import undisturbed
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError, TraceError
+from spmd.inspect.plan import Plan
 from spmd.lowering.lower import LocalProgram, lower
 from spmd.plan import Request, plan
+from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.limit import check_fits
-from spmd.plan.plan import Plan
-from spmd.plan.pricing.machine import Machine
 from spmd.rules import find_rule
 from spmd.runtime import DistributedProgram, VirtualProgram
 from spmd.runtime.torch_settings import ambient, isolated
@@ -125,7 +125,7 @@ class Compiled:
     def _answer(self, request: Request) -> Plan:
         given = self.options.plan
         if given is None:
-            return plan(request)
+            return Plan.of(plan(request))
         return check_fits(given.transfer(request) if isinstance(given, Plan) else Plan.load(given, request))
 
     @functools.cached_property

@@ -19,9 +19,9 @@ from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
 from spmd.core.spec import TensorMeta
 from spmd.errors import MeshError, PlanError, TraceError
+from spmd.inspect.plan import Plan
 from spmd.lowering.lower import LocalProgram
-from spmd.plan.plan import Plan
-from spmd.plan.pricing.machine import Machine
+from spmd.plan.machine.machine import Machine
 from spmd.rules import RULES
 from spmd.rules.rule import Rule
 from spmd.runtime.agreement import first_run

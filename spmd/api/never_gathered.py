@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from spmd.core.argument_paths import find_inputs
 from spmd.core.mesh import Mesh
 from spmd.errors import PlanError
-from spmd.plan.arguments import find_inputs
 
 KeepSharded: TypeAlias = Mapping[int | str, str | Sequence[str]]
 """Arguments by position, parts of them by path (`"0['params']"`) or single inputs by their names in the program, and

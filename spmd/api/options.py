@@ -11,11 +11,11 @@ import attrs
 
 from spmd.api.never_gathered import KeepSharded, parse_keep_sharded
 from spmd.core.mesh import Mesh
+from spmd.core.quantity import parse_bytes
 from spmd.errors import PlanError, RuleError, TraceError
-from spmd.plan.plan import Plan
-from spmd.plan.pricing.machine import Machine
-from spmd.plan.quantity import parse_bytes
-from spmd.plan.questions.budget import Budget, parse_budget
+from spmd.inspect.plan import Plan
+from spmd.inspect.questions.budget import Budget, parse_budget
+from spmd.plan.machine.machine import Machine
 from spmd.rules.rule import Rule
 
 Comms = Literal["allow", "error"] | Mapping[str, int | str]

@@ -18,14 +18,14 @@ from spmd.core.mesh import Coordinate
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Operation, Value, map_leaves
 from spmd.ir.list_schedule import Unit, schedule
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.ir.printing import operator_name
 from spmd.lowering.program import is_primitive
 from spmd.lowering.steps import localize_step
-from spmd.plan.bodies import BodyUse, body_of, runs_body, trace_body, with_local_size
-from spmd.plan.layout import Layout
-from spmd.plan.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.memory.recompute import repetitions
-from spmd.plan.plan import Plan
+from spmd.plan.data.layout import Layout
+from spmd.plan.data.local_calls import BodyUse, body_of, runs_body, trace_body, with_local_size
+from spmd.plan.data.plan import PlanData
+from spmd.plan.memory.rematerialization import repetitions
 from spmd.rules import find_rule
 from spmd.rules.rule import Body, Rule
 
@@ -35,7 +35,7 @@ _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.def
 
 
 def emit(
-    plan: Plan, rules: Mapping[Any, Rule], input_names: Sequence[str], coordinate: Coordinate
+    plan: PlanData, rules: Mapping[Any, Rule], input_names: Sequence[str], coordinate: Coordinate
 ) -> tuple[fx.Graph, dict[str, Any]]:
     """The program of the rank at `coordinate`, not yet optimized, and the constants that it refers to by name.
 
@@ -58,7 +58,7 @@ def emit(
 class _Emitter:
     """The graph being written and the node of every value so far."""
 
-    def __init__(self, plan: Plan, rules: Mapping[Any, Rule], coordinate: Coordinate) -> None:
+    def __init__(self, plan: PlanData, rules: Mapping[Any, Rule], coordinate: Coordinate) -> None:
         self.plan, self.rules, self.coordinate = plan, rules, coordinate
         self.graph = fx.Graph()
         self.nodes: dict[Value, fx.Node] = {}

@@ -11,11 +11,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate
 from spmd.core.spec import DTensorSpec
+from spmd.ir.markers import REDISTRIBUTE
 from spmd.lowering.emit import emit
 from spmd.lowering.passes.optimize import PASSES, UNEVEN_PASSES, optimize
 from spmd.lowering.program import LocalCollective, LocalProgram
-from spmd.plan.markers import REDISTRIBUTE
-from spmd.plan.plan import Plan
+from spmd.plan.data.plan import PlanData
 from spmd.rules import RULES
 from spmd.rules.rule import Rule
 
@@ -23,7 +23,7 @@ __all__ = ["LocalCollective", "LocalProgram", "lower"]
 
 
 def lower(
-    plan: Plan,
+    plan: PlanData,
     *,
     rules: Mapping[Any, Rule] = RULES,
     name: str = "program",
@@ -60,7 +60,7 @@ def lower(
     )
 
 
-def _uneven_specs(plan: Plan) -> tuple[DTensorSpec, ...]:
+def _uneven_specs(plan: PlanData) -> tuple[DTensorSpec, ...]:
     """The distinct specs of values, and of the steps between them, that are not even."""
     specs = dict.fromkeys(plan.specs.values())
     for operation in plan.graph.operations:

@@ -24,7 +24,7 @@ class LocalCollective:
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute.
         axes: the mesh axes that it spans.
-        bytes: as of `spmd.plan.comm.Comm`.
+        bytes: as of `spmd.plan.data.comm.Comm`.
         cause: the operator that wanted it, and the spec that it wanted and that was held.
         source: the user's line.
     """

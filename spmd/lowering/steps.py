@@ -10,7 +10,7 @@ import attrs
 from spmd.collectives.resharding import Step
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.spec import DTensorSpec, TensorMeta, chunk_bounds
-from spmd.plan.layout import Layout
+from spmd.plan.data.layout import Layout
 from spmd.rules.strategy import LogicalShape
 
 

@@ -1,9 +1,12 @@
-"""Planning: from a program over global tensors to a spec for every value and a strategy for every operation."""
+"""Planning: from a program over global tensors to a spec for every value and a strategy for every operation.
 
-from spmd.plan.comm import Comm
-from spmd.plan.plan import Plan
-from spmd.plan.pricing.machine import Machine
-from spmd.plan.request import Request
+Imports `tracing`, `rules` and what is below them; nothing here reads a finished plan for a person: see `inspect`.
+"""
+
+from spmd.plan.data.comm import Comm
+from spmd.plan.data.plan import PlanData
+from spmd.plan.data.request import Request
+from spmd.plan.machine.machine import Machine
 from spmd.plan.search.orders import plan
 
-__all__ = ["Comm", "Machine", "Plan", "Request", "plan"]
+__all__ = ["Comm", "Machine", "PlanData", "Request", "plan"]

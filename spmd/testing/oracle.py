@@ -13,8 +13,8 @@ from scipy.sparse import csr_array
 
 from spmd.errors import PlanError
 from spmd.plan.search import problem
-from spmd.plan.search.elimination import MAX_CELLS, Solution, minimize
-from spmd.plan.search.table import Table
+from spmd.plan.solver.elimination import MAX_CELLS, Solution, minimize
+from spmd.plan.solver.table import Table
 
 
 class InfeasibleError(PlanError):
@@ -63,7 +63,7 @@ def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
 
     Args:
         domains: the number of choices of every variable.
-        tables: as for `spmd.plan.search.elimination.minimize`.
+        tables: as for `spmd.plan.solver.elimination.minimize`.
 
     Raises:
         InfeasibleError: no assignment has a finite cost.

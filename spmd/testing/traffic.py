@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from spmd.collectives.traffic import Traffic
-from spmd.plan.plan import Plan
+from spmd.inspect.plan import Plan
 
 
 def comms_differences(plan: Plan, traffic: Traffic) -> list[str]:

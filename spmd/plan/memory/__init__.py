@@ -1,1 +1,4 @@
-"""How much memory a plan takes, and planning under a limit."""
+"""How much memory a plan takes, and planning under a limit.
+
+Imports `cost` and `data`.
+"""

@@ -10,18 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 import attrs
 
 from spmd.errors import PlanError
 from spmd.ir.graph import Operation, Value
-from spmd.plan.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.memory.peak import measure
-from spmd.plan.memory.recompute import Again, Rewritten, candidates, rewrite
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.cost.account import account
+from spmd.plan.data.plan import PlanData
+from spmd.plan.memory.liveness import Buffer, Tape, record
+from spmd.plan.memory.peak import measure, memory_of
+from spmd.plan.memory.rematerialization import Again, Rewritten, candidates, rewrite
 from spmd.plan.memory.reorder import by_results
-from spmd.plan.memory.tape import Buffer, Tape, record
-from spmd.plan.plan import Plan
-from spmd.plan.pricing.account import account
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 _LAUNCH = 1e-7
 """Seconds that any operation costs, so that many small ones are not preferred to one large one."""
@@ -30,7 +33,7 @@ _ROUNDS = 1000
 """Peaks to cut down before giving up; each round cuts the highest one."""
 
 
-def fitting(plans: Sequence[Plan]) -> list[Plan]:
+def fitting(plans: Sequence[PlanData]) -> list[PlanData]:
     """Those of some plans for one request that fit in its memory limit.
 
     Raises:
@@ -38,11 +41,11 @@ def fitting(plans: Sequence[Plan]) -> list[Plan]:
     """
     found = list(filter(fits, plans))
     if not found:
-        raise _refusal(min(plans, key=lambda plan: plan.memory.peak))
+        raise _refusal(min(plans, key=lambda plan: memory_of(plan).peak))
     return found
 
 
-def rents(plan: Plan, price: float) -> dict[Value, float]:
+def rents(plan: PlanData, price: float) -> dict[Value, float]:
     """Seconds that each byte counts for of the temporaries held at a plan's peak.
 
     Args:
@@ -51,16 +54,16 @@ def rents(plan: Plan, price: float) -> dict[Value, float]:
     """
     producers = {value: operation for operation in plan.graph.operations for value in operation.tensors}
     found = {}
-    for item in plan.memory.held:
+    for item in memory_of(plan).held:
         value = item.value
         while value in producers and producers[value].op in (REDISTRIBUTE, RELABEL):
             value = producers[value].operands[0]
         if value in producers:
-            found[value] = price * plan.seconds / plan.memory.peak
+            found[value] = price * plan.seconds / memory_of(plan).peak
     return found
 
 
-def fit(plan: Plan) -> Plan:
+def fit(plan: PlanData) -> PlanData:
     """The plan, if it fits in the request's limit, or one that computes the same in less memory.
 
     Where none fits, the one of the least memory that was found.
@@ -70,31 +73,32 @@ def fit(plan: Plan) -> Plan:
     ordered = _reordered(plan)
     if fits(ordered):
         return ordered
-    return min((_cut_peaks(ordered), ordered, plan), key=lambda found: found.memory.peak)
+    return min((_cut_peaks(ordered), ordered, plan), key=lambda found: memory_of(found).peak)
 
 
-def check_fits(plan: Plan) -> Plan:
+def check_fits(plan: AnyPlan) -> AnyPlan:
     """The plan, as it is.
 
     Raises:
         PlanError: it holds more than its request's limit.
     """
     if not fits(plan):
+        memory = memory_of(plan)
         raise PlanError(
-            f"The given plan holds {plan.memory.peak:,} bytes per rank at {plan.memory.place}, and memory_limit is "
+            f"The given plan holds {memory.peak:,} bytes per rank at {memory.place}, and memory_limit is "
             f"{plan.request.memory_limit:,}. Plan again with this limit, and save the new plan."
         )
     return plan
 
 
-def fits(plan: Plan) -> bool:
+def fits(plan: PlanData) -> bool:
     """Whether a plan keeps to the memory limit of its request."""
     limit = plan.request.memory_limit
-    return limit is None or plan.memory.peak <= limit
+    return limit is None or memory_of(plan).peak <= limit
 
 
-def _refusal(plan: Plan) -> PlanError:
-    memory = plan.memory
+def _refusal(plan: PlanData) -> PlanError:
+    memory = memory_of(plan)
     return PlanError(
         f"No plan was found that holds at most memory_limit={plan.request.memory_limit:,} bytes per rank: the "
         f"smallest peak found is {memory.peak:,} bytes, at {memory.place}. Held there:\n{memory.largest()}\n"
@@ -103,19 +107,19 @@ def _refusal(plan: Plan) -> PlanError:
     )
 
 
-def _reordered(plan: Plan) -> Plan:
+def _reordered(plan: PlanData) -> PlanData:
     placed = by_results(plan.graph)
     origins = {new: old for old, new in placed.items()}
     ordered = _replace(plan, Rewritten(tuple(placed.values()), origins, {}))
     return attrs.evolve(ordered, comms=account(ordered).all_comms)
 
 
-def _cut_peaks(plan: Plan) -> Plan:
+def _cut_peaks(plan: PlanData) -> PlanData:
     """Let go of values across every peak above the limit, or down to where nothing more can be let go."""
     limit = plan.request.memory_limit
     assert limit is not None
     costs = _costs_of_a_second_run(plan)
-    best, least = plan, plan.memory.peak
+    best, least = plan, memory_of(plan).peak
     for _ in range(_ROUNDS):
         tape = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
         memory = measure(tape, plan.request.donated, lambda operation: operation.source)
@@ -137,7 +141,7 @@ def _cut_peaks(plan: Plan) -> Plan:
     return attrs.evolve(best, comms=found_account.all_comms, seconds=found_account.total)
 
 
-def _costs_of_a_second_run(plan: Plan) -> dict[Operation, float]:
+def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
     """Seconds of each operation that may run again: of its collectives, and of reading and writing memory."""
     comms, zero = account(plan).comms, (0,) * len(plan.mesh.names)
 
@@ -170,7 +174,7 @@ def _enough(found: Sequence[Again], excess: int, tape: Tape) -> list[Again]:
     return chosen
 
 
-def _replace(plan: Plan, changed: Rewritten) -> Plan:
+def _replace(plan: PlanData, changed: Rewritten) -> PlanData:
     """A plan with other operations, not priced yet."""
     origins, copies = changed.origins, changed.copies
     strategies = {o: plan.strategies[origins[o]] for o in changed.operations if origins[o] in plan.strategies}

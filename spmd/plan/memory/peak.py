@@ -7,6 +7,7 @@ is freed at its last use, as the runtimes do. Views share the storage of their b
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 
@@ -14,7 +15,8 @@ import attrs
 
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Operation, Source, Value
-from spmd.plan.memory.tape import Buffer, Tape
+from spmd.plan.data.plan import PlanData
+from spmd.plan.memory.liveness import Buffer, Tape, record
 
 
 class Kind(enum.Enum):
@@ -99,6 +101,18 @@ class Memory:
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind.value} {nbytes:,}" for kind, nbytes in self.by_kind.items() if nbytes)
         return f"peak {self.peak:,} bytes per rank, at {self.place}: {kinds}\n{self.largest()}"
+
+
+# A plan is asked more than once, and what is found goes with it.
+_found: weakref.WeakKeyDictionary[PlanData, Memory] = weakref.WeakKeyDictionary()
+
+
+def memory_of(plan: PlanData) -> Memory:
+    """The bytes that a rank holds at once under a plan: the peak, where it is, and what is held there."""
+    if plan not in _found:
+        tape = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
+        _found[plan] = measure(tape, plan.request.donated, plan.source)
+    return _found[plan]
 
 
 def measure(tape: Tape, donated: frozenset[int], source: Callable[[Operation], Source | None]) -> Memory:

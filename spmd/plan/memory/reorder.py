@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.plan.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
 
 
 def by_results(graph: Graph) -> dict[Operation, Operation]:

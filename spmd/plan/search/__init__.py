@@ -1,1 +1,4 @@
-"""The search: one exact minimisation for each mesh axis, in every order of the axes."""
+"""The search: one exact minimisation for each mesh axis, in every order of the axes.
+
+Imports `solver`, `cost`, `memory` and `data`.
+"""

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
-from spmd.plan.markers import REDISTRIBUTE
-from spmd.plan.search.draft import Draft
+from spmd.ir.markers import REDISTRIBUTE
+from spmd.plan.data.draft import Draft
 from spmd.rules.strategy import LOCAL_BODY, Strategy
 
 

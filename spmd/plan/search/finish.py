@@ -9,17 +9,17 @@ import attrs
 
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
-from spmd.plan.plan import Plan
-from spmd.plan.pricing.account import account
-from spmd.plan.request import Request
-from spmd.plan.search.draft import Draft, flat_shape
+from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.plan.cost.account import account
+from spmd.plan.data.draft import Draft, flat_shape
+from spmd.plan.data.plan import PlanData
+from spmd.plan.data.request import Request
 from spmd.plan.search.scatter import scatter_reductions
 
 _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
 
 
-def finish(draft: Draft, request: Request) -> Plan:
+def finish(draft: Draft, request: Request) -> PlanData:
     """The plan that a draft with all axes planned describes."""
     specs = draft.specs()
     graph, kept = _without_pins(draft.graph, draft, specs)
@@ -30,7 +30,7 @@ def finish(draft: Draft, request: Request) -> Plan:
         if operation in kept
     }
     fallbacks = (kept[o] for o in draft.graph.operations if o.op not in _MARKERS and o not in draft.options)
-    plan = Plan(
+    plan = PlanData(
         request=request,
         mesh=draft.mesh,
         graph=graph,

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from spmd.core.placement import Partial, Placement, Replicate, Shard
-from spmd.plan.pricing.cost import MoveCost
+from spmd.plan.cost.local_cost import MoveCost
 
 Move = tuple[Placement, Placement]
 """From one placement to another, along the mesh axis that is being planned."""

@@ -11,18 +11,19 @@ import attrs
 
 from spmd.core.single_threaded import undisturbed
 from spmd.ir.graph import Value
+from spmd.plan.data.draft import Draft, States
+from spmd.plan.data.plan import PlanData
+from spmd.plan.data.request import Request
+from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.limit import fit, fits, fitting, rents
-from spmd.plan.plan import Plan
-from spmd.plan.pricing.machine import Machine
-from spmd.plan.request import Request
-from spmd.plan.search.draft import Draft, States
+from spmd.plan.memory.peak import memory_of
 from spmd.plan.search.finish import finish
-from spmd.plan.search.materialize import materialize
+from spmd.plan.search.insert_reshards import materialize
 from spmd.plan.search.prepare import Prepared, prepare
 from spmd.plan.search.problem import AxisChoice, AxisProblem
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> PlanData:
     """Decide how every value of a program lies on a mesh, so that a step takes the least predicted time.
 
     Mesh axes are planned one at a time, each exactly, in every order (of four axes and more, in some orders); the best
@@ -40,7 +41,7 @@ def plan(request: Request) -> Plan:
         for price in PRICES:
             if any(map(fits, found)):
                 break
-            smallest = min(found, key=lambda plan: plan.memory.peak)
+            smallest = min(found, key=lambda plan: memory_of(plan).peak)
             found += map(fit, _plans(prepared, rents(smallest, price)))
     return _best(fitting(found)).verify()
 
@@ -49,7 +50,7 @@ PRICES = (0.1, 1.0, 10.0)
 """What holding all that the smallest plan holds counts for, in times of its step; tried while no plan fits."""
 
 
-def _plans(prepared: Prepared, rent: Mapping[Value, float]) -> list[Plan]:
+def _plans(prepared: Prepared, rent: Mapping[Value, float]) -> list[PlanData]:
     """The plans of all orders."""
     request = prepared.request
     axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
@@ -71,7 +72,7 @@ NEAR = 1.02
 """Plans whose predicted times differ by less than this factor are as good as each other: no prediction is sharper."""
 
 
-def _best(plans: Sequence[Plan]) -> Plan:
+def _best(plans: Sequence[PlanData]) -> PlanData:
     """Of the plans that are about the fastest, the one that sends the fewest bytes; the earliest on a tie."""
     fastest = min(found.seconds for found in plans)
     return min(

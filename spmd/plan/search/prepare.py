@@ -8,11 +8,11 @@ import attrs
 import torch
 
 from spmd.ir.graph import Graph, Operation, freeze
-from spmd.plan.atoms import Refinement, refine
-from spmd.plan.request import Request
+from spmd.plan.data.dataflow import fused_values, rootless_values
+from spmd.plan.data.draft import Draft
+from spmd.plan.data.request import Request
+from spmd.plan.search.atoms import Refinement, refine
 from spmd.plan.search.boundary import bound
-from spmd.plan.search.dataflow import fused_values, rootless_values
-from spmd.plan.search.draft import Draft
 from spmd.rules import find_rule
 from spmd.rules.ops.random import DRAW
 from spmd.rules.rule import Factors, Rule

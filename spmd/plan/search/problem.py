@@ -15,14 +15,14 @@ import torch
 
 from spmd.core.placement import Placement, Replicate
 from spmd.ir.graph import Operation, Value
-from spmd.plan.pricing.cost import LocalCost, MoveCost
-from spmd.plan.pricing.machine import Machine
+from spmd.plan.cost.local_cost import LocalCost, MoveCost
+from spmd.plan.data.draft import Draft, States, shrink
+from spmd.plan.machine.machine import Machine
 from spmd.plan.search.candidates import all_candidates
-from spmd.plan.search.draft import Draft, States, shrink
-from spmd.plan.search.elimination import TooWideError, lower_bound, minimize
 from spmd.plan.search.hubs import Hub, Move, edge_table, hub_choices, hub_table, offer_table, plan_moves
-from spmd.plan.search.neighbourhoods import improve
-from spmd.plan.search.table import Table
+from spmd.plan.solver.elimination import TooWideError, lower_bound, minimize
+from spmd.plan.solver.neighbourhoods import improve
+from spmd.plan.solver.table import Table
 from spmd.rules.strategy import Strategy
 
 BOUND_CELLS = 2**16

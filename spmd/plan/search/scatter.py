@@ -11,7 +11,7 @@ from spmd.collectives.resharding import redistribution
 from spmd.collectives.traffic import StepKind
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.plan.markers import REDISTRIBUTE
+from spmd.ir.markers import REDISTRIBUTE
 
 
 def scatter_reductions(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> Graph:

@@ -15,8 +15,8 @@ import attrs
 import numpy as np
 import torch
 
-from spmd.plan.search.elimination import Solution
-from spmd.plan.search.table import Table
+from spmd.plan.solver.elimination import Solution
+from spmd.plan.solver.table import Table
 from spmd.testing.oracle import InfeasibleError, solve_by_highs
 
 MARGINS = (1e-3, 4e-3, 1.6e-2, 6.4e-2, math.inf)
@@ -33,7 +33,7 @@ def minimize_by_ascent(domains: Sequence[int], tables: Sequence[Table], below: f
     """The assignment that minimises the sum of the tables; None if none has less than `below`.
 
     Args:
-        domains: as for `spmd.plan.search.elimination.minimize`. The ascent is fast if variables of near numbers share
+        domains: as for `spmd.plan.solver.elimination.minimize`. The ascent is fast if variables of near numbers share
             tables.
         tables: cost tables of one or two variables, none negative.
         below: only assignments that cost less are looked for.

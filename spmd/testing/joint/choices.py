@@ -8,11 +8,11 @@ import attrs
 
 from spmd.core.placement import Placement, Replicate
 from spmd.ir.graph import Graph, Operation, Value, map_leaves
-from spmd.plan.pricing.account import sends
-from spmd.plan.pricing.cost import LocalCost
-from spmd.plan.pricing.machine import Machine
+from spmd.plan.cost.account import sends
+from spmd.plan.cost.local_cost import LocalCost
+from spmd.plan.data.draft import Draft
+from spmd.plan.machine.machine import Machine
 from spmd.plan.search.candidates import all_candidates, candidates
-from spmd.plan.search.draft import Draft
 from spmd.rules.strategy import Strategy
 
 Choice = tuple[Strategy, ...]

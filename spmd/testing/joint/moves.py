@@ -14,9 +14,9 @@ import numpy as np
 
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Partial, Placement, Replicate, Shard
-from spmd.plan.pricing.cost import MoveCost
-from spmd.plan.pricing.machine import Machine
-from spmd.plan.search.draft import shrink
+from spmd.plan.cost.local_cost import MoveCost
+from spmd.plan.data.draft import shrink
+from spmd.plan.machine.machine import Machine
 
 State = tuple[Placement, ...]
 """The placement of a value on each mesh axis, major first."""

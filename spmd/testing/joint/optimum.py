@@ -8,8 +8,8 @@ from itertools import permutations
 import attrs
 
 from spmd.errors import PlanError
-from spmd.plan.plan import Plan
-from spmd.plan.request import Request
+from spmd.inspect.plan import Plan
+from spmd.plan.data.request import Request
 from spmd.testing.joint.ascent import minimize_by_ascent
 from spmd.testing.joint.problem import JointProblem
 

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 
 from spmd.errors import PlanError
+from spmd.inspect.plan import Plan
 from spmd.ir.graph import Operation, Value
-from spmd.plan.markers import PIN, REDISTRIBUTE, RELABEL
-from spmd.plan.plan import Plan
-from spmd.plan.request import Request
-from spmd.plan.search.dataflow import fused_values
-from spmd.plan.search.draft import flat_shape
-from spmd.plan.search.elimination import minimize
+from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.plan.data.dataflow import fused_values
+from spmd.plan.data.draft import flat_shape
+from spmd.plan.data.request import Request
 from spmd.plan.search.finish import finish
-from spmd.plan.search.materialize import materialize
+from spmd.plan.search.insert_reshards import materialize
 from spmd.plan.search.prepare import prepare
 from spmd.plan.search.problem import AxisProblem, Use
-from spmd.plan.search.table import Table
+from spmd.plan.solver.elimination import minimize
+from spmd.plan.solver.table import Table
 from spmd.testing.joint.choices import all_choices, choice_seconds
 from spmd.testing.joint.moves import Acquired, Moves, State, find_acquired, find_moves
 

@@ -18,7 +18,7 @@ from spmd.core.spec import DTensorSpec
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph
 from spmd.lowering.lower import lower
-from spmd.plan import Plan, Request, plan
+from spmd.plan import PlanData, Request, plan
 from spmd.plan.search.boundary import carry_over
 from spmd.rules import find_rule
 from spmd.runtime import VirtualProgram
@@ -209,7 +209,7 @@ class _Run:
         return [_physical(free, value) for value in self.graph.outputs]
 
     def _compare(
-        self, found: Plan, shards: Sequence[Sequence[torch.Tensor]], specs: Sequence[DTensorSpec]
+        self, found: PlanData, shards: Sequence[Sequence[torch.Tensor]], specs: Sequence[DTensorSpec]
     ) -> Iterator[str]:
         program = VirtualProgram(lower(found))
         torch.default_generator.manual_seed(SEED)
@@ -220,7 +220,7 @@ class _Run:
                 yield f"{self} -> result {index} {spec.pspec!r}: {reason}"
 
 
-def _physical(found: Plan, value: Any) -> DTensorSpec:
+def _physical(found: PlanData, value: Any) -> DTensorSpec:
     """The spec of a value over its physical dims; replicated where there is none."""
     logical, spec = found.logical[value], found.specs[value]
     sizes = iter(spec.dims)

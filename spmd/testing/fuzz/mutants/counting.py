@@ -62,12 +62,12 @@ MUTANTS = (
     mutant(
         "planned: bodies",
         "the collectives of local bodies are not in the plan",
-        replaced("spmd.plan.pricing.account", "body_collectives", lambda draft, operation, chosen: ()),
+        replaced("spmd.plan.cost.account", "body_collectives", lambda draft, operation, chosen: ()),
     ),
     mutant(
         "planned: order of lists",
         "collectives are listed in the order of operations, before list operators are joined",
-        replaced("spmd.plan.pricing.account", "_executed", lambda plan: iter(plan.graph.operations)),
+        replaced("spmd.plan.cost.account", "_executed", lambda plan: iter(plan.graph.operations)),
         within="list_of_reductions",
     ),
     mutant(

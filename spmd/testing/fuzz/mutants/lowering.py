@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from spmd.lowering.emit import _Emitter
-from spmd.plan.bodies import body_of
-from spmd.plan.layout import Layout
+from spmd.plan.data.layout import Layout
+from spmd.plan.data.local_calls import body_of
 from spmd.rules.builders import pointwise
 from spmd.testing.fuzz.mutants.mutant import Patch, mutant, replaced, returning
 

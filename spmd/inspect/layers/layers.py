@@ -1,0 +1,226 @@
+"""How the layers of a plan lie: one stretch of the program many times over, and whether each is spread alike."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import attrs
+
+from spmd.core.quantity import size_text, time_text
+from spmd.inspect.layers.repeats import Copy, Repeat, find_repeats
+from spmd.inspect.layers.shares import Share, find_shares
+from spmd.ir.graph import Operation, Value
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.cost.account import Account
+from spmd.plan.data.layout import Layout
+from spmd.plan.data.plan import PlanData
+from spmd.rules.strategy import LogicalShape
+
+_MARKERS = (REDISTRIBUTE, RELABEL)
+
+
+@attrs.frozen
+class Alike:
+    """Layers that lie identically: their values, the strategies of their operators, their collectives.
+
+    Args:
+        layers: their numbers.
+        compute, communication: predicted seconds of one of them.
+        bytes: what a rank sends in one of them.
+        otherwise: the first thing that they do otherwise than most, in words; "" for those that are most.
+    """
+
+    layers: tuple[int, ...]
+    compute: float
+    communication: float
+    bytes: float
+    otherwise: str
+
+    @property
+    def numbers(self) -> str:
+        """Their numbers as a text: `0, 2-11`."""
+        runs = itertools.groupby(enumerate(self.layers), lambda pair: pair[1] - pair[0])
+        spans = [[number for _, number in run] for _, run in runs]
+        return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
+
+    def __str__(self) -> str:
+        many = len(self.layers) > 1
+        lines = [f"layer{'s' * many} {self.numbers}", "alike" * many, self.otherwise]
+        figures = f"{time_text(self.compute + self.communication)}, {size_text(self.bytes)} sent{' each' * many}"
+        return ", ".join(filter(None, lines)) + f": {figures}"
+
+
+@attrs.frozen(eq=False)
+class Layers:
+    """One repeated stretch of a program; printed, it says how its layers lie.
+
+    Args:
+        copies: the operations of each layer, in order of execution.
+        numbers: the number of each; backward layers have those of the forward layers whose values they take.
+        place: the lines that they come from.
+        alike: the layers by how they lie, the most first.
+    """
+
+    copies: tuple[Copy, ...]
+    numbers: tuple[int, ...]
+    place: str
+    alike: tuple[Alike, ...]
+
+    @property
+    def count(self) -> int:
+        """How many layers there are."""
+        return len(self.copies)
+
+    def __str__(self) -> str:
+        head = f"{self.count} layers of {len(self.copies[0])} operations at {self.place}"
+        return "\n".join([head, *(f"  {alike}" for alike in self.alike)])
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+
+def find_layers(plan: PlanData, account: Account) -> tuple[Layers, ...]:
+    """The layers of a plan: the stretches of its program that repeat, and how the copies of each lie.
+
+    Args:
+        plan: the plan.
+        account: its predicted times.
+    """
+    repeats = find_repeats(plan.request.graph)
+    shares = find_shares(plan, repeats)
+    describe = _Describer(plan, account)
+    found = []
+    for index, (repeat, numbers) in enumerate(zip(repeats, _numbers(repeats), strict=True)):
+        parts = {number: shares[index, copy] for copy, number in enumerate(numbers)}
+        found.append(Layers(repeat.copies, numbers, _place(repeat), tuple(describe.alike(parts))))
+    return tuple(found)
+
+
+def _numbers(repeats: Sequence[Repeat]) -> Iterator[tuple[int, ...]]:
+    """The numbers of copies: in order, or those of the copies of an earlier repeat from which they take most values."""
+    owners: dict[Value, tuple[int, int]] = {}
+    for index, repeat in enumerate(repeats):
+        taken = [
+            Counter(owners[value] for operation in copy for value in operation.operands if value in owners)
+            for copy in repeat.copies
+        ]
+        most = [counts.most_common(1)[0][0] for counts in taken if counts]
+        linked = len(most) == len(set(most)) == len(repeat.copies) and len({other for other, _ in most}) == 1
+        numbers = tuple(number for _, number in most) if linked else tuple(range(len(repeat.copies)))
+        for number, copy in zip(numbers, repeat.copies, strict=True):
+            owners.update((value, (index, number)) for operation in copy for value in operation.tensors)
+        yield numbers
+
+
+def _place(repeat: Repeat) -> str:
+    """The lines of all copies, by file, and whether their operators are those of a gradient."""
+    sources = {operation.source for copy in repeat.copies for operation in copy if operation.source is not None}
+    lines: dict[str, set[int]] = defaultdict(set)
+    for source in sources:
+        lines[os.path.basename(source.file)].add(source.line)
+    spans = [(file, min(found), max(found)) for file, found in sorted(lines.items())]
+    backward = {source.backward for source in sources}
+    kind = " (forward and backward)" if len(backward) > 1 else " (backward)" if True in backward else ""
+    return ", ".join(f"{file}:{first}" + (f"-{last}" if last > first else "") for file, first, last in spans) + kind
+
+
+@attrs.frozen
+class _Fact:
+    """One thing about how a copy lies: a value, a verb, and what is said of it."""
+
+    value: str
+    verb: str
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.verb} {self.said}"
+
+
+_Facts: TypeAlias = Mapping[tuple[int, str], _Fact]
+"""How a copy lies, by a position in it and what is asked there."""
+
+
+class _Describer:
+    """Says how the copies of a plan lie, and where two lie otherwise."""
+
+    def __init__(self, plan: PlanData, account: Account) -> None:
+        self.plan, self.account = plan, account
+        self.program = {value: o for o in plan.request.graph.operations for value in o.tensors}
+        self.texts: dict[tuple[int, LogicalShape], str] = {}
+
+    def alike(self, shares: Mapping[int, Share]) -> Iterator[Alike]:
+        """Layers, by their numbers, in groups that lie identically; the largest first."""
+        facts = {number: self.facts(share) for number, share in sorted(shares.items())}
+        groups: dict[tuple[tuple[tuple[int, str], str], ...], list[int]] = defaultdict(list)
+        for number, found in facts.items():
+            groups[tuple((question, fact.said) for question, fact in found.items())].append(number)
+        ordered = sorted(groups.values(), key=lambda numbers: -len(numbers))
+        for numbers in ordered:
+            operations = [operation for _, operation in shares[numbers[0]]]
+            comms = [comm for operation in operations for comm in self.account.comms.get(operation, ())]
+            yield Alike(
+                tuple(numbers),
+                sum(self.account.seconds[operation] for operation in operations),
+                sum(comm.seconds for comm in comms),
+                sum(comm.bytes for comm in comms),
+                "" if numbers is ordered[0] else _difference(facts[numbers[0]], facts[ordered[0][0]]),
+            )
+
+    def facts(self, share: Share) -> _Facts:
+        """How one copy lies, in order of its positions."""
+        names = {position: f"%{o.tensors[0].name}" for position, o in share if o.tensors[0] in self.program}
+        facts = {
+            (position, question): fact
+            for position, operation in share
+            for question, fact in self.of_operation(names[position], operation)
+        }
+        sent = Counter(
+            (position, f"{comm.kind} over {', '.join(comm.axes)} ({comm.bytes:,.0f} bytes)")
+            for position, operation in share
+            for comm in self.account.comms.get(operation, ())
+        )
+        for (position, comm), count in sent.items():
+            facts[position, comm] = _Fact(names[position], "needs", f"{count} x " * (count > 1) + comm)
+        return {question: facts[question] for question in sorted(facts)}
+
+    def of_operation(self, name: str, operation: Operation) -> Iterator[tuple[str, _Fact]]:
+        """What is to be said of one operation, by questions, but for its collectives."""
+        origin = self.program.get(operation.tensors[0])
+        if origin is None:
+            if operation.op not in _MARKERS:
+                yield f"again {operation.name}", _Fact(name, "needs", f"second {operation.name}")
+            return
+        for number, (value, given) in enumerate(zip(operation.operands, origin.operands, strict=True)):
+            yield f"operand {number}", _Fact(name, f"takes %{given.name} as", self.layout(value))
+        for number, value in enumerate(operation.tensors):
+            yield f"result {number}", _Fact(f"%{value.name}", "is", self.layout(value))
+        strategies = self.plan.strategies.get(operation, {})
+        labels = ", ".join(f"{strategy.label} over {axis}" for axis, strategy in strategies.items())
+        yield "strategy", _Fact(name, "is computed by", labels)
+
+    def layout(self, value: Value) -> str:
+        spec, atoms = self.plan.specs[value], self.plan.logical[value]
+        key = id(spec), atoms  # hashing a spec takes longer than all else here
+        if key not in self.texts:
+            self.texts[key] = str(Layout(spec, atoms))
+        return self.texts[key]
+
+
+def _difference(facts: _Facts, usual: _Facts) -> str:
+    """The first thing that a copy does otherwise than a usual one, and how many others there are."""
+    first, *others = _differences(facts, usual)
+    return first + (f" (and {len(others)} more)" if others else "")
+
+
+def _differences(facts: _Facts, usual: _Facts) -> Iterator[str]:
+    for question in sorted({*facts, *usual}):
+        if question not in facts:
+            yield f"without the {usual[question].said} of {usual[question].value}"
+        elif question not in usual:
+            yield f"{facts[question]}"
+        elif facts[question].said != usual[question].said:
+            yield f"{facts[question]} in place of {usual[question].said}"

@@ -1,0 +1,93 @@
+"""Which operations of a plan belong to which copy of a repeated stretch: those of the program, and what was added."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from spmd.inspect.layers.repeats import Repeat
+from spmd.ir.graph import Operation, Value
+from spmd.plan.data.plan import PlanData
+
+
+@attrs.frozen
+class Place:
+    """Where an operation stands in a program: in which repeat, in which copy of it, at which position there."""
+
+    repeat: int
+    copy: int
+    position: int
+
+
+Share = tuple[tuple[int, Operation], ...]
+"""The operations of a plan that belong to one copy, each with the position in the copy that it is there for."""
+
+
+def find_shares(plan: PlanData, repeats: Sequence[Repeat]) -> dict[tuple[int, int], Share]:
+    """What every copy of every repeat has of a plan, by the numbers of repeat and copy, in order of execution.
+
+    An operation that planning added belongs to the copy that takes its result, or else to the one that gave what it
+    moves. What several copies of one repeat take belongs to none, and no more does a move of what the last copy gives
+    to the rest of the program where others give it to the next copy.
+    """
+    finder = _Finder(plan, repeats)
+    shares: dict[tuple[int, int], list[tuple[int, Operation]]] = defaultdict(list)
+    for operation in plan.graph.operations:
+        place = finder.place(operation)
+        if place is not None:
+            shares[place.repeat, place.copy].append((place.position, operation))
+    return {key: tuple(share) for key, share in shares.items()}
+
+
+class _Finder:
+    def __init__(self, plan: PlanData, repeats: Sequence[Repeat]) -> None:
+        self.repeats = repeats
+        self.program = {value for operation in plan.request.graph.operations for value in operation.tensors}
+        self.made: dict[Value, Operation] = {}
+        self.users: dict[Value, list[Operation]] = defaultdict(list)
+        for operation in plan.graph.operations:
+            self.made.update(dict.fromkeys(operation.tensors, operation))
+            for value in dict.fromkeys(operation.operands):
+                self.users[value].append(operation)
+        self.places = {
+            value: Place(index, number, position)
+            for index, repeat in enumerate(repeats)
+            for number, copy in enumerate(repeat.copies)
+            for position, operation in enumerate(copy)
+            for value in operation.tensors
+        }
+
+    def place(self, operation: Operation) -> Place | None:
+        """The place of an operation of the plan; None if it belongs to no copy."""
+        if not operation.tensors:
+            return None
+        if operation.tensors[0] in self.program:
+            return self.places.get(operation.tensors[0])
+        takers = [place for place in self.takers(operation) if place is not None]
+        if takers:
+            copies = {place.copy for place in takers if place.repeat == takers[0].repeat}
+            return takers[0] if len(copies) == 1 else None
+        return self.giver(operation)
+
+    def takers(self, operation: Operation) -> Iterator[Place | None]:
+        """The places of the operations of the program that take what an added one gives."""
+        for user in (user for value in operation.tensors for user in self.users[value]):
+            if user.tensors and user.tensors[0] not in self.program:
+                yield from self.takers(user)
+            else:
+                yield self.place(user)
+
+    def giver(self, operation: Operation) -> Place | None:
+        """The place of the operation of the program that made what an added one moves."""
+        value = operation.tensors[0]
+        while value in self.made and value not in self.program:
+            if not self.made[value].operands:
+                return None
+            value = self.made[value].operands[0]
+        place = self.places.get(value)
+        if place is None:
+            return None
+        handed_on = place.position, self.made[value].tensors.index(value)
+        return None if handed_on in self.repeats[place.repeat].handed_on else place

@@ -1,0 +1,138 @@
+"""What a plan may send: `comms="error"` and budgets by kind of collective, and the error for a plan that sends more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from spmd.collectives.traffic import StepKind
+from spmd.core.quantity import parse_bytes
+from spmd.errors import PlanError
+from spmd.inspect.questions.pins import Suggestion, suggest
+from spmd.plan.data.comm import Comm
+from spmd.plan.data.plan import PlanData
+
+KINDS = tuple(kind.value for kind in StepKind if kind.is_collective)
+
+EXAMINED = 3
+"""For so many of the offending collectives pins are looked for, the largest first."""
+
+
+@attrs.frozen
+class Limit:
+    """What one kind of collective may do: at most so many, or at most so many bytes sent per rank and step."""
+
+    count: float = math.inf
+    bytes: float = math.inf
+
+    def excess(self, comms: tuple[Comm, ...]) -> float:
+        """How many collectives, or bytes, are over the limit; 0 if none."""
+        return max(0.0, len(comms) - self.count, sum(comm.bytes for comm in comms) - self.bytes)
+
+
+@attrs.frozen
+class Budget:
+    """What a plan may send; a kind without a limit may send what it likes.
+
+    Args:
+        text: what the user wrote, as Python.
+        limits: by kind of collective.
+        fallbacks: whether operators without a rule may run replicated.
+    """
+
+    text: str
+    limits: Mapping[str, Limit]
+    fallbacks: bool = True
+
+    def excess(self, plan: PlanData) -> float:
+        """How much a plan is over the limits; 0 if it keeps to them."""
+        return sum(limit.excess(_of_kind(plan, kind)) for kind, limit in self.limits.items())
+
+    def check(self, plan: PlanData, name: str) -> None:
+        """Check that a plan keeps to the budget.
+
+        Args:
+            plan: the plan.
+            name: the function's name.
+
+        Raises:
+            PlanError: it does not; the message lists the offending collectives with their lines, and for the largest
+                the cheapest pin that avoids each.
+        """
+        over = {kind: limit for kind, limit in self.limits.items() if limit.excess(_of_kind(plan, kind))}
+        offending = [comm for comm in plan.comms if comm.kind in over]
+        fallbacks = () if self.fallbacks else plan.fallbacks
+        if not offending and not fallbacks:
+            return
+        examined = sorted(offending, key=lambda comm: -comm.bytes)[:EXAMINED]
+        found = suggest(plan, examined, self.excess)
+        lines = [] if not self.fallbacks else [_total(plan, kind, limit) for kind, limit in over.items()]
+        for comm in offending:
+            lines.append(f"  {comm}")
+            if any(comm is other for other in examined):
+                lines.append(f"    {_remedy(found[id(comm)])}")
+        lines += [f"  {o.op} has no sharding rule and runs replicated, at {o.source}" for o in fallbacks]
+        listed = "\n".join(lines)
+        raise PlanError(
+            f"comms={self.text} forbids what the plan of {name} does:\n{listed}\n"
+            "  Change the specs or the function, give the operator a rule (rules=RULES | {op: rule}), or allow it: "
+            "comms='allow'."
+        )
+
+
+def parse_budget(comms: Any) -> Budget:
+    """The budget that a `comms=` option stands for.
+
+    Args:
+        comms: `"allow"`; `"error"`, which forbids every collective and operators without a rule; or a mapping from
+            kinds of collectives to limits: an int is how many there may be, a text with a unit (`"20MB"`) how many
+            bytes a rank may send in them in one step, by the ring model.
+
+    Raises:
+        PlanError: something else.
+
+    >>> budget = parse_budget({"all_gather": 0, "all_reduce": "20MB"})
+    >>> budget.limits["all_gather"].count, budget.limits["all_reduce"].bytes
+    (0, 20000000)
+    """
+    if comms == "allow":
+        return Budget("'allow'", {})
+    if comms == "error":
+        return Budget("'error'", dict.fromkeys(KINDS, Limit(count=0)), fallbacks=False)
+    if not isinstance(comms, Mapping):
+        raise PlanError(
+            "comms must be one of 'allow', 'error' or a mapping from kinds of collectives to limits, as "
+            f"{{'all_gather': 0, 'all_reduce': '20MB'}} (got {comms!r})."
+        )
+    for kind in comms:
+        if kind not in KINDS:
+            raise PlanError(f"comms limits the kinds {', '.join(KINDS)} (got {kind!r}).")
+    return Budget(str(dict(comms)), {kind: _limit(kind, amount) for kind, amount in comms.items()})
+
+
+def _limit(kind: str, amount: Any) -> Limit:
+    if isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
+        return Limit(count=amount)
+    if isinstance(amount, str):
+        return Limit(bytes=parse_bytes(amount, f"comms[{kind!r}]"))
+    raise PlanError(
+        f"comms[{kind!r}] must be how many there may be, as 0, or how many bytes they may send, as '20MB' "
+        f"(got {amount!r})."
+    )
+
+
+def _of_kind(plan: PlanData, kind: str) -> tuple[Comm, ...]:
+    return tuple(comm for comm in plan.comms if comm.kind == kind)
+
+
+def _total(plan: PlanData, kind: str, limit: Limit) -> str:
+    comms = _of_kind(plan, kind)
+    allowed = f"{limit.bytes:,.0f} bytes" if limit.count == math.inf else f"{limit.count:,.0f}"
+    return f"  {kind}: {len(comms)} with {sum(comm.bytes for comm in comms):,.0f} bytes, allowed {allowed}:"
+
+
+def _remedy(suggestion: Suggestion | None) -> str:
+    return "no pin on either side avoids it" if suggestion is None else f"to avoid it, {suggestion}"

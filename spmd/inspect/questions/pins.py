@@ -1,0 +1,179 @@
+"""The pin that avoids a collective at the least cost: found among alternatives, and proved by planning anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import torch
+
+from spmd.core.spec import DTensorSpec, P
+from spmd.errors import PlanError
+from spmd.inspect.questions.explain import Explainer
+from spmd.inspect.questions.replay import states_of
+from spmd.ir.graph import Operation, Value, map_leaves
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.cost.account import account
+from spmd.plan.data.comm import Comm
+from spmd.plan.data.draft import logical_meta, spec_of
+from spmd.plan.data.plan import PlanData
+from spmd.plan.data.request import Request
+from spmd.plan.search.boundary import carry_over, physical_dims
+from spmd.plan.search.orders import plan as search
+from spmd.tracing.constrain import encode_spec
+
+TRIALS = 4
+"""How many pins are tried for one collective, those that promise the least first."""
+
+WORK = 5_000
+"""Operations that all trials together may plan: of a large program, fewer pins are tried."""
+
+
+@attrs.frozen(eq=False)
+class Suggestion:
+    """A pin and what it does.
+
+    Args:
+        text: what to write.
+        where: the place to write it.
+        seconds, bytes: what a step then takes more (less, if negative).
+    """
+
+    text: str
+    where: str
+    seconds: float
+    bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.text}{self.where}: {1e6 * self.seconds:+.3g} us and {self.bytes:+,.0f} bytes a step"
+
+
+@attrs.frozen(eq=False)
+class _Trial:
+    """A request with one more pin, and the seconds that it is expected to take more."""
+
+    request: Request
+    expected: float
+    text: str
+    where: str
+
+
+def suggest(plan: PlanData, comms: Sequence[Comm], excess: Callable[[PlanData], float]) -> dict[int, Suggestion | None]:
+    """For each collective, by its id, the cheapest pin that avoids it; None if none of those tried does.
+
+    Args:
+        plan: the plan.
+        comms: collectives of it.
+        excess: how much of what is forbidden a plan does; a pin avoids a collective if the plan with it does less.
+    """
+    if not comms:
+        return {}
+    explainer = Explainer.of(plan)
+    operations = [(comm, operation) for operation, found in account(plan).comms.items() for comm in found]
+    trials = max(1, min(TRIALS, WORK // (len(comms) * max(1, len(plan.request.graph.operations)))))
+    found: dict[int, Suggestion | None] = {}
+    for comm in comms:
+        operation = next(o for other, o in operations if other == comm)
+        operations.remove((comm, operation))
+        ordered = sorted(_trials(plan, explainer, operation), key=lambda trial: trial.expected)
+        tried = (_try(plan, trial, excess) for trial in ordered[:trials])
+        found[id(comm)] = min(filter(None, tried), key=lambda suggestion: suggestion.seconds, default=None)
+    return found
+
+
+def _try(plan: PlanData, trial: _Trial, excess: Callable[[PlanData], float]) -> Suggestion | None:
+    try:
+        pinned = search(trial.request)
+    except PlanError:
+        return None
+    if excess(pinned) >= excess(plan):
+        return None
+    sent = [sum(comm.bytes for comm in found.comms) for found in (plan, pinned)]
+    return Suggestion(trial.text, trial.where, pinned.seconds - plan.seconds, sent[1] - sent[0])
+
+
+def _trials(plan: PlanData, explainer: Explainer, operation: Operation) -> Iterator[_Trial]:
+    """Pins on both sides of a collective: what its giver could give, and what its taker could take."""
+    if operation.op is not REDISTRIBUTE:
+        yield from _alternatives(plan, explainer, operation.tensors[0])
+        return
+    producers = {value: producer for producer in plan.graph.operations for value in producer.tensors}
+    giver, taker = operation.operands[0], operation.tensors[0]
+    while giver in producers and producers[giver].op in (REDISTRIBUTE, RELABEL):
+        giver = producers[giver].operands[0]
+    if giver in producers:
+        yield from _alternatives(plan, explainer, giver)
+    elif giver in plan.graph.inputs:
+        yield from _input_trial(plan, plan.graph.inputs.index(giver), taker)
+    users = [user for user in plan.graph.operations if taker in user.operands]
+    while len(users) == 1 and users[0].op in (REDISTRIBUTE, RELABEL):
+        (taker,) = users[0].tensors
+        users = [user for user in plan.graph.operations if taker in user.operands]
+    for position, value in enumerate(plan.graph.outputs):
+        if value is taker:
+            yield from _output_trial(plan, position, operation.operands[0])
+    for user in users[:1]:
+        yield from _alternatives(plan, explainer, user.tensors[0])
+
+
+def _alternatives(plan: PlanData, explainer: Explainer, value: Value) -> Iterator[_Trial]:
+    """Constraints of a value to what other strategies of its producer give; nobody can write one in a backward pass."""
+    producer = next((o for o in plan.request.graph.operations if value in o.tensors), None)
+    if producer is None or producer.source is None or producer.source.backward:
+        return
+    seen = {_pspec(plan, value, plan.specs[value])}
+    position = producer.tensors.index(value)
+    for replay, axis in zip(explainer.replays, explainer.explain(value).axes, strict=True):
+        draft = replay.problem.draft
+        for alternative in axis.alternatives:
+            states = states_of(draft, value, axis.axis, alternative.strategy.results[position])
+            spec = _pspec(plan, value, spec_of(plan.mesh, states, logical_meta(value.meta, draft.logical[value])))
+            if spec is not None and spec not in seen:
+                seen.add(spec)
+                text = f"constrain {value.name} to {spec!r}"
+                code = f" (`{producer.source.code}`)" if producer.source.code else ""
+                where = f" at {producer.source}{code}"
+                yield _Trial(constrained(plan.request, value, spec), alternative.extra_seconds, text, where)
+
+
+def _input_trial(plan: PlanData, position: int, wanted: Value) -> Iterator[_Trial]:
+    """The argument given as it is wanted."""
+    spec, request = _pspec(plan, wanted, plan.specs[wanted]), plan.request
+    if spec is not None:
+        specs = list(request.input_specs)
+        specs[position] = DTensorSpec.make(plan.mesh, spec, specs[position].meta)
+        name = request.graph.inputs[position].name
+        yield _Trial(attrs.evolve(request, input_specs=specs), 0.0, f"give {name} in_specs {spec!r}", "")
+
+
+def _output_trial(plan: PlanData, position: int, held: Value) -> Iterator[_Trial]:
+    """The result taken as it is held."""
+    spec, request = _pspec(plan, held, plan.specs[held]), plan.request
+    if spec is not None:
+        specs = list(request.output_specs)
+        specs[position] = DTensorSpec.make(plan.mesh, spec, specs[position].meta)
+        yield _Trial(attrs.evolve(request, output_specs=specs), 0.0, f"give result {position} out_specs {spec!r}", "")
+
+
+def _pspec(plan: PlanData, value: Value, spec: DTensorSpec) -> P | None:
+    """A spec over logical dims as a user would write it; None where no `P` says it."""
+    logical = plan.logical[value]
+    written = P(*physical_dims(spec.dims, logical), partial=dict(spec.partial))
+    made = DTensorSpec.make(plan.mesh, written, value.meta)
+    return written if carry_over(made, logical, plan.order) == spec else None
+
+
+def constrained(request: Request, value: Value, spec: P) -> Request:
+    """A request for the same program with `constrain(value, spec)` just after the value is computed."""
+    result = Value(f"{value.name}_constrained", value.meta)
+    use = lambda leaf: result if leaf is value else leaf  # noqa: E731
+    operations: list[Operation] = []
+    for operation in request.graph.operations:
+        args, kwargs = map_leaves(use, (operation.args, dict(operation.kwargs)))
+        operations.append(attrs.evolve(operation, args=args, kwargs=kwargs))
+        if value in operation.tensors:
+            pin = torch.ops.spmd.constrain.default
+            operations.append(Operation(pin, (value, encode_spec(spec)), {}, (result,), operation.source))
+    outputs = tuple(map(use, request.graph.outputs))
+    graph = attrs.evolve(request.graph, operations=tuple(operations), outputs=outputs)
+    return attrs.evolve(request, graph=graph.verify())

@@ -1,0 +1,138 @@
+"""A plan's problem on one mesh axis again, with all other axes as they were planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import attrs
+
+from spmd.core.placement import Placement, Replicate
+from spmd.errors import PlanError
+from spmd.ir.graph import Operation, Value
+from spmd.plan.cost.account import sends
+from spmd.plan.cost.local_cost import LocalCost
+from spmd.plan.data.draft import Draft
+from spmd.plan.data.plan import PlanData
+from spmd.plan.search.candidates import all_candidates
+from spmd.plan.search.hubs import Move, hub_choices, plan_moves
+from spmd.plan.search.insert_reshards import materialize
+from spmd.plan.search.prepare import Prepared
+from spmd.plan.search.problem import AxisChoice, AxisProblem
+from spmd.rules.strategy import Strategy
+
+
+@attrs.frozen
+class Figures:
+    """What a step takes: predicted seconds, and bytes sent per rank."""
+
+    seconds: float
+    bytes: float
+
+    def __sub__(self, other: Figures) -> Figures:
+        return Figures(self.seconds - other.seconds, self.bytes - other.bytes)
+
+
+@attrs.frozen(eq=False)
+class Replay:
+    """One axis of a plan, with the choices that the plan made.
+
+    Args:
+        problem: the axis's costs, with the other axes planned.
+        candidates: what every operation may do on the axis.
+        choice: what the plan does.
+    """
+
+    problem: AxisProblem
+    candidates: Mapping[Operation, tuple[Strategy, ...]]
+    choice: AxisChoice
+
+    def local_seconds(self, operation: Operation, strategy: Strategy) -> float:
+        """Time of an operation with a strategy, with the collectives inside its local body."""
+        return self.problem.cost.seconds(operation, strategy, self.problem.axis)
+
+    def source(self, value: Value, changed: Mapping[Operation, Strategy]) -> Placement:
+        """The placement in which a value is produced if some operations were changed."""
+        return self.problem.source(value, {**self.choice.strategies, **changed})
+
+    def moves(self, value: Value, changed: Mapping[Operation, Strategy]) -> tuple[tuple[Move, ...], float]:
+        """The cheapest moves of a value, and their time, that give every use what it wants if operations were changed.
+
+        As in the search: a replica, of which every shard is a slice, or up to two acquired shards.
+        """
+        source = self.source(value, changed)
+        strategies = {**self.choice.strategies, **changed}
+        wanted = dict.fromkeys(
+            state for use in self.problem.uses.get(value, ()) for state in use.wanted(strategies[use.operation])
+        )
+        hubs = [hub for hub in hub_choices((source,), tuple(wanted), 2) if all(map(hub.offers, wanted))]
+        found = [plan_moves(source, hub, self.problem.move_cost(value)) for hub in hubs] if wanted else [((), 0.0)]
+        return min(found, key=lambda pair: pair[1])
+
+    def replan(self, operation: Operation, strategy: Strategy) -> Figures:
+        """What a step takes if an operation is given a strategy on this axis and the axis is planned anew.
+
+        Infinite if what is given allows no such plan.
+        """
+        problem = self.problem
+        try:
+            choice = AxisProblem(problem.draft, problem.axis, problem.machine, only={operation: strategy}).solve()
+        except PlanError:
+            return Figures(math.inf, math.inf)
+        return _figures(problem, choice)
+
+    @property
+    def figures(self) -> Figures:
+        """What a step takes with the plan's choices."""
+        return _figures(self.problem, self.choice)
+
+
+def replay(plan: PlanData, prepared: Prepared, axis: str) -> Replay:
+    """Plan all axes but one as they were planned, and put the last problem again.
+
+    Args:
+        plan: the plan.
+        prepared: its request, prepared.
+        axis: the axis to put last.
+    """
+    decided = {value: chosen for operation, chosen in plan.strategies.items() for value in operation.tensors}
+    machine = plan.request.machine
+    draft = prepared.draft(plan.order)
+    for other in plan.order:
+        if other != axis:
+            problem = AxisProblem(draft, other, machine, only=_decided(draft, decided, other))
+            draft = materialize(draft, other, problem.solve())
+    problem = AxisProblem(draft, axis, machine, only=_decided(draft, decided, axis))
+    return Replay(problem, all_candidates(draft, axis), problem.solve())
+
+
+def _decided(draft: Draft, decided: Mapping[Value, Mapping[str, Strategy]], axis: str) -> dict[Operation, Strategy]:
+    """The plan's strategies on an axis, for the operations of a draft that have the same results."""
+    found = {}
+    for operation in draft.graph.operations:
+        chosen = next((decided[value] for value in operation.tensors if value in decided), None)
+        if operation not in draft.fixed and chosen is not None:
+            found[operation] = chosen[axis]
+    return found
+
+
+def _figures(problem: AxisProblem, choice: AxisChoice) -> Figures:
+    draft = materialize(problem.draft, problem.axis, choice)
+    cost = LocalCost.of(problem.machine, draft)
+    specs = draft.specs()
+    sent = [found for operation in draft.graph.operations for found in sends(draft, specs, operation)]
+    return Figures(
+        math.fsum(
+            [
+                *(cost.planned_seconds(operation) for operation in draft.graph.operations),
+                *(problem.machine.collective_seconds(axes, size) for _, axes, size in sent),
+            ]
+        ),
+        math.fsum(size for _, _, size in sent),
+    )
+
+
+def states_of(draft: Draft, value: Value, axis: str, state: Placement) -> dict[str, Placement]:
+    """The placements of a value of a draft with one more axis."""
+    states = dict(draft.states.get(value, {}))
+    return states if state == Replicate() else {**states, axis: state}

@@ -1,0 +1,232 @@
+"""The figures of a plan as a person reads them: by line of the program, by cause of communication, and in time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from spmd.core.quantity import size_text, time_text
+from spmd.inspect.layers.layers import Alike
+from spmd.inspect.saving.document import Document
+
+_NUMBER = re.compile(r"(?<=_)\d+(?=_)")
+"""The number of a layer in the name of an argument."""
+
+
+@attrs.frozen
+class Line:
+    """What one line of the user's program takes.
+
+    Args:
+        place: its file and number; "(backward)" for the operators of its gradient; "" for what has no line.
+        code: its text.
+        operations: how many operations come from it.
+        compute, communication: predicted seconds.
+        bytes: sent per rank.
+    """
+
+    place: str
+    code: str
+    operations: int
+    compute: float
+    communication: float
+    bytes: float
+
+
+@attrs.frozen
+class Layer:
+    """What each of some equal layers takes that lie identically.
+
+    Args:
+        place: the lines of all layers of this program; "(backward)" for the operators of their gradient.
+        layers: the numbers of those that this is about, of how many.
+        operations: how many operations one has.
+        compute, communication: predicted seconds of one.
+        bytes: sent per rank in one.
+        otherwise: what they do otherwise than most; "" for those that are most.
+    """
+
+    place: str
+    layers: str
+    operations: int
+    compute: float
+    communication: float
+    bytes: float
+    otherwise: str
+
+
+@attrs.frozen
+class Cause:
+    """The collectives of one kind, over the same axes, for the same reason at the same line.
+
+    Arguments of equal layers count as one: `blocks_*_up` stands for `blocks_0_up`, `blocks_1_up` and so on.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    cause: str
+    place: str
+    count: int
+    bytes: float
+    seconds: float
+
+
+@attrs.frozen
+class Span:
+    """A stretch of a step: operators of one line, or one collective; times in seconds from the start."""
+
+    kind: str
+    label: str
+    start: float
+    seconds: float
+
+
+@attrs.frozen
+class Report:
+    """The figures of one plan.
+
+    Args:
+        mesh: sizes of the axes.
+        machine: the machine that times are predicted for.
+        gap: how far the plan may be from the best, as `Plan.gap`; None if there is no bound.
+        compute, communication: predicted seconds of a step.
+        bytes: sent per rank in a step.
+        memory: peak bytes held by a rank, by purpose; the sum is under "peak".
+        layers: by repeated stretch of the program and by how its layers lie.
+        lines: by line, in order of first execution.
+        causes: by cause, the most bytes first.
+        spans: in order of execution.
+        fallbacks: operators without a rule, which run replicated, and their lines.
+    """
+
+    mesh: Mapping[str, int]
+    machine: str
+    gap: float | None
+    compute: float
+    communication: float
+    bytes: float
+    memory: Mapping[str, int]
+    layers: tuple[Layer, ...]
+    lines: tuple[Line, ...]
+    causes: tuple[Cause, ...]
+    spans: tuple[Span, ...]
+    fallbacks: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step: compute and communication one after the other."""
+        return self.compute + self.communication
+
+    @property
+    def summary(self) -> dict[str, str]:
+        """The figures of the whole step, as texts by name."""
+        part = 100 * self.communication / self.seconds if self.seconds else 0.0
+        held = ", ".join(f"{size_text(nbytes)} {kind}" for kind, nbytes in self.memory.items() if kind != "peak")
+        return {
+            "mesh": ", ".join(f"{name}={count}" for name, count in self.mesh.items()),
+            "step": time_text(self.seconds),
+            "compute": time_text(self.compute),
+            "communication": f"{time_text(self.communication)} ({part:.0f}%)",
+            "sent per rank": size_text(self.bytes),
+            "held per rank": f"{size_text(self.memory['peak'])} at the peak: {held}",
+            "search": self._search,
+            "machine": self.machine,
+        }
+
+    @property
+    def _search(self) -> str:
+        if self.gap is None:
+            return "not exact, without a bound"
+        return f"at most {self.gap:.1%} above the best" if self.gap else "exact"
+
+
+def make_report(document: Document) -> Report:
+    """The figures of a plan from its document."""
+    operations, comms = document["operations"], document["comms"]
+    return Report(
+        mesh=document["mesh"],
+        machine=document["machine"],
+        gap=document["gap"],
+        compute=sum(operation["seconds"] for operation in operations),
+        communication=sum(comm["seconds"] for comm in comms),
+        bytes=sum(comm["bytes"] for comm in comms),
+        memory=document["memory"],
+        layers=tuple(_layers(document["layers"])),
+        lines=tuple(_lines(operations, comms)),
+        causes=tuple(sorted(_causes(comms), key=lambda cause: (-cause.bytes, cause.place, cause.cause))),
+        spans=tuple(_spans(operations, comms)),
+        fallbacks=tuple(f"{operations[n]['operator']} at {operations[n]['at']}" for n in document["fallbacks"]),
+    )
+
+
+def _layers(documents: list[Document]) -> Iterator[Layer]:
+    for stretch in documents:
+        for item in stretch["alike"]:
+            alike = Alike(**item)
+            layers = (
+                f"{alike.numbers} of {stretch['count']}" if len(stretch["alike"]) > 1 else f"all {stretch['count']}"
+            )
+            yield Layer(
+                stretch["at"],
+                layers,
+                stretch["operations"],
+                alike.compute,
+                alike.communication,
+                alike.bytes,
+                alike.otherwise,
+            )
+
+
+def _lines(operations: list[Document], comms: list[Document]) -> Iterator[Line]:
+    places = _grouped((operation["at"], operation) for operation in operations)
+    sent = _grouped((comm["at"], comm) for comm in comms)
+    for place, found in places.items():
+        at = sent.pop(place, [])
+        compute = sum(operation["seconds"] for operation in found)
+        yield Line(place, found[0]["code"], len(found), compute, _total(at, "seconds"), _total(at, "bytes"))
+    for place, at in sent.items():  # a collective may have the line of a party that stands elsewhere
+        yield Line(place, "", 0, 0.0, _total(at, "seconds"), _total(at, "bytes"))
+
+
+def _causes(comms: list[Document]) -> Iterator[Cause]:
+    keys = ("kind", "axes", "cause", "at")
+    alike = ({**comm, "cause": _NUMBER.sub("*", comm["cause"])} for comm in comms)
+    for found in _grouped((str([comm[key] for key in keys]), comm) for comm in alike).values():
+        kind, axes, cause, place = (found[0][key] for key in keys)
+        yield Cause(kind, tuple(axes), cause, place, len(found), _total(found, "bytes"), _total(found, "seconds"))
+
+
+def _spans(operations: list[Document], comms: list[Document]) -> Iterator[Span]:
+    sent = _grouped((comm["operation"], comm) for comm in comms)
+    clock, run = 0.0, None
+    for number, operation in enumerate(operations):
+        if operation["seconds"]:
+            if run is not None and run.label == operation["at"]:
+                run = attrs.evolve(run, seconds=run.seconds + operation["seconds"])
+            else:
+                if run is not None:
+                    yield run
+                run = Span("compute", operation["at"], clock, operation["seconds"])
+            clock += operation["seconds"]
+        for comm in sent.get(number, []):
+            if run is not None:
+                yield run
+                run = None
+            yield Span(comm["kind"], f"{comm['cause']}, at {comm['at']}", clock, comm["seconds"])
+            clock += comm["seconds"]
+    if run is not None:
+        yield run
+
+
+def _grouped(pairs: Iterable[tuple[Any, Document]]) -> dict[Any, list[Document]]:
+    groups: dict[Any, list[Document]] = {}
+    for key, item in pairs:
+        groups.setdefault(key, []).append(item)
+    return groups
+
+
+def _total(items: list[Document], key: str) -> float:
+    return float(sum(item[key] for item in items))

@@ -1,0 +1,217 @@
+"""The proof that a plan computes its program: what a plan from a file must pass before it runs.
+
+Every operation of the plan is one of the program's, over images of the values that the program's takes. Its strategies
+are among those that its rule derives, and its operands and results are laid out just as these say. Values only move by
+redistributing, and are relabelled only where every rank has equal shards. Results are images of the program's, with the
+specs that were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from spmd.core.placement import Placement, Replicate, Shard, supports_reduction
+from spmd.core.spec import DTensorSpec
+from spmd.errors import PlanError
+from spmd.inspect.saving.images import is_laid_out
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.markers import REDISTRIBUTE
+from spmd.plan.data.dataflow import rootless_values
+from spmd.plan.data.draft import SAME_TENSOR, logical_meta, physical_shape, spec_of
+from spmd.plan.data.layout import Layout
+from spmd.plan.search.boundary import CONSTRAINTS, without_trivial_axes
+from spmd.plan.search.candidates import runs_together
+from spmd.plan.search.prepare import Prepared
+from spmd.rules.strategy import LogicalShape, Strategy
+
+
+@attrs.frozen(eq=False)
+class Restored:
+    """The parts of a plan that a document holds; the names are those of `Plan`."""
+
+    graph: Graph
+    logical: Mapping[Value, LogicalShape]
+    specs: Mapping[Value, DTensorSpec]
+    strategies: Mapping[Operation, Mapping[str, Strategy]]
+    fallbacks: tuple[Operation, ...]
+    gap: float
+
+
+@attrs.frozen(eq=False)
+class Origins:
+    """What the parts of a plan are in the program that it is of.
+
+    Args:
+        values: the values that each value of the plan is an image of.
+        operations: the operation of the program that each operation of the plan is; None for markers.
+    """
+
+    values: Mapping[Value, frozenset[Value]]
+    operations: Mapping[Operation, Operation | None]
+
+
+def check_computes(plan: Restored, origins: Origins, prepared: Prepared) -> None:
+    """Check that a plan computes just what its request asks for, and respects what the request forbids.
+
+    Raises:
+        PlanError: it does not; says which operation is wrong, and how.
+    """
+    _Check(plan, origins, prepared).run()
+
+
+class _Check:
+    def __init__(self, plan: Restored, origins: Origins, prepared: Prepared) -> None:
+        self.plan, self.origins, self.prepared = plan, origins, prepared
+        self.request = prepared.request
+        self.program, self.mesh = self.request.graph, self.request.mesh
+        self.rootless = rootless_values(self.program)
+        self.kept = {axis: _kept(self.program, self.request.keep_sharded, axis) for axis in self.mesh.names}
+        self.order = tuple(next(iter(plan.strategies.values()), ()))
+
+    def run(self) -> None:
+        axes = {axis for axis in self.mesh.names if self.mesh.axis_size(axis) > 1}
+        if any(self.origins.operations.values()) and set(self.order) != axes:
+            raise wrong(f"its first operation has strategies for the axes {list(self.order)}, expected {sorted(axes)}")
+        self.check_edges()
+        for value, spec in self.plan.specs.items():
+            self.check_value(value, spec)
+        for operation, origin in self.origins.operations.items():
+            if origin is None:
+                self.check_marker(operation)
+            else:
+                self.check_operation(operation, origin)
+        self.check_draws()
+        fallbacks = [o for o, own in self.origins.operations.items() if own and own not in self.prepared.options]
+        if list(self.plan.fallbacks) != fallbacks:
+            raise wrong(f"its fallbacks are {list(self.plan.fallbacks)!r:.200}, expected {fallbacks!r:.200}")
+
+    def check_edges(self) -> None:
+        """Arguments, constants and results are laid out as the request says, and results are the program's."""
+        for value, spec in zip(self.plan.graph.inputs, self.request.input_specs, strict=True):
+            self.check_given(value, spec, "argument")
+        for value, _ in self.plan.graph.constants:
+            if not self.plan.specs[value].is_replicated:
+                raise wrong(
+                    f"the constant {value!r} is {self.plan.specs[value]}, expected the whole of it on every rank"
+                )
+        results, own, specs = self.plan.graph.outputs, self.program.outputs, self.request.output_specs
+        if len(results) != len(own):
+            raise wrong(f"it has {len(results)} results, expected {len(own)}")
+        for number, (value, result, spec) in enumerate(zip(results, own, specs, strict=True)):
+            if result not in self.origins.values[value]:
+                raise wrong(f"result {number} is {value!r}, which is not {result!r}")
+            self.check_given(value, spec, f"result {number}")
+
+    def check_given(self, value: Value, spec: DTensorSpec, what: str) -> None:
+        given = without_trivial_axes(spec)
+        if self.plan.logical[value] != physical_shape(value.meta) or self.plan.specs[value] != given:
+            raise wrong(f"{what} {value!r} is {self.plan.specs[value]}, expected {given}")
+
+    def check_value(self, value: Value, spec: DTensorSpec) -> None:
+        refined = self.prepared.refinement.values
+        known = {physical_shape(value.meta), *(refined[own] for own in self.origins.values[value])}
+        if self.plan.logical[value] not in known:
+            raise wrong(
+                f"{value!r} has atoms {self.plan.logical[value]}, expected {' or '.join(map(str, sorted(known)))}"
+            )
+        for axis in (*(axis for axes in spec.dims for axis in axes), *dict(spec.partial)):
+            if self.mesh.axis_size(axis) == 1:
+                raise wrong(f"{value!r} is {spec}, and {axis!r} has one rank")
+        for axis, op in spec.partial:
+            if not supports_reduction(op, value.meta.dtype):
+                raise wrong(f"{value!r} is {spec}, and {value.meta.dtype} has no {op} (over {axis!r})")
+
+    def check_marker(self, operation: Operation) -> None:
+        (operand,), (result,) = operation.operands, operation.tensors
+        before, after = self.layout(operand), self.layout(result)
+        if operation.op is REDISTRIBUTE:
+            if before.atoms != after.atoms:
+                raise wrong(f"{operation!r} changes atoms from {before.atoms} to {after.atoms}")
+            self.check_kept(operation)
+        elif not _same_shards(before, after):
+            raise wrong(f"{operation!r} moves data from {before} to {after}")
+
+    def check_kept(self, operation: Operation) -> None:
+        (operand,), (result,) = operation.operands, operation.tensors
+        for axis, values in self.kept.items():
+            states = [self.plan.specs[value].placement(axis) for value in (operand, result)]
+            if (
+                isinstance(states[0], Shard)
+                and not isinstance(states[1], Shard)
+                and values & self.origins.values[operand]
+            ):
+                raise wrong(f"{operation!r} gathers along {axis!r} what keep_sharded says to keep")
+
+    def check_operation(self, operation: Operation, origin: Operation) -> None:
+        """Operands are images of the program's, laid out as strategies of the rule say, and so are results."""
+        for value, own in zip(operation.operands, origin.operands, strict=True):
+            if own not in self.origins.values[value]:
+                raise wrong(f"{operation!r} takes {value!r} for {own!r}")
+        if origin.op in CONSTRAINTS:
+            raise wrong(f"{operation!r} is not planned")
+        chosen = self.plan.strategies.get(operation, {})
+        if tuple(chosen) != self.order:
+            raise wrong(f"{operation!r} has strategies for the axes {list(chosen)}, expected {list(self.order)}")
+        self.check_strategies(operation, origin, list(chosen.values()))
+        states = [(*strategy.operands, *strategy.results) for strategy in chosen.values()]
+        values = zip((*operation.operands, *operation.tensors), (*origin.operands, *origin.tensors), strict=True)
+        for position, (value, own) in enumerate(values):
+            self.check_placed(
+                operation, value, own, {axis: s[position] for axis, s in zip(chosen, states, strict=True)}
+            )
+
+    def check_strategies(self, operation: Operation, origin: Operation, chosen: list[Strategy]) -> None:
+        """Strategies on several axes are such that planning would put together."""
+        for number, strategy in enumerate(chosen):
+            if not all(runs_together(strategy, other) for other in chosen[:number]):
+                raise wrong(f"{operation!r} has strategies that do not go together: {[s.label for s in chosen]}")
+            states = (*strategy.operands, *strategy.results)
+            whole = origin.tensors and self.rootless.issuperset(origin.tensors)
+            if whole and any(state != Replicate() for state in states):
+                raise wrong(
+                    f"{operation!r} depends on no argument, and runs as {strategy.label!r}, not whole on every rank"
+                )
+
+    def check_placed(self, operation: Operation, value: Value, own: Value, states: Mapping[str, Placement]) -> None:
+        atoms = self.prepared.refinement.values[own]
+        meta = logical_meta(own.meta, atoms)
+        expected = spec_of(self.mesh, states, meta)
+        if self.plan.logical[value] != atoms or self.plan.specs[value] != expected:
+            raise wrong(f"{value!r} has {self.plan.specs[value]} where {operation!r} is {expected}")
+
+    def check_draws(self) -> None:
+        """Random numbers are drawn in the order of the program, each once."""
+        drawn = [own for own in self.origins.operations.values() if own is not None and own.draws]
+        expected = [operation for operation in self.program.operations if operation.draws]
+        if drawn != expected:
+            raise wrong(f"it draws random numbers by {drawn!r:.200}, expected {expected!r:.200}")
+
+    def layout(self, value: Value) -> Layout:
+        return Layout(self.plan.specs[value], self.plan.logical[value])
+
+
+def wrong(reason: str) -> PlanError:
+    """The error for a plan that does not compute its program."""
+    return PlanError(f"The saved plan does not do what the program does: {reason}. Plan again, and save the new plan.")
+
+
+def _same_shards(one: Layout, other: Layout) -> bool:
+    """Whether two layouts of one tensor give every rank the same elements in the same order.
+
+    One of them must be over physical dims: it then has the axes of the other, which divide its leading atoms.
+    """
+    for plain, refined in ((one, other), (other, one)):
+        if all(len(atoms) == 1 for atoms in plain.atoms):
+            return is_laid_out(refined, plain.spec)
+    return False
+
+
+def _kept(program: Graph, keep_sharded: Mapping[int, frozenset[str]], axis: str) -> frozenset[Value]:
+    """The values that are never to be gathered along an axis: inputs, and what is one by another name or shape."""
+    kept = {program.inputs[number] for number, axes in keep_sharded.items() if axis in axes}
+    for operation in program.operations if kept else ():
+        if operation.is_view or operation.op in SAME_TENSOR or operation.op in CONSTRAINTS:
+            kept.update(result for result in operation.tensors if operation.operands[0] in kept)
+    return frozenset(kept)

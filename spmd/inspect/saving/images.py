@@ -1,0 +1,92 @@
+"""Which values of a program each value of its plan is.
+
+A plan redistributes and relabels values, and may compute some of them twice; all of these are *images* of one value of
+the program. A constraint only asks for a layout: an image of its operand with this layout is an image of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from spmd.core.mesh import Mesh
+from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.data.layout import Layout
+from spmd.plan.data.plan import PlanData
+from spmd.plan.search.boundary import CONSTRAINTS, carry_over, physical_dims, without_trivial_axes
+from spmd.tracing.constrain import parse_spec
+
+MARKERS = (REDISTRIBUTE, RELABEL)
+"""The operations of plans that programs do not have."""
+
+
+class Images:
+    """The values of a program that images with certain layouts are of."""
+
+    def __init__(self, graph: Graph, mesh: Mesh) -> None:
+        self._constraints: dict[Value, list[tuple[Value, DTensorSpec]]] = {}
+        for operation in graph.operations:
+            if operation.op in CONSTRAINTS:
+                (operand,), (result,) = operation.operands, operation.tensors
+                spec = without_trivial_axes(DTensorSpec.make(mesh, parse_spec(operation.args[1]), result.meta))
+                self._constraints.setdefault(operand, []).append((result, spec))
+
+    def of(self, values: Iterable[Value], layout: Layout) -> frozenset[Value]:
+        """The values of a program that something is an image of which is one of all these, and has a layout."""
+        found = set(values)
+        waiting = sorted(found, key=lambda value: value.name)
+        while waiting:
+            for result, spec in self._constraints.get(waiting.pop(), ()):
+                if result not in found and is_laid_out(layout, spec):
+                    found.add(result)
+                    waiting.append(result)
+        return frozenset(found)
+
+
+def is_laid_out(layout: Layout, spec: DTensorSpec) -> bool:
+    """Whether a layout over atoms gives every rank just what a spec over physical dims does, and in the same order.
+
+    The spec has no axes of one rank.
+    """
+    order = [axis for axes in spec.dims for axis in axes]
+    return carry_over(spec, layout.atoms, order) == layout.spec and (
+        physical_dims(layout.spec.dims, layout.atoms) == spec.dims
+    )
+
+
+def find_origins(plan: PlanData) -> dict[Operation, int]:
+    """The operation of the program, by its number, that each operation of a plan is; markers are none."""
+    program = plan.request.graph
+    images = Images(program, plan.mesh)
+    by_result = {value: number for number, o in enumerate(program.operations) for value in o.tensors}
+    by_call: dict[Hashable, list[int]] = {}
+    for number, operation in enumerate(program.operations):
+        by_call.setdefault(_call(operation), []).append(number)
+    found = {value: frozenset([own]) for value, own in zip(plan.graph.inputs, program.inputs, strict=True)}
+    constants = zip(plan.graph.constants, program.constants, strict=True)
+    found |= {value: frozenset([own]) for (value, _), (own, _) in constants}
+    found = {value: images.of(own, plan.layout(value)) for value, own in found.items()}
+    origins: dict[Operation, int] = {}
+    for operation in plan.graph.operations:
+        if operation.op in MARKERS:
+            (operand,), (result,) = operation.operands, operation.tensors
+            found[result] = images.of(found[operand], plan.layout(result))
+            continue
+        known = [by_result[value] for value in operation.tensors if value in by_result]
+        alike = known or [n for n in by_call[_call(operation)] if _takes(operation, program.operations[n], found)]
+        origins[operation] = alike[0]
+        for value, own in zip(operation.tensors, program.operations[alike[0]].tensors, strict=True):
+            found[value] = images.of([own], plan.layout(value))
+    return origins
+
+
+def _takes(operation: Operation, origin: Operation, found: dict[Value, frozenset[Value]]) -> bool:
+    return all(own in found[value] for value, own in zip(operation.operands, origin.operands, strict=True))
+
+
+def _call(operation: Operation) -> Hashable:
+    """What two calls have in common that differ in their tensors only."""
+    hide = lambda leaf: leaf.meta if isinstance(leaf, Value) else leaf  # noqa: E731
+    arguments = map_leaves(hide, (operation.args, dict(operation.kwargs)))
+    return operation.op, freeze(arguments), operation.source

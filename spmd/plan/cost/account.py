@@ -1,0 +1,108 @@
+"""The account of a finished plan: its collectives, and the predicted time of each of its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+from spmd.collectives.resharding import redistribution
+from spmd.core.placement import Placement, Replicate
+from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Operation, Value
+from spmd.ir.list_schedule import schedule
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.cost.local_cost import LocalCost
+from spmd.plan.data.causes import Cause
+from spmd.plan.data.comm import Comm
+from spmd.plan.data.dataflow import fused_values
+from spmd.plan.data.draft import Draft
+from spmd.plan.data.local_calls import body_collectives, runs_body
+from spmd.plan.data.plan import PlanData
+
+
+@attrs.frozen
+class Account:
+    """What the operations of a plan take.
+
+    Args:
+        seconds: local time of each, without its collectives.
+        comms: the collectives of each that has any, in the order in which a rank runs them.
+    """
+
+    seconds: dict[Operation, float]
+    comms: dict[Operation, tuple[Comm, ...]]
+
+    @property
+    def all_comms(self) -> tuple[Comm, ...]:
+        """Every collective, in order of execution."""
+        return tuple(comm for comms in self.comms.values() for comm in comms)
+
+    @property
+    def total(self) -> float:
+        """Predicted seconds of a step."""
+        return sum(self.seconds.values()) + sum(comm.seconds for comm in self.all_comms)
+
+
+def account(plan: PlanData) -> Account:
+    """Price every operation and every collective of a plan on the machine that it was asked for."""
+    draft = finished_draft(plan)
+    cost = LocalCost.of(plan.request.machine, draft)
+    seconds = {operation: cost.planned_seconds(operation) for operation in plan.graph.operations}
+    comms = {operation: _comms(plan, draft, operation) for operation in _executed(plan)}
+    return Account(seconds, {operation: found for operation, found in comms.items() if found})
+
+
+def _executed(plan: PlanData) -> Iterator[Operation]:
+    """The operations in the order in which a rank runs them: those that one list operator computes stand together."""
+    rules, operations = plan.request.rules, plan.graph.operations
+    alone = frozenset(o for o in operations if runs_body(o, plan.strategies.get(o, {}), rules))
+    for unit in schedule(operations, alone):
+        yield from unit.operations
+
+
+def finished_draft(plan: PlanData) -> Draft:
+    """A plan as a draft with all axes planned."""
+    given = [*plan.graph.inputs, *(value for value, _ in plan.graph.constants)]
+    states = {spec: _states(plan, spec) for spec in set(plan.specs.values())}
+    markers = [operation for operation in plan.graph.operations if operation.op is RELABEL]
+    return Draft(
+        mesh=plan.mesh,
+        graph=plan.graph,
+        logical=plan.logical,
+        options={},
+        fixed={o: (plan.specs[o.operands[0]], plan.specs[o.tensors[0]]) for o in markers},
+        placed={value: plan.specs[value] for value in given},
+        states={value: states[spec] for value, spec in plan.specs.items()},
+        strategies=plan.strategies,
+        planned=tuple(plan.order or plan.mesh.names),
+        kept={},
+        fused=fused_values(plan.graph),
+        rootless=frozenset(),
+        gap=plan.gap,
+    )
+
+
+def _states(plan: PlanData, spec: DTensorSpec) -> dict[str, Placement]:
+    placements = {axis: spec.placement(axis) for axis in plan.order or plan.mesh.names}
+    return {axis: state for axis, state in placements.items() if state != Replicate()}
+
+
+def _comms(plan: PlanData, draft: Draft, operation: Operation) -> tuple[Comm, ...]:
+    if operation.op is REDISTRIBUTE:
+        cause = plan.causes[operation]
+    else:
+        cause = Cause(f"{operation.name} over a sharded dim", operation.source)
+    seconds = plan.request.machine.collective_seconds
+    sent = sends(draft, plan.specs, operation)
+    return tuple(Comm(kind, axes, size, seconds(axes, size), cause.text, cause.source) for kind, axes, size in sent)
+
+
+def sends(
+    draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation
+) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+    """The kind, the mesh axes and the most bytes that a rank sends of every collective of an operation."""
+    if operation.op is not REDISTRIBUTE:
+        return body_collectives(draft, operation, draft.strategies.get(operation, {}))
+    steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]])
+    return tuple((step.kind.value, step.axes, step.bytes) for step in steps if step.is_collective)

@@ -1,0 +1,190 @@
+"""Predicted times: of an operation's share on one rank, and of moving a value between placements on one axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import attrs
+
+from spmd.collectives.bytes_sent import most_sent
+from spmd.collectives.traffic import StepKind
+from spmd.core.placement import Partial, Placement, Replicate, Shard
+from spmd.ir.graph import Operation, Value
+from spmd.ir.markers import REDISTRIBUTE
+from spmd.plan.cost.flops import arithmetic_dtype, flops
+from spmd.plan.data.draft import Draft, States, flat_shape, shrink
+from spmd.plan.data.local_calls import body_collectives
+from spmd.plan.machine.machine import Machine
+from spmd.rules.strategy import Strategy
+
+
+@attrs.frozen(eq=False)
+class LocalCost:
+    """Roofline times of the operations of one draft, as one rank runs them.
+
+    Args:
+        machine: the machine.
+        draft: the program.
+        states: the placements of all values on the axes planned so far and, as guessed, on later ones.
+        sizes: the logical shapes of all values on these axes.
+        flops: arithmetic of every operation on the axes planned so far.
+    """
+
+    machine: Machine
+    draft: Draft
+    states: Mapping[Value, States]
+    sizes: Mapping[Value, tuple[int, ...]]
+    flops: Mapping[Operation, float]
+
+    @classmethod
+    def of(cls, machine: Machine, draft: Draft, preview: Mapping[Value, States] | None = None) -> LocalCost:
+        """The costs of a draft.
+
+        Args:
+            machine: the machine.
+            draft: the program.
+            preview: placements of values on axes that are planned later, as far as they are guessed.
+        """
+        preview = preview or {}
+        values = (*draft.graph.inputs, *(value for value, _ in draft.graph.constants))
+        values += tuple(value for operation in draft.graph.operations for value in operation.tensors)
+        states: Mapping[Value, States] = draft.states
+        if preview:
+            states = {value: {**draft.states.get(value, {}), **preview.get(value, {})} for value in values}
+        work = {operation: flops(operation) for operation in draft.graph.operations}
+        return cls(
+            machine,
+            draft,
+            states,
+            {value: draft.sizes_at(value, states.get(value, {})) for value in values},
+            {
+                operation: amount * _share(draft, operation, preview) if amount else 0.0
+                for operation, amount in work.items()
+            },
+        )
+
+    def likeness(self, operation: Operation) -> Hashable:
+        """What tells apart operations that take different times with the same strategies."""
+        values = (*operation.operands, *operation.tensors)
+        if operation.op is REDISTRIBUTE and operation not in self.draft.fixed:
+            states = tuple(tuple(self.states.get(value, {}).items()) for value in values)
+            return self.draft.logical[values[0]], values[0].meta.dtype, states
+        if self._is_free(operation):
+            return None
+        shares = tuple((self.sizes[value], value.meta.dtype, value in self.draft.fused) for value in values)
+        return operation.op, self.flops[operation], shares
+
+    def seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
+        """Time of an operation that takes `strategy` on one more mesh axis."""
+        if operation.op is REDISTRIBUTE and operation not in self.draft.fixed:
+            return self._redistribution_seconds(operation, strategy, axis)
+        if self._is_free(operation):
+            return 0.0
+        traffic = 0
+        share = 1.0
+        count = self.draft.mesh.axis_size(axis)
+        states = (*strategy.operands, *strategy.results)
+        for value, state in zip((*operation.operands, *operation.tensors), states, strict=True):
+            before = self.sizes[value]
+            after = shrink(before, state, count)
+            if isinstance(state, Shard) and before[state.dim]:
+                share = after[state.dim] / before[state.dim]
+            if value not in self.draft.fused:
+                traffic += math.prod(after) * value.meta.dtype.itemsize
+        seconds = self.machine.compute_seconds(self.flops[operation] * share, traffic, arithmetic_dtype(operation))
+        return seconds + self._body_seconds(operation, strategy, axis)
+
+    def planned_seconds(self, operation: Operation) -> float:
+        """Time of an operation with the strategies that it has on the axes planned so far, without its collectives."""
+        if self._is_free(operation):
+            return 0.0
+        values = (*operation.operands, *operation.tensors)
+        traffic = sum(
+            math.prod(self.sizes[value]) * value.meta.dtype.itemsize
+            for value in values
+            if value not in self.draft.fused
+        )
+        return self.machine.compute_seconds(self.flops[operation], traffic, arithmetic_dtype(operation))
+
+    def _redistribution_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
+        """Time of a move along planned axes, of the share that `strategy` leaves on one more."""
+        (operand,), (result,), mesh = operation.operands, operation.tensors, self.draft.mesh
+        seconds = 0.0
+        for moved in self.draft.planned:
+            before, after = (self.states.get(value, {}).get(moved, Replicate()) for value in (operand, result))
+            if before != after:
+                others = {a: state for a, state in self.states.get(operand, {}).items() if a not in (moved, axis)}
+                sizes = shrink(self.draft.sizes_at(operand, others), strategy.operands[0], mesh.axis_size(axis))
+                cost = MoveCost(self.machine, moved, mesh.axis_size(moved), sizes, operand.meta.dtype.itemsize)
+                seconds += cost.seconds(before, after)
+        return seconds
+
+    def _is_free(self, operation: Operation) -> bool:
+        return operation in self.draft.fixed or operation.op is REDISTRIBUTE or operation.is_view
+
+    def _body_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
+        """Time of the collectives in a local body that `strategy` brings to one more axis."""
+        if strategy.body is None:
+            return 0.0
+        chosen = {**self.draft.strategies.get(operation, {}), axis: strategy}
+        found = body_collectives(self.draft, operation, chosen)
+        return sum(self.machine.collective_seconds(axes, sent) for _, axes, sent in found)
+
+
+def _share(draft: Draft, operation: Operation, preview: Mapping[Value, States]) -> float:
+    """The part of an operation's arithmetic that one rank does on the planned axes and, as guessed, on later ones."""
+    share = 1.0
+    values = (*operation.operands, *operation.tensors)
+    sizes = [flat_shape(draft.logical[value]) for value in values]
+    for axis, strategy in draft.strategies.get(operation, {}).items():
+        states = (*strategy.operands, *strategy.results)
+        after = [shrink(size, state, draft.mesh.axis_size(axis)) for size, state in zip(sizes, states, strict=True)]
+        shares = [math.prod(new) / math.prod(old) for old, new in zip(sizes, after, strict=True) if new != old]
+        share *= shares[0] if shares else 1.0
+        sizes = after
+    later = {axis for value in values for axis, state in preview.get(value, {}).items() if isinstance(state, Shard)}
+    return share / draft.mesh.axis_size(sorted(later))
+
+
+@attrs.frozen(cache_hash=True)
+class MoveCost:
+    """Times of moving one tensor between placements along one mesh axis; local steps are free.
+
+    Args:
+        machine: the machine.
+        axis: the mesh axis, of `count` ranks.
+        sizes: the tensor's logical shape without this axis.
+        itemsize: bytes an element.
+        kept: whether the tensor is never to be gathered.
+    """
+
+    machine: Machine
+    axis: str
+    count: int
+    sizes: tuple[int, ...]
+    itemsize: int
+    kept: bool = False
+
+    def seconds(self, source: Placement, target: Placement) -> float:
+        """Time to bring the tensor from one placement to another; infinite where that would gather what is kept."""
+        found = self.collective(source, target)
+        if self.kept and found is not None and found[0] is StepKind.ALL_GATHER:
+            return math.inf
+        return 0.0 if found is None else self.machine.collective_seconds((self.axis,), found[1])
+
+    def collective(self, source: Placement, target: Placement) -> tuple[StepKind, float] | None:
+        """The collective that a move takes and the most bytes that a rank sends in it; None if the move is local."""
+        if source == target or isinstance(source, Replicate):
+            return None
+        arguments: tuple[Any, ...] = ()
+        if isinstance(source, Partial):
+            kind = StepKind.REDUCE_SCATTER if isinstance(target, Shard) else StepKind.ALL_REDUCE
+            arguments = (source.op, target.dim) if isinstance(target, Shard) else ()
+        elif isinstance(target, Shard):
+            kind, arguments = StepKind.ALL_TO_ALL, (target.dim, source.dim, 0, self.sizes[source.dim])
+        else:
+            kind, arguments = StepKind.ALL_GATHER, (source.dim, self.sizes[source.dim])
+        shape = shrink(self.sizes, source, self.count)
+        return kind, most_sent(kind, (self.count,), shape, self.itemsize, arguments)

@@ -1,0 +1,61 @@
+"""Why a plan communicates: for every redistribution, who gives the value and who wants it otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from spmd.ir.graph import Graph, Operation, Source, Value
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.data.layout import Layout
+
+_MARKERS = (REDISTRIBUTE, RELABEL)
+
+
+@attrs.frozen
+class Cause:
+    """Why a value is redistributed: a sentence, and the line that the user wrote."""
+
+    text: str
+    source: Source | None
+
+
+def find_causes(graph: Graph, layout: Callable[[Value], Layout]) -> dict[Operation, Cause]:
+    """The cause of every redistribution of a planned program.
+
+    The giver is the operator that computed the value and the taker the first that computes with it; views in between
+    only rename. The line is that of the redistribution itself, else the taker's, else the giver's.
+    """
+    producers = {value: operation for operation in graph.operations for value in operation.tensors}
+    users: dict[Value, Operation] = {}
+    for operation in graph.operations:
+        for value in operation.operands:
+            users.setdefault(value, operation)
+    causes = {}
+    for operation in graph.operations:
+        if operation.op is REDISTRIBUTE:
+            (operand,), (result,) = operation.operands, operation.tensors
+            origin, giver = _giver(operand, producers)
+            taker = _taker(result, users)
+            gives = f"input {origin.name}" if giver is None else giver.name
+            wants = "the result" if taker is None else taker.name
+            sources = (party.source for party in (operation, taker, giver) if party is not None)
+            text = f"{gives} gives {layout(operand)}, {wants} wants {layout(result)}"
+            causes[operation] = Cause(text, next(filter(None, sources), None))
+    return causes
+
+
+def _giver(value: Value, producers: dict[Value, Operation]) -> tuple[Value, Operation | None]:
+    producer = producers.get(value)
+    while producer is not None and (producer.op in _MARKERS or producer.is_view):
+        value = producer.operands[0]
+        producer = producers.get(value)
+    return value, producer
+
+
+def _taker(value: Value, users: dict[Value, Operation]) -> Operation | None:
+    user = users.get(value)
+    while user is not None and (user.op in _MARKERS or user.is_view):
+        user = users.get(user.tensors[0])
+    return user

@@ -1,0 +1,47 @@
+"""What a program says of its values however it is planned: which stay out of memory, which depend on no input."""
+
+from __future__ import annotations
+
+import torch
+
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.markers import REDISTRIBUTE
+
+
+def is_pointwise(operation: Operation) -> bool:
+    """Whether a compiler would fuse an operation with its neighbours."""
+    return torch.Tag.pointwise in operation.op.tags or not operation.operands
+
+
+def fused_values(graph: Graph) -> frozenset[Value]:
+    """The values that a compiler would keep out of memory: all their producers and consumers are pointwise.
+
+    A view is its argument: it has no traffic of its own.
+    """
+    root: dict[Value, Value] = {}
+    inner: dict[Value, bool] = {}
+    for value in (*graph.inputs, *(value for value, _ in graph.constants)):
+        inner[value] = False
+    for operation in graph.operations:
+        if operation.op is REDISTRIBUTE or operation.is_view:
+            for value in operation.tensors:
+                root[value] = root.get(operation.operands[0], operation.operands[0])
+            continue
+        pointwise = is_pointwise(operation)
+        for value in operation.tensors:
+            inner[value] = pointwise
+        if not pointwise:
+            for value in operation.operands:
+                inner[root.get(value, value)] = False
+    for value in graph.outputs:
+        inner[root.get(value, value)] = False
+    return frozenset(value for value in (*inner, *root) if inner[root.get(value, value)])
+
+
+def rootless_values(graph: Graph) -> frozenset[Value]:
+    """The values that depend on no input of the program."""
+    rooted = {*graph.inputs, *(value for value, _ in graph.constants)}
+    for operation in graph.operations:
+        if any(operand in rooted for operand in operation.operands):
+            rooted.update(operation.tensors)
+    return frozenset(value for operation in graph.operations for value in operation.tensors if value not in rooted)

@@ -1,0 +1,123 @@
+"""A plan in the making: the program with the mesh axes that are planned so far."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping
+from functools import lru_cache
+
+import attrs
+import torch
+
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Partial, Placement, Shard
+from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.rules.strategy import LogicalShape, Strategy
+
+SAME_TENSOR = (PIN, REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default)
+"""The operators, besides views, whose results are their operands by another name, shape or dtype."""
+
+States = Mapping[str, Placement]
+"""The placement of a value on each mesh axis that is planned, in planning order; dims are logical."""
+
+
+@attrs.frozen(eq=False)
+class Draft:
+    """The program, and what is decided about it.
+
+    Args:
+        mesh: the mesh.
+        graph: the program, with the redistributions of planned axes as explicit operations.
+        logical: the atoms of every dim of every value.
+        options: the strategies on one mesh axis of every operation that has a rule.
+        fixed: operations whose operand and result specs (over logical shapes) are given: constraints, results, and the
+            changes of layout at the program's edges.
+        placed: the specs (over logical shapes) of inputs and constants.
+        states: the placement of every value on the planned axes.
+        strategies: the strategy of every operation on the planned axes.
+        planned: the axes planned so far, in planning order.
+        kept: mesh axes along which an input is never to be gathered.
+        fused: values without memory traffic.
+        rootless: values that depend on no input; every rank computes them whole.
+        gap: how far the worst searched axis may be from its best, as a part of that; 0 if all were searched exactly.
+    """
+
+    mesh: Mesh
+    graph: Graph
+    logical: Mapping[Value, LogicalShape]
+    options: Mapping[Operation, tuple[Strategy, ...]]
+    fixed: Mapping[Operation, tuple[DTensorSpec, DTensorSpec]]
+    placed: Mapping[Value, DTensorSpec]
+    states: Mapping[Value, States]
+    strategies: Mapping[Operation, Mapping[str, Strategy]]
+    planned: tuple[str, ...]
+    kept: Mapping[Value, frozenset[str]]
+    fused: frozenset[Value]
+    rootless: frozenset[Value]
+    gap: float
+
+    def kept_values(self, axis: str) -> frozenset[Value]:
+        """The inputs that are never gathered along an axis, and what is them by another name, shape or dtype."""
+        kept = {value for value, axes in self.kept.items() if axis in axes}
+        for operation in self.graph.operations if kept else ():
+            if operation.is_view or operation.op in SAME_TENSOR:
+                kept.update(result for result in operation.tensors if operation.operands[0] in kept)
+        return frozenset(kept)
+
+    def local_sizes(self, value: Value) -> tuple[int, ...]:
+        """The logical shape that the largest shard of a value has on the axes planned so far."""
+        return self.sizes_at(value, self.states.get(value, {}))
+
+    def sizes_at(self, value: Value, states: States) -> tuple[int, ...]:
+        """The logical shape that the largest shard of a value has with these placements."""
+        sizes = flat_shape(self.logical[value])
+        for axis, state in states.items():
+            sizes = shrink(sizes, state, self.mesh.axis_size(axis))
+        return sizes
+
+    def spec(self, value: Value) -> DTensorSpec:
+        """The spec of a value over its logical shape."""
+        return spec_of(self.mesh, self.states.get(value, {}), logical_meta(value.meta, self.logical[value]))
+
+    def specs(self) -> dict[Value, DTensorSpec]:
+        """The spec of every value; where one was given, that one, since it knows the order of shards."""
+        specs = dict(self.placed)
+        known: dict[Hashable, DTensorSpec] = {}  # most values lie like many others
+        for operation in self.graph.operations:
+            given = self.fixed.get(operation)
+            for value in operation.tensors:
+                key = (tuple(self.states.get(value, {}).items()), value.meta, self.logical[value])
+                specs[value] = given[1] if given else known.get(key) or known.setdefault(key, self.spec(value))
+        return specs
+
+
+@lru_cache(maxsize=4096)
+def flat_shape(logical: LogicalShape) -> tuple[int, ...]:
+    """The logical shape as one tuple of atoms."""
+    return tuple(itertools.chain.from_iterable(logical))
+
+
+def logical_meta(meta: TensorMeta, logical: LogicalShape) -> TensorMeta:
+    """The meta of a tensor seen at its logical shape."""
+    return TensorMeta(flat_shape(logical), meta.dtype)
+
+
+def physical_shape(meta: TensorMeta) -> LogicalShape:
+    """The logical shape of a tensor whose dims are not refined."""
+    return tuple((size,) for size in meta.shape)
+
+
+def shrink(sizes: tuple[int, ...], state: Placement, count: int) -> tuple[int, ...]:
+    """The largest shard's sizes after one more axis of `count` ranks places the tensor."""
+    if not isinstance(state, Shard):
+        return sizes
+    return (*sizes[: state.dim], -(-sizes[state.dim] // count), *sizes[state.dim + 1 :])
+
+
+def spec_of(mesh: Mesh, states: States, meta: TensorMeta) -> DTensorSpec:
+    """The spec with these placements; axes that share a dim are major first in the order of `states`."""
+    dims = tuple(tuple(axis for axis, state in states.items() if state == Shard(dim)) for dim in range(meta.ndim))
+    partial = {axis: state.op for axis, state in states.items() if isinstance(state, Partial)}
+    return DTensorSpec(mesh, dims, partial, meta)

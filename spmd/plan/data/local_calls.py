@@ -1,0 +1,201 @@
+"""Local bodies of rules, traced into the operators that one rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmd.collectives.bytes_sent import most_sent
+from spmd.collectives.environment import axis_environment
+from spmd.collectives.primitives import COLLECTIVES
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Placement
+from spmd.core.spec import TensorMeta
+from spmd.ir.call import Call
+from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.plan.data.draft import Draft
+from spmd.plan.data.layout import regroup
+from spmd.rules import find_rule
+from spmd.rules.rule import Body, Rule
+from spmd.rules.strategy import Strategy
+
+_OF_THE_RANK = (torch.ops.spmd.axis_index.default, torch.ops.spmd.shard_offset.default)
+"""Primitives that take no tensor and give a number of the rank."""
+
+
+@attrs.frozen
+class _Operand:
+    """A tensor argument: its number among the distinct ones, its local meta, and that without the body's axes."""
+
+    number: int
+    local: TensorMeta
+    unsharded: TensorMeta
+
+
+@attrs.frozen
+class BodyUse:
+    """One use of a body; uses are equal if nothing that it sees differs."""
+
+    body: Body
+    axes: tuple[str, ...]
+    mesh: Mesh
+    op: torch._ops.OpOverload
+    key: Hashable
+    results: tuple[TensorMeta, ...]
+    size_argument: int | None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = attrs.field(eq=False)
+
+    @classmethod
+    def of(
+        cls,
+        body: Body,
+        axes: Sequence[str],
+        operation: Operation,
+        mesh: Mesh,
+        local: Callable[[Value], TensorMeta],
+        unsharded: Callable[[Value], TensorMeta],
+        size_argument: int | None = None,
+    ) -> BodyUse:
+        """The use of a body for one operation.
+
+        Args:
+            body: the body of the operation's strategy.
+            axes: the mesh axes that it spans, major first.
+            operation: the call.
+            mesh: the mesh.
+            local: the meta of the shard of each value.
+            unsharded: the meta of each value with the body's axes not sharded, which the body sees in its `call`; of
+                the results it sees the local metas.
+            size_argument: as in `Rule`; the body gets the local size.
+        """
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(operation.operands))}
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(
+            lambda leaf: _Operand(numbers[leaf], local(leaf), unsharded(leaf)) if isinstance(leaf, Value) else leaf,
+            (operation.args, dict(operation.kwargs)),
+        )
+        results = tuple(local(value) for value in operation.tensors)
+        return cls(body, tuple(axes), mesh, operation.op, freeze(arguments), results, size_argument, arguments)
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """Run the body over its distinct operands."""
+        args, kwargs = _replace(lambda operand: operand.unsharded, self.arguments)
+        call = Call(self.op, args, kwargs, self.results)
+        args, kwargs = self.arguments
+        if self.size_argument is not None:
+            args = with_local_size(args, self.size_argument, self.results[0].shape)
+        args, kwargs = _replace(lambda operand: tensors[operand.number], (args, kwargs))
+        result = self.body(self.axes, call, *args, **kwargs)
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    def operands(self, device: torch.device | str) -> list[torch.Tensor]:
+        """New local operands."""
+        leaves = iterate_leaves(self.arguments)
+        metas = {leaf.number: leaf.local for leaf in leaves if isinstance(leaf, _Operand)}
+        return [torch.empty(metas[n].shape, dtype=metas[n].dtype, device=device) for n in range(len(metas))]
+
+
+@lru_cache(maxsize=512)
+def trace_body(use: BodyUse) -> fx.GraphModule:
+    """What one rank computes, as a graph over the operation's distinct operands in order of first appearance.
+
+    Equal uses of a body share one graph, which is not to be changed.
+    """
+    with FakeTensorMode(), axis_environment(use.mesh.axes):
+        return make_fx(use, tracing_mode="real")(*use.operands(use.mesh.device))
+
+
+@lru_cache(maxsize=4096)
+def _sent(use: BodyUse) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+    with axis_environment(use.mesh.axes), _Collectives(use.mesh) as collectives:
+        use(*use.operands("meta"))
+    return tuple(collectives.sent)
+
+
+class _Collectives(TorchDispatchMode):
+    """Notes the collectives that are called: kind, mesh axes, bytes that the rank sends which sends most."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.sent: list[tuple[str, tuple[str, ...], float]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in _OF_THE_RANK:
+            return torch.empty((), dtype=torch.int64, device="meta")
+        result = op(*args, **(kwargs or {}))
+        if op in COLLECTIVES:
+            kind, (operand, *rest, axes) = COLLECTIVES[op], args
+            counts = tuple(map(self.mesh.axis_size, axes))
+            sent = most_sent(kind, counts, tuple(operand.shape), operand.itemsize, rest)
+            self.sent.append((kind.value, tuple(axes), sent))
+        return result
+
+
+def _replace(function: Callable[[_Operand], Any], arguments: Any) -> Any:
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, _Operand) else leaf, arguments)
+
+
+def with_local_size(args: tuple[Any, ...], position: int, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """An operator's arguments with the one that repeats the result's shape, or its first length, replaced."""
+    size = list(shape) if isinstance(args[position], (tuple, list)) else shape[0]
+    return (*args[:position], size, *args[position + 1 :])
+
+
+def body_of(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | None:
+    """The local body among an operation's strategies and the mesh axes that it spans, major first; None without one."""
+    axes = tuple(axis for axis, strategy in chosen.items() if strategy.body is not None)
+    if not axes:
+        return None
+    body = chosen[axes[0]].body
+    assert body is not None
+    return body, axes
+
+
+def runs_body(
+    operation: Operation, chosen: Mapping[str, Strategy], rules: Mapping[torch._ops.OpOverload, Rule]
+) -> bool:
+    """Whether some rank runs a local body for an operation with these strategies, which keeps it out of lists."""
+    rule = find_rule(operation.op, rules)
+    return body_of(chosen) is not None or (rule is not None and rule.empty is not None)
+
+
+def body_collectives(
+    draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]
+) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+    """The kind, the mesh axes and the most bytes that a rank sends of every collective in an operation's local body.
+
+    Args:
+        draft: the program.
+        operation: the operation.
+        chosen: its strategies, by mesh axis, in the order of planning.
+    """
+    found = body_of(chosen)
+    if found is None:
+        return ()
+    body, axes = found
+    states = _states(operation, chosen)
+
+    def local(value: Value, without: tuple[str, ...] = ()) -> TensorMeta:
+        kept = {axis: state for axis, state in states[value].items() if axis not in without}
+        return TensorMeta(regroup(draft.sizes_at(value, kept), draft.logical[value]), value.meta.dtype)
+
+    unsharded = lambda value: local(value, axes)  # noqa: E731
+    return _sent(BodyUse.of(body, axes, operation, draft.mesh, local, unsharded))
+
+
+def _states(operation: Operation, chosen: Mapping[str, Strategy]) -> dict[Value, dict[str, Placement]]:
+    """The placement of every tensor of an operation on each axis."""
+    values = (*operation.operands, *operation.tensors)
+    states: dict[Value, dict[str, Placement]] = {value: {} for value in values}
+    for axis, strategy in chosen.items():
+        for value, state in zip(values, (*strategy.operands, *strategy.results), strict=True):
+            states[value][axis] = state
+    return states

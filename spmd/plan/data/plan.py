@@ -1,0 +1,119 @@
+"""The frozen product of planning: a spec for every value and a strategy for every operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
+
+import attrs
+from typing_extensions import Self
+
+from spmd.core.mesh import Mesh
+from spmd.core.spec import DTensorSpec
+from spmd.errors import PlanError
+from spmd.ir.graph import Graph, Operation, Source, Value
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.data.causes import Cause, find_causes
+from spmd.plan.data.comm import Comm
+from spmd.plan.data.layout import Layout
+from spmd.plan.data.request import Request
+from spmd.rules.strategy import Strategy
+
+
+@attrs.frozen(eq=False, repr=False)
+class PlanData:
+    """How a program runs on a mesh.
+
+    Args:
+        request: what was asked of the planner.
+        mesh: the mesh.
+        graph: the program, with its redistributions as explicit operations: `spmd::redistribute` moves a value from
+            its spec to the spec of the result; `spmd::relabel` renames logical dims and moves nothing.
+        logical: the atoms of every dim of every value.
+        specs: the spec of every value, over its logical shape.
+        strategies: for every operation, its strategy on each mesh axis by name (none for redistributions).
+        fallbacks: operations that have no rule and run replicated.
+        gap: how much the time of the worst searched axis may exceed the least possible, as a part of that: 0 where the
+            search was exact, more where large-neighbourhood search took over.
+        seconds: predicted time of a step.
+        comms: the collectives that each rank runs, one by one in order of execution (`Comm`).
+    """
+
+    request: Request
+    mesh: Mesh
+    graph: Graph
+    logical: Mapping[Value, tuple[tuple[int, ...], ...]]
+    specs: Mapping[Value, DTensorSpec]
+    strategies: Mapping[Operation, Mapping[str, Strategy]]
+    fallbacks: tuple[Operation, ...]
+    gap: float
+    seconds: float
+    comms: tuple[Comm, ...]
+
+    def layout(self, value: Value) -> Layout:
+        """How a value lies on the mesh."""
+        return Layout(self.specs[value], self.logical[value])
+
+    @property
+    def exact(self) -> bool:
+        """Whether every axis was searched exactly."""
+        return self.gap == 0
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The mesh axes of more than one rank in the order in which they were planned; () if nothing was."""
+        return tuple(next(iter(self.strategies.values()), ()))
+
+    @cached_property
+    def causes(self) -> Mapping[Operation, Cause]:
+        """Why each redistribution is there."""
+        return MappingProxyType(find_causes(self.graph, self.layout))
+
+    def source(self, operation: Operation) -> Source | None:
+        """The user's line that an operation is there for."""
+        return self.causes[operation].source if operation in self.causes else operation.source
+
+    def verify(self) -> Self:
+        """Check that every value has the placements that its producer leaves and its users take; returns the plan.
+
+        Raises:
+            PlanError: an operation whose operands or results lie otherwise than its strategies say.
+        """
+        self.graph.verify()
+        for operation in self.graph.operations:
+            if operation.op is REDISTRIBUTE or operation.op is RELABEL:
+                self._verify_marker(operation)
+                continue
+            values = (*operation.operands, *operation.tensors)
+            for axis, strategy in self.strategies.get(operation, {}).items():
+                for value, state in zip(values, (*strategy.operands, *strategy.results), strict=True):
+                    if self.specs[value].placement(axis) != state:
+                        raise PlanError(
+                            f"{value!r} has {self.specs[value]} where {operation!r} is {state} on {axis!r}."
+                        )
+        return self
+
+    def _verify_marker(self, operation: Operation) -> None:
+        (operand,), (result,) = operation.operands, operation.tensors
+        if operation.op is REDISTRIBUTE and self.logical[operand] != self.logical[result]:
+            raise PlanError(f"{operation!r} changes atoms from {self.logical[operand]} to {self.logical[result]}.")
+        if operation.op is RELABEL and self._local_shape(operand) != self._local_shape(result):
+            raise PlanError(f"{operation!r} moves data from {self.specs[operand]} to {self.specs[result]}.")
+
+    def _local_shape(self, value: Value) -> tuple[int, ...]:
+        """The physical shape of the largest shard."""
+        return self.layout(value).shape((0,) * len(self.mesh.names))
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({len(self.graph.operations)} operations on {self.mesh}, {len(self.comms)} collectives, "
+            f"{sum(comm.bytes for comm in self.comms):,.0f} bytes sent per rank, {self.seconds:.3g} s)"
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{value!r} {self.layout(value)}" for value in self.graph.inputs]
+        for operation in self.graph.operations:
+            specs = ", ".join(f"{self.layout(value)}" for value in operation.tensors)
+            lines.append(f"{operation!r}  # {specs} {operation.source or ''}".rstrip())
+        return "\n".join(lines)

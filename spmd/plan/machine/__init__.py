@@ -1,0 +1,4 @@
+"""The machine that a plan is for: its constants, presets, and measuring them.
+
+Imports `collectives` and `core`.
+"""

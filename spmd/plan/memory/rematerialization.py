@@ -1,0 +1,165 @@
+"""Computing a value again instead of keeping it: a second all_gather of a parameter, a cast, a fill.
+
+A value that is held across the peak of memory, but not needed there, can be let go after its last use before, and
+be made again just before its next one. What it is made from must then be kept, which costs memory if it is not held
+anyway.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.memory.liveness import Buffer, Tape
+
+
+@attrs.frozen(eq=False)
+class Again:
+    """An operation that may be run a second time.
+
+    Args:
+        operation: the operation.
+        buffer: what it allocates.
+        next_use: position of the first operation that needs the buffer after the peak.
+        freed: bytes less at the peak.
+    """
+
+    operation: Operation
+    buffer: Buffer
+    next_use: int
+    freed: int
+
+
+@attrs.frozen(eq=False)
+class Rewritten:
+    """A program in which some operations run twice.
+
+    Args:
+        operations: in order of execution.
+        origins: the operation of the program before that each comes from.
+        copies: for each new value, the one that it is a second instance of.
+    """
+
+    operations: tuple[Operation, ...]
+    origins: Mapping[Operation, Operation]
+    copies: Mapping[Value, Value]
+
+
+def candidates(graph: Graph, tape: Tape, peak: Operation) -> Iterator[Again]:
+    """What may be computed again to have less at the peak.
+
+    Args:
+        graph: a planned program without list operators.
+        tape: its events.
+        peak: the operation during which most is held.
+    """
+    position = {operation: index for index, operation in enumerate(graph.operations)}
+    at = position[peak]
+    uses: dict[Buffer, list[int]] = {}
+    for operation in graph.operations:
+        for value in operation.operands:
+            uses.setdefault(tape.buffers[value], []).append(position[operation])
+    always = {*tape.inputs, *tape.constants, *tape.outputs}
+    for operation in graph.operations[:at]:
+        if not is_cheap(operation):
+            continue
+        buffer = tape.buffers[operation.tensors[0]]
+        used = uses.get(buffer, [])
+        late = [index for index in used if index > at]
+        if buffer in always or buffer.value is not operation.tensors[0] or not late or at in used:
+            continue
+        sources = {tape.buffers[value] for value in operation.operands}
+        kept = [other for other in sources if other not in always and max(uses[other]) < at]
+        freed = buffer.nbytes - sum(other.nbytes for other in kept)
+        if freed > 0:
+            yield Again(operation, buffer, late[0], freed)
+
+
+def is_cheap(operation: Operation) -> bool:
+    """Whether an operation may run twice: it moves data, works element by element, or makes a constant."""
+    if len(operation.tensors) != 1 or operation.draws or operation.op is RELABEL or operation.is_view:
+        return False
+    pointwise = torch.Tag.pointwise in operation.op.tags or not operation.operands
+    return operation.op is REDISTRIBUTE or pointwise
+
+
+def rewrite(graph: Graph, tape: Tape, peak: Operation, chosen: Sequence[Again]) -> Rewritten:
+    """The program in which each of the chosen runs again after the peak, just before its buffer is next needed.
+
+    None of the chosen may read the buffer of another.
+    """
+    position = {operation: index for index, operation in enumerate(graph.operations)}
+    at = position[peak]
+    second: dict[Value, Value] = {}
+    inserted: dict[int, list[Operation]] = {}
+    origins: dict[Operation, Operation] = {}
+    views: dict[Buffer, list[Operation]] = {item.buffer: [] for item in chosen}
+    for operation in graph.operations[: at + 1]:
+        aliased = {tape.buffers[value] for value in operation.tensors}
+        for buffer in aliased & views.keys():
+            if buffer.value not in operation.tensors:
+                views[buffer].append(operation)
+    for item in chosen:
+        for operation in (item.operation, *views[item.buffer]):
+            copy = _copy(operation, second)
+            origins[copy] = operation
+            inserted.setdefault(item.next_use, []).append(copy)
+    operations: list[Operation] = []
+    for index, operation in enumerate(graph.operations):
+        operations += inserted.get(index, [])
+        placed = _substitute(operation, second) if index > at else operation
+        origins[placed] = operation
+        operations.append(placed)
+    live = _without_unused(operations, graph.outputs)
+    return Rewritten(tuple(live), origins, {new: old for old, new in second.items()})
+
+
+def _copy(operation: Operation, second: dict[Value, Value]) -> Operation:
+    results = tuple(None if value is None else Value(f"{value.name}_again", value.meta) for value in operation.results)
+    copy = attrs.evolve(_substitute(operation, second), results=results)
+    second.update((old, new) for old, new in zip(operation.results, results, strict=True) if old and new)
+    return copy
+
+
+def _substitute(operation: Operation, second: Mapping[Value, Value]) -> Operation:
+    if not any(value in second for value in operation.operands):
+        return operation
+    replace = lambda leaf: second.get(leaf, leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
+    return attrs.evolve(
+        operation, args=map_leaves(replace, operation.args), kwargs=map_leaves(replace, dict(operation.kwargs))
+    )
+
+
+def _without_unused(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
+    """The operations whose results are used; copies of views may not be."""
+    needed = set(outputs)
+    kept = []
+    for operation in reversed(operations):
+        if operation.draws or not needed.isdisjoint(operation.tensors):
+            needed.update(operation.operands)
+            kept.append(operation)
+    return kept[::-1]
+
+
+def repetitions(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> dict[Operation, int]:
+    """The operations that do what an earlier one did, each with the number of those before it.
+
+    A plan holds them only where a value is computed again to save memory, so they are not to be shared.
+    """
+    seen: Counter[Any] = Counter()
+    found = {}
+    for operation in graph.operations:
+        if operation.group is not None or not is_cheap(operation):
+            continue
+        key = operation.op, freeze(operation.args), freeze(dict(operation.kwargs)), specs[operation.tensors[0]]
+        if seen[key]:
+            found[operation] = seen[key]
+        seen[key] += 1
+    return found

@@ -1,1 +1,0 @@
-"""What a plan costs: the machine's constants, predicted times, arithmetic, and measuring."""

@@ -1,0 +1,137 @@
+"""Write the solution of one axis into the program: every change of placement becomes an explicit operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from spmd.core.placement import Partial, Placement, Replicate, Shard
+from spmd.ir.graph import Operation, Value
+from spmd.ir.markers import REDISTRIBUTE
+from spmd.plan.data.draft import Draft
+from spmd.plan.search.problem import AxisChoice
+from spmd.rules.strategy import Strategy
+
+
+def materialize(draft: Draft, axis: str, choice: AxisChoice) -> Draft:
+    """The draft with one more axis planned.
+
+    A value's moves stand just before the first operation that needs them, a pending reduction just after the operation
+    that leaves it; each is done once. Slices of a replica are made once for each placement that is wanted.
+    """
+    return _Materializer(draft, axis, choice).run()
+
+
+class _Materializer:
+    def __init__(self, draft: Draft, axis: str, choice: AxisChoice) -> None:
+        self.draft = draft
+        self.axis = axis
+        self.choice = choice
+        self.operations: list[Operation] = []
+        self.held: dict[Value, dict[Placement, Value]] = {}
+        self.logical = dict(draft.logical)
+        self.states = {value: dict(states) for value, states in draft.states.items()}
+        self.options = dict(draft.options)
+        self.fixed = dict(draft.fixed)
+        self.fused = set(draft.fused)
+        self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
+
+    def run(self) -> Draft:
+        for value in (*self.draft.graph.inputs, *(value for value, _ in self.draft.graph.constants)):
+            self._define(value, self.draft.placed[value].placement(self.axis))
+        for operation in self.draft.graph.operations:
+            self._place(operation)
+        graph = attrs.evolve(self.draft.graph, operations=tuple(self.operations))
+        return attrs.evolve(
+            self.draft,
+            graph=graph,
+            logical=self.logical,
+            options=self.options,
+            fixed=self.fixed,
+            fused=frozenset(self.fused),
+            states=self.states,
+            strategies=self.strategies,
+            planned=(*self.draft.planned, self.axis),
+            gap=max(self.draft.gap, self.choice.gap),
+        )
+
+    def _define(self, value: Value, state: Placement) -> None:
+        self.held[value] = {state: value}
+        self._set_state(value, state)
+
+    def _set_state(self, value: Value, state: Placement) -> None:
+        states = self.states.setdefault(value, {})
+        if state != Replicate():
+            states[self.axis] = state
+
+    def _place(self, operation: Operation) -> None:
+        """Emit an operation after the moves that its operands need."""
+        strategy = self.choice.strategies[operation]
+        wanted = iter(strategy.operands)
+        placed = operation.with_operands(lambda value: self._obtain(value, next(wanted), operation))
+        self.operations.append(placed)
+        self._carry(operation, placed, strategy)
+        for value, state in zip(placed.tensors, strategy.results, strict=True):
+            self._define(value, state)
+            if isinstance(state, Partial):
+                self._reduce(value, placed)
+
+    def _carry(self, old: Operation, new: Operation, strategy: Strategy) -> None:
+        """Move what is known of an operation to the one that replaces it."""
+        if old in self.fixed:
+            self.fixed[new] = self.fixed.pop(old)
+        elif old.op is not REDISTRIBUTE:
+            self.strategies[new] = {**self.draft.strategies.get(old, {}), self.axis: strategy}
+        if old in self.options:
+            self.options[new] = self.options.pop(old)
+
+    def _reduce(self, value: Value, operation: Operation) -> None:
+        """Do the moves of a value that start from a pending reduction at once."""
+        for source, target in self.choice.moves.get(value, ()):
+            if isinstance(source, Partial):
+                self._move(value, source, target, operation)
+
+    def _obtain(self, value: Value, wanted: Placement, user: Operation) -> Value:
+        """The value in the placement that an operation wants, moved there if it is not there yet."""
+        held = self.held[value]
+        if wanted in held:
+            return held[wanted]
+        moves = self.choice.moves[value]
+        for source, target in moves:
+            if target not in held and (target == wanted or not _is_target(moves, wanted)):
+                self._move(value, source, target, user)
+        if wanted not in held:
+            self._move(value, Replicate(), wanted, user)
+        return held[wanted]
+
+    def _move(self, value: Value, source: Placement, target: Placement, user: Operation) -> None:
+        held = self.held[value]
+        if target in held:
+            return
+        if source not in held:
+            start = next(s for s, t in self.choice.moves[value] if t == source)
+            self._move(value, start, source, user)
+        moved = Value(f"{value.name}_{_suffix(source, target)}", value.meta)
+        operation = Operation(REDISTRIBUTE, (held[source],), {}, (moved,), user.source)
+        self.operations.append(operation)
+        self.logical[moved] = self.logical[value]
+        if value in self.fused:
+            self.fused.add(moved)
+        self.states[moved] = {axis: s for axis, s in self.states[value].items() if axis != self.axis}
+        self._set_state(moved, target)
+        held[target] = moved
+
+
+def _is_target(moves: tuple[tuple[Placement, Placement], ...], wanted: Placement) -> bool:
+    return any(target == wanted for _, target in moves)
+
+
+def _suffix(source: Placement, target: Placement) -> str:
+    if isinstance(target, Partial):
+        return "partial"
+    if isinstance(source, Partial):
+        return "reduced" if target == Replicate() else "scattered"
+    if isinstance(target, Shard):
+        return "shard" if source == Replicate() else "exchanged"
+    return "gathered"

@@ -1,0 +1,95 @@
+"""Large-neighbourhood search: where a problem is too wide to be solved at once, windows of it are solved exactly.
+
+Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing problems" (1998).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from spmd.errors import PlanError
+from spmd.plan.solver.elimination import MAX_CELLS, Solution, TooWideError, minimize
+from spmd.plan.solver.table import Table
+
+WINDOW = 600
+"""Variables that are freed at a time."""
+
+
+def improve(
+    domains: Sequence[int],
+    tables: Sequence[Table],
+    start: Sequence[int],
+    order: Sequence[int],
+    window: int = WINDOW,
+    max_cells: int = MAX_CELLS,
+) -> Solution:
+    """A good assignment of a problem that `minimize` refuses.
+
+    Sweeps over windows of consecutive variables, which overlap by half; each window is solved exactly with all others
+    held. Ends when a sweep brings nothing. A window that is itself too wide is halved.
+
+    Args:
+        domains, tables, max_cells: as for `minimize`.
+        start: an assignment.
+        order: all variables, neighbours close to each other.
+        window: the number of variables in a window.
+    """
+    choices = list(start)
+    cost = evaluate(tables, choices)
+    touching: list[list[Table]] = [[] for _ in domains]
+    for table in tables:
+        for variable in table.variables:
+            touching[variable].append(table)
+    while True:
+        for begin in range(0, len(order), max(window // 2, 1)):
+            _solve_window(domains, touching, choices, order[begin : begin + window], max_cells)
+        improved = evaluate(tables, choices)
+        if not improved < cost:
+            if not math.isfinite(cost):
+                raise PlanError("No assignment of strategies was found that satisfies the given specs and constraints.")
+            return Solution(tuple(choices), cost)
+        cost = improved
+
+
+def evaluate(tables: Sequence[Table], choices: Sequence[int]) -> float:
+    """The cost of an assignment."""
+    return math.fsum(float(table.costs[tuple(choices[v] for v in table.variables)]) for table in tables)
+
+
+def _solve_window(
+    domains: Sequence[int],
+    touching: Sequence[Sequence[Table]],
+    choices: list[int],
+    free: Sequence[int],
+    max_cells: int,
+) -> None:
+    """Give the `free` variables their best choices while all others are held."""
+    names = {variable: index for index, variable in enumerate(sorted(free))}
+    inside = {id(table): table for variable in free for table in touching[variable]}
+    try:
+        found = minimize(
+            [domains[variable] for variable in names],
+            [_restrict(table, names, choices) for table in inside.values()],
+            max_cells,
+        )
+    except TooWideError:
+        if len(free) == 1:
+            return
+        middle = len(free) // 2
+        _solve_window(domains, touching, choices, free[:middle], max_cells)
+        _solve_window(domains, touching, choices, free[middle:], max_cells)
+        return
+    except PlanError:  # impossible as the others are; they may change yet
+        return
+    for variable, index in names.items():
+        choices[variable] = found.choices[index]
+
+
+def _restrict(table: Table, names: dict[int, int], choices: Sequence[int]) -> Table:
+    """A table with the variables outside of a window held, in the window's numbering."""
+    index = tuple(slice(None) if variable in names else choices[variable] for variable in table.variables)
+    costs: torch.Tensor = table.costs[index]
+    return Table(tuple(names[variable] for variable in table.variables if variable in names), costs)
