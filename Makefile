@@ -39,8 +39,8 @@ test-faults: $(STAMP)
 
 # Rewrites docs/operators.md with what the sweeps over torch's operators and modules find.
 operators: $(STAMP)
-	$(BIN)/python -m spmd.testing.op_sweep --markdown docs/operators.md
-	$(BIN)/python -m spmd.testing.nn_sweep --markdown docs/operators.md
+	$(BIN)/python -m proofs.op_sweep --markdown docs/operators.md
+	$(BIN)/python -m proofs.nn_sweep --markdown docs/operators.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

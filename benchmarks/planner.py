@@ -32,11 +32,11 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the models and t
 import layouts
 import llama
 import spmd
+from proofs.joint import joint_optimum
+from proofs.oracle import Search, recorded_searches
 from schedules import SCHEDULES
 from spmd.inspect import Plan
 from spmd.plan import Machine
-from spmd.testing.joint import joint_optimum
-from spmd.testing.oracle import Search, recorded_searches
 from spmd.testing.programs import Case, cases
 from textbook import BATCH, PEERS, WORKLOAD, textbook
 from workloads import GptStep

@@ -75,3 +75,8 @@ def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return importlib.import_module("spmd.checkpoint")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, and no modules that happen to be imported."""
+    return __all__

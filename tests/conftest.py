@@ -4,8 +4,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
-
-from spmd.testing.workers import Workers
+from workers import Workers
 
 # Deadlines measure the machine, not the code. A failing example is printed as code, so no database of them is kept.
 hypothesis.settings.register_profile("suite", deadline=None, database=None, print_blob=True)

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import evaluate
 
 from spmd.core.spec import TensorMeta
 from spmd.ir.list_operators import element_operator, join_elements, split_lists
-from spmd.testing.interpreter import evaluate
 from spmd.tracing.canonicalize.canonicalize import PASSES, canonicalize, eliminate_dead, simplify
 from spmd.tracing.canonicalize.decompositions import decompose_operations
 from spmd.tracing.canonicalize.normal_forms import normalize

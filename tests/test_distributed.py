@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workers import WorkerError, Workers
 
 import layouts
 from spmd.core.mesh import make_mesh
 from spmd.core.spec import TensorMeta
 from spmd.testing import strategies as spmd_strategies
-from spmd.testing.workers import WorkerError, Workers
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (5, 2), (3,), (0, 3)], ids=str)

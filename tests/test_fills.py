@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from interpreter import evaluate
 
-from spmd.testing.interpreter import evaluate
 from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.canonicalize.constant_folding import fold_fills
 from spmd.tracing.trace import trace

@@ -8,13 +8,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
 import spmd.rules as rules
+from proofs.rule_calls import CALLS
 from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
 from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
 from spmd.plan.cost.flops import count_flops, flops, has_formula
 from spmd.rules import RULES
 from spmd.rules.ops.loss import LATE
-from spmd.testing.rule_calls import CALLS
 
 aten = torch.ops.aten
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from spmd.testing.fuzz.check import check_seed
-from spmd.testing.fuzz.generate import generate
-from spmd.testing.fuzz.outcome import Status
+from proofs.fuzz.check import check_seed
+from proofs.fuzz.generate import generate
+from proofs.fuzz.outcome import Status
 
 
 @pytest.mark.parametrize("first", range(0, 50, 10))

@@ -6,10 +6,10 @@ import inspect
 
 import pytest
 
-from spmd.testing.fuzz.check import check_seed
-from spmd.testing.fuzz.mutants import FAMILIES, MUTANTS
-from spmd.testing.fuzz.mutants.search import find
-from spmd.testing.fuzz.outcome import Outcome, Status
+from proofs.fuzz.check import check_seed
+from proofs.fuzz.mutants import FAMILIES, MUTANTS
+from proofs.fuzz.mutants.search import find
+from proofs.fuzz.outcome import Outcome, Status
 
 
 def current(patch):

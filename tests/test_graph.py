@@ -1,10 +1,10 @@
 import pytest
 import torch
+from interpreter import evaluate
 
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Source, Value, iterate_leaves, map_leaves
-from spmd.testing.interpreter import evaluate
 
 aten = torch.ops.aten
 META = TensorMeta((2, 3), torch.float32)

@@ -131,7 +131,7 @@ def test_violations_are_seen():
     assert ["spmd.tracing.canonicalize.canonicalize"] == up(
         "spmd.tracing.trace", {"spmd.tracing.canonicalize.canonicalize", "spmd.tracing.recorder"}
     )
-    assert [] == up("spmd.rules.check.__main__", {"spmd.testing.rule_check.command"})
+    assert [] == up("spmd.rules.check.__main__", {"proofs.rule_check.command"})
 
 
 def test_nothing_imports_a_command():

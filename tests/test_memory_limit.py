@@ -10,6 +10,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import evaluate
 from torch import Tensor
 
 import gpt
@@ -22,7 +23,6 @@ from spmd.lowering.verify import verify
 from spmd.optim import AdamWState, Optimizer, adamw, sgd
 from spmd.plan.memory.reorder import by_results
 from spmd.plan.search import orders
-from spmd.testing.interpreter import evaluate
 from spmd.testing.live import peak_bytes
 from spmd.testing.programs import agree
 from spmd.tracing.canonicalize.canonicalize import canonicalize

@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
+from interpreter import evaluate
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
 from spmd import P
 from spmd.core.pytree import tree_leaves
-from spmd.testing.interpreter import evaluate
 from spmd.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings(

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from spmd.core.mesh import Mesh
-from spmd.core.placement import Replicate, Shard
-from spmd.testing.nn_sweep.call import Call, Role, call, trial
-from spmd.testing.nn_sweep.placements import MOST_OPERATIONS, layouts
-from spmd.testing.nn_sweep.pool import sweep
-from spmd.testing.nn_sweep.report import markdown
-from spmd.testing.nn_sweep.setups import SETUPS, Setup
-from spmd.testing.nn_sweep.subjects import (
+from proofs.nn_sweep.call import Call, Role, call, trial
+from proofs.nn_sweep.placements import MOST_OPERATIONS, layouts
+from proofs.nn_sweep.pool import sweep
+from proofs.nn_sweep.report import markdown
+from proofs.nn_sweep.setups import SETUPS, Setup
+from proofs.nn_sweep.subjects import (
     HANDMADE,
     NOT_MODULES,
     REASONS,
@@ -27,10 +25,12 @@ from spmd.testing.nn_sweep.subjects import (
     module_names,
     subjects,
 )
-from spmd.testing.nn_sweep.sweep import sweep_subject
-from spmd.testing.op_sweep.command import Report
-from spmd.testing.op_sweep.outcome import BAD, Outcome, Status
-from spmd.testing.page import section, write_section
+from proofs.nn_sweep.sweep import sweep_subject
+from proofs.op_sweep.command import Report
+from proofs.op_sweep.outcome import BAD, Outcome, Status
+from proofs.page import section, write_section
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Replicate, Shard
 
 X = Mesh(("x",), (4,))
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 import spmd.lowering.passes.layouts
+from proofs.op_sweep.cases import cases, entries, full_name
+from proofs.op_sweep.command import Report
+from proofs.op_sweep.layouts import layout_cases, restrided
+from proofs.op_sweep.outcome import BAD, Outcome, Status, summarize
+from proofs.op_sweep.placements import combinations, difference
+from proofs.op_sweep.pool import sweep
+from proofs.op_sweep.report import markdown
+from proofs.op_sweep.setups import SETUPS, Setup
+from proofs.op_sweep.sweep import sweep_entry
+from proofs.page import section
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec, TensorMeta
-from spmd.testing.op_sweep.cases import cases, entries, full_name
-from spmd.testing.op_sweep.command import Report
-from spmd.testing.op_sweep.layouts import layout_cases, restrided
-from spmd.testing.op_sweep.outcome import BAD, Outcome, Status, summarize
-from spmd.testing.op_sweep.placements import combinations, difference
-from spmd.testing.op_sweep.pool import sweep
-from spmd.testing.op_sweep.report import markdown
-from spmd.testing.op_sweep.setups import SETUPS, Setup
-from spmd.testing.op_sweep.sweep import sweep_entry
-from spmd.testing.page import section
 
 
 def entry(name: str) -> object:

@@ -11,14 +11,14 @@ from hypothesis import Phase, assume, given, settings
 import gpt
 import layouts
 import spmd
+from proofs.joint import JointProblem, joint_optimum
+from proofs.joint.ascent import minimize_by_ascent
+from proofs.oracle import Search, recorded_searches, solve_by_highs
 from spmd import P
 from spmd.errors import PlanError
 from spmd.plan import Machine
 from spmd.plan.solver.elimination import minimize
 from spmd.plan.solver.table import Table
-from spmd.testing.joint import JointProblem, joint_optimum
-from spmd.testing.joint.ascent import minimize_by_ascent
-from spmd.testing.oracle import Search, recorded_searches, solve_by_highs
 from spmd.testing.programs import Case, cases
 from workloads import GptStep
 

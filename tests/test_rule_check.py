@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from proofs.op_sweep.cases import entries
+from proofs.rule_calls.known import UNKNOWN, known_rows, reason_of
+from proofs.rule_calls.recorded import operator, recall, record, select, signature
+from proofs.rule_check.command import main
+from proofs.rule_check.prove import Task, prove
+from proofs.rule_check.tables import Proof
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.rules import RULES, factors
 from spmd.rules.check import Finding, Report
-from spmd.testing.op_sweep.cases import entries
-from spmd.testing.rule_calls.known import UNKNOWN, known_rows, reason_of
-from spmd.testing.rule_calls.recorded import operator, recall, record, select, signature
-from spmd.testing.rule_check.command import main
-from spmd.testing.rule_check.prove import Task, prove
-from spmd.testing.rule_check.tables import Proof
 
 aten = torch.ops.aten
 _MM = ["--op", "aten.mm.default$", "--handmade", "--missing"]
@@ -72,7 +72,7 @@ def test_a_pattern_without_operators(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("spmd.testing.rule_check.")]:
+    for name in [name for name in sys.modules if name.startswith("proofs.rule_check.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(SystemExit, match=r"needs rich.progress: pip install 'spmd\[testing\]'"):

@@ -11,6 +11,7 @@ from optree import tree_leaves
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
+from proofs.rule_calls import ARBITRARY, CALLS
 from spmd import P
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.errors import RuleError
@@ -20,7 +21,6 @@ from spmd.rules.check.execute import Example
 from spmd.rules.check.search import PlacedRow, _combinations, is_implied
 from spmd.rules.ops.shape import common_factors
 from spmd.rules.rule import table
-from spmd.testing.rule_calls import ARBITRARY, CALLS
 
 aten = torch.ops.aten
 R, Psum, Pmax, Pmin = Replicate(), Partial("sum"), Partial("max"), Partial("min")

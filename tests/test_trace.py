@@ -6,12 +6,12 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import evaluate
 
 from spmd.core.mesh import make_mesh, use_mesh
 from spmd.core.placement import Replicate, Shard
 from spmd.core.spec import P, TensorMeta
 from spmd.errors import ShardingError, TraceError
-from spmd.testing.interpreter import evaluate
 from spmd.tracing.constrain import constrain, encode_spec, parse_spec, reshard
 from spmd.tracing.trace import is_tracing, trace
 

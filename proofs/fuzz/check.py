@@ -1,0 +1,186 @@
+"""Runs one program on virtual ranks and on one device, and says what became of it."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from proofs.fuzz.environment import seeded
+from proofs.fuzz.generate import generate
+from proofs.fuzz.one_device import OneDevice
+from proofs.fuzz.outcome import Outcome, Status
+from proofs.fuzz.program import Program, default_dtype, mesh_of
+from proofs.fuzz.tensors import agrees
+from spmd.api.dtensor import DTensor
+from spmd.api.jit import jit
+from spmd.collectives.traffic import record_traffic
+from spmd.core.mesh import Mesh
+from spmd.core.placement import combine
+from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.errors import SpmdError
+from spmd.plan import Machine
+from spmd.testing.traffic import comms_differences
+
+_TOLERANCE = 1e-8  # of the largest number of a result
+_MACHINES = (Machine(), Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0))
+
+
+def check_seed(
+    seed: int,
+    generated: Callable[[], None] = lambda: None,
+    avoid: frozenset[str] = frozenset(),
+    program: Program | None = None,
+) -> Outcome:
+    """Generate the program of a seed and check it.
+
+    Args:
+        seed: of the program.
+        generated: called in between.
+        avoid: operators of the pool and transforms; programs with one of them are not run.
+        program: what the seed means, if it is known.
+    """
+    start = time.process_time()
+    with default_dtype(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = program or generate(seed)
+        made = time.process_time()
+        generated()
+        found = avoid & {program.transform.kind.value, *(line.operator for line in program.lines)}
+        outcome = Outcome(seed, Status.SKIPPED, f"with {min(found)}") if found else check(program)
+    return attrs.evolve(outcome, seconds=time.process_time() - start, generating=made - start)
+
+
+@functools.cache
+def known_program(seed: int) -> Program:
+    """The program of a seed, remembered: for those that are checked many times."""
+    with default_dtype(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return generate(seed)
+
+
+def check(program: Program) -> Outcome:
+    """Check a program; the default dtype must be float64."""
+    space = program.compiled()
+    values = [space[argument.name] for argument in program.arguments]
+    with OneDevice():
+        expected = list(seeded(space["reference"], *(value.contiguous() for value in values)))
+    mesh = mesh_of(program.mesh)
+    specs = [DTensorSpec.make(mesh, a.spec, TensorMeta.of(v)) for a, v in zip(program.arguments, values, strict=True)]
+    given = [
+        _spread(space[f"{argument.name}_parts"], spec) if spec.partial else value
+        for argument, value, spec in zip(program.arguments, values, specs, strict=True)
+    ]
+    outcome = attrs.evolve(_described(program, values, specs, mesh), status=Status.RIGHT)
+    out_specs = [*program.out_specs, *[P()] * len(expected)][: len(expected)]
+    jitted = jit(
+        space["program"],
+        tuple(argument.spec for argument in program.arguments),
+        out_specs,
+        mesh=mesh,
+        machine=_MACHINES[program.machine],
+    )
+    try:
+        with record_traffic() as traffic:
+            results = list(seeded(jitted, *given))
+        plan = jitted.plan(*given)
+    except SpmdError as error:
+        return attrs.evolve(outcome, status=Status.REFUSED, kind=_kind(error), message=_text(error))
+    except Exception as error:
+        return attrs.evolve(outcome, status=Status.CRASH, kind=_kind(error), message=_text(error))
+    planned = {str(operation.op) for operation in plan.graph.operations} | {comm.kind for comm in plan.comms}
+    outcome = attrs.evolve(outcome, collectives=len(traffic.transfers), planned=tuple(sorted(planned)))
+    if len(results) != len(expected):
+        return attrs.evolve(outcome, status=Status.WRONG, kind="number of results", message=f"{len(results)}")
+    for index, (result, truth) in enumerate(zip(results, expected, strict=True)):
+        reason = _difference(result, truth, out_specs[index])
+        if reason:
+            message = f"result {index}, {out_specs[index]!r}: {reason}"
+            return attrs.evolve(outcome, status=Status.WRONG, kind=_skeleton(reason), message=message)
+    differences = comms_differences(plan, traffic)
+    if differences:
+        return attrs.evolve(
+            outcome, status=Status.COMMS, kind=_skeleton(differences[0]), message="; ".join(differences)
+        )
+    return outcome
+
+
+def _spread(parts: Sequence[torch.Tensor], spec: DTensorSpec) -> DTensor:
+    """Ranks that differ in a partial axis hold shards of different parts."""
+    axes = [axis for axis, _ in spec.partial]
+    held = [
+        parts[spec.mesh.axis_index(coordinate, axes)][spec.local_slices(coordinate)]
+        for coordinate in spec.mesh.coordinates()
+    ]
+    return DTensor.from_local(held, spec.mesh, spec.pspec, shape=parts[0].shape)
+
+
+def _described(program: Program, values: Sequence[torch.Tensor], specs: Sequence[DTensorSpec], mesh: Mesh) -> Outcome:
+    last = tuple(size - 1 for size in mesh.sizes)
+    return Outcome(
+        program.seed,
+        Status.RIGHT,
+        transform=program.transform.kind.value,
+        operators=tuple(sorted({line.operator for line in program.lines} - {"adapt"})),
+        values=program.values,
+        strided=program.strided,
+        uneven=any(not spec.is_even for spec in specs),
+        empty=any(
+            axes and not size for spec in specs for axes, size in zip(spec.dims, spec.local_shape(last), strict=True)
+        ),
+        partial=any(spec.partial for spec in specs) or any(spec.partial for spec in program.out_specs),
+        ranks=mesh.size,
+    )
+
+
+def _difference(result: Any, expected: torch.Tensor, spec: P) -> str:
+    """Why a result is not what it should be on every rank; empty if it is."""
+    if not isinstance(result, DTensor):
+        return f"a {type(result).__name__}"
+    if (tuple(result.shape), result.dtype) != (tuple(expected.shape), expected.dtype):
+        return f"is {TensorMeta.of(result)}, expected {TensorMeta.of(expected)}"
+    if result.spec.pspec != spec:
+        return f"has {result.spec.pspec!r}"
+    mesh = result.mesh
+    axes = [axis for axis, _ in result.spec.partial]
+    groups = mesh.groups(axes) if axes else tuple((rank,) for rank in range(mesh.size))
+    for group in groups:
+        held = [result.shards[rank] for rank in group]
+        whole = functools.reduce(lambda a, b: combine(result.spec.partial[0][1], a, b), held)
+        wanted = expected[result.spec.local_slices(mesh.coordinate(group[0]))]
+        if whole.shape != wanted.shape or whole.dtype != wanted.dtype:
+            return f"rank {group[0]} holds {TensorMeta.of(whole)}, expected {TensorMeta.of(wanted)}"
+        if not agrees(whole, wanted, _TOLERANCE):
+            return f"values differ on rank {group[0]}: got {_numbers(whole)}, expected {_numbers(wanted)}"
+    return ""
+
+
+def _numbers(tensor: torch.Tensor) -> str:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return str([round(x, 6) if isinstance(x, float) else x for x in tensor.flatten().tolist()[:8]])
+
+
+def _text(error: BaseException) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{where.filename.rsplit('/', 2)[-1]}:{where.lineno}"
+    return f"{type(error).__name__}: {error} [{place}]"[:1500]
+
+
+def _kind(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_skeleton(str(error))}"
+
+
+def _skeleton(text: str) -> str:
+    """A message without what differs between programs."""
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    first = re.sub(r" at \S+\.py:\d+.*", "", first)
+    first = re.sub(r"\[[^\]]*\]|\([^)]*\)", "[]", first)
+    return re.sub(r"\b[xcv]?\d+(\.\d+)?(e[+-]?\d+)?\b", "N", first)[:160]

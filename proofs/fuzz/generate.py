@@ -1,0 +1,305 @@
+"""From a seed to a program."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import random
+import re
+from contextlib import nullcontext
+
+import attrs
+import torch
+
+from proofs.fuzz.draw import Block, Draw, Operand
+from proofs.fuzz.environment import Environment, Rejected, check_stable, seeded
+from proofs.fuzz.one_device import OneDevice
+from proofs.fuzz.pool import OPERATORS, WEIGHTS
+from proofs.fuzz.program import AXES, MACHINES, Argument, Line, Program
+from proofs.fuzz.rounding import OtherRounding
+from proofs.fuzz.tensors import NUDGE, Kind, Layout, Recipe, nudged
+from proofs.fuzz.transforms import Kind as TransformKind
+from proofs.fuzz.transforms import Transform
+from spmd.core.placement import REDUCTIONS, supports_reduction
+from spmd.core.spec import P
+
+_TRANSFORMS = {
+    TransformKind.NONE: 30,
+    TransformKind.GRAD: 16,
+    TransformKind.VJP: 10,
+    TransformKind.JVP: 10,
+    TransformKind.LINEARIZE: 6,
+    TransformKind.VMAP: 11,
+    TransformKind.ROW_GRAD: 3,
+    TransformKind.JACREV: 4,
+    TransformKind.JACFWD: 3,
+    TransformKind.HESSIAN: 4,
+    TransformKind.GRAD_GRAD: 5,
+}
+_COSTLY = frozenset({TransformKind.JACREV, TransformKind.JACFWD, TransformKind.HESSIAN, TransformKind.GRAD_GRAD})
+_TRIES = 4  # attempts with one operator, so that demanding ones are not rare
+_IN_TURN = 5  # operators of a program that are not drawn, so that none is rare
+_RETURNED = 0.25  # of the values that a later line reads, which may hide an error
+_RESULTS = 2048  # elements of all results together
+_CALLS = 250  # operators that one device runs
+
+
+def generate(seed: int) -> Program:
+    """The program of a seed: the same one each time."""
+    attempts = (_generated(random.Random(f"{seed}.{attempt}"), seed) for attempt in itertools.count())
+    return next(program for program in attempts if program is not None)
+
+
+def _generated(rng: random.Random, seed: int) -> Program | None:
+    """A program; None if rounding alone would change what it computes."""
+    kind = rng.choices(list(_TRANSFORMS), list(_TRANSFORMS.values()))[0]
+    length = _length(rng, kind)
+    mesh = _mesh(rng, kind)
+    axes = AXES[: len(mesh)]
+    largest = 3 if kind in _COSTLY else 5
+    maker = _Maker(Draw(rng, axes=axes, mesh=mesh, largest=largest, most=min(8, 3 + length // 3)))
+    wanted = [*_in_turn(seed), *rng.choices(_NAMES, _WEIGHTS, k=length - _IN_TURN)]
+    rng.shuffle(wanted)
+    again = wanted[:]  # later, there are other operands
+    while len(maker.lines) - maker.adapted < length:
+        operator = wanted.pop() if wanted else again.pop() if again else rng.choices(_NAMES, _WEIGHTS)[0]
+        if any(maker.attempt(operator) for _ in range(_TRIES)) and operator in again:
+            again.remove(operator)
+    return _finished(maker, seed, kind, mesh)
+
+
+def _in_turn(seed: int) -> list[str]:
+    """Operators that a program should have: of many seeds in a row, each in as many as any other."""
+    turns = range(seed * _IN_TURN, (seed + 1) * _IN_TURN)
+    return [_order(turn // len(_NAMES))[turn % len(_NAMES)] for turn in turns]
+
+
+@functools.cache
+def _order(number: int) -> list[str]:
+    """The operators in one of many orders."""
+    return random.Random(number).sample(_NAMES, len(_NAMES))
+
+
+def _length(rng: random.Random, kind: TransformKind) -> int:
+    """How many operators: 5 to 25, mostly few, and few under transforms that make many out of one."""
+    if kind in _COSTLY:
+        return rng.randint(5, 7)
+    return 5 + min(20, int(rng.expovariate(0.16 if kind in (TransformKind.NONE, TransformKind.VMAP) else 0.28)))
+
+
+_NAMES = tuple(OPERATORS)
+_WEIGHTS = tuple(WEIGHTS[name] for name in _NAMES)
+
+
+@attrs.define
+class _Maker:
+    """A program that grows line by line."""
+
+    draw: Draw
+    lines: list[Line] = attrs.field(factory=list)
+    adapted: int = 0
+
+    def attempt(self, operator: str) -> bool:
+        """Add a line of an operator, if it finds operands and computes something; whether it did."""
+        draw = self.draw
+        before = (dict(draw.arguments), dict(draw.constants), list(draw.values))
+        draw.taken, draw.adapters = set(), []
+        written = False
+        try:
+            made = OPERATORS[operator](draw)
+            written = isinstance(made, Block)
+            text, names = self._executed(made) if isinstance(made, Block) else self._evaluated(made)
+        except Rejected:
+            draw.arguments, draw.constants, draw.values = before
+            if written:
+                self._rebuild()
+            return False
+        self.lines += [Line("adapt", text) for _, text in draw.adapters]
+        self.adapted += len(draw.adapters)
+        self.lines.append(Line(operator, text))
+        draw.unused -= draw.taken
+        draw.unused |= set(names)
+        draw.values += [name for name in names if name not in draw.values]
+        return True
+
+    def _executed(self, block: Block) -> tuple[str, tuple[str, ...]]:
+        environment = self.draw.environment
+        text = "\n".join(block.statements)
+        environment.run(text)
+        environment.check([*self.draw.values, *block.names])
+        return text, block.names
+
+    def _evaluated(self, expression: str) -> tuple[str, tuple[str, ...]]:
+        draw = self.draw
+        value, moved = draw.environment.evaluate(expression)
+        if isinstance(value, torch.Tensor):
+            name = draw.name()
+            suffix = _relayout(draw, value)
+            if suffix:
+                text = f"{expression}{suffix}" if _is_postfix(expression) else f"({expression}){suffix}"
+                value, moved = draw.environment.evaluate(text)
+                expression = text
+            draw.environment.bind(name, value, moved)
+            return f"{name} = {expression}", (name,)
+        kept = [draw.name() for _ in value[:3]]
+        for name, one, other in zip(kept, value, moved, strict=False):
+            draw.environment.bind(name, one, other)
+        targets = ", ".join(kept) + ("," if len(kept) == 1 else "") + (", *_" if len(value) > 3 else "")
+        return f"{targets} = {expression}", tuple(kept)
+
+    def _rebuild(self) -> None:
+        """The environment again, after statements wrote to it that are not part of the program."""
+        environment = self.draw.environment = Environment()
+        for table, argument in ((self.draw.arguments, True), (self.draw.constants, False)):
+            for name, recipe in table.items():
+                environment.define(name, recipe, argument=argument)
+        for line in self.lines:
+            environment.run(line.text)
+
+
+def _relayout(draw: Draw, value: torch.Tensor) -> str:
+    """A view to put behind a result, so that many values are not contiguous."""
+    if value.ndim < 1 or not value.is_contiguous() or draw.maybe(0.55) or value.numel() < 2:
+        return ""
+    if value.ndim > 1 and draw.maybe(0.7):
+        return draw.choice(".mT", ".transpose(0, -1)", ".movedim(0, -1)", ".transpose(0, 1)")
+    if value.ndim < 4 and draw.maybe(0.25) and value.numel() <= 200:
+        return ".unsqueeze(0).expand(" + ", ".join(["2", *["-1"] * value.ndim]) + ")"
+    return draw.choice("[..., ::2]", "[..., 1:]" if value.shape[-1] > 1 else "[::2]", "[::2]")
+
+
+def _is_postfix(expression: str) -> bool:
+    return isinstance(ast.parse(expression, mode="eval").body, (ast.Call, ast.Subscript, ast.Attribute, ast.Name))
+
+
+def _finished(maker: _Maker, seed: int, kind: TransformKind, mesh: tuple[int, ...]) -> Program | None:
+    draw = maker.draw
+    rng = draw.rng
+    read = " ".join(line.text for line in maker.lines)
+    words = set(_words(read))
+    arguments = {name: recipe for name, recipe in draw.arguments.items() if name in words}
+    constants = tuple((name, recipe) for name, recipe in draw.constants.items() if name in words)
+    returned = set(draw.unused)
+    if kind not in _COSTLY:
+        returned.update(name for name in draw.values if name not in draw.arguments and draw.maybe(_RETURNED))
+    outputs = tuple(name for name in draw.values if name in returned)
+    machine = rng.randrange(len(MACHINES))
+    for candidate in _candidates(kind):
+        recipes = dict(arguments)
+        transform = _transform(rng, candidate, recipes)
+        if transform is None:
+            continue
+        placed = tuple(Argument(name, recipe, _in_spec(draw, recipe)) for name, recipe in recipes.items())
+        lines = tuple(maker.lines)
+        program = Program(seed, mesh, machine, placed, constants, lines, outputs, transform, (), *_strided(draw))
+        try:
+            results = truth(program)
+        except Rejected:
+            continue
+        return attrs.evolve(program, out_specs=tuple(_out_spec(draw, result) for result in results))
+    return None
+
+
+def _strided(draw: Draw) -> tuple[int, int]:
+    """How many values have several elements, and how many of them are not contiguous."""
+    environment = draw.environment
+    tensors = [eval(recipe.text(), environment.values) for recipe in draw.arguments.values()]
+    tensors += [environment.values[name] for name in draw.values if name not in draw.arguments]
+    several = [tensor for tensor in tensors if tensor.numel() > 1]
+    return len(several), sum(not tensor.is_contiguous() for tensor in several)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z]\d+", text)
+
+
+def _candidates(kind: TransformKind) -> list[TransformKind]:
+    """The transform that was drawn, and what to take where torch cannot."""
+    order = [kind]
+    if kind in _COSTLY or kind is TransformKind.ROW_GRAD:
+        order += [TransformKind.GRAD]
+    if kind is TransformKind.JVP:
+        order += [TransformKind.VJP]
+    return [*order, TransformKind.NONE]
+
+
+def _transform(rng: random.Random, kind: TransformKind, recipes: dict[str, Recipe]) -> Transform | None:
+    """The transform with its details; a transform that maps gives arguments another dim."""
+    smooth = [n for n, recipe in enumerate(recipes.values()) if recipe.kind in (Kind.FLOAT, Kind.COMPLEX)]
+    if kind in _COSTLY:
+        smooth = [n for n in smooth if list(recipes.values())[n].kind is Kind.FLOAT]
+        smooth = rng.sample(smooth, min(len(smooth), 2))
+    transform = Transform(kind, tuple(sorted(smooth)))
+    if transform.differentiates and not smooth:
+        return None
+    if kind in (TransformKind.JVP, TransformKind.LINEARIZE) and rng.random() < 0.3:
+        transform = attrs.evolve(transform, argnums=tuple(sorted(rng.sample(smooth, rng.randint(1, len(smooth))))))
+    if not transform.maps:
+        return transform
+    size = rng.randint(1, 4)
+    dims: list[int | None] = [rng.randint(0, len(r.shape)) if rng.random() < 0.75 else None for r in recipes.values()]
+    if not dims:
+        return None
+    if all(dim is None for dim in dims):
+        dims[0] = 0
+    for (name, recipe), dim in zip(list(recipes.items()), dims, strict=True):
+        if dim is not None:
+            shape = (*recipe.shape[:dim], size, *recipe.shape[dim:])
+            recipes[name] = Recipe(recipe.kind, shape, seed=recipe.seed).relaid(rng)
+    return attrs.evolve(transform, in_dims=tuple(dims), out_dim=0 if rng.random() < 0.7 else -1)
+
+
+def truth(program: Program) -> list[torch.Tensor]:
+    """What a program computes on one device.
+
+    Raises:
+        Rejected: torch refuses it, rounding would change it, or there is too much of it.
+    """
+    results: list[list[torch.Tensor]] = []
+    try:
+        space = program.compiled()
+        given = [space[argument.name] for argument in program.arguments]
+        moved = [nudged(value) for value in given]
+        runs = ((given, nullcontext()), (moved, OtherRounding()), (moved, OtherRounding(-NUDGE)))
+        for values, rounding in runs:
+            with rounding, OneDevice() as device:
+                results.append(list(seeded(space["reference"], *(value.contiguous() for value in values))))
+    except Exception as error:  # whatever torch does, there is nothing to compare with
+        raise Rejected(f"{error}") from None
+    if device.calls > _CALLS:
+        raise Rejected("too many operators")
+    for others in results[1:]:
+        check_stable(results[0], others)
+    if not results[0] or sum(result.numel() for result in results[0]) > _RESULTS:
+        raise Rejected("too many results")
+    return results[0]
+
+
+def _mesh(rng: random.Random, kind: TransformKind) -> tuple[int, ...]:
+    weights = (12, 7, 1) if kind in _COSTLY else (11, 7, 2)
+    return rng.choice(rng.choices(_MESHES, weights)[0])
+
+
+_MESHES = (
+    ((1,), (2,), (2,), (3,), (3,), (4,), (4,), (5,)),
+    ((2, 2), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (1, 3), (2, 1)),
+    ((2, 2, 2), (1, 2, 3), (2, 1, 2), (2, 3, 1)),
+)
+"""Of one axis, of two, of three."""
+
+
+def _in_spec(draw: Draw, recipe: Recipe) -> P:
+    return _spec(draw, len(recipe.shape), getattr(torch, recipe.kind.value), 0.08)
+
+
+def _out_spec(draw: Draw, result: torch.Tensor) -> P:
+    return _spec(draw, result.ndim, result.dtype, 0.06) if draw.maybe(0.6) else P()
+
+
+def _spec(draw: Draw, ndim: int, dtype: torch.dtype, pending: float) -> P:
+    ops = [op for op in REDUCTIONS if supports_reduction(op, dtype)]
+    return draw.spec(ndim, draw.choice(*ops) if ops else None, pending)
+
+
+__all__ = ["Layout", "Operand", "generate", "truth"]

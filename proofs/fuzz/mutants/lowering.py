@@ -1,0 +1,130 @@
+"""Mutants of planning and lowering: what a rank's program computes on the shards that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proofs.fuzz.mutants.mutant import Patch, mutant, replaced, returning
+from spmd.lowering.emit import _Emitter
+from spmd.plan.data.layout import Layout
+from spmd.plan.data.local_calls import body_of
+from spmd.rules.builders import pointwise
+
+_EMIT, _STEPS, _CANDIDATES = "spmd.lowering.emit", "spmd.lowering.steps", "spmd.plan.search.candidates"
+
+
+def _planned_body(emitter: _Emitter, operation: Any) -> Any:
+    return body_of(emitter.plan.strategies.get(operation, {}))
+
+
+def _reversed_axes(found: Any) -> Any:
+    return None if found is None else (found[0], found[1][::-1])
+
+
+def _drawn_apart(stop: Any, calls: Any) -> list[Any]:
+    def draw(arguments: Any) -> Any:
+        count = len(arguments) - len(stop.keywords)
+        return stop.op(*arguments[:count], **dict(zip(stop.keywords, arguments[count:], strict=True)))
+
+    return [draw(arguments) for arguments, _ in calls]
+
+
+def _any_order(carry: Any) -> Any:
+    """Axes that follow the planning order or not."""
+    return lambda mesh, axes, atoms, order: carry(mesh, axes, atoms, axes)
+
+
+def _indivisible(carry: Any) -> Any:
+    """The whole run of axes on the leading atom, whether they divide it or not."""
+    return lambda mesh, axes, atoms, order: [axes, *((),) * (len(atoms) - 1)]
+
+
+MUTANTS = (
+    mutant(
+        "sizes",
+        "size arguments of views, of `expand` and of factories stay those of the whole tensor",
+        replaced(_EMIT, "with_local_size", lambda args, position, shape: args),
+    ),
+    mutant(
+        "empty shards",
+        "the operator runs on empty shards, where its rule has another computation",
+        replaced(_Emitter, "body", _planned_body),
+    ),
+    mutant(
+        "uneven ranks",
+        "all ranks run the program of the first",
+        replaced("spmd.lowering.lower", "_uneven_specs", lambda plan: ()),
+    ),
+    mutant(
+        "bodies: axes",
+        "a local body over several axes takes them minor first",
+        returning(_EMIT, "body_of", _reversed_axes),
+    ),
+    mutant(
+        "bodies: whole operands",
+        "a local body takes its shard for the whole operand",
+        replaced(Layout, "without", lambda layout, axes: layout),
+    ),
+    mutant(
+        "steps: merged",
+        "a step over a dim of several atoms always shards the whole dim",
+        replaced(_STEPS, "_merges", lambda group, mesh: True),
+        within="minor_factor",
+    ),
+    mutant(
+        "steps: uneven atoms",
+        "a step over the leading of several atoms shards the whole dim though chunks are uneven",
+        Patch(
+            _STEPS,
+            "_merges",
+            lambda merges: lambda group, mesh: merges(group, mesh) or bool(group[0].source or group[0].target),
+        ),
+        within="minor_factor",
+    ),
+    mutant(
+        "edges: order of axes",
+        "axes of an argument's dim are taken in an order other than planned",
+        Patch("spmd.plan.search.boundary", "_carry_dim", _any_order),
+    ),
+    mutant(
+        "edges: indivisible atoms",
+        "an argument's chunks pass for chunks of the leading atom though they do not divide it",
+        Patch("spmd.plan.search.boundary", "_carry_dim", _indivisible),
+    ),
+    mutant(
+        "atoms: opaque factors",
+        "a factor may be sharded where a dim has other atoms than it",
+        replaced("spmd.rules.strategy", "_opaque_factors", lambda dims, logical: frozenset()),
+        within="disagreeing_views views_of_shards",
+    ),
+    mutant(
+        "candidates: kinds of reduction",
+        "a value may wait for a sum on one axis and for a maximum on another",
+        replaced(_CANDIDATES, "_reduces_alike", lambda draft, value, state: True),
+        within="two_reductions",
+    ),
+    mutant(
+        "candidates: bodies",
+        "different local bodies may run on two axes",
+        replaced(_CANDIDATES, "runs_together", lambda strategy, other: True),
+        within="shards_of_images",
+    ),
+    mutant(
+        "scattered reductions",
+        "every reduction that is then moved on is one move to the first place",
+        replaced("spmd.plan.search.scatter", "_is_scattered", lambda reduction, shard, specs: True),
+        within="reshard constrain",
+    ),
+    mutant(
+        "draws: each rank",
+        "every rank draws random numbers of its own",
+        replaced("spmd.runtime.virtual", "_draw", _drawn_apart),
+        within="dropout rand_like randn_like bernoulli randperm rand rand_twice rand_unused rand_inplace",
+    ),
+    mutant(
+        "draws: shards",
+        "a draw may be sharded",
+        replaced("spmd.plan.search.prepare", "DRAW", pointwise()),
+        within="dropout rand_like randn_like bernoulli randperm rand rand_twice rand_unused rand_inplace",
+    ),
+)

@@ -1,0 +1,149 @@
+"""Mutants of resharding: what each step of a redistribution moves, and which steps there are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from proofs.fuzz.mutants.mutant import Change, Patch, mutant, replaced, with_entry
+from spmd.collectives.group import Group
+from spmd.collectives.resharding import Step
+from spmd.collectives.traffic import StepKind
+
+_MOVES, _VIRTUAL = "spmd.collectives.moves", "spmd.collectives.virtual"
+
+
+def _kernel(name: str, change: Change) -> Patch:
+    """A primitive that gives the ranks of a group other results."""
+    op = getattr(torch.ops.spmd, name).default
+
+    def changed(kernels: Any) -> Any:
+        return {**kernels, op: lambda group, calls: change(kernels[op](group, calls))}
+
+    return Patch(_VIRTUAL, "KERNELS", changed)
+
+
+def _turned(results: list[Tensor]) -> list[Tensor]:
+    """What the next rank should hold, where it has the right shape."""
+    turned = results[1:] + results[:1]
+    return [new if new.shape == old.shape else old for new, old in zip(turned, results, strict=True)]
+
+
+def _reversed_gather(group: Group, calls: Sequence[Any]) -> list[Tensor]:
+    return [torch.cat([call[0] for call in reversed(calls)], calls[0][1])] * len(calls)
+
+
+def _balanced(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Chunks that differ by one at most, as those of `torch.tensor_split`."""
+    count = math.prod(sizes)
+    cuts = [length * number // count for number in range(count + 1)]
+    return tuple(itertools.pairwise(cuts))
+
+
+def _without_last(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda op, tensors: reduce(op, tensors[: max(1, len(tensors) - 1)])
+
+
+def _first_chunk(group: Group, calls: Sequence[Any]) -> list[Tensor]:
+    bounds = group.bounds(calls[0][0].shape[calls[0][1]])
+    return [x.narrow(dim, 0, stop - start) for (x, dim, *_), (start, stop) in zip(calls, bounds, strict=True)]
+
+
+def _even_offsets(group: Group, calls: Sequence[Any]) -> list[Tensor]:
+    return [torch.tensor(calls[0][0] * index // group.size) for index in range(group.size)]
+
+
+def _split_first(arguments: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """An all_to_all that splits and joins the other way round, where both dims have one length."""
+
+    def change(step: Step, coordinate: tuple[int, ...]) -> tuple[Any, ...]:
+        found = arguments(step, coordinate)
+        if step.kind is not StepKind.ALL_TO_ALL:
+            return found
+        split, concat, split_size, concat_size, axes = found
+        return concat, split, concat_size, split_size, axes
+
+    return change
+
+
+MUTANTS = (
+    mutant(
+        "all_gather: order",
+        "shards are joined in the reverse order of the ranks",
+        with_entry(_VIRTUAL, "KERNELS", torch.ops.spmd.all_gather.default, _reversed_gather),
+        within="all_gather",
+    ),
+    mutant(
+        "all_reduce: last rank",
+        "the last rank's part is missing in a reduction",
+        Patch(_VIRTUAL, "_reduce", _without_last),
+        within="all_reduce reduce_scatter",
+    ),
+    mutant(
+        "all_reduce: one rank",
+        "only the first rank gets the result of a reduction",
+        _kernel("all_reduce", lambda results: [results[0], *(torch.zeros_like(x) for x in results[1:])]),
+        within="all_reduce",
+    ),
+    mutant(
+        "reduce_scatter: chunk",
+        "a rank gets the next rank's chunk",
+        _kernel("reduce_scatter", _turned),
+        within="reduce_scatter",
+    ),
+    mutant(
+        "all_to_all: chunk", "a rank gets the next rank's chunk", _kernel("all_to_all", _turned), within="all_to_all"
+    ),
+    mutant(
+        "all_to_all: dims",
+        "the split and the joined dim are exchanged",
+        Patch(Step, "arguments", _split_first),
+        within="all_to_all",
+    ),
+    mutant("permute: rank", "a rank gets what the next one should", _kernel("permute", _turned), within="permute"),
+    mutant(
+        "shard: chunk",
+        "every rank takes the first chunk",
+        with_entry(_VIRTUAL, "KERNELS", torch.ops.spmd.shard.default, _first_chunk),
+    ),
+    mutant("shard: next", "every rank takes the next rank's chunk", _kernel("shard", _turned)),
+    mutant(
+        "to_partial: replicas",
+        "every rank holds the value of which only the first should",
+        _kernel("to_partial", lambda results: [results[0]] * len(results)),
+        within="spmd.redistribute.default",
+    ),
+    mutant(
+        "to_partial: neutral",
+        "the other ranks of a maximum or a minimum hold zeros",
+        replaced(_VIRTUAL, "neutral_element", lambda op, dtype: 0),
+        within="aten.amax.default aten.amin.default aten.max.default aten.min.default spmd.redistribute.default",
+    ),
+    mutant(
+        "shard_offset: even",
+        "every shard begins where equal chunks would",
+        with_entry(_VIRTUAL, "KERNELS", torch.ops.spmd.shard_offset.default, _even_offsets),
+    ),
+    mutant(
+        "axis_index: reversed",
+        "ranks are numbered from the last",
+        _kernel("axis_index", lambda results: results[::-1]),
+        within="aten.cumsum.default aten.cumprod.default aten.logcumsumexp.default",
+    ),
+    mutant(
+        "chunks: balanced",
+        "uneven chunks differ by one row at most",
+        replaced("spmd.collectives.group", "_bounds", _balanced),
+    ),
+    mutant(
+        "reductions: kind",
+        "every pending reduction is a sum",
+        Patch(_MOVES, "_reductions", lambda find: lambda *args: (attrs.evolve(move, op="sum") for move in find(*args))),
+    ),
+)

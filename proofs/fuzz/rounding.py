@@ -1,0 +1,79 @@
+"""Sums that come out with other last digits, as on ranks that add in another order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from proofs.fuzz.tensors import NUDGE
+
+_SUMS = frozenset(
+    [
+        "sum",
+        "mean",
+        "prod",
+        "cumsum",
+        "cumprod",
+        "logsumexp",
+        "logcumsumexp",
+        "var",
+        "var_mean",
+        "std",
+        "norm",
+        "linalg_vector_norm",
+        "trace",
+        "dot",
+        "vdot",
+        "mv",
+        "mm",
+        "bmm",
+        "addmm",
+        "addmv",
+        "addbmm",
+        "baddbmm",
+        "convolution",
+        "native_layer_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "_softmax",
+        "_log_softmax",
+        "index_add",
+        "index_reduce",
+        "scatter_add",
+        "scatter_reduce",
+        "avg_pool2d",
+        "_adaptive_avg_pool2d",
+        "mse_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "soft_margin_loss",
+        "binary_cross_entropy",
+        "nll_loss_forward",
+    ],
+)
+
+
+class OtherRounding(TorchDispatchMode):
+    """Moves the last digits of what sums give: what a program makes of them must not depend on those.
+
+    Args:
+        nudge: how far, as a share of each number; zeros stay, as sums of zeros do in every order.
+    """
+
+    def __init__(self, nudge: float = NUDGE) -> None:
+        super().__init__()
+        self._nudge = nudge
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ not in _SUMS or func._schema.is_mutable:
+            return result
+        return optree.tree_map(self._moved, result)  # type: ignore[arg-type]
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return value
+        return value * (1 + self._nudge)

@@ -1,0 +1,46 @@
+"""`python -m proofs.op_sweep --setup forward --op PATTERN`: torch's operators on virtual ranks, against torch."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import attrs
+import torch
+from rich.console import Console
+
+from proofs.op_sweep.cases import entries
+from proofs.op_sweep.command import arguments, run
+from proofs.op_sweep.pool import sweep
+from proofs.op_sweep.report import Reports, layouts_markdown, markdown, show
+from proofs.op_sweep.setups import SETUPS, Setup
+from proofs.op_sweep.sweep import sweep_entry
+
+
+def main() -> int:
+    """Run the sweeps; 1 if anything is wrong, fails or hangs."""
+    parser = argparse.ArgumentParser(prog="python -m proofs.op_sweep", description=__doc__)
+    parser.add_argument("--op", default="", help="part of an entry's name; 'name$' for exactly one")
+    parser.add_argument("--samples", type=int, help="calls of each entry, in place of the setup's number")
+    parser.add_argument("--combinations", type=int, help="placements of each call, at most, in place of the setup's")
+    options = arguments(parser, SETUPS, seconds=300.0)
+    torch.set_num_threads(1)
+    chosen = entries(options.op)
+    sweep_entry(entries("addmm$")[0], Setup({"x": 2}, samples=1, limit=1))  # what every process needs, once
+    given = {"samples": options.samples, "limit": options.combinations}
+    given = {key: value for key, value in given.items() if value is not None}
+    setups = {name: attrs.evolve(setup, **given) for name, setup in SETUPS.items()}
+    reports = run(options, setups, partial(sweep, chosen), len(chosen), _sections)
+    show(reports, Console())
+    return int(any(report.bad for report in reports.values()))
+
+
+def _sections(reports: Reports) -> dict[str, str]:
+    plain = {setup: report for setup, report in reports.items() if not report.setup.layouts}
+    laid_out = {setup: report for setup, report in reports.items() if report.setup.layouts}
+    written = ("op_sweep", markdown, plain), ("op_sweep_layouts", layouts_markdown, laid_out)
+    return {name: write(found) for name, write, found in written if found}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

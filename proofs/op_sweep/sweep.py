@@ -1,0 +1,233 @@
+"""One entry of the database: traced once a sample, planned, lowered and run once a combination of placements."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+import torch
+from torch.fx.experimental import proxy_tensor
+
+from proofs.op_sweep.cases import Case, cases, full_name
+from proofs.op_sweep.layouts import layout_cases
+from proofs.op_sweep.outcome import Outcome, Status
+from proofs.op_sweep.placements import Combination, combinations, difference, spread
+from proofs.op_sweep.setups import Setup
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Replicate
+from spmd.core.spec import DTensorSpec
+from spmd.errors import TraceError
+from spmd.ir.graph import Graph
+from spmd.lowering.lower import lower
+from spmd.plan import PlanData, Request, plan
+from spmd.plan.search.boundary import carry_over
+from spmd.rules import find_rule
+from spmd.runtime import VirtualProgram
+from spmd.tracing.canonicalize.canonicalize import canonicalize
+from spmd.tracing.trace import trace_flat
+
+SEED = 42
+"""Of both runs, so that random operators draw the same numbers."""
+
+
+def sweep_entry(entry: Any, setup: Setup) -> Outcome:
+    """Run one entry."""
+    outcome = Outcome(full_name(entry))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if setup.layouts:
+                found = list(layout_cases(entry, setup.samples, setup.backward))
+            else:
+                found = list(cases(entry, setup.samples, setup.backward, setup.lengths))
+        except Exception as error:  # the database's own samples may need what is not there
+            outcome.note(Status.SKIPPED, said_by(error))
+            return outcome
+        if not found:
+            outcome.note(Status.SKIPPED, f"no call with dense tensors{' and a gradient' if setup.backward else ''}")
+        mesh = Mesh(tuple(setup.mesh), tuple(setup.mesh.values()))
+        for case in found:
+            chosen = combinations(case.tensors, mesh, setup.limit, setup.partial)
+            sweep_case(case, mesh, lambda _: chosen, outcome, make_fx=setup.make_fx)  # noqa: B023  # called at once
+    return outcome
+
+
+def sweep_case(
+    case: Case, mesh: Mesh, choose: Callable[[Graph], Iterable[Combination]], outcome: Outcome, *, make_fx: bool = False
+) -> None:
+    """Run one call with some placements of its tensors against plain torch.
+
+    Args:
+        case: the call.
+        mesh: where.
+        choose: gives the placements, by the call's graph.
+        outcome: what to count it in.
+        make_fx: also ask whether torch's `make_fx` traces the call.
+    """
+    try:
+        torch.default_generator.manual_seed(SEED)
+        expected = case.function(*(tensor.clone() for tensor in case.tensors))
+    except Exception as error:  # whatever plain torch does, there is nothing to compare with
+        outcome.note(Status.SKIPPED, f"{case.label}: {said_by(error)}")
+        return
+    if not expected or any(tensor.layout is not torch.strided for tensor in expected):
+        outcome.note(Status.SKIPPED, f"{case.label}: no dense tensor in the result")
+        return
+    outcome.calls += 1
+    outcome.lengths = sorted({*outcome.lengths, *(length for tensor in case.tensors for length in tensor.shape)})
+    before = outcome.wrong + outcome.errors + outcome.refused
+    graph = _trace(case, outcome)
+    if graph is not None:
+        for combination in choose(graph):
+            _sweep_combination(_Run(case, graph, mesh, combination, expected), outcome)
+    if make_fx and make_fx_traces(case):
+        outcome.traced += 1
+        outcome.unmatched += outcome.wrong + outcome.errors + outcome.refused > before
+
+
+def _direct(case: Case) -> Case:
+    """The case on its operands themselves; on copies of them if plain torch refuses that, as some layouts."""
+    if case.direct is None:
+        return case
+    try:
+        case.direct(*(tensor.clone() for tensor in case.tensors))
+    except Exception:
+        return case
+    return attrs.evolve(case, function=case.direct, direct=case.function)
+
+
+def _trace(case: Case, outcome: Outcome) -> Graph | None:
+    try:
+        return _canonical(case)
+    except Exception as error:
+        refused = isinstance(error, TraceError)
+        untraceable = not make_fx_traces(case)
+        outcome.refused += refused or untraceable
+        if not (refused or untraceable):
+            outcome.errors += 1
+            outcome.combinations += 1
+        status = Status.UNTRACEABLE if untraceable else Status.REFUSED if refused else Status.ERROR
+        outcome.note(status, f"{case.label}: {said_by(error)}")
+        return None
+
+
+def _canonical(case: Case) -> Graph:
+    try:
+        graph = trace_flat(case.function, case.tensors)
+    except TraceError:
+        if case.direct is None:
+            raise
+        graph = trace_flat(case.direct, case.tensors)  # the other one may write to its arguments
+    return canonicalize(graph, lambda op: find_rule(op) is None)
+
+
+def make_fx_traces(case: Case) -> bool:
+    """Whether torch's own tracer traces a call."""
+    try:
+        proxy_tensor.make_fx(case.function, tracing_mode="fake")(*case.tensors)
+    except Exception:
+        return False
+    return True
+
+
+def _sweep_combination(run: _Run, outcome: Outcome) -> None:
+    outcome.combinations += 1
+    try:
+        reason = next(run.failures(outcome), None)
+    except Exception as error:
+        outcome.errors += 1
+        outcome.note(Status.ERROR, f"{run.case.label}: {run}: {said_by(error)}")
+        return
+    if reason is not None:
+        outcome.wrong += 1
+        outcome.note(Status.WRONG, f"{run.case.label}: {reason}")
+        return
+    outcome.passed += 1
+    outcome.uneven += any(not spec.is_even for spec in run.operands)
+    outcome.empty += any(map(_has_empty_shard, run.operands))
+    outcome.note(Status.PASS)
+
+
+def _has_empty_shard(spec: DTensorSpec) -> bool:
+    """Whether the last rank, which has the least, has nothing of a sharded dim."""
+    last = spec.local_shape(tuple(size - 1 for size in spec.mesh.sizes))
+    return any(axes and not length for axes, length in zip(spec.dims, last, strict=True))
+
+
+def said_by(error: Exception) -> str:
+    """The first line of an error, without places in torch and libraries."""
+    lines = str(error).strip().splitlines() or [""]
+    said = re.sub(r" at \S+ \(`[^`]*`\)", "", lines[0])  # a line of torch's or of a library: no user's is there
+    return f"{type(error).__name__}: {said:.300}"
+
+
+@attrs.frozen(eq=False)
+class _Run:
+    """One combination of placements: once with replicated results, once with results that stay where they are."""
+
+    case: Case
+    graph: Graph
+    mesh: Mesh
+    combination: Combination
+    expected: Sequence[torch.Tensor]
+
+    def __str__(self) -> str:
+        return ", ".join("/".join(map(repr, placements)) for placements in self.combination)
+
+    @cached_property
+    def operands(self) -> list[DTensorSpec]:
+        return [
+            DTensorSpec.make(self.mesh, placements, value.meta)
+            for placements, value in zip(self.combination, self.graph.inputs, strict=True)
+        ]
+
+    def failures(self, outcome: Outcome) -> Iterator[str]:
+        operands = self.operands
+        shards = [spread(tensor, spec) for tensor, spec in zip(self.case.tensors, operands, strict=True)]
+        replicated = [DTensorSpec.replicated(self.mesh, value.meta) for value in self.graph.outputs]
+        found = plan(Request(self.graph, self.mesh, operands, replicated))
+        outcome.fallbacks = sorted({*outcome.fallbacks, *(str(operation.op) for operation in found.fallbacks)})
+        yield from self._compare(found, shards, replicated)
+        if all(spec.is_replicated for spec in operands):
+            return
+        left = self._left(operands)
+        if left == replicated:
+            return
+        found = plan(Request(self.graph, self.mesh, operands, left))
+        yield from self._compare(found, shards, left)
+        if not found.comms and any(any(spec.dims) for spec in operands):
+            outcome.local += 1
+            outcome.sharded += any(any(spec.dims) for spec in left)
+
+    def _left(self, operands: Sequence[DTensorSpec]) -> list[DTensorSpec]:
+        """The specs in which a plan leaves the results if none are asked for."""
+        free = plan(Request(attrs.evolve(self.graph, outputs=()), self.mesh, operands, ()))
+        return [_physical(free, value) for value in self.graph.outputs]
+
+    def _compare(
+        self, found: PlanData, shards: Sequence[Sequence[torch.Tensor]], specs: Sequence[DTensorSpec]
+    ) -> Iterator[str]:
+        program = VirtualProgram(lower(found))
+        torch.default_generator.manual_seed(SEED)
+        results = program(list(map(tuple, shards)))
+        for index, (spec, held, expected) in enumerate(zip(specs, results, self.expected, strict=True)):
+            reason = difference(held, spec, expected, self.case.values)
+            if reason is not None:
+                yield f"{self} -> result {index} {spec.pspec!r}: {reason}"
+
+
+def _physical(found: PlanData, value: Any) -> DTensorSpec:
+    """The spec of a value over its physical dims; replicated where there is none."""
+    logical, spec = found.logical[value], found.specs[value]
+    sizes = iter(spec.dims)
+    dims = tuple(tuple(axis for _ in atoms for axis in next(sizes)) for atoms in logical)
+    axes = found.mesh.names
+    for order in (axes, axes[::-1]):
+        physical = DTensorSpec(found.mesh, dims, spec.partial, value.meta)
+        if carry_over(physical, logical, order) == spec:
+            return physical
+    return DTensorSpec.make(found.mesh, [Replicate()] * len(axes), value.meta)

@@ -1,0 +1,85 @@
+"""Small calls of every operator that has a rule: what the rules are proved on.
+
+Lengths 2 to 7 over two and three shards give even, uneven and empty shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from proofs.rule_calls.attention import ATTENTION
+from proofs.rule_calls.counting import COUNTING
+from proofs.rule_calls.draws import Calls
+from proofs.rule_calls.embedding import EMBEDDING
+from proofs.rule_calls.factories import FACTORIES
+from proofs.rule_calls.indexing import INDEXING
+from proofs.rule_calls.linalg import LINALG
+from proofs.rule_calls.loss import LOSS
+from proofs.rule_calls.matmul import MATMUL
+from proofs.rule_calls.normalization import NORMALIZATION
+from proofs.rule_calls.order import ORDER
+from proofs.rule_calls.pointwise import POINTWISE
+from proofs.rule_calls.pooling import POOLING
+from proofs.rule_calls.reduction import REDUCTION
+from proofs.rule_calls.shape import SHAPE
+from proofs.rule_calls.spatial import SPATIAL
+
+aten = torch.ops.aten
+
+CALLS: Mapping[torch._ops.OpOverload, Calls] = {
+    **POINTWISE,
+    **MATMUL,
+    **SHAPE,
+    **FACTORIES,
+    **REDUCTION,
+    **NORMALIZATION,
+    **ATTENTION,
+    **EMBEDDING,
+    **LOSS,
+    **ORDER,
+    **INDEXING,
+    **COUNTING,
+    **LINALG,
+    **POOLING,
+    **SPATIAL,
+}
+"""For every operator of `RULES`, arguments and keyword arguments of some calls."""
+
+ARBITRARY = frozenset({
+    aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default, aten.empty_like.default,
+    aten.new_empty.default,
+})  # fmt: skip
+"""Operators whose values mean nothing."""
+
+UNCHECKED = frozenset(
+    {
+        *NORMALIZATION,
+        *ATTENTION,
+        *EMBEDDING,
+        *POOLING,
+        *(op for op in SPATIAL if "convolution" not in str(op)),
+        *(op for op in LOSS if "nll" in str(op)),
+        aten.lu_unpack.default,
+        aten.segment_reduce.default,
+        aten._segment_reduce_backward.default,
+        aten._histogramdd_from_bin_tensors.default,
+    }
+)
+"""Operators whose kernels do not check that shapes fit together, and read or write out of bounds where they do not."""
+
+UNSEARCHED = frozenset(
+    {
+        *(op for op in POOLING if "max_pool" in str(op) and "backward" in str(op)),
+        *(op for op in SPATIAL if "embedding_bag" in str(op) and "backward" in str(op)),
+        aten.nll_loss_backward.default,
+        aten.nll_loss2d_backward.default,
+        aten._segment_reduce_backward.default,
+        *(op for op in ATTENTION if "cpu" not in str(op)),
+    }
+)
+"""Those of them that write to positions which they are given: nothing tells the placements that are safe to run.
+
+Attention of other devices is among them: the kernels that stand in for it here read other operands than it does.
+"""

@@ -1,0 +1,63 @@
+"""Small calls of the operators that move, cut and join elements."""
+
+from __future__ import annotations
+
+import torch
+
+from proofs.rule_calls.draws import Draws, call
+
+aten = torch.ops.aten
+_draws = Draws(11)
+f, i = _draws.f, _draws.i
+
+SHAPE = {
+    aten.view.default: [
+        call(f(4, 3, 5), [12, 5]),
+        call(f(12, 5), [4, 3, 5]),
+        call(f(4, 1, 6), [4, 2, 1, 3]),
+        call(f(4, 6), [6, 4]),
+        call(f(2, 6, 5), [4, 3, -1]),
+        call(f(0, 6), [0, 2, 3]),
+        call(f(1), []),
+        call(f(2, 3, 4), [2, 12]),
+    ],
+    aten._unsafe_view.default: [call(f(4, 3, 5), [12, 5])],
+    aten.reshape.default: [call(f(4, 3, 5), [12, 5])],
+    aten.unsqueeze.default: [call(f(4, 5), 1), call(f(), 0)],
+    aten.permute.default: [call(f(4, 5, 3), [2, 0, -2])],
+    aten.transpose.int: [call(f(4, 5, 3), 0, -1), call(f(), 0, 0)],
+    aten.t.default: [call(f(4, 5)), call(f(4))],
+    aten.expand.default: [call(f(4, 1), [3, 4, 5]), call(f(), [4]), call(f(4, 5), [-1, 5])],
+    aten.unfold.default: [call(f(4, 5, 3), 1, 2, 1), call(f(5), 0, 3, 2)],
+    aten.unfold_backward.default: [call(f(4, 4, 3, 2), [4, 5, 3], 1, 2, 1), call(f(2, 3), [5], 0, 3, 2)],
+    aten.diagonal_scatter.default: [call(f(4, 5, 3), f(3, 4)), call(f(4, 5, 3), f(5, 2), 1, 0, 2)],
+    aten.diagonal.default: [call(f(4, 5, 3)), call(f(4, 5, 3), 1, 0, 2)],
+    aten.repeat.default: [call(f(4, 5), [2, 1, 3]), call(f(4, 5), [1, 2])],
+    aten.cat.default: [call([f(4, 5), f(4, 3)], 1), call([f(4), f(0), f(3)]), call([f(4, 5), f(0)], 0)],
+    aten.stack.default: [call([f(4, 5), f(4, 5)], 1), call([f(4), f(4)], -1)],
+    aten.split.Tensor: [call(f(4, 5), 2, 1)],
+    aten.split_with_sizes.default: [call(f(4, 5), [2, 3], -1)],
+    aten.unbind.int: [call(f(4, 3), 1), call(f(2, 5))],
+    aten.select.int: [call(f(4, 5), 1, 2), call(f(4, 5, 3), 0, -1)],
+    aten.select_backward.default: [call(f(4, 3), [4, 5, 3], 1, 2)],
+    aten.select_scatter.default: [call(f(4, 5, 3), f(4, 3), 1, 2)],
+    aten.slice.Tensor: [call(f(4, 5), 1, 1, 3), call(f(4, 5), 0, 0, 9223372036854775807), call(f(4, 6), 1, 0, 6, 2)],
+    aten.slice_backward.default: [call(f(4, 2), [4, 5], 1, 1, 3, 1)],
+    aten.slice_scatter.default: [call(f(4, 5), f(4, 2), 1, 1, 3)],
+    aten.flip.default: [call(f(4, 5), [1]), call(f(4, 5, 3), [0, -1])],
+    aten.roll.default: [call(f(4, 5), [1], [1]), call(f(4, 5), [2])],
+    aten.constant_pad_nd.default: [
+        call(f(4, 5), [1, 2]),
+        call(f(4, 5), [1, 2], 3.0),
+        call(f(4, 5, 3), [0, 0, 1, -1]),
+    ],
+    aten.tril.default: [call(f(4, 5)), call(f(3, 4, 4), 1)],
+    aten.triu.default: [call(f(4, 5)), call(f(3, 4, 4), -1)],
+    aten.kthvalue.default: [call(f(4, 5), 2, 0)],
+    aten.mode.default: [call(i(3, 4, 5), 0)],
+    aten.median.dim: [call(f(4, 5), 0)],
+    aten.nanmedian.dim: [call(f(4, 5), 1)],
+    aten.sort.default: [call(f(4, 5), 1), call(f(4, 5), 0, True)],
+    aten.sort.stable: [call(f(4, 5), stable=True, dim=1)],
+    aten.topk.default: [call(f(4, 5), 2), call(f(4, 5), 3, 0)],
+}

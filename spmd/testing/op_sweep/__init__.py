@@ -1,1 +1,0 @@
-"""torch's own operator database run through `spmd.jit`, against plain torch: `python -m spmd.testing.op_sweep`."""
