@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import spmd
 from spmd import P
 from spmd.api.static_arguments import static_key
-from spmd.runtime.torch_settings import ambient
+from spmd.runtime.torch_settings import torch_settings
 
 MESH = spmd.make_mesh({"data": 2}, runtime="virtual")
 
@@ -163,12 +163,12 @@ def test_the_trace_is_not_seen_by_dispatch_modes() -> None:
 
 
 def test_the_state_of_a_plain_process_is_cheap_to_compare() -> None:
-    assert ambient() == ambient()
-    assert all(not isinstance(item, tuple) for item in ambient())
+    assert torch_settings() == torch_settings()
+    assert all(not isinstance(item, tuple) for item in torch_settings())
     with torch.autocast("cpu"):
-        assert ambient() == ambient()
-        inside = ambient()
-    assert inside != ambient()
+        assert torch_settings() == torch_settings()
+        inside = torch_settings()
+    assert inside != torch_settings()
 
 
 @attrs.frozen

@@ -21,7 +21,7 @@ from spmd import checkpoint
 from spmd.core.mesh import make_mesh
 from spmd.core.pytree import tree_leaves
 from spmd.errors import SpmdError
-from spmd.job.collective_scope import Meeting, explain
+from spmd.job.collective_scope import CollectiveScope, explain
 from spmd.job.failure_detector import PATIENCE
 from spmd.job.launch import launch
 
@@ -238,5 +238,5 @@ A, B, AWAY = "waits in a", "waits in b", "is in no collective, at data.py:10"
     ],
 )
 def test_what_ranks_say_of_a_collective_of_two_of_them_is_explained(said, message):
-    error = explain(Meeting("a", (0, 1)), said, "reset")
+    error = explain(CollectiveScope("a", (0, 1)), said, "reset")
     assert f"{type(error).__name__}: {error}".startswith(message)

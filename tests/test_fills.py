@@ -5,7 +5,7 @@ import torch
 from interpreter import evaluate
 
 from spmd.tracing.canonicalize.canonicalize import canonicalize
-from spmd.tracing.canonicalize.constant_folding import fold_fills
+from spmd.tracing.canonicalize.constant_folding import fold_constants
 from spmd.tracing.trace import trace
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -49,7 +49,7 @@ def test_a_number_keeps_the_dtype_that_it_was_computed_in(dtype):
         return torch.full((3,), 1, dtype=dtype).to(x.dtype) / 3 + x.sum() * 0
 
     graph = trace(function, (X,)).graph
-    assert torch.equal(evaluate(graph, (X,))[0], evaluate(fold_fills(graph), (X,))[0])
+    assert torch.equal(evaluate(graph, (X,))[0], evaluate(fold_constants(graph), (X,))[0])
 
 
 def test_integer_division_rounds_as_the_operator_does():

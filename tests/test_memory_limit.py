@@ -267,7 +267,7 @@ def test_layouts_change_where_computing_again_is_not_enough(monkeypatch: pytest.
         return spmd.jit(step, (specs, P()), specs, mesh=mesh, **options).plan(layers, meta(16, 1024, WIDTH))
 
     with monkeypatch.context() as patch:
-        patch.setattr(orders, "PRICES", ())
+        patch.setattr(orders, "PRICE_LEVELS", ())
         limit = smallest_peak(make)
         same = make(memory_limit=limit)
     smaller = smallest_peak(make)

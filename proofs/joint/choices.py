@@ -24,7 +24,7 @@ def all_choices(draft: Draft, order: Sequence[str]) -> dict[Operation, tuple[Cho
     single = [all_candidates(draft, axis) for axis in order]
     found = {}
     for operation in draft.graph.operations:
-        whole = all(value in draft.rootless for value in operation.tensors)
+        whole = all(value in draft.independent for value in operation.tensors)
         choices: list[Choice] = [()]
         for axis, allowed in zip(order, single, strict=True):
             choices = [
@@ -55,7 +55,7 @@ def choice_seconds(
     pairs = zip((*operation.operands, *operation.tensors), values, strict=True)
     single = attrs.evolve(single, fused=frozenset(copy for value, copy in pairs if value in fused))
     cost = LocalCost.of(machine, single)
-    specs = dict(zip(values, single.fixed.get(alone, ()), strict=False))
+    specs = dict(zip(values, single.pinned.get(alone, ()), strict=False))
     sent = sends(single, specs, alone)
     return cost.planned_seconds(alone) + sum(machine.collective_seconds(axes, size) for _, axes, size in sent)
 
@@ -79,7 +79,7 @@ def _alone(draft: Draft, operation: Operation, order: Sequence[str], choice: Cho
         graph=Graph(alone.operands, (), (alone,), alone.tensors),
         logical={value: draft.logical[original] for value, original in zip(values, originals, strict=True)},
         options={alone: draft.options[operation]} if operation in draft.options else {},
-        fixed={alone: draft.fixed[operation]} if operation in draft.fixed else {},
+        pinned={alone: draft.pinned[operation]} if operation in draft.pinned else {},
         states=states,
         strategies={alone: dict(zip(order, choice, strict=False))},
     )

@@ -23,7 +23,7 @@ from spmd.plan.data.draft import flat_shape
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.search.finish import finish
-from spmd.plan.search.insert_reshards import materialize
+from spmd.plan.search.insert_reshards import insert_reshards
 from spmd.plan.search.prepare import prepare
 from spmd.plan.search.problem import AxisProblem, Use
 from spmd.plan.solver.elimination import minimize
@@ -73,7 +73,7 @@ class JointProblem:
 
     def cost_of(self, plan: PlanData) -> float:
         """The least cost with a plan's strategies: its predicted time, or less where its moves are not the cheapest."""
-        mine = [operation for operation in self.draft.graph.operations if operation not in self.draft.fixed]
+        mine = [operation for operation in self.draft.graph.operations if operation not in self.draft.pinned]
         its = [operation for operation in plan.graph.operations if operation.op not in (PIN, REDISTRIBUTE, RELABEL)]
         allowed = [slice(count) for count in self.domains]
         for operation, same in zip(mine, its, strict=True):
@@ -95,8 +95,8 @@ class JointProblem:
                 for value, (operation, place) in self.producers.items()
             }
             solution = AxisProblem(draft, axis, self.request.machine, preview, only=only).solve()
-            draft = materialize(draft, axis, solution)
-            operations = tuple(o for o in draft.graph.operations if o.op is not REDISTRIBUTE or o in draft.fixed)
+            draft = insert_reshards(draft, axis, solution)
+            operations = tuple(o for o in draft.graph.operations if o.op is not REDISTRIBUTE or o in draft.pinned)
         return finish(draft, self.request).verify()
 
     def _number(self) -> None:
@@ -146,7 +146,7 @@ class JointProblem:
 
     def _fused_values(self) -> frozenset[Value]:
         """The values without memory traffic in a plan, which no longer holds what changes nothing."""
-        same = {operation for operation, (before, after) in self.draft.fixed.items() if before == after}
+        same = {operation for operation, (before, after) in self.draft.pinned.items() if before == after}
         operations = (attrs.evolve(o, op=REDISTRIBUTE) if o in same else o for o in self.draft.graph.operations)
         return fused_values(attrs.evolve(self.draft.graph, operations=tuple(operations)))
 
@@ -171,7 +171,7 @@ class JointProblem:
     def _sources(self, value: Value) -> tuple[State, ...]:
         """The state of a value under every choice of its producer."""
         if value not in self.producers:
-            return (tuple(self.draft.placed[value].placement(axis) for axis in self.order),)
+            return (tuple(self.draft.given[value].placement(axis) for axis in self.order),)
         operation, place = self.producers[value]
         return tuple(tuple(strategy.results[place] for strategy in choice) for choice in self.choices[operation])
 

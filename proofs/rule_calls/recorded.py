@@ -106,7 +106,7 @@ def _is_provable(operation: Operation) -> bool:
     """Whether a rule can be proved on a call: it is small and exact, and draws no random numbers."""
     metas = [value.meta for value in (*operation.operands, *operation.tensors)]
     small = all(0 < meta.numel <= _LARGEST and not _rounds(meta.dtype) for meta in metas)
-    return small and not operation.draws and find_rule(operation.op) is not None
+    return small and not operation.is_random and find_rule(operation.op) is not None
 
 
 def _rounds(dtype: torch.dtype) -> bool:

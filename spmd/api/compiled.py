@@ -11,12 +11,12 @@ import torch
 
 from spmd.api.distribute import check_placeable, check_same, place
 from spmd.api.dtensor import DTensor, give_up, wrap
-from spmd.api.never_gathered import kept_inputs
+from spmd.api.never_gathered import never_gathered_inputs
 from spmd.api.options import Options
 from spmd.collectives.distributed.agreement import are_several, failing_together
 from spmd.core.mesh import Mesh, Runtime, use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, tree_map, tree_structure
-from spmd.core.single_threaded import undisturbed
+from spmd.core.single_threaded import single_threaded
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError, TraceError
 from spmd.inspect.plan import Plan
@@ -26,7 +26,7 @@ from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.limit import check_fits
 from spmd.rules import find_rule
 from spmd.runtime import DistributedProgram, VirtualProgram
-from spmd.runtime.torch_settings import ambient, isolated
+from spmd.runtime.torch_settings import isolated, torch_settings
 from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
@@ -68,7 +68,7 @@ class Compiled:
         self.in_specs = tuple(leaf_specs(in_specs, dynamic, mesh, what="in_specs", of=of))
         self.donated = _donated(args, options)
         self._tree = tree_structure(dynamic)
-        self._ambient = ambient()
+        self._settings = torch_settings()
         self._has_run = False
         self._seen = list(self.in_specs)  # the object that last came in place of each spec: identity is quick to check
 
@@ -98,7 +98,7 @@ class Compiled:
                 for another program, mesh or specs.
         """
         rules, graph = self.options.rules, self.traced.graph
-        with undisturbed(), isolated():
+        with single_threaded(), isolated():
             graph = canonicalize(graph, lambda op: find_rule(op, rules) is None)
         found = self._answer(
             Request(
@@ -110,7 +110,7 @@ class Compiled:
                 machine=self.options.machine or Machine(),
                 donated=self.donated,
                 memory_limit=self.options.memory_limit,
-                keep_sharded=kept_inputs(
+                keep_sharded=never_gathered_inputs(
                     self.options.keep_sharded,
                     self.traced.input_paths,
                     [value.name for value in graph.inputs],
@@ -179,7 +179,7 @@ class Compiled:
         leaves, tree = tree_flatten(_dynamic(args, self.options))
         if tree != self._tree:
             raise TraceError(f"Compiled for arguments {self._tree} (got {tree}). Call the jitted function instead.")
-        if ambient() != self._ambient:
+        if torch_settings() != self._settings:
             raise TraceError(
                 f"{self!r} was compiled under other settings of torch: autocast, the default dtype or device, function "
                 "modes, the deterministic mode or the choice of kernels differ now. Call the jitted function instead, "

@@ -25,7 +25,7 @@ from spmd.plan.machine.machine import Machine
 from spmd.rules import RULES
 from spmd.rules.rule import Rule
 from spmd.runtime.agreement import first_run
-from spmd.runtime.torch_settings import ambient
+from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.constrain import constrain
 from spmd.tracing.trace import Traced, is_tracing
 
@@ -73,7 +73,7 @@ class Jitted:
         mesh = current_mesh(self._mesh)
         static, dynamic = self._split(args)
         leaves, tree = tree_flatten(dynamic)
-        state = ambient()
+        state = torch_settings()
         if self._last is not None:
             key, compiled = self._last
             if key == (state, mesh, static, tree):
@@ -145,7 +145,7 @@ class Jitted:
         static, dynamic = self._split(args)
         leaves, tree = tree_flatten(dynamic)
         metas = tuple(TensorMeta(tuple(leaf.shape), leaf.dtype) if is_tensor(leaf) else None for leaf in leaves)
-        key = (ambient(), mesh, static, tree, metas)
+        key = (torch_settings(), mesh, static, tree, metas)
         try:
             found = self._compiled.get(key)
         except TypeError:

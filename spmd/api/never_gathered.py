@@ -25,7 +25,7 @@ def parse_keep_sharded(given: KeepSharded | None) -> tuple[tuple[str, tuple[str,
     return tuple((str(path), (axes,) if isinstance(axes, str) else tuple(axes)) for path, axes in entries)
 
 
-def kept_inputs(
+def never_gathered_inputs(
     entries: Sequence[tuple[str, tuple[str, ...]]], paths: Sequence[str], names: Sequence[str], mesh: Mesh
 ) -> dict[int, frozenset[str]]:
     """The mesh axes along which each input is kept, by its position among the flat inputs.

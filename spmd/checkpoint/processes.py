@@ -14,7 +14,7 @@ from spmd.collectives.distributed.agreement import check_agreement, gather
 from spmd.collectives.distributed.process_groups import group_for
 from spmd.core.mesh import Mesh, Runtime
 from spmd.errors import CheckpointError, MeshError, SpmdError
-from spmd.job.collective_scope import Meeting, failed
+from spmd.job.collective_scope import CollectiveScope, failed
 from spmd.job.process import process_count, process_index
 
 T = TypeVar("T")
@@ -94,8 +94,8 @@ class Processes:
             reasons = "; ".join(f"{prefix.format(rank)}{_text(error)}" for rank, (error, _) in failures)
             raise CheckpointError(f"{what} failed: {reasons}") from failures[0][1][0]
         except RuntimeError as error:  # from a collective
-            meeting = Meeting(what, range(process_count()))
-            raise CheckpointError(str(failed(meeting, error))) from error
+            scope = CollectiveScope(what, range(process_count()))
+            raise CheckpointError(str(failed(scope, error))) from error
 
 
 def _text(error: BaseException) -> str:

@@ -10,7 +10,7 @@ import torch
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """A context in which torch uses one thread and no garbage is collected.
 
     Collecting looks through all that lives, again and again, while a plan or a program of thousands of small objects is

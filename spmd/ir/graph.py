@@ -17,7 +17,7 @@ import torch
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.call import Call
-from spmd.ir.random_operators import draws
+from spmd.ir.random_operators import is_random
 
 
 @attrs.frozen
@@ -84,9 +84,9 @@ class Operation:
         return _is_view(self.op)
 
     @cached_property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         """Whether the operation draws random numbers, and so must be done once, whole and in its place."""
-        return draws(self.op, self.args, self.kwargs)
+        return is_random(self.op, self.args, self.kwargs)
 
     def with_operands(self, replace: Callable[[Value], Value]) -> Operation:
         """This operation over other operands, in order of appearance; itself if all stay."""

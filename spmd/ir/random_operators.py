@@ -16,11 +16,11 @@ OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
 
 
-def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers: operators with dropout do not where it drops nothing.
 
     >>> x = torch.ones(2)
-    >>> draws(aten.bernoulli.p, (x, 0.5), {}), draws(aten.native_dropout.default, (x, 0.5, False), {})
+    >>> is_random(aten.bernoulli.p, (x, 0.5), {}), is_random(aten.native_dropout.default, (x, 0.5, False), {})
     (True, False)
     """
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:

@@ -13,7 +13,7 @@ from spmd.job.failure_detector import AWAY, FAILED, WAITS
 
 
 @attrs.frozen
-class Meeting:
+class CollectiveScope:
     """A collective: a context manager around what waits for the other ranks.
 
     Args:
@@ -39,30 +39,30 @@ class Meeting:
             alarm.waits_in = None
 
 
-def failed(meeting: Meeting, error: BaseException) -> SpmdError:
+def failed(scope: CollectiveScope, error: BaseException) -> SpmdError:
     """The error of a collective that failed: raises the alarm, and tells what the others say."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     watch = alarm.current()
     if watch is None:
-        return SpmdError(f"{meeting.what} failed: {reason}")
-    said = watch.ask(f"{WAITS}{meeting.what}")
+        return SpmdError(f"{scope.what} failed: {reason}")
+    said = watch.ask(f"{WAITS}{scope.what}")
     if said is None:
         return SpmdError(
-            f"{meeting.what} failed: rank 0 or the launcher, which keeps the store of torch.distributed, does not "
+            f"{scope.what} failed: rank 0 or the launcher, which keeps the store of torch.distributed, does not "
             f"answer. ({reason})"
         )
-    return explain(meeting, said, reason)
+    return explain(scope, said, reason)
 
 
-def explain(meeting: Meeting, said: Sequence[str | None], reason: str) -> SpmdError:
+def explain(scope: CollectiveScope, said: Sequence[str | None], reason: str) -> SpmdError:
     """The error of a collective that failed.
 
     Args:
-        meeting: the collective.
+        scope: the collective.
         said: what each rank has said of where it is; None if it does not answer.
         reason: what torch says of the failure.
     """
-    what = meeting.what
+    what = scope.what
     ends = [f"rank {rank} {text}" for rank, text in enumerate(said) if text and text.startswith(FAILED)]
     if ends:
         return SpmdError(f"{what} failed, because {'; '.join(ends)}")
@@ -76,7 +76,7 @@ def explain(meeting: Meeting, said: Sequence[str | None], reason: str) -> SpmdEr
     away = [f"rank {rank} {text}" for rank, text in enumerate(said) if text and text.startswith(AWAY)]
     if away:
         return SpmdError(f"{what} failed: {'; '.join(away)}. ({reason})")
-    places = {rank: said[rank] or "" for rank in meeting.ranks}
+    places = {rank: said[rank] or "" for rank in scope.ranks}
     if len(set(places.values())) > 1:
         return DivergenceError(
             f"Ranks wait for each other in different places: {who_says_what(places)}. All ranks must make the same "

@@ -23,7 +23,13 @@ from spmd.ir.printing import operator_name
 from spmd.lowering.program import is_primitive
 from spmd.lowering.steps import localize_step
 from spmd.plan.data.layout import Layout
-from spmd.plan.data.local_calls import BodyUse, body_of, runs_body, trace_body, with_local_size
+from spmd.plan.data.local_calls import (
+    LocalCall,
+    local_implementation,
+    runs_local_implementation,
+    trace_local_call,
+    with_local_size,
+)
 from spmd.plan.data.plan import PlanData
 from spmd.plan.memory.rematerialization import repetitions
 from spmd.rules import find_rule
@@ -48,7 +54,9 @@ def emit(
         emitter.define(value, emitter.graph.placeholder(_identifier(name)))
     for index, (value, tensor) in enumerate(plan.graph.constants):
         emitter.define(value, emitter.constant(f"constant_{index}", tensor))
-    alone = frozenset(o for o in plan.graph.operations if runs_body(o, plan.strategies.get(o, {}), rules))
+    alone = frozenset(
+        o for o in plan.graph.operations if runs_local_implementation(o, plan.strategies.get(o, {}), rules)
+    )
     for unit in schedule(plan.graph.operations, alone):
         emitter.emit(unit)
     emitter.graph.output(tuple(emitter.nodes[value] for value in plan.graph.outputs))
@@ -85,7 +93,7 @@ class _Emitter:
 
     def body(self, operation: Operation) -> tuple[Body, tuple[str, ...]] | None:
         """The local body that this rank runs for an operation, and the axes that it spans, major first."""
-        planned = body_of(self.plan.strategies.get(operation, {}))
+        planned = local_implementation(self.plan.strategies.get(operation, {}))
         rule = find_rule(operation.op, self.rules)
         if planned is not None or rule is None or rule.empty is None:
             return planned
@@ -167,8 +175,8 @@ class _Emitter:
         )
         rule = find_rule(operation.op, self.rules)
         size_argument = None if rule is None else rule.size_argument
-        use = BodyUse.of(body, axes, operation, self.plan.mesh, self.local, unsharded, size_argument)
-        module = trace_body(use)
+        use = LocalCall.of(body, axes, operation, self.plan.mesh, self.local, unsharded, size_argument)
+        module = trace_local_call(use)
         mapping: dict[fx.Node, Any] = {}
         operands = iter(dict.fromkeys(operation.operands))
         for node in module.graph.nodes:

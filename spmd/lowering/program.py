@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.mesh import Coordinate, Mesh
-from spmd.core.single_threaded import undisturbed
+from spmd.core.single_threaded import single_threaded
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Source
 from spmd.ir.printing import program_text
@@ -65,7 +65,7 @@ class LocalProgram:
         coordinate = coordinate or (0,) * len(self.mesh.names)
         key = tuple(spec.local_shape(coordinate) for spec in self.uneven)
         if key not in self._modules:
-            with undisturbed():
+            with single_threaded():
                 self._modules[key] = self.build(coordinate)
         return self._modules[key]
 

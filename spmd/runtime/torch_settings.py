@@ -35,7 +35,7 @@ _is_inference = torch.is_inference_mode_enabled
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mtia", "mps")
 
 
-def ambient() -> tuple[Any, ...]:
+def torch_settings() -> tuple[Any, ...]:
     """What decides, beside the arguments, which operators a function consists of; it compares by value.
 
     Autocast, the default dtype and device, function modes, the deterministic mode, and which kernels may be chosen.

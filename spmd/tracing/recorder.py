@@ -21,7 +21,7 @@ from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import Operation, Source, Value, iterate_leaves
 from spmd.ir.list_operators import list_body
-from spmd.ir.random_operators import TEMPLATED, draws
+from spmd.ir.random_operators import TEMPLATED, is_random
 from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, overlaps, places
 from spmd.tracing.source import user_source
 
@@ -155,7 +155,7 @@ class Recorder(FakeTensorMode):
         if func._schema.is_mutable:
             tensors = [leaf for leaf in iterate_leaves(args) if isinstance(leaf, torch.Tensor)]
             raise self.mutation(tensors[0], source)
-        if draws(func, args, kwargs):
+        if is_random(func, args, kwargs):
             _reject_generator(func, kwargs, source)
             self._drawn(func, source)
             if func in TEMPLATED:

@@ -62,7 +62,7 @@ MUTANTS = (
     mutant(
         "planned: bodies",
         "the collectives of local bodies are not in the plan",
-        replaced("spmd.plan.cost.account", "body_collectives", lambda draft, operation, chosen: ()),
+        replaced("spmd.plan.cost.account", "local_collectives", lambda draft, operation, chosen: ()),
     ),
     mutant(
         "planned: order of lists",

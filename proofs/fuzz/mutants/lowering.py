@@ -7,14 +7,14 @@ from typing import Any
 from proofs.fuzz.mutants.mutant import Patch, mutant, replaced, returning
 from spmd.lowering.emit import _Emitter
 from spmd.plan.data.layout import Layout
-from spmd.plan.data.local_calls import body_of
+from spmd.plan.data.local_calls import local_implementation
 from spmd.rules.builders import pointwise
 
 _EMIT, _STEPS, _CANDIDATES = "spmd.lowering.emit", "spmd.lowering.steps", "spmd.plan.search.candidates"
 
 
 def _planned_body(emitter: _Emitter, operation: Any) -> Any:
-    return body_of(emitter.plan.strategies.get(operation, {}))
+    return local_implementation(emitter.plan.strategies.get(operation, {}))
 
 
 def _reversed_axes(found: Any) -> Any:
@@ -58,7 +58,7 @@ MUTANTS = (
     mutant(
         "bodies: axes",
         "a local body over several axes takes them minor first",
-        returning(_EMIT, "body_of", _reversed_axes),
+        returning(_EMIT, "local_implementation", _reversed_axes),
     ),
     mutant(
         "bodies: whole operands",

@@ -44,7 +44,7 @@ def _blind_to_draws(name: str) -> Patch:
         (chosen,) = (run for run in passes if run.__name__ == name)
 
         def blind(graph: Graph) -> Graph:
-            with mock.patch.object(Operation, "draws", property(lambda operation: False)):
+            with mock.patch.object(Operation, "is_random", property(lambda operation: False)):
                 return chosen(graph)
 
         return tuple(blind if run is chosen else run for run in passes)
@@ -181,7 +181,7 @@ MUTANTS = (
         within="aten.select.int",
     ),
     mutant(
-        "fold_fills: commutes",
+        "fold_constants: commutes",
         "a difference with a tensor of one number on its left side is turned around",
         Patch(_FILLS, "_COMMUTATIVE", lambda ops: ops | {aten.sub.Tensor, aten.div.Tensor}),
     ),

@@ -19,7 +19,7 @@ from spmd.collectives.distributed.process_groups import group_for
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.spec import TensorMeta
 from spmd.errors import DivergenceError, SpmdError
-from spmd.job.collective_scope import Meeting, who_says_what
+from spmd.job.collective_scope import CollectiveScope, who_says_what
 
 WHOLE = 1 << 24
 """Tensors of up to so many bytes are compared whole, larger ones by blocks."""
@@ -48,7 +48,7 @@ def gather(call: str, value: Any) -> list[Any]:
     if len(every) == 1:
         return [value]
     group = group_for("comparisons")
-    with Meeting(f"the comparison of ranks in {call}", range(len(every))):
+    with CollectiveScope(f"the comparison of ranks in {call}", range(len(every))):
         if not _are_equal(pickle.dumps((call, value)), group):
             dist.all_gather_object(every, (call, value), group=group)
     failures = [

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
-from spmd.collectives.distributed.flat_chunks import Pieces, pad, resized
+from spmd.collectives.distributed.flat_chunks import FlatChunks, pad, resized
 from spmd.collectives.distributed.process_groups import Member, member
-from spmd.collectives.distributed.transport_dtypes import Wire, moved, reduced
+from spmd.collectives.distributed.transport_dtypes import TransportDtype, moved, reduced
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.placement import neutral_element
 from spmd.core.spec import TensorMeta
-from spmd.job.collective_scope import Meeting
+from spmd.job.collective_scope import CollectiveScope
 
 _c10d = torch.ops._c10d_functional
 _wait = _c10d.wait_tensor.default
@@ -39,24 +39,24 @@ class Exchange:
         arguments: those after the tensor.
         pack: from the operand to what the collective takes.
         unpack: from what the collective gives to the result, which is contiguous.
-        meeting: of the ranks that take part, which says what has failed if it does.
+        scope: of the ranks that take part, which says what has failed if it does.
     """
 
     op: Callable[..., Tensor]
     arguments: tuple[Any, ...]
     pack: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
-    meeting: Meeting = attrs.field(default=Meeting("a collective", ()), kw_only=True)
+    scope: CollectiveScope = attrs.field(default=CollectiveScope("a collective", ()), kw_only=True)
 
     def start(self, x: Tensor) -> Tensor:
         """Start the collective; what it returns is only good for `finish`."""
         packed = self.pack(x)
-        with self.meeting:
+        with self.scope:
             return self.op(packed, *self.arguments)
 
     def finish(self, pending: Tensor) -> Tensor:
         """Wait for the collective, and take its result."""
-        with self.meeting:
+        with self.scope:
             buffer = _wait(pending)
         return self.unpack(buffer)
 
@@ -100,7 +100,7 @@ def bind(
         return _alone(op, operand, rest)
     kind = op._schema.name.removeprefix("spmd::")
     what = f"{kind} over {', '.join(axes)}{cause and f' ({cause})'}"
-    return attrs.evolve(_EXCHANGES[op](place, operand, *rest), meeting=Meeting(what, place.group.ranks))
+    return attrs.evolve(_EXCHANGES[op](place, operand, *rest), scope=CollectiveScope(what, place.group.ranks))
 
 
 def run(op: torch._ops.OpOverload, mesh: Mesh, coordinate: Coordinate, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
@@ -112,7 +112,7 @@ def broadcast(x: Tensor, src_rank: int) -> Tensor:
     """The tensor of one rank, on all ranks of the job; the others give any of the same shape and dtype."""
     wire = moved(x.dtype)
     buffer = wire.encode(_flat(x))
-    with Meeting(f"the broadcast from rank {src_rank}", range(dist.get_world_size())):
+    with CollectiveScope(f"the broadcast from rank {src_rank}", range(dist.get_world_size())):
         dist.broadcast(buffer, src_rank)
     return wire.decode(buffer).view(x.shape)
 
@@ -136,7 +136,7 @@ def _all_reduce(place: Member, operand: TensorMeta, op: str) -> Exchange:
 
 def _all_gather(place: Member, operand: TensorMeta, dim: int, size: int) -> Exchange:
     wire = moved(operand.dtype)
-    pieces = Pieces(place, resized(operand.shape, dim, size), dim, padded=True)
+    pieces = FlatChunks(place, resized(operand.shape, dim, size), dim, padded=True)
     numel = pieces.numels[0]
     return Exchange(
         _gather,
@@ -158,7 +158,7 @@ def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
 
 def _reduce_scatter(place: Member, operand: TensorMeta, op: str, dim: int, size: int) -> Exchange:
     wire = reduced(operand.dtype, op)
-    pieces = Pieces(place, operand.shape, dim, padded=True)
+    pieces = FlatChunks(place, operand.shape, dim, padded=True)
     shape = pieces.piece_shape(place.index)
     numel = math.prod(shape)
     return Exchange(
@@ -173,8 +173,8 @@ def _all_to_all(
     place: Member, operand: TensorMeta, split_dim: int, concat_dim: int, split_size: int, concat_size: int
 ) -> Exchange:
     wire = moved(operand.dtype)
-    sent = Pieces(place, operand.shape, split_dim)
-    received = Pieces(
+    sent = FlatChunks(place, operand.shape, split_dim)
+    received = FlatChunks(
         place, resized(resized(operand.shape, split_dim, split_size), concat_dim, concat_size), concat_dim
     )
     return _single(
@@ -208,7 +208,7 @@ def _permute(place: Member, operand: TensorMeta, sources: list[int], shape: list
 
 def _single(
     place: Member,
-    wire: Wire,
+    wire: TransportDtype,
     received: list[int],
     sent: list[int],
     pack: Callable[[Tensor], Tensor],

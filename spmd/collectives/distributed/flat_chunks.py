@@ -18,7 +18,7 @@ def resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
 
 
 @attrs.frozen
-class Pieces:
+class FlatChunks:
     """The pieces of a tensor, in the order in which torch's group numbers the ranks.
 
     Args:

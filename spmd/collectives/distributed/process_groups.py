@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from spmd.collectives.group import Group, groups
 from spmd.core.mesh import Coordinate, Mesh
-from spmd.job.collective_scope import Meeting
+from spmd.job.collective_scope import CollectiveScope
 
 Partition: TypeAlias = tuple[tuple[int, ...], ...]
 """All ranks, cut into groups: ranks in ascending order, as torch numbers them inside a group."""
@@ -84,7 +84,7 @@ def _once(key: Partition | str, what: str, make: Callable[[timedelta | None], di
     world = _world()
     made = _made.setdefault(world, {})
     if key not in made:
-        with Meeting(f"the start of {what}", range(world.size())):
+        with CollectiveScope(f"the start of {what}", range(world.size())):
             made[key] = make(_timeout_of(world))
     return made[key]
 

@@ -21,7 +21,7 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 
 
 @attrs.frozen(eq=False)
-class Wire:
+class TransportDtype:
     """A way to send a flat tensor.
 
     Args:
@@ -35,14 +35,14 @@ class Wire:
     factor: int = 1
 
 
-def moved(dtype: torch.dtype) -> Wire:
+def moved(dtype: torch.dtype) -> TransportDtype:
     """The wire of collectives that only move elements: bytes where the backends lack the dtype."""
     if dtype in _CARRIED:
         return _PLAIN
-    return Wire(lambda x: x.view(torch.uint8), lambda x: x.view(dtype), dtype.itemsize)
+    return TransportDtype(lambda x: x.view(torch.uint8), lambda x: x.view(dtype), dtype.itemsize)
 
 
-def reduced(dtype: torch.dtype, op: str) -> Wire:
+def reduced(dtype: torch.dtype, op: str) -> TransportDtype:
     """The wire of collectives that reduce by `op`.
 
     Neither backend says that a NaN wins in max and min, as it does in torch (gloo: the result depends on the rank), so
@@ -50,16 +50,16 @@ def reduced(dtype: torch.dtype, op: str) -> Wire:
     """
     if dtype.is_complex:
         real = dtype.to_real()
-        return Wire(lambda x: x.view(real), lambda x: x.view(dtype), 2)
+        return TransportDtype(lambda x: x.view(real), lambda x: x.view(dtype), 2)
     if dtype.is_floating_point and op in ("max", "min"):
         return _ordered(dtype, op)
     wider = _WIDER.get(dtype)
     if wider is None:
         return _PLAIN
-    return Wire(lambda x: x.to(wider), lambda x: x.to(dtype))
+    return TransportDtype(lambda x: x.to(wider), lambda x: x.to(dtype))
 
 
-def _ordered(dtype: torch.dtype, op: str) -> Wire:
+def _ordered(dtype: torch.dtype, op: str) -> TransportDtype:
     """Floats as integers: the bits are in order where the sign is clear, and in reverse where it is set."""
     floats, integers = (torch.float64, torch.int64) if dtype == torch.float64 else (torch.float32, torch.int32)
     limits = torch.iinfo(integers)
@@ -75,7 +75,7 @@ def _ordered(dtype: torch.dtype, op: str) -> Wire:
     def decode(bits: Tensor) -> Tensor:
         return flip(bits).view(floats).to(dtype)
 
-    return Wire(encode, decode)
+    return TransportDtype(encode, decode)
 
 
-_PLAIN = Wire(lambda x: x, lambda x: x)
+_PLAIN = TransportDtype(lambda x: x, lambda x: x)

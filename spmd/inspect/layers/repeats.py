@@ -17,7 +17,7 @@ import attrs
 
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
 from spmd.plan.cost.flops import has_formula
-from spmd.plan.data.dataflow import rootless_values
+from spmd.plan.data.dataflow import independent_values
 
 Copy: TypeAlias = tuple[Operation, ...]
 """The operations of one copy, in order of execution."""
@@ -46,8 +46,8 @@ def find_repeats(graph: Graph) -> tuple[Repeat, ...]:
     of the one before. So layers are found, and updates of one parameter after the other are not. Operations that depend
     on no input are in no copy: the mask that the first layer makes and all use is no part of that layer.
     """
-    rootless = rootless_values(graph)
-    operations = [operation for operation in graph.operations if not rootless.issuperset(operation.tensors)]
+    independent = independent_values(graph)
+    operations = [operation for operation in graph.operations if not independent.issuperset(operation.tensors)]
     tokens = _tokens(operations)
     runs = list(_runs(tokens))
     heapq.heapify(runs)

@@ -228,7 +228,7 @@ class Explainer:
         return Explanation(
             value,
             str(Layout(self.specs[value], self.draft.logical[value])),
-            None if operation is None or operation in self.draft.fixed else operation,
+            None if operation is None or operation in self.draft.pinned else operation,
             tuple(_pins(self.draft, value)),
             tuple(_Axis(found, value).explanation(exact) for found in self.replays),
         )
@@ -294,10 +294,10 @@ def _pins(draft: Draft, value: Value) -> Iterator[Pin]:
     producer = _producer(draft, value)
     if value in draft.graph.inputs:
         yield _input_pin(draft, value)
-    if producer is not None and producer in draft.fixed:
+    if producer is not None and producer in draft.pinned:
         yield _pin(draft, producer)
     for user in _users(draft, value):
-        if user in draft.fixed:
+        if user in draft.pinned:
             yield _pin(draft, user)
 
 
@@ -306,23 +306,23 @@ def _pin(draft: Draft, operation: Operation) -> Pin:
     if operation.source is not None:
         return Pin("constrained", _layout(draft, operation), operation.source)
     first = operation
-    while (producer := _producer(draft, first.operands[0])) is not None and producer in draft.fixed:
+    while (producer := _producer(draft, first.operands[0])) is not None and producer in draft.pinned:
         first = producer
     if first.operands[0] in draft.graph.inputs:
         return _input_pin(draft, first.operands[0])
     last = operation
     while last.tensors[0] not in draft.graph.outputs:
-        last = next(user for user in _users(draft, last.tensors[0]) if user in draft.fixed)
+        last = next(user for user in _users(draft, last.tensors[0]) if user in draft.pinned)
     position = draft.graph.outputs.index(last.tensors[0])
     return Pin(f"out_specs of result {position}", _layout(draft, last), None)
 
 
 def _input_pin(draft: Draft, value: Value) -> Pin:
-    return Pin("in_specs", str(Layout(draft.placed[value], draft.logical[value])), None)
+    return Pin("in_specs", str(Layout(draft.given[value], draft.logical[value])), None)
 
 
 def _layout(draft: Draft, operation: Operation) -> str:
-    return str(Layout(draft.fixed[operation][1], draft.logical[operation.tensors[0]]))
+    return str(Layout(draft.pinned[operation][1], draft.logical[operation.tensors[0]]))
 
 
 @attrs.frozen(eq=False)
@@ -339,7 +339,9 @@ class _Axis:
     def explanation(self, exact: bool) -> AxisExplanation:
         axis = self.replay.problem.axis
         operation = _producer(self.draft, self.value)
-        alternatives = () if operation is None or operation in self.draft.fixed else self.alternatives(operation, exact)
+        alternatives = (
+            () if operation is None or operation in self.draft.pinned else self.alternatives(operation, exact)
+        )
         return AxisExplanation(
             axis,
             self.draft.mesh.axis_size(axis),
@@ -389,14 +391,14 @@ class _Axis:
                 yield Moved(self.root(value).name, found[0].value, found[1], cost.seconds(source, target))
 
     def givers(self, operation: Operation | None) -> Iterator[Neighbour]:
-        if operation is None or operation in self.draft.fixed:
+        if operation is None or operation in self.draft.pinned:
             return
         wanted = dict(zip(operation.operands, self.replay.choice.strategies[operation].operands, strict=True))
         for value, state in wanted.items():
             origin = self.root(value)
             producer = _producer(self.draft, origin)
             has = self.text(value, self.replay.source(value, {}))
-            if producer is not None and producer in self.draft.fixed:
+            if producer is not None and producer in self.draft.pinned:
                 name = f"{origin.name} ({_pin(self.draft, producer).what})"
             else:
                 name = f"{origin.name} (in_specs)" if origin in self.draft.graph.inputs else origin.name
@@ -405,17 +407,17 @@ class _Axis:
     def takers(self, value: Value) -> Iterator[Neighbour]:
         for use in self.replay.problem.uses.get(value, ()):
             operation = use.operation
-            if operation.op is REDISTRIBUTE and operation not in self.draft.fixed:
+            if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
                 yield from self.takers(operation.tensors[0])  # a move along another axis
                 continue
-            name = _pin(self.draft, operation).what if operation in self.draft.fixed else operation.name
+            name = _pin(self.draft, operation).what if operation in self.draft.pinned else operation.name
             for state in use.wanted(self.replay.choice.strategies[operation]):
                 yield Neighbour(name, None, self.text(value, state), operation.source)
 
     def root(self, value: Value) -> Value:
         """The value that was moved along other axes to give this one."""
         producer = _producer(self.draft, value)
-        while producer is not None and producer.op is REDISTRIBUTE and producer not in self.draft.fixed:
+        while producer is not None and producer.op is REDISTRIBUTE and producer not in self.draft.pinned:
             value = producer.operands[0]
             producer = _producer(self.draft, value)
         return value

@@ -16,7 +16,7 @@ from spmd.plan.data.draft import Draft
 from spmd.plan.data.plan import PlanData
 from spmd.plan.search.candidates import all_candidates
 from spmd.plan.search.hubs import Move, hub_choices, plan_moves
-from spmd.plan.search.insert_reshards import materialize
+from spmd.plan.search.insert_reshards import insert_reshards
 from spmd.plan.search.prepare import Prepared
 from spmd.plan.search.problem import AxisChoice, AxisProblem
 from spmd.rules.strategy import Strategy
@@ -101,7 +101,7 @@ def replay(plan: PlanData, prepared: Prepared, axis: str) -> Replay:
     for other in plan.order:
         if other != axis:
             problem = AxisProblem(draft, other, machine, only=_decided(draft, decided, other))
-            draft = materialize(draft, other, problem.solve())
+            draft = insert_reshards(draft, other, problem.solve())
     problem = AxisProblem(draft, axis, machine, only=_decided(draft, decided, axis))
     return Replay(problem, all_candidates(draft, axis), problem.solve())
 
@@ -111,13 +111,13 @@ def _decided(draft: Draft, decided: Mapping[Value, Mapping[str, Strategy]], axis
     found = {}
     for operation in draft.graph.operations:
         chosen = next((decided[value] for value in operation.tensors if value in decided), None)
-        if operation not in draft.fixed and chosen is not None:
+        if operation not in draft.pinned and chosen is not None:
             found[operation] = chosen[axis]
     return found
 
 
 def _figures(problem: AxisProblem, choice: AxisChoice) -> Figures:
-    draft = materialize(problem.draft, problem.axis, choice)
+    draft = insert_reshards(problem.draft, problem.axis, choice)
     cost = LocalCost.of(problem.machine, draft)
     specs = draft.specs()
     sent = [found for operation in draft.graph.operations for found in sends(draft, specs, operation)]

@@ -18,7 +18,7 @@ from spmd.errors import PlanError
 from spmd.inspect.saving.images import is_laid_out
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
-from spmd.plan.data.dataflow import rootless_values
+from spmd.plan.data.dataflow import independent_values
 from spmd.plan.data.draft import SAME_TENSOR, logical_meta, physical_shape, spec_of
 from spmd.plan.data.layout import Layout
 from spmd.plan.search.boundary import CONSTRAINTS, without_trivial_axes
@@ -66,8 +66,8 @@ class _Check:
         self.plan, self.origins, self.prepared = plan, origins, prepared
         self.request = prepared.request
         self.program, self.mesh = self.request.graph, self.request.mesh
-        self.rootless = rootless_values(self.program)
-        self.kept = {axis: _kept(self.program, self.request.keep_sharded, axis) for axis in self.mesh.names}
+        self.independent = independent_values(self.program)
+        self.never_gathered = {axis: _kept(self.program, self.request.keep_sharded, axis) for axis in self.mesh.names}
         self.order = tuple(next(iter(plan.strategies.values()), ()))
 
     def run(self) -> None:
@@ -135,7 +135,7 @@ class _Check:
 
     def check_kept(self, operation: Operation) -> None:
         (operand,), (result,) = operation.operands, operation.tensors
-        for axis, values in self.kept.items():
+        for axis, values in self.never_gathered.items():
             states = [self.plan.specs[value].placement(axis) for value in (operand, result)]
             if (
                 isinstance(states[0], Shard)
@@ -168,7 +168,7 @@ class _Check:
             if not all(runs_together(strategy, other) for other in chosen[:number]):
                 raise wrong(f"{operation!r} has strategies that do not go together: {[s.label for s in chosen]}")
             states = (*strategy.operands, *strategy.results)
-            whole = origin.tensors and self.rootless.issuperset(origin.tensors)
+            whole = origin.tensors and self.independent.issuperset(origin.tensors)
             if whole and any(state != Replicate() for state in states):
                 raise wrong(
                     f"{operation!r} depends on no argument, and runs as {strategy.label!r}, not whole on every rank"
@@ -183,8 +183,8 @@ class _Check:
 
     def check_draws(self) -> None:
         """Random numbers are drawn in the order of the program, each once."""
-        drawn = [own for own in self.origins.operations.values() if own is not None and own.draws]
-        expected = [operation for operation in self.program.operations if operation.draws]
+        drawn = [own for own in self.origins.operations.values() if own is not None and own.is_random]
+        expected = [operation for operation in self.program.operations if operation.is_random]
         if drawn != expected:
             raise wrong(f"it draws random numbers by {drawn!r:.200}, expected {expected!r:.200}")
 

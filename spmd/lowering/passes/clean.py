@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from spmd.collectives.primitives import COLLECTIVES
-from spmd.ir.random_operators import draws
+from spmd.ir.random_operators import is_random
 
 aten = torch.ops.aten
 
@@ -86,7 +86,7 @@ def _share(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> None:
 
 def is_draw(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
-    return node.op == "call_function" and draws(node.target, node.args, node.kwargs)
+    return node.op == "call_function" and is_random(node.target, node.args, node.kwargs)
 
 
 def _is_primitive(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from spmd.plan.data.causes import Cause
 from spmd.plan.data.comm import Comm
 from spmd.plan.data.dataflow import fused_values
 from spmd.plan.data.draft import Draft
-from spmd.plan.data.local_calls import body_collectives, runs_body
+from spmd.plan.data.local_calls import local_collectives, runs_local_implementation
 from spmd.plan.data.plan import PlanData
 
 
@@ -56,7 +56,7 @@ def account(plan: PlanData) -> Account:
 def _executed(plan: PlanData) -> Iterator[Operation]:
     """The operations in the order in which a rank runs them: those that one list operator computes stand together."""
     rules, operations = plan.request.rules, plan.graph.operations
-    alone = frozenset(o for o in operations if runs_body(o, plan.strategies.get(o, {}), rules))
+    alone = frozenset(o for o in operations if runs_local_implementation(o, plan.strategies.get(o, {}), rules))
     for unit in schedule(operations, alone):
         yield from unit.operations
 
@@ -71,14 +71,14 @@ def finished_draft(plan: PlanData) -> Draft:
         graph=plan.graph,
         logical=plan.logical,
         options={},
-        fixed={o: (plan.specs[o.operands[0]], plan.specs[o.tensors[0]]) for o in markers},
-        placed={value: plan.specs[value] for value in given},
+        pinned={o: (plan.specs[o.operands[0]], plan.specs[o.tensors[0]]) for o in markers},
+        given={value: plan.specs[value] for value in given},
         states={value: states[spec] for value, spec in plan.specs.items()},
         strategies=plan.strategies,
         planned=tuple(plan.order or plan.mesh.names),
-        kept={},
+        never_gathered={},
         fused=fused_values(plan.graph),
-        rootless=frozenset(),
+        independent=frozenset(),
         gap=plan.gap,
     )
 
@@ -103,6 +103,6 @@ def sends(
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:
     """The kind, the mesh axes and the most bytes that a rank sends of every collective of an operation."""
     if operation.op is not REDISTRIBUTE:
-        return body_collectives(draft, operation, draft.strategies.get(operation, {}))
+        return local_collectives(draft, operation, draft.strategies.get(operation, {}))
     steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]])
     return tuple((step.kind.value, step.axes, step.bytes) for step in steps if step.is_collective)

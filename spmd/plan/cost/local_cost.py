@@ -15,7 +15,7 @@ from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.cost.flops import arithmetic_dtype, flops
 from spmd.plan.data.draft import Draft, States, flat_shape, shrink
-from spmd.plan.data.local_calls import body_collectives
+from spmd.plan.data.local_calls import local_collectives
 from spmd.plan.machine.machine import Machine
 from spmd.rules.strategy import Strategy
 
@@ -68,7 +68,7 @@ class LocalCost:
     def likeness(self, operation: Operation) -> Hashable:
         """What tells apart operations that take different times with the same strategies."""
         values = (*operation.operands, *operation.tensors)
-        if operation.op is REDISTRIBUTE and operation not in self.draft.fixed:
+        if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
             states = tuple(tuple(self.states.get(value, {}).items()) for value in values)
             return self.draft.logical[values[0]], values[0].meta.dtype, states
         if self._is_free(operation):
@@ -78,7 +78,7 @@ class LocalCost:
 
     def seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
         """Time of an operation that takes `strategy` on one more mesh axis."""
-        if operation.op is REDISTRIBUTE and operation not in self.draft.fixed:
+        if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
             return self._redistribution_seconds(operation, strategy, axis)
         if self._is_free(operation):
             return 0.0
@@ -122,14 +122,14 @@ class LocalCost:
         return seconds
 
     def _is_free(self, operation: Operation) -> bool:
-        return operation in self.draft.fixed or operation.op is REDISTRIBUTE or operation.is_view
+        return operation in self.draft.pinned or operation.op is REDISTRIBUTE or operation.is_view
 
     def _body_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
         """Time of the collectives in a local body that `strategy` brings to one more axis."""
         if strategy.body is None:
             return 0.0
         chosen = {**self.draft.strategies.get(operation, {}), axis: strategy}
-        found = body_collectives(self.draft, operation, chosen)
+        found = local_collectives(self.draft, operation, chosen)
         return sum(self.machine.collective_seconds(axes, sent) for _, axes, sent in found)
 
 

@@ -38,7 +38,7 @@ def fused_values(graph: Graph) -> frozenset[Value]:
     return frozenset(value for value in (*inner, *root) if inner[root.get(value, value)])
 
 
-def rootless_values(graph: Graph) -> frozenset[Value]:
+def independent_values(graph: Graph) -> frozenset[Value]:
     """The values that depend on no input of the program."""
     rooted = {*graph.inputs, *(value for value, _ in graph.constants)}
     for operation in graph.operations:

@@ -32,15 +32,15 @@ class Draft:
         graph: the program, with the redistributions of planned axes as explicit operations.
         logical: the atoms of every dim of every value.
         options: the strategies on one mesh axis of every operation that has a rule.
-        fixed: operations whose operand and result specs (over logical shapes) are given: constraints, results, and the
+        pinned: operations whose operand and result specs (over logical shapes) are given: constraints, results, and the
             changes of layout at the program's edges.
-        placed: the specs (over logical shapes) of inputs and constants.
+        given: the specs (over logical shapes) of inputs and constants.
         states: the placement of every value on the planned axes.
         strategies: the strategy of every operation on the planned axes.
         planned: the axes planned so far, in planning order.
-        kept: mesh axes along which an input is never to be gathered.
+        never_gathered: mesh axes along which an input is never to be gathered.
         fused: values without memory traffic.
-        rootless: values that depend on no input; every rank computes them whole.
+        independent: values that depend on no input; every rank computes them whole.
         gap: how far the worst searched axis may be from its best, as a part of that; 0 if all were searched exactly.
     """
 
@@ -48,19 +48,19 @@ class Draft:
     graph: Graph
     logical: Mapping[Value, LogicalShape]
     options: Mapping[Operation, tuple[Strategy, ...]]
-    fixed: Mapping[Operation, tuple[DTensorSpec, DTensorSpec]]
-    placed: Mapping[Value, DTensorSpec]
+    pinned: Mapping[Operation, tuple[DTensorSpec, DTensorSpec]]
+    given: Mapping[Value, DTensorSpec]
     states: Mapping[Value, States]
     strategies: Mapping[Operation, Mapping[str, Strategy]]
     planned: tuple[str, ...]
-    kept: Mapping[Value, frozenset[str]]
+    never_gathered: Mapping[Value, frozenset[str]]
     fused: frozenset[Value]
-    rootless: frozenset[Value]
+    independent: frozenset[Value]
     gap: float
 
-    def kept_values(self, axis: str) -> frozenset[Value]:
+    def never_gathered_values(self, axis: str) -> frozenset[Value]:
         """The inputs that are never gathered along an axis, and what is them by another name, shape or dtype."""
-        kept = {value for value, axes in self.kept.items() if axis in axes}
+        kept = {value for value, axes in self.never_gathered.items() if axis in axes}
         for operation in self.graph.operations if kept else ():
             if operation.is_view or operation.op in SAME_TENSOR:
                 kept.update(result for result in operation.tensors if operation.operands[0] in kept)
@@ -83,10 +83,10 @@ class Draft:
 
     def specs(self) -> dict[Value, DTensorSpec]:
         """The spec of every value; where one was given, that one, since it knows the order of shards."""
-        specs = dict(self.placed)
+        specs = dict(self.given)
         known: dict[Hashable, DTensorSpec] = {}  # most values lie like many others
         for operation in self.graph.operations:
-            given = self.fixed.get(operation)
+            given = self.pinned.get(operation)
             for value in operation.tensors:
                 key = (tuple(self.states.get(value, {}).items()), value.meta, self.logical[value])
                 specs[value] = given[1] if given else known.get(key) or known.setdefault(key, self.spec(value))

@@ -41,7 +41,7 @@ class _Operand:
 
 
 @attrs.frozen
-class BodyUse:
+class LocalCall:
     """One use of a body; uses are equal if nothing that it sees differs."""
 
     body: Body
@@ -63,7 +63,7 @@ class BodyUse:
         local: Callable[[Value], TensorMeta],
         unsharded: Callable[[Value], TensorMeta],
         size_argument: int | None = None,
-    ) -> BodyUse:
+    ) -> LocalCall:
         """The use of a body for one operation.
 
         Args:
@@ -103,7 +103,7 @@ class BodyUse:
 
 
 @lru_cache(maxsize=512)
-def trace_body(use: BodyUse) -> fx.GraphModule:
+def trace_local_call(use: LocalCall) -> fx.GraphModule:
     """What one rank computes, as a graph over the operation's distinct operands in order of first appearance.
 
     Equal uses of a body share one graph, which is not to be changed.
@@ -113,7 +113,7 @@ def trace_body(use: BodyUse) -> fx.GraphModule:
 
 
 @lru_cache(maxsize=4096)
-def _sent(use: BodyUse) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+def _sent(use: LocalCall) -> tuple[tuple[str, tuple[str, ...], float], ...]:
     with axis_environment(use.mesh.axes), _Collectives(use.mesh) as collectives:
         use(*use.operands("meta"))
     return tuple(collectives.sent)
@@ -149,7 +149,7 @@ def with_local_size(args: tuple[Any, ...], position: int, shape: tuple[int, ...]
     return (*args[:position], size, *args[position + 1 :])
 
 
-def body_of(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | None:
+def local_implementation(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | None:
     """The local body among an operation's strategies and the mesh axes that it spans, major first; None without one."""
     axes = tuple(axis for axis, strategy in chosen.items() if strategy.body is not None)
     if not axes:
@@ -159,15 +159,15 @@ def body_of(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | No
     return body, axes
 
 
-def runs_body(
+def runs_local_implementation(
     operation: Operation, chosen: Mapping[str, Strategy], rules: Mapping[torch._ops.OpOverload, Rule]
 ) -> bool:
     """Whether some rank runs a local body for an operation with these strategies, which keeps it out of lists."""
     rule = find_rule(operation.op, rules)
-    return body_of(chosen) is not None or (rule is not None and rule.empty is not None)
+    return local_implementation(chosen) is not None or (rule is not None and rule.empty is not None)
 
 
-def body_collectives(
+def local_collectives(
     draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:
     """The kind, the mesh axes and the most bytes that a rank sends of every collective in an operation's local body.
@@ -177,7 +177,7 @@ def body_collectives(
         operation: the operation.
         chosen: its strategies, by mesh axis, in the order of planning.
     """
-    found = body_of(chosen)
+    found = local_implementation(chosen)
     if found is None:
         return ()
     body, axes = found
@@ -188,7 +188,7 @@ def body_collectives(
         return TensorMeta(regroup(draft.sizes_at(value, kept), draft.logical[value]), value.meta.dtype)
 
     unsharded = lambda value: local(value, axes)  # noqa: E731
-    return _sent(BodyUse.of(body, axes, operation, draft.mesh, local, unsharded))
+    return _sent(LocalCall.of(body, axes, operation, draft.mesh, local, unsharded))
 
 
 def _states(operation: Operation, chosen: Mapping[str, Strategy]) -> dict[Value, dict[str, Placement]]:

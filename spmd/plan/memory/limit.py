@@ -1,8 +1,9 @@
 """Planning under a memory limit: another order of execution, and computing again what is too large to keep.
 
 The plan of least time is taken as it is if it fits. If not, results are computed one after the other (`reorder`), and
-then values are let go across the peak and made again (`recompute`), first those that free the most bytes for a second
-more, until every peak fits. Where that is not enough, the search is repeated with what is held charged for (`rents`).
+then values are freed across the peak and computed again (`rematerialization`), first those that free the most bytes for
+a second more, until every peak fits. Where that is not enough, the search is repeated with a price on the memory that is
+held (`memory_prices`), as Lagrange multipliers of the limit.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
-from spmd.plan.memory.liveness import Buffer, Tape, record
+from spmd.plan.memory.liveness import Buffer, Liveness, record
 from spmd.plan.memory.peak import measure, memory_of
-from spmd.plan.memory.rematerialization import Again, Rewritten, candidates, rewrite
+from spmd.plan.memory.rematerialization import Rematerialization, Rewritten, candidates, rewrite
 from spmd.plan.memory.reorder import by_results
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
@@ -45,7 +46,7 @@ def fitting(plans: Sequence[PlanData]) -> list[PlanData]:
     return found
 
 
-def rents(plan: PlanData, price: float) -> dict[Value, float]:
+def memory_prices(plan: PlanData, price: float) -> dict[Value, float]:
     """Seconds that each byte counts for of the temporaries held at a plan's peak.
 
     Args:
@@ -121,20 +122,20 @@ def _cut_peaks(plan: PlanData) -> PlanData:
     costs = _costs_of_a_second_run(plan)
     best, least = plan, memory_of(plan).peak
     for _ in range(_ROUNDS):
-        tape = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
-        memory = measure(tape, plan.request.donated, lambda operation: operation.source)
+        liveness = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
+        memory = measure(liveness, plan.request.donated, lambda operation: operation.source)
         if memory.peak < least:
             best, least = plan, memory.peak
         if memory.peak <= limit or memory.operation is None:
             break
         # The sort is stable: of equal ones the earliest, which would be held longest.
         found = sorted(
-            candidates(plan.graph, tape, memory.operation), key=lambda item: -item.freed / costs[item.operation]
+            candidates(plan.graph, liveness, memory.operation), key=lambda item: -item.freed / costs[item.operation]
         )
-        chosen = _enough(found, memory.peak - limit, tape)
+        chosen = _enough(found, memory.peak - limit, liveness)
         if not chosen:
             break
-        changed = rewrite(plan.graph, tape, memory.operation, chosen)
+        changed = rewrite(plan.graph, liveness, memory.operation, chosen)
         costs = {operation: costs[changed.origins[operation]] for operation in changed.operations}
         plan = _replace(plan, changed)
     found_account = account(best)
@@ -156,13 +157,13 @@ def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
     return {operation: seconds(operation) for operation in plan.graph.operations}
 
 
-def _enough(found: Sequence[Again], excess: int, tape: Tape) -> list[Again]:
+def _enough(found: Sequence[Rematerialization], excess: int, liveness: Liveness) -> list[Rematerialization]:
     """The first of those found that together free `excess` bytes; none is made from what another lets go."""
-    chosen: list[Again] = []
+    chosen: list[Rematerialization] = []
     let_go: set[Buffer] = set()
     kept: set[Buffer] = set()
     for item in found:
-        sources = {tape.buffers[value] for value in item.operation.operands}
+        sources = {liveness.buffers[value] for value in item.operation.operands}
         if excess <= 0:
             break
         if item.buffer in kept or sources & let_go:

@@ -24,7 +24,13 @@ from spmd.ir.graph import Graph, Operation, Value, freeze, iterate_leaves, map_l
 from spmd.ir.list_schedule import Unit, schedule
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.data.layout import Layout
-from spmd.plan.data.local_calls import BodyUse, body_of, runs_body, trace_body, with_local_size
+from spmd.plan.data.local_calls import (
+    LocalCall,
+    local_implementation,
+    runs_local_implementation,
+    trace_local_call,
+    with_local_size,
+)
 from spmd.rules import find_rule
 from spmd.rules.layouts import Need, lay_out
 from spmd.rules.rule import Rule
@@ -64,7 +70,7 @@ class Event:
 
 
 @attrs.frozen(eq=False)
-class Tape:
+class Liveness:
     """The events of a step, in order.
 
     Args:
@@ -87,8 +93,8 @@ def record(
     layout: Callable[[Value], Layout],
     strategies: Mapping[Operation, Mapping[str, Strategy]],
     rules: Mapping[torch._ops.OpOverload, Rule],
-) -> Tape:
-    """The tape of a planned program; the arguments are those of a plan.
+) -> Liveness:
+    """The liveness of a planned program; the arguments are those of a plan.
 
     Args:
         graph: the program, with redistributions as explicit operations.
@@ -150,14 +156,14 @@ class _Recorder:
 
         self.fills = self.sharded_fills()
 
-    def run(self) -> Tape:
+    def run(self) -> Liveness:
         graph = self.graph
         inputs = tuple(self.allocate(value) for value in graph.inputs)
         constants = tuple(self.allocate(value) for value, _ in graph.constants)
-        for unit in schedule(graph.operations, frozenset(filter(self.runs_body, graph.operations))):
+        for unit in schedule(graph.operations, frozenset(filter(self.runs_local_implementation, graph.operations))):
             self.unit(unit)
         outputs = tuple(self.buffers[value] for value in graph.outputs)
-        return Tape(tuple(self.events), inputs, outputs, constants, self.buffers)
+        return Liveness(tuple(self.events), inputs, outputs, constants, self.buffers)
 
     def sharded_fills(self) -> frozenset[Value]:
         """Tensors of one number that are only wanted cut: lowering makes their shards and never the whole.
@@ -180,8 +186,8 @@ class _Recorder:
         steps = redistribution(self.layout(value).spec, self.layout(result).spec)
         return all(step.kind is StepKind.SHARD for step in steps)
 
-    def runs_body(self, operation: Operation) -> bool:
-        return runs_body(operation, self.strategies.get(operation, {}), self.rules)
+    def runs_local_implementation(self, operation: Operation) -> bool:
+        return runs_local_implementation(operation, self.strategies.get(operation, {}), self.rules)
 
     def local(self, value: Value, without: Sequence[str] = ()) -> TensorMeta:
         layout = self.layout(value)
@@ -205,7 +211,7 @@ class _Recorder:
             self.alias(result, value, self.layouts[value])
         elif operation.op is REDISTRIBUTE:
             self.redistribute(operation)
-        elif body_of(self.strategies.get(operation, {})) is not None:
+        elif local_implementation(self.strategies.get(operation, {})) is not None:
             self.body(operation)
         else:
             reads = [buffer for member in unit.operations for buffer in self.operands(member)]
@@ -301,13 +307,13 @@ class _Recorder:
 
     def body(self, operation: Operation) -> None:
         """The events of the operators in a local body, traced on contiguous tensors."""
-        found = body_of(self.strategies[operation])
+        found = local_implementation(self.strategies[operation])
         assert found is not None
         body, axes = found
         rule = find_rule(operation.op, self.rules)
         size_argument = None if rule is None else rule.size_argument
         unsharded = lambda value: self.local(value, axes)  # noqa: E731
-        module = trace_body(BodyUse.of(body, axes, operation, self.mesh, self.local, unsharded, size_argument))
+        module = trace_local_call(LocalCall.of(body, axes, operation, self.mesh, self.local, unsharded, size_argument))
         storages: dict[int, Buffer] = {}
         operands = iter(dict.fromkeys(operation.operands))
         for node in module.graph.nodes:

@@ -16,7 +16,7 @@ import attrs
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Operation, Source, Value
 from spmd.plan.data.plan import PlanData
-from spmd.plan.memory.liveness import Buffer, Tape, record
+from spmd.plan.memory.liveness import Buffer, Liveness, record
 
 
 class Kind(enum.Enum):
@@ -110,59 +110,59 @@ _found: weakref.WeakKeyDictionary[PlanData, Memory] = weakref.WeakKeyDictionary(
 def memory_of(plan: PlanData) -> Memory:
     """The bytes that a rank holds at once under a plan: the peak, where it is, and what is held there."""
     if plan not in _found:
-        tape = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
-        _found[plan] = measure(tape, plan.request.donated, plan.source)
+        liveness = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
+        _found[plan] = measure(liveness, plan.request.donated, plan.source)
     return _found[plan]
 
 
-def measure(tape: Tape, donated: frozenset[int], source: Callable[[Operation], Source | None]) -> Memory:
-    """The memory that a tape takes.
+def measure(liveness: Liveness, donated: frozenset[int], source: Callable[[Operation], Source | None]) -> Memory:
+    """The memory that a liveness takes.
 
     Args:
-        tape: the events.
+        liveness: the events.
         donated: positions of inputs that may be freed after their last use.
         source: the line of an operation; that of a redistribution is its taker's.
     """
-    lives = lifetimes(tape, donated)
-    timeline = live_bytes(tape, lives)
+    lives = lifetimes(liveness, donated)
+    timeline = live_bytes(liveness, lives)
     index = max(range(len(timeline)), key=timeline.__getitem__)
-    makers = {buffer: event.operation for event in tape.events for buffer in event.writes}
+    makers = {buffer: event.operation for event in liveness.events for buffer in event.writes}
     held = [
-        _held(buffer, tape, makers, source)
+        _held(buffer, liveness, makers, source)
         for buffer, (first, last) in lives.items()
         if first <= index <= last and buffer.nbytes
     ]
     held.sort(key=lambda item: -item.nbytes)
-    operation = tape.events[index].operation if tape.events else None
+    operation = liveness.events[index].operation if liveness.events else None
     where = source(operation) if operation else None
     return Memory(timeline[index], operation, where, tuple(held), tuple(timeline))
 
 
-def lifetimes(tape: Tape, donated: frozenset[int]) -> dict[Buffer, tuple[int, int]]:
+def lifetimes(liveness: Liveness, donated: frozenset[int]) -> dict[Buffer, tuple[int, int]]:
     """The first and the last event during which each buffer is held.
 
     Args:
-        tape: the events.
+        liveness: the events.
         donated: positions of inputs that may be freed after their last use.
     """
-    end = max(len(tape.events) - 1, 0)
-    last = dict.fromkeys((*tape.inputs, *tape.constants), 0)
+    end = max(len(liveness.events) - 1, 0)
+    last = dict.fromkeys((*liveness.inputs, *liveness.constants), 0)
     first = dict(last)
-    for index, event in enumerate(tape.events):
+    for index, event in enumerate(liveness.events):
         for buffer in event.writes:
             first[buffer] = index
             last[buffer] = index
         for buffer in event.reads:
             last[buffer] = index
-    kept = [buffer for position, buffer in enumerate(tape.inputs) if position not in donated]
-    for buffer in (*kept, *tape.constants, *tape.outputs):
+    kept = [buffer for position, buffer in enumerate(liveness.inputs) if position not in donated]
+    for buffer in (*kept, *liveness.constants, *liveness.outputs):
         last[buffer] = end
     return {buffer: (first[buffer], last[buffer]) for buffer in first}
 
 
-def live_bytes(tape: Tape, lives: Mapping[Buffer, tuple[int, int]]) -> list[int]:
+def live_bytes(liveness: Liveness, lives: Mapping[Buffer, tuple[int, int]]) -> list[int]:
     """The bytes held while each event runs; of a program without events, those of its inputs."""
-    changes = [0] * (max(len(tape.events), 1) + 1)
+    changes = [0] * (max(len(liveness.events), 1) + 1)
     for buffer, (first, last) in lives.items():
         changes[first] += buffer.nbytes
         changes[last + 1] -= buffer.nbytes
@@ -170,15 +170,15 @@ def live_bytes(tape: Tape, lives: Mapping[Buffer, tuple[int, int]]) -> list[int]
 
 
 def _held(
-    buffer: Buffer, tape: Tape, makers: Mapping[Buffer, Operation], source: Callable[[Operation], Source | None]
+    buffer: Buffer, liveness: Liveness, makers: Mapping[Buffer, Operation], source: Callable[[Operation], Source | None]
 ) -> Held:
     operation = makers.get(buffer)
-    if buffer in tape.inputs:
+    if buffer in liveness.inputs:
         kind = Kind.INPUT
-    elif buffer in tape.constants:
+    elif buffer in liveness.constants:
         kind = Kind.CONSTANT
     else:
-        kind = Kind.OUTPUT if buffer in tape.outputs else Kind.TEMPORARY
+        kind = Kind.OUTPUT if buffer in liveness.outputs else Kind.TEMPORARY
     name = buffer.value.name if buffer.value is not None else f"inside {operation.name}" if operation else "?"
     made, where = (operation.name, source(operation)) if operation else (None, None)
     return Held(name, kind, buffer.meta, buffer.nbytes, made, where, buffer.value)

@@ -17,11 +17,11 @@ import torch
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.memory.liveness import Buffer, Tape
+from spmd.plan.memory.liveness import Buffer, Liveness
 
 
 @attrs.frozen(eq=False)
-class Again:
+class Rematerialization:
     """An operation that may be run a second time.
 
     Args:
@@ -52,12 +52,12 @@ class Rewritten:
     copies: Mapping[Value, Value]
 
 
-def candidates(graph: Graph, tape: Tape, peak: Operation) -> Iterator[Again]:
+def candidates(graph: Graph, liveness: Liveness, peak: Operation) -> Iterator[Rematerialization]:
     """What may be computed again to have less at the peak.
 
     Args:
         graph: a planned program without list operators.
-        tape: its events.
+        liveness: its events.
         peak: the operation during which most is held.
     """
     position = {operation: index for index, operation in enumerate(graph.operations)}
@@ -65,32 +65,32 @@ def candidates(graph: Graph, tape: Tape, peak: Operation) -> Iterator[Again]:
     uses: dict[Buffer, list[int]] = {}
     for operation in graph.operations:
         for value in operation.operands:
-            uses.setdefault(tape.buffers[value], []).append(position[operation])
-    always = {*tape.inputs, *tape.constants, *tape.outputs}
+            uses.setdefault(liveness.buffers[value], []).append(position[operation])
+    always = {*liveness.inputs, *liveness.constants, *liveness.outputs}
     for operation in graph.operations[:at]:
         if not is_cheap(operation):
             continue
-        buffer = tape.buffers[operation.tensors[0]]
+        buffer = liveness.buffers[operation.tensors[0]]
         used = uses.get(buffer, [])
         late = [index for index in used if index > at]
         if buffer in always or buffer.value is not operation.tensors[0] or not late or at in used:
             continue
-        sources = {tape.buffers[value] for value in operation.operands}
+        sources = {liveness.buffers[value] for value in operation.operands}
         kept = [other for other in sources if other not in always and max(uses[other]) < at]
         freed = buffer.nbytes - sum(other.nbytes for other in kept)
         if freed > 0:
-            yield Again(operation, buffer, late[0], freed)
+            yield Rematerialization(operation, buffer, late[0], freed)
 
 
 def is_cheap(operation: Operation) -> bool:
     """Whether an operation may run twice: it moves data, works element by element, or makes a constant."""
-    if len(operation.tensors) != 1 or operation.draws or operation.op is RELABEL or operation.is_view:
+    if len(operation.tensors) != 1 or operation.is_random or operation.op is RELABEL or operation.is_view:
         return False
     pointwise = torch.Tag.pointwise in operation.op.tags or not operation.operands
     return operation.op is REDISTRIBUTE or pointwise
 
 
-def rewrite(graph: Graph, tape: Tape, peak: Operation, chosen: Sequence[Again]) -> Rewritten:
+def rewrite(graph: Graph, liveness: Liveness, peak: Operation, chosen: Sequence[Rematerialization]) -> Rewritten:
     """The program in which each of the chosen runs again after the peak, just before its buffer is next needed.
 
     None of the chosen may read the buffer of another.
@@ -102,7 +102,7 @@ def rewrite(graph: Graph, tape: Tape, peak: Operation, chosen: Sequence[Again]) 
     origins: dict[Operation, Operation] = {}
     views: dict[Buffer, list[Operation]] = {item.buffer: [] for item in chosen}
     for operation in graph.operations[: at + 1]:
-        aliased = {tape.buffers[value] for value in operation.tensors}
+        aliased = {liveness.buffers[value] for value in operation.tensors}
         for buffer in aliased & views.keys():
             if buffer.value not in operation.tensors:
                 views[buffer].append(operation)
@@ -142,7 +142,7 @@ def _without_unused(operations: Sequence[Operation], outputs: Sequence[Value]) -
     needed = set(outputs)
     kept = []
     for operation in reversed(operations):
-        if operation.draws or not needed.isdisjoint(operation.tensors):
+        if operation.is_random or not needed.isdisjoint(operation.tensors):
             needed.update(operation.operands)
             kept.append(operation)
     return kept[::-1]

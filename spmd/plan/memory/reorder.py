@@ -38,7 +38,7 @@ def _needs(graph: Graph) -> dict[Operation, list[Operation]]:
     draw: Operation | None = None
     for operation in graph.operations:
         needs[operation] = [producers[value] for value in operation.operands if value in producers]
-        if operation.draws:
+        if operation.is_random:
             needs[operation] += [draw] if draw is not None else []
             draw = operation
         producers.update(dict.fromkeys(operation.tensors, operation))

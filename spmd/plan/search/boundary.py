@@ -33,8 +33,8 @@ class Bounded:
 
     graph: Graph
     logical: Mapping[Value, LogicalShape]
-    fixed: Mapping[Operation, Specs]
-    placed: Mapping[Value, DTensorSpec]
+    pinned: Mapping[Operation, Specs]
+    given: Mapping[Value, DTensorSpec]
 
 
 def carry_over(spec: DTensorSpec, logical: LogicalShape, order: Sequence[str]) -> DTensorSpec:
@@ -85,12 +85,12 @@ class _Writer:
         self.order = order
         self.logical = dict(logical)
         self.operations: list[Operation] = []
-        self.fixed: dict[Operation, Specs] = {}
+        self.pinned: dict[Operation, Specs] = {}
 
     def emit(self, op: object, value: Value, result: Value, specs: Specs, source: Source | None = None) -> None:
         operation = Operation(op, (value,), {}, (result,), source)  # type: ignore[arg-type]
         self.operations.append(operation)
-        self.fixed[operation] = specs
+        self.pinned[operation] = specs
 
     def derived(self, value: Value, suffix: str, logical: LogicalShape) -> Value:
         result = Value(f"{value.name}_{suffix}", value.meta)
@@ -155,20 +155,20 @@ def bound(
         order: all axes of more than one rank, the one that is planned first (the major one) first.
     """
     writer = _Writer(mesh, logical, order)
-    placed: dict[Value, DTensorSpec] = {}
+    given: dict[Value, DTensorSpec] = {}
     inputs = []
     for value, spec in zip(graph.inputs, map(without_trivial_axes, input_specs), strict=True):
         if flat_shape(logical[value]) == value.meta.shape and writer.gathered(spec, logical[value])[0] == spec:
             inputs.append(value)
-            placed[value] = spec
+            given[value] = spec
             continue
         plain = Value(value.name, value.meta)
         writer.logical[plain] = physical_shape(value.meta)
         inputs.append(plain)
-        placed[plain] = spec
+        given[plain] = spec
         writer.enter(plain, spec, value)
     for value, _ in graph.constants:
-        placed[value] = DTensorSpec.replicated(mesh, logical_meta(value.meta, logical[value]))
+        given[value] = DTensorSpec.replicated(mesh, logical_meta(value.meta, logical[value]))
     for operation in graph.operations:
         if operation.op in CONSTRAINTS:
             meta = operation.tensors[0].meta
@@ -182,7 +182,7 @@ def bound(
         for value, spec in zip(graph.outputs, map(without_trivial_axes, output_specs), strict=True)
     )
     bounded = Graph(tuple(inputs), graph.constants, tuple(writer.operations), outputs)
-    return Bounded(bounded.verify(), writer.logical, writer.fixed, placed)
+    return Bounded(bounded.verify(), writer.logical, writer.pinned, given)
 
 
 def without_trivial_axes(spec: DTensorSpec) -> DTensorSpec:

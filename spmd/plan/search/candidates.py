@@ -23,16 +23,16 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
     """
     known: dict[Hashable, tuple[tuple[Strategy, ...], tuple[frozenset[Placement], ...]]] = {}
     found: dict[Operation, tuple[Strategy, ...]] = {}
-    arising = {value: frozenset([spec.placement(axis)]) for value, spec in draft.placed.items()}
+    arising = {value: frozenset([spec.placement(axis)]) for value, spec in draft.given.items()}
     for operation in draft.graph.operations:
         reaching = tuple(arising[operand] for operand in operation.operands)
-        whole = all(value in draft.rootless for value in operation.tensors)
+        whole = all(value in draft.independent for value in operation.tensors)
         key = (_likeness(draft, operation, axis), whole, reaching)
         if key not in known:
             strategies = tuple(
                 strategy
                 for strategy in candidates(draft, operation, axis, whole)
-                if operation in draft.fixed or _partials_arise(strategy, reaching)
+                if operation in draft.pinned or _partials_arise(strategy, reaching)
             )
             known[key] = strategies, tuple(map(frozenset, zip(*(s.results for s in strategies), strict=True)))
         found[operation], leaving = known[key]
@@ -42,8 +42,8 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
 
 def _likeness(draft: Draft, operation: Operation, axis: str) -> Hashable:
     """What tells apart operations that may do different things on an axis."""
-    if operation in draft.fixed:
-        source, target = draft.fixed[operation]
+    if operation in draft.pinned:
+        source, target = draft.pinned[operation]
         return source.placement(axis), target.placement(axis)
     if operation.op is REDISTRIBUTE:
         (operand,), (result,) = operation.operands, operation.tensors
@@ -70,8 +70,8 @@ def candidates(draft: Draft, operation: Operation, axis: str, whole: bool) -> tu
         axis: the axis to plan.
         whole: whether it depends on no input, so that every rank computes it whole.
     """
-    if operation in draft.fixed:
-        source, target = draft.fixed[operation]
+    if operation in draft.pinned:
+        source, target = draft.pinned[operation]
         return (_known((source.placement(axis),), (target.placement(axis),), "given"),)
     if operation.op is REDISTRIBUTE:
         return _pass_through(draft, operation)

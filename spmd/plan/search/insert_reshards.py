@@ -14,7 +14,7 @@ from spmd.plan.search.problem import AxisChoice
 from spmd.rules.strategy import Strategy
 
 
-def materialize(draft: Draft, axis: str, choice: AxisChoice) -> Draft:
+def insert_reshards(draft: Draft, axis: str, choice: AxisChoice) -> Draft:
     """The draft with one more axis planned.
 
     A value's moves stand just before the first operation that needs them, a pending reduction just after the operation
@@ -33,13 +33,13 @@ class _Materializer:
         self.logical = dict(draft.logical)
         self.states = {value: dict(states) for value, states in draft.states.items()}
         self.options = dict(draft.options)
-        self.fixed = dict(draft.fixed)
+        self.pinned = dict(draft.pinned)
         self.fused = set(draft.fused)
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
 
     def run(self) -> Draft:
         for value in (*self.draft.graph.inputs, *(value for value, _ in self.draft.graph.constants)):
-            self._define(value, self.draft.placed[value].placement(self.axis))
+            self._define(value, self.draft.given[value].placement(self.axis))
         for operation in self.draft.graph.operations:
             self._place(operation)
         graph = attrs.evolve(self.draft.graph, operations=tuple(self.operations))
@@ -48,7 +48,7 @@ class _Materializer:
             graph=graph,
             logical=self.logical,
             options=self.options,
-            fixed=self.fixed,
+            pinned=self.pinned,
             fused=frozenset(self.fused),
             states=self.states,
             strategies=self.strategies,
@@ -79,8 +79,8 @@ class _Materializer:
 
     def _carry(self, old: Operation, new: Operation, strategy: Strategy) -> None:
         """Move what is known of an operation to the one that replaces it."""
-        if old in self.fixed:
-            self.fixed[new] = self.fixed.pop(old)
+        if old in self.pinned:
+            self.pinned[new] = self.pinned.pop(old)
         elif old.op is not REDISTRIBUTE:
             self.strategies[new] = {**self.draft.strategies.get(old, {}), self.axis: strategy}
         if old in self.options:

@@ -9,16 +9,16 @@ from types import MappingProxyType
 
 import attrs
 
-from spmd.core.single_threaded import undisturbed
+from spmd.core.single_threaded import single_threaded
 from spmd.ir.graph import Value
 from spmd.plan.data.draft import Draft, States
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.machine.machine import Machine
-from spmd.plan.memory.limit import fit, fits, fitting, rents
+from spmd.plan.memory.limit import fit, fits, fitting, memory_prices
 from spmd.plan.memory.peak import memory_of
 from spmd.plan.search.finish import finish
-from spmd.plan.search.insert_reshards import materialize
+from spmd.plan.search.insert_reshards import insert_reshards
 from spmd.plan.search.prepare import Prepared, prepare
 from spmd.plan.search.problem import AxisChoice, AxisProblem
 
@@ -35,34 +35,34 @@ def plan(request: Request) -> PlanData:
         PlanError: no plan satisfies the specs, or none that was found fits in the memory limit.
         RuleError: a rule contradicts its operator.
     """
-    with undisturbed():
+    with single_threaded():
         prepared = prepare(request)
         found = list(map(fit, _plans(prepared, {})))
-        for price in PRICES:
+        for price in PRICE_LEVELS:
             if any(map(fits, found)):
                 break
             smallest = min(found, key=lambda plan: memory_of(plan).peak)
-            found += map(fit, _plans(prepared, rents(smallest, price)))
+            found += map(fit, _plans(prepared, memory_prices(smallest, price)))
     return _best(fitting(found)).verify()
 
 
-PRICES = (0.1, 1.0, 10.0)
+PRICE_LEVELS = (0.1, 1.0, 10.0)
 """What holding all that the smallest plan holds counts for, in times of its step; tried while no plan fits."""
 
 
-def _plans(prepared: Prepared, rent: Mapping[Value, float]) -> list[PlanData]:
+def _plans(prepared: Prepared, memory_prices: Mapping[Value, float]) -> list[PlanData]:
     """The plans of all orders."""
     request = prepared.request
     axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
 
     starts = {order: prepared.draft(order) for order in _orders(axes)}
-    blind = {order: _plan_axes(start, order, request.machine, rent) for order, start in starts.items()}
+    blind = {order: _plan_axes(start, order, request.machine, memory_prices) for order, start in starts.items()}
     plans = {order: finish(steps[-1].draft if steps else starts[order], request) for order, steps in blind.items()}
     found = list(plans.values())
     if len(axes) > 1:
         best = min(plans, key=lambda order: plans[order].seconds)
         steps, preview = blind[best], blind[best[::-1]][-1].draft.states
-        refined = _plan_axes(starts[best], best, request.machine, rent, steps, preview)
+        refined = _plan_axes(starts[best], best, request.machine, memory_prices, steps, preview)
         if refined[-1] is not steps[-1]:
             found.append(finish(refined[-1].draft, request))
     return found
@@ -104,7 +104,7 @@ def _plan_axes(
     draft: Draft,
     order: Sequence[str],
     machine: Machine,
-    rent: Mapping[Value, float],
+    memory_prices: Mapping[Value, float],
     blind: Sequence[_Step] = (),
     preview: Mapping[Value, States] = _NO_PREVIEW,
 ) -> list[_Step]:
@@ -120,8 +120,8 @@ def _plan_axes(
         if same and not later:
             return [*steps, blind[position]]
         ahead = {value: {a: s for a, s in states.items() if a in later} for value, states in preview.items()}
-        choice = AxisProblem(draft, axis, machine, ahead, rent=rent).solve()
+        choice = AxisProblem(draft, axis, machine, ahead, memory_prices=memory_prices).solve()
         same = same and choice.equals(blind[position].choice)
-        steps.append(blind[position] if same else _Step(choice, materialize(draft, axis, choice)))
+        steps.append(blind[position] if same else _Step(choice, insert_reshards(draft, axis, choice)))
         draft = steps[-1].draft
     return steps

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from spmd.ir.graph import Graph, Operation, freeze
-from spmd.plan.data.dataflow import fused_values, rootless_values
+from spmd.plan.data.dataflow import fused_values, independent_values
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.request import Request
 from spmd.plan.search.atoms import Refinement, refine
@@ -44,14 +44,14 @@ class Prepared:
             graph=bounded.graph,
             logical=bounded.logical,
             options=self.options,
-            fixed=bounded.fixed,
-            placed=bounded.placed,
+            pinned=bounded.pinned,
+            given=bounded.given,
             states={},
             strategies={},
             planned=(),
             fused=fused_values(bounded.graph),
-            rootless=rootless_values(bounded.graph),
-            kept={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},
+            independent=independent_values(bounded.graph),
+            never_gathered={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},
             gap=0.0,
         )
 
@@ -91,7 +91,7 @@ def _factorize(graph: Graph, rules: Mapping[torch._ops.OpOverload, Rule]) -> dic
     known: dict[Hashable, Factors] = {}
     found = {}
     for operation in graph.operations:
-        rule = DRAW if operation.draws else find_rule(operation.op, rules)
+        rule = DRAW if operation.is_random else find_rule(operation.op, rules)
         if rule is None:
             continue
         call = operation.call()

@@ -76,7 +76,7 @@ class AxisProblem:
         preview: guessed placements of values on axes that are planned later.
         acquire: how many shards may be acquired for one value.
         only: operations that are not free to choose, with their strategies.
-        rent: seconds that each byte held of a value (no input) counts for, besides the times that things take.
+        memory_prices: seconds that each byte held of a value (no input) counts for, besides the times that things take.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class AxisProblem:
         preview: Mapping[Value, States] | None = None,
         acquire: int = 2,
         only: Mapping[Operation, Strategy] | None = None,
-        rent: Mapping[Value, float] | None = None,
+        memory_prices: Mapping[Value, float] | None = None,
     ) -> None:
         self.draft = draft
         self.axis = axis
         self.preview = preview or {}
         self.acquire = acquire
-        self.rent = rent or {}
+        self.memory_prices = memory_prices or {}
         self.only = only
         self.cost = LocalCost.of(machine, draft, self.preview)
-        self.kept = draft.kept_values(axis)
+        self.never_gathered = draft.never_gathered_values(axis)
         self._move_costs: dict[tuple[tuple[int, ...], int, bool], MoveCost] = {}
         self._known_times: dict[Hashable, torch.Tensor] = {}
         self._edges: dict[Hashable, torch.Tensor] = {}
@@ -140,7 +140,13 @@ class AxisProblem:
         if self.acquire == 1:
             return [0] * len(self.domains)
         small = AxisProblem(
-            self.draft, self.axis, self.machine, self.preview, acquire=1, only=self.only, rent=self.rent
+            self.draft,
+            self.axis,
+            self.machine,
+            self.preview,
+            acquire=1,
+            only=self.only,
+            memory_prices=self.memory_prices,
         )
         tables = list(small._tables())
         try:
@@ -173,7 +179,7 @@ class AxisProblem:
 
     def move_cost(self, value: Value) -> MoveCost:
         """Times of moving a value along the axis."""
-        key = (self.cost.sizes[value], value.meta.dtype.itemsize, value in self.kept)
+        key = (self.cost.sizes[value], value.meta.dtype.itemsize, value in self.never_gathered)
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
         return self._move_costs[key]
@@ -183,7 +189,7 @@ class AxisProblem:
         if value in self.producers:
             operation, position = self.producers[value]
             return strategies[operation].results[position]
-        return self.draft.placed[value].placement(self.axis)
+        return self.draft.given[value].placement(self.axis)
 
     def _tables(self) -> Iterator[Table]:
         """All tables; operations that are alike have the very same ones, by which equal layers are known."""
@@ -202,15 +208,15 @@ class AxisProblem:
             self._known_times[key] = torch.tensor(seconds, dtype=torch.float64) + _preference(len(seconds))
         return self._known_times[key]
 
-    def _rent(self, value: Value, state: Placement) -> float:
+    def _memory_price(self, value: Value, state: Placement) -> float:
         """What it counts for to hold a value in a placement."""
         sizes = shrink(self.cost.sizes[value], state, self.draft.mesh.axis_size(self.axis))
-        return self.rent[value] * math.prod(sizes) * value.meta.dtype.itemsize
+        return self.memory_prices[value] * math.prod(sizes) * value.meta.dtype.itemsize
 
     def _sources(self, value: Value) -> tuple[Placement, ...]:
         """The placement of a value under every strategy of its producer."""
         if value not in self.producers:
-            return (self.draft.placed[value].placement(self.axis),)
+            return (self.draft.given[value].placement(self.axis),)
         operation, position = self.producers[value]
         return tuple(strategy.results[position] for strategy in self.strategies[operation])
 
@@ -220,9 +226,9 @@ class AxisProblem:
             operation, position = self.producers[value]
             source: Hashable = (id(self.strategies[operation]), position)
         else:
-            source = self.draft.placed[value].placement(self.axis)
+            source = self.draft.given[value].placement(self.axis)
         taken = tuple((id(self.strategies[use.operation]), use.positions) for use in uses)
-        return source, taken, id(self.move_cost(value)), value if value in self.rent else None
+        return source, taken, id(self.move_cost(value)), value if value in self.memory_prices else None
 
     def _edge_tables(self, value: Value, use: Use) -> Iterator[Table]:
         key = self._likeness(value, (use,))
@@ -230,8 +236,10 @@ class AxisProblem:
             sources = self._sources(value)
             wanted = tuple(state for strategy in self.strategies[use.operation] for state in use.wanted(strategy))
             costs = edge_table(sources, wanted, self.move_cost(value))
-            if value in self.rent:
-                costs = costs + torch.tensor([[self._rent(value, source)] for source in sources], dtype=torch.float64)
+            if value in self.memory_prices:
+                costs = costs + torch.tensor(
+                    [[self._memory_price(value, source)] for source in sources], dtype=torch.float64
+                )
             self._edges[key] = self._from_producer(value, costs)
         yield self._table(value, self.variables[use.operation], self._edges[key])
 
@@ -254,9 +262,11 @@ class AxisProblem:
         wanted = dict.fromkeys(state for option in options for states in option for state in states)
         hubs = hub_choices(tuple(dict.fromkeys(sources)), tuple(wanted), self.acquire)
         costs = hub_table(sources, hubs, self.move_cost(value))
-        if value in self.rent:
-            rents = [sum(self._rent(value, state) for state in sorted(hub.held, key=repr)) for hub in hubs]
-            costs = costs + torch.tensor(rents, dtype=torch.float64)
+        if value in self.memory_prices:
+            memory_prices = [
+                sum(self._memory_price(value, state) for state in sorted(hub.held, key=repr)) for hub in hubs
+            ]
+            costs = costs + torch.tensor(memory_prices, dtype=torch.float64)
         costs = costs + _preference(len(hubs))
         return hubs, self._from_producer(value, costs), tuple(offer_table(option, hubs) for option in options)
 

@@ -22,7 +22,7 @@ import torch
 
 from spmd.ir.graph import Graph, Operation, Value, freeze
 from spmd.ir.list_operators import split_lists
-from spmd.tracing.canonicalize.constant_folding import fold_fills
+from spmd.tracing.canonicalize.constant_folding import fold_constants
 from spmd.tracing.canonicalize.decompositions import DECOMPOSITIONS, decompose_operations, expand_operations, substitute
 from spmd.tracing.canonicalize.normal_forms import makes_channels_last, normalize
 
@@ -76,7 +76,9 @@ def simplify(graph: Graph) -> Graph:
         if same is not None:
             replaced[operation.tensors[0]] = same
             continue
-        twin = None if operation.group is not None or operation.draws else seen.setdefault(_key(operation), operation)
+        twin = (
+            None if operation.group is not None or operation.is_random else seen.setdefault(_key(operation), operation)
+        )
         if twin is not None and twin is not operation:
             pairs = zip(operation.results, twin.results, strict=True)
             replaced.update((old, new) for old, new in pairs if old is not None and new is not None)
@@ -92,7 +94,7 @@ def eliminate_dead(graph: Graph) -> Graph:
     live = set(graph.outputs)
     kept = []
     for operation in reversed(graph.operations):
-        if live.isdisjoint(operation.tensors) and not operation.draws:
+        if live.isdisjoint(operation.tensors) and not operation.is_random:
             continue
         live.update(operation.operands)
         kept.append(operation)
@@ -170,7 +172,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     expand_known,
     split_lists,
     normalize,
-    fold_fills,
+    fold_constants,
     simplify,
     eliminate_dead,
 )

@@ -18,7 +18,7 @@ _COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 _TAKES_NUMBER = _COMMUTATIVE | {aten.sub.Tensor, aten.div.Tensor}
 
 
-def fold_fills(graph: Graph) -> Graph:
+def fold_constants(graph: Graph) -> Graph:
     """Give the number to whatever is computed from tensors of one number, as the gradient of a mean is.
 
     `div(expand(full([], 1), [8, 4]), 32)` becomes `full([8, 4], 1 / 32)`, and `mul(full([8, 4], 2), x)` becomes
@@ -52,7 +52,7 @@ def _fill_of(operation: Operation, fills: Mapping[Value, Number]) -> Number | No
     if operation.op in _SHAPERS and operation.tensors[0].meta.dtype == operation.operands[0].meta.dtype:
         return fills[operation.operands[0]]
     pointwise = torch.Tag.pointwise in operation.op.tags and operation.op is not aten._to_copy.default
-    return _apply(operation, fills) if pointwise and not operation.draws else None
+    return _apply(operation, fills) if pointwise and not operation.is_random else None
 
 
 def _apply(operation: Operation, fills: Mapping[Value, Number]) -> Number | None:

@@ -28,7 +28,7 @@ def decompose_operations(graph: Graph, needs: Callable[[OpOverload], bool]) -> G
     The decompositions are the operator's own (composite operators) and torch's, those to the core set first; an
     operator without one stays, and so does a draw, since its decomposition would draw other numbers.
     """
-    needed = lambda operation: needs(operation.op) and not operation.draws  # noqa: E731
+    needed = lambda operation: needs(operation.op) and not operation.is_random  # noqa: E731
     return expand_operations(graph, lambda call: _torch_decomposition(call.op) if needed(call) else None)
 
 
