@@ -1,9 +1,9 @@
 """Planning under a memory limit: another order of execution, and computing again what is too large to keep.
 
 The plan of least time is taken as it is if it fits. If not, results are computed one after the other (`reorder`), and
-then values are freed across the peak and computed again (`rematerialization`), first those that free the most bytes for
-a second more, until every peak fits. Where that is not enough, the search is repeated with a price on the memory that is
-held (`memory_prices`), as Lagrange multipliers of the limit.
+then values are freed across the peak and computed again (`rematerialization`), first those that free the most bytes
+for a second more, until every peak fits. Where that is not enough, the search is repeated with a price on the memory
+that is held (`memory_prices`), as Lagrange multipliers of the limit.
 """
 
 from __future__ import annotations
