@@ -1,4 +1,4 @@
-"""Where ranks wait for each other, and what is said when one of them does not come."""
+"""Collectives as scopes: where ranks wait for each other, and the error when one of them does not arrive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 import attrs
 
 from spmd.errors import DivergenceError, SpmdError
-from spmd.job import failure_detector as alarm
+from spmd.job import failure_detector
 from spmd.job.failure_detector import AWAY, FAILED, WAITS
 
 
@@ -17,7 +17,7 @@ class CollectiveScope:
     """A collective: a context manager around what waits for the other ranks.
 
     Args:
-        what: the collective and its cause, for messages; ranks that meet say the same.
+        what: the collective and its cause, for messages; the same on all ranks that take part.
         ranks: those that take part.
 
     Raises:
@@ -29,23 +29,23 @@ class CollectiveScope:
     ranks: Sequence[int]
 
     def __enter__(self) -> None:
-        alarm.waits_in = self.what
+        failure_detector.waits_in = self.what
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
             if isinstance(error, RuntimeError):
                 raise failed(self, error) from error
         finally:
-            alarm.waits_in = None
+            failure_detector.waits_in = None
 
 
 def failed(scope: CollectiveScope, error: BaseException) -> SpmdError:
-    """The error of a collective that failed: raises the alarm, and tells what the others say."""
+    """The error of a collective that failed: reports the failure, and says what the other ranks report."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    watch = alarm.current()
-    if watch is None:
+    detector = failure_detector.current()
+    if detector is None:
         return SpmdError(f"{scope.what} failed: {reason}")
-    said = watch.ask(f"{WAITS}{scope.what}")
+    said = detector.ask(f"{WAITS}{scope.what}")
     if said is None:
         return SpmdError(
             f"{scope.what} failed: rank 0 or the launcher, which keeps the store of torch.distributed, does not "
@@ -59,7 +59,7 @@ def explain(scope: CollectiveScope, said: Sequence[str | None], reason: str) -> 
 
     Args:
         scope: the collective.
-        said: what each rank has said of where it is; None if it does not answer.
+        said: the report of each rank; None if it does not answer.
         reason: what torch says of the failure.
     """
     what = scope.what

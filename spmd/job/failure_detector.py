@@ -1,9 +1,9 @@
-"""What the processes of a job tell each other when something goes wrong, through the store of torch.distributed.
+"""The failure detector: what the processes of a job tell each other when a collective fails.
 
 A collective that fails says nothing of why: a rank may have died, be stuck in the user's code, or wait in another
-collective. So each process has a thread that looks, twice a second, whether somebody has raised the alarm, and then
-says where its own main thread is. A process that has died, or was stopped, says nothing; neither does anyone while all
-is well.
+collective. So each process has a thread that looks twice a second whether some rank has reported a failure in the store of
+torch.distributed, and then reports where its own main thread is. A process that has died or was stopped reports nothing.
+While all is well nothing is written.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ import torch.distributed as dist
 from spmd.user_code import is_user_file
 
 INTERVAL = 0.5
-"""Seconds between two looks at the alarm."""
+"""Seconds between two looks at the store."""
 
 PATIENCE = 3.0
-"""Seconds that the others have to say where they are."""
+"""Seconds that the other processes have to report where they are."""
 
 FAILED, AWAY, WAITS = "failed: ", "is in no collective, ", "waits in "
-"""How what a process says of itself begins."""
+"""How the report of a process begins."""
 
 waits_in: str | None = None
 """The collective in which the main thread waits for others."""
 
 _Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-# torch has one job in a process at a time, and what is known of it goes with it.
-_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+# One for each job that torch.distributed has run in this process.
+_detectors: weakref.WeakKeyDictionary[dist.ProcessGroup, FailureDetector] = weakref.WeakKeyDictionary()
 
 
-def watch() -> None:
-    """Answer the alarms of the job that torch.distributed runs now; and if this process fails, tell the others why."""
+def start() -> None:
+    """Start the failure detector of the job that torch.distributed runs now; a failure here is reported to the others."""
     world = dist.group.WORLD
-    if world is None or world.size() == 1 or world in _watches:
+    if world is None or world.size() == 1 or world in _detectors:
         return
     with suppress(AttributeError, NotImplementedError, RuntimeError):  # a store of the user's that cannot be shared
-        _watches[world] = Watch(world)
+        _detectors[world] = FailureDetector(world)
     if not getattr(sys.excepthook, "is_spmd", False):
         sys.excepthook = _announcing(sys.excepthook)
 
 
-def current() -> Watch | None:
-    """The watch over the job that runs now."""
+def current() -> FailureDetector | None:
+    """The failure detector of the job that runs now."""
     world = dist.group.WORLD
-    return None if world is None else _watches.get(world)
+    return None if world is None else _detectors.get(world)
 
 
 def announce(error: BaseException) -> None:
-    """Tell the others that this process ends, and by which error."""
-    watch = current()
-    if watch is not None:
-        watch.ask(f"{FAILED}{type(error).__name__}: {error}")
+    """Tell the other processes that this one ends, and by which error."""
+    detector = current()
+    if detector is not None:
+        detector.ask(f"{FAILED}{type(error).__name__}: {error}")
 
 
 def _announcing(hook: _Hook) -> _Hook:
-    """A hook for exceptions that nobody catches: it does what the last one did, and tells the others."""
+    """A hook for uncaught exceptions: calls the previous hook, and tells the other processes."""
 
     def announcing(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         hook(kind, error, traceback)
@@ -77,8 +77,8 @@ def _announcing(hook: _Hook) -> _Hook:
     return announcing
 
 
-class Watch:
-    """A thread that waits for the alarm of a job, and then hears where its processes are and says where this one is."""
+class FailureDetector:
+    """A thread that waits for a failure in a job, then reports where this process is and reads where the others are."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self._world = weakref.ref(world)
@@ -91,18 +91,18 @@ class Watch:
         self._said: list[str | None] | None = None
         self._is_over = False
         self._wakes, self._has_heard = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="spmd-watch")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="spmd-failure-detector")
         self._thread.start()
         atexit.register(self._end)
 
     def ask(self, text: str) -> list[str | None] | None:
-        """Where all ranks are, of an alarm that this process raises if nobody has yet.
+        """Where all ranks are; reports a failure if no other process has yet.
 
         Args:
             text: where this process is.
 
         Returns:
-            What each rank says, None for those that do not answer; None if the store does not.
+            The report of each rank, None for ranks that do not answer; None if the store does not answer.
         """
         self._text = text
         self._wakes.set()
@@ -111,16 +111,16 @@ class Watch:
 
     def _run(self) -> None:
         with suppress(Exception):  # the store ends with the process that keeps it
-            if self._is_raised():
+            if self._has_failed():
                 self._listen()
         self._has_heard.set()
         if not self._is_over:
             atexit.unregister(self._end)
 
-    def _is_raised(self) -> bool:
-        """Wait for the alarm, or until the job is over."""
+    def _has_failed(self) -> bool:
+        """Wait for a failure, or until the job is over."""
         while not self._is_over and dist.group.WORLD is self._world():
-            if self._text or self._store.check(["alarm"]):
+            if self._text or self._store.check(["failure"]):
                 return True
             self._wakes.wait(INTERVAL)
         return False
@@ -135,10 +135,10 @@ class Watch:
         self._thread.join(2 * PATIENCE)  # the store may not answer
 
     def _listen(self) -> None:
-        """Say where this process is, and hear where the others are."""
+        """Report where this process is, and read where the others are."""
         store, deadline = self._store, time.monotonic() + PATIENCE
         store.set(self._names[self._rank], self._text or _whereabouts())
-        store.set("alarm", "")
+        store.set("failure", "")
         _wait_for(store, self._names, deadline)
         said = [store.get(name).decode() if store.check([name]) else None for name in self._names]
         store.set(f"{self._names[self._rank]} has heard", "")

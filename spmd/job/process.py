@@ -14,8 +14,8 @@ import torch.distributed.nn.functional  # imported while a job runs, its default
 from torch.distributed.constants import default_pg_timeout
 
 from spmd.errors import MeshError, SpmdError
+from spmd.job import failure_detector
 from spmd.job.collective_scope import name_ranks
-from spmd.job.failure_detector import watch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and other launchers in its manner, set for each process."""
@@ -47,7 +47,7 @@ def init(*, timeout: timedelta | float | None = None) -> None:
                 "init(timeout=...) came after torch.distributed was started. Call it before the first make_mesh, or "
                 "give the timeout to torch.distributed.init_process_group."
             )
-        watch()
+        failure_detector.start()
         return
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
@@ -74,7 +74,7 @@ def init(*, timeout: timedelta | float | None = None) -> None:
             f"{name_ranks(late)} did not. Start all of them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or "
             "wait longer: spmd.init(timeout=...)."
         )
-    watch()
+    failure_detector.start()
 
 
 def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
