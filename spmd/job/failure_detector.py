@@ -1,9 +1,9 @@
 """The failure detector: what the processes of a job tell each other when a collective fails.
 
 A collective that fails says nothing of why: a rank may have died, be stuck in the user's code, or wait in another
-collective. So each process has a thread that looks twice a second whether some rank has reported a failure in the store of
-torch.distributed, and then reports where its own main thread is. A process that has died or was stopped reports nothing.
-While all is well nothing is written.
+collective. So each process has a thread that looks twice a second whether some rank has reported a failure in the store
+of torch.distributed, and then reports where its own main thread is. A process that has died or was stopped reports
+nothing. While all is well nothing is written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _detectors: weakref.WeakKeyDictionary[dist.ProcessGroup, FailureDetector] = weak
 
 
 def start() -> None:
-    """Start the failure detector of the job that torch.distributed runs now; a failure here is reported to the others."""
+    """Start the failure detector of the job that torch.distributed runs now; it reports failures of this process, too."""
     world = dist.group.WORLD
     if world is None or world.size() == 1 or world in _detectors:
         return

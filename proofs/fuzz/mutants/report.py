@@ -19,27 +19,27 @@ _ELSEWHERE = (
     (
         "transposes of the collective primitives",
         "a function under `spmd.jit` calls no primitive, so no program differentiates one",
-        "`tests/test_collectives.py`: values, gradient, second order, vmap and adjoint identity of each",
+        "`tests/collectives/test_collectives.py`: values, gradient, second order, vmap and adjoint identity of each",
     ),
     (
         "padding of uneven pieces, their order in buffers, and its removal",
         "virtual ranks exchange no buffers: only processes do",
-        "`tests/test_wire.py`, `tests/test_distributed.py`",
+        "`tests/collectives/test_transport_dtypes.py`, `tests/collectives/test_distributed.py`",
     ),
     (
         "the copy to channels-last memory that canonicalization keeps",
         "it changes no value: strides are no part of a program",
-        "`tests/test_memory_layouts.py`",
+        "`tests/lowering/test_memory_layouts.py`",
     ),
     (
         "the order of axes in a step over several, uneven permutations, axes of one rank",
         "plans move values along one axis at a time, but where specs nest axes in another order than the plan",
-        "`tests/test_redistribute.py`: every pair of specs, on even and uneven lengths",
+        "`tests/collectives/test_resharding.py`: every pair of specs, on even and uneven lengths",
     ),
     (
         "how `constrain` and `reshard` are batched",
         "it changes no value, only where it is",
-        "`tests/test_trace.py`",
+        "`tests/tracing/test_trace.py`",
     ),
     (
         "copies before other kernels that read strides",
@@ -49,7 +49,7 @@ _ELSEWHERE = (
     (
         "a view of a shard that stays a view",
         "it changes no value: before a view, as before any kernel that needs contiguous memory, lowering puts a copy",
-        "`tests/test_memory_layouts.py`",
+        "`tests/lowering/test_memory_layouts.py`",
     ),
     (
         "rules of factories, such as `arange`",
@@ -59,7 +59,7 @@ _ELSEWHERE = (
     (
         "equal primitives that ranks of different shapes share",
         "a plan would have to move a value and a view of it alike, and not the view's operand",
-        "`tests/test_lower.py`: such a plan, written by hand",
+        "`tests/lowering/test_lower.py`: such a plan, written by hand",
     ),
     (
         "a primitive that one rank has no use for, and drops",
@@ -69,7 +69,7 @@ _ELSEWHERE = (
     (
         "dead code, identities and reshapes that stay",
         "they change no value, only the time that a program takes",
-        "`tests/test_canonicalize.py`, `tests/test_lower.py`",
+        "`tests/tracing/test_canonicalize.py`, `tests/lowering/test_lower.py`",
     ),
 )
 

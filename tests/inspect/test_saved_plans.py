@@ -192,7 +192,7 @@ def test_the_bytes_of_a_file_do_not_depend_on_hash_seeds(tmp_path: Path) -> None
         subprocess.run(
             [sys.executable, "-c", SAVE, str(tmp_path / seed)],
             env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
             check=True,
         )
     text = (tmp_path / "0").read_text()

@@ -9,7 +9,7 @@ import pytest
 from spmd.errors import MeshError, SpmdError
 from spmd.job.launch import launch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_ranks_make_a_mesh_and_rank_0_answers():

@@ -14,7 +14,7 @@ from spmd.collectives.traffic import record_traffic
 from spmd.plan.machine import measure
 from spmd.plan.machine.machine import PRESETS, TF32_FLOPS
 
-DOCS = Path(__file__).parents[1] / "docs" / "planning.md"
+DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
 COLUMNS = ("name", "float64", "float32", "TF32", "bfloat16", "float8", "memory", "bandwidth", "link", "latency")
 
 
