@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_distributed.py run: functions that workers import."""
+"""What the ranks of tests/collectives/test_distributed.py run: functions that workers import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import optree
 import torch
 import torch.distributed as dist
-from test_redistribute import all_specs, split
+from spec_cases import all_specs, split
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import distribute_tensor

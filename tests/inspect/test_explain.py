@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_planner_oracle import SHAPES, TENSOR_PARALLEL, gpt_step
+from gpt_step import SHAPES, TENSOR_PARALLEL, gpt_step
 
 import spmd
 from spmd import P
