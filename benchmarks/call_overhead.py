@@ -1,7 +1,7 @@
 """What calling a jitted function costs beyond running its programs.
 
-The function gives back its arguments, so its local programs do nothing and the whole call is overhead: checking each
-leaf against its spec, and wrapping each result.
+The function returns its arguments, so its local programs are empty and the whole call is overhead: checking each leaf
+against its spec, and wrapping each result.
 
     python benchmarks/call_overhead.py
 """
@@ -23,12 +23,12 @@ from spmd.runtime.virtual import VirtualProgram
 
 LEAVES = (1, 2, 5, 10, 20, 50, 100, 200)
 FIXED_US, LEAF_US = 100.0, 2.0
-"""What a call may add, and what each leaf may add to that."""
+"""The budget in microseconds: what a call may add, and what each leaf may add to that."""
 
 
 @attrs.frozen
 class Overhead:
-    """Microseconds of one call with so many leaves, and of running its programs alone."""
+    """Microseconds of one call with `leaves` leaves, and of running its programs alone."""
 
     leaves: int
     call: float
@@ -36,24 +36,24 @@ class Overhead:
 
     @property
     def added(self) -> float:
-        """What the call adds."""
+        """Microseconds that the call adds to its programs."""
         return self.call - self.programs
 
     @property
     def budget(self) -> float:
-        """What it may add."""
+        """Microseconds that the call may add to its programs."""
         return FIXED_US + LEAF_US * self.leaves
 
 
 def microseconds(function: Callable[[], object]) -> float:
-    """The best of several timings, of processor time: anything above it is the machine doing something else."""
+    """The processor time of one call in microseconds: the best of several timings, so that other load counts least."""
     timer = timeit.Timer(function, timer=time.process_time)
     number = max(1, int(0.02 / max(timer.timeit(10) / 10, 1e-7)))
     return min(timer.repeat(7, number)) / number * 1e6
 
 
 def measure(leaves: int) -> Overhead:
-    """Time the identity of a list of so many vectors on eight virtual ranks."""
+    """Time the identity of a list of `leaves` vectors on eight virtual ranks."""
     mesh = spmd.make_mesh({"data": 8}, runtime="virtual")
     arguments = [spmd.distribute(torch.zeros(8), P("data"), mesh) for _ in range(leaves)]
     identity = spmd.jit(lambda values: values, (P("data"),), P("data"), mesh=mesh)
@@ -64,7 +64,7 @@ def measure(leaves: int) -> Overhead:
 
 
 def main() -> int:
-    """Print the table; the exit status is 1 where a call adds more than it may."""
+    """Print the table; the exit status is 1 if a call adds more than its budget."""
     table = Table(title="Microseconds a call of an empty program on eight virtual ranks", title_justify="left")
     for column in ("leaves", "call", "programs", "ratio", "added", "added a leaf", "budget"):
         table.add_column(column, justify="right")

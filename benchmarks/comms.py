@@ -1,4 +1,4 @@
-"""What a training step sends: `spmd` beside the textbook and its peers, counted on the programs that ranks run.
+"""The bytes that a training step sends: `spmd`, counted on the programs that ranks run, the textbook and other systems.
 
 python benchmarks/comms.py
 """
@@ -32,8 +32,8 @@ class Measurement:
 
     Args:
         counts: collectives of each kind in the program of a rank.
-        bytes: bytes that the rank which sends most sends, of each kind, by the ring model.
-        moved: bytes that the rank which sends most was seen to send, collective by collective, when the step ran.
+        bytes: bytes of each kind that the rank sending the most sends, computed for ring algorithms.
+        moved: bytes that the rank sending the most sent, recorded collective by collective while the step ran.
         loss: the loss of the step.
     """
 
@@ -72,7 +72,7 @@ def measure(name: str) -> Measurement:
 
 
 def main() -> int:
-    """Print the table; the exit status is 1 where the runtime moved other bytes than the program says."""
+    """Print the table; the exit status is 1 if the runtime moved a different number of bytes than the program says."""
     console = Console(width=max(140, Console().width))
     table = Table(title="MB sent per rank and step, ring model (over the textbook)", title_justify="left")
     columns = ("strategy", "textbook", "JAX, CPU", "JAX, GPU rewrites", "DTensor", "DTensor, hinted", "spmd", "moved")

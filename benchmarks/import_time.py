@@ -1,4 +1,4 @@
-"""What `import spmd` takes beyond torch's own import, in processor seconds of fresh interpreters.
+"""The time that `import spmd` adds to torch's own import, in processor seconds of fresh interpreters.
 
 python benchmarks/import_time.py
 """

@@ -1,8 +1,8 @@
-"""What the planner promises, measured: a table for each promise, and an exit status of 1 if one is not kept.
+"""Measures what the planner promises: a table for each promise, and an exit status of 1 if one is not kept.
 
 python benchmarks/planner.py [--quick] [--only PROMISE ...]
 
-Times are process time of one thread. Nothing is allocated but by the generated programs.
+Times are process time of one thread. Only the generated programs allocate tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from textbook import BATCH, PEERS, WORKLOAD, textbook
 from workloads import GptStep
 
 SAME = 1e-6
-"""Relative difference of costs that are equal."""
+"""The largest relative difference at which two costs count as equal."""
 
 PLAN_12 = 2.0
 PIPELINE_32 = 15.0
@@ -61,7 +61,7 @@ class Finding:
 
 
 class Rows:
-    """A table in the making; a row says at its end whether it is as promised."""
+    """A table under construction; the last cell of a row says whether the promise holds."""
 
     def __init__(self, title: str, *columns: str) -> None:
         self.table = Table(title=title, title_justify="left")
@@ -70,13 +70,13 @@ class Rows:
             self.table.add_column(column, justify="right" if 0 < number <= len(columns) - 1 else "left")
 
     def add(self, *cells: object, kept: bool) -> None:
-        """A row."""
+        """Add a row."""
         self.table.add_row(*map(str, cells), "yes" if kept else "NO")
         self.kept &= kept
 
     @property
     def finding(self) -> Finding:
-        """The table as it is."""
+        """The table so far, and whether all of its rows keep the promise."""
         return Finding(self.table, self.kept)
 
 
@@ -86,7 +86,7 @@ def workload(strategy: str, layers: int = WORKLOAD.layers, mesh: dict[str, int] 
 
 
 def optimum(quick: bool) -> Finding:
-    """Every axis of every order, and of generated programs, against an integer program."""
+    """The searches of the strategies and of generated programs, by mesh axis and order, against an integer program."""
     rows = Rows("Predicted seconds over HiGHS's optimum", "problems", "searches", "variables", "worst, less 1")
 
     def add(name: str, searches: list[Search]) -> None:
@@ -106,7 +106,7 @@ def optimum(quick: bool) -> Finding:
 
 
 def joint(quick: bool) -> Finding:
-    """Two axes one after the other, against both at once."""
+    """Two mesh axes planned one after the other, against the optimum of both at once."""
     columns = ("strategy", "width", "planned, us", "optimum, us", "planned over optimum", "optimum, searched in s")
     rows = Rows(
         "Predicted time of a GPT step, 1 layer, 1,024 tokens, over that of all mesh axes planned at once", *columns
@@ -143,7 +143,7 @@ def generated(count: int) -> Iterator[Search]:
 
 
 def bytes_sent(quick: bool) -> Finding:
-    """The six strategies beside the textbook and JAX."""
+    """Bytes sent by the six strategies, beside those of the textbook and of JAX."""
     rows = Rows("MB sent per rank and step", "strategy", "textbook", "JAX, GPU rewrites", "spmd", "caused", "search, s")
     for strategy in layouts.STRATEGIES:
         start = time.process_time()
@@ -189,7 +189,7 @@ def literal(quick: bool) -> Finding:
 
 @attrs.frozen
 class Stages:
-    """Process seconds of the stages of one step, and the operators of its canonical program, which are planned."""
+    """Process seconds of the stages of one step, and the number of operators that are planned."""
 
     trace: float
     plan: float
@@ -198,19 +198,19 @@ class Stages:
 
     @property
     def total(self) -> float:
-        """Seconds of all."""
+        """Seconds of all stages."""
         return self.trace + self.plan + self.lower
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As cells of a table."""
+        """The figures as cells of a table, with the milliseconds of planning per operator."""
         per_operator = f"{1e3 * self.plan / self.operators:.3f}"
         seconds = (self.trace, self.plan, self.lower, self.total)
         return (str(self.operators), *(f"{value:.2f}" for value in seconds), per_operator)
 
 
 def stages(step: GptStep) -> Stages:
-    """Trace, plan and lower a step that was not seen before; `plan` canonicalizes too."""
+    """Trace, plan and lower a new step, with nothing cached; the time of `plan` includes canonicalization."""
     jitted, arguments = step.jitted(), step.arguments()
     times = [time.process_time()]
     jitted.trace(*arguments)
@@ -224,10 +224,10 @@ def stages(step: GptStep) -> Stages:
 
 
 def speed(quick: bool) -> Finding:
-    """Time by the number of layers."""
+    """Planning time by the number of layers."""
     columns = ("strategy", "layers", "operators", "trace, s", "plan, s", "lower, s", "all, s", "plan, ms an operator")
     rows = Rows(f"Seconds of planning (load {os.getloadavg()[0]:.0f})", *columns)
-    stages(workload("dp", 1))  # imports of torch's that tracing needs
+    stages(workload("dp", 1))  # imports what tracing needs of torch
     strategies = ("fsdp", "tp") if quick else tuple(layouts.STRATEGIES)
     for strategy in strategies:
         for layers in (4, 8, 12) if quick else (4, 8, 12, 16, 32):
@@ -240,7 +240,7 @@ def speed(quick: bool) -> Finding:
 
 
 def ranks(quick: bool) -> Finding:
-    """Time by the number of ranks, in turns."""
+    """Planning time by the number of ranks, measured in turns."""
     rows = Rows("Seconds of planning by ranks, medians of turns", "strategy", "8 ranks", "65,536 ranks", "ratio")
     meshes = {
         "fsdp": ({"data": 8}, {"data": 65_536}),
@@ -261,7 +261,7 @@ def ranks(quick: bool) -> Finding:
 
 @attrs.frozen
 class LlamaFigures:
-    """What planning a Llama took, and what its plan says."""
+    """The time and memory that planning a Llama took, and the figures of its plan."""
 
     operators: int
     trace: float
@@ -274,7 +274,7 @@ class LlamaFigures:
 
 
 def plan_llama(layers: int) -> LlamaFigures:
-    """Plan a 70B-shaped step on 4,096 ranks; in a process of its own, whose memory is that of this alone."""
+    """Plan a 70B-shaped step on 4,096 ranks; run in a separate process, so that its peak memory is that of planning."""
     torch.set_num_threads(1)
     config = attrs.evolve(llama.LLAMA_70B, layers=layers)
     mesh = spmd.make_mesh({"data": 512, "model": 8}, runtime="abstract")
@@ -299,7 +299,7 @@ def plan_llama(layers: int) -> LlamaFigures:
 
 
 def llama_70b(quick: bool) -> Finding:
-    """A Llama of 80 layers on data=512, model=8."""
+    """Time and memory of planning a Llama of 80 layers on data=512, model=8."""
     columns = ("layers", "operators", "trace, s", "plan, s", "resident, GB", "peak a rank, GB", "step, s", "caused")
     rows = Rows(f"70B-shaped Llama, data=512, model=8, H100 (load {os.getloadavg()[0]:.0f})", *columns)
     layers = 8 if quick else 80
@@ -325,7 +325,7 @@ for strategy in sys.argv[2:]:
 
 
 def plans_by_seed(seed: int, layers: int, strategies: tuple[str, ...]) -> dict[str, str]:
-    """A digest of the plan of each strategy, from a process with a hash seed."""
+    """A digest of the plan of each strategy, from a process with `seed` as its `PYTHONHASHSEED`."""
     folder = Path(__file__).parent
     path = os.pathsep.join(map(str, (folder.parent, folder)))
     run = subprocess.run(
@@ -339,7 +339,7 @@ def plans_by_seed(seed: int, layers: int, strategies: tuple[str, ...]) -> dict[s
 
 
 def seeds(quick: bool) -> Finding:
-    """Plans under several hash seeds."""
+    """Whether plans are equal under several hash seeds."""
     count, layers = (3, 1) if quick else (10, WORKLOAD.layers)
     rows = Rows(f"Plans under {count} hash seeds", "strategy", "layers", "different plans")
     digests = [plans_by_seed(number, layers, tuple(layouts.STRATEGIES)) for number in range(count)]

@@ -1,8 +1,8 @@
-"""What the distributed runtime costs on one rank: a training step beside its own local program, called directly.
+"""The overhead of the distributed runtime on one rank: a training step against its own local program called directly.
 
-On one rank nothing is sent, so all that a step takes beyond the local torch code that it runs is overhead: finding the
-signature, taking shards out of DTensors and wrapping results. The step written for one device is there to compare with.
-The three take turns in one process, on gloo; processor time, of one thread of torch.
+On one rank nothing is sent, so all time beyond the local torch code is overhead: finding the signature, taking shards
+out of DTensors and wrapping results. The step written for one device is timed for comparison. The three take turns in
+one process, on gloo. Times are processor time with one torch thread.
 
     python benchmarks/rank_overhead.py
 """
@@ -34,12 +34,12 @@ from training import Training, init, make_step
 STEPS = 25
 
 BAR = 1.10
-"""How much a step may take beside its local program."""
+"""The largest allowed ratio of the time of a step to that of its local program."""
 
 
 @attrs.frozen
 class RankTime:
-    """Seconds, medians: of a step, of its local program called directly, and of the step for one device."""
+    """Median seconds of a step, of its local program called directly, and of the step for one device."""
 
     step: float
     program: float
@@ -47,7 +47,7 @@ class RankTime:
 
     @property
     def ratio(self) -> float:
-        """The step beside its local program."""
+        """The time of the step over that of its local program."""
         return self.step / self.program
 
 
@@ -82,7 +82,7 @@ def measure_all() -> dict[str, RankTime]:
 
 
 def main() -> int:
-    """Print the table; the exit status is 1 if a step takes more than the bar."""
+    """Print the table; the exit status is 1 if the ratio of a step is above the limit."""
     found = spmd.launch(measure_all, 1)
     table = Table(title=f"One step on one rank: processor time, medians of {STEPS}", title_justify="left")
     for column in ("strategy", "step, ms", "local program, ms", f"ratio (at most {BAR})", "one device, ms"):

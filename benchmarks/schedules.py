@@ -1,7 +1,7 @@
-"""Textbook schedules to the letter, at width 4096: the steps that ask for them, and what they send in closed form.
+"""Exact textbook schedules at width 4096: the steps that are planned as them, and their collectives in closed form.
 
-`textbook.py` has the bytes of the small workload; here are the collectives one by one, of models whose weights are
-worth leaving where they are.
+`textbook.py` has the total bytes of the small workload. This module lists each collective, for models so wide that
+moving activations or gradients is cheaper than moving weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def config(layers: int, vocab: int = 512) -> gpt.Config:
 
 
 def megatron_loss(params: gpt.Params, batch: gpt.Batch, config: gpt.Config) -> Tensor:
-    """The loss with Megatron's pins: what enters and leaves attention and MLP is whole, with its gradient.
+    """The loss with Megatron's sharding constraints: inputs and outputs of attention and MLP are replicated.
+
+    The gradients of these values are replicated too.
 
     Source: Shoeybi et al., "Megatron-LM" (2019), the conjugate operators f and g.
     """
@@ -56,7 +58,7 @@ def megatron_loss(params: gpt.Params, batch: gpt.Batch, config: gpt.Config) -> T
 
 
 class OwnBatch(TorchFunctionMode):
-    """Pins what linear layers and embeddings take and give, with its gradient, to each rank's part of the batch."""
+    """Shards the inputs and results of linear layers and embeddings, and their gradients, along the batch."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in (F.linear, F.embedding):
@@ -69,28 +71,28 @@ class OwnBatch(TorchFunctionMode):
 
 
 def own_loss(params: gpt.Params, batch: gpt.Batch, config: gpt.Config) -> Tensor:
-    """The loss where every rank computes on its part of the batch alone."""
+    """The loss where every rank computes on its own shard of the batch only."""
     with OwnBatch():
         return gpt.loss(params, batch, config)
 
 
 def gathered_loss(params: gpt.Params, batch: gpt.Batch, config: gpt.Config) -> Tensor:
-    """The same of parameters that every rank has whole."""
+    """`own_loss` of parameters that are gathered first."""
     return own_loss(optree.tree_map(lambda weight: spmd.reshard(weight, P()), params), batch, config)
 
 
 def pending(gradients: gpt.Params) -> gpt.Params:
-    """Gradients that every rank has of its own part of the batch, still to be summed."""
+    """The gradients as partial sums over `data`: those of each rank's own shard of the batch."""
     return optree.tree_map(lambda gradient: spmd.constrain(gradient, P(partial={"data": "sum"})), gradients)
 
 
 def summed(gradients: gpt.Params) -> gpt.Params:
-    """The same, then summed on every rank."""
+    """The gradients as partial sums over `data`, then all-reduced."""
     return optree.tree_map(lambda gradient: spmd.constrain(gradient, P()), pending(gradients))
 
 
 def parameter_bytes(config: gpt.Config) -> Iterator[float]:
-    """Bytes of every parameter but the positions."""
+    """Bytes of every parameter but the position embedding."""
     width = config.width * FLOAT
     for _ in range(config.layers):
         yield from (width,) * 5  # two norms' weights and biases, the bias after the MLP
@@ -102,16 +104,16 @@ def parameter_bytes(config: gpt.Config) -> Iterator[float]:
 
 
 def data_parallel(config: gpt.Config) -> Sent:
-    """One all-reduce a parameter, and two for the mean loss."""
+    """The collectives of data parallelism: one all-reduce per parameter, and two for the mean loss."""
     sizes = [*parameter_bytes(config), config.context * config.width * FLOAT]
     return Counter(("all_reduce", 2 * scatter(RANKS) * size) for size in sizes) + mean_loss()
 
 
 def free_data_parallel(config: gpt.Config) -> Sent:
-    """Data parallelism at its cheapest.
+    """The collectives of data parallelism where the planner is free to choose.
 
-    The all-reduce of the positions is in two halves, a reduce-scatter and an all-gather, with what pads its gradient
-    between.
+    The all-reduce of the position embedding's gradient is a reduce-scatter and an all-gather; the gradient is padded
+    between them, on shards.
     """
     half = scatter(RANKS) * config.context * config.width * FLOAT
     halves = Counter({("reduce_scatter", half): 1, ("all_gather", half): 1})
@@ -119,21 +121,24 @@ def free_data_parallel(config: gpt.Config) -> Sent:
 
 
 def fully_sharded(config: gpt.Config) -> Sent:
-    """One gather and one reduce-scatter a parameter; so too of ZeRO-1, whose gathers are of updated parameters."""
+    """The collectives of FSDP: one all-gather and one reduce-scatter per parameter, and two for the mean loss.
+
+    Those of ZeRO-1 are the same; it gathers the updated parameters.
+    """
     sizes = [*parameter_bytes(config), config.context * config.width * FLOAT]
     kinds = ("all_gather", "reduce_scatter")
     return Counter((kind, scatter(RANKS) * size) for kind in kinds for size in sizes) + mean_loss()
 
 
 def mean_loss() -> Sent:
-    """The sum of the loss and the number of its tokens."""
+    """The all-reduces of the mean loss: of the sum of the loss and of the number of its tokens."""
     return Counter({("all_reduce", 2.0 * FLOAT): 2})
 
 
 def sequence_parallel(config: gpt.Config, batch: int) -> Sent:
-    """Activations of tensor parallelism at its cheapest: four pairs of reduce-scatter and all-gather a layer.
+    """The collectives of activations in sequence parallelism: four pairs of reduce-scatter and all-gather per layer.
 
-    Each pair sends what an all-reduce would; norms and sums between its halves are done on a part of the sequence.
+    Each pair sends as many bytes as an all-reduce; norms and sums between the two run on shards of the sequence.
     """
     activation = scatter(RANKS) * batch * config.context * config.width * FLOAT
     return Counter({("all_gather", activation): 4 * config.layers, ("reduce_scatter", activation): 4 * config.layers})
@@ -142,9 +147,9 @@ def sequence_parallel(config: gpt.Config, batch: int) -> Sent:
 def megatron(config: gpt.Config, batch: int) -> Sent:
     """Megatron's collectives of activations, and those of its vocabulary-parallel loss.
 
-    Four all-reduces a layer, one of the embedding and one of the gradient before the head; the loss reduces a token's
-    largest logit and the sum of its exponentials and, in the gradient, one number more. The gradient of the bias after
-    each MLP is summed in shares and gathered, where Megatron repeats the sum.
+    There are four all-reduces per layer, one of the embedding and one of the gradient before the head. For each token
+    the loss reduces the largest logit and the sum of exponentials, and its gradient reduces one more number. The
+    gradient of the bias after each MLP is summed in shards and gathered; in Megatron every rank repeats the sum.
     """
     tokens = 2 * scatter(RANKS) * batch * config.context * FLOAT
     bias = ("all_gather", scatter(RANKS) * config.width * FLOAT)
@@ -157,9 +162,9 @@ class Schedule:
     """A step that is planned as a textbook schedule.
 
     Args:
-        step: makes the step of a number of layers.
-        sent: its collectives in closed form.
-        smallest: bytes from which on collectives are compared; 0 for all.
+        step: from a number of layers, the step.
+        sent: from a number of layers, its collectives in closed form.
+        smallest: collectives that send fewer bytes than this are not compared.
     """
 
     step: Callable[[int], GptStep]
@@ -172,7 +177,7 @@ class Schedule:
 
 
 TOKENS = 4 * 256
-"""Of tensor parallelism. Data parallelism is the optimum where a rank has eight times as many."""
+"""Tokens of a step with tensor parallelism; data parallelism has eight times as many per rank, to be the optimum."""
 
 SCHEDULES = {
     "dp": Schedule(
@@ -210,5 +215,8 @@ SCHEDULES = {
         smallest=2 * scatter(RANKS) * TOKENS * FLOAT,
     ),
 }
-"""By name; those that are pinned are asked for, by `constrain`, `reshard` and `keep_sharded`, with 1,024 tokens a
-rank (tensor parallelism: in all); the others are the optimum."""
+"""The schedules by name.
+
+Those that are not pinned are the optimum by themselves. The pinned ones are requested by `constrain`, `reshard` and
+`keep_sharded`, with 1,024 tokens per rank (tensor parallelism: 1,024 in all).
+"""

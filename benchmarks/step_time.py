@@ -1,8 +1,8 @@
-"""What a step on a virtual mesh costs beside the same step on one device.
+"""The time of a step on a virtual mesh over that of the same step on one device.
 
-Eight virtual ranks do the work of one device in turns, so the ratio is what spreading costs: work that ranks repeat,
-collectives, and more but smaller operators. `first` is the time of tracing, planning and lowering, paid once. All is
-processor time, of one thread of torch.
+Eight virtual ranks do the work of one device in turns, so the ratio is the cost of sharding: work that ranks repeat,
+collectives, and more but smaller operators. `first` is the time of tracing, planning and lowering, paid once. Times
+are processor time with one torch thread.
 
     python benchmarks/step_time.py
 """
@@ -38,9 +38,9 @@ class StepTime:
     """Seconds of one strategy.
 
     Args:
-        first: of making the program: trace, plan, lower.
-        mesh: of a step on the mesh, the median.
-        single: of a step on one device, the median; steps take turns with those on the mesh.
+        first: to trace, plan and lower the step.
+        mesh: median of a step on the mesh.
+        single: median of a step on one device; these steps take turns with those on the mesh.
     """
 
     first: float
@@ -49,19 +49,19 @@ class StepTime:
 
     @property
     def ratio(self) -> float:
-        """How many steps on one device a step on the mesh costs."""
+        """The time of a step on the mesh over that of a step on one device."""
         return self.mesh / self.single
 
 
 class Timed:
-    """A training step that goes on from its own result, and the seconds of each call."""
+    """A training step that is called on its own previous state, and the processor seconds of each call."""
 
     def __init__(self, step: Callable[..., tuple[Any, Any]], state: Any) -> None:
         self._step, self._state = step, state
         self.seconds: list[float] = []
 
     def __call__(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """One step."""
+        """Run one step and record its time."""
         start = time.process_time()
         self._state, loss = self._step(self._state, batch)
         loss.item()

@@ -1,7 +1,7 @@
-"""Bytes that the textbook schedules of the six strategies send, in closed form, and what peers were measured to send.
+"""Bytes that the textbook schedules of the six strategies send, in closed form, and measurements of other systems.
 
-All figures are bytes sent by one rank in one training step, by the ring algorithms: an all-reduce of S bytes over n
-ranks sends 2(n-1)/n S; an all-gather or a reduce-scatter, (n-1)/n of the whole.
+All figures are bytes sent by one rank in one training step, with ring algorithms: an all-reduce of S bytes over n
+ranks sends 2(n-1)/n S; an all-gather or a reduce-scatter, (n-1)/n of the bytes of the unsharded tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKLOAD = gpt.Config()
 
 @attrs.frozen
 class Peers:
-    """Megabytes measured of other systems on the same workload, eight ranks.
+    """Megabytes that other systems were measured to send for the same workload on eight ranks.
 
     Args:
         jax: JAX 0.10 as it runs on CPU.
@@ -53,11 +53,12 @@ PEERS = {
 def textbook(name: str, config: gpt.Config = WORKLOAD, batch: int = BATCH) -> float:
     """Bytes that a rank sends in one step of the textbook schedule of a strategy on its own mesh.
 
-    Data parallel: gradients are all-reduced, and the two sums of the mean loss; fully sharded: parameters are gathered
-    in forward and again in backward, gradients reduce-scattered (ZeRO-3). Tensor parallel (Megatron): activations are
-    all-reduced after attention and after the MLP, forward and backward, after the embedding and, backward, before the
-    head; the vocabulary-parallel cross-entropy reduces three numbers a token. Sequence parallel: the same with each
-    all-reduce as a reduce-scatter and an all-gather, and all-reduces for what is computed on a part of the sequence.
+    Data parallel: the gradients and the two sums of the mean loss are all-reduced. Fully sharded (ZeRO-3): parameters
+    are gathered in forward and again in backward, and gradients are reduce-scattered. Tensor parallel (Megatron):
+    activations are all-reduced after attention and after the MLP, forward and backward, after the embedding and,
+    backward, before the head; the vocabulary-parallel cross-entropy reduces three numbers per token. Sequence parallel:
+    the same with each all-reduce as a reduce-scatter and an all-gather, and with collectives for the gradients of the
+    parameters that are applied to shards of the sequence.
     """
     strategy = layouts.STRATEGIES[name]
     data, model = strategy.mesh.get("data", 1), strategy.mesh.get("model", 1)
@@ -77,12 +78,12 @@ def textbook(name: str, config: gpt.Config = WORKLOAD, batch: int = BATCH) -> fl
 
 
 def scatter(ranks: int) -> float:
-    """What of a tensor a ring's reduce-scatter, or all-gather, sends."""
+    """The fraction of a tensor that a rank sends in a ring reduce-scatter or all-gather."""
     return (ranks - 1) / ranks
 
 
 def param_bytes(config: gpt.Config, strategy: layouts.Strategy) -> Iterator[float]:
-    """Bytes of every parameter that the ranks of one `data` group hold between them."""
+    """Bytes of each parameter on one rank when it is sharded over `model` only."""
     mesh = spmd.make_mesh({"model": strategy.mesh.get("model", 1)}, runtime="virtual")
     specs = layouts.param_specs(attrs.evolve(strategy, fully_sharded=False), mesh, config)
     for param, spec in zip(optree.tree_leaves(gpt.init(config)), optree.tree_leaves(specs), strict=True):

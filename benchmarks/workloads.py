@@ -1,4 +1,4 @@
-"""The GPT step of the benchmarks at any size, on an abstract mesh: what planning takes, and nothing allocated."""
+"""The GPT step of the benchmarks at any size, on an abstract mesh: it can be planned, and allocates nothing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import layouts
 import spmd
 import training
 from spmd import P, TensorMeta
+from spmd.inspect import Plan
 
 
 @attrs.frozen(eq=False)
@@ -26,10 +27,10 @@ class GptStep:
         config: the model.
         strategy: the name of a strategy in `layouts.STRATEGIES`.
         batch: sequences in a step.
-        mesh: sizes of mesh axes; those that show the strategy best by default.
-        moments: the strategy by which the optimizer's state lies, if it is another.
-        loss: in place of `gpt.loss`, as `loss(params, batch, config)`.
-        gradients: what is done with the gradients before the optimizer has them.
+        mesh: sizes of the mesh axes; by default, the strategy's own mesh.
+        moments: the strategy that shards the optimizer's state, if it is different.
+        loss: replaces `gpt.loss`; called as `loss(params, batch, config)`.
+        gradients: applied to the gradients before the optimizer gets them; used with `loss` only.
     """
 
     config: gpt.Config
@@ -41,7 +42,7 @@ class GptStep:
     gradients: Callable[[gpt.Params], gpt.Params] | None = None
 
     def training(self, strategy: str | None = None) -> training.Training:
-        """The step on its mesh."""
+        """The training setup of a strategy (by default its own), on the step's mesh."""
         chosen = layouts.STRATEGIES[strategy or self.strategy]
         mesh = spmd.make_mesh(self.mesh or dict(layouts.STRATEGIES[self.strategy].mesh), runtime="abstract")
         return training.Training(self.config, chosen, mesh)
@@ -70,12 +71,12 @@ class GptStep:
         return train_step
 
     def arguments(self) -> tuple[Any, Any]:
-        """The state and the batch, as metas."""
+        """The state and the batch, as pytrees of `TensorMeta`."""
         with FakeTensorMode():
             state = training.init(self.config, self.training().optimizer)
         tokens = TensorMeta((self.batch, self.config.context), torch.int64)
         return optree.tree_map(lambda leaf: TensorMeta(tuple(leaf.shape), leaf.dtype), state), (tokens, tokens)
 
-    def plan(self, **options: Any) -> spmd.plan.Plan:
+    def plan(self, **options: Any) -> Plan:
         """The plan; `options` go to `spmd.jit`."""
         return self.jitted(**options).plan(*self.arguments())

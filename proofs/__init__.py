@@ -1,4 +1,4 @@
-"""What proves the package: rules by execution, sweeps over torch's operators and modules, the fuzz, optima.
+"""Tools that check the package: rules by execution, sweeps over torch's operators and modules, a fuzzer, optimal plans.
 
-Not part of the wheel; commands run in a clone: `python -m proofs.fuzz`, `proofs.op_sweep`, `proofs.nn_sweep`.
+Not part of the wheel; run the commands in a clone: `python -m proofs.fuzz`, `proofs.op_sweep`, `proofs.nn_sweep`.
 """

@@ -1,4 +1,4 @@
-"""Another opinion on the planner's search: the same cost tables as an integer program, solved by HiGHS."""
+"""An independent check of the planner's search: the same cost tables as an integer program, solved by HiGHS."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class InfeasibleError(PlanError):
 
 
 MICROSECONDS = 1e6
-"""Seconds are too small for the solver's tolerances."""
+"""Costs are given to HiGHS in microseconds: seconds are too small for its tolerances."""
 
 _INFEASIBLE = 2
-"""The status of `scipy.optimize.milp` that says so."""
+"""The status of `scipy.optimize.milp` for an infeasible problem."""
 
 
 @attrs.frozen(eq=False)
 class Search:
-    """One problem that the planner solved, and its solution."""
+    """One minimization problem that the planner solved, and its solution."""
 
     domains: tuple[int, ...]
     tables: tuple[Table, ...]
@@ -43,7 +43,7 @@ class Search:
 
 @contextlib.contextmanager
 def recorded_searches() -> Iterator[list[Search]]:
-    """The exact searches of all plans that are made in the context, one for each mesh axis of each order."""
+    """Record the exact searches of all plans made in the context, one for each mesh axis of each order."""
     found: list[Search] = []
 
     def record(domains: Sequence[int], tables: Sequence[Table], max_cells: int = MAX_CELLS) -> Solution:
@@ -56,10 +56,11 @@ def recorded_searches() -> Iterator[list[Search]]:
 
 
 def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
-    """The assignment of least cost: a binary for every choice, and a number for every finite cell of a table.
+    """The assignment of least cost, as an integer program.
 
-    The numbers of a table are the marginal distribution of its variables: those with a choice in them add up to the
-    choice's binary (Koller and Friedman, "Probabilistic Graphical Models", 2009, 13.5).
+    There is a binary variable for every choice, and a continuous variable for every finite cell of a table. The cells
+    of a table are the marginal distribution of its variables: the cells of one choice add up to the choice's binary
+    variable (Koller and Friedman, "Probabilistic Graphical Models", 2009, 13.5).
 
     Args:
         domains: the number of choices of every variable.
@@ -67,7 +68,7 @@ def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
 
     Raises:
         InfeasibleError: no assignment has a finite cost.
-        PlanError: HiGHS gives up.
+        PlanError: HiGHS finds no optimum for another reason.
     """
     offsets = np.concatenate([[0], np.cumsum(domains)])
     program = _Program(int(offsets[-1]))
@@ -94,7 +95,7 @@ def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
 
 
 class _Program:
-    """An integer program of binaries, numbers that follow from them, and sums that are given."""
+    """An integer program of binary variables, continuous variables in [0, 1], and equality constraints."""
 
     def __init__(self, binaries: int) -> None:
         self.binaries = binaries
@@ -104,17 +105,17 @@ class _Program:
         self.rows: list[tuple[np.ndarray, np.ndarray, float]] = []
 
     def add(self, costs: np.ndarray) -> np.ndarray:
-        """Further numbers between 0 and 1, with these costs; their columns."""
+        """Add continuous variables with these costs, and return their columns."""
         self.more.append(costs)
         self.count += len(costs)
         return np.arange(self.count - len(costs), self.count)
 
     def constrain(self, columns: np.ndarray, factors: np.ndarray, total: float) -> None:
-        """Let the sum of `factors` times `columns` be `total`."""
+        """Add the constraint that the sum of `factors` times the variables of `columns` is `total`."""
         self.rows.append((columns, factors, total))
 
     def solve(self) -> tuple[float, np.ndarray]:
-        """The least cost, and the binaries and numbers that have it."""
+        """The least cost, and the values of all variables that attain it."""
         starts = np.cumsum([0, *(len(columns) for columns, _, _ in self.rows)])
         matrix = csr_array(
             (

@@ -1,4 +1,4 @@
-"""A page of `docs/` that several tools write, each its own section."""
+"""Reads and writes the sections of a page of `docs/`; each section is written by another tool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table."""
+    """The lines of a Markdown table."""
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for row in rows:
@@ -15,13 +15,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def section(page: str, name: str) -> str:
-    """A section of a page; empty if it has none of this name."""
+    """The text of a section of a page; empty if the page has no section of this name."""
     _, found, rest = page.partition(_begin(name))
     return rest.partition(_end(name))[0] if found else ""
 
 
 def write_section(file: Path, name: str, text: str) -> None:
-    """Replace a section of a page, or append it; the others stay as they are."""
+    """Replace a section of a page, or append it; other sections do not change."""
     page = file.read_text() if file.exists() else ""
     before, found, rest = page.partition(_begin(name))
     after = rest.partition(_end(name))[2] if found else ""

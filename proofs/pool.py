@@ -1,4 +1,4 @@
-"""Work by processes, one a task: a hang or a crash costs one task."""
+"""Runs each task in its own process: a hang or a crash loses one task only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _context = multiprocessing.get_context("fork")  # a child has torch and the data
 
 @attrs.frozen
 class Lost:
-    """What there is of a task that gave no result: `exitcode` is None if it took too long."""
+    """Stands for the result of a task that has none; `exitcode` is that of its process, None if it took too long."""
 
     exitcode: int | None = None
 
@@ -64,13 +64,13 @@ def _send(work: Callable[[Any], Any], task: Any, sender: Connection) -> None:
 def each(
     tasks: Sequence[_Task], work: Callable[[_Task], _Result], *, jobs: int = 2, seconds: float = 120.0
 ) -> Iterator[tuple[_Task, _Result | Lost]]:
-    """Do tasks in processes and give them with their results as they come.
+    """Run tasks in processes and yield each with its result, as they complete.
 
     Args:
-        tasks: what to do; they are not sent, a process is a copy of this one.
-        work: gives a result that can be pickled, and is not None.
-        jobs: how many at once.
-        seconds: how long one may take.
+        tasks: the tasks; they are not pickled, since a process is a fork of this one.
+        work: computes the result of a task, which can be pickled and is not None.
+        jobs: the number of processes at a time.
+        seconds: the time limit of one task.
     """
     waiting = list(tasks)[::-1]
     running: list[_Child[_Task, _Result]] = []

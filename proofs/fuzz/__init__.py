@@ -1,1 +1,1 @@
-"""Random whole programs on virtual ranks against one device; `python -m proofs.fuzz` runs many of them."""
+"""A fuzzer: random whole programs on virtual ranks, against one device; `python -m proofs.fuzz` runs many of them."""

@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def _many(seeds: range, options: argparse.Namespace) -> list[Outcome]:
-    check_seed(seeds.start)  # what every process needs, once
+    check_seed(seeds.start)  # fills caches before the fork
     outcomes: list[Outcome] = []
     failures = 0
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Many programs in a few processes: a hang or a crash costs one program, and a failure no later one."""
+"""Checks many programs in a few processes: a hang, a crash or a failure does not affect other programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from proofs.fuzz.outcome import Outcome, Status
 from proofs.fuzz.program import Program, default_dtype
 
 _context = multiprocessing.get_context("fork")  # a child has torch imported already
-_BATCH = 400  # programs of one process
+_BATCH = 400  # the most programs of one process
 _CLEAN = (Status.RIGHT, Status.COMMS, Status.SKIPPED)  # nothing was raised: the process can go on
 
 
@@ -34,20 +34,20 @@ def check_seeds(
     repeat: bool = True,
     known: Callable[[int], Program | None] = lambda seed: None,
 ) -> Generator[Outcome, None, None]:
-    """Check the programs of seeds in processes, and give outcomes as they come.
+    """Check the programs of seeds in processes, and yield outcomes as they complete.
 
-    A process goes on to the next program as long as all are right. After any other outcome another one goes on, and
-    the program is run again in a process of its own: state of torch that an earlier program left is no excuse, and is
-    told apart.
+    A process checks programs until one raises an error or gives a wrong result. Then a new process takes the remaining
+    programs, and the failing one is run again in a separate process. If it fails only after earlier programs, because
+    of state that they left in torch, it is still a failure, of a separate kind.
 
     Args:
-        seeds: which programs.
-        jobs: processes at once.
-        seconds: how long one program may take.
+        seeds: the seeds of the programs.
+        jobs: the number of processes at a time.
+        seconds: the time limit of one program.
         avoid: operators of the pool and transforms; programs with one of them are not run.
         within: makes the context in which a process checks programs.
-        repeat: whether a program that fails is run again in a process of its own.
-        known: gives the program of a seed, or None where a process is to generate it.
+        repeat: whether a program that fails is run again in a separate process.
+        known: from a seed, its program, or None if the process is to generate it.
     """
     torch.set_num_threads(1)
     share = -(-len(seeds) // max(1, jobs))
@@ -84,7 +84,7 @@ def check_seeds(
 
 
 def _alone(seen: Outcome, earlier: Sequence[int], seconds: float) -> Outcome:
-    """The outcome of a program in a process of its own; a failure that needs earlier programs is one, too."""
+    """The outcome of a program in a separate process; a failure that occurs only after earlier programs remains one."""
     child = _Child.start([seen.seed], frozenset())
     outcome = None
     while outcome is None:
@@ -147,7 +147,7 @@ class _Child:
         return None
 
     def _lost(self, status: Status, reason: str) -> Outcome:
-        """The outcome where none came; while a program is generated, only plain torch runs."""
+        """The outcome if there was no answer: skipped during generation of the program, when only plain torch runs."""
         return Outcome(self.seeds[0], status if self.generated else Status.SKIPPED, reason, reason)
 
     def end(self) -> None:
@@ -171,7 +171,7 @@ def _work(
 
 
 def check_apart(program: Program, seconds: float = 60.0) -> Outcome | None:
-    """The outcome of a program in a process of its own; None if plain torch refuses it."""
+    """The outcome of a program in a separate process; None if plain torch refuses it."""
     answers, sender = _context.Pipe(duplex=False)
     process = _context.Process(target=_check_program, args=(program, sender), daemon=True)
     process.start()

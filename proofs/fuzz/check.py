@@ -1,4 +1,4 @@
-"""Runs one program on virtual ranks and on one device, and says what became of it."""
+"""Runs one program on virtual ranks and on one device, and compares the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from spmd.errors import SpmdError
 from spmd.plan import Machine
 from spmd.testing.traffic import comms_differences
 
-_TOLERANCE = 1e-8  # of the largest number of a result
+_TOLERANCE = 1e-8  # relative to the largest number of a result
 _MACHINES = (Machine(), Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0))
 
 
@@ -42,10 +42,10 @@ def check_seed(
     """Generate the program of a seed and check it.
 
     Args:
-        seed: of the program.
-        generated: called in between.
+        seed: the seed of the program.
+        generated: called when the program is generated and before it is checked.
         avoid: operators of the pool and transforms; programs with one of them are not run.
-        program: what the seed means, if it is known.
+        program: the program of the seed, if it is already generated.
     """
     start = time.process_time()
     with default_dtype(), warnings.catch_warnings():
@@ -60,7 +60,7 @@ def check_seed(
 
 @functools.cache
 def known_program(seed: int) -> Program:
-    """The program of a seed, remembered: for those that are checked many times."""
+    """The program of a seed, cached for programs that are checked many times."""
     with default_dtype(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return generate(seed)
@@ -113,7 +113,7 @@ def check(program: Program) -> Outcome:
 
 
 def _spread(parts: Sequence[torch.Tensor], spec: DTensorSpec) -> DTensor:
-    """Ranks that differ in a partial axis hold shards of different parts."""
+    """A DTensor with a partial axis, from its parts: ranks that differ on that axis hold shards of different parts."""
     axes = [axis for axis, _ in spec.partial]
     held = [
         parts[spec.mesh.axis_index(coordinate, axes)][spec.local_slices(coordinate)]
@@ -141,7 +141,7 @@ def _described(program: Program, values: Sequence[torch.Tensor], specs: Sequence
 
 
 def _difference(result: Any, expected: torch.Tensor, spec: P) -> str:
-    """Why a result is not what it should be on every rank; empty if it is."""
+    """Why a result is not as expected on every rank; empty if it is."""
     if not isinstance(result, DTensor):
         return f"a {type(result).__name__}"
     if (tuple(result.shape), result.dtype) != (tuple(expected.shape), expected.dtype):
@@ -179,7 +179,7 @@ def _kind(error: BaseException) -> str:
 
 
 def _skeleton(text: str) -> str:
-    """A message without what differs between programs."""
+    """A message without numbers and names, which differ between programs."""
     first = text.strip().splitlines()[0] if text.strip() else ""
     first = re.sub(r" at \S+\.py:\d+.*", "", first)
     first = re.sub(r"\[[^\]]*\]|\([^)]*\)", "[]", first)

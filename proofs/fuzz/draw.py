@@ -1,4 +1,4 @@
-"""What an operator of the pool asks for: operands out of the values that a program has so far, dims, numbers."""
+"""Random choices for an operator of the pool: operands among the values that a program has so far, dims, numbers."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from spmd.core.spec import P
 _T = TypeVar("_T")
 
 Dims = int | tuple[int, int]
-"""A number of dims, or the least and the most."""
+"""A number of dims, or the minimum and the maximum."""
 
 
 class Operand(str):
-    """The name of a value, with the value."""
+    """The name of a value, together with its tensor."""
 
     tensor: torch.Tensor
 
     def __new__(cls, name: str, tensor: torch.Tensor) -> Operand:
-        """`name` stands for `tensor` in the text of a program."""
+        """The operand whose text in a program is `name` and whose value is `tensor`."""
         made = super().__new__(cls, name)
         made.tensor = tensor
         return made
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the value."""
+        """The shape of the value."""
         return tuple(self.tensor.shape)
 
     @property
     def ndim(self) -> int:
-        """Of the value."""
+        """The number of dims of the value."""
         return self.tensor.ndim
 
     @property
     def numel(self) -> int:
-        """Of the value."""
+        """The number of elements of the value."""
         return self.tensor.numel()
 
 
 @attrs.frozen
 class Block:
-    """Statements, and the names of the values that they make."""
+    """Statements, and the names of the values that they define."""
 
     statements: tuple[str, ...]
     names: tuple[str, ...] = ()
@@ -57,15 +57,15 @@ class Block:
 
 @attrs.define
 class Draw:
-    """The state of a program in the making.
+    """The state of a program that is being generated.
 
     Args:
-        rng: where all choices come from.
+        rng: the source of all choices.
         environment: the values so far.
         largest: the longest dim of a new tensor.
-        most: how many arguments and constants there may be.
+        most: the most arguments and constants.
         axes: the names of the mesh axes.
-        mesh: their sizes.
+        mesh: the sizes of the mesh axes.
     """
 
     rng: random.Random
@@ -95,7 +95,7 @@ class Draw:
         return self.rng.randint(low, high)
 
     def number(self) -> float:
-        """A number that no computation meets by chance."""
+        """A number that values of a program are unlikely to equal."""
         return self.rng.choice((0.37, -0.61, 1.3, 0.83, -1.7, 2.1))
 
     def name(self) -> str:
@@ -133,15 +133,18 @@ class Draw:
         make: Callable[[], Sequence[int]] | None = None,
         fresh: float = 0.07,
     ) -> Operand:
-        """A value of the program, one that nothing reads yet if there is one, now and then a new tensor.
+        """A value of the program, preferably one that no line reads yet, or sometimes a new tensor.
 
         Args:
-            kinds: what it may hold.
-            ndim: how many dims it has.
+            kinds: the kinds of values that it may have.
+            ndim: its number of dims.
             nonempty: whether it must have elements.
-            where: what else must be true of it.
-            make: the shape of a new tensor.
-            fresh: how often to take a new tensor although there are others.
+            where: a further condition.
+            make: makes the shape of a new tensor.
+            fresh: the probability of a new tensor if there are suitable values.
+
+        Raises:
+            Rejected: there is no such value.
         """
         low, high = (ndim, ndim) if isinstance(ndim, int) else ndim
 
@@ -173,7 +176,7 @@ class Draw:
         return Operand(name, self.environment.values[name])
 
     def sized(self, shape: Sequence[int | None], kind: Kind = Kind.FLOAT, fresh: float = 0.1) -> Operand:
-        """A value of a shape, in which None stands for any length from 1."""
+        """A value of a shape, in which None stands for any positive length."""
 
         def fits(tensor: torch.Tensor) -> bool:
             return all(size == want or (want is None and size) for size, want in zip(tensor.shape, shape, strict=True))
@@ -197,11 +200,11 @@ class Draw:
         return self.tensor((kind,), (0, x.ndim), where=fits, make=make, fresh=0.2)
 
     def like(self, x: Operand, kind: Kind = Kind.FLOAT) -> Operand:
-        """A value of the shape of another."""
+        """A value of the same shape as another."""
         return self.sized(x.shape, kind, fresh=0.15)
 
     def dim(self, x: Operand, *, nonempty: bool = False) -> int:
-        """A dim of a value, of either sign."""
+        """A dim of a value, as a nonnegative or a negative index."""
         dims = [dim for dim in range(x.ndim) if x.shape[dim] or not nonempty]
         if not dims:
             raise Rejected("no dim")
@@ -214,11 +217,11 @@ class Draw:
         return tuple(sorted(self.rng.sample(range(x.ndim), self.rng.randint(1, x.ndim))))
 
     def axis(self) -> str:
-        """A mesh axis, one of several ranks if there is any."""
+        """A mesh axis; one with more than one rank, if there is any."""
         return self.rng.choice(self._wide_axes() or list(self.axes))
 
     def two_axes(self) -> tuple[str, str]:
-        """Two mesh axes of several ranks, in either order."""
+        """Two mesh axes with more than one rank, in either order."""
         axes = self._wide_axes()
         if len(axes) < 2:
             raise Rejected("too few axes")
@@ -229,7 +232,7 @@ class Draw:
         return [axis for axis, size in zip(self.axes, self.mesh, strict=True) if size > 1]
 
     def spec(self, ndim: int, partial: str | None = None, pending: float = 0.0) -> P:
-        """For each mesh axis a tensor dim, or nothing, or the reduction `partial` with a probability."""
+        """A random spec: each mesh axis shards a dim, replicates or, with probability `pending`, is partial."""
         dims: list[list[str]] = [[] for _ in range(ndim)]
         waiting: dict[str, Any] = {}
         for axis in self.rng.sample(self.axes, len(self.axes)):
@@ -241,10 +244,10 @@ class Draw:
         return P(*dims, partial=waiting)
 
     def index(self, shape: Sequence[int], bound: int, *, distinct: bool = False) -> str:
-        """An expression for indices below `bound`: written out, or computed from a value.
+        """An expression for indices below `bound`: a literal, or computed from a value.
 
         Args:
-            shape: of the indices.
+            shape: the shape of the indices.
             bound: the number of rows.
             distinct: whether no index may occur twice; `shape` then has one dim.
         """
@@ -267,7 +270,7 @@ class Draw:
         return f"torch.tensor({numbers}, dtype=torch.int64).view({tuple(shape)})"
 
     def fresh(self, kind: Kind, shape: Sequence[int]) -> Operand:
-        """A new argument or constant, or, if there are many, a value brought to the shape."""
+        """A new argument or constant or, if there are `most` of them already, a value reshaped to `shape`."""
         if math.prod(shape) > 600:
             raise Rejected("large")
         if len(self.arguments) + len(self.constants) >= self.most:
@@ -304,16 +307,16 @@ class Draw:
         return Kind.of(tensor) is kind and tensor.numel() > 0
 
     def is_own(self, x: Operand) -> bool:
-        """Whether writing to a value writes to no argument and to no constant."""
+        """Whether a value shares no memory with an argument or a constant, so that it may be written to."""
         others = (self.environment.values[name] for name in (*self.arguments, *self.constants))
         memory = x.tensor.untyped_storage().data_ptr()
         return all(other.untyped_storage().data_ptr() != memory for other in others)
 
     def distinct(self, x: Operand, dim: int) -> None:
-        """Check that no number occurs twice along a dim, so that there is one order.
+        """Check that no number occurs twice along a dim, so that sorting has one result.
 
         Raises:
-            Rejected: one does.
+            Rejected: a number occurs twice.
         """
         if x.numel and x.tensor.ndim and x.shape[dim] > 1:
             steps = x.tensor.sort(dim).values.diff(dim=dim)

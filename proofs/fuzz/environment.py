@@ -1,4 +1,4 @@
-"""What the lines of a program compute while it is made: twice, the second time from inputs with other last digits."""
+"""The values of a program during generation, computed twice: the second time from inputs with changed last digits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from spmd.core.spec import P
 from spmd.tracing.trace import is_tracing
 
 LARGEST = 4096
-"""Elements of a value."""
+"""The most elements of a value."""
 
 SEED = 11
-"""Of torch's default generator, when a program runs."""
+"""The seed of torch's default generator when a program runs."""
 
 _FAR = 1e4  # the largest number that a value may hold
-_STABLE = 1e-6  # how far results may move when inputs move by NUDGE: rounding grows ten thousand times at most
+_STABLE = 1e-6  # how far results may change when inputs change by NUDGE: rounding grows at most ten thousand times
 
 
 class Rejected(Exception):
@@ -30,7 +30,7 @@ class Rejected(Exception):
 
 
 def names() -> dict[str, Any]:
-    """What the text of a program may refer to."""
+    """The names that the text of a program may refer to."""
     return {
         "functools": functools,
         "torch": torch,
@@ -43,7 +43,7 @@ def names() -> dict[str, Any]:
 
 
 def seeded(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives when the random numbers are always the same."""
+    """The result of a function after torch's default generator is seeded with `SEED`."""
     torch.manual_seed(SEED)
     return function(*args)
 
@@ -56,7 +56,7 @@ class Environment:
         self._done: list[tuple[str, Recipe | str]] = []
 
     def define(self, name: str, recipe: Recipe, *, argument: bool) -> None:
-        """Add a tensor; an argument lies contiguously, as in a jitted function."""
+        """Add a tensor; an argument is made contiguous, as in a jitted function."""
         value = eval(recipe.text(), self.values)
         moved = nudged(value)
         self.values[name] = value.contiguous() if argument else value
@@ -64,7 +64,7 @@ class Environment:
         self._done.append((name, (recipe, argument)))  # type: ignore[arg-type]
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression.
+        """The values of an expression from the original and from the changed inputs.
 
         Raises:
             Rejected: torch refuses it, or rounding would change it.
@@ -79,7 +79,7 @@ class Environment:
         return value, moved
 
     def bind(self, name: str, value: Any, moved: Any) -> None:
-        """Give a name to what an expression computed."""
+        """Bind a name to the two values of an expression."""
         self.values[name], self._moved[name] = value, moved
 
     def run(self, statements: str) -> None:
@@ -99,17 +99,17 @@ class Environment:
         """Check values that statements may have written to.
 
         Raises:
-            Rejected: rounding would change one.
+            Rejected: rounding would change one of them.
         """
         for name in names:
             check_stable(self.values[name], self._moved[name])
 
 
 def check_stable(value: Any, moved: Any) -> None:
-    """Check what was computed from two inputs that differ in the last digits.
+    """Check two results that were computed from inputs which differ in the last digits.
 
     Raises:
-        Rejected: the results differ in more than the last digits, or are large, or not tensors.
+        Rejected: the results differ in more than the last digits, are large, or are not tensors.
     """
     values = value if isinstance(value, (tuple, list)) else (value,)
     others = moved if isinstance(moved, (tuple, list)) else (moved,)

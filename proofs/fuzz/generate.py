@@ -1,4 +1,4 @@
-"""From a seed to a program."""
+"""Generates the program of a seed."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _TRANSFORMS = {
     TransformKind.GRAD_GRAD: 5,
 }
 _COSTLY = frozenset({TransformKind.JACREV, TransformKind.JACFWD, TransformKind.HESSIAN, TransformKind.GRAD_GRAD})
-_TRIES = 4  # attempts with one operator, so that demanding ones are not rare
-_IN_TURN = 5  # operators of a program that are not drawn, so that none is rare
-_RETURNED = 0.25  # of the values that a later line reads, which may hide an error
-_RESULTS = 2048  # elements of all results together
-_CALLS = 250  # operators that one device runs
+_TRIES = 4  # attempts with one operator, so that operators with many conditions are not rare
+_IN_TURN = 5  # operators of a program that are taken in turn and not drawn, so that none is rare
+_RETURNED = 0.25  # fraction of values with a later reader that are also returned, since the reader may hide an error
+_RESULTS = 2048  # the most elements of all results together
+_CALLS = 250  # the most operators that one device runs
 
 
 def generate(seed: int) -> Program:
-    """The program of a seed: the same one each time."""
+    """The program of a seed; it is deterministic."""
     attempts = (_generated(random.Random(f"{seed}.{attempt}"), seed) for attempt in itertools.count())
     return next(program for program in attempts if program is not None)
 
@@ -61,7 +61,7 @@ def _generated(rng: random.Random, seed: int) -> Program | None:
     maker = _Maker(Draw(rng, axes=axes, mesh=mesh, largest=largest, most=min(8, 3 + length // 3)))
     wanted = [*_in_turn(seed), *rng.choices(_NAMES, _WEIGHTS, k=length - _IN_TURN)]
     rng.shuffle(wanted)
-    again = wanted[:]  # later, there are other operands
+    again = wanted[:]  # retried later, when there are other operands
     while len(maker.lines) - maker.adapted < length:
         operator = wanted.pop() if wanted else again.pop() if again else rng.choices(_NAMES, _WEIGHTS)[0]
         if any(maker.attempt(operator) for _ in range(_TRIES)) and operator in again:
@@ -70,19 +70,19 @@ def _generated(rng: random.Random, seed: int) -> Program | None:
 
 
 def _in_turn(seed: int) -> list[str]:
-    """Operators that a program should have: of many seeds in a row, each in as many as any other."""
+    """Operators that the program of a seed should have; over consecutive seeds, all operators are equally frequent."""
     turns = range(seed * _IN_TURN, (seed + 1) * _IN_TURN)
     return [_order(turn // len(_NAMES))[turn % len(_NAMES)] for turn in turns]
 
 
 @functools.cache
 def _order(number: int) -> list[str]:
-    """The operators in one of many orders."""
+    """The operators in a random order, by its number."""
     return random.Random(number).sample(_NAMES, len(_NAMES))
 
 
 def _length(rng: random.Random, kind: TransformKind) -> int:
-    """How many operators: 5 to 25, mostly few, and few under transforms that make many out of one."""
+    """The number of operators: 5 to 25, mostly few, and few under transforms that multiply operators."""
     if kind in _COSTLY:
         return rng.randint(5, 7)
     return 5 + min(20, int(rng.expovariate(0.16 if kind in (TransformKind.NONE, TransformKind.VMAP) else 0.28)))
@@ -101,7 +101,7 @@ class _Maker:
     adapted: int = 0
 
     def attempt(self, operator: str) -> bool:
-        """Add a line of an operator, if it finds operands and computes something; whether it did."""
+        """Add a line of an operator, and return True; False if it has no operands or its result is rejected."""
         draw = self.draw
         before = (dict(draw.arguments), dict(draw.constants), list(draw.values))
         draw.taken, draw.adapters = set(), []
@@ -149,7 +149,7 @@ class _Maker:
         return f"{targets} = {expression}", tuple(kept)
 
     def _rebuild(self) -> None:
-        """The environment again, after statements wrote to it that are not part of the program."""
+        """Recompute the environment, after rejected statements wrote to its values."""
         environment = self.draw.environment = Environment()
         for table, argument in ((self.draw.arguments, True), (self.draw.constants, False)):
             for name, recipe in table.items():
@@ -159,7 +159,7 @@ class _Maker:
 
 
 def _relayout(draw: Draw, value: torch.Tensor) -> str:
-    """A view to put behind a result, so that many values are not contiguous."""
+    """A view to append to an expression, or nothing, so that many values are not contiguous."""
     if value.ndim < 1 or not value.is_contiguous() or draw.maybe(0.55) or value.numel() < 2:
         return ""
     if value.ndim > 1 and draw.maybe(0.7):
@@ -202,7 +202,7 @@ def _finished(maker: _Maker, seed: int, kind: TransformKind, mesh: tuple[int, ..
 
 
 def _strided(draw: Draw) -> tuple[int, int]:
-    """How many values have several elements, and how many of them are not contiguous."""
+    """The number of values with more than one element, and how many of them are not contiguous."""
     environment = draw.environment
     tensors = [eval(recipe.text(), environment.values) for recipe in draw.arguments.values()]
     tensors += [environment.values[name] for name in draw.values if name not in draw.arguments]
@@ -215,7 +215,7 @@ def _words(text: str) -> list[str]:
 
 
 def _candidates(kind: TransformKind) -> list[TransformKind]:
-    """The transform that was drawn, and what to take where torch cannot."""
+    """The transform that was drawn, and its replacements if torch does not support the program under it."""
     order = [kind]
     if kind in _COSTLY or kind is TransformKind.ROW_GRAD:
         order += [TransformKind.GRAD]
@@ -225,7 +225,7 @@ def _candidates(kind: TransformKind) -> list[TransformKind]:
 
 
 def _transform(rng: random.Random, kind: TransformKind, recipes: dict[str, Recipe]) -> Transform | None:
-    """The transform with its details; a transform that maps gives arguments another dim."""
+    """The transform with its arguments; vmap adds a dim to the recipes of mapped arguments."""
     smooth = [n for n, recipe in enumerate(recipes.values()) if recipe.kind in (Kind.FLOAT, Kind.COMPLEX)]
     if kind in _COSTLY:
         smooth = [n for n in smooth if list(recipes.values())[n].kind is Kind.FLOAT]
@@ -251,10 +251,10 @@ def _transform(rng: random.Random, kind: TransformKind, recipes: dict[str, Recip
 
 
 def truth(program: Program) -> list[torch.Tensor]:
-    """What a program computes on one device.
+    """The results of a program on one device.
 
     Raises:
-        Rejected: torch refuses it, rounding would change it, or there is too much of it.
+        Rejected: torch refuses it, rounding would change it, or it has too many operators or result elements.
     """
     results: list[list[torch.Tensor]] = []
     try:
@@ -265,7 +265,7 @@ def truth(program: Program) -> list[torch.Tensor]:
         for values, rounding in runs:
             with rounding, OneDevice() as device:
                 results.append(list(seeded(space["reference"], *(value.contiguous() for value in values))))
-    except Exception as error:  # whatever torch does, there is nothing to compare with
+    except Exception as error:  # plain torch fails: there is nothing to compare with
         raise Rejected(f"{error}") from None
     if device.calls > _CALLS:
         raise Rejected("too many operators")
@@ -286,7 +286,7 @@ _MESHES = (
     ((2, 2), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (1, 3), (2, 1)),
     ((2, 2, 2), (1, 2, 3), (2, 1, 2), (2, 3, 1)),
 )
-"""Of one axis, of two, of three."""
+"""Mesh sizes: of one axis, of two, of three."""
 
 
 def _in_spec(draw: Draw, recipe: Recipe) -> P:

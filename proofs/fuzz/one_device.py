@@ -1,4 +1,4 @@
-"""What one device computes: torch's operators without mistakes of theirs (torch 2.13)."""
+"""Reference execution on one device: torch's operators, without known bugs of torch 2.13."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MISTAKEN = frozenset({
     aten.native_batch_norm_backward.default, aten.diagonal_scatter.default, aten.select_scatter.default,
     aten.slice_scatter.default,
 })  # fmt: skip
-"""Kernels that compute other values, without an error, if an operand is not contiguous."""
+"""Kernels that silently compute wrong values if an operand is not contiguous."""
 
 
 class OneDevice(TorchDispatchMode):
     """Runs operators, and counts them.
 
-    Kernels that mistake an operand in other memory get what they need. And called from Python, some operators crash on
-    the zero tensors that stand for tangents of constants: they get tensors.
+    Kernels that compute wrong values from non-contiguous operands get contiguous ones. Zero tensors, which stand for
+    tangents of constants, are replaced by dense ones, since some operators crash on them if called from Python.
     """
 
     calls = 0
@@ -39,7 +39,7 @@ class OneDevice(TorchDispatchMode):
 
 
 def _in_memory_of(tensor: Any, value: Any) -> Any:
-    """The value in the order of memory of a tensor, in which draws may follow."""
+    """The value in the memory order of a tensor: later random operators depend on the order."""
     return torch.empty_like(tensor).copy_(value) if isinstance(tensor, torch.Tensor) else value
 
 

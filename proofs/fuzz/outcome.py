@@ -1,4 +1,4 @@
-"""What became of one program."""
+"""The outcome of checking one program."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import attrs
 
 
 class Status(str, Enum):
-    """What became of a program."""
+    """The status of a program."""
 
-    SKIPPED = "skipped"  # plain torch ends the process
+    SKIPPED = "skipped"  # plain torch crashes or hangs, or an operator is to be avoided
     RIGHT = "right"
-    REFUSED = "refused"  # an error of this package's own
+    REFUSED = "refused"  # this package raised one of its own errors
     WRONG = "wrong"
-    COMMS = "comms"  # collectives that the plan does not say, or the reverse
+    COMMS = "comms"  # the collectives that ran are not those of the plan
     CRASH = "crash"  # another exception, or the process ended
     HANG = "hang"
 
 
 BAD = frozenset({Status.WRONG, Status.COMMS, Status.CRASH, Status.HANG})
-"""What there must be none of."""
+"""The statuses that are failures."""
 
 
 @attrs.frozen
@@ -30,20 +30,20 @@ class Outcome:
     """The result of one program.
 
     Args:
-        seed: of the program.
-        status: what became of it.
-        kind: the same for failures of one cause: for an exception its class and its message without numbers and names.
-        message: what was seen.
-        transform: that it ran under.
-        operators: of the pool, each once.
+        seed: the seed of the program.
+        status: its status.
+        kind: equal for failures of one cause: for an exception, its class and its message without numbers and names.
+        message: the full message of a failure.
+        transform: the transform that the program ran under.
+        operators: operators of the pool, each once.
         planned: operators of the planned program and kinds of its collectives, each once.
-        values: how many tensors of how many elements from 2 there were: arguments and intermediate values.
+        values: the number of arguments and intermediate values with two or more elements.
         strided: how many of those were not contiguous.
         uneven, empty: whether shards of an argument differ in shape, and whether one is empty.
         partial: whether an argument or a result is partial.
-        ranks: of the mesh.
-        collectives: how many ran.
-        seconds: that it took in all, and of that to generate it.
+        ranks: the number of ranks of the mesh.
+        collectives: how many collectives ran.
+        seconds: processor seconds in all; `generating` is the share of generating the program.
     """
 
     seed: int

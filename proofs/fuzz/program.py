@@ -1,4 +1,4 @@
-"""A program as data, and as Python source that a person can paste."""
+"""A program as data, and as Python source that can be pasted and run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ AXES = ("data", "model", "pipe")
 """The names of mesh axes, in mesh order."""
 
 MACHINES = ("", "machine=spmd.Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0), ")
-"""One on which small tensors are best replicated, and one on which it pays to shard them."""
+"""The `machine=` argument of `spmd.jit`: a machine on which small tensors are best replicated, or best sharded."""
 
 
 @attrs.frozen
 class Argument:
-    """An argument: a tensor, and how it is placed.
+    """An argument of a program: a tensor and its spec.
 
     Args:
-        name: in the program.
-        recipe: the tensor, or the first part of it if `spec` is partial.
-        spec: its place in `in_specs`.
+        name: its name in the program.
+        recipe: the tensor, or its first part if `spec` is partial.
+        spec: its entry of `in_specs`.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Argument:
     spec: P
 
     def text(self, mesh: tuple[int, ...]) -> str:
-        """Its definition; a partial one has parts, of which each rank holds a shard of one."""
+        """Its definition; a partial argument is a list of parts, and each rank holds a shard of one part."""
         if not self.spec.partial:
             return f"{self.name} = {self.recipe.text()}\n"
         sizes = dict(zip(AXES, mesh, strict=False))
@@ -56,7 +56,7 @@ _COMBINE = MappingProxyType({"sum": "torch.add", "max": "torch.maximum", "min": 
 
 @attrs.frozen
 class Line:
-    """A line of a program, or several that belong together: the operator of the pool, and the text."""
+    """One or more lines of a program from one operator of the pool: the operator's name, and the text."""
 
     operator: str
     text: str
@@ -67,17 +67,17 @@ class Program:
     """A function, its arguments and constants, a transform, a mesh, and specs.
 
     Args:
-        seed: that it was generated from.
+        seed: the seed that it was generated from.
         mesh: the sizes of the mesh axes.
-        machine: which of `MACHINES`.
-        arguments: of the function.
-        constants: that it closes over.
-        lines: its body.
-        outputs: the names of the values that it gives.
-        transform: what it runs under.
-        out_specs: a spec for every result; results beyond them are replicated.
-        values: how many arguments, constants and intermediate values have several elements.
-        strided: how many of those are not contiguous; arguments as they are given.
+        machine: an index into `MACHINES`.
+        arguments: the arguments of the function.
+        constants: the tensors that the function closes over.
+        lines: the body of the function.
+        outputs: the names of the values that the function returns.
+        transform: the transform that the function runs under.
+        out_specs: a spec for each of the first results; the others are replicated.
+        values: how many arguments and intermediate values have more than one element.
+        strided: how many of those are not contiguous; arguments count as they are passed.
     """
 
     seed: int
@@ -93,7 +93,7 @@ class Program:
     strided: int = attrs.field(default=0, eq=False)
 
     def definitions(self) -> str:
-        """The source of arguments and functions: `f`, and `program`, which is it under the transform."""
+        """The source of the arguments, of the function `f`, and of `program`, which is `f` under the transform."""
         given = "".join(argument.text(self.mesh) for argument in self.arguments)
         closed = "".join(f"{name} = {recipe.text()}\n" for name, recipe in self.constants)
         body = "".join(f"    {text}\n" for line in self.lines for text in line.text.split("\n"))
@@ -135,7 +135,7 @@ class Program:
         )
 
     def compiled(self) -> dict[str, Any]:
-        """The namespace of `definitions`, and `reference`, which one device runs; errors name lines of the program."""
+        """The namespace of `definitions` plus `reference`, which one device runs; tracebacks show program lines."""
         source = self.definitions()
         file = f"fuzz_{self.seed}.py"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -145,7 +145,7 @@ class Program:
         return namespace
 
     def kinds(self) -> list[Kind]:
-        """What each argument holds."""
+        """The kind of each argument."""
         return [argument.recipe.kind for argument in self.arguments]
 
 
@@ -169,7 +169,7 @@ def mesh_of(sizes: tuple[int, ...]) -> Mesh:
 
 
 def default_dtype() -> Any:
-    """A context in which factories make float64, as the scripts of `Program.source` do."""
+    """A context in which the default dtype is float64, as in the scripts of `Program.source`."""
     return _DefaultDtype()
 
 

@@ -1,4 +1,4 @@
-"""What a run of many programs found, as tables."""
+"""The results of a run of many programs, as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums that come out with other last digits, as on ranks that add in another order."""
+"""Changes the last digits of sums, which on several ranks are added in another order."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ _SUMS = frozenset(
 
 
 class OtherRounding(TorchDispatchMode):
-    """Moves the last digits of what sums give: what a program makes of them must not depend on those.
+    """Changes the last digits of results of sums, to find programs whose results depend on rounding.
 
     Args:
-        nudge: how far, as a share of each number; zeros stay, as sums of zeros do in every order.
+        nudge: the relative change of each number; zeros do not change, as a sum of zeros is zero in every order.
     """
 
     def __init__(self, nudge: float = NUDGE) -> None:

@@ -1,4 +1,4 @@
-"""A failing program made as short as can be: smaller and smaller programs that fail in the same way."""
+"""Shrinks a failing program to a shorter one that fails in the same way."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from proofs.fuzz.transforms import Transform
 from spmd.core.spec import P
 
 Check = Callable[[Program], "Outcome | None"]
-"""The outcome of a program; None if plain torch refuses it."""
+"""From a program, its outcome; None if plain torch refuses it."""
 
 
 def shrink(program: Program, check: Check, most: int = 600) -> Program:
     """A shorter program with the same kind of failure.
 
     Args:
-        program: one that fails.
+        program: a program that fails.
         check: runs a program.
-        most: how many programs to try.
+        most: the number of programs to try.
     """
     failure = check(program)
     if failure is None or failure.status is Status.RIGHT:
@@ -60,7 +60,7 @@ def _same(found: Outcome | None, failure: Outcome) -> bool:
 
 
 def _pruned(program: Program) -> Program:
-    """Without arguments and constants that nothing reads."""
+    """The program without arguments and constants that no line reads."""
     words = {word for line in program.lines for word in re.findall(r"[a-z]\d+", line.text)} | set(program.outputs)
     kept = tuple(n for n, argument in enumerate(program.arguments) if argument.name in words)
     constants = tuple((name, recipe) for name, recipe in program.constants if name in words)
@@ -99,7 +99,7 @@ def _without(recipe: Recipe, dim: int) -> Recipe:
 
 
 def _placed(argument: Argument, recipe: Recipe) -> Argument:
-    """The argument with another tensor; its spec as far as it fits."""
+    """The argument with another tensor, and its spec cut to the tensor's dims."""
     return attrs.evolve(argument, recipe=recipe, spec=P(*argument.spec.dims[: len(recipe.shape)]))
 
 
@@ -130,7 +130,7 @@ def _lines(program: Program) -> Iterator[Program]:
 
 
 def _cuts(program: Program) -> Iterator[Program]:
-    """A value that a line computes becomes an argument."""
+    """Programs in which the values of one line are arguments instead."""
     values = _values(program)
     for n in range(len(program.lines) - 1, -1, -1):
         match = re.match(r"((?:v\d+(?:, )?)+),?(?:, \*_)? = ", program.lines[n].text)
@@ -160,7 +160,7 @@ def _cuts(program: Program) -> Iterator[Program]:
 
 
 def _values(program: Program) -> dict[str, Any]:
-    """What the lines compute, of one example if the program is mapped."""
+    """The values that the lines compute, for one example if the program runs under vmap."""
     space = names()
     try:
         exec("".join(argument.text(program.mesh) for argument in program.arguments), space)
@@ -170,7 +170,7 @@ def _values(program: Program) -> dict[str, Any]:
                 space[argument.name] = space[argument.name].select(dim, 0)
         for line in program.lines:
             exec(line.text, space)
-    except Exception:  # what cannot be run is not cut
+    except Exception:  # lines from a failing one on are not replaced
         pass
     return {name: value for name, value in space.items() if isinstance(value, torch.Tensor)}
 
@@ -234,7 +234,7 @@ def _simpler(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _texts(program: Program) -> Iterator[Program]:
-    """Lines without their last call or index, or with one of their operands in place of all."""
+    """Programs with one shorter line: without its last call or index, an elementwise call, an option or a number."""
     for n, line in enumerate(program.lines):
         for text in _shorter(line.text):
             changed = attrs.evolve(line, text=text)

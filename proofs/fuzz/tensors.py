@@ -1,4 +1,4 @@
-"""Tensors that programs start from, as data: how they are made, and how they lie in memory."""
+"""The tensors that programs start from, as data: their values and their memory layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Kind(str, Enum):
-    """What a tensor holds."""
+    """The kind of values of a tensor."""
 
     FLOAT = "float64"
     COMPLEX = "complex128"
@@ -28,7 +28,7 @@ _KINDS = {getattr(torch, kind.value): kind for kind in Kind}
 
 
 class Layout(str, Enum):
-    """How a tensor lies in memory."""
+    """The memory layout of a tensor."""
 
     CONTIGUOUS = "contiguous"
     PERMUTED = "permuted"
@@ -43,11 +43,11 @@ class Recipe:
     """A tensor as an expression.
 
     Args:
-        kind: what it holds.
+        kind: the kind of its values.
         shape: its shape.
-        layout: how it lies in memory.
-        dim: of which dim `layout` speaks.
-        seed: of its values.
+        layout: its memory layout.
+        dim: the dim that `layout` refers to.
+        seed: the seed of its values.
     """
 
     kind: Kind
@@ -86,7 +86,7 @@ class Recipe:
         return f"torch.randint(0, 2, {tuple(shape)}, {generator}).bool()"
 
     def relaid(self, rng: random.Random, contiguous: float = 0.35) -> Recipe:
-        """The same in a layout drawn at random."""
+        """The same tensor in a random layout, which is contiguous with probability `contiguous`."""
         if not self.shape or rng.random() < contiguous:
             return attrs.evolve(self, layout=Layout.CONTIGUOUS)
         layouts = [Layout.STEPPED, Layout.NARROWED, Layout.EXPANDED]
@@ -98,12 +98,12 @@ class Recipe:
 
 
 def sizes(shape: Sequence[int]) -> str:
-    """The arguments of a factory of a shape."""
+    """A shape as the text of a factory's arguments."""
     return ", ".join(map(str, shape)) if shape else "()"
 
 
 def nudged(tensor: torch.Tensor) -> torch.Tensor:
-    """A floating-point tensor with other last digits and the same strides; others as they are."""
+    """A floating-point tensor with changed last digits and the same strides; other tensors unchanged."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return tensor
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -113,11 +113,11 @@ def nudged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 NUDGE = 1e-10
-"""How far `nudged` moves a number."""
+"""The largest change of a number by `nudged`."""
 
 
 def agrees(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    """Whether two tensors have one shape and dtype, and values that differ by `tolerance` of the largest at most."""
+    """Whether two tensors have one shape and dtype, and differ by at most `tolerance` of the largest value or of 1."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     if not (expected.is_floating_point() or expected.is_complex()):
@@ -129,8 +129,8 @@ def agrees(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bo
 
 
 def random_shape(rng: random.Random, ndim: int, largest: int = 5) -> tuple[int, ...]:
-    """A small shape, now and then an empty one."""
+    """A small random shape, rarely with an empty dim."""
     return tuple(0 if rng.random() < _EMPTY else rng.randint(1, largest) for _ in range(ndim))
 
 
-_EMPTY = 0.012  # the share of dims without elements
+_EMPTY = 0.012  # the probability that a dim has length 0

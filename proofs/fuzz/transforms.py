@@ -25,13 +25,13 @@ class Kind(str, Enum):
 
 @attrs.frozen
 class Transform:
-    """A transform with what it needs to know.
+    """A transform with its arguments.
 
     Args:
-        kind: which.
-        argnums: the arguments that it differentiates by.
-        in_dims: for each argument, the dim that it maps over.
-        out_dim: the dim that it maps to.
+        kind: the kind of transform.
+        argnums: the positions of the arguments that it differentiates with respect to.
+        in_dims: for each argument, the dim that vmap maps over, or None.
+        out_dim: the mapped dim of the results.
     """
 
     kind: Kind = Kind.NONE
@@ -51,16 +51,16 @@ class Transform:
 
     @property
     def has_reference(self) -> bool:
-        """Whether one device computes the same in another way: torch's own `linearize` traces, and crashes at times."""
+        """Whether one device runs another function: torch's own `linearize` traces, and sometimes crashes."""
         return self.kind is Kind.LINEARIZE
 
     def reference(self, arguments: tuple[str, ...]) -> str:
-        """The function `reference`, which one device runs for `program`."""
+        """The source of the function `reference`, which one device runs in place of `program`."""
         other = attrs.evolve(self, kind=Kind.JVP).text(arguments)
         return other[other.index("def program") :].replace("def program", "def reference")
 
     def text(self, arguments: tuple[str, ...]) -> str:
-        """The function `program` of all arguments, which gives a list of tensors, in terms of `f`, which does too."""
+        """The source of the function `program`, which calls `f`; both return a list of tensors."""
         names = ", ".join(arguments)
         chosen = ", ".join(arguments[index] for index in self.argnums)
         if self.kind is Kind.NONE:

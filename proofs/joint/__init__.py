@@ -1,4 +1,4 @@
-"""All mesh axes planned at once: what planning them one by one, in the best order, is measured against."""
+"""Planning of all mesh axes at once: the optimum with which planning one axis after the other is compared."""
 
 from proofs.joint.optimum import Optimum, joint_optimum
 from proofs.joint.problem import JointProblem

@@ -1,9 +1,9 @@
-"""Sums of tables too wide for elimination: a dual bound rules most choices out, HiGHS decides among what is left.
+"""Minimizes sums of tables too wide for variable elimination: by a dual bound, and HiGHS for the choices that remain.
 
-Costs are moved between the tables, which keeps their sum, such that the least of each table add up to more and more
+Dual ascent moves costs between the tables without changing their sum, such that the sum of the tables' minima grows
 (sequential tree-reweighted message passing: Kolmogorov, "Convergent tree-reweighted message passing for energy
-minimization", 2006). What they add up to is a bound on the sum; a choice with which it would pass that of an assignment
-is in none that is better.
+minimization", 2006). That sum of minima is a lower bound on the total cost. A choice that would raise the bound above a
+cost limit is in no assignment within the limit, and is ruled out.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from spmd.plan.solver.elimination import Solution
 from spmd.plan.solver.table import Table
 
 MARGINS = (1e-3, 4e-3, 1.6e-2, 6.4e-2, math.inf)
-"""How far above the bound the optimum is looked for, as parts of it; the next where there is none."""
+"""Cost limits above the bound, relative to it, within which the optimum is searched for, one after the other."""
 
 CHECK = 10
-"""Sweeps between two looks at the progress of the ascent."""
+"""Sweeps between two checks of the progress of the ascent."""
 
 PROGRESS = 1e-6
-"""The ascent ends when it has raised the bound by less than this part of it and has ruled out nothing more."""
+"""The ascent ends when the bound has grown by less than this fraction of it and no further choice was ruled out."""
 
 
 def minimize_by_ascent(domains: Sequence[int], tables: Sequence[Table], below: float = math.inf) -> Solution | None:
-    """The assignment that minimises the sum of the tables; None if none has less than `below`.
+    """The assignment that minimises the sum of the tables; None if no assignment costs less than `below`.
 
     Args:
-        domains: as for `spmd.plan.solver.elimination.minimize`. The ascent is fast if variables of near numbers share
-            tables.
-        tables: cost tables of one or two variables, none negative.
-        below: only assignments that cost less are looked for.
+        domains: as for `spmd.plan.solver.elimination.minimize`. The ascent is fast if variables that share a table have
+            numbers close to each other.
+        tables: cost tables of one or two variables, with no negative cost.
+        below: the assignment must cost less than this.
     """
     dual = _Dual(domains, tables)
     dual.ascend(below)
@@ -55,7 +55,7 @@ def minimize_by_ascent(domains: Sequence[int], tables: Sequence[Table], below: f
 
 
 def _solve(kept: Sequence[torch.Tensor], tables: Sequence[Table]) -> Solution | None:
-    """The best assignment of choices that are kept, by HiGHS; None if there is none."""
+    """The best assignment of the choices that are not ruled out, by HiGHS; None if no assignment is feasible."""
     smaller = []
     for table in tables:
         costs = table.costs
@@ -72,7 +72,7 @@ def _solve(kept: Sequence[torch.Tensor], tables: Sequence[Table]) -> Solution | 
 
 @attrs.define
 class _Pair:
-    """A table of two variables, whose costs come and go."""
+    """A table of two variables, whose costs the ascent changes."""
 
     variables: tuple[int, int]
     costs: np.ndarray
@@ -88,7 +88,7 @@ class _Pair:
 
 
 class _Dual:
-    """Tables with the same sum as the given ones, up to choices that were ruled out: none negative, beside `bound`."""
+    """Tables without negative costs that, plus `bound`, have the sum of the given ones, but for ruled-out choices."""
 
     def __init__(self, domains: Sequence[int], tables: Sequence[Table]) -> None:
         self.bound = 0.0
@@ -108,7 +108,7 @@ class _Dual:
             self.touching[variable].append((pair, dim))
 
     def copy(self) -> _Dual:
-        """The same, to be changed on its own."""
+        """An independent copy."""
         copied = _Dual([len(costs) for costs in self.single], ())
         copied.bound, copied.single = self.bound, [costs.copy() for costs in self.single]
         for pair in self.pairs:
@@ -116,7 +116,7 @@ class _Dual:
         return copied
 
     def may_reach(self, limit: float) -> bool:
-        """Whether the bound leaves it open that an assignment is possible and costs at most `limit`."""
+        """Whether the bound does not exclude a feasible assignment that costs at most `limit`."""
         return self.bound <= limit and math.isfinite(self.bound)
 
     def kept(self) -> list[torch.Tensor]:
@@ -124,7 +124,7 @@ class _Dual:
         return [torch.from_numpy(np.flatnonzero(np.isfinite(costs))) for costs in self.single]
 
     def ascend(self, limit: float) -> None:
-        """Raise the bound as far as it goes, and rule out what is in no assignment of at most `limit`."""
+        """Raise the bound until it stops growing, and rule out choices that cannot be within `limit`."""
         before = (-math.inf, 0)
         while True:
             for _ in range(CHECK // 2):
@@ -138,7 +138,7 @@ class _Dual:
             before = now
 
     def _sweep(self, limit: float, forward: bool) -> None:
-        """For every variable, collect what its tables say, and hand it on to those with variables still to come."""
+        """For each variable, collect the costs of its tables, then distribute them to tables with later variables."""
         numbers = range(len(self.single))
         for variable in numbers if forward else reversed(numbers):
             costs = self._collect(variable)
@@ -159,7 +159,7 @@ class _Dual:
             self.single[variable] = costs
 
     def _collect(self, variable: int) -> np.ndarray:
-        """Move into the costs of one variable what can be moved there without any becoming negative."""
+        """Move as much cost as possible from a variable's tables to its own costs; no cost becomes negative."""
         costs = self.single[variable]
         for pair, dim in self.touching[variable]:
             least = pair.least(dim)

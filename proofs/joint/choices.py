@@ -1,4 +1,4 @@
-"""What an operation may do on all mesh axes together, and what that takes: as the planner says, an axis at a time."""
+"""The strategies of an operation on all mesh axes together, and their time: both from the planner, axis by axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Choice = tuple[Strategy, ...]
 
 
 def all_choices(draft: Draft, order: Sequence[str]) -> dict[Operation, tuple[Choice, ...]]:
-    """The choices of every operation of a draft: on each axis of `order`, what can follow those before."""
+    """The choices of every operation of a draft: on each axis of `order`, strategies that fit those on earlier axes."""
     single = [all_candidates(draft, axis) for axis in order]
     found = {}
     for operation in draft.graph.operations:
@@ -40,14 +40,14 @@ def all_choices(draft: Draft, order: Sequence[str]) -> dict[Operation, tuple[Cho
 def choice_seconds(
     machine: Machine, draft: Draft, operation: Operation, order: Sequence[str], choice: Choice, fused: frozenset[Value]
 ) -> float:
-    """Seconds of an operation, as the account of a plan counts them: its own, and those of its collectives.
+    """Seconds of an operation and of its collectives, as a plan counts them.
 
     Args:
         machine: the machine.
         draft: the program.
         operation: one of its operations.
         order: the mesh axes, major first.
-        choice: what the operation does on each.
+        choice: the operation's strategy on each axis.
         fused: the values of the program without memory traffic.
     """
     single, alone = _alone(draft, operation, order, choice)
@@ -61,7 +61,7 @@ def choice_seconds(
 
 
 def _alone(draft: Draft, operation: Operation, order: Sequence[str], choice: Choice) -> tuple[Draft, Operation]:
-    """A draft of nothing but one operation that has strategies on the first axes; each operand is its own value."""
+    """A draft of a single operation, with strategies on the first axes; each operand is a separate value."""
 
     def copy(leaf: object) -> object:
         return Value(leaf.name, leaf.meta) if isinstance(leaf, Value) else leaf

@@ -1,6 +1,6 @@
-"""Placements on all mesh axes together: what it takes to move between them, and which are worth acquiring for uses.
+"""Placements on all mesh axes together: the cost of moving between them, and which are worth acquiring for consumers.
 
-A move changes the placement on one axis, as every redistribution of a plan does, and costs what the search says of it.
+A move changes the placement on one axis, as every reshard of a plan does, and costs what it costs in the planner.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ State = tuple[Placement, ...]
 
 @attrs.frozen(eq=False)
 class Moves:
-    """The cheapest ways between the states of a value.
+    """The cheapest sequences of moves between the states of a value.
 
     Args:
-        states: all that the value can be in.
-        seconds: from each state (rows) to each (columns); infinite where there is no way.
+        states: all states of the value.
+        seconds: time from each state (rows) to each (columns); infinite where there is no sequence of moves.
     """
 
     states: tuple[State, ...]
@@ -39,18 +39,18 @@ class Moves:
         return self.seconds[np.ix_(self.places(sources), self.places(targets))]
 
     def places(self, states: Sequence[State]) -> list[int]:
-        """The positions of states among all."""
+        """The indices of states in `states` of this object."""
         known = {state: place for place, state in enumerate(self.states)}
         return [known[state] for state in states]
 
 
 @attrs.frozen(eq=False)
 class Acquired:
-    """The sets of states that are worth acquiring for the uses of a value.
+    """The sets of states that are worth acquiring for the consumers of a value.
 
     Args:
-        seconds: to have all states of each set (columns), from each source (rows).
-        offers: whether a use gets each wanted state (columns) from each set (rows) without communication.
+        seconds: time to acquire all states of each set (columns), from each source (rows).
+        offers: whether a consumer gets each required state (columns) from each set (rows) without communication.
     """
 
     seconds: np.ndarray
@@ -65,16 +65,16 @@ def find_moves(
     itemsize: int,
     given: Iterable[Placement],
 ) -> Moves:
-    """The cheapest ways between all states of a value, by any number of moves (Floyd and Warshall, 1962).
+    """The cheapest sequences of moves between all states of a value (Floyd and Warshall, 1962).
 
     Args:
         machine: what moves cost.
         mesh: the mesh.
         order: its axes, major first.
         sizes: the logical shape of the value.
-        itemsize: bytes an element.
-        given: placements that the value is produced or wanted in, besides replicas and shards of dims that are longer
-            than 1.
+        itemsize: bytes per element.
+        given: placements that the value is produced or required in; replicated placements and shards of dims longer
+            than 1 are added.
     """
     shards = [Shard(dim) for dim, size in enumerate(sizes) if size > 1]
     single: list[Placement] = list(dict.fromkeys([Replicate(), *shards, *sorted(given, key=repr)]))
@@ -90,7 +90,7 @@ def find_moves(
             return math.inf if changed else 0.0
         (moved,) = changed
         if any(isinstance(minor, Shard) and minor in (source[moved], target[moved]) for minor in source[moved + 1 :]):
-            return math.inf  # a minor axis cuts the dim that changes
+            return math.inf  # a minor axis shards the dim that changes
         local = sizes
         for index in range(len(order)):
             if index != moved:
@@ -105,9 +105,9 @@ def find_moves(
 
 
 def find_acquired(moves: Moves, sources: Sequence[State], wanted: Sequence[State], most: int) -> Acquired:
-    """The sets of up to `most` states worth acquiring: no other is as cheap from all sources and offers as much.
+    """The sets of up to `most` states worth acquiring: no other set is as cheap from all sources and offers as much.
 
-    All states of a set are paid for once, on the cheapest tree of moves (Dreyfus and Wagner, 1971).
+    The cost of a set is that of the cheapest tree of moves to all of its states (Dreyfus and Wagner, 1971).
     """
     free = moves.seconds == 0
     starts, goals = moves.places(sources), moves.places(wanted)
@@ -124,7 +124,7 @@ def find_acquired(moves: Moves, sources: Sequence[State], wanted: Sequence[State
 
 
 def _join(moves: Moves, trees: dict[tuple[int, ...], np.ndarray], chosen: tuple[int, ...]) -> np.ndarray:
-    """Seconds of the cheapest tree from every state to all that are chosen: a way, and two smaller trees at its end."""
+    """Seconds of the cheapest tree from every state to all chosen ones: a path, then two smaller trees from its end."""
     splits = (part for size in range(1, len(chosen) // 2 + 1) for part in combinations(chosen, size))
     forks = [trees[part] + trees[tuple(place for place in chosen if place not in part)] for part in splits]
     least: np.ndarray = (moves.seconds + np.min(forks, axis=0)).min(1)

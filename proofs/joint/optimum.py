@@ -19,9 +19,9 @@ class Optimum:
     """The best of all plans.
 
     Args:
-        order: the nesting of the mesh axes that has it, major first.
+        order: the nesting of the mesh axes in the best plan, major first.
         seconds: its predicted time.
-        plan: the planner's own plan with these strategies. That it takes as long shows that the optimum can be had.
+        plan: the planner's own plan with the same strategies; if its time is equal, the optimum is attainable.
     """
 
     order: tuple[str, ...]
@@ -30,14 +30,15 @@ class Optimum:
 
 
 def joint_optimum(request: Request, acquire: int = 2) -> Optimum:
-    """The least predicted time of a program, over all nestings of its mesh axes and all that can be decided in each.
+    """The plan of least predicted time, over all nestings of the mesh axes and all decisions in each.
 
     Args:
-        request: what is asked of the planner.
+        request: the program, specs and options to plan.
         acquire: how many states may be acquired for one value.
 
     Raises:
-        PlanError: no plan satisfies the specs; or a memory limit or `keep_sharded`, which the oracle does not know.
+        PlanError: no plan satisfies the specs, or the request has a memory limit or `keep_sharded`, which are not
+            supported here.
     """
     best: Optimum | None = None
     for order in permutations(name for name, size in request.mesh.axes.items() if size > 1):

@@ -1,8 +1,8 @@
 """The planner's decisions on all mesh axes at once, as one sum of tables.
 
-There is a variable for every operation (what it does on all axes) and one for every value with several uses (the states
-acquired for them), numbered in the order of the program. What operations may do, what moves there are and what all of
-it takes is the planner's, which decides one axis after the other: each of its plans is an assignment here.
+There is a variable for every operation (its strategies on all axes) and one, called a hub, for every value with several
+consumers (the states acquired for them), numbered in the order of the program. The strategies, the moves and their
+costs are those of the planner, which decides one axis after the other: each of its plans is an assignment here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spmd.plan.solver.table import Table
 
 @attrs.frozen(eq=False)
 class _Hub:
-    """The variable of a value with several uses, the states that it is produced and wanted in, and its choices."""
+    """The variable of a value with several consumers, the states it is produced and required in, and its choices."""
 
     variable: int
     sources: tuple[State, ...]
@@ -41,15 +41,16 @@ class _Hub:
 
 
 class JointProblem:
-    """The tables of a program, one nesting of the mesh axes given; they say what a plan's account says.
+    """The cost tables of a program for one nesting of the mesh axes; their sum is the predicted time of a plan.
 
     Args:
-        request: what is asked of the planner.
+        request: the program, specs and options to plan.
         order: the mesh axes of more than one rank, major first.
         acquire: how many states may be acquired for one value.
 
     Raises:
-        PlanError: no such axes; or a memory limit or `keep_sharded`, which the tables do not know.
+        PlanError: no axis has more than one rank, or the request has a memory limit or `keep_sharded`, which the
+            tables do not support.
     """
 
     def __init__(self, request: Request, order: Sequence[str], acquire: int = 2) -> None:
@@ -72,7 +73,7 @@ class JointProblem:
         self._write()
 
     def cost_of(self, plan: PlanData) -> float:
-        """The least cost with a plan's strategies: its predicted time, or less where its moves are not the cheapest."""
+        """The least cost with a plan's strategies: its predicted time, or less if its reshards are not the cheapest."""
         mine = [operation for operation in self.draft.graph.operations if operation not in self.draft.pinned]
         its = [operation for operation in plan.graph.operations if operation.op not in (PIN, REDISTRIBUTE, RELABEL)]
         allowed = [slice(count) for count in self.domains]
@@ -84,7 +85,7 @@ class JointProblem:
         return minimize(domains, tables).cost
 
     def plan(self, choices: Sequence[int]) -> PlanData:
-        """The planner's own plan with the strategies of an assignment: it is left to choose the moves, axis by axis."""
+        """The planner's own plan with the strategies of an assignment; the planner chooses the reshards per axis."""
         chosen = {operation: self.choices[operation][choices[v]] for operation, v in self.variables.items()}
         draft, operations = self.draft, self.draft.graph.operations
         for position, axis in enumerate(self.order):
@@ -145,7 +146,7 @@ class JointProblem:
                 self._write_value(value, self.variables[uses[0].operation], moves.between(sources, wanted))
 
     def _fused_values(self) -> frozenset[Value]:
-        """The values without memory traffic in a plan, which no longer holds what changes nothing."""
+        """The values without memory traffic in a plan, from which pinned operations that change nothing are removed."""
         same = {operation for operation, (before, after) in self.draft.pinned.items() if before == after}
         operations = (attrs.evolve(o, op=REDISTRIBUTE) if o in same else o for o in self.draft.graph.operations)
         return fused_values(attrs.evolve(self.draft.graph, operations=tuple(operations)))
@@ -176,7 +177,7 @@ class JointProblem:
         return tuple(tuple(strategy.results[place] for strategy in choice) for choice in self.choices[operation])
 
     def _wanted(self, use: Use) -> tuple[tuple[State, ...], ...]:
-        """The states in which each choice of an operation takes a value."""
+        """The states that each choice of a consumer requires the value in."""
         return tuple(
             tuple(dict.fromkeys(tuple(strategy.operands[place] for strategy in choice) for place in use.positions))
             for choice in self.choices[use.operation]

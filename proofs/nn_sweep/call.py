@@ -14,7 +14,7 @@ from torch import nn
 from proofs.op_sweep.cases import Case
 
 SEED = 42
-"""Of the calls, and of what is drawn before one: parameters, inputs."""
+"""The seed of every call, and of the parameters and inputs that are drawn before it."""
 
 
 class Role(Enum):
@@ -41,7 +41,7 @@ class Call:
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
-    """A call with these arguments; a module is made double, and a lazy one gets its parameters."""
+    """A call with these arguments; a module is converted to float64, and a lazy one gets its parameters."""
     if isinstance(function, nn.Module):
         function = function.double()
         if any(map(nn.parameter.is_lazy, function.parameters())):
@@ -51,22 +51,25 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
 
 @attrs.frozen(eq=False)
 class Trial:
-    """A call as a function of tensors alone, and what each of them is."""
+    """A call as a function of tensors alone, and the role of each tensor."""
 
     case: Case
     roles: tuple[Role, ...]
 
 
 def trial(of: Call, label: str, *, training: bool, backward: bool, dtype: torch.dtype = torch.float64) -> Trial | None:
-    """A call as a function from all its tensors to all tensors of its result, and to the buffers that it leaves.
+    """A call as a function from all its tensors to the tensors of its result and its updated buffers.
 
     Args:
         of: the call.
         label: for messages.
         training: the mode of a module.
-        backward: give the gradients of floating parameters and inputs too, by `torch.func.vjp`; the cotangents are
-            further arguments. None if there are none.
-        dtype: in place of double: kernels of their own compute what is single, as those of LSTMs.
+        backward: also return the gradients of floating parameters and inputs, by `torch.func.vjp`; the cotangents are
+            further arguments.
+        dtype: replaces float64; some operators, such as LSTMs, run other kernels in float32.
+
+    Returns:
+        The trial; None if `backward` is set and there is no gradient.
     """
     if isinstance(of.function, nn.Module):
         of.function.train(training)
@@ -135,7 +138,7 @@ def _written_parameters(call: Call) -> frozenset[str]:
 
 
 def _with_every_gradient(flat: _Flat, found: Trial) -> Trial | None:
-    """The trial with the gradients of all floating parameters and inputs, or of those of which plain torch has one."""
+    """The trial with the gradients of all floating parameters and inputs that plain torch can differentiate."""
     wanted = [
         position
         for position, (role, tensor) in enumerate(zip(found.roles, flat.tensors, strict=True))
@@ -152,7 +155,7 @@ def _with_every_gradient(flat: _Flat, found: Trial) -> Trial | None:
 
 
 def _failure(found: Trial | None) -> Exception | None:
-    """How plain torch fails: "the derivative for 'target' is not implemented"."""
+    """The error of plain torch, if it fails: for example "the derivative for 'target' is not implemented"."""
     try:
         if found is not None:
             found.case.function(*found.case.tensors)

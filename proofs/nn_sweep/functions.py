@@ -130,4 +130,4 @@ CALLS: Mapping[str, Sequence[Make]] = MappingProxyType(
         "special.gammaincc": _of_two(torch.special.gammaincc),
     }
 )
-"""By the full name of the function."""
+"""The calls by full name of the function."""

@@ -1,4 +1,4 @@
-"""Calls of layers: those that torch's module database lacks, and further options and uneven batches of others."""
+"""Calls of layers: those that torch's module database lacks, and more options and uneven batches of others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proofs.nn_sweep.draws import below, positive, real
 
 
 class _Residual(nn.Module):
-    """A module of a user: parameters, a buffer that it assigns to, submodules, a tied weight."""
+    """A module as users write them: parameters, a buffer that it assigns to, submodules, a tied weight."""
 
     count: torch.Tensor
     mean: torch.Tensor
@@ -227,4 +227,4 @@ _CONTAINERS: Mapping[str, list[Callable[[], Call]]] = {
 CALLS: Mapping[str, Sequence[Callable[[], Call]]] = MappingProxyType(
     {**_NORMS, **_DROPOUTS, **_SHAPES, **_POOLS, **_PRODUCTS, **_ACTIVATIONS, **_CONTAINERS}
 )
-"""By the name of the class."""
+"""The calls by name of the class."""

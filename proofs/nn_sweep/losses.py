@@ -1,4 +1,4 @@
-"""Calls of losses: those that torch's module database lacks, and further options and uneven batches of others."""
+"""Calls of losses: those that torch's module database lacks, and more options and uneven batches of others."""
 
 from __future__ import annotations
 
@@ -82,4 +82,4 @@ CALLS: Mapping[str, Sequence[Callable[[], Call]]] = MappingProxyType(
         ],
     }
 )
-"""By the name of the class."""
+"""The calls by name of the class."""

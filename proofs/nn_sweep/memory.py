@@ -1,4 +1,4 @@
-"""Calls whose tensors are views of other memory, through `spmd.jit` as users call it."""
+"""Calls whose tensors are not contiguous, as views of larger or permuted tensors, through `spmd.jit`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spmd.errors import TraceError
 
 @attrs.frozen
 class Memory:
-    """Other memory for a tensor: a tensor that holds its elements, and the view of that with the tensor's shape."""
+    """A memory layout for a tensor: a contiguous holder of its elements, and a view of the holder in its shape."""
 
     holder: Callable[[torch.Tensor], torch.Tensor]
     view: Callable[[torch.Tensor, torch.Size], torch.Tensor]
@@ -45,11 +45,11 @@ MEMORY: Mapping[str, Memory] = MappingProxyType(
         "channels last": Memory(partial(_channels, source=1, to=-1), partial(_channels, source=-1, to=1)),
     }
 )
-"""Of inputs, and of the gradients of results; parameters are only changed to channels-last, as `Module.to` does."""
+"""Layouts of inputs and cotangents by name; parameters only get channels-last, as by `Module.to`."""
 
 
 def sweep_memory(trial: Trial, mesh: Mesh, outcome: Outcome) -> None:
-    """Run a call with arguments that are views of other memory, and with such views made in the function, in turns."""
+    """Run a call in every layout; the views are alternately passed as arguments and made inside the function."""
     outcome.calls += 1
     for number, (name, memory) in enumerate(MEMORY.items(), outcome.calls):
         variation = _variation(trial, name, memory, inside=number % 2 == 0)
@@ -58,7 +58,7 @@ def sweep_memory(trial: Trial, mesh: Mesh, outcome: Outcome) -> None:
 
 
 def _variation(trial: Trial, name: str, memory: Memory, *, inside: bool) -> Trial | None:
-    """The call with other memory; None if that is its own."""
+    """The call in another layout; None if all of its tensors stay contiguous."""
     changed = [Role.INPUT, Role.COTANGENT, *([Role.PARAMETER] if name == "channels last" else [])]
     given = trial.case.tensors
     shapes = [
@@ -87,16 +87,16 @@ def _variation(trial: Trial, name: str, memory: Memory, *, inside: bool) -> Tria
 
 
 def _may_have(name: str, tensor: torch.Tensor) -> bool:
-    """Indices that are all the same may be none for a module: offsets of bags, lengths of sequences."""
+    """Whether a tensor may have the layout: bag offsets and sequence lengths must not be made equal by expansion."""
     return name != "expanded" or tensor.is_floating_point()
 
 
 def _sweep_variation(trial: Trial, mesh: Mesh, outcome: Outcome) -> None:
-    """With parameters replicated, and all else sharded along its first dim."""
+    """Run a call with parameters and buffers replicated, and inputs and cotangents sharded along their first dims."""
     case = trial.case
     try:
         expected = _run(case.function, case.tensors)
-    except Exception as error:  # whatever plain torch does, there is nothing to compare with
+    except Exception as error:  # plain torch fails: there is nothing to compare with
         outcome.note(Status.SKIPPED, f"{case.label}: {said_by(error)}")
         return
     specs = tuple(
@@ -112,7 +112,7 @@ def _sweep_variation(trial: Trial, mesh: Mesh, outcome: Outcome) -> None:
         outcome.refused += 1
         status = Status.REFUSED if make_fx_traces(case) else Status.UNTRACEABLE
         outcome.note(status, f"{case.label}: {said_by(error)}")
-    except Exception as error:  # whatever it is, the sweep counts it and goes on
+    except Exception as error:  # any error is counted, and the sweep continues
         outcome.errors += 1
         outcome.note(Status.ERROR, f"{case.label}: {said_by(error)}")
     else:

@@ -1,4 +1,4 @@
-"""How the parameters and inputs of a call are placed: the layouts that people use, by the tensors' roles."""
+"""Placements of the parameters and inputs of a call: the usual ones, by the tensors' roles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spmd.core.mesh import Mesh
 from spmd.core.placement import Placement, Replicate, Shard
 
 MOST_OPERATIONS = 500
-"""That are planned for one call, in all programs."""
+"""The most operations that are planned for one call, summed over its programs."""
 
 _OTHERS = 2
 
 _Layout = tuple[int | None, int | None]
-"""The dim along which parameters are sharded, and that of inputs; None replicates, -1 is the last."""
+"""The dims along which parameters and inputs are sharded; None replicates, -1 is the last dim."""
 
 _PARAMETERS: tuple[_Layout, ...] = ((0, None), (-1, None), (0, 0), (-1, -1), (0, -1), (-1, 0))
 _ON_TWO_AXES: tuple[tuple[_Layout, _Layout], ...] = (
@@ -35,17 +35,17 @@ _ON_TWO_AXES: tuple[tuple[_Layout, _Layout], ...] = (
 
 
 def layouts(trial: Trial, mesh: Mesh, most: int, operations: int, turn: int = 0) -> list[Combination]:
-    """Placements of all tensors of a call, each once; at most some of them, evenly chosen.
+    """An evenly spaced sample of the usual placements of all tensors of a call, without duplicates.
 
-    Replicated parameters with inputs sharded along each dim; parameters sharded along the first or the last dim, and
-    inputs along none, the first or the last; and two others, a fixed sample.
+    The usual placements are: replicated parameters with inputs sharded along each dim; parameters sharded along the
+    first or the last dim, with inputs sharded along none, the first or the last; and two others, a fixed sample.
 
     Args:
         trial: the call.
-        mesh: of one axis or two.
-        most: how many; fewer of a long program.
+        mesh: a mesh of one or two axes.
+        most: the size of the sample; it is smaller if the program is long.
         operations: the length of the call's program.
-        turn: which of several disjoint choices.
+        turn: selects one of several disjoint samples.
     """
     others = itertools.islice(all_combinations(trial.case.tensors, mesh, _OTHERS + 1, partial=False), 1, None)
     found = list(dict.fromkeys(itertools.chain(_usual(trial, mesh), others)))

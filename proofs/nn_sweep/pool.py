@@ -1,4 +1,4 @@
-"""The modules and functions by processes: a hang or a crash costs one."""
+"""Runs modules and functions in separate processes: a hang or a crash loses one of them only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from proofs.op_sweep.pool import outcomes
 
 
 def sweep(subjects: Sequence[Subject], setup: Setup, *, jobs: int = 2, seconds: float = 600.0) -> Iterator[Outcome]:
-    """Run modules and functions in processes and give their outcomes as they come.
+    """Run modules and functions in processes and yield their outcomes as they complete.
 
     Args:
-        subjects: what to run.
+        subjects: the modules and functions.
         setup: what to run of each.
-        jobs: how many at once.
-        seconds: how long one may take.
+        jobs: the number of processes at a time.
+        seconds: the time limit of one module or function.
     """
     yield from outcomes(subjects, partial(sweep_subject, setup=setup), attrgetter("name"), jobs=jobs, seconds=seconds)

@@ -28,7 +28,7 @@ def _recurrent(network: Callable[..., nn.Module], *more: Mapping[str, Any]) -> l
 
 
 def _of_five_sequences(network: Callable[..., nn.Module], options: Mapping[str, Any]) -> Call:
-    """Of length two, each step is a part of the program."""
+    """A call on five sequences; their length is two because each time step is traced into the program."""
     return call(network(4, 3, **options), real(*((5, 2) if options.get("batch_first") else (2, 5)), 4))
 
 
@@ -41,7 +41,7 @@ def _with_state(network: Callable[..., nn.Module], states: int) -> Callable[[], 
 
 
 def _masks() -> tuple[torch.Tensor, torch.Tensor]:
-    """A causal mask of six places, and the padding of five sequences."""
+    """A causal mask of six positions, and the padding mask of five sequences."""
     padding = torch.arange(6) >= torch.tensor([6, 4, 5, 3, 6])[:, None]
     return torch.ones(6, 6, dtype=torch.bool).triu(1), padding
 
@@ -128,4 +128,4 @@ CALLS: Mapping[str, Sequence[Callable[[], Call]]] = MappingProxyType(
         "Transformer": [_transformer],
     }
 )
-"""By the name of the class."""
+"""The calls by name of the class."""

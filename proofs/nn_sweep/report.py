@@ -18,7 +18,7 @@ Reports = Mapping[str, Report[Setup]]
 
 
 def show(reports: Reports, console: Console) -> None:
-    """Print what does not pass and the counts."""
+    """Print the failures and the counts."""
     failing = Table("name", "status", "setups", "right", "reason", "first error", title="what does not pass")
     for row in _failing(reports):
         failing.add_row(*row)
@@ -111,7 +111,7 @@ def _verdict(reports: Reports) -> Iterator[str]:
 
 
 def _statuses(reports: Reports) -> dict[str, Status]:
-    """The worst status of each over all setups."""
+    """The worst status of each module or function over all setups."""
     order = list(Status).index
     found: dict[str, Status] = {}
     for report in reports.values():

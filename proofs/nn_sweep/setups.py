@@ -14,12 +14,12 @@ class Setup:
 
     Args:
         mesh: the axes of the virtual mesh.
-        training: the mode of modules; functions are run in one of them.
-        backward: with the gradients, by `torch.func.vjp`, beside the results.
-        calls: how many, at most, of those of torch's database; all that are made by hand are run.
-        placements: how many of each call, at most.
-        memory: with inputs whose memory is not contiguous, through `spmd.jit`.
-        dtype: of floating tensors, by its name in torch.
+        training: the mode of modules; functions are run in one mode only.
+        backward: compare gradients too, by `torch.func.vjp`.
+        calls: the most calls from torch's database; all handwritten calls are run.
+        placements: the most placements per call.
+        memory: run with non-contiguous inputs, through `spmd.jit`.
+        dtype: the dtype of floating tensors, by its name in torch.
     """
 
     mesh: Mapping[str, int]
@@ -40,4 +40,4 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
         "memory": Setup({"x": 4}, training=True, calls=1, memory=True, dtype="float32"),
     }
 )
-"""The sweeps that `make test-rules` runs, by name. Without gradients, modules run kernels of their own."""
+"""The sweeps that `make test-rules` runs, by name. Without gradients, some modules run other kernels."""

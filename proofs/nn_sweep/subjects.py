@@ -24,7 +24,7 @@ HANDMADE: Mapping[str, Sequence[Make]] = MappingProxyType(
         **functions.CALLS,
     }
 )
-"""Calls made by hand, by the full name of a class or function."""
+"""Handwritten calls, by the full name of a class or function."""
 
 NOT_MODULES: Mapping[str, str] = MappingProxyType(
     {
@@ -44,7 +44,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "nn.GaussianNLLLoss": "branches on `torch.any(var < 0)`: call the formula, or check outside",
     }
 )
-"""Why calls of these cannot be traced: control flow or shapes that depend on values, in torch's own module."""
+"""Why some calls of these cannot be traced: torch's own module has control flow or shapes that depend on values."""
 
 HELPERS = frozenset(
     {
@@ -57,7 +57,7 @@ HELPERS = frozenset(
         "has_torch_function_variadic",
     }
 )
-"""What `torch.nn.functional` imports for itself."""
+"""Names that `torch.nn.functional` imports for its own implementation."""
 
 _NAMESPACES: Mapping[str, ModuleType] = MappingProxyType(
     {"nn.functional": nn.functional, "linalg": torch.linalg, "fft": torch.fft, "special": torch.special}
@@ -71,7 +71,7 @@ class Subject:
     Args:
         name: its name below `torch`.
         is_module: whether it is a class of modules.
-        handmade: calls made by hand.
+        handmade: handwritten calls.
         database: its entry (`ModuleInfo`) in torch's module database.
     """
 
@@ -81,7 +81,7 @@ class Subject:
     database: Any = None
 
     def calls(self, training: bool, most: int) -> Iterator[tuple[str, Call]]:
-        """Its calls with labels: `most` of the database's, a fixed sample, and all that are made by hand."""
+        """Its calls with labels: a fixed sample of at most `most` calls from the database, and all handwritten ones."""
         torch.manual_seed(SEED)
         if self.database is not None:
             found = self.database.module_inputs_func(

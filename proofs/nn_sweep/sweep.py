@@ -47,7 +47,7 @@ def _trials(subject: Subject, setup: Setup, outcome: Outcome) -> Iterator[Trial]
             found = trial(
                 call, label, training=setup.training, backward=setup.backward, dtype=getattr(torch, setup.dtype)
             )
-        except Exception as error:  # whatever plain torch does, there is nothing to compare with
+        except Exception as error:  # plain torch fails: there is nothing to compare with
             outcome.note(Status.SKIPPED, f"{label}: {said_by(error)}")
             continue
         if found is None:

@@ -1,1 +1,1 @@
-"""torch's own operator database run through `spmd.jit`, against plain torch: `python -m proofs.op_sweep`."""
+"""Runs torch's own operator database through `spmd.jit`, against plain torch: `python -m proofs.op_sweep`."""

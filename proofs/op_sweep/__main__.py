@@ -26,7 +26,7 @@ def main() -> int:
     options = arguments(parser, SETUPS, seconds=300.0)
     torch.set_num_threads(1)
     chosen = entries(options.op)
-    sweep_entry(entries("addmm$")[0], Setup({"x": 2}, samples=1, limit=1))  # what every process needs, once
+    sweep_entry(entries("addmm$")[0], Setup({"x": 2}, samples=1, limit=1))  # fills caches before the fork
     given = {"samples": options.samples, "limit": options.combinations}
     given = {key: value for key, value in given.items() if value is not None}
     setups = {name: attrs.evolve(setup, **given) for name, setup in SETUPS.items()}

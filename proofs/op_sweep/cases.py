@@ -13,23 +13,23 @@ import torch
 Function = Callable[..., list[torch.Tensor]]
 
 ARBITRARY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
-"""Entries whose results are memory that nobody has written: only their shapes are compared."""
+"""Entries whose results are uninitialized memory: only their shapes are compared."""
 
-_SEARCHED = 100  # calls of an entry that are looked at; some have thousands
+_SEARCHED = 100  # the most calls of an entry that are considered; some have thousands
 _DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 
 
 @attrs.frozen(eq=False)
 class Case:
-    """One call: a function of all its tensors, which gives all tensors of its result.
+    """One call: a function from all its tensors to all tensors of its result.
 
     Args:
         label: the sample and its operands, for messages.
         function: the function.
         tensors: its arguments.
-        asked: positions of those that the database wants a gradient of.
-        values: whether the values of the results mean anything.
-        direct: the function, but that it may write to its arguments; None if there is no other.
+        asked: positions of the arguments that require a gradient in the database.
+        values: whether the values of the results are compared, and not only their shapes.
+        direct: the function without copies of its arguments, which it may write to; None if there is no such function.
     """
 
     label: str
@@ -40,7 +40,7 @@ class Case:
     direct: Function | None = None
 
     def mapped(self, change: Callable[[Function], Function]) -> Case:
-        """The case with another function, made from the one that it has."""
+        """The case with `change` applied to its functions."""
         direct = None if self.direct is None else change(self.direct)
         return attrs.evolve(self, function=change(self.function), direct=direct)
 
@@ -54,14 +54,14 @@ def entries(pattern: str = "") -> list[Any]:
     """The entries (`OpInfo`) of the database whose full name contains `pattern`; `name$` asks for exactly that one."""
     from torch.testing._internal import common_methods_invocations as database  # takes seconds, and needs expecttest
 
-    database.wrapper_set_seed = _without_seed  # type: ignore[attr-defined]  # a traced function may not seed
+    database.wrapper_set_seed = _without_seed  # type: ignore[attr-defined]  # a traced function must not seed
     exact = pattern.endswith("$")
     wanted = pattern.removesuffix("$")
     return [entry for entry in database.op_db if (wanted == full_name(entry) if exact else wanted in full_name(entry))]
 
 
 def _without_seed(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of the database's wrapper of random operators; the sweep seeds both of its runs."""
+    """Replaces the database's wrapper of random operators, which seeds; the sweep itself seeds both of its runs."""
     return op(*args, **kwargs)
 
 
@@ -71,11 +71,11 @@ def full_name(entry: Any) -> str:
 
 
 def cases(entry: Any, samples: int, backward: bool = False, lengths: bool = False) -> Iterator[Case]:
-    """The first `samples` calls of an entry in double precision (or the first dtype that it has).
+    """The first `samples` calls of an entry in float64, or the first dtype that it supports.
 
-    With `lengths`, those in which an operand's dim has a length that no call before has. With `backward`, the function
-    gives its results and, by `torch.func.vjp`, the gradients of all floating operands, or of those that have one; the
-    cotangents are further arguments. Calls without a floating operand and a floating result are left out then.
+    With `lengths`, only calls in which a dim of an operand has a length that no earlier call has are counted. With
+    `backward`, the function also returns, by `torch.func.vjp`, the gradients of all floating operands, or of those that
+    have one; the cotangents are further arguments. Calls without a floating operand or result are then left out.
     """
     for case in dense_cases(entry, samples, backward, lengths):
         if not backward:
@@ -85,7 +85,7 @@ def cases(entry: Any, samples: int, backward: bool = False, lengths: bool = Fals
 
 
 def dense_cases(entry: Any, samples: int, differentiable: bool = False, lengths: bool = False) -> Iterator[Case]:
-    """As `cases`, without gradients; what can be asked for them is known if it is to be `differentiable`."""
+    """The calls as in `cases`, without gradients; with `differentiable`, `Case.asked` is filled in."""
     supported = entry.supported_dtypes("cpu")
     dtype = next((dtype for dtype in (*_DTYPES, *sorted(supported, key=str)) if dtype in supported), None)
     if dtype is None:
@@ -131,7 +131,7 @@ def _case(entry: Any, sample: Any, number: int) -> Case:
 
 
 def with_every_gradient(case: Case) -> Case:
-    """The case with the gradients of all floating operands, or if some have none, of those that are asked for."""
+    """The case with the gradients of all floating operands, or, if some have none, of those of `Case.asked`."""
     floating = [position for position, tensor in enumerate(case.tensors) if _has_gradient(tensor)]
     whole = _with_gradients(case, floating)
     try:

@@ -1,4 +1,4 @@
-"""A sweep as a command: its arguments, its runs with their progress, and the files that it writes."""
+"""The command line of a sweep: its arguments, its runs with their progress, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Report(Generic[_Setup]):
     seconds: float
 
     def data(self) -> dict[str, Any]:
-        """The report as JSON has it, with the counts."""
+        """The report as JSON data, with the counts."""
         return {**attrs.asdict(self), "summary": summarize(self.outcomes)}
 
     @classmethod
@@ -37,7 +37,7 @@ class Report(Generic[_Setup]):
 
     @property
     def bad(self) -> list[Outcome]:
-        """What should not be."""
+        """The outcomes with an error, a wrong result, a hang or a crash."""
         return [outcome for outcome in self.outcomes if outcome.status in BAD]
 
 
@@ -62,13 +62,13 @@ def run(
     count: int,
     sections: Callable[[Mapping[str, Report[_Setup]]], Mapping[str, str]],
 ) -> dict[str, Report[_Setup]]:
-    """Run the setups that are asked for, and write the files after each.
+    """Run the requested setups, and write the files after each.
 
     Args:
         options: the command line.
-        setups: all of them, by name, in the order of tables.
-        sweep: runs one setup (with `jobs`, `seconds`) and produces outcomes as they come.
-        count: how many outcomes a setup has.
+        setups: all setups by name, in the order of the tables.
+        sweep: runs one setup (with `jobs`, `seconds`) and yields outcomes as they complete.
+        count: the number of outcomes of a setup.
         sections: the sections of the page by name, written from the reports so far.
     """
     reports = _read(options.json, type(next(iter(setups.values())))) if options.resume else {}

@@ -16,17 +16,17 @@ from spmd.rules.check.execute import FAILURES
 from spmd.rules.check.strides import Layout, layouts
 
 _SEARCHED = 100
-"""Calls of an entry that are looked at."""
+"""The most calls of an entry that are considered."""
 
 _KINDS = ("dims reversed", "every other column", "expanded along", "channels last")
 
 
 def layout_cases(entry: Any, samples: int, backward: bool = False) -> Iterator[Case]:
-    """`samples` cases that go in turns through calls of an entry, of many numbers of dims, and through layouts.
+    """Up to `samples` cases that cycle through the calls of an entry, by numbers of dims, and through layouts.
 
-    Each operand has another layout; in the second half it is a copy to contiguous memory of what has it, for such
-    copies are no part of a program. With `backward`, the gradients are those of the tensors that hold the operands, and
-    the cotangents have layouts too.
+    Each operand has a different layout. In the second half of the cases, the operand is a contiguous copy of a view
+    with that layout, since tracing removes such copies. With `backward`, the gradients are those of the tensors that
+    hold the operands, and the cotangents have layouts too.
     """
     found = _by_dims(dense_cases(entry, _SEARCHED, backward))
     for number in range(samples if found else 0):
@@ -38,19 +38,19 @@ def layout_cases(entry: Any, samples: int, backward: bool = False) -> Iterator[C
         if not backward:
             yield case
         elif entry.supports_autograd and is_differentiable(plain):
-            with contextlib.suppress(*FAILURES):  # values that are equal along a dim may be none for the operator
+            with contextlib.suppress(*FAILURES):  # the operator may refuse expanded values, equal along a dim
                 case = with_every_gradient(case)
                 yield restrided(case, range(len(plain.tensors), len(case.tensors)), number + 1, copied)
 
 
 def _is_left_to_rounding(case: Case) -> bool:
-    """Whether operands with other last digits give other results: equal columns leave singular vectors undetermined."""
+    """Whether results depend on rounding of the operands, as singular vectors of equal columns do."""
     results = []
     for nudge in (0, 4 * torch.finfo(torch.float64).eps):
         torch.manual_seed(0)
         try:
             results.append(case.function(*(_nudged(tensor, nudge) for tensor in case.tensors)))
-        except Exception:  # whatever torch does: the sweep will say so
+        except Exception:  # the sweep reports it
             return False
     return any(
         apart(other, one) is not None for one, other in zip(*results, strict=True) if one.layout is torch.strided
@@ -58,7 +58,7 @@ def _is_left_to_rounding(case: Case) -> bool:
 
 
 def _nudged(tensor: torch.Tensor, nudge: float) -> torch.Tensor:
-    """A tensor with other last digits; whole numbers stay, for they may be labels."""
+    """A tensor with changed last digits; whole numbers do not change, since they may be labels."""
     if tensor.dtype not in (torch.float64, torch.complex128) or tensor.layout is not torch.strided:
         return tensor.clone()
     moved = tensor * (1 + nudge * torch.randn(tensor.shape, dtype=torch.float64))
@@ -66,7 +66,7 @@ def _nudged(tensor: torch.Tensor, nudge: float) -> torch.Tensor:
 
 
 def _by_dims(found: Iterable[Case]) -> list[Case]:
-    """The calls, one of each combination of numbers of dims first."""
+    """The calls in turns by their operands' numbers of dims, so that the first ones differ in these."""
     kinds: dict[tuple[int, ...], list[Case]] = {}
     for case in found:
         kinds.setdefault(tuple(tensor.ndim for tensor in case.tensors), []).append(case)
@@ -97,7 +97,7 @@ def _view(layout: Layout, copied: bool) -> Callable[[torch.Tensor], torch.Tensor
 
 
 def _layout(tensor: torch.Tensor, number: int) -> Layout | None:
-    """One of the layouts that a tensor can have; None if it can have no other."""
+    """One of the layouts that a tensor can have, by number; None if it can have no other layout."""
     options = list(layouts(tensor)) if tensor.ndim and tensor.layout is torch.strided else []
     kinds = [[option for option in options if option.name.startswith(kind)] for kind in _KINDS]
     able: list[Any] = [kind for kind in kinds if kind]

@@ -1,4 +1,4 @@
-"""What became of one entry of the database under one setup."""
+"""The result of one entry of the database under one setup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import attrs
 
 
 class Status(str, Enum):
-    """What became of an entry: the worst of its combinations, from best to worst."""
+    """The status of an entry, which is the worst of its combinations; the members are ordered from best to worst."""
 
     SKIPPED = "skipped"  # plain torch fails, or there is no tensor to compare
     PASS = "pass"
@@ -21,7 +21,7 @@ class Status(str, Enum):
 
 
 BAD = frozenset({Status.ERROR, Status.WRONG, Status.HANG, Status.CRASH})
-"""What a sweep must not find."""
+"""The statuses that make a sweep fail."""
 
 
 def _by_status(failures: dict[str, str]) -> dict[Status, str]:
@@ -35,17 +35,17 @@ class Outcome:
     Args:
         name: the entry's full name.
         status: the worst of all combinations; an entry of which nothing runs is skipped.
-        calls: how many calls plain torch runs.
-        refused: how many of them are refused by a TraceError, or by `make_fx` too.
-        traced: how many of them `make_fx` traces.
-        unmatched: how many of those do not pass here.
-        combinations: how many combinations of placements were run.
-        passed, wrong, errors: what became of them.
-        local: right ones with a sharded operand, a sharded or partial result, and no collective.
+        calls: the number of calls that plain torch runs.
+        refused: the number of these that raise a TraceError, or that `make_fx` cannot trace either.
+        traced: the number of calls that `make_fx` traces.
+        unmatched: the number of those that do not pass here.
+        combinations: the number of combinations of placements that were run.
+        passed, wrong, errors: the number of combinations with each result.
+        local: right combinations with a sharded operand, a sharded or partial result, and no collective.
         sharded: those of them that have a sharded result.
-        uneven: right ones in which shards of an operand differ in shape.
-        empty: right ones in which a rank holds nothing of a sharded dim.
-        lengths: the lengths of the operands' dims in these calls.
+        uneven: right combinations in which shards of an operand differ in shape.
+        empty: right combinations in which a rank has an empty shard of an operand.
+        lengths: the lengths of the operands' dims in the calls.
         fallbacks: operators without a rule.
         failures: the first message of each status.
     """
@@ -69,7 +69,7 @@ class Outcome:
     failures: dict[Status, str] = attrs.field(factory=dict, converter=_by_status)
 
     def note(self, status: Status, failure: str = "") -> None:
-        """Take the result of one combination, or of a call, into account."""
+        """Record the status of one combination, or of a call."""
         self.status = max(self.status, status, key=list(Status).index)
         if failure:
             self.failures.setdefault(status, f"{failure:.400}")

@@ -1,4 +1,4 @@
-"""Which placements of the operands are tried, what every rank holds then, and whether results are right."""
+"""The placements of the operands that are tried, the shards that ranks then hold, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.rules.check.execute import split
 
 Combination = tuple[tuple[Placement, ...], ...]
-"""For every operand, one placement a mesh axis."""
+"""For every operand, one placement per mesh axis."""
 
 
 def combinations(tensors: Sequence[torch.Tensor], mesh: Mesh, limit: int, partial: bool) -> Iterator[Combination]:
-    """All combinations of placements if they are at most `limit`, else replication and a fixed sample of the others.
+    """All combinations of placements if there are at most `limit`, else replication and a fixed sample of the others.
 
     Args:
         tensors: the operands.
         mesh: the mesh.
-        limit: the most combinations.
+        limit: the largest number of combinations.
         partial: also try partial sums, maxima and minima.
     """
     options = [_options(tensor, mesh, partial) for tensor in tensors]
     total = math.prod(map(len, options))
-    numbers = range(1, min(total, sys.maxsize))  # a range of more has no length
+    numbers = range(1, min(total, sys.maxsize))  # `len` fails for a longer range
     chosen = range(total) if total <= limit else [0, *random.Random(total).sample(numbers, limit - 1)]
     for number in chosen:
         combination = []
@@ -49,7 +49,7 @@ def _options(tensor: torch.Tensor, mesh: Mesh, partial: bool) -> list[tuple[Plac
 
 
 def _has_arithmetic(dtype: torch.dtype) -> bool:
-    """Whether values can be split into parts, some of them negative; floats of 8 bits cannot even be added."""
+    """Whether values can be split into partial sums, which may be negative; floats of 8 bits cannot even be added."""
     return dtype == torch.bool or (dtype.is_signed and (dtype.itemsize > 1 or not dtype.is_floating_point))
 
 
@@ -58,7 +58,7 @@ def _one_reduction(option: Sequence[Placement]) -> bool:
 
 
 def spread(tensor: torch.Tensor, spec: DTensorSpec) -> tuple[torch.Tensor, ...]:
-    """What every rank holds of a tensor; the parts of a partial value do not cancel."""
+    """The shard of a tensor on every rank; a partial value is split into random parts."""
     axes = [axis for axis, _ in spec.partial]
     parts = [tensor]
     if axes:
@@ -73,7 +73,7 @@ def spread(tensor: torch.Tensor, spec: DTensorSpec) -> tuple[torch.Tensor, ...]:
 
 
 def _exact(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts in 64ths, but for what the first is left with: whole numbers are then sums without rounding."""
+    """The parts rounded to multiples of 1/64, and the first is the remainder: whole numbers then add up exactly."""
     rest = [(part * 64).round() / 64 for part in parts[1:]]
     return [tensor - sum(rest, torch.zeros_like(tensor)), *rest]
 
@@ -97,10 +97,10 @@ def difference(shards: Sequence[torch.Tensor], spec: DTensorSpec, expected: torc
 
 
 def apart(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Why a tensor is not another, to rounding; None if it is."""
+    """Why two tensors differ by more than rounding; None if they do not."""
     rtol, atol = _TOLERANCES.get(expected.dtype, (1e-4, 1e-5))
     if expected.dtype in _HALF:
-        # Each term of a sum over ranks is rounded on its own, to its own size: where they cancel, that is what is left.
+        # The terms of a sum over ranks are rounded before they are added: where they cancel, their rounding remains.
         largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if expected.numel() else 0.0
         atol = max(atol, torch.finfo(expected.dtype).eps * largest)
     if not (expected.is_floating_point() or expected.is_complex()) or expected.dtype.itemsize == 1:

@@ -1,4 +1,4 @@
-"""The entries by processes: a hang or a crash costs one entry."""
+"""Runs each entry in its own process: a hang or a crash loses one entry only."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _Task = TypeVar("_Task")
 
 
 def sweep(entries: Sequence[Any], setup: Setup, *, jobs: int = 2, seconds: float = 300.0) -> Iterator[Outcome]:
-    """Run entries in processes and give their outcomes as they come.
+    """Run entries in processes and yield their outcomes as they complete.
 
     Args:
-        entries: of the database.
+        entries: entries of the database.
         setup: what to run of each.
-        jobs: how many at once.
-        seconds: how long one may take.
+        jobs: the number of processes at a time.
+        seconds: the time limit of one entry.
     """
     yield from outcomes(entries, partial(sweep_entry, setup=setup), full_name, jobs=jobs, seconds=seconds)
 
@@ -35,7 +35,7 @@ def outcomes(
     jobs: int,
     seconds: float,
 ) -> Iterator[Outcome]:
-    """Do tasks in processes and give what became of each, by its name if it hung or crashed, as they come."""
+    """Run tasks in processes and yield their outcomes as they complete; `name` names those that hang or crash."""
     for task, outcome in each(tasks, work, jobs=jobs, seconds=seconds):
         yield _lost(name(task), outcome) if isinstance(outcome, Lost) else outcome
 

@@ -25,11 +25,11 @@ DTENSOR = (
     ("backward: entries in error", "43"),
     ("backward: entries wrong", "8"),
 )
-"""What torch's DTensor 2.13 does in the same exercise: recorded measurements."""
+"""Recorded measurements of torch's DTensor 2.13 in the same sweep."""
 
 
 def _make_fx(report: Report[Setup]) -> str | None:
-    """How many entries `make_fx` traces, and how many of these pass; None if it was not asked."""
+    """How many entries `make_fx` traces, and how many of these pass; None if `make_fx` was not run."""
     traced = [outcome for outcome in report.outcomes if outcome.traced]
     others = [f"{outcome.name} ({outcome.status.value})" for outcome in traced if outcome.unmatched]
     counted = f"make_fx traces {len(traced)} entries; {len(traced) - len(others)} of them pass"
@@ -37,7 +37,7 @@ def _make_fx(report: Report[Setup]) -> str | None:
 
 
 def show(reports: Reports, console: Console) -> None:
-    """Print what fails and the counts."""
+    """Print the failures and the counts."""
     failures = Table("setup", "entry", "status", "right", "wrong", "errors", "first failure", title="failures")
     for name, report in reports.items():
         for outcome in report.bad:
@@ -152,7 +152,7 @@ def _summary(reports: Reports) -> Iterator[Sequence[str]]:
 
 
 def _coverage(reports: Reports) -> Iterator[str]:
-    """Which entries were right with uneven and with empty shards, of those that have dims for them."""
+    """How many entries were right with uneven and with empty shards, of those with dims that can have such shards."""
     for kind, fits in (("uneven", _is_uneven), ("empty", _leaves_a_rank_empty)):
         able: set[str] = set()
         right: set[str] = set()

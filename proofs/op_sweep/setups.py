@@ -1,4 +1,4 @@
-"""What the sweeps run: the mesh, the calls of each entry, and the placements of each call."""
+"""The setups of the sweeps: the mesh, the calls of each entry, and the placements of each call."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Setup:
 
     Args:
         mesh: the axes of the virtual mesh.
-        samples: how many calls.
-        limit: how many combinations of placements a call; if there are more, replication and a fixed sample of them.
-        partial: also with partial operands.
-        backward: with the gradients, by `torch.func.vjp`.
-        lengths: the calls in which dims have lengths that no call before has, in place of the first ones.
-        layouts: operands are laid out otherwise in memory, each call in another way.
-        make_fx: also ask of every call whether torch's `make_fx` traces it.
+        samples: the number of calls per entry.
+        limit: the most combinations of placements per call; if there are more, replication and a fixed sample of them.
+        partial: also try partial operands.
+        backward: compare gradients too, by `torch.func.vjp`.
+        lengths: run the calls in which a dim has a length that no earlier call has, in place of the first calls.
+        layouts: give operands non-contiguous memory layouts, different ones for each call.
+        make_fx: also check for every call whether torch's `make_fx` traces it.
     """
 
     mesh: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""One entry of the database: traced once a sample, planned, lowered and run once a combination of placements."""
+"""Runs one database entry: traced once per sample; planned, lowered and run once per combination of placements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.trace import trace_flat
 
 SEED = 42
-"""Of both runs, so that random operators draw the same numbers."""
+"""The seed of both runs, so that random operators draw the same numbers."""
 
 
 def sweep_entry(entry: Any, setup: Setup) -> Outcome:
@@ -44,7 +44,7 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
                 found = list(layout_cases(entry, setup.samples, setup.backward))
             else:
                 found = list(cases(entry, setup.samples, setup.backward, setup.lengths))
-        except Exception as error:  # the database's own samples may need what is not there
+        except Exception as error:  # the database's own samples may need packages that are not installed
             outcome.note(Status.SKIPPED, said_by(error))
             return outcome
         if not found:
@@ -63,15 +63,15 @@ def sweep_case(
 
     Args:
         case: the call.
-        mesh: where.
-        choose: gives the placements, by the call's graph.
-        outcome: what to count it in.
-        make_fx: also ask whether torch's `make_fx` traces the call.
+        mesh: the mesh.
+        choose: from the call's graph, the placements to run.
+        outcome: counts the results.
+        make_fx: also check whether torch's `make_fx` traces the call.
     """
     try:
         torch.default_generator.manual_seed(SEED)
         expected = case.function(*(tensor.clone() for tensor in case.tensors))
-    except Exception as error:  # whatever plain torch does, there is nothing to compare with
+    except Exception as error:  # plain torch fails: there is nothing to compare with
         outcome.note(Status.SKIPPED, f"{case.label}: {said_by(error)}")
         return
     if not expected or any(tensor.layout is not torch.strided for tensor in expected):
@@ -90,7 +90,7 @@ def sweep_case(
 
 
 def _direct(case: Case) -> Case:
-    """The case on its operands themselves; on copies of them if plain torch refuses that, as some layouts."""
+    """The case without copies of its operands; with copies if plain torch fails without them, as for some layouts."""
     if case.direct is None:
         return case
     try:
@@ -153,21 +153,21 @@ def _sweep_combination(run: _Run, outcome: Outcome) -> None:
 
 
 def _has_empty_shard(spec: DTensorSpec) -> bool:
-    """Whether the last rank, which has the least, has nothing of a sharded dim."""
+    """Whether the last rank, which has the smallest shard, has no elements of a sharded dim."""
     last = spec.local_shape(tuple(size - 1 for size in spec.mesh.sizes))
     return any(axes and not length for axes, length in zip(spec.dims, last, strict=True))
 
 
 def said_by(error: Exception) -> str:
-    """The first line of an error, without places in torch and libraries."""
+    """The first line of an error, without file positions in torch and libraries."""
     lines = str(error).strip().splitlines() or [""]
-    said = re.sub(r" at \S+ \(`[^`]*`\)", "", lines[0])  # a line of torch's or of a library: no user's is there
+    said = re.sub(r" at \S+ \(`[^`]*`\)", "", lines[0])  # a position in torch or a library, since there is no user code
     return f"{type(error).__name__}: {said:.300}"
 
 
 @attrs.frozen(eq=False)
 class _Run:
-    """One combination of placements: once with replicated results, once with results that stay where they are."""
+    """One combination of placements: run with replicated results, then with results in the specs the plan leaves."""
 
     case: Case
     graph: Graph
@@ -204,7 +204,7 @@ class _Run:
             outcome.sharded += any(any(spec.dims) for spec in left)
 
     def _left(self, operands: Sequence[DTensorSpec]) -> list[DTensorSpec]:
-        """The specs in which a plan leaves the results if none are asked for."""
+        """The specs of the results in a plan without out specs."""
         free = plan(Request(attrs.evolve(self.graph, outputs=()), self.mesh, operands, ()))
         return [_physical(free, value) for value in self.graph.outputs]
 
@@ -221,7 +221,7 @@ class _Run:
 
 
 def _physical(found: PlanData, value: Any) -> DTensorSpec:
-    """The spec of a value over its physical dims; replicated where there is none."""
+    """The spec of a value over its physical dims; replicated if no such spec is equivalent to the planned one."""
     logical, spec = found.logical[value], found.specs[value]
     sizes = iter(spec.dims)
     dims = tuple(tuple(axis for _ in atoms for axis in next(sizes)) for atoms in logical)

@@ -1,4 +1,4 @@
-"""Small calls of every operator that has a rule: what the rules are proved on.
+"""Small calls of every operator that has a rule, on which the rules are checked.
 
 Lengths 2 to 7 over two and three shards give even, uneven and empty shards.
 """
@@ -51,7 +51,7 @@ ARBITRARY = frozenset({
     aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default, aten.empty_like.default,
     aten.new_empty.default,
 })  # fmt: skip
-"""Operators whose values mean nothing."""
+"""Operators whose results are uninitialized memory."""
 
 UNCHECKED = frozenset(
     {
@@ -67,7 +67,7 @@ UNCHECKED = frozenset(
         aten._histogramdd_from_bin_tensors.default,
     }
 )
-"""Operators whose kernels do not check that shapes fit together, and read or write out of bounds where they do not."""
+"""Operators whose kernels do not check that shapes match, and read or write out of bounds if they do not."""
 
 UNSEARCHED = frozenset(
     {
@@ -79,7 +79,8 @@ UNSEARCHED = frozenset(
         *(op for op in ATTENTION if "cpu" not in str(op)),
     }
 )
-"""Those of them that write to positions which they are given: nothing tells the placements that are safe to run.
+"""Operators of `UNCHECKED` on which missing rows are not searched for, since some placements are unsafe to run.
 
-Attention of other devices is among them: the kernels that stand in for it here read other operands than it does.
+Their kernels write to positions given by an operand. Attention of other devices is among them, because its substitute
+kernels read other operands than the real ones.
 """

@@ -25,7 +25,7 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale
 
 
 def _for_queries(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values, once for every head of the queries that share them."""
+    """Keys or values, repeated for every query head that shares them."""
     return x.repeat_interleave(query.shape[1] // max(x.shape[1], 1), 1)
 
 
@@ -52,7 +52,7 @@ def _gradients(
 
 
 def _given(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by their names, those that kernels spell differently by one."""
+    """Arguments by name, with `bias` and `grad_out` also where the schema names them differently."""
     schema = op._schema.arguments
     given = {argument.name: argument.default_value for argument in schema} | kwargs
     given |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
@@ -97,7 +97,7 @@ for _forward, _backward in _OPERATORS:
 
 
 def _calls(op: Any, *, bias: Tensor | None = None, causal: bool = False, heads: int = 3) -> Calls:
-    """A call of a fused attention in which groups of two heads of queries share those of keys, if `heads` is 6."""
+    """A call of a fused attention; if `heads` is 6, each two query heads share a key head."""
     given: dict[str, Any] = {
         "query": f(2, heads, 4, 8),
         "key": f(2, 3, 6, 8),
@@ -130,7 +130,7 @@ def attention_backward(causal: bool, mask: Tensor | None) -> Calls:
 
 
 def _options(op: Any) -> list[dict[str, Any]]:
-    """Plain, causal, of grouped heads, and where there may be a bias, with one."""
+    """The options of the calls: none, causal, grouped heads and, if the operator takes one, a bias."""
     biased = [{"bias": f(2, 3, 4, 6)}] if any(a.name == "attn_bias" for a in op.default._schema.arguments) else []
     return [{}, {"causal": True}, {"heads": 6}, *biased]
 

@@ -1,4 +1,4 @@
-"""Small calls of the operators that count, and of those that find or lay out elements."""
+"""Small calls of the operators that count, and of those that find or arrange elements."""
 
 from __future__ import annotations
 

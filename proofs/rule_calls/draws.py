@@ -1,4 +1,4 @@
-"""Random arguments of calls of operators: what the modules of calls are written with."""
+"""Random arguments for the calls of operators in this package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 @attrs.frozen
 class Draws:
-    """Draws tensors, in an order of its own: `f` of floats, `i` of integers below a bound, `b` of booleans."""
+    """Random tensors from its own generator: `f` of floats, `i` of integers below a bound, `b` of booleans."""
 
     generator: torch.Generator = attrs.field(converter=_seeded)
 

@@ -13,7 +13,7 @@ f, i, b = _draws.f, _draws.i, _draws.b
 
 
 def written(reduce: tuple[str, ...], **kwargs: bool) -> Calls:
-    """Writes along either dim, of all positions of the other dim and of some."""
+    """Calls that write along either dim, at all positions of the other dim or at some of them."""
     return [
         made
         for kind in reduce

@@ -1,4 +1,4 @@
-"""Rows that are right and missing, and why."""
+"""Rows that are correct and missing from the rules, and why."""
 
 from __future__ import annotations
 
@@ -105,16 +105,16 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         "aten.roll.default": "S0 -> S0",
     },
 }  # fmt: skip
-"""By reason and operator, the rows: placements of the operands, and of the results."""
+"""By reason and operator, the rows: the placements of the operands and of the results."""
 
 
 def known_rows() -> Iterator[tuple[str, str, str]]:
-    """Reason, operator and row of all that is known to be missing."""
+    """The reason, operator and row of every known missing row."""
     for reason, ops in KNOWN.items():
         for op, rows in ops.items():
             yield from ((reason, op, row) for row in rows.split("; "))
 
 
 def reason_of(op: str, finding: Finding) -> str:
-    """Why a row is missing; `UNKNOWN` if nobody has said so."""
+    """Why a row is missing; `UNKNOWN` if `KNOWN` does not list it."""
     return next((reason for reason, name, row in known_rows() if (name, row) == (op, finding.row)), UNKNOWN)

@@ -53,7 +53,7 @@ def probabilities(*shape: int) -> torch.Tensor:
 
 
 _LABELS = torch.tensor([[0, 3, -1, 0, 0], [2, -1, 0, 0, 0], [1, 2, 3, -1, 0], [4, 0, 1, 2, 3]])
-"""The labels of four samples; what comes after -1 is none."""
+"""The labels of four samples; -1 ends the labels of a sample."""
 
 
 def multilabel_margin() -> Calls:

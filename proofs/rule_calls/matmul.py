@@ -17,7 +17,7 @@ _rows, _columns = f(5, 1).float().exp(), f(1, 6).float().exp()
 
 
 def scaled(left: torch.Tensor, right: torch.Tensor, kind: int) -> tuple[Any, ...]:
-    """The arguments of a product with scales in lists: of `kind` 0 for a tensor, 1 for rows."""
+    """The arguments of a product with lists of scales: `kind` 0 is one scale per tensor, 1 one scale per row."""
     return _eight, _transposed, [left], [kind], [0], [right], [kind], [0]
 
 

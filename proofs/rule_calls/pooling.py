@@ -37,7 +37,7 @@ def backward(op: torch._ops.OpOverload, space: int, *rest: Any) -> Calls:
 
 
 def backward_by_position(op: torch._ops.OpOverload, space: int, *rest: Any) -> Calls:
-    """The same of an operator that gives positions too, which its backward operator takes last."""
+    """Calls of the backward operator of an operator that also returns positions, which the backward takes last."""
     found = []
     for args in images(space, *rest):
         result, positions = op(*args)

@@ -22,15 +22,15 @@ from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.trace import trace_flat
 
 _LARGEST = 130
-"""Elements of the largest tensor of a call that rules are proved on: 5 by 5 by 5 is the database's usual cube."""
+"""The most elements of a tensor of a call that rules are checked on: the database often has tensors of 5 by 5 by 5."""
 
 _KEPT = 5000
-"""Elements of the largest tensor of a call that is recorded."""
+"""The most elements of a tensor of a call that is recorded."""
 
 
 @attrs.frozen(eq=False)
 class Recorded:
-    """A call of an operator; `provable` where its operator's rule can be proved on it."""
+    """A call of an operator; `provable` tells whether its operator's rule can be checked on it."""
 
     op: torch._ops.OpOverload
     signature: str
@@ -40,9 +40,9 @@ class Recorded:
 
 
 def record(entry: Any, samples: int = 2) -> bytes:
-    """The calls of operators that the first samples of an entry make, one a signature, as bytes.
+    """The calls of operators that the first samples of an entry make, one per signature, as bytes.
 
-    Tensors that are sent between processes as such share memory, with a file descriptor each.
+    They are bytes because each tensor sent between processes uses shared memory and a file descriptor.
     """
     found: dict[tuple[str, str], Recorded] = {}
     with warnings.catch_warnings():
@@ -53,14 +53,14 @@ def record(entry: Any, samples: int = 2) -> bytes:
                 for call in _calls(graph, case.tensors):
                     found.setdefault((str(call.op), call.signature), call)
             except (SpmdError, RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
-                continue  # what cannot be traced or run is the sweep's concern
+                continue  # the sweep reports calls that cannot be traced or run
     buffer = io.BytesIO()
     torch.save([(str(c.op), c.signature, c.args, c.kwargs, c.provable) for c in found.values()], buffer)
     return buffer.getvalue()
 
 
 def recall(recorded: bytes) -> list[Recorded]:
-    """What `record` gave."""
+    """The calls from the bytes of `record`."""
     calls = torch.load(io.BytesIO(recorded), weights_only=False)
     return [Recorded(operator(name), *rest) for name, *rest in calls]
 
@@ -69,14 +69,14 @@ def _memory_format(text: str) -> torch.memory_format:
     return getattr(torch, text.removeprefix("torch."))  # type: ignore[no-any-return]
 
 
-copyreg.pickle(torch.memory_format, lambda found: (_memory_format, (str(found),)))  # torch's own way fails
+copyreg.pickle(torch.memory_format, lambda found: (_memory_format, (str(found),)))  # torch's own pickling fails
 
 
 def _cases(entry: Any, samples: int) -> Iterator[Case]:
     for backward in (False, True):
         try:
             yield from cases(entry, samples, backward)
-        except Exception:  # the database's own samples may need what is not there
+        except Exception:  # the database's own samples may need packages that are not installed
             return
 
 
@@ -103,25 +103,25 @@ def _is_kept(operation: Operation) -> bool:
 
 
 def _is_provable(operation: Operation) -> bool:
-    """Whether a rule can be proved on a call: it is small and exact, and draws no random numbers."""
+    """Whether a rule can be checked on a call: it is small, in a precise dtype, and not random."""
     metas = [value.meta for value in (*operation.operands, *operation.tensors)]
     small = all(0 < meta.numel <= _LARGEST and not _rounds(meta.dtype) for meta in metas)
     return small and not operation.is_random and find_rule(operation.op) is not None
 
 
 def _rounds(dtype: torch.dtype) -> bool:
-    """Whether numbers are too short for the parts of a sum to add up."""
+    """Whether a dtype is too imprecise for partial sums to add up."""
     return (dtype.is_floating_point and dtype.itemsize < 4) or (dtype.is_complex and dtype.itemsize < 8)
 
 
 def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What rules see of a call, as text: equal for calls that differ in values only."""
+    """All of a call but its values, as text: equal for calls that differ in tensor values only."""
     meta = lambda leaf: TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
     return str(freeze((map_leaves(meta, tuple(args)), map_leaves(meta, dict(kwargs)))))
 
 
 def select(recorded: Iterable[Recorded], limit: int) -> dict[torch._ops.OpOverload, Calls]:
-    """At most `limit` calls of each operator, of as many kinds as there are: numbers of dims, dtypes, options."""
+    """At most `limit` calls of each operator, taken in turns by their numbers of dims, dtypes and options."""
     by_op: dict[str, dict[str, Recorded]] = {}
     for call in recorded:
         by_op.setdefault(str(call.op), {}).setdefault(call.signature, call)
@@ -142,7 +142,7 @@ def _kind(call: Recorded) -> str:
 
 
 def operator(name: str) -> torch._ops.OpOverload:
-    """The operator of a name, as `aten.add.Tensor`."""
+    """The operator of a name such as `aten.add.Tensor`."""
     namespace, packet, overload = name.split(".")
     found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     return found

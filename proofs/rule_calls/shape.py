@@ -1,4 +1,4 @@
-"""Small calls of the operators that move, cut and join elements."""
+"""Small calls of the operators that move, split and join elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small calls of convolution, normalisation and what else works on images."""
+"""Small calls of convolution, normalisation and other operators on images."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def convolution_gradients() -> Calls:
 
 
 def batch_norms(*options: Any, statistics: bool) -> Calls:
-    """With and without parameters, over four channels; `options` come before the momentum."""
+    """Calls with and without parameters, over four channels; `options` are the arguments before the momentum."""
     given = (f(4), f(4).exp()) if statistics else ()
     return [
         call(f(3, 4, 5), f(4), f(4), *given, *options, 0.1, 1e-5),
@@ -77,7 +77,7 @@ def without_statistics() -> Calls:
     return [call(*args[:3], None, None, *args[3:]) for args, _ in batch_norms(True, statistics=False)]
 
 
-# The mode, the weights of samples, whether the last offset is given.
+# The mode, whether samples have weights, and whether the last offset is included.
 _BAGS = ((0, False, False), (0, True, True), (1, False, False), (2, False, False))
 
 

@@ -1,4 +1,4 @@
-"""Small calls of operators that programs run and no rule is proved on: those without a rule, of lists, and draws."""
+"""Small calls of operators on which no rule is checked: those without a rule, list operators and random operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _single(*shape: int) -> Tensor:
 
 
 def _layer() -> tuple[Tensor, ...]:
-    """Input, weights and states of a layer of LSTM cells, over 5 steps of 3 sequences."""
+    """Input, weights and states of an LSTM layer, for 5 time steps of 3 sequences."""
     gates = 4 * _HIDDEN
     weights = (_single(gates, _HIDDEN), _single(gates, _HIDDEN), _single(gates), _single(gates))
     return (_single(5, 3, _HIDDEN), *weights, _single(3, _HIDDEN), _single(3, _HIDDEN))

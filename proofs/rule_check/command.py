@@ -21,7 +21,7 @@ from spmd.rules import RULES, Rule
 _Op = torch._ops.OpOverload
 
 _CALLS = 4
-"""At most how many recorded calls of an operator are run."""
+"""The most recorded calls of an operator that are run."""
 
 _DESCRIPTION = """\
 Proves the sharding rules by execution. Every strategy of every rule is run on virtual shards (two and three, even,
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None, rules: Mapping[_Op, Rule] = RUL
 def _rules(
     options: argparse.Namespace, recorded: Sequence[Recorded], rules: Mapping[_Op, Rule], progress: Progress
 ) -> Proof | None:
-    """What is found of the chosen rules; None if there are none."""
+    """The findings for the chosen rules; None if no rule is chosen."""
     chosen = tasks(options.op, select((call for call in recorded if call.provable), _CALLS), rules)
     proof = Proof(options.missing)
     proving = progress.add_task("rules", total=len(chosen))
@@ -81,7 +81,7 @@ def _rules(
 
 
 def _layouts(options: argparse.Namespace, recorded: Sequence[Recorded], progress: Progress) -> LayoutProof | None:
-    """What is found of the chosen operators' kernels; None if there are none."""
+    """The findings for the chosen operators' kernels; None if no operator is chosen."""
     chosen = layout_tasks(options.op, select(recorded, _CALLS))
     proof = LayoutProof()
     proving = progress.add_task("memory layouts", total=len(chosen))

@@ -1,4 +1,4 @@
-"""The needs of operators' kernels proved in processes, on the calls that rules are proved on and on others."""
+"""Checks which memory layouts operators' kernels need, in processes, on the calls of the rule check and others."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class LayoutTask:
 
 
 def layout_tasks(pattern: str, recorded: Mapping[_Op, Calls]) -> list[LayoutTask]:
-    """The operators whose name contains `pattern` (`name$`: is it), with their calls.
+    """The operators whose name contains `pattern` (`name$` matches exactly), with their calls.
 
-    Not those whose kernels the CPU does not have, for what stands in for them tells nothing, and not draws that read
-    nothing but strides: they draw in the order of memory, and what they get is made for them. Programs have no `copy`
-    and int64 for the index of a gather.
+    Left out are operators that have no CPU kernel, since their substitutes show nothing about them, and random
+    operators that use their operand as a template only: they draw in memory order, and their template is made for them.
+    Also left out are `copy`, and gathers with an index that is not int64, which do not occur in programs.
     """
     calls: dict[_Op, list[Any]] = {}
     for op, found in (item for source in (CALLS, UNRULED, recorded) for item in source.items()):
@@ -60,10 +60,10 @@ def layout_tasks(pattern: str, recorded: Mapping[_Op, Calls]) -> list[LayoutTask
 
 
 def check_all(tasks: Sequence[LayoutTask], *, jobs: int, seconds: float = 300.0) -> Iterator[LayoutReport | str]:
-    """The reports as they come.
+    """Yield the reports as they complete.
 
-    An operator that ends its process is run again on layouts that its declared needs let through; if it does so again,
-    or takes too long, that is told in its place.
+    An operator that crashes its process is run again, on the layouts that its declared needs allow. If it crashes again
+    or takes too long, a message takes the place of its report.
     """
     crashed = []
     for task, report in each(tasks, lambda task: task.check(), jobs=jobs, seconds=seconds):
@@ -88,7 +88,7 @@ class LayoutProof:
     lost: list[str] = attrs.field(factory=list)
 
     def take(self, found: LayoutReport | str) -> None:
-        """Add what came of one operator."""
+        """Add the report of one operator, or the message in its place."""
         if isinstance(found, str):
             self.lost.append(found)
         else:
@@ -96,12 +96,12 @@ class LayoutProof:
 
     @property
     def failed(self) -> bool:
-        """Whether a need is missing, or declared and not needed."""
+        """Whether an operator has no report, a needed layout is not declared, or a declared one is not needed."""
         return bool(self.lost) or any(report.failing or report.unneeded for report in self.reports)
 
     @property
     def sensitive(self) -> list[LayoutReport]:
-        """Of the operators that need a layout."""
+        """The reports of operators that need a layout."""
         return [report for report in self.reports if report.sensitive or report.crashed]
 
     def summary(self) -> dict[str, int]:
@@ -135,7 +135,7 @@ class LayoutProof:
         console.print(totals)
 
     def as_json(self) -> dict[str, Any]:
-        """All findings, of plain values."""
+        """All findings as JSON data."""
         return {
             "summary": self.summary(),
             "lost": self.lost,

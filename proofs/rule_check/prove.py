@@ -1,4 +1,4 @@
-"""The rules proved in processes, on calls made by hand and on those that torch's operator database makes."""
+"""Checks rules in processes, on handwritten calls and on those that torch's operator database makes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from spmd.rules import RULES, Rule, find_rule
 from spmd.rules.check import Report, check_rule
 
 _CHUNK = 16
-"""Entries of the database that one process runs."""
+"""The number of database entries that one process runs."""
 
 _Op = torch._ops.OpOverload
 
 
 @attrs.frozen(eq=False)
 class Task:
-    """A rule and the calls that it is proved on."""
+    """A rule and the calls that it is checked on."""
 
     op: _Op
     rule: Rule
@@ -42,7 +42,7 @@ class Task:
 
 
 def prepare(database: bool) -> None:
-    """Do once what every process would do again: the first trace imports much of torch, and defines late operators."""
+    """Do once, before the fork, what every process would repeat: torch imports and operator definitions of a trace."""
     make_fx(torch.neg, tracing_mode="fake")(torch.ones(2))
     for entry in entries("linear_cross_entropy") if database else ():
         record(entry)
@@ -53,7 +53,7 @@ def record_all(jobs: int, advance: Callable[[int], None]) -> list[Recorded]:
 
     Args:
         jobs: how many processes.
-        advance: is told how many entries are done.
+        advance: called with the number of entries that were just done.
     """
     found: list[Recorded] = []
     every = entries()
@@ -72,7 +72,7 @@ def _record_chunk(chunk: Sequence[Any]) -> list[bytes]:
 
 
 def tasks(pattern: str, recorded: Mapping[_Op, Calls], rules: Mapping[_Op, Rule] = RULES) -> list[Task]:
-    """The rules of the operators whose name contains `pattern` (`name$`: is it), with their calls."""
+    """The rules of the operators whose name contains `pattern` (`name$` matches exactly), with their calls."""
     names = {op: str(op) for op in {*rules, *recorded}}
     exact, wanted = pattern.endswith("$"), pattern.removesuffix("$")
     chosen = sorted((name, op) for op, name in names.items() if (wanted == name if exact else wanted in name))
@@ -85,7 +85,7 @@ def tasks(pattern: str, recorded: Mapping[_Op, Calls], rules: Mapping[_Op, Rule]
 
 
 def prove(chosen: Sequence[Task], *, missing: bool, jobs: int, seconds: float = 300.0) -> Iterator[Report | str]:
-    """The reports as they come; of a rule whose process ended or took too long, what became of it."""
+    """Yield the reports as they complete, or a message for a rule whose process crashed or took too long."""
     for task, report in each(chosen, lambda task: task.prove(missing), jobs=jobs, seconds=seconds):
         if isinstance(report, Lost):
             end = "took too long" if report.exitcode is None else f"ended its process with {report.exitcode}"

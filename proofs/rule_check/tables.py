@@ -1,4 +1,4 @@
-"""The findings of all rules as a table, as JSON and as a part of a page."""
+"""The findings for all rules as a table, as JSON and as a section of a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Proof:
     lost: list[str] = attrs.field(factory=list)
 
     def take(self, found: Report | str) -> None:
-        """Add what came of one rule."""
+        """Add the report of one rule, or the message in its place."""
         if isinstance(found, str):
             self.lost.append(found)
         else:
@@ -76,7 +76,7 @@ class Proof:
         console.print(totals)
 
     def as_json(self) -> dict[str, Any]:
-        """All findings, of plain values."""
+        """All findings as JSON data."""
         return {
             "summary": self.summary(),
             "lost": self.lost,
@@ -95,7 +95,7 @@ class Proof:
         }
 
     def write_markdown(self, page: Path) -> None:
-        """Put the summary between the two marks of a page; at its end, if it has none."""
+        """Write the summary between the two marks of a page, or at its end if it has no marks."""
         text = page.read_text() if page.exists() else ""
         start, stop = _MARKS
         if start not in text:

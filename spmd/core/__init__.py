@@ -1,4 +1,4 @@
-"""The words of the field: meshes, placements, specs, pytrees.
+"""The basic data types: meshes, placements, specs and pytrees.
 
-Imports `errors` and `job` only.
+Imports only `errors` and `job`.
 """

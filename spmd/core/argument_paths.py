@@ -1,4 +1,4 @@
-"""Which inputs of a program a text names: by where they stand among the arguments, or by their names in it."""
+"""Finds the inputs of a program by a text: a path into the arguments, or an input's name in the program."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 def find_inputs(text: str, paths: Sequence[str], names: Sequence[str]) -> list[int]:
-    """The positions of the inputs that a text names; none if there are none.
+    """The indices of the inputs that a text names; empty if it names none.
 
     Args:
         text: a path to an argument or to a part of one, as in error messages (`0['w'][1]`) or with dots (`0.w[1]`), or
             the name of one input in the program (`params_w_1`).
-        paths: where each input stands among the arguments, as far as that is known.
+        paths: the path of each input in the arguments; empty if the paths are not known.
         names: the name of each input in the program.
 
     >>> paths, names = ("0['w'][0]", "0['w'][1]", "1"), ("params_w_0", "params_w_1", "x")

@@ -1,4 +1,4 @@
-"""JSON documents that may come from anybody: parsed strictly, and checked against a schema before they are used."""
+"""JSON documents from untrusted sources: parsed strictly, and checked against a schema before they are used."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Any, TypeAlias
 import attrs
 
 _LARGEST = 2**63
-_LARGEST_FLOAT = 1e300  # sums of many are finite
+_LARGEST_FLOAT = 1e300  # small enough that sums of many such numbers are finite
 
 
 @attrs.frozen
 class ListOf:
-    """A list of items of one kind."""
+    """A list whose items all have the schema `item`."""
 
     item: Kind
 
 
 @attrs.frozen
 class MapOf:
-    """An object with any keys, and values of one kind."""
+    """An object with any keys, whose values all have the schema `item`."""
 
     item: Kind
 
 
 @attrs.frozen
 class Fields:
-    """An object with exactly these keys."""
+    """An object with exactly the keys of `kinds`, each value with the schema given for its key."""
 
     kinds: Mapping[str, Kind]
 
 
 @attrs.frozen
 class Maybe:
-    """Something of one kind, or null."""
+    """A value with the schema `kind`, or null."""
 
     kind: Kind
 
 
 Kind: TypeAlias = type | ListOf | MapOf | Fields | Maybe
-"""What a part of a document must be; `int` stands for 0 to 2^63 - 1, `float` for numbers from 0 to 1e300."""
+"""The schema of a part of a document; `int` stands for 0 to 2^63 - 1, `float` for numbers from 0 to 1e300."""
 
 _TEXTS: Mapping[type, str] = {
     int: "a whole number from 0",
@@ -53,10 +53,10 @@ _TEXTS: Mapping[type, str] = {
 
 
 def parse(text: str) -> Any:
-    """The document in a text.
+    """Parse a JSON document.
 
     Raises:
-        ValueError: it is not JSON, has a key twice in one object, or a number that JSON does not have (NaN, Infinity).
+        ValueError: it is not JSON, is nested too deeply, has a key twice in one object, or contains NaN or Infinity.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
@@ -65,7 +65,7 @@ def parse(text: str) -> Any:
 
 
 def misfit(document: Any, kind: Kind) -> str | None:
-    """The first thing in a document that is not as its schema says: where it is, what it must be, what was got.
+    """The first violation of a schema in a document, as text: path, expected and actual value; None if it conforms.
 
     >>> misfit({"sizes": [3, -1]}, Fields({"sizes": ListOf(int)}))
     "['sizes'][1] must be a whole number from 0 (got -1)"

@@ -22,7 +22,7 @@ Coordinate = tuple[int, ...]
 
 
 class Runtime(Enum):
-    """Where the ranks of a mesh live."""
+    """Where the ranks of a mesh run: all in this process, one in each process, or nowhere (planning only)."""
 
     VIRTUAL = "virtual"
     DISTRIBUTED = "distributed"
@@ -42,8 +42,8 @@ class Mesh:
     Args:
         names: the name of each axis.
         sizes: the number of ranks along each axis.
-        runtime: where the ranks live.
-        device: where shards live.
+        runtime: where the ranks run.
+        device: the device of the shards.
 
     Raises:
         MeshError: no axis, a repeated or malformed name, or a size below 1.
@@ -78,7 +78,7 @@ class Mesh:
         return dict(zip(self.names, self.sizes, strict=True))
 
     def axis_size(self, axes: str | Sequence[str]) -> int:
-        """The number of ranks along one axis, or along several taken together; MeshError on an unknown axis.
+        """The number of ranks along one axis, or the product over several; MeshError on an unknown axis.
 
         >>> make_mesh({"data": 2, "model": 4}, runtime="virtual").axis_size(("data", "model"))
         8
@@ -93,7 +93,7 @@ class Mesh:
         return self.names.index(name)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The coordinate of a rank, in 0..size - 1; MeshError for any other."""
+        """The coordinate of a rank; MeshError unless the rank is in 0..size - 1."""
         if not 0 <= rank < self.size:
             raise MeshError(f"Rank must be in 0..{self.size - 1} of {self} (got {rank}).")
         reversed_coordinate = []
@@ -103,7 +103,7 @@ class Mesh:
         return tuple(reversed(reversed_coordinate))
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """The rank at a coordinate: the inverse of `coordinate`; MeshError outside the mesh."""
+        """The rank at a coordinate, the inverse of `coordinate`; MeshError if the coordinate is outside the mesh."""
         if len(coordinate) != len(self.sizes) or not all(
             0 <= index < size for index, size in zip(coordinate, self.sizes, strict=True)
         ):
@@ -119,17 +119,17 @@ class Mesh:
 
     @property
     def held_coordinates(self) -> tuple[Coordinate, ...]:
-        """The coordinates of the ranks that live in this process, in rank order.
+        """The coordinates of the ranks that run in this process, in rank order.
 
         Raises:
-            MeshError: an abstract mesh, whose ranks live nowhere.
+            MeshError: the mesh is abstract: it has no running ranks.
         """
         if self.runtime is Runtime.ABSTRACT:
             raise MeshError(f"An abstract mesh holds no data (got {self}). Use runtime='virtual'.")
         return _held_coordinates(self, process_index() if self.runtime is Runtime.DISTRIBUTED else None)
 
     def axis_index(self, coordinate: Coordinate, axes: Sequence[str]) -> int:
-        """The row-major index of a coordinate along several axes taken together (first axis major)."""
+        """The index of a coordinate along several axes flattened into one (row-major: the first axis is major)."""
         index = 0
         for name in axes:
             position = self.axis_position(name)
@@ -137,7 +137,7 @@ class Mesh:
         return index
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that differ only along `axes`; inside a group, ranks are in `axis_index` order.
+        """The groups of ranks that differ only along `axes`; within a group, ranks are in `axis_index` order.
 
         >>> make_mesh({"data": 2, "model": 2}, runtime="virtual").groups(("data",))
         ((0, 2), (1, 3))
@@ -163,9 +163,10 @@ def make_mesh(
 
     Args:
         axes: the size of each axis, by name, in rank order (the last axis varies fastest).
-        runtime: `"virtual"` (all ranks in this process), `"distributed"` (one rank a process; starts torch.distributed
-            by `init` if nobody has), `"abstract"` (plan only), or `"auto"`: distributed under torchrun, else virtual.
-        device: where shards live; the CPU by default. On a distributed mesh `"cuda"` is the GPU of the local rank.
+        runtime: `"virtual"` (all ranks in this process), `"distributed"` (one rank per process; calls `init` if
+            torch.distributed is not initialized yet), `"abstract"` (planning only), or `"auto"`: distributed under
+            torchrun, else virtual.
+        device: the device of the shards, by default the CPU. On a distributed mesh `"cuda"` is the local rank's GPU.
 
     Raises:
         MeshError: no axis, a repeated or malformed name, a size below 1, a runtime or a device that is not available,
@@ -190,7 +191,7 @@ def make_mesh(
 
 
 def _join(mesh: Mesh) -> Mesh:
-    """A distributed mesh of which this process is one rank: torch.distributed is started, the device chosen."""
+    """The distributed mesh of which this process is one rank: initializes torch.distributed and chooses the device."""
     if is_distributed() and mesh.size != process_count():
         raise MeshError(
             f"{mesh} has {mesh.size} ranks, but the job has {process_count()} processes. Choose axes whose product is "
@@ -230,7 +231,7 @@ _default_mesh: ContextVar[Mesh | None] = ContextVar("spmd_default_mesh", default
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Make `mesh` the default of everything called inside the `with` block.
+    """Make `mesh` the default mesh inside the `with` block.
 
     Raises:
         MeshError: `mesh` is not a Mesh.
@@ -255,7 +256,7 @@ def current_mesh(mesh: Mesh | None = None) -> Mesh:
 
 
 def check_mesh(mesh: Mesh) -> Mesh:
-    """`mesh` itself; MeshError if it is anything else."""
+    """Return `mesh`; MeshError if it is not a Mesh."""
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mesh must be a Mesh (got {type(mesh).__name__} {mesh!r:.60}). Make one: spmd.make_mesh(...).")
     return mesh

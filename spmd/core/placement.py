@@ -1,4 +1,4 @@
-"""Placements: how a tensor lies along ONE mesh axis."""
+"""Placements: how a tensor is laid out along one mesh axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from spmd.errors import ShardingError
 
 Reduction: TypeAlias = Literal["sum", "max", "min"]
-"""The reductions that a partial value can still be waiting for."""
+"""The reductions that can be pending in a partial value."""
 
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
@@ -41,7 +41,7 @@ class Shard:
     """Rank `i` along the axis holds the `i`-th chunk of tensor dim `dim` (`torch.chunk` sizes, possibly empty).
 
     Raises:
-        ShardingError: `dim` is no integer.
+        ShardingError: `dim` is not an integer.
     """
 
     dim: int = attrs.field(validator=_check_dim)
@@ -52,10 +52,10 @@ class Shard:
 
 @attrs.frozen
 class Partial:
-    """The tensor is the elementwise reduction `op` of what the ranks along the axis hold.
+    """The tensor is the elementwise reduction `op` of the tensors that the ranks along the axis hold.
 
     Raises:
-        ShardingError: `op` is none of `"sum"`, `"max"`, `"min"`.
+        ShardingError: `op` is not `"sum"`, `"max"` or `"min"`.
     """
 
     op: Reduction = attrs.field(default="sum", validator=_check_reduction)
@@ -65,23 +65,23 @@ class Partial:
 
 
 Placement: TypeAlias = Replicate | Shard | Partial
-"""How a tensor lies along one mesh axis; a sequence of them, one a mesh axis, is accepted wherever a `P` is."""
+"""How a tensor is laid out along one mesh axis; a sequence of them, one per axis, is accepted wherever a `P` is."""
 
 
 def supports_reduction(op: Reduction, dtype: torch.dtype) -> bool:
-    """Whether values of `dtype` can be reduced by `op`: booleans have no sum and complex numbers no order."""
+    """Whether values of `dtype` can be reduced by `op`: booleans have no sum, complex numbers no max or min."""
     return dtype != torch.bool if op == "sum" else not dtype.is_complex
 
 
 def combine(op: Reduction, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The elementwise reduction of two tensors of one shape and dtype: one step of finishing a partial value."""
+    """The elementwise reduction of two tensors of the same shape and dtype."""
     if op == "sum":
         return torch.add(left, right)
     return torch.maximum(left, right) if op == "max" else torch.minimum(left, right)
 
 
 def neutral_element(op: Reduction, dtype: torch.dtype) -> float | int | bool:
-    """The value that changes nothing under the reduction `op`.
+    """The identity element of the reduction `op` for values of `dtype`.
 
     >>> neutral_element("max", torch.float32), neutral_element("min", torch.int8), neutral_element("sum", torch.int8)
     (-inf, 127, 0)

@@ -1,9 +1,10 @@
 """Pytrees of arguments: paths for messages, and specs as pytree prefixes.
 
-A prefix is JAX's idea: a tree of specs that may stop early, and where it stops its spec holds for all leaves below. A
-leaf of a prefix is a `P` or a tuple of placements, one a mesh axis; a tuple of `P`s is a container. Trees are optree's:
-dicts, tuples, lists, namedtuples; None is an empty subtree. A class of the user's is registered with optree for all of
-optree's users or in the namespace `"spmd"`, as `optree.dataclasses.dataclass(namespace="spmd")` does.
+A prefix, as in JAX, is a tree of specs that may end above the leaves of the arguments: a spec in it holds for all
+leaves below. A leaf of a prefix is a `P` or a tuple of placements, one per mesh axis; a tuple of `P`s is a container.
+Trees are those of optree: dicts, tuples, lists and namedtuples are containers, and None is an empty subtree. Users
+register classes of their own with optree, either globally or in the namespace `"spmd"`, for example by
+`optree.dataclasses.dataclass(namespace="spmd")`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import ShardingError
 
 SpecLike: TypeAlias = P | Sequence[Placement]
-"""What users write for one tensor: a `P`, or one placement for each mesh axis."""
+"""The spec of one tensor as users write it: a `P`, or one placement for each mesh axis."""
 
 NAMESPACE = "spmd"
 """The optree namespace in which users register their own containers."""
@@ -35,18 +36,18 @@ _TEXT_LIMIT = 300
 
 
 def is_spec(node: Any) -> bool:
-    """Whether a node of a prefix is one spec: a `P`, or a tuple or list that holds nothing but placements.
+    """Whether a node of a prefix is one spec: a `P`, or a nonempty tuple or list of placements.
 
     >>> is_spec((Shard(0), Replicate())), is_spec((P(), P("data"))), is_spec(())
     (True, False, False)
     """
-    if type(node) in (tuple, list):  # not a namedtuple: that is a container of the user's
+    if type(node) in (tuple, list):  # not a namedtuple: that is a container
         return len(node) > 0 and all(isinstance(item, (Shard, Replicate, Partial)) for item in node)
     return isinstance(node, P)
 
 
 def path_text(accessor: optree.PyTreeAccessor) -> str:
-    """A path as messages show it: an argument's number, then Python's way to the leaf; `""` for the root.
+    """A path as shown in messages: the argument's number, then Python indexing down to the leaf; `""` for the root.
 
     >>> accessors, _, _ = optree.tree_flatten_with_accessor(({"w": [3, 4]},))
     >>> path_text(accessors[1])
@@ -58,7 +59,7 @@ def path_text(accessor: optree.PyTreeAccessor) -> str:
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
-    """The path (as text), value and order of every leaf of a pytree, and its structure.
+    """The paths (as text) and the values of all leaves of a pytree, in optree's order, and the tree's structure.
 
     >>> paths, leaves, _ = flatten_with_paths(({"w": 1, "b": None}, 2))
     >>> paths, leaves
@@ -72,13 +73,13 @@ def broadcast_prefix(prefix: Any, tree: Any, *, what: str, of: str = "the argume
     """The spec of every leaf of `tree`, in optree's order, from a pytree prefix of specs.
 
     Args:
-        prefix: specs, or containers that match those of `tree` with specs below.
+        prefix: one spec, or containers that match those of `tree`, with specs inside.
         tree: any pytree; only its structure matters.
         what: what the prefix is, for messages: `"in_specs"`.
         of: what the tree is, for messages.
 
     Raises:
-        ShardingError: the prefix does not fit; the message has the path and both structures.
+        ShardingError: the prefix does not match the tree; the message has the path and both structures.
 
     >>> broadcast_prefix((P(), P("data")), ({"w": 1, "b": 2}, 3), what="in_specs")
     [P(), P(), P('data')]
@@ -99,7 +100,7 @@ def leaf_specs(
     """The DTensorSpec of every leaf (anything with shape and dtype) of `tree`, from a pytree prefix of specs.
 
     Raises:
-        ShardingError: the prefix does not fit the tree, a leaf is no tensor, or a spec does not fit its leaf; the
+        ShardingError: the prefix does not match the tree, a leaf is not a tensor, or a spec does not fit its leaf; the
             message names the leaf.
     """
     specs = broadcast_prefix(prefix, tree, what=what, of=of)
@@ -111,7 +112,7 @@ def leaf_specs(
 
 
 def make_spec(mesh: Mesh, spec: SpecLike, meta: TensorMeta, *, where: str) -> DTensorSpec:
-    """`DTensorSpec.make`, whose errors also say which tensor: `where` is text like `argument 0['w']`.
+    """`DTensorSpec.make` with errors that name the tensor: `where` is text like `argument 0['w']`.
 
     Raises:
         ShardingError: the spec does not fit the mesh or the tensor.
@@ -125,10 +126,10 @@ def make_spec(mesh: Mesh, spec: SpecLike, meta: TensorMeta, *, where: str) -> DT
 
 
 def leaf_meta(leaf: Any, where: str) -> TensorMeta:
-    """The meta of a tensor, or of anything else that has a shape and a dtype of torch.
+    """The meta of a tensor, or of any other object with a `shape` and a torch `dtype`.
 
     Raises:
-        ShardingError: it is no tensor; `where` names it.
+        ShardingError: `leaf` has no torch dtype; `where` names it in the message.
     """
     if isinstance(leaf, TensorMeta):
         return leaf
@@ -139,7 +140,7 @@ def leaf_meta(leaf: Any, where: str) -> TensorMeta:
 
 
 def leaf_remedy(leaf: Any) -> str:
-    """What to do about a leaf that is no tensor."""
+    """Advice for the error message about a leaf that is not a tensor."""
     if isinstance(leaf, torch.nn.Module):
         return "Pass its state, dict(module.named_parameters()), and call it by torch.func.functional_call."
     if isinstance(leaf, (bool, int, float, complex)):
@@ -152,7 +153,7 @@ def leaf_remedy(leaf: Any) -> str:
 
 
 def structure_text(tree: Any) -> str:
-    """A pytree as messages show it: `({'w': f32[8,6]}, i64[])`."""
+    """A pytree as shown in messages: `({'w': f32[8,6]}, i64[])`."""
 
     def show(leaf: Any) -> _Text:
         if isinstance(leaf, torch.Tensor):
@@ -172,7 +173,7 @@ class _Text(str):
 
 
 class _MismatchError(Exception):
-    """A prefix that does not fit its tree, below `accessor`."""
+    """A prefix does not match its tree at `accessor`."""
 
     def __init__(self, accessor: optree.PyTreeAccessor, reason: str) -> None:
         super().__init__(reason)
@@ -203,7 +204,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _children(node: Any) -> dict[Any, tuple[optree.PyTreeEntry, Any]]:
-    """The children of one container with their entries, by key, in optree's order."""
+    """The children of a container, by key: each with its optree entry, in optree's order."""
     accessors, children, _ = optree.tree_flatten_with_accessor(
         node, is_leaf=lambda item: item is not node, namespace=NAMESPACE
     )
@@ -214,7 +215,7 @@ def _children(node: Any) -> dict[Any, tuple[optree.PyTreeEntry, Any]]:
 def _same_container(prefix: Any, tree: Any) -> bool:
     if isinstance(prefix, Mapping) and isinstance(tree, Mapping):
         return True
-    # Nobody writes torch.return_types.sort((P(), P())): for what torch names so, a tuple will do.
+    # For torch's named results (structseqs, such as torch.return_types.sort), a plain tuple of specs matches too.
     return type(prefix) is type(tree) or (type(prefix) is tuple and optree.is_structseq(tree))
 
 

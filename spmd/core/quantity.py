@@ -1,4 +1,4 @@
-"""Amounts of memory and times as people write them and read them."""
+"""Amounts of memory and times as text: parsing and formatting."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_bytes(amount: int | str, what: str) -> int:
-    """A number of bytes from a number or a text with a unit: kB, MB, GB, TB are decimal, KiB, MiB, GiB, TiB binary.
+    """Parse a number of bytes, or a text with a unit: kB, MB, GB, TB are decimal, KiB, MiB, GiB, TiB binary.
 
     Args:
         amount: the number or the text.
-        what: the name of the option, for errors.
+        what: the name of the option, for error messages.
 
     Raises:
-        PlanError: a negative number, a text that is no amount, or something else.
+        PlanError: a negative number, a text that is not an amount, or another type.
 
     >>> parse_bytes("80GB", "memory_limit"), parse_bytes("1.5 MiB", "memory_limit"), parse_bytes(7, "memory_limit")
     (80000000000, 1572864, 7)
@@ -36,7 +36,7 @@ def parse_bytes(amount: int | str, what: str) -> int:
 
 
 def size_text(nbytes: float) -> str:
-    """Bytes for people, in powers of ten.
+    """Format a number of bytes with three significant digits, in decimal units.
 
     >>> size_text(6_514_000), size_text(12)
     ('6.51 MB', '12 B')
@@ -49,7 +49,7 @@ def size_text(nbytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds for people.
+    """Format a time, given in seconds, with three significant digits: in us, ms or s.
 
     >>> time_text(5.2e-07), time_text(0.25), time_text(0)
     ('0.52 us', '250 ms', '0 us')

@@ -1,4 +1,4 @@
-"""Work on many small objects, without what costs more there than it gives."""
+"""A context manager for work on many small objects: one thread, and no garbage collection."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
-    """A context in which torch uses one thread and no garbage is collected.
+    """A context manager in which torch uses one thread and Python's garbage collector is off.
 
-    Collecting looks through all that lives, again and again, while a plan or a program of thousands of small objects is
-    made; threads only wait for each other over tensors of a few numbers.
+    A plan or a program consists of thousands of small objects, and every garbage collection while they are made would
+    scan all live ones. On tensors of a few elements, several threads only add synchronization.
     """
     threads, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)

@@ -1,10 +1,10 @@
-"""Specs: how a tensor lies on a whole mesh.
+"""Specs: how a tensor is sharded over a mesh.
 
 `DTensorSpec.dims[d]` is the ordered tuple of mesh axes that shard tensor dim `d`, major first, as in Shardy: the order
-of shards is part of the spec. Chunks follow `torch.chunk` on every axis, nested in that order, so sizes need not
-divide and a rank may hold an empty shard.
+of the axes determines the order of the shards. A dim is split as by `torch.chunk` along each of its axes in turn, so
+sizes need not be divisible and a rank may hold an empty shard.
 
-The representation is Shardy's (https://github.com/openxla/shardy), the notation JAX's `PartitionSpec`.
+The representation is that of Shardy (https://github.com/openxla/shardy), the notation that of JAX's `PartitionSpec`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Dims: TypeAlias = tuple[tuple[str, ...], ...]
 """For each tensor dim, the mesh axes that shard it, major first."""
 
 Reductions: TypeAlias = tuple[tuple[str, Reduction], ...]
-"""The mesh axes that a value is still to be reduced over, each with the reduction; sorted by axis name."""
+"""The mesh axes over which a reduction of the value is pending, each with the reduction; sorted by axis name."""
 
 _DTYPE_NAMES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -41,7 +41,7 @@ def _as_shape(shape: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen(cache_hash=True)
 class TensorMeta:
-    """The shape and dtype of a tensor: all that planning needs to know of it.
+    """The global shape and dtype of a tensor.
 
     >>> str(TensorMeta((8, 6), torch.float32))
     'f32[8,6]'
@@ -62,7 +62,7 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The size of the global tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
     @classmethod
@@ -77,11 +77,12 @@ class TensorMeta:
 
 @attrs.frozen(init=False)
 class P:
-    """A partition spec: for each tensor dim, the mesh axes that shard it; JAX's PartitionSpec.
+    """A partition spec: for each tensor dim, the mesh axes that shard it, as in JAX's PartitionSpec.
 
-    Dims and axes that are not named are replicated: `P()` is a tensor that every rank holds whole, and trailing Nones
-    make no difference. A tuple of axes is major first. `partial` maps axes to the reduction that the value still waits
-    for; one spec waits for one reduction only, because a sum and a max over two axes do not commute.
+    The tensor is replicated along axes that are not named: `P()` is a fully replicated tensor. Trailing Nones make no
+    difference. A tuple of axes is major first. `partial` maps axes to the reduction that is pending over them. All
+    axes of one spec have the same pending reduction, because a sum over one axis and a max over another do not
+    commute.
 
     Raises:
         ShardingError: an axis used twice, an unknown reduction, two different reductions, or a dim that is neither an
@@ -108,12 +109,12 @@ class P:
 
     @classmethod
     def from_placements(cls, placements: Sequence[Placement], mesh: Mesh) -> P:
-        """The spec that has these placements, one a mesh axis in mesh order.
+        """The spec that has these placements, one per mesh axis in mesh order.
 
         Where several axes shard one dim, the earlier mesh axis is the major one, as in torch.
 
         Raises:
-            ShardingError: not one placement an axis, something that is no placement, or a negative dim.
+            ShardingError: a wrong number of placements, an item that is not a placement, or a negative dim.
 
         >>> from spmd.core.mesh import make_mesh
         >>> P.from_placements((Shard(1), Replicate()), make_mesh({"data": 2, "model": 4}, runtime="virtual"))
@@ -159,7 +160,7 @@ def _parse_partial(partial: Mapping[str, Reduction] | Iterable[tuple[str, Reduct
 
 
 def _check_axes(dims: Dims, partial: Reductions) -> None:
-    """Check what can be checked without a mesh: an axis is used once, and there is one known reduction."""
+    """Check what can be checked without a mesh: no axis is used twice, and at most one known reduction is pending."""
     used = [axis for dim in dims for axis in dim] + [axis for axis, _ in partial]
     if len(set(used)) != len(used):
         repeated = next(axis for axis in used if used.count(axis) > 1)
@@ -190,16 +191,17 @@ def _spec_text(dims: Dims, partial: Reductions) -> str:
 
 @attrs.frozen(cache_hash=True)
 class DTensorSpec:
-    """How one tensor lies on one mesh: immutable, hashable, complete.
+    """The sharding of one tensor on one mesh, with the tensor's global shape and dtype; immutable and hashable.
 
     Args:
         mesh: the mesh.
         dims: for each of the tensor's dims, the mesh axes that shard it, major first.
-        partial: the axes over which the value is still to be reduced, and how; sorted by axis name.
+        partial: the axes over which a reduction is pending, each with the reduction; sorted by axis name.
         meta: global shape and dtype.
 
     Raises:
-        ShardingError: an axis that the mesh lacks or that is used twice, or a wrong number of dims.
+        ShardingError: an axis that the mesh lacks or that is used twice, an unknown reduction, two different
+            reductions, or a wrong number of dims.
 
     >>> from spmd.core.mesh import make_mesh
     >>> mesh = make_mesh({"data": 2, "model": 4}, runtime="virtual")
@@ -229,11 +231,10 @@ class DTensorSpec:
 
     @classmethod
     def make(cls, mesh: Mesh, spec: P | Sequence[Placement], meta: TensorMeta) -> DTensorSpec:
-        """The spec of a tensor `meta` from a `P` or from one placement a mesh axis (whose dims may count from the end).
+        """The spec of a tensor `meta` from a `P`, or from one placement per mesh axis (where dims may be negative).
 
         Raises:
-            ShardingError: the spec does not fit the mesh or the tensor, or is partial in a reduction that the dtype
-                lacks.
+            ShardingError: the spec does not fit the mesh or the tensor, or the dtype does not support its reduction.
         """
         pspec = spec if isinstance(spec, P) else P.from_placements(_positive_dims(spec, meta), mesh)
         for axis, op in pspec.partial:
@@ -246,7 +247,7 @@ class DTensorSpec:
 
     @classmethod
     def replicated(cls, mesh: Mesh, meta: TensorMeta) -> DTensorSpec:
-        """The spec of a tensor that every rank holds whole."""
+        """The spec of a tensor that is replicated on all ranks."""
         return cls(mesh, ((),) * meta.ndim, (), meta)
 
     @property
@@ -256,12 +257,12 @@ class DTensorSpec:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole, final value."""
+        """Whether every rank holds the whole tensor, with no reduction pending."""
         return not self.partial and not any(self.dims)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement for each mesh axis, in mesh order (the order of shards on one dim is not in it)."""
+        """One placement per mesh axis, in mesh order; they do not tell the order of several axes that shard one dim."""
         return tuple(self.placement(axis) for axis in self.mesh.names)
 
     def placement(self, axis: str) -> Placement:
@@ -274,9 +275,9 @@ class DTensorSpec:
         return Replicate() if op is None else Partial(op)
 
     def local_slices(self, coordinate: Coordinate) -> tuple[slice, ...]:
-        """The part of each dim that the rank at `coordinate` holds, as slices of the global tensor.
+        """The shard of the rank at `coordinate`, as one slice of the global tensor per dim.
 
-        Slices have start and stop, 0 <= start <= stop <= size; an empty shard has start == stop.
+        Slices have start and stop, 0 <= start <= stop <= size; an empty shard has start == stop in some dim.
         """
         return _local_slices(self, coordinate)
 
@@ -285,12 +286,12 @@ class DTensorSpec:
         return tuple(part.stop - part.start for part in self.local_slices(coordinate))
 
     def local_bytes(self) -> int:
-        """Bytes of the largest shard (the one at coordinate zero)."""
+        """The size in bytes of the largest shard (the one at coordinate zero)."""
         return math.prod(self.local_shape((0,) * len(self.mesh.names))) * self.meta.dtype.itemsize
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks hold shards of one shape."""
+        """Whether every dim is divisible by the number of its shards, so that all shards have the same shape."""
         return all(size % self.mesh.axis_size(axes) == 0 for size, axes in zip(self.meta.shape, self.dims, strict=True))
 
     def __str__(self) -> str:
@@ -307,8 +308,10 @@ def _positive_dims(placements: Sequence[Placement], meta: TensorMeta) -> tuple[P
 
 
 def chunk_bounds(size: int, counts: Sequence[int], indices: Sequence[int]) -> tuple[int, int]:
-    """Start and stop of a nested chunk: `size` cut into `counts[0]` chunks as by torch.chunk, chunk `indices[0]` cut
-    into `counts[1]`, and so on. Chunks past the end are empty.
+    """Start and stop of one chunk of a dim that is split several times.
+
+    A dim of length `size` is split into `counts[0]` chunks as by torch.chunk, its chunk `indices[0]` into `counts[1]`
+    chunks, and so on. Chunks past the end are empty.
 
     >>> [chunk_bounds(5, (4,), (i,)) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]

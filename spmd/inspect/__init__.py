@@ -1,4 +1,4 @@
-"""What a person asks of a finished plan: why, what else, how large, what differs; saving and loading it.
+"""Inspection of a finished plan: explanations, budgets, differences, layers and reports; saving and loading it.
 
 Imports `plan` and what is below it.
 """

@@ -1,4 +1,4 @@
-"""The plan that users hold: what was decided, and what a person asks of it."""
+"""The plan that users see: the planner's decisions, with methods to inspect, compare, save and load it."""
 
 from __future__ import annotations
 
@@ -27,44 +27,45 @@ class Plan(PlanData):
 
     @classmethod
     def of(cls, data: PlanData) -> Plan:
-        """What the planner has decided, with the questions that can be asked of it."""
+        """The plan with the same fields as `data`."""
         return cls(**attrs.asdict(data, recurse=False))
 
     def explain(self, what: str | Value | Operation, *, exact: bool = False) -> Explanation:
-        """Why a value lies as it does: the alternatives and their cost, what its neighbours want, what is given.
+        """Explain the sharding of a value: alternatives and their costs, specs required by neighbours, given specs.
 
         Args:
-            what: a value by its name in `print(plan)`, an argument also by its path (`0.params['w']`), a value, or an
-                operation, of which the first result is meant.
-            exact: also plan each mesh axis anew around every alternative, for true differences in seconds and bytes.
+            what: the name of a value in `print(plan)`, the path of an argument (`0.params['w']`), a value, or an
+                operation, which stands for its first result.
+            exact: also replan each mesh axis with every alternative fixed, for exact differences in seconds and bytes.
+                By default an alternative is priced with all other choices as planned.
 
         Raises:
-            PlanError: the plan has no such value; says which names are close.
+            PlanError: the plan has no such value; the message lists similar names.
         """
         return explain(self, what, exact=exact)
 
     def diff(self, other: Plan) -> Difference:
-        """What another plan does otherwise: values that lie otherwise, collectives, seconds, bytes, memory."""
+        """How another plan differs from this one: values that are sharded differently, collectives, and total costs."""
         return difference(self, other)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON that a person can read; equal plans give equal bytes.
+        """Write the plan as human-readable JSON; equal plans produce equal bytes.
 
-        `jit(..., plan=path)` runs the same program by it without a search.
+        `jit(..., plan=path)` runs the same program with this plan, without a search.
         """
         save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], request: Request) -> Plan:
-        """The plan in a file, for a request that asks for the same.
+        """Load a plan for a request with the same program, mesh axes and specs.
 
         Raises:
-            PlanError: the file is no plan, or one for another program, mesh or specs.
+            PlanError: the file is not a plan, or is one for another program, mesh or specs.
         """
         return cls._restored(read(path), request)
 
     def transfer(self, request: Request) -> Plan:
-        """This plan for another request that asks for the same, as on a mesh of another runtime.
+        """This plan for a request with the same program, mesh axes and specs, such as one for another runtime.
 
         Raises:
             PlanError: the request has another program, mesh axes or specs.
@@ -80,18 +81,18 @@ class Plan(PlanData):
 
     @property
     def memory(self) -> Memory:
-        """The bytes that a rank holds at once: the peak, where it is, and what is held there."""
+        """The peak memory of a rank in bytes, the operation at which it is reached, and the tensors held then."""
         return memory_of(self)
 
     @cached_property
     def layers(self) -> tuple[Layers, ...]:
-        """The stretches of the program that repeat, as equal layers do, and which of the copies lie identically."""
+        """The repeated parts of the program, such as equal layers, and which copies are sharded identically."""
         return find_layers(self, account(self))
 
     def to_html(self) -> str:
-        """The plan's figures as a self-contained page: summary, timeline, layers, collectives."""
+        """The plan's figures as a self-contained HTML page: summary, timeline, layers, lines, collectives."""
         return render_page(make_report(make_document(self)))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The HTML that a notebook shows."""
         return render_fragment(make_report(make_document(self)))

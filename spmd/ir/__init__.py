@@ -1,4 +1,4 @@
-"""Programs: flat lists of functional operators over tensors, how they print, list operators taken apart and joined.
+"""The intermediate representation: flat programs of functional operators, their text, and list operators.
 
-Imports `core`.
+Imports only `core` and what is below it.
 """

@@ -1,4 +1,4 @@
-"""One call of one operator as rules see it: what its tensors are like, and not which they are."""
+"""One call of one operator as sharding rules see it: tensors are known by shape and dtype only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spmd.core.spec import TensorMeta
 from spmd.errors import RuleError
 
 REQUIRED = object()
-"""Says that an operator must have an argument."""
+"""The default of `otherwise` in `Call.argument`: the operator must have the argument."""
 
 
 @attrs.frozen(eq=False)
@@ -30,10 +30,14 @@ class Call:
         return tuple(_metas((self.args, *self.kwargs.values())))
 
     def argument(self, name: str, otherwise: Any = REQUIRED) -> Any:
-        """An argument by its name in the operator's schema, its default if it was not given.
+        """An argument by its name in the operator's schema; the schema's default if it was not passed.
+
+        Args:
+            name: the name of the argument.
+            otherwise: what to return if the operator has no such argument.
 
         Raises:
-            RuleError: the operator has no such argument, and `otherwise` does not say what it stands for then.
+            RuleError: the operator has no such argument, and `otherwise` was not given.
         """
         for position, argument in enumerate(self.op._schema.arguments):
             if argument.name == name:

@@ -1,6 +1,6 @@
-"""The program between the stages: a flat list of functional operators over global tensors, in order of execution.
+"""The program as passed between compiler stages: a flat list of functional operators, in order of execution.
 
-Everything here is immutable. Values and operations compare by identity: two values with one meta are two values.
+Everything here is immutable. Values and operations compare by identity: values of equal shape and dtype are different.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmd.ir.random_operators import is_random
 
 @attrs.frozen
 class Source:
-    """The line of the user's code that an operator comes from; a backward operator has that of its forward."""
+    """The line of the user's code that an operation comes from; a backward operation has that of its forward one."""
 
     file: str
     line: int
@@ -52,8 +52,9 @@ class Operation:
         op: the operator.
         args, kwargs: its arguments; tensors are `Value`s, also inside (nested) lists.
         results: its tensor outputs in order; None where the operator returns None.
-        source: where the user wrote it.
-        group: operations that one list operator (`_foreach_*`) stood for share a number; lowering joins them again.
+        source: the line of the user's code that it comes from, if known.
+        group: a number that the operations from one list operator (`_foreach_*`) share; lowering joins these
+            operations into list operators.
     """
 
     op: torch._ops.OpOverload
@@ -65,7 +66,7 @@ class Operation:
 
     @cached_property
     def operands(self) -> tuple[Value, ...]:
-        """The tensor arguments in order of appearance (a value used twice is there twice)."""
+        """The tensor arguments in order of appearance (with repetitions)."""
         return tuple(leaf for leaf in iterate_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Value))
 
     @cached_property
@@ -80,16 +81,16 @@ class Operation:
 
     @property
     def is_view(self) -> bool:
-        """Whether the operator only renames the elements of its argument."""
+        """Whether the operator is a view operator: its schema says that a result aliases an argument."""
         return _is_view(self.op)
 
     @cached_property
     def is_random(self) -> bool:
-        """Whether the operation draws random numbers, and so must be done once, whole and in its place."""
+        """Whether it draws random numbers, so that it must run once, unsharded and in program order."""
         return is_random(self.op, self.args, self.kwargs)
 
     def with_operands(self, replace: Callable[[Value], Value]) -> Operation:
-        """This operation over other operands, in order of appearance; itself if all stay."""
+        """A copy with `replace` applied to each operand; the operation itself if no operand changes."""
         taken = [replace(operand) for operand in self.operands]
         if all(map(operator.is_, taken, self.operands)):
             return self
@@ -98,7 +99,7 @@ class Operation:
         return attrs.evolve(self, args=map_leaves(take, self.args), kwargs=map_leaves(take, dict(self.kwargs)))
 
     def call(self, meta: Callable[[Value], TensorMeta] = lambda value: value.meta) -> Call:
-        """This call as rules see it: values replaced by their metas."""
+        """This call as sharding rules see it: each value replaced by its meta."""
         replace = lambda leaf: meta(leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
         return Call(
             self.op,
@@ -119,7 +120,7 @@ class Graph:
 
     Args:
         inputs: the tensor arguments, flattened.
-        constants: tensors that the function closed over, with their values.
+        constants: the tensors that the function closes over, each with its `Value` in the program.
         operations: in order of execution.
         outputs: the results, flattened.
     """
@@ -136,7 +137,7 @@ class Graph:
         return "\n".join([*lines, f"outputs {', '.join(map(repr, self.outputs))}"])
 
     def verify(self) -> Graph:
-        """Check that every value is defined once and before its uses; TraceError if not. Returns the graph."""
+        """Return the graph; TraceError unless every value is defined exactly once and before its consumers."""
         defined: set[Value] = set()
         for value in (*self.inputs, *(value for value, _ in self.constants)):
             _define(value, defined)
@@ -168,7 +169,7 @@ def _text(argument: Any) -> str:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to every leaf of nested tuples, lists and dicts: arguments have no other containers."""
+    """Apply `function` to every leaf of nested tuples, lists and dicts, the only containers in arguments."""
     if isinstance(tree, (tuple, list)):
         return type(tree)(map_leaves(function, item) for item in tree)
     if isinstance(tree, dict):
@@ -189,7 +190,7 @@ def iterate_leaves(tree: Any) -> Iterator[Any]:
 
 
 def freeze(tree: Any) -> Any:
-    """Operator arguments as a hashable key: equal for arguments that mean the same, and 1, 1.0 and True do not."""
+    """A hashable key for operator arguments: equal for equal arguments, where 1, 1.0 and True count as different."""
     if isinstance(tree, (tuple, list)):
         return tuple(freeze(item) for item in tree)
     if isinstance(tree, dict):

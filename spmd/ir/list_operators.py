@@ -1,7 +1,7 @@
-"""List operators (`_foreach_*`) as one operation per element, and back.
+"""Splits list operators (`_foreach_*`) into one operation per element, and joins such operations.
 
-Element `i` of `_foreach_X.Y` is `aten.X` of the `i`-th items of the lists; what is not a list is shared. Operations
-that one list operator stood for carry its number in `Operation.group`.
+Element `i` of `_foreach_X.Y` is `aten.X` of the `i`-th items of the lists; arguments that are not lists are shared by
+all elements. Operations that come from the same list operator have the same `Operation.group`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OVERLOADS: Mapping[str, tuple[str, ...]] = {
     "ScalarList": ("Tensor_Scalar", "Scalar", "default"),
     "ScalarAndTensor": ("Scalar",),
 }
-"""For each overload of a list operator, those of its element to look for."""
+"""For each overload of a list operator, the overloads of the element operator to try, in order."""
 
 _RENAMED: Mapping[str, OpOverload] = {
     **{f"{name}.{kind}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")
@@ -39,7 +39,7 @@ _RENAMED: Mapping[str, OpOverload] = {
     "norm.Scalar": aten.linalg_vector_norm.default,
     "zero.default": aten.zeros_like.default,
 }  # fmt: skip
-"""Elements that have another name: a number is an operand of `add.Tensor` as of any other."""
+"""Element operators with another name or overload than the list operator; `add.Tensor` also takes a Python number."""
 
 
 _Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
@@ -71,9 +71,10 @@ _BODIES: Mapping[str, Callable[..., _Tensors]] = {
 
 @lru_cache(maxsize=1024)
 def list_body(op: OpOverload) -> Callable[..., _Tensors | None] | None:
-    """What a list operator computes, in place too, where it is no one operator for each element; else None.
+    """The decomposition of a list operator that has no element operator, or of its in-place form; None for others.
 
-    `_foreach_addcmul.Tensor` reads its numbers from one tensor, which a kernel cannot do while it is traced.
+    `_foreach_addcmul.Tensor`, for example, reads the scalars of all elements from one tensor, and a fake tensor has no
+    values to read.
     """
     key = f"{op._schema.name.removeprefix(_PREFIX)}.{op._overloadname}"
     body = _BODIES.get(key.replace("_.", "."))
@@ -90,7 +91,7 @@ def _in_place(body: Callable[..., _Tensors]) -> Callable[..., None]:
 
 @lru_cache(maxsize=1024)
 def element_operator(op: OpOverload) -> OpOverload | None:
-    """The operator that `op`, a list operator, applies to each element; None if `op` is no such operator.
+    """The operator that the list operator `op` applies to each element; None if there is none.
 
     >>> element_operator(aten._foreach_add.List), element_operator(aten._foreach_sqrt.default)
     (<OpOverload(op='aten.add', overload='Tensor')>, <OpOverload(op='aten.sqrt', overload='default')>)
@@ -109,7 +110,7 @@ def element_operator(op: OpOverload) -> OpOverload | None:
 
 
 def split_lists(graph: Graph) -> Graph:
-    """Replace every list operator by one operation per element; the elements share a group."""
+    """Replace every list operator that has an element operator by one operation per element, all in one group."""
     group = 1 + max((operation.group or 0 for operation in graph.operations), default=0)
     operations: list[Operation] = []
     for operation in graph.operations:
@@ -142,14 +143,14 @@ def _element(operation: Operation, element: OpOverload, index: int, group: int) 
 
 
 def join_elements(operations: Sequence[Operation]) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]] | None:
-    """The list operator that does the work of several element operations, the inverse of `split_lists`.
+    """One call of a list operator that computes several operations, the inverse of `split_lists`.
 
     Args:
-        operations: of one operator, each with one result.
+        operations: calls of one operator, each with one result.
 
     Returns:
-        The operator, its positional and keyword arguments; None where no list operator fits (shared arguments differ,
-        or there is no such operator).
+        The list operator with its positional and keyword arguments; None if there is none, or if arguments differ that
+        it shares between all elements.
     """
     first = operations[0]
     if any(op.op is not first.op or len(op.args) != len(first.args) for op in operations):
@@ -178,7 +179,7 @@ def _join_arguments(op: OpOverload, operations: Sequence[Operation]) -> tuple[tu
     for position, parameter in enumerate(op._schema.arguments):
         own = {p.name: p for p in element}.get(parameter.name, element[min(position, len(element) - 1)])
         if not parameter.kwarg_only and not own.kwarg_only and position >= len(operations[0].args):
-            args.append(parameter.default_value)  # not given, and the elements have the same default
+            args.append(parameter.default_value)  # not passed; the element operator has the same default
             continue
         column = tuple(_given(operation, own, position) for operation in operations)
         joined = _join_column(str(parameter.type), column)
@@ -201,7 +202,7 @@ def _given(operation: Operation, parameter: Any, position: int) -> Any:
 
 
 def _join_column(kind: str, column: tuple[Any, ...]) -> Any:
-    """One argument of the list operator from those of the elements; `_MISFIT` if they do not fit its type."""
+    """One argument of the list operator from those of the elements; `_MISFIT` if they do not fit its type `kind`."""
     tensors = [isinstance(item, Value) for item in column]
     if kind == "List[Tensor]":
         return list(column) if all(tensors) else _MISFIT

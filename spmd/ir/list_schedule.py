@@ -1,7 +1,7 @@
-"""Joining again the operations that one list operator stood for.
+"""Joins the operations that come from one list operator (`_foreach_*`) into list operators again.
 
-Canonicalization splits `_foreach_add.List(xs, ys)` into one `add.Tensor` an element, so that each element gets its own
-specs. What a rank runs is the list operator: one launch for hundreds of parameters.
+Canonicalization splits `_foreach_add.List(xs, ys)` into one `add.Tensor` per element, so that each element gets its own
+specs. A rank runs the list operator: one call for hundreds of parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from spmd.ir.list_operators import join_elements
 
 @attrs.frozen(eq=False)
 class Unit:
-    """What is lowered at once: one operation, or several that one list operator computes."""
+    """One call in the lowered program: of one operation, or of a list operator that computes several.
+
+    Args:
+        operations: the operations of the program that the call computes.
+        op: the operator that is called.
+        args, kwargs: its arguments.
+    """
 
     operations: tuple[Operation, ...]
     op: torch._ops.OpOverload
@@ -28,15 +34,20 @@ class Unit:
 
 
 def schedule(operations: Sequence[Operation], alone: frozenset[Operation] = frozenset()) -> tuple[Unit, ...]:
-    """The operations with groups joined where one list operator exists, in an order in which all inputs are ready.
+    """Join the operations of each group where a list operator for them exists, and order the calls topologically.
 
-    Operations in `alone` are never joined. Where nothing is joined the order stays as it is.
+    Args:
+        operations: the operations of a program, in order of execution.
+        alone: operations that are never joined.
+
+    Returns:
+        The calls in order of execution: the given order if nothing is joined.
     """
     if all(operation.group is None for operation in operations):
         return tuple(map(_single, operations))
     units = _join(operations, alone)
     ordered = _order(units, {operation: index for index, operation in enumerate(operations)})
-    if ordered is None:  # joining closed a cycle: lower element by element
+    if ordered is None:  # joining made a dependency cycle: do not join at all
         return tuple(_single(operation) for operation in operations)
     return ordered
 
@@ -62,13 +73,13 @@ def _join(operations: Sequence[Operation], alone: frozenset[Operation]) -> list[
 
 
 def _shared(operation: Operation) -> Any:
-    """What members of one list call have in common: where tensors stand, and the keyword arguments."""
+    """What operations must have in common to be joined: which arguments are tensors, and the keyword arguments."""
     tensors = tuple(isinstance(argument, Value) for argument in operation.args)
     return tensors, tuple(sorted((name, repr(value)) for name, value in operation.kwargs.items()))
 
 
 def _order(units: Sequence[Unit], position: Mapping[Operation, int]) -> tuple[Unit, ...] | None:
-    """A topological order, as close to the original one as can be; None if there is a cycle."""
+    """A topological order that follows the original order where it can; None if there is a cycle."""
     producer = {value: index for index, unit in enumerate(units) for op in unit.operations for value in op.tensors}
     needs = [
         {producer[value] for op in unit.operations for value in op.operands if value in producer} for unit in units

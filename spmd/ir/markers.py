@@ -1,6 +1,7 @@
-"""The operators that planning adds to a program: for a spec that is asked for, a change of spec, a change of dims.
+"""Marker operators that planning inserts into a program: reshards, changes of atoms, and pinned specs.
 
-None is ever executed. Lowering replaces `redistribute` by collectives and slices, and `relabel` by nothing.
+Planning splits dims into *atoms*: a dim of size `b * s` becomes atoms of sizes `b` and `s`, which it shards separately.
+No marker is ever executed: lowering replaces `redistribute` by collectives and slices, and drops `relabel`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ torch.library.define("spmd::relabel", "(Tensor x) -> Tensor")
 torch.library.define("spmd::pin", "(Tensor x) -> Tensor")
 
 REDISTRIBUTE: torch._ops.OpOverload = torch.ops.spmd.redistribute.default
-"""`redistribute(x)`: the same global tensor, in the plan's spec of the result instead of that of `x`."""
+"""`redistribute(x)`: a reshard: the same global tensor, with the plan's spec of the result instead of that of `x`."""
 
 RELABEL: torch._ops.OpOverload = torch.ops.spmd.relabel.default
-"""`relabel(x)`: the same local tensor, its dims read as other atoms; nothing moves and nothing is computed."""
+"""`relabel(x)`: the same local tensor, its dims split into other atoms; no communication and no computation."""
 
 PIN: torch._ops.OpOverload = torch.ops.spmd.pin.default
-"""`pin(x)`: the same global tensor, which must have a given spec here. Pins end with planning; no plan holds one."""
+"""`pin(x)`: the same global tensor, which must have a given spec here; planning removes it from the finished plan."""

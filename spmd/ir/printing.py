@@ -1,4 +1,4 @@
-"""A program as readable Python: each value with its dtype, local shape and spec, each collective with its cause."""
+"""A lowered program as readable Python: values with dtype, local shape and spec, collectives with their causes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 import torch.fx as fx
 
 _UNINTERESTING = ("device", "layout", "pin_memory", "memory_format")
-"""Keyword arguments that say nothing about the mathematics."""
+"""Keyword arguments that are not printed, because they do not affect the numbers computed."""
 
 
 _WIDTH = 116
-"""Longer calls, of list operators, are broken into lines of about this width."""
+"""Calls longer than this, such as those of list operators, are broken into lines of about this width."""
 
 
 def operator_name(op: Any) -> str:
-    """The short name of an operator: `mm` for `aten.mm.default`.
+    """The short name of an operator or function: `mm` for `aten.mm.default`.
 
     >>> operator_name(torch.ops.aten._softmax.default)
     'softmax'
@@ -36,8 +36,8 @@ def program_text(
     Args:
         name: the function's name.
         graph: a lowered graph; nodes have `meta["val"]` and, where it is known, `meta["spec"]`.
-        header: comment lines above the function.
-        communication: the remark beside a collective; None for any other node.
+        header: lines to print as comments above the function.
+        communication: returns the comment for a collective, and None for any other node.
     """
     lines = [f"# {line}" for line in header]
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -56,7 +56,7 @@ def program_text(
 
 
 def describe(node: fx.Node) -> str:
-    """The dtype, local shape and spec of a node's value: `f32[4,16] P('data')`."""
+    """The dtype, local shape and spec of a node's value: `f32[4,16] P('data')`; for a tuple, the number of tensors."""
     value = node.meta["val"]
     if isinstance(value, tuple):
         return f"{len(value)} tensors"

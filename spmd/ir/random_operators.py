@@ -1,8 +1,8 @@
 """Operators that draw random numbers from torch's default generator.
 
-A draw is one of the program's few effects: every rank makes the whole tensor, in the order of the program, each draw
-once. So the numbers are those of one device after the same `torch.manual_seed`, on every mesh, and they cost no
-communication; what is needed of them on a rank is a slice.
+Every rank computes the whole result of each random operator, exactly once and in program order, and slices its shard
+from it. So on every mesh the numbers are those of a single device after the same `torch.manual_seed`, and no
+communication is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers: operators with dropout do not where it drops nothing.
+    """Whether a call counts as drawing random numbers: not if its probability is 0.0, or outside of training.
 
     >>> x = torch.ones(2)
     >>> is_random(aten.bernoulli.p, (x, 0.5), {}), is_random(aten.native_dropout.default, (x, 0.5, False), {})
@@ -37,4 +37,4 @@ TEMPLATED = frozenset({
     aten.normal_functional.default, aten.rand_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
     aten.randn_like.default, aten.random.default, getattr(aten.random, "from"), aten.random.to, aten.uniform.default,
 })  # fmt: skip
-"""Draws that read only the shape, dtype and strides of their first operand."""
+"""Random operators that read only the shape, dtype and strides of their first operand, and not its elements."""

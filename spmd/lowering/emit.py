@@ -1,4 +1,4 @@
-"""One rank's graph from a plan: every operation on the rank's local tensors, redistributions as collectives."""
+"""Emits one rank's graph from a plan: operations on local tensors, redistributions as collectives."""
 
 from __future__ import annotations
 
@@ -37,17 +37,27 @@ from spmd.rules.rule import Body, Rule
 
 RESHAPE = torch.ops.aten.reshape.default
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
-"""Local views are reshapes: a shard need not have the strides that the whole tensor had, or a body was traced with."""
+"""Views that are lowered to `aten.reshape`: a shard may have other strides than the global tensor, or than the operands
+with which a local implementation was traced."""
 
 
 def emit(
     plan: PlanData, rules: Mapping[Any, Rule], input_names: Sequence[str], coordinate: Coordinate
 ) -> tuple[fx.Graph, dict[str, Any]]:
-    """The program of the rank at `coordinate`, not yet optimized, and the constants that it refers to by name.
+    """Emit the graph of the rank at `coordinate`, not yet optimized.
 
-    Every node has `meta["val"]`: the TensorMeta of its local tensor (a tuple where the operator returns several). Nodes
+    Every node has `meta["val"]`: the TensorMeta of its local tensor (a tuple if the operator returns several). Nodes
     that stand for a value of the plan have `meta["spec"]`, a Layout; collectives have `meta["bytes"]`, `meta["cause"]`
-    and `meta["source"]`; what the plan computes again to save memory has `meta["repetition"]`, how often before.
+    and `meta["source"]`; rematerialized nodes have `meta["repetition"]`, the number of earlier computations.
+
+    Args:
+        plan: the plan.
+        rules: the rules that the plan was made with.
+        input_names: for each input, a name or a path (`params['w']`), from which the placeholder is named.
+        coordinate: the mesh coordinate of the rank.
+
+    Returns:
+        The graph, and by name the constants that its `get_attr` nodes refer to.
     """
     emitter = _Emitter(plan, rules, coordinate)
     for value, name in zip(plan.graph.inputs, input_names, strict=True):
@@ -64,7 +74,7 @@ def emit(
 
 
 class _Emitter:
-    """The graph being written and the node of every value so far."""
+    """The graph under construction, and the node of every value so far."""
 
     def __init__(self, plan: PlanData, rules: Mapping[Any, Rule], coordinate: Coordinate) -> None:
         self.plan, self.rules, self.coordinate = plan, rules, coordinate
@@ -92,7 +102,7 @@ class _Emitter:
         return node
 
     def body(self, operation: Operation) -> tuple[Body, tuple[str, ...]] | None:
-        """The local body that this rank runs for an operation, and the axes that it spans, major first."""
+        """The local implementation that this rank runs and its mesh axes, major first; None for the operator itself."""
         planned = local_implementation(self.plan.strategies.get(operation, {}))
         rule = find_rule(operation.op, self.rules)
         if planned is not None or rule is None or rule.empty is None:
@@ -112,7 +122,7 @@ class _Emitter:
             self.operator(unit)
 
     def operator(self, unit: Unit) -> None:
-        """An operator as it is, on local tensors and with local sizes."""
+        """Emit the operator itself, on local tensors and with local sizes."""
         replace = lambda leaf: self.nodes[leaf] if isinstance(leaf, Value) else leaf  # noqa: E731
         operation = unit.operations[0]
         args = tuple(map_leaves(replace, unit.args))
@@ -138,7 +148,7 @@ class _Emitter:
                 self.define(value, item)
 
     def redistribute(self, operation: Operation) -> None:
-        """The steps from the operand's spec to the result's, each over physical dims where it can be."""
+        """Emit the steps from the operand's spec to the result's, each over physical dims where possible."""
         (value,), (result,) = operation.operands, operation.tensors
         node, atoms = self.nodes[value], self.plan.logical[result]
         shape = self.local(value).shape
@@ -192,7 +202,7 @@ class _Emitter:
             elif node.op == "output":
                 results = node.args[0]
         for value, result in zip(operation.results, results, strict=True):
-            if value is not None and result is not None:  # torch's meta kernels give gradients that nobody asks for
+            if value is not None and result is not None:  # torch's meta kernels return gradients not asked for
                 self.nodes[value] = mapping[result]
                 if result.op == "call_function":
                     mapping[result].meta["spec"] = self.plan.layout(value)
@@ -219,7 +229,7 @@ class _Emitter:
 
 
 def _identifier(path: str) -> str:
-    """A name from a path: `params_w` from `params['w']`."""
+    """A Python identifier from a path: `params_w` from `params['w']`."""
     name = re.sub(r"\W+", "_", path).strip("_")
     return name if name.isidentifier() and not keyword.iskeyword(name) else f"arg_{name}"
 

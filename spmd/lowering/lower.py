@@ -1,4 +1,4 @@
-"""Plan to local program: what each rank runs."""
+"""Lowering: from a plan to the program that each rank runs."""
 
 from __future__ import annotations
 
@@ -30,16 +30,20 @@ def lower(
     input_names: Sequence[str] | None = None,
     passes: Sequence[Callable[[fx.Graph], None]] | None = None,
 ) -> LocalProgram:
-    """The program that each rank runs under a plan.
+    """Lower a plan to the program that each rank runs.
 
-    Programs are made when they are first asked for, one for each set of local shapes.
+    Graphs are built lazily, when `LocalProgram.graph_module` first needs them: one for each set of local shapes.
 
     Args:
         plan: the plan.
         rules: the rules that the plan was made with.
         name: the name of the function.
         input_names: a name for each input; by default those of the plan's values.
-        passes: what `spmd.lowering.passes.optimize` does to each graph; by default all that is sound for the plan.
+        passes: the passes that `optimize` applies to each graph, in order; by default `PASSES`, or `UNEVEN_PASSES` if
+            local shapes differ between ranks.
+
+    Returns:
+        The programs of all ranks.
     """
     uneven = _uneven_specs(plan)
     chosen = (UNEVEN_PASSES if uneven else PASSES) if passes is None else passes
@@ -47,7 +51,7 @@ def lower(
 
     def build(coordinate: Coordinate) -> fx.GraphModule:
         graph, constants = emit(plan, rules, names, coordinate)
-        # Runtimes take the graph; torch's own text of it is made if somebody asks for it.
+        # Lazy: runtimes read the graph, so torch generates its own Python code only on demand.
         return _LazyGraphModule(constants, optimize(graph, chosen), "LocalProgram")
 
     return LocalProgram(
@@ -61,7 +65,7 @@ def lower(
 
 
 def _uneven_specs(plan: PlanData) -> tuple[DTensorSpec, ...]:
-    """The distinct specs of values, and of the steps between them, that are not even."""
+    """The distinct uneven specs, of values and of the intermediate steps of redistributions."""
     specs = dict.fromkeys(plan.specs.values())
     for operation in plan.graph.operations:
         if operation.op is REDISTRIBUTE:

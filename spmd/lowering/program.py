@@ -24,9 +24,10 @@ class LocalCollective:
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute.
         axes: the mesh axes that it spans.
-        bytes: as of `spmd.plan.data.comm.Comm`.
-        cause: the operator that wanted it, and the spec that it wanted and that was held.
-        source: the user's line.
+        bytes: sent by the rank that sends most, as in `spmd.plan.data.comm.Comm`.
+        cause: the value's producer and consumer with the specs that they produce and require; for a collective in a
+            local implementation, its operator.
+        source: the user's line; None if it is not known.
     """
 
     kind: str
@@ -49,7 +50,7 @@ class LocalProgram:
         mesh: the mesh.
         input_specs, output_specs: the specs of the flattened arguments and results.
         uneven: the specs whose local shapes differ between ranks; ranks with the same shapes share a program.
-        build: makes the program of a coordinate.
+        build: builds the program of the rank at a coordinate.
     """
 
     name: str
@@ -61,7 +62,7 @@ class LocalProgram:
     _modules: dict[Any, fx.GraphModule] = attrs.field(factory=dict, init=False)
 
     def graph_module(self, coordinate: Coordinate | None = None) -> fx.GraphModule:
-        """The program of the rank at `coordinate` (zero by default); equal programs are one object."""
+        """The program of the rank at `coordinate` (zero by default); ranks with equal local shapes share one object."""
         coordinate = coordinate or (0,) * len(self.mesh.names)
         key = tuple(spec.local_shape(coordinate) for spec in self.uneven)
         if key not in self._modules:
@@ -78,8 +79,8 @@ class LocalProgram:
     def as_text(self) -> str:
         """The program as readable Python.
 
-        Each value has its dtype, local shape and spec beside it; each collective has its cause, the user's line and
-        the bytes that the rank sends which sends most. Where shards are uneven it is the program of coordinate zero.
+        Each value is annotated with its dtype, local shape and spec; each collective with its cause, the user's line
+        and the bytes sent by the rank that sends most. If shards are uneven, this is the program of coordinate zero.
         """
         ranks = "of coordinate zero; shapes differ between ranks" if self.uneven else "of every rank"
         header = [f"{self.mesh}: the program {ranks}"]
@@ -92,7 +93,7 @@ class LocalProgram:
         return f"LocalProgram({self.name} on {self.mesh}, {len(self.collectives)} collectives)"
 
     def count(self) -> dict[str, int]:
-        """How many collectives of each kind there are."""
+        """The number of collectives of each kind, by kind."""
         return dict(Counter(collective.kind for collective in self.collectives))
 
 
@@ -102,10 +103,10 @@ def _collective(node: fx.Node) -> LocalCollective:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node communicates."""
+    """Whether a node calls a collective."""
     return node.op == "call_function" and node.target in COLLECTIVES
 
 
 def is_primitive(node: fx.Node) -> bool:
-    """Whether a node calls one of the operators of `spmd.collectives`, which need to know the rank."""
+    """Whether a node calls a primitive of `spmd.collectives`: a collective or a local operator in namespace `spmd`."""
     return node.op == "call_function" and getattr(node.target, "namespace", None) == "spmd"

@@ -1,4 +1,8 @@
-"""The steps of a redistribution on the tensors that a rank holds: over physical dims where they can be."""
+"""The steps of a redistribution on a rank's local tensors, over physical dims where possible.
+
+A physical dim is a dim of the torch tensor. Planning splits its size into *atoms*, which can be sharded one by one:
+every atom is one logical dim.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ from spmd.rules.strategy import LogicalShape
 
 @attrs.frozen
 class LocalStep:
-    """One step of a redistribution as one rank takes it.
+    """One step of a redistribution on one rank's local tensor.
 
     Args:
         step: the step, over the dims of `view`.
-        view: the shape that the tensor has before the step.
-        shape: the physical shape after the step.
+        view: the shape to which the local tensor is reshaped before the step.
+        shape: the local tensor's physical shape after the step.
     """
 
     step: Step
@@ -30,10 +34,16 @@ class LocalStep:
 
 
 def localize_step(step: Step, atoms: LogicalShape, coordinate: Coordinate) -> LocalStep:
-    """The step over physical dims where possible, else over logical ones.
+    """Express a step over physical dims where possible, else over logical dims.
 
-    Mesh axes that take no part are folded into the sizes. Then a dim's leading atom can stand for the whole dim if its
-    chunks are equal: chunks of `b` rows of `s` are chunks of `b * s` rows.
+    Mesh axes that the step does not involve are folded into the sizes: the rank's shard along them counts as the full
+    tensor. Then the step can shard a physical dim instead of its leading atom if the chunks are equal: equal chunks of
+    `b` in `[b, s]` are equal chunks of `b * s`.
+
+    Args:
+        step: a step over logical dims.
+        atoms: the sizes of the atoms of each physical dim.
+        coordinate: the mesh coordinate of the rank.
     """
     before, after = Layout(step.source, atoms), Layout(step.target, atoms)
     folded = _fold(step, coordinate)
@@ -50,7 +60,7 @@ def localize_step(step: Step, atoms: LogicalShape, coordinate: Coordinate) -> Lo
 
 @attrs.frozen
 class _Dim:
-    """A dim of a step: its size and the axes that shard it before and after, without those that take no part."""
+    """A dim of a step: its size, and the axes involved in the step that shard it before and after."""
 
     size: int
     source: tuple[str, ...]
@@ -58,7 +68,7 @@ class _Dim:
 
 
 def _fold(step: Step, coordinate: Coordinate) -> list[_Dim] | None:
-    """The step's dims with uninvolved axes folded into the sizes; None where such an axis is not the major one."""
+    """The step's dims with uninvolved axes folded into the sizes; None if such an axis is minor to an involved one."""
     mesh, folded = step.source.mesh, []
     for size, *dims in zip(step.source.meta.shape, step.source.dims, step.target.dims, strict=True):
         source, target = (tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in dims)
@@ -77,7 +87,7 @@ def _groups(dims: Sequence[_Dim], atoms: LogicalShape) -> list[list[_Dim]]:
 
 
 def _merges(group: list[_Dim], mesh: Mesh) -> bool:
-    """Whether the step can take a physical dim as one: only its leading atom is cut, and evenly."""
+    """Whether the step can treat a physical dim as one dim: it shards only the leading atom, and evenly."""
     involved = [index for index, dim in enumerate(group) if dim.source or dim.target]
     if not involved:
         return True

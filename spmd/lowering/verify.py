@@ -27,9 +27,10 @@ def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = Non
     """Check the programs of all ranks, or of the given ones, and return the program.
 
     Raises:
-        PlanError: a malformed graph, a node that does nothing, a local shape or dtype that is not what the operator
-            gives, inputs or outputs that do not have the shapes of their specs, or ranks whose sequences of
-            collectives differ.
+        PlanError: a node that does nothing, a local shape or dtype that the operator does not produce, inputs or
+            outputs that do not have the shapes of their specs, or ranks whose sequences of primitives and random
+            operators differ.
+        RuntimeError: a malformed graph, from `fx.Graph.lint`.
     """
     sequences = {}
     for coordinate in program.mesh.coordinates() if coordinates is None else coordinates:
@@ -49,7 +50,7 @@ def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = Non
 
 
 def _stop(node: fx.Node) -> tuple[str, Any]:
-    """What all ranks do together at a node: a primitive over some axes, or a draw."""
+    """What all ranks must run in the same order: a primitive's name and mesh axes, or a random operator's name."""
     name = node.target._schema.name  # type: ignore[union-attr]
     return name, tuple(node.args[-1]) if is_primitive(node) else ()  # type: ignore[arg-type]
 

@@ -1,6 +1,6 @@
 """Planning: from a program over global tensors to a spec for every value and a strategy for every operation.
 
-Imports `tracing`, `rules` and what is below them; nothing here reads a finished plan for a person: see `inspect`.
+Imports `tracing`, `rules` and the packages below them. Reports about finished plans are in `spmd.inspect`.
 """
 
 from spmd.plan.data.comm import Comm

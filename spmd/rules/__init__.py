@@ -41,13 +41,20 @@ _FAMILIES = (
 )  # fmt: skip
 
 RULES: Table = MappingProxyType({op: rule for family in _FAMILIES for op, rule in family.items()})
-"""The rule of every operator that has one of its own; other pointwise operators are found by their tag."""
+"""The operators that have a rule of their own; `find_rule` covers the other operators that torch tags as pointwise."""
 
 _POINTWISE = pointwise()
 
 
 def find_rule(op: torch._ops.OpOverload, rules: Mapping[torch._ops.OpOverload, Rule] = RULES) -> Rule | None:
-    """The rule of an operator: its own, else the pointwise one if torch tags it so, else None.
+    """The rule of an operator: its own, else that of pointwise operators if torch tags it as one, else None.
+
+    The tag does not count for operators that are random, mutate arguments, take lists of tensors or return anything
+    but tensors.
+
+    Args:
+        op: the operator.
+        rules: the rules of operators that have their own.
 
     >>> find_rule(torch.ops.aten.cos.default) is not None
     True

@@ -23,7 +23,7 @@ def dim_names(count: int) -> tuple[str, ...]:
 
 
 def argument_dims(call: Call, name: str, ndim: int) -> tuple[int, ...]:
-    """The dims that an argument names, not negative; all dims for None or an empty list."""
+    """The dims that the argument `name` gives, sorted and nonnegative; all dims for None or an empty list."""
     given: Any = call.argument(name)
     if given is None or given == [] or given == ():
         return tuple(range(ndim))
@@ -34,22 +34,26 @@ def argument_dims(call: Call, name: str, ndim: int) -> tuple[int, ...]:
 def rule(
     make: Callable[[Call], Factors], *rows: Rows, size_argument: int | None = None, empty: Body | None = None
 ) -> Rule:
-    """The rule that finds the factors of a call with `make` and adds `rows`."""
+    """The rule that computes the factors of a call with `make` and adds the strategies of `rows`."""
     return Rule(lambda call: finish(call, make(call), rows), size_argument, empty)
 
 
 def everywhere(dims: str, *rows: Rows) -> Rule:
-    """The rule of an operator all of whose operands and results have the same term `dims`."""
+    """The rule of an operator whose operands and results all have the term `dims`."""
     return rule(lambda call: spell(call, [dims] * len(call.operands), [dims] * len(call.results)), *rows)
 
 
 def pointwise(*rows: Rows) -> Rule:
-    """The rule of an operator that computes every element from the operands' elements there, broadcast."""
+    """The rule of an elementwise operator whose operands broadcast.
+
+    Args:
+        rows: strategies that do not follow from factors, such as `linear("self")`.
+    """
     return everywhere("...", *rows)
 
 
 def whole(*rows: Rows) -> Rule:
-    """The rule of an operator that cannot be cut, but for `rows`."""
+    """The rule of an operator that only runs replicated, except for the strategies of `rows`."""
     return everywhere("*", *rows)
 
 
@@ -60,10 +64,15 @@ def along(
     size_argument: int | None = None,
     empty: Body | None = None,
 ) -> Rule:
-    """The rule of an operator that works along the dims which the argument `dims` names, each line on its own.
+    """The rule of an operator that works along given dims, independently for each index of the others.
 
-    Tensors have the full number of dims (softmax, cat, sort, slice) or lack the one named (select, stack, unbind). The
-    named dims cannot be cut, unless `body` says what a rank computes then.
+    Tensors have all dims (softmax, cat, sort, slice) or lack the given one (select, stack, unbind).
+
+    Args:
+        rows: strategies that do not follow from factors.
+        dims: the name of the argument that gives the dims.
+        body: the local implementation where a given dim is sharded; without it, given dims cannot be sharded.
+        size_argument, empty: as in `Rule`.
     """
 
     def make(call: Call) -> Factors:
@@ -90,10 +99,15 @@ def reduction(
     body: Body | None = None,
     empty: Body | None = None,
 ) -> Rule:
-    """The rule of a reduction of `self` over the dims that the argument `dims` names (all, if it is None or left out).
+    """The rule of a reduction of the first operand over given dims.
 
-    `kind` is how partial results combine; None if they do not, and then reduced dims are cut only with a `body` that
-    computes the final result. `empty` is as in `Rule`.
+    Args:
+        kind: how partial results combine; None if they do not, and then reduced dims are sharded only with a `body`.
+        rows: strategies that do not follow from factors.
+        dims: the name of the argument that gives the dims (all, if it is None or left out); None if the operator
+            reduces over all dims.
+        body: the local implementation that computes the final result where a reduced dim is sharded.
+        empty: as in `Rule`.
     """
 
     def make(call: Call) -> Factors:
@@ -113,10 +127,16 @@ def reduction(
 
 
 def batched(operands: str, results: str, *rows: Rows, size_argument: int | None = None) -> Rule:
-    """The rule of an operator on the trailing dims of its tensors, each item of the batch on its own.
+    """The rule of an operator on the trailing dims of its tensors, independently for each item of the batch.
 
-    `batched("2 1", "2")`: two dims of the first operand and one of the second make up an item, and two of the result.
-    The dims before them are the batch; they broadcast and are cut. Tensors of fewer dims are not.
+    In `batched("2 1", "2")` an item has the last two dims of the first operand, the last one of the second and the last
+    two of the result. The dims before them are the batch: they broadcast and can be sharded. Tensors with fewer dims
+    than an item are replicated.
+
+    Args:
+        operands, results: for each operand and each result, how many trailing dims make up an item.
+        rows: strategies that do not follow from factors.
+        size_argument: as in `Rule`.
     """
     trailing, left = ([int(word) for word in words.split()] for words in (operands, results))
 
@@ -134,22 +154,25 @@ def batched(operands: str, results: str, *rows: Rows, size_argument: int | None 
 
 
 def nothing(_: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Zeros for every result, each made from all operands: a rank must not drop the moves that others run."""
+    """Zeros for every result, of the local shape.
+
+    They depend on all operands: otherwise the collectives that produce these would be dead code on this rank alone.
+    """
     tensors = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
     made = (sum(x.new_zeros(meta.shape, dtype=meta.dtype) for x in tensors) for meta in call.results)
     if len(call.op._schema.returns) == 1:
         return next(made)
     asked = call.argument("output_mask", [True] * len(call.results))
-    given = [True] * len(asked) if len(call.results) == len(asked) else asked  # kernels may give more than is asked
+    given = [True] * len(asked) if len(call.results) == len(asked) else asked  # kernels may return unrequested results
     return tuple(next(made) if wanted else None for wanted in given)
 
 
 def asked(call: Call, *gradients: T) -> tuple[T | None, ...]:
-    """Of all gradients, those for which the call asks."""
+    """The gradients, with None in place of those that the call's `output_mask` does not request."""
     return tuple(x if wanted else None for x, wanted in zip(gradients, call.argument("output_mask"), strict=True))
 
 
 def vanish(axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Results without elements, where they have none: for operators that refuse an empty batch."""
+    """Empty results if all results are empty, else the operator's: for operators that fail on an empty batch."""
     empty = not any(meta.numel for meta in call.results)
     return nothing(axes, call, *args, **kwargs) if empty else call.op(*args, **kwargs)

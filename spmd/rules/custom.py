@@ -1,13 +1,13 @@
-"""A user's own operator: its rule, that of its gradient, and how it is batched, all from one factor pattern.
+"""A user's own operator: its rule, the rule of its gradient, and its batching, all derived from one factor pattern.
 
-What follows from the pattern, and why:
-
-- *The gradient's rule.* Cut along a factor, a rank's operator computes a slice of the results, or one summand of them.
-  So the gradient operator on the same slices computes the gradient of that slice: an operand that has the factor gets
-  its slice of its gradient, one that lacks it a summand. Not cut are factors of `max` and `min`, as a rank does not
-  know whether its own element won, and those that a result is independent of, which would count more than once.
-- *Batching.* Elements along a factor that passes through do not depend on each other. So a batch of calls is one call
-  in which the batch is folded into such a factor, if all batched operands and all results have one, and a loop if not.
+- *The gradient's rule.* Where a factor is sharded, each rank computes a slice of the results, or one summand of them.
+  The gradient operator on the same slices computes the gradient of that slice or summand: for an operand that has the
+  factor, a slice of the operand's gradient; for an operand that lacks it, a summand. Two kinds of factors cannot be
+  sharded: those of `max` and `min`, as a rank does not know whether the extreme is in its shard, and those that a
+  result is independent of, as every rank would contribute the same gradient.
+- *Batching.* Elements along a factor that all results have are independent of each other, unless the factor is tied.
+  So a batch of calls is one call with the batch folded into such a factor, if all batched operands have it too.
+  Otherwise it is a loop over calls.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from spmd.rules.rule import Rule, Table
 
 @attrs.frozen(eq=False)
 class CustomOperator:
-    """A user's operator that is called like a function; `torch.func` differentiates and batches it, inside jit too.
+    """A user's operator that is called like a function; `torch.func` differentiates and batches it, also inside jit.
 
     Args:
         op: the operator.
         pattern: its factors.
         rule: its rule.
-        tied: the factors whose elements depend on each other.
-        gradient: from the cotangents of the results and the operator's arguments, the gradients of the first tensors
-            among these.
+        tied: the factors along which elements depend on each other: those that are reduced, replicated or independent.
+        gradient: the operator that takes the cotangents of the results and then the arguments of `op`, and returns the
+            gradients of the first tensor arguments; None if `op` cannot be differentiated.
     """
 
     op: torch._ops.OpOverload
@@ -55,7 +55,7 @@ class CustomOperator:
 
     @cached_property
     def _function(self) -> Any:
-        """torch.library's own autograd knows no torch.func, and vmap no operator but those that it is taught."""
+        """The autograd function: torch.library's autograd does not support torch.func, and vmap needs a rule."""
         operator = self
 
         class Function(torch.autograd.Function):
@@ -87,12 +87,12 @@ class CustomOperator:
         return Function
 
     def _terms(self, args: Sequence[Any]) -> list[Term | None]:
-        """For every argument of a call its term, None where it is no tensor."""
+        """The term of every argument of a call; None for an argument that is not a tensor."""
         terms = dict(zip(tensor_arguments(self.op), self.pattern.operands, strict=True))
         return [terms.get(argument.name) for argument, _ in zip(self.op._schema.arguments, args, strict=False)]
 
     def _batch(self, size: int, batched: Sequence[bool], args: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The results of `size` calls in a new first dim, as batched arguments have one."""
+        """The results of `size` calls, stacked in a new first dim; batched arguments have such a dim too."""
         terms = self._terms(args)
         factor = self._folding([term for term, inside in zip(terms, batched, strict=True) if term and inside])
         if factor is None:
@@ -114,7 +114,7 @@ class CustomOperator:
         return tuple(map(unfold, _listed(self(*map(fold, args, batched, terms))), self.pattern.results))
 
     def _folding(self, batched: Sequence[Term]) -> str | None:
-        """A factor that passes through all results, and that all batched operands have."""
+        """A factor that is a dim of all results and of all batched operands, and is not tied; None if there is none."""
         shared = [set(term.dims) for term in (*batched, *self.pattern.results)]
         names = [dims[0] for dims in self.pattern.results[0].dims if len(dims) == 1 and all(dims in t for t in shared)]
         free = (name for name in names if name.isidentifier() and name != "_" and name not in self.tied)
@@ -122,17 +122,21 @@ class CustomOperator:
 
 
 def custom_operator(op: Any, pattern: str, *rows: Rows, backward: Any = None, **kinds: str) -> CustomOperator:
-    """An operator of your own, from one factor pattern.
+    """Make an operator of your own shardable, differentiable and batchable, from one factor pattern.
 
     Args:
-        op: what `torch.library.custom_op` made, or an operator; its results are tensors.
+        op: the result of `torch.library.custom_op`, or an operator of `torch.ops`. Its results are tensors.
         pattern, rows: as in `factors`. Each operand in `pattern` is one tensor.
         kinds: `sum`, `max`, `min`, `replicate` and `independent`, as in `factors`.
-        backward: the operator of its gradient. It takes a cotangent for every result and then all arguments of `op`,
-            and gives the gradients of the first tensors among these, or of all.
+        backward: the operator that computes the gradient. It takes a cotangent for every result and then all arguments
+            of `op`, and returns the gradients of the first tensor arguments, or of all of them.
+
+    Returns:
+        A function of the arguments of `op`; its `rules` are to be passed to `jit`.
 
     Raises:
-        RuleError: the pattern is malformed, or `backward` takes other tensors.
+        RuleError: the pattern is malformed, `op` or `backward` is not an operator, or the tensors that `backward` takes
+            and returns do not fit `pattern`.
 
     >>> @torch.library.custom_op("docs::outer", mutates_args=())
     ... def outer(x: Tensor, y: Tensor) -> Tensor:
@@ -148,7 +152,7 @@ def custom_operator(op: Any, pattern: str, *rows: Rows, backward: Any = None, **
 
 
 def _gradient(op: torch._ops.OpOverload, forward: Pattern, fixed: frozenset[str]) -> CustomOperator:
-    """The gradient operator: cotangents and operands in, gradients out; cut along any factor but the fixed ones."""
+    """The gradient operator, from cotangents and operands to gradients; all factors can be sharded except `fixed`."""
     given = (*forward.results, *forward.operands)
     names, count = tensor_arguments(op), len(op._schema.returns)
     if len(names) != len(given) or count > len(forward.operands):

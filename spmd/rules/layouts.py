@@ -1,8 +1,8 @@
 """Which operators' kernels read the strides of their operands, and the memory layout that they need.
 
-Strides are no part of a program: lowering puts a copy before an operand that need not have the layout that its kernel
-needs. `python -m spmd.rules.check --layouts` runs every operator on operands in other memory, and tells what is missing
-in `PROBED` and what is not needed.
+A program does not say which strides its values have. Lowering therefore inserts a conditional copy before an operand
+whose kernel needs a certain layout. `python -m spmd.rules.check --layouts` runs every operator on operands in other
+layouts, and reports needs that `PROBED` lacks and needs in it that no run shows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 
 class Need(IntEnum):
-    """The memory layout that an operand must have; each includes those before it.
+    """The memory layout that an operand must have; each implies those before it.
 
-    `ROWS` are rows without gaps: the last dim has stride 1. `CONTIGUOUS` is what a new tensor has: there are kernels
-    that read memory from its beginning, want it aligned, or look at the strides of dims of length 1.
+    `ROWS`: the last dim has stride 1. `CONTIGUOUS`: the strides of a new tensor and storage offset 0, as some kernels
+    read from the start of the storage, require alignment, or read the strides of dims of length 1.
     """
 
     ANY = 0
@@ -41,7 +41,7 @@ class Need(IntEnum):
         return tensor.storage_offset() == 0 and tensor.stride() == _contiguous_strides(tensor.shape)
 
     def lay_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor if it has this layout, else a copy that has."""
+        """The tensor if it has this layout, else a contiguous copy."""
         return tensor if self.is_met(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -51,9 +51,13 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def need(op: torch._ops.OpOverload, argument: str) -> Need:
-    """The memory layout that the tensors of an operator's argument must have; the name is the schema's.
+    """The memory layout that the tensors in an operator's argument must have.
 
-    Of operators that are not torch's nothing is known, so theirs are contiguous.
+    `Need.CONTIGUOUS` for operators of other libraries, as nothing is known about their kernels.
+
+    Args:
+        op: the operator.
+        argument: the argument's name in the operator's schema.
 
     >>> need(torch.ops.aten.view_as_complex.default, "self"), need(torch.ops.aten.neg.default, "self")
     (<Need.CONTIGUOUS: 2>, <Need.ANY: 0>)
@@ -65,7 +69,15 @@ def need(op: torch._ops.OpOverload, argument: str) -> Need:
 
 
 def lay_out(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], copy: Callable[..., Any]) -> Any:
-    """The arguments of a call with `copy(leaf, need)` in place of all that is in an argument with a need.
+    """The arguments of a call, with `copy(leaf, need)` in place of every leaf of an argument that needs a layout.
+
+    Args:
+        op: the operator.
+        args, kwargs: the arguments of the call; their leaves may be anything.
+        copy: called with a leaf and the `Need` of its argument.
+
+    Returns:
+        The positional arguments as a tuple, and the keyword arguments as a dict.
 
     >>> lay_out(torch.ops.aten.view_as_complex.default, ("x",), {}, lambda leaf, need: (leaf, need.name))
     ((('x', 'CONTIGUOUS'),), {})
@@ -81,7 +93,7 @@ def lay_out(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def laid_out(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments of a call with copies of the tensors that have not the layouts that they need."""
+    """The arguments of a call, with copies of those tensors that lack the layout that the operator needs."""
     return lay_out(op, args, kwargs, lambda leaf, need: need.lay_out(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
@@ -93,7 +105,7 @@ _KNOWN = frozenset({"aten", "prims", "torch_nn", "spmd"})
 
 
 def _table(contiguous: Mapping[str, str], rows: Mapping[str, str]) -> Mapping[str, Mapping[str, Need]]:
-    """By operator, the needs of arguments."""
+    """The needs of arguments by operator, from space-separated names of operators and arguments."""
     found: dict[str, dict[str, Need]] = {}
     for layout, lines in ((Need.CONTIGUOUS, contiguous), (Need.ROWS, rows)):
         for ops, names in lines.items():
@@ -142,10 +154,10 @@ PROBED = _table(
         "max_pool3d_with_indices_backward.default": "grad_output self",
     },
 )
-"""What running the operators shows, by operator and argument."""
+"""The needs that show when the operators run on a CPU, by operator and argument."""
 
 OF_SOME_PROCESSORS = frozenset({"aten._scaled_mm.default", "aten.gelu_backward.default"})
-"""Operators of `PROBED` whose need only some processors' kernels show."""
+"""Operators in `PROBED` whose need shows only on some CPUs, which have other kernels."""
 
 _ATTENTION = "query key value"
 _GRADIENTS = "grad_out grad_out_ query key value out"
@@ -154,7 +166,7 @@ _NORMALIZED = "input grad_output weight bias running_mean running_var save_mean 
 
 DOCUMENTED = _table(
     contiguous={
-        # cuDNN and MIOpen are told shapes, and strides of contiguous memory, of states, weights and what they reserve.
+        # torch describes states, weights and reserve buffers to cuDNN and MIOpen by shape, with contiguous strides.
         "_cudnn_rnn.default _cudnn_rnn_backward.default miopen_rnn.default miopen_rnn_backward.default": _STATES,
         "cudnn_batch_norm.default cudnn_batch_norm_backward.default": _NORMALIZED,
         "miopen_batch_norm.default miopen_batch_norm_backward.default": _NORMALIZED,
@@ -164,14 +176,14 @@ DOCUMENTED = _table(
         "_thnn_fused_lstm_cell.default _thnn_fused_gru_cell.default": "cx hx input_bias hidden_bias",
         "_thnn_fused_lstm_cell_backward_impl.default": "grad_hy grad_cy cx cy workspace",
         "_thnn_fused_gru_cell_backward.default": "grad_hy workspace",
-        # Backward kernels of attention read the logarithms of the forward pass by their shape.
+        # Backward kernels of attention index the logsumexp of the forward pass by its shape, without its strides.
         "_scaled_dot_product_flash_attention_backward.default _flash_attention_backward.default": "logsumexp",
         "_scaled_dot_product_efficient_attention_backward.default _efficient_attention_backward.default": "logsumexp",
         "_scaled_dot_product_cudnn_attention_backward.default": "logsumexp",
         "_scaled_dot_product_fused_attention_overrideable_backward.default": "logsumexp",
     },
     rows={
-        # They check it: "Input tensor must have contiguous last dimension".
+        # The kernels check this: "Input tensor must have contiguous last dimension".
         "_scaled_dot_product_flash_attention.default _scaled_dot_product_flash_attention.quantized": _ATTENTION,
         "_scaled_dot_product_efficient_attention.default": f"{_ATTENTION} attn_bias",
         "_efficient_attention_forward.default": f"{_ATTENTION} bias",
@@ -185,4 +197,4 @@ DOCUMENTED = _table(
         "_scaled_dot_product_fused_attention_overrideable_backward.default": f"{_GRADIENTS} attn_bias",
     },
 )
-"""What torch's sources say of kernels that a CPU cannot run, by operator and argument."""
+"""The needs, according to torch's sources, of kernels that do not run on a CPU, by operator and argument."""

@@ -1,14 +1,14 @@
 """The factor language: `factors("i k, k j -> i j", sum="k")` says how an operator's dims relate.
 
-One term a tensor, operands before `->` and results after it; in a term one word a dim:
+A pattern has one term per tensor, operands before `->` and results after it. A term has one word per dim:
 
 - a name is a factor; equal names have equal lengths;
-- `(b s)` is a dim made of several factors, major first;
-- `...` is any number of dims, aligned right and broadcast: a dim of length 1 that meets a longer one is not cut;
-- `1` is a dim of length 1, `_` one of any length and `*` any number of them, none of which is ever cut.
+- `(b s)` is a dim that is the product of several factors, major first;
+- `...` is any number of dims, aligned right and broadcast: a dim of length 1 is not sharded where others are longer;
+- `1` is a dim of length 1, `_` a dim of any length and `*` any number of dims; none of these is ever sharded.
 
-A term in brackets, `[b i j]`, broadcasts: its tensor may lack leading dims, and have length 1 in others. Operand terms
-stand for the operator's tensor arguments in schema order; those that a call leaves out are skipped.
+A term in brackets, `[b i j]`, broadcasts: its tensor may lack leading dims, and may have length 1 in others. Operand
+terms are those of the operator's tensor arguments in schema order; arguments that a call leaves out are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from spmd.ir.call import Call
 from spmd.rules.rule import Body, FactorDims, Factors, Row, Rule
 
 Rows: TypeAlias = Callable[[Call], Iterable[Row]]
-"""What adds written-out rows to a rule: linearity (`spmd.rules.partial`) or local bodies."""
+"""From a call to strategies that do not follow from factors: linearity (`spmd.rules.partial`) or local implementations
+for certain dims."""
 
 _ELLIPSIS: tuple[str, ...] = ("...",)
 _UNCUT: tuple[str, ...] = ("*",)
@@ -40,7 +41,7 @@ _WORD = re.compile(r"\([\w\s]*\)|\.\.\.|\*|\w+")
 
 @attrs.frozen
 class Term:
-    """What a pattern says of one tensor: the words of its dims; a `loose` one, in brackets, broadcasts."""
+    """The part of a pattern that describes one tensor, one word per dim; a `loose` term, in brackets, broadcasts."""
 
     dims: FactorDims
     loose: bool = False
@@ -60,7 +61,7 @@ class Term:
         return cls(dims, loose)
 
     def spell(self, ndim: int, width: int) -> FactorDims | None:
-        """The factors of `ndim` dims, where `...` is at most `width` dims; None if the term has another number."""
+        """The factors of `ndim` dims, where `...` is up to `width` dims; None if the term does not fit `ndim` dims."""
         dims, count = self.dims, ndim - len(self.dims) + 1
         many = {_ELLIPSIS: [(f"...{i}",) for i in range(width - count, width)], _UNCUT: [("_",)] * count}
         dims = tuple(itertools.chain.from_iterable(many.get(names, [names]) for names in dims))
@@ -87,7 +88,11 @@ class Pattern:
         return cls(text, operands, results)
 
     def bind(self, operands: Sequence[tuple[Term, TensorMeta]], results: Sequence[TensorMeta]) -> Factors:
-        """The factors of tensors with these metas; each operand comes with its term."""
+        """The factors of tensors with these metas; each operand comes with its term.
+
+        Raises:
+            RuleError: the tensors do not fit the pattern.
+        """
         if len(results) != len(self.results):
             raise self._misfit(operands, results, f"it has {len(self.results)} results, the call {len(results)}")
         pairs = [*operands, *zip(self.results, results, strict=True)]
@@ -111,7 +116,11 @@ class Pattern:
 
 
 def _solve(tensors: Sequence[tuple[FactorDims, tuple[int, ...], bool]]) -> dict[str, int]:
-    """The length of every factor, in order of appearance, loose tensors last; ValueError if two tensors disagree."""
+    """The length of every factor, in order of appearance, loose tensors last.
+
+    Raises:
+        ValueError: two tensors disagree on a length, or it cannot be inferred.
+    """
     sizes: dict[str, int] = {}
     ordered = sorted(tensors, key=lambda tensor: tensor[2])
     entries = [(*entry, loose) for dims, shape, loose in ordered for entry in zip(dims, shape, strict=True)]
@@ -142,7 +151,7 @@ def _solve(tensors: Sequence[tuple[FactorDims, tuple[int, ...], bool]]) -> dict[
 def _cuttable(names: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if names in (("1",), ("_",)) or size != math.prod(sizes[name] for name in names):
         return ()
-    return tuple(name for name in names if sizes[name] != 1) if len(names) > 1 else names  # atoms are longer than 1
+    return tuple(name for name in names if sizes[name] != 1) if len(names) > 1 else names  # length 1 makes no atom
 
 
 @cache
@@ -159,13 +168,16 @@ def operand_names(call: Call) -> tuple[str, ...]:
 
 
 def finish(call: Call, factors: Factors, rows: Sequence[Rows]) -> Factors:
-    """`factors` with the rows that `rows` add to it."""
+    """`factors` with the rows that each of `rows` makes for the call."""
     added = tuple(row for make in rows for row in make(call))
     return attrs.evolve(factors, rows=factors.rows + added) if added else factors
 
 
 def spell(call: Call, operands: Iterable[str], results: Iterable[str]) -> Factors:
     """The factors of a call from a term for every tensor operand and every result.
+
+    Raises:
+        RuleError: a term is malformed or does not fit its tensor.
 
     >>> meta = TensorMeta((2, 3), torch.float32)
     >>> spell(Call(torch.ops.aten.neg.default, (meta,), {}, (meta,)), ["i _"], ["i _"]).operands
@@ -176,7 +188,7 @@ def spell(call: Call, operands: Iterable[str], results: Iterable[str]) -> Factor
 
 
 def term(names: Iterable[str], fixed: Collection[str] = ()) -> str:
-    """The term of dims with a factor each, but for those in `fixed`, which are not cut.
+    """The term of dims that have one factor each; those in `fixed` become `_` and are not sharded.
 
     >>> term(["d0", "d1", "d2"], fixed=["d1"])
     'd0 _ d2'
@@ -205,17 +217,19 @@ def factors(
     """The rule of an operator in factor notation.
 
     Args:
-        pattern: the factors of the operands and results, as in the module's text.
-        rows: what does not follow from factors, such as `linear("self", "mat2")`.
+        pattern: the factors of the operands and results, in the notation of this module.
+        rows: strategies that do not follow from factors, such as `linear("self", "mat2")`.
         sum, max, min: factors over which results are reduced.
-        replicate: factors along which the operator cannot be cut.
+        replicate: factors along which the operator cannot be sharded.
         independent: factors that some results lack because they do not depend on anything along them.
         additive: names of arguments that are added to a reduced product (`addmm`'s bias).
-        bodies: what a rank computes where some factors are cut.
+        bodies: by factors, the local implementation where one of them is sharded.
         size_argument, empty: as in `Rule`.
 
+    In the strings, factors and names are separated by spaces.
+
     Raises:
-        RuleError: the pattern is malformed or, when a call is asked for, does not fit its shapes.
+        RuleError: the pattern is malformed. The rule's `factorize` raises it for a call that does not fit the pattern.
 
     >>> import torch
     >>> mm = factors("i k, k j -> i j", sum="k")
@@ -224,7 +238,7 @@ def factors(
     >>> mm.factorize(call).operands
     ((('i',), ('k',)), (('k',), ('j',)))
 
-    The notation is einops' and Shardy's.
+    The notation follows einops and Shardy.
     """
     parsed = Pattern.parse(pattern)
     kinds: dict[Reduction, str] = {"sum": sum, "max": max, "min": min}
@@ -249,5 +263,5 @@ def factors(
 
 
 def by_call(choose: Callable[[Call], Rule], *, size_argument: int | None = None, empty: Body | None = None) -> Rule:
-    """The rule that a call chooses: for patterns that depend on arguments which are no tensors."""
+    """The rule that applies `choose(call)` to each call: for patterns that depend on shapes or non-tensor arguments."""
     return Rule(lambda call: choose(call).factorize(call), size_argument, empty)

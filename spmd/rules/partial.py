@@ -1,8 +1,8 @@
 """How Partial values flow through operators: linearity and monotonicity, declared by argument name.
 
-Each declaration takes *groups*, words of argument names: the arguments of one group are Partial together and all others
-replicated. `linear("self other")` is joint linearity (addition), `linear("self", "other")` multilinearity
-(multiplication). `"self:0"` makes only result 0 Partial.
+Each declaration takes *groups*, strings of argument names separated by spaces. For each group there is a strategy in
+which its arguments are Partial and all others replicated. `linear("self other")` is joint linearity (addition),
+`linear("self", "other")` multilinearity (multiplication). With `"self:0"` only result 0 is Partial.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _DOWN: Through = (("max", "min"), ("min", "max"))
 
 @attrs.frozen
 class Flow:
-    """Rows with Partial operands: `through` maps the reduction of a group's arguments to that of the results.
+    """Strategies with Partial operands: `through` maps the reduction of a group's arguments to that of the results.
 
-    Where the argument `times` names a number, its sign decides: a negative one exchanges max and min.
+    `times` names an argument whose sign decides: if it is negative, max and min of the results are exchanged; if it is
+    zero, complex or a tensor, there are no strategies.
     """
 
     groups: tuple[str, ...]
@@ -52,37 +53,50 @@ class Flow:
 
 
 def linear(*groups: str) -> Flow:
-    """Partial sums stay partial sums through a (multi)linear operator; a number in a group must be zero."""
+    """Partial sums stay partial sums, through an operator that is jointly linear in the arguments of each group.
+
+    Calls in which an argument of the group is a nonzero number have no such strategy.
+    """
     return Flow(groups, _SUM)
 
 
 def increasing(*groups: str, times: str | None = None) -> Flow:
-    """Partial max and min stay so through an operator that never decreases in any of a group's arguments."""
+    """Partial max stays max, and min stays min, through an operator that is nondecreasing in a group's arguments.
+
+    Args:
+        groups: groups of argument names.
+        times: the name of an argument whose sign decides: where it is negative, max becomes min and min max.
+    """
     return Flow(groups, _UP, times)
 
 
 def decreasing(*groups: str, times: str | None = None) -> Flow:
-    """Partial max becomes min, and min max, through an operator that never increases."""
+    """Partial max becomes min, and min max, through an operator that is nonincreasing in a group's arguments.
+
+    Args:
+        groups: groups of argument names.
+        times: the name of an argument whose sign decides: where it is negative, max stays max and min stays min.
+    """
     return Flow(groups, _DOWN, times)
 
 
 def carry(*groups: str) -> Flow:
-    """Every Partial stays: for operators that only move, copy or drop elements, or fill in zeros."""
+    """Every Partial keeps its reduction: for operators that only move, copy or drop elements, or insert zeros."""
     return Flow(groups, _SUM + _UP)
 
 
 def ignores(*groups: str) -> Flow:
-    """The values of these arguments do not matter, only their shape and dtype."""
+    """Results depend only on the shape and dtype of these arguments: where they are Partial, results are replicated."""
     return Flow(groups, (("sum", None), ("max", None), ("min", None)))
 
 
 def keeps_max(*groups: str) -> Flow:
-    """Partial max stays through a maximum over elements."""
+    """Partial max stays max: for operators that compute a maximum over elements."""
     return Flow(groups, (("max", "max"),))
 
 
 def keeps_min(*groups: str) -> Flow:
-    """Partial min stays through a minimum over elements."""
+    """Partial min stays min: for operators that compute a minimum over elements."""
     return Flow(groups, (("min", "min"),))
 
 
@@ -105,7 +119,7 @@ def _row(call: Call, group: list[str], source: Reduction, target: Reduction | No
             return None
     if source != "sum" and target is not None:
         to_bool = any(call.results[i].dtype == torch.bool for i in results) and dtypes[0] != torch.bool
-        infinite = [dtype.is_floating_point for dtype in dtypes]  # a rank that holds nothing has an infinite number
+        infinite = [dtype.is_floating_point for dtype in dtypes]  # an empty shard contributes an infinity
         if any(infinite) and not all(_has_infinity(call.results[i].dtype) for i in results):
             return None
         if to_bool or any(dtype.is_complex for dtype in (*dtypes, *(call.results[i].dtype for i in results))):
@@ -115,11 +129,11 @@ def _row(call: Call, group: list[str], source: Reduction, target: Reduction | No
 
 
 def _has_infinity(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and "fn" not in str(dtype)  # as in float8_e4m3fn: finite numbers and nan
+    return dtype.is_floating_point and "fn" not in str(dtype)  # float8_e4m3fn has finite numbers and nan
 
 
 def _keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether converting a sum is summing what is converted (up to rounding of floats)."""
+    """Whether conversion between these dtypes commutes with summation (up to rounding of floats)."""
     if torch.bool in (source, target):
         return False
     return target.is_floating_point or target.is_complex or not (source.is_floating_point or source.is_complex)

@@ -1,8 +1,8 @@
-"""What a rule is: a pure function from one call of one operator to its factors.
+"""The data types of sharding rules: a rule is a pure function from one call of one operator to its factors.
 
 A *factor* is one loop of the operator's mathematics, as in Shardy: matrix multiplication has three, `i k, k j -> i j`.
-A rule says which factors make up each dim of each operand and result; which placements follow from that is derived
-once, for all rules, in `spmd.rules.strategy`.
+A rule says which factors make up each dim of each operand and result; `spmd.rules.strategy` derives the possible
+placements from them, in the same way for all rules.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from spmd.errors import RuleError
 from spmd.ir.call import Call
 
 FactorDims: TypeAlias = tuple[tuple[str, ...], ...]
-"""For each dim of a tensor, the factors that it is made of, major first; `()` for a dim that cannot be sharded."""
+"""For each dim of a tensor, the factors whose product it is, major first; `()` for a dim that cannot be sharded."""
 
 
 Axes: TypeAlias = tuple[str, ...]
-"""The mesh axes over which a local body runs, major first."""
+"""The mesh axes that a local implementation's operands or results are sharded over, major first."""
 
 Body: TypeAlias = Callable[..., Any]
-"""`body(axes, call, *args, **kwargs)`: what a rank computes, on its local tensors, with the public collectives over the
-mesh axes `axes`. In `args` the tensors and the size argument are local. `call` is the unsharded call, but for its
-`results`, which are those that this rank is to give; the result has the operator's structure."""
+"""A local implementation, `body(axes, call, *args, **kwargs)`: one rank's results, computed from its local tensors with
+the public collectives over the mesh axes `axes`. The tensors and the size argument in `args` are local. `call` is the
+unsharded call, except that its `results` have the shapes of this rank's results. The return value has the structure of
+the operator's."""
 
 
 @attrs.frozen
 class Row:
-    """One strategy written out: a placement (over physical dims) for every tensor operand and every tensor result.
+    """One strategy that is given explicitly: a placement, over physical dims, for every tensor operand and result.
 
-    Without a `body` the operator itself runs on the local tensors.
+    Without a `body`, the local implementation, the operator itself runs on the local tensors.
     """
 
     operands: tuple[Placement, ...]
@@ -50,14 +51,15 @@ class Factors:
     Args:
         operands, results: the factors of every dim of every tensor operand and result.
         sizes: the length of every factor.
-        reduce: factors that results sum (or max, ...) over: where a result lacks the factor it becomes Partial.
-        replicate: factors along which the operator cannot be cut.
-        additive: operands (by position) that are added to a reduced product, as `addmm`'s bias: where a reduced factor
-            that they lack is cut, they must be Partial themselves.
-        bodies: what a rank computes where the factor is cut, for factors along which the operator alone is not enough;
-            such a body does not depend on where a shard lies.
+        reduce: factors over which results are reduced, and how: a result that lacks a sharded one is Partial.
+        replicate: factors along which the operator cannot be sharded.
+        additive: positions of operands that are added to a reduced product, such as `addmm`'s bias: where a reduced
+            factor that they lack is sharded, they must be Partial too.
+        bodies: by factor, the local implementation where it is sharded, for factors along which the operator cannot
+            just run on shards. It does not depend on the position of the shard.
         independent: factors that some results lack because they do not depend on anything along them.
-        rows: strategies that do not follow from factors: linearity (Partial in, Partial out) and local bodies.
+        rows: strategies that do not follow from factors: linearity (Partial in, Partial out) and local implementations
+            for certain dims.
     """
 
     operands: tuple[FactorDims, ...]
@@ -76,11 +78,11 @@ class Rule:
     """The sharding rule of an operator.
 
     Args:
-        factorize: the factors of a call.
-        size_argument: position of the argument that repeats the result's shape (`view`, `expand`, `full`): lowering
-            puts the local shape there.
-        empty: what a rank computes in place of the operator where one of its operands has no elements, if the operator
-            fails there. It is called with no axes.
+        factorize: from a call to its factors.
+        size_argument: position of the argument that is the result's shape (`view`, `expand`, `full`): lowering replaces
+            it by the local shape.
+        empty: for an operator that fails on empty operands, the local implementation that replaces it on a rank where
+            an operand has no elements. It is called with `axes=()`.
     """
 
     factorize: Callable[[Call], Factors]
@@ -93,9 +95,9 @@ Table: TypeAlias = Mapping[torch._ops.OpOverload, Rule]
 
 
 def table(rows: Mapping[str, Rule]) -> Table:
-    """Rules by the names of the operators that have them: `"mm"` is `aten.mm.default`, `"sum sum.dim_IntList"` are two.
+    """A table from names of aten operators: `"mm"` is `aten.mm.default`, `"sum sum.dim_IntList"` are two operators.
 
-    `"cholesky?"` is an operator that not every version of torch has.
+    `"cholesky?"` is left out if this version of torch has no such operator.
 
     Raises:
         RuleError: torch has no such operator.

@@ -1,7 +1,9 @@
 """From factors to strategies: the ways to run one operator sharded over one mesh axis.
 
-Placements of a strategy speak of *logical* dims: every dim of a tensor is made of factors, and every factor of atoms
-(section 6 of the design), so a `[b * s, d]` operand of two atoms in its first dim has logical shape `[b, s, d]`.
+A dim of a tensor is a product of factors, and a factor a product of *atoms*: the smallest parts that can be sharded on
+their own, chosen so that they agree for all dims that a program relates (`spmd.plan.search.atoms`). Placements of a
+strategy refer to *logical* dims, one per atom: a `[b * s, d]` operand whose first dim has two atoms has the logical
+shape `[b, s, d]`. The dims of the tensor itself are *physical* dims.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ LogicalShape: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 LOCAL_BODY = "local body"
-"""The label of a strategy from a written-out row with a body, which depends on the dims that the row shards."""
+"""The label of a strategy from a `Row` with a local implementation, which depends on the dims that the row shards."""
 
 
 @attrs.frozen
 class Strategy:
     """A placement on one mesh axis for every tensor operand and result of an operator, over logical dims.
 
-    `label` names the factor that is sharded (`"i"`, `"i.1"` for its second atom), or says `"replicate"`, `"partial"`
-    or `"local body"`.
+    `body` is the local implementation; without one, the operator itself runs on the local tensors. `label` names the
+    factor that is sharded (`"i"`, `"i.1"` for its second atom), or is `"replicate"`, `"partial"` or `"local body"`.
     """
 
     operands: tuple[Placement, ...]
@@ -41,7 +43,7 @@ class Strategy:
 
 
 def whole_factors(factors: Factors) -> Atoms:
-    """The atoms of a call on its own: one a factor."""
+    """The atoms of a call that is not part of a program: each factor is one atom."""
     return {name: (size,) for name, size in factors.sizes.items()}
 
 
@@ -54,12 +56,16 @@ def derive_strategies(
 
     Args:
         factors: the call's factors.
-        atoms: how each factor is refined; by default each factor is one atom.
+        atoms: the sizes of the atoms of each factor, major first; by default each factor is one atom.
         logical: the logical shapes of the operands and of the results, where they are known; a dim whose atoms are
             not those of its factors cannot be sharded.
 
+    Returns:
+        Replication, then one strategy for each atom longer than 1, then those of the factors' `rows`; no two are equal.
+
     Raises:
-        RuleError: a factor of an operand that is in no result and neither reduced nor replicated.
+        RuleError: an operand has a factor that a result lacks, and that is not reduced, replicated or independent and
+            has no local implementation.
     """
     atoms = whole_factors(factors) if atoms is None else atoms
     dims = (*factors.operands, *factors.results)
@@ -77,7 +83,7 @@ def derive_strategies(
 
 
 _LogicalDims: TypeAlias = tuple[tuple[tuple[str, int] | None, ...], ...]
-"""For each physical dim, its atoms as (factor, index); a None stands for an atom that cannot be sharded."""
+"""For each physical dim, its atoms as (factor, index); None for an atom that cannot be sharded."""
 
 
 def _logical_dims(dims: FactorDims, atoms: Atoms, logical: LogicalShape | None) -> _LogicalDims:
@@ -93,7 +99,7 @@ def _logical_dims(dims: FactorDims, atoms: Atoms, logical: LogicalShape | None) 
 
 
 def _opaque_factors(dims: Sequence[FactorDims], logical: Sequence[_LogicalDims]) -> frozenset[str]:
-    """The factors of dims whose atoms are not theirs."""
+    """The factors of dims whose atoms are not those of their factors."""
     return frozenset(
         name
         for tensor, entries in zip(dims, logical, strict=True)
@@ -126,7 +132,7 @@ def _shard_atom(factors: Factors, tensors: Sequence[_LogicalDims], atom: tuple[s
 
 
 def _logical_row(row: Row, tensors: Sequence[_LogicalDims]) -> Strategy | None:
-    """A written-out row over logical dims; None where it shards a dim of several atoms."""
+    """A `Row` as a strategy over logical dims; None if it shards a dim of several atoms."""
     placements: list[Placement] = []
     for placement, dims in zip((*row.operands, *row.results), tensors, strict=True):
         if isinstance(placement, Shard):

@@ -1,4 +1,4 @@
-"""Before a program's first run: that all processes are about to run the same one."""
+"""The check before a program's first run that all processes are about to run the same program."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from spmd.lowering.program import LocalProgram
 
 
 def first_run(mesh: Mesh) -> str:
-    """The call in which all ranks compare what they are about to run."""
+    """The name, in messages, of the call in which all ranks compare their programs."""
     return f"the first run of a jitted function on {mesh}"
 
 
 def check_same_program(program: LocalProgram) -> None:
-    """Compare the program across ranks and, if it draws random numbers, the state of their generators.
+    """Compare the program across ranks and, if it has random operators, the state of their default generators.
+
+    All ranks must make this call.
 
     Raises:
-        DivergenceError: on every rank, if they differ; it shows the first argument, or the first line, that does.
-        SpmdError: a rank fails to make its program, or does not come.
+        DivergenceError: on every rank, if they differ; it shows the first argument, result or line that differs.
+        SpmdError: a rank failed to build its program, or did not make the call.
     """
     call = first_run(program.mesh)
     check_agreement(
@@ -42,7 +44,10 @@ def check_same_program(program: LocalProgram) -> None:
 
 
 def _claims(program: LocalProgram) -> Iterator[tuple[str, str]]:
-    """What a rank says of its program: the text is that of coordinate zero, and specs tell what others' differ in."""
+    """What ranks compare, by name: the function, the specs, the program's text and its constants.
+
+    The text is that of coordinate zero on every rank; where shards are uneven, other coordinates follow from the specs.
+    """
     yield "The function", program.name
     module = program.graph_module()
     inputs = [node.name for node in module.graph.nodes if node.op == "placeholder"]

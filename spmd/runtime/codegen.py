@@ -1,9 +1,9 @@
-"""Python source from a rank's graph: straight-line code, which costs next to nothing above the operators that it calls.
+"""Python source from a rank's graph: straight-line code with almost no overhead beyond the operators that it calls.
 
-Where ranks run in lock step, the code is a generator that stops at every collective and at every draw:
-`y = (yield (x, ...)).pop()` hands the arguments of a collective to whoever drives the ranks and takes its result, out
-of a list, so that nobody but the program holds it. Random numbers are drawn at a stop, because ranks share one
-generator. Where each rank has a process of its own, the code is a function that does all itself.
+In the virtual runtime, where ranks run in lockstep, the code is a generator that suspends at every primitive and random
+operator: `y = (yield (x, ...)).pop()` passes the arguments to the runtime and pops the result from a list, so that only
+the program holds a reference to it. It suspends at random operators because ranks share one random number generator. In
+the distributed runtime, where each rank has its own process, the code is a plain function.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from spmd.lowering.program import is_primitive
 from spmd.tracing.recorder import where
 
 RankProgram: TypeAlias = Callable[[list[torch.Tensor]], Any]
-"""A function of the list of local inputs, which it empties. In lock step a generator function: it yields the arguments
-of each stop, is sent a list that ends in its result, and yields the tuple of local outputs at last. Else it returns
-that tuple."""
+"""A function of the list of local inputs, which it empties. A plain function returns the tuple of local outputs. In
+lockstep it is a generator function: it yields the arguments of each stop, is sent a list that ends with the stop's
+result, and finally yields the tuple of local outputs."""
 
 
 @attrs.frozen
 class Stop:
-    """Where all ranks meet.
+    """A point at which a generator suspends, so that all ranks run one operator together.
 
     Args:
-        op: a collective primitive or an operator that draws.
-        keywords: names of the last of the arguments that are yielded; a primitive's are all positional.
+        op: a primitive or a random operator.
+        keywords: the names of the last of the yielded arguments, which are keyword arguments; () for a primitive.
     """
 
     op: torch._ops.OpOverload
@@ -46,8 +46,8 @@ class Generated:
 
     Args:
         function: the program.
-        stops: in order; none if it does not run in lock step.
-        source: its text.
+        stops: its stops, in order of execution; () if it does not run in lockstep.
+        source: its Python source.
     """
 
     function: RankProgram
@@ -56,7 +56,12 @@ class Generated:
 
 
 def generate(module: fx.GraphModule, *, lockstep: bool = True) -> Generated:
-    """Compile a lowered graph; every variable is deleted after its last use."""
+    """Compile a lowered graph to a function that deletes every variable after its last use.
+
+    Args:
+        module: the graph and its constants.
+        lockstep: whether to make a generator function, which suspends at stops; else a plain function.
+    """
     writer = _Writer(module, lockstep)
     namespace = writer.namespace
     namespace[_LINES] = writer.origins
@@ -68,7 +73,10 @@ _FILE, _LINES = "<spmd local program>", "origins"
 
 
 def name_origin(error: BaseException) -> None:
-    """Say in an error that an operator of a generated program raised which operator it is, and the user's line."""
+    """Add to the message of an error from a generated program which operator raised it, and the user's line.
+
+    Other errors, and those without a text message, are not changed.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
         trace = trace.tb_next
@@ -82,7 +90,7 @@ def name_origin(error: BaseException) -> None:
 
 
 class _Writer:
-    """The text being written and the objects that it refers to by name."""
+    """The source under construction, and the objects that it refers to by name."""
 
     def __init__(self, module: fx.GraphModule, lockstep: bool) -> None:
         self.lockstep = lockstep
@@ -134,7 +142,7 @@ class _Writer:
         return self.reference(argument)
 
     def reference(self, target: Any) -> str:
-        """A global of the program that holds an operator, a dtype, a tensor, ..."""
+        """The name of a global of the program that holds an operator, a dtype, a tensor, ..."""
         if id(target) not in self.known:
             self.known[id(target)] = f"g{len(self.known)}"
             self.namespace[self.known[id(target)]] = target
@@ -146,7 +154,7 @@ def _outputs(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a value may share memory with a constant of the program, which its caller must not get to write to."""
+    """Whether a value may alias a constant of the program, which the caller must not be able to write to."""
     while isinstance(value, fx.Node) and value.op == "call_function":
         if isinstance(value.target, torch._ops.OpOverload) and not _may_alias(value.target):
             return False
@@ -155,13 +163,13 @@ def _is_constant(value: Any) -> bool:
 
 
 def _may_alias(op: torch._ops.OpOverload) -> bool:
-    """Whether a result may share memory with the first operand; what is made of other operators is not looked into."""
+    """Whether a result may alias the first operand; composite operators and primitives are assumed to."""
     is_view = any(argument.alias_info is not None for argument in op._schema.arguments)
     return is_view or op._can_decompose() or op.namespace == "spmd"
 
 
 def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nothing needs after it."""
+    """For each node, the values that can be freed after it."""
     dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
     seen: set[fx.Node] = set()
     for node in reversed(nodes[:-1]):

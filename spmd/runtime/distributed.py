@@ -1,4 +1,4 @@
-"""One rank of a mesh in this process, on torch.distributed."""
+"""The distributed runtime: one rank of a mesh in this process, on torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from spmd.runtime.torch_settings import run_isolated
 class DistributedProgram:
     """A local program, compiled for this process's rank.
 
-    Making one is a collective call: ranks compare what they are about to run, and make process groups for the axes
-    along which it communicates. Random numbers come from this process's own default generator, which ranks seed alike.
-    A value is freed at its last use.
+    Construction is a collective call: ranks check that their programs are identical, and create process groups for the
+    mesh axes along which they communicate. Random numbers come from this process's default generator, which must be in
+    the same state on all ranks. A value is freed after its last use.
 
     Raises:
         DivergenceError: on every rank, if their programs differ.
-        SpmdError: a rank fails to make its program, or does not come. A step raises it too.
+        SpmdError: a rank failed to build its program, or did not make the call. Calling the program raises it too, if a
+            collective fails.
     """
 
     __slots__ = ("_function", "source")
@@ -32,11 +33,11 @@ class DistributedProgram:
         self._function, self.source = generated.function, generated.source
 
     def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-        """Run a step.
+        """Run the program once on this rank.
 
         Args:
-            inputs: for each input this rank's shard, alone in a tuple. The list is emptied, so that shards which
-                nobody else holds are freed at their last use.
+            inputs: for each input this rank's shard, alone in a tuple. The list is emptied, so that shards without
+                other references are freed after their last use.
 
         Returns:
             For each output this rank's shard, alone in a tuple.

@@ -1,9 +1,10 @@
-"""A rank's graph for torch.distributed: collectives started early and waited for late.
+"""A rank's graph for torch.distributed: collectives overlap with computation.
 
-Every primitive becomes two calls, which start the collective and finish it. A start moves up to where its operand is
-there, but not above the first use of the collective before, so that at most two are under way: a program that gathers
-parameters for use must not gather all of them at once. It never passes another start: ranks whose graphs differ (in
-views that change nothing on some of them) still communicate in one order. A finish moves down to the first use.
+Every collective becomes two calls: one starts it, one waits for its result (finish). A start moves up to just after the
+operator that computes its operand, but not above the first use of the previous collective's result. So at most two are
+in flight, which bounds memory: a program that all-gathers parameters must not gather all of them at once. A start never
+passes another start, so that ranks whose graphs differ (in views that are identities on some ranks) communicate in the
+same order. A finish moves down to the first use of the result.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ RESHAPE = torch.ops.aten.reshape.default
 
 
 def overlap(module: fx.GraphModule, mesh: Mesh, coordinate: Coordinate) -> fx.GraphModule:
-    """The program of the rank at `coordinate` on a distributed mesh, from its lowered graph; a new module."""
+    """Split the collectives of a lowered program into starts and finishes.
+
+    Args:
+        module: the lowered program of the rank, which is not changed.
+        mesh: a distributed mesh.
+        coordinate: the mesh coordinate of this process's rank.
+
+    Returns:
+        A new module, in which every primitive is bound to what this rank does for it.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     sink_views(graph)
@@ -36,21 +46,21 @@ def overlap(module: fx.GraphModule, mesh: Mesh, coordinate: Coordinate) -> fx.Gr
 
 
 def sink_views(graph: fx.Graph) -> None:
-    """Reshape what a collective gives where it is used, and not before: to look at it is to wait for it."""
+    """Move reshapes of a primitive's result down to their first use, because a reshape waits for the collective."""
     for node in reversed(list(graph.nodes)):
         if node.target is RESHAPE and node.users and _is_result(node.args[0]):
             min(node.users).prepend(node)
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Whether a node is what a collective gives, or a reshape of it."""
+    """Whether a node is the result of a primitive, or a reshape of it."""
     while node.target is RESHAPE:
         node = node.args[0]  # type: ignore[assignment]
     return is_primitive(node)
 
 
 def _bind(node: fx.Node, mesh: Mesh, coordinate: Coordinate) -> None:
-    """Make a call of a primitive one of what this rank does for it."""
+    """Replace a primitive by this rank's implementation of it, with all arguments but the operand bound."""
     operands = node.all_input_nodes
     meta: TensorMeta | None = operands[0].meta["val"] if operands else None
     arguments, source = tuple(node.args[len(operands) :]), node.meta.get("source")
@@ -61,14 +71,14 @@ def _bind(node: fx.Node, mesh: Mesh, coordinate: Coordinate) -> None:
 
 @attrs.frozen
 class _Window:
-    """Where a collective is under way: positions of nodes before which its start and its finish go."""
+    """Where a collective is in flight: positions of the nodes before which its start and its finish are inserted."""
 
     start: int
     finish: int
 
 
 def split_exchanges(graph: fx.Graph) -> fx.Graph:
-    """A graph in which every exchange is a start and, later, a finish."""
+    """A new graph in which every call of an `Exchange` is split into a start and, later, a finish."""
     nodes = list(graph.nodes)
     exchanges = [node for node in nodes if isinstance(node.target, Exchange)]
     starts, finishes = defaultdict(list), defaultdict(list)
@@ -79,7 +89,7 @@ def split_exchanges(graph: fx.Graph) -> fx.Graph:
     for position, node in enumerate(nodes):
         waiting = finishes[position]
         for exchange in starts[position]:
-            if isinstance(exchange.args[0].target, Exchange):  # what it sends may be what another one brings
+            if isinstance(exchange.args[0].target, Exchange):  # the operand may be the result of a pending one
                 writer.finish(waiting)
             writer.start(exchange)
         writer.finish(waiting)
@@ -104,7 +114,7 @@ def _windows(nodes: Sequence[fx.Node], exchanges: Sequence[fx.Node]) -> list[_Wi
 
 
 class _Writer:
-    """The graph being written, and what stands in it for each node of the old one."""
+    """The graph under construction, and its node for each node of the old graph."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()

@@ -1,4 +1,4 @@
-"""A value that ranks hold, moved from one spec to another, on every runtime that holds values."""
+"""Eager redistribution of a value from one spec to another, on virtual and distributed meshes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from spmd.errors import ShardingError
 
 
 def redistribute_shards(shards: Sequence[Tensor], source: DTensorSpec, target: DTensorSpec) -> tuple[Tensor, ...]:
-    """Redistribute a value; on a distributed mesh all ranks do so together.
+    """Redistribute a value; on a distributed mesh all ranks must make the call.
 
     Args:
-        shards: the shards that this process holds under `source`, in rank order: of every rank on a virtual mesh.
+        shards: the shards that this process holds under `source`, in rank order: one on a distributed mesh,
+            those of all ranks on a virtual mesh.
         source, target: specs of one mesh, shape and dtype.
 
     Returns:
         The shards that this process holds under `target`, in rank order; read-only, since ranks may share a tensor.
 
     Raises:
-        MeshError: an abstract mesh.
+        MeshError: the mesh is abstract.
         ShardingError: specs of different meshes or metas, or a wrong number of shards.
 
     >>> from spmd.core.mesh import make_mesh

@@ -1,7 +1,7 @@
-"""Torch's state around a call of a jitted function: what of it decides the program, and work that it does not touch.
+"""Torch's global settings: those that a jitted program depends on, and a context that shields work from them.
 
-What kernels read when they run (TF32, the number of threads, warnings of the deterministic mode) holds for a program as
-it does for torch itself, and needs no part in the choice of one.
+Settings that kernels read when they run (TF32, the number of threads, warnings of the deterministic mode) apply to a
+program as to eager torch, so programs are not cached by them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._device import DeviceContext
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Global names: a call of a jitted function reads them all, and an attribute of torch._C costs as much as its call.
+# Module globals for speed: each jitted call reads all, and looking up an attribute of torch._C costs as much as a call.
 _any_autocast = torch._C._is_any_autocast_enabled
 _default_dtype = torch.get_default_dtype
 _deterministic = torch._C._get_deterministic_algorithms
@@ -36,9 +36,10 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mtia", "mps")
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """What decides, beside the arguments, which operators a function consists of; it compares by value.
+    """The settings that decide, beside the arguments, which operators a function runs; part of `jit`'s cache key.
 
-    Autocast, the default dtype and device, function modes, the deterministic mode, and which kernels may be chosen.
+    These are autocast, the default dtype and device, function modes, the deterministic mode, and the enabled backends
+    of attention, cuDNN and oneDNN. The result is hashable and compares by value.
     """
     autocast, modes = _any_autocast(), _function_modes()
     flags = (
@@ -53,19 +54,19 @@ def _autocast_dtypes() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 def _modes() -> tuple[Any, ...]:
-    """The function modes; one that is only the default device is that device."""
+    """The active function modes; a `DeviceContext` is represented by its device, which compares by value."""
     return tuple(mode.device if type(mode) is DeviceContext else mode for mode in _get_current_function_mode_stack())
 
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """A context without autocast, function modes, inference mode and gradients, whatever there is around it."""
+    """A context in which autocast, function modes, inference mode and gradients are off."""
     with torch._C._DisableAutocast(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def run_isolated(function: Callable[[T], R], argument: T) -> R:
-    """`function(argument)` in the context `isolated`, which costs little where nothing is around it."""
+    """Call `function(argument)` in the context `isolated`; cheap if at most gradients have to be turned off."""
     if _any_autocast() or _function_modes() or _is_inference():
         with isolated():
             return function(argument)

@@ -1,4 +1,4 @@
-"""All ranks of a mesh in this process, in lock step: no threads, deterministic, debuggable."""
+"""The virtual runtime: all ranks of a mesh in one process, in lockstep and without threads, so deterministic."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from spmd.runtime.torch_settings import run_isolated
 class VirtualProgram:
     """A local program, compiled for every rank of a virtual mesh.
 
-    Ranks run one after the other up to a collective, which is a function over what all of them hold there. Random
-    numbers are drawn once for all. A value is freed at its last use on its rank.
+    Ranks run one after the other up to a primitive, which is then computed by one function over the operands of all
+    ranks. Random numbers are drawn once and shared by all ranks. A value is freed after its last use on its rank.
     """
 
     __slots__ = ("_functions", "_mesh", "_stops")
@@ -34,11 +34,11 @@ class VirtualProgram:
         self._stops = ranks[0].stops
 
     def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-        """Run a step.
+        """Run the program once on all ranks.
 
         Args:
-            inputs: for each input the shards of all ranks, in rank order. The list is emptied, so that shards which
-                nobody else holds are freed at their last use.
+            inputs: for each input the shards of all ranks, in rank order. The list is emptied, so that shards without
+                other references are freed after their last use.
 
         Returns:
             For each output the shards of all ranks, in rank order.
@@ -55,13 +55,13 @@ class VirtualProgram:
         calls = [(next(rank), _NO_KWARGS) for rank in ranks]
         for stop in self._stops:
             results = virtual.run(stop.op, mesh, calls) if stop.op in virtual.KERNELS else _draw(stop, calls)
-            del calls  # frees what a collective has consumed before the ranks go on
+            del calls  # frees the operands of a collective before the ranks go on
             results.reverse()
             calls = [(rank.send(results), _NO_KWARGS) for rank in ranks]
         return list(zip(*(outputs for outputs, _ in calls), strict=True))
 
     def _start(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[Generator[tuple[Any, ...], Any, None]]:
-        """The programs of all ranks, which are now the only ones here that hold the inputs."""
+        """Start the programs of all ranks, which then hold the runtime's only references to the inputs."""
         locals_of_ranks = zip(*inputs, strict=True) if inputs else ((),) * self._mesh.size
         ranks = [function(list(shards)) for function, shards in zip(self._functions, locals_of_ranks, strict=True)]
         inputs.clear()
@@ -69,7 +69,7 @@ class VirtualProgram:
 
 
 def _draw(stop: Stop, calls: Sequence[tuple[tuple[Any, ...], Mapping[str, object]]]) -> list[Any]:
-    """Random numbers that all ranks share; whole tensors, so the arguments are the same on all."""
+    """Call a random operator once for all ranks: it draws the global tensor, so all ranks have the same arguments."""
     arguments = calls[0][0]
     count = len(arguments) - len(stop.keywords)
     return [stop.op(*arguments[:count], **dict(zip(stop.keywords, arguments[count:], strict=True)))] * len(calls)

@@ -1,4 +1,4 @@
-"""From a Python function to a program: the recorder, functionalization, the lines of the user's code.
+"""From a Python function to a program: recording operators, functionalization, and the user's source lines.
 
-Imports `ir` and what is below it; `canonicalize` imports it, and nothing here imports `canonicalize`.
+Imports only `ir` and what is below it. `canonicalize` imports these modules; they do not import `canonicalize`.
 """

@@ -1,7 +1,7 @@
-"""`as_strided` as a gather, and a write through it as a scatter: where strides are known, elements have numbers.
+"""The indices of `as_strided` as a gather, and of a write through it as a scatter.
 
-Strides are no part of a program, so what an operator reads by them is found while tracing: every element of a storage
-has a place in the tensors that share it.
+A program has no strides. Tracing knows the strides of each tensor, and so finds which elements of a tensor a strided
+view of its storage reads.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ SCATTERS = frozenset({aten.as_strided_scatter.default})
 
 
 def places(like: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> torch.Tensor | None:
-    """Which elements of a tensor lie where a strided view reads.
+    """The flat indices in a tensor of the elements of a strided view of its storage.
 
     Args:
         like: a tensor, of which only size, strides and storage offset matter.
-        size, stride, offset: of the view of its storage; the offset is by default that of `like`.
+        size, stride, offset: the arguments of `as_strided`; if None, the offset is that of `like`.
 
     Returns:
-        For every element of the view, in order, its number in `like.flatten()`, i64[numel]; None if the view reaches
-        elements of the storage that `like` does not hold.
+        For each element of the view, in order, its index in `like.flatten()`, i64[numel]; None if the view reaches
+        elements of the storage that are not elements of `like`.
 
     >>> places(torch.empty(2, 3).t(), (4,), (1,), 1)
     tensor([2, 4, 1, 3])
@@ -46,13 +46,13 @@ def places(like: torch.Tensor, size: Sequence[int], stride: Sequence[int], offse
 
 
 def in_order(found: torch.Tensor, flat: torch.Tensor) -> bool:
-    """Whether places name all elements of a flat tensor in their order."""
+    """Whether the indices `found` select all elements of a flat tensor in order."""
     with _plain():
         return torch.equal(found, torch.arange(flat.numel()))
 
 
 def overlaps(x: torch.Tensor) -> bool:
-    """Whether several elements of a tensor share one place in memory."""
+    """Whether several elements of a tensor share memory."""
     with _plain():
         held = _positions(x.shape, x.stride(), 0)
         return len(held.unique()) < len(held)
@@ -60,13 +60,13 @@ def overlaps(x: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """A context in which tensors are real ones: no mode of a trace sees what is done with them."""
+    """A context in which tensors are real: the modes of a trace do not see operators on them."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 def _positions(size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
-    """Where the elements of a strided tensor lie in its storage, i64[numel]."""
+    """The storage positions of the elements of a strided tensor, in order, i64[numel]."""
     found = torch.full((1,), offset)
     for length, step in zip(size, stride, strict=True):
         found = (found[:, None] + torch.arange(length) * step).flatten()

@@ -1,6 +1,7 @@
-"""`x[mask] = value` as a choice between the two, element by element.
+"""`x[mask] = value` as `torch.where` or `masked_fill_`.
 
-As a write at found places it would have no batched form, and no gradient of static shape for the value.
+As a write to the indices where the mask is true, it would not work under vmap, and the gradient of the value would have
+a shape that depends on the mask.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ import torch
 
 
 def fill_masked(x: torch.Tensor, index: Any, value: Any) -> bool:
-    """Do `x[index] = value` if `index` has one mask, and slices and integers beside it, and `value` is one number.
+    """Do `x[index] = value` if `index` is one mask with slices and integers beside it, and `value` is one number.
+
+    Args:
+        x: the tensor that is written to.
+        index: anything that can index a tensor.
+        value: a number or a tensor.
 
     Returns:
-        Whether it is done; if not, nothing is.
+        Whether the assignment was done; if not, `x` is unchanged.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     places = [place for place, item in enumerate(items) if isinstance(item, torch.Tensor)]
@@ -33,7 +39,7 @@ def fill_masked(x: torch.Tensor, index: Any, value: Any) -> bool:
     if mask.shape != view.shape[view.ndim - behind - mask.ndim : view.ndim - behind]:
         return False
     mask = mask.reshape((*mask.shape, *[1] * behind))
-    if 0 in view.stride():  # elements that share a place in memory: see spmd.tracing.overlapping
+    if 0 in view.stride():  # elements share memory: see spmd.tracing.overlapping
         view.masked_fill_(mask, value)
     else:
         number = value.reshape(()) if isinstance(value, torch.Tensor) else x.new_full((), value)
@@ -42,10 +48,10 @@ def fill_masked(x: torch.Tensor, index: Any, value: Any) -> bool:
 
 
 def check_masks(x: torch.Tensor, index: Sequence[torch.Tensor | None]) -> None:
-    """Check the shapes of masks, which torch's meta kernel of `index_put` does not.
+    """Check the shapes of the masks in an index; torch's meta kernel of `index_put` does not.
 
     Raises:
-        IndexError: as torch raises it.
+        IndexError: a mask does not have the shape of the dims that it indexes; torch's error.
     """
     dim = 0
     for position, item in enumerate(index):

@@ -1,4 +1,4 @@
-"""`constrain` and `reshard`: the user's say about how a value inside a jitted function is sharded."""
+"""`constrain` and `reshard`: set the sharding of a value inside a jitted function."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ T = TypeVar("T")
 
 
 def constrain(x: T, spec: SpecLike) -> T:
-    """Fix the sharding of a value inside `jit`; JAX's `with_sharding_constraint`.
+    """Fix the sharding of a value inside `jit`, as JAX's `with_sharding_constraint`.
 
-    The cotangent of `x` is constrained to the same spec. On a DTensor outside of `jit`, redistributes it.
+    The cotangent of `x` is constrained to the same spec. A DTensor outside of `jit` is redistributed.
 
     Args:
         x: a tensor inside a traced function, or a DTensor.
         spec: a `P`, or a tuple of placements, one for each axis of the mesh.
+
+    Returns:
+        The same tensor with this sharding.
 
     Raises:
         ShardingError: the spec does not fit the tensor or the mesh, or `x` is a plain tensor outside of `jit`.
@@ -38,15 +41,15 @@ def constrain(x: T, spec: SpecLike) -> T:
 
 
 def reshard(x: T, spec: SpecLike) -> T:
-    """Move a value to a sharding inside `jit`; unlike with `constrain`, its cotangent may lie as it likes.
+    """Reshard a value inside `jit`; unlike with `constrain`, the sharding of its cotangent is not constrained.
 
-    Args and Raises are those of `constrain`.
+    The arguments, the result and the errors are those of `constrain`.
     """
     return _apply(x, spec, "reshard")
 
 
 def encode_spec(spec: P) -> str:
-    """A spec as text: axes of a dim joined by `,`, dims by `|`, then `;` and the partial axes.
+    """Encode a spec as text: the axes of a dim joined by `,`, dims by `|`, then `;` and the partial axes.
 
     >>> encode_spec(P("data", None, ("x", "y"), partial={"model": "sum"}))
     'data||x,y;model=sum'
@@ -57,7 +60,7 @@ def encode_spec(spec: P) -> str:
 
 
 def parse_spec(text: str) -> P:
-    """The inverse of `encode_spec`.
+    """Decode a spec from text; the inverse of `encode_spec`.
 
     >>> parse_spec("data||x,y;model=sum")
     P('data', None, ('x', 'y'), partial={'model': 'sum'})
@@ -81,7 +84,7 @@ def _apply(x: Any, spec: SpecLike, name: str) -> Any:
 
 
 def _fitting(x: torch.Tensor, spec: SpecLike, name: str) -> P:
-    """The spec as a P that fits the tensor and the mesh."""
+    """The spec as a P; ShardingError if it does not fit the tensor and the current mesh."""
     return make_spec(current_mesh(), spec, TensorMeta.of(x), where=f"spmd.{name} at {where()}:").pspec
 
 
@@ -101,9 +104,9 @@ def _same_shape(x: torch.Tensor, spec: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-# torch.func transforms need an autograd.Function: the autograd rules of torch.library do not work below them.
+# An autograd.Function, because the autograd rules of torch.library do not work under torch.func transforms.
 class _Place(torch.autograd.Function):
-    """`constrain` or `reshard`, by name. The cotangent of a constrained value is constrained too."""
+    """The differentiable form of the operator `constrain` or `reshard`, which `name` selects."""
 
     @staticmethod
     def forward(x: torch.Tensor, spec: str, name: str) -> torch.Tensor:
@@ -129,7 +132,7 @@ class _Place(torch.autograd.Function):
 
 
 def _batched(text: str, dim: int, ndim: int) -> str:
-    """The spec of a batch of values: the mapped dim is not sharded, the others keep their axes."""
+    """The spec under vmap: the mapped dim is inserted unsharded, the other dims keep their axes."""
     spec = parse_spec(text)
     dims = [*spec.dims, *((),) * (ndim - 1 - len(spec.dims))]
     return encode_spec(P(*dims[:dim], None, *dims[dim:], partial=dict(spec.partial)))

@@ -1,4 +1,4 @@
-"""Functions of torch that not all transforms of `torch.func` get through, computed by operators that they all do."""
+"""Replacements for torch functions that do not support all `torch.func` transforms."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """As torch's, which within grad and jvp looks at the values of its argument."""
+    """`F.one_hot`; torch's reads the values of its argument under grad and jvp."""
     if num_classes < 0:
         return F.one_hot(tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """As torch's, of which fused kernels have a gradient, but no forward mode, second derivative or batched form."""
+    """Attention by fused kernels outside of transforms and under one grad only.
+
+    The fused kernels have no forward mode, no second derivative and no vmap rule.
+    """
     fused = [level.key() for level in get_interpreter_stack() or ()] in ([], [TransformType.Grad])
     with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)
@@ -30,4 +33,4 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 DIFFERENTIABLE: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {F.one_hot: _one_hot, F.scaled_dot_product_attention: _attention}
 )
-"""By function of torch, what stands in its place."""
+"""The replacement for each torch function."""

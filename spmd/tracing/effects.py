@@ -1,6 +1,6 @@
-"""What a traced function may not do: change torch's state and leave it so, or put other memory into a tensor.
+"""Detects side effects that a traced function may not have: lasting changes of torch's state, and rebound tensors.
 
-A program holds operators only. Such a change would be made when the function is traced, and in no later call.
+A program consists of operators only, so such a change would be made while the function is traced and in no later call.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from spmd.user_code import is_user_file
 
 
 class Generators:
-    """Torch's default generators during a trace: each draw of the program moves them on, and nothing else may.
+    """Watches torch's default generators during a trace: only random operators of the program may change their state.
 
-    They start from a seed that nobody has, and a draw gives them the next one. So it is seen when the function seeds
-    them, or sets them back, as `torch.utils.checkpoint` does to draw the same numbers twice.
+    The generators start from an unusual seed and are seeded with the next integer at each random operator. A state that
+    differs was set by the function, as `torch.utils.checkpoint` does to draw the same numbers twice.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Generators:
         self._expected: tuple[torch.Tensor, ...] = ()
 
     def start(self) -> None:
-        """Take the generators over; whoever calls this restores them."""
+        """Seed the generators for the trace; the caller must restore their states afterwards."""
         self._move()
 
     def _move(self) -> None:
@@ -44,10 +44,10 @@ class Generators:
         self._expected = generators()
 
     def draw(self, op: torch._ops.OpOverload, source: Source | None) -> None:
-        """Note a draw.
+        """Register a random operator of the program.
 
         Raises:
-            TraceError: the generators were seeded, or set to another state, since the last one.
+            TraceError: the function has seeded the generators or set their state since the last random operator.
         """
         if self.are_changed():
             raise TraceError(
@@ -58,7 +58,7 @@ class Generators:
         self._move()
 
     def are_changed(self) -> bool:
-        """Whether something but a draw of the program has changed them."""
+        """Whether anything but a random operator of the program has changed the generators."""
         return not same_draws(self._expected, generators())
 
 
@@ -66,15 +66,15 @@ _FIRST_SEED = 0x5EED_0F_5EED_0F
 
 
 def refuse_changes(before: TorchState, draws: Generators, again: Callable[[], object]) -> None:
-    """Compare torch's state after the function with that before it.
+    """Check that torch's state after a function is traced equals the state before.
 
     Args:
         before: the state before.
         draws: the generators of the trace.
-        again: calls the function once more, to find the line.
+        again: calls the function once more, to find the line that changes the state.
 
     Raises:
-        TraceError: the function has left something changed.
+        TraceError: the function has changed torch's state; the message names what, and the line.
     """
     names = _changed(before, draws)
     if not names:
@@ -98,7 +98,7 @@ def _changed(before: TorchState, draws: Generators) -> tuple[str, ...]:
 
 
 class _Watch:
-    """Finds the line of the user's after which something has changed for good, as Python's trace function."""
+    """A Python trace function (`sys.settrace`) that finds the user's line after which the state stays changed."""
 
     def __init__(self, is_changed: Callable[[], bool]) -> None:
         self._is_changed, self._was_changed = is_changed, False
@@ -120,11 +120,11 @@ class _Watch:
 
 def _line_of_change(again: Callable[[], object], is_changed: Callable[[], bool]) -> Source | None:
     watch, before, collects = _Watch(is_changed), sys.gettrace(), gc.isenabled()
-    gc.disable()  # what a collection calls is no line of the function
+    gc.disable()  # finalizers that a collection runs are not lines of the function
     sys.settrace(watch)
     try:
         again()
-    except Exception:  # it runs for the line only, and has run through before
+    except Exception:  # this second run only serves to find the line
         return None
     finally:
         sys.settrace(before)
@@ -141,7 +141,13 @@ _REBINDS = {
 
 
 def refuse_rebinding(func: Any, args: tuple[Any, ...], is_outside: Callable[[Any], bool]) -> None:
-    """TraceError for a write to an attribute of a tensor that only tracing would see."""
+    """Raise TraceError for a write to `data`, `grad` or `requires_grad` of a tensor: only the trace would do it.
+
+    Args:
+        func: the function that `__torch_function__` has received.
+        args: its arguments.
+        is_outside: tells whether a tensor was made outside of the trace; `requires_grad` may be set on others.
+    """
     name = getattr(getattr(func, "__self__", func), "__name__", "")
     line = where(user_source())
     if func in _REBINDS:

@@ -1,4 +1,4 @@
-"""In-place operators as functional ones, where torch's own functionalization is incomplete."""
+"""Functionalization: torch's own, with corrections where it is incomplete or wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAFE = {
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
 }
-"""Views that torch does not track as such: a write to them is one to what they are of."""
+"""Views that torch does not track as views, and the views to use instead: a write to them must reach their base."""
 
 _RESIZES = frozenset({aten.resize_.default, aten.resize_as_.default})
 
@@ -34,14 +34,16 @@ _INDEXED_WRITES = frozenset({aten.index_put.default, aten.index_put_.default, at
 
 
 class Functionalization(FunctionalTensorMode):
-    """Functionalization without what needs values: torch.linalg's checks for failures (a singular matrix has no inverse
-    that is finite, and that is what comes out), and numbers of a list operator that come as one tensor.
+    """Torch's functionalization mode, with replacements for operators that it handles wrongly or that read values.
 
-    Operators that torch composes of others are taken apart here and not below: they may write to tensors of their own.
+    The error checks of torch.linalg are dropped, because they read values: the inverse of a singular matrix is not
+    finite, and no error is raised. Composite operators are decomposed here and not below functionalization, because
+    their decompositions may write in place to tensors that they create.
 
     Args:
-        lift: gives the stand-in of a tensor from outside, and any other value as it is. A transform inside of the
-            function hides such a tensor from `__torch_function__`; what torch makes of it would not be tracked.
+        lift: maps a tensor from outside of the trace to its functional fake tensor, and any other value to itself.
+            Needed here because a torch.func transform inside the function hides such a tensor from
+            `__torch_function__`, and functionalization would not track the results of operators on it.
     """
 
     def __init__(self, lift: Callable[[Any], Any]) -> None:
@@ -93,13 +95,13 @@ class Functionalization(FunctionalTensorMode):
         return result
 
     def _take_shape(self, resized: FunctionalTensor) -> None:
-        """The wrapper gets the shape of what it wraps; torch's own way leaves it one of which no view can be made."""
+        """Give a resized wrapper the shape of the tensor that it wraps; after torch's own resize, views of it fail."""
         with no_dispatch():
             resized.data = FunctionalTensor(resized.elem, self)
 
 
 def _outs(func: Any, kwargs: Mapping[str, Any]) -> Iterator[FunctionalTensor]:
-    """The tensors that an operator is given for its results."""
+    """The `out=` tensors of a call."""
     for argument in func._schema.arguments if func._schema.is_mutable else ():
         target = kwargs.get(argument.name)
         if argument.kwarg_only and argument.alias_info is not None and isinstance(target, FunctionalTensor):
@@ -107,9 +109,9 @@ def _outs(func: Any, kwargs: Mapping[str, Any]) -> Iterator[FunctionalTensor]:
 
 
 def _check_dtypes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise what torch raises for an out= of another dtype; functionalization would cast to it."""
+    """Raise torch's error for an `out=` of another dtype; functionalization would cast the result instead."""
     with no_dispatch(), warnings.catch_warnings(), contextlib.suppress(NotImplementedError):
-        warnings.simplefilter("ignore")  # of an out= of another shape: see `_is_resized`
+        warnings.simplefilter("ignore")  # torch warns of an out= of another shape: see `_is_resized`
         func(*map_leaves(_on_meta, args), **map_leaves(_on_meta, kwargs))
 
 
@@ -120,7 +122,7 @@ def _on_meta(leaf: Any) -> Any:
 
 
 def _is_resized(func: Any, target: FunctionalTensor) -> bool:
-    """Whether an empty tensor takes the shape of the result that is written to it; TraceError for any other."""
+    """Whether an empty `out=` tensor was resized to the result; TraceError for a nonempty one of another shape."""
     torch._sync(target)
     shape = torch._from_functional_tensor(target.elem).shape
     if target.numel():
@@ -129,7 +131,7 @@ def _is_resized(func: Any, target: FunctionalTensor) -> bool:
 
 
 def _bernoulli(x: torch.Tensor, p: float = 0.5) -> Any:
-    """Draws in the order of memory; the functional form, unlike those of other draws, knows no strides."""
+    """In-place bernoulli in the order of memory; unlike other random operators, its functional form ignores strides."""
     if x.is_contiguous():
         return NotImplemented
     order = sorted(range(x.ndim), key=x.stride, reverse=True)
@@ -138,17 +140,19 @@ def _bernoulli(x: torch.Tensor, p: float = 0.5) -> Any:
 
 
 def _lerp(x: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
-    """Torch's meta kernel finds an overload by trying and prints what does not fit, which forward mode cannot do."""
+    """In-place lerp without torch's meta kernel, whose overload resolution prints tensors and fails in forward mode."""
     return x.copy_(torch.lerp(x, end, weight))
 
 
 def _restrided(op: Any, positions: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    """With the strides that torch's kernels for the CPU give results; its meta kernels keep those of these operands.
+    """An implementation of `op` whose fake results have the strides of torch's CPU kernels.
+
+    The meta kernels copy the strides of some operands, so these operands are converted first.
 
     Args:
         op: the operator.
-        positions: of the operands.
-        of: gives an operand the strides of such a result.
+        positions: the positions of these operands.
+        of: converts an operand to the strides of the CPU kernel's result.
     """
 
     def body(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +172,7 @@ def _in_memory_format(x: torch.Tensor) -> torch.Tensor:
 
 
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
-    """The loss of one sample without a batch, which torch's meta kernel gives a dim."""
+    """The loss of one sample without a batch dim, for which torch's meta kernel returns a wrong number of dims."""
     if x.ndim > 1:
         return NotImplemented
     loss, targets = aten.multilabel_margin_loss_forward.default(x.reshape(1, -1), target.reshape(1, -1), reduction)
@@ -176,7 +180,7 @@ def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: in
 
 
 def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: float, distances: torch.Tensor) -> Any:
-    """Refuse several cotangents at once: torch's rule for vmap gives the gradient of their sum to each."""
+    """Raise for a batch of cotangents: torch's vmap rule returns the gradient of their sum for each of them."""
     if grad.ndim > distances.ndim:
         raise TraceError(
             f"The gradient of torch.cdist at {where()} for several cotangents at once, as jacrev and vmap of pullbacks "
@@ -195,7 +199,7 @@ _STRIDES = (
     ((0, 1, 5), _in_memory_format, (aten.native_layer_norm_backward.default,)),
     ((0, 1), torch.Tensor.contiguous, (aten.normal.float_Tensor, aten.normal.Tensor_Tensor)),
 )  # fmt: skip
-"""Positions of operands, the strides to give them, and the operators."""
+"""Positions of operands, the conversion of their strides, and the operators; see `_restrided`."""
 
 _BODIES: Mapping[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: _bernoulli,
@@ -205,4 +209,4 @@ _BODIES: Mapping[Any, Callable[..., Any]] = {
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._cdist_backward.default: _cdist_backward,
 }
-"""What to do in place of an operator; NotImplemented if its call is one that torch does well."""
+"""Replacements for operators; one returns NotImplemented for calls that torch itself handles correctly."""

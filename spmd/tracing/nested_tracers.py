@@ -1,7 +1,7 @@
-"""Torch's own tracers inside of a trace: they would record their tensors as constants.
+"""Torch's own tracers inside a trace, which would record the trace's tensors as constants.
 
-A callable under torch.compile runs eagerly. torch.func.linearize, which records the derivative by make_fx, evaluates it
-by forward mode instead, at each call of the function that it returns. Others are refused.
+A function under torch.compile runs eagerly. torch.func.linearize, which records the derivative by make_fx, evaluates it
+by forward mode instead, at each call of the function that it returns. Other tracers raise a TraceError.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from spmd.tracing.torch_state import generators, same_draws
 
 @contextlib.contextmanager
 def nested_tracers() -> Iterator[None]:
-    """A context in which this thread may use torch.compile and torch.func.linearize inside of a trace."""
+    """A context manager in which this thread can use torch.compile and torch.func.linearize inside a trace."""
     owner, before = threading.get_ident(), eager_transforms.lazy_dynamo_disallow
 
     def choose(step: Any) -> Any:
-        """What `linearize` calls for each of its two steps: to record the derivative, and to fold its constants."""
+        """Replace each of the two steps of `linearize`: recording the derivative, and folding its constants."""
         return before(step) if threading.get_ident() != owner else _LINEARIZE.get(step, step)
 
     eager_transforms.lazy_dynamo_disallow = choose  # type: ignore[assignment]
@@ -40,9 +40,10 @@ def nested_tracers() -> Iterator[None]:
 
 
 def _evaluated_anew(derivative: Callable[[tuple[torch.Tensor, ...]], Any]) -> Callable[..., Any]:
-    """In place of `make_fx(derivative)`, for `linearize`: what gives the function from flat tangents to flat results.
+    """Replaces `make_fx(derivative)` in `linearize`: a function of tangents that returns `evaluate`.
 
-    `derivative` enters a level of forward mode that vmap does not know; `torch.func.jvp` of what it closes over does.
+    `evaluate` maps flat tangents to flat results. It calls `torch.func.jvp` on the function and primals that
+    `derivative` closes over, because vmap does not support the forward-mode level that `derivative` enters.
     """
     closed_over = inspect.getclosurevars(derivative).nonlocals
     function, structure = closed_over["func"], closed_over["primals_argspec"]
@@ -69,7 +70,7 @@ _LINEARIZE: Mapping[Any, Callable[..., Any]] = {
 
 
 def refuse_subgraph(operator: torch._ops.HigherOrderOperator) -> None:
-    """TraceError for an operator that takes functions, except what `torch.autograd.Function` is under torch.func."""
+    """Raise TraceError for a higher-order operator other than that of `torch.autograd.Function` under torch.func."""
     if operator is not torch._functorch.autograd_function.custom_function_call:
         raise TraceError(
             f"torch.ops.higher_order.{operator.name()} at {where(user_source())} takes functions, which a program of "
@@ -79,7 +80,7 @@ def refuse_subgraph(operator: torch._ops.HigherOrderOperator) -> None:
 
 
 def refuse_recording() -> None:
-    """TraceError if make_fx, or what is built on it, is recording the operator that is being dispatched."""
+    """Raise TraceError if make_fx, or a tracer built on it, is recording the operator that is being dispatched."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         raise TraceError(
             f"make_fx at {where(user_source())} records a function that spmd.jit traces already, and would take its "

@@ -1,10 +1,10 @@
-"""In-place writes through views that hold one place of memory several times, as `expand` makes them, or any place.
+"""In-place writes through `expand`, `as_strided` and `unfold` views, whose elements may share memory.
 
-Functionalization undoes a view to find what was written to its base. The inverse of a view that repeats elements is a
-sum over them, not what a write means, and of `as_strided` of a view there is none. So these views are remembered, with
-the tensor that they are of, and a write through them, or through a view of them, is a scatter into that tensor. torch
-refuses most writes to elements that share a place, or leaves their order open; filling them with a number is well
-defined.
+Functionalization inverts a view to update its base after a write. For a view that repeats elements that inverse is a
+sum over the repetitions, which is not what a write means; for `as_strided` of a view there is no inverse. So these
+views are recorded together with the tensor that they are views of, and a write through one, or through a view of one,
+becomes a scatter into that tensor. torch raises for most writes to elements that share memory, or leaves their order
+undefined; writing a single number is well defined.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
 
 _STRIDED = frozenset({aten.as_strided.default, aten.unfold.default})
-"""Views of which functionalization has no right inverse; that of `unfold` forgets what lies between the windows."""
+"""Views that functionalization inverts wrongly; its inverse of `unfold` loses the elements between the windows."""
 
 _FILLS = frozenset({
     aten.fill_.Scalar, aten.zero_.default, aten.masked_fill_.Scalar, aten.index_fill_.int_Scalar,
     aten.tril_.default, aten.triu_.default,
 })  # fmt: skip
-"""Writes of one number: where elements share a place, it is written if it is for any of them."""
+"""Writes of one number: memory that several elements share gets it if the write selects any of them."""
 
 
 class RepeatedViews:
-    """The views of a trace that repeat elements, those by `as_strided`, and the views of those."""
+    """The views in a trace that repeat elements or are made by `_STRIDED` operators, and the views of those."""
 
     def __init__(self) -> None:
-        # Tensors are known by identity, so each must stay alive as long as its id is in the table.
+        # Keyed by id: each entry keeps its tensor alive, so that Python does not reuse the id.
         self._sources: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def note(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
-        """Remember the results of a call that are such views."""
+        """Record the results of a call if they are such views."""
         known = self._sources.get(id(args[0])) if args else None
         starts = func in _STRIDED or (func is aten.expand.default and _repeats_memory(result))
         if not starts and not (known and func.is_view):
@@ -50,13 +50,13 @@ class RepeatedViews:
             self._sources[id(leaf)] = leaf, root
 
     def write(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        """Do what an in-place operator does to such a view, as a scatter.
+        """Apply an in-place operator to such a view, as a scatter into the tensor that it is a view of.
 
         Returns:
-            The view; None if the operator writes to none, and nothing is done.
+            The view; None, with nothing done, if the operator writes to no such view.
 
         Raises:
-            TraceError: it would write to elements that share a place in memory.
+            TraceError: the operator writes different values to elements that share memory, or to several tensors.
         """
         targets = list(_written(func, args, kwargs))
         known = [target for _, target in targets if id(target) in self._sources or _repeats_memory(target)]
@@ -85,7 +85,7 @@ def _refusal(func: OpOverload, target: torch.Tensor) -> TraceError:
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that an operator writes to, by the names of its arguments."""
+    """The tensors that a call writes to, each with the name of the operator's argument."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -94,7 +94,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: Any) -> None:
-    """Call an operator with another value for one argument."""
+    """Call an operator with the argument `name` replaced by `value`."""
     names = [argument.name for argument in func._schema.arguments]  # type: ignore[attr-defined]
     swap = lambda argument: [value] if isinstance(argument, (list, tuple)) else value  # noqa: E731
     positional = [swap(argument) if names[index] == name else argument for index, argument in enumerate(args)]
@@ -102,7 +102,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _repeats_memory(x: torch.Tensor) -> bool:
-    """Whether elements share memory: along a stride of 0 they do; where each dim steps over those inside, none do."""
+    """Whether elements share memory: a stride of 0 repeats them; none do if each stride exceeds the dims inside it."""
     if x.numel() < 2:
         return False
     reach = 0
@@ -116,17 +116,20 @@ def _repeats_memory(x: torch.Tensor) -> bool:
 
 
 def _first(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """The first element along each of some dims, which stay."""
+    """The first element along each of some dims, which remain as dims of length 1."""
     for dim in dims:
         x = x.narrow(dim, 0, 1)
     return x
 
 
 def _joined(before: torch.Tensor, after: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """What is in each place after a write of one number to elements that share places along some dims."""
+    """The elements after a write of one number to a tensor that repeats them along `dims`; these get length 1.
+
+    Where any of the elements that share memory has changed, the result is the changed one.
+    """
     if not dims:
         return after
-    changed = (after != before) & ((after == after) | (before == before))  # a NaN that stays has not changed
+    changed = (after != before) & ((after == after) | (before == before))  # NaN before and after is no change
     for dim in dims:
         place = changed.to(torch.uint8).argmax(dim, keepdim=True)
         after, changed = after.gather(dim, place), changed.gather(dim, place)

@@ -1,4 +1,4 @@
-"""Records every operator that torch dispatches as one operation of a graph."""
+"""Records each operator that torch dispatches as one operation of a graph."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ aten = torch.ops.aten
 
 
 class Namer:
-    """Gives out names that are valid in Python and unique in a graph: `mm`, `mm_1`, ..."""
+    """Generates names that are valid in Python and unique in a graph: `mm`, `mm_1`, ..."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
         self._counts: dict[str, int] = {}
 
     def fresh(self, hint: str) -> str:
-        """A name like `hint` that was not given out before."""
+        """A new unique name based on `hint`."""
         base = re.sub(r"\W+", "_", hint).strip("_") or "value"
         base = f"_{base}" if base[0].isdigit() else base
         count = self._counts.get(base, 0)
@@ -53,15 +53,14 @@ class Namer:
 class Recorder(FakeTensorMode):
     """A dispatch mode in which tensors are fake and every operator becomes an `Operation`.
 
-    It is the fake mode itself, and no mode above it, because functionalization runs above the fake mode only.
+    It is a subclass of the fake mode, and not a mode above it, because functionalization requires that the fake mode is
+    the next mode below. A tensor that is not fake was made outside of the trace: it becomes one constant of the graph.
 
     Args:
-        namer: names of new values.
-        source: finds the user's line of the operator that is being dispatched.
-        labels: what to call the inputs in messages.
-        drawn: is told of every draw of random numbers.
-
-    A tensor that is not fake was made outside of the trace: it becomes a constant, once for each tensor.
+        namer: generates the names of new values.
+        source: returns the user's line of the operator that is being dispatched.
+        labels: the names of the inputs in messages.
+        drawn: is called with each random operator and its source.
     """
 
     def __init__(
@@ -79,12 +78,12 @@ class Recorder(FakeTensorMode):
         self._source = source
         self._labels = labels
         self._drawn = drawn
-        # Tensors are known by identity, so each must stay alive as long as its id is in the table.
+        # Keyed by id: each entry keeps its tensor alive, so that Python does not reuse the id.
         self._values: dict[int, tuple[torch.Tensor, Value]] = {}
         self._fakes: dict[Value, torch.Tensor] = {}
 
     def fake(self, value: Value, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
-        """The fake tensor that stands for a value; made on first use, contiguous or with the strides of `like`."""
+        """The fake tensor of a value; created at the first call, contiguous or with the strides of `like`."""
         if value not in self._fakes:
             with _disable_current_modes(), self._propagation(), self:
                 tensor = torch.empty(value.meta.shape, dtype=value.meta.dtype, device=device)
@@ -97,7 +96,11 @@ class Recorder(FakeTensorMode):
         return self._fakes[value]
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """The value that a tensor stands for; a tensor from outside of the trace becomes a constant."""
+        """The value of a tensor; a tensor from outside of the trace becomes a constant.
+
+        Raises:
+            TraceError: the tensor belongs to another trace, or has no data to make a constant of.
+        """
         known = self._values.get(id(tensor))
         if known is not None:
             return known[1]
@@ -109,11 +112,11 @@ class Recorder(FakeTensorMode):
         return self._constant(tensor)
 
     def lift(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake tensor that stands for a tensor from outside of the trace, which becomes a constant."""
+        """The fake tensor for a tensor from outside of the trace, which becomes a constant."""
         return self.fake(self.value(tensor), tensor.device, tensor)
 
     def source_of(self, tensor: torch.Tensor) -> Source | None:
-        """The line of the operation that made a tensor, or of the nearest one before it that has a line."""
+        """The line of the operation that produced a tensor, or of its nearest ancestor that has a line."""
         producers = {result: operation for operation in self.operations for result in operation.tensors}
         pending = [self.value(tensor)]
         for candidate in pending:
@@ -124,7 +127,7 @@ class Recorder(FakeTensorMode):
         return None
 
     def mutation(self, target: torch.Tensor, source: Source | None) -> TraceError:
-        """The error for a write to an argument or to a tensor from outside."""
+        """The error for a write to an argument or to a closed-over tensor."""
         value = self.value(target)
         label = f"argument {self._labels[value]}" if value in self._labels else "closed-over tensor"
         return TraceError(
@@ -172,7 +175,7 @@ class Recorder(FakeTensorMode):
 
     @contextlib.contextmanager
     def _propagation(self) -> Iterator[None]:
-        """Operators that fake propagation itself calls are not the program's."""
+        """A context in which operators are not recorded: those that fake propagation itself calls."""
         before, self._propagating = self._propagating, True
         try:
             yield
@@ -180,7 +183,7 @@ class Recorder(FakeTensorMode):
             self._propagating = before
 
     def _as_strided(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """A view by strides, or a write through one, as a gather or a scatter; the fake result has its strides."""
+        """Record `as_strided` as a gather, `as_strided_scatter` as a scatter; the fake result has torch's strides."""
         fakes, options = self._lower(args), self._lower(kwargs)
         with self._propagation():
             result: Any = super().__torch_dispatch__(func, types, fakes, options)
@@ -208,7 +211,7 @@ class Recorder(FakeTensorMode):
         return result  # type: ignore[no-any-return]
 
     def _holder(self, x: torch.Tensor, geometry: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A tensor that shares the storage of `x` and holds all elements of a view of it, with their places in it."""
+        """A tensor with the storage of `x` that has all elements of a view by strides, and their flat indices in it."""
         found = places(x, *geometry)
         if found is not None:
             return x, found
@@ -223,7 +226,7 @@ class Recorder(FakeTensorMode):
         return x, None
 
     def _template(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor like this one, for a draw to read; its strides order the numbers."""
+        """A new tensor of the same shape and strides, for a random operator to read: it draws in the strides' order."""
         with self._propagation(), self:
             like = torch.empty_like(tensor)
         with self:
@@ -285,15 +288,15 @@ _NUMBER_DTYPES: Mapping[type, torch.dtype] = MappingProxyType(
 
 
 def _is_number_for_tensor(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether an operator of one tensor is given a Python number, as the derivative of `x * 2j` gives one to `conj`."""
+    """Whether a number is passed for an operator's only tensor, as the derivative of `x * 2j` does to `conj`."""
     parameters = func._schema.arguments
     takes_tensor = bool(args and parameters) and str(parameters[0].type) == "Tensor"
     return takes_tensor and type(args[0]) in _NUMBER_DTYPES and not any(isinstance(x, torch.Tensor) for x in args[1:])
 
 
 def where(source: Source | None = None) -> str:
-    """A source for the text of an error: the line's place and its code; by default the user's line that runs now."""
-    source = source or user_source()  # a module of torch under jit has no line of the user's; its call has
+    """The file, line and code of a source for error messages; by default of the user's line that is running."""
+    source = source or user_source()  # under jit, a torch module has no user line inside the trace: take its call
     if source is None:
         return "an unknown line"
     return f"{source} (`{source.code}`)" if source.code else str(source)
@@ -336,4 +339,4 @@ _STATIC_SHAPES: Mapping[str, str] = {
     "linalg_lstsq": "Use torch.linalg.pinv(A) @ B, or torch.linalg.qr(A) and torch.linalg.solve_triangular.",
     "_ctc_loss": "Return log_probs, and compute the loss outside of the traced function.",
 }
-"""What to write instead of an operator whose shapes depend on values."""
+"""Advice for the error message, for operators whose result shapes depend on values."""

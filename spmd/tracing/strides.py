@@ -1,6 +1,7 @@
-"""Writes to tensors that are not contiguous: they keep their strides, and draws that come later go by strides.
+"""In-place and `out=` writes to tensors that are not contiguous: the tensors must keep their strides.
 
-The functional form of an operator knows only what it reads: it gives the result strides of its own.
+Random operators draw in the order of strides, so strides affect numbers. The functional form of an operator does not
+know the strides of the tensor that is written to, and its result may have others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DRAWING_OR_VIEWING = frozenset({torch.Tag.nondeterministic_seeded, torch.Tag.in
 
 
 def loses_strides(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator writes to and that its functional form could give other strides."""
+    """The tensors that a call writes to and whose strides its functional form could change."""
     keeping = func is aten.copy_.default or not _DRAWING_OR_VIEWING.isdisjoint(func.tags)
     if keeping or not func._schema.is_mutable:
         return []
@@ -28,9 +29,9 @@ def loses_strides(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     named = (given.get(argument.name) for argument in written)
     targets = [target for target in named if isinstance(target, torch.Tensor) and target.numel()]
-    if written[0].kwarg_only:  # out=: strides would be those of the operands
+    if written[0].kwarg_only:  # out=: the functional form takes the strides of the operands
         return targets if any(map(_is_strided, iterate_leaves((*args, *kwargs.values())))) else []
-    # In place, the strides of the first operand, which is written to, come first in what goes element by element.
+    # In place, a pointwise operator takes the strides of its first operand, which is the one that is written to.
     return [] if torch.Tag.pointwise in func.tags else list(filter(_is_strided, targets))
 
 
@@ -39,10 +40,13 @@ def _is_strided(leaf: Any) -> bool:
 
 
 def write_copies(targets: Sequence[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Let an operator write to other tensors in place of `targets`, and copy these to them; gives its results.
+    """Call an operator with contiguous copies in place of `targets`, and copy the copies back.
+
+    Returns:
+        The operator's results, with `targets` where it returns the copies.
 
     Raises:
-        TraceError: a result has another shape than its out=.
+        TraceError: a result has another shape than its `out=`.
     """
     outs = {id(leaf) for leaf in kwargs.values()}
     copies = {
@@ -59,7 +63,7 @@ def write_copies(targets: Sequence[torch.Tensor], func: Any, args: tuple[Any, ..
 
 
 def check_out(func: Any, shape: torch.Size, target: torch.Tensor) -> None:
-    """TraceError for a result of this shape that is written to an `out=` of another one."""
+    """Raise TraceError if the shape of a result is not that of its `out=` tensor `target`."""
     if shape != target.shape:
         raise TraceError(
             f"{func} at {where()} has a result of shape {list(shape)} for out= of shape {list(target.shape)}. Give it "

@@ -1,7 +1,7 @@
-"""The state that torch keeps for a thread or for the process: saved before a function is traced, restored after it.
+"""Torch's state per thread and per process: saved before a function is traced, restored after it.
 
-A function that fails between two of torch's guards leaves dispatch keys, interpreters or modes behind. A frame of the
-traceback may even hold a guard, which would restore what it has saved as late as when the exception is collected.
+A function that raises inside torch may leave dispatch keys, functorch interpreters or modes changed. A frame of the
+traceback may even hold a guard, which would restore its saved state only when the exception is garbage-collected.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Setting:
     """One piece of torch's state.
 
     Args:
-        name: what messages call it.
-        read: gives it.
-        restore: takes what `read` gave; None where it is read only, or restored otherwise.
-        same: whether two of what `read` gives are equal.
+        name: its name in messages.
+        read: returns its value.
+        restore: sets it to a value that `read` has returned; None if it is restored elsewhere or not at all.
+        same: whether two values that `read` has returned are equal.
     """
 
     name: str
@@ -51,22 +51,26 @@ class Setting:
 
 @attrs.frozen
 class TorchState:
-    """Torch's state at some time."""
+    """Torch's state at some time.
+
+    Args:
+        values: the value of each of `SETTINGS`, in order.
+    """
 
     values: tuple[Any, ...]
 
     @classmethod
     def now(cls) -> TorchState:
-        """The state as it is."""
+        """The current state."""
         return cls(tuple(setting.read() for setting in SETTINGS))
 
     def changed(self) -> tuple[str, ...]:
-        """The names of what is not now as it was."""
+        """The names of the settings whose current values differ from this state."""
         pairs = zip(SETTINGS, self.values, strict=True)
         return tuple(setting.name for setting, value in pairs if not setting.same(setting.read(), value))
 
     def restore(self) -> None:
-        """Put everything back that has changed."""
+        """Restore every setting that has changed and can be restored."""
         for setting, value in zip(SETTINGS, self.values, strict=True):
             if setting.restore is not None and not setting.same(setting.read(), value):
                 setting.restore(value)
@@ -74,7 +78,7 @@ class TorchState:
 
 @contextlib.contextmanager
 def restored() -> Iterator[TorchState]:
-    """A context that leaves torch's state as it found it, also when it is left by an error."""
+    """A context manager that restores torch's state on exit, also after an exception; yields the state at entry."""
     with _C._PreserveDispatchKeyGuard():
         state = TorchState.now()
         try:
@@ -87,7 +91,7 @@ def restored() -> Iterator[TorchState]:
 
 
 def release_guards(error: BaseException | None) -> None:
-    """Let go of what torch's frames below an error hold: a guard restores what it has saved when it dies."""
+    """Clear torch's frames in an error's traceback, so that guards in them restore their saved state now."""
     pending, seen = [error], set()
     while pending:
         error = pending.pop()
@@ -98,18 +102,18 @@ def release_guards(error: BaseException | None) -> None:
         traceback: TracebackType | None = error.__traceback__
         while traceback is not None:
             if traceback.tb_frame.f_code.co_filename.startswith(_TORCH):
-                with contextlib.suppress(RuntimeError):  # a frame further up the stack, which still runs
+                with contextlib.suppress(RuntimeError):  # the frame is still running, further up the stack
                     traceback.tb_frame.clear()
             traceback = traceback.tb_next
 
 
 def _flag(name: str, read: str, write: str) -> Setting:
-    """A setting with two functions of `torch._C`."""
+    """A setting that is read and written by two functions of `torch._C`, given by name."""
     return Setting(name, getattr(_C, read), getattr(_C, write))
 
 
 def _stack(name: str, read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], None]) -> Setting:
-    """A stack of modes, which compare by identity."""
+    """A setting that is a stack of modes; modes compare by identity."""
 
     def restore(saved: list[Any]) -> None:
         for _ in read():
@@ -174,7 +178,7 @@ _PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda"
 
 
 def _precision() -> tuple[Any, ...]:
-    """How float32 products may be rounded, by both of torch's interfaces; the older refuses once the newer is used."""
+    """The precision of float32 products, from both of torch's interfaces; the older raises once the newer is used."""
     try:
         older = torch.get_float32_matmul_precision(), _C._get_cudnn_allow_tf32()
     except RuntimeError:
@@ -193,7 +197,7 @@ def _restore_precision(saved: tuple[Any, ...]) -> None:
 
 
 def generators() -> tuple[torch.Tensor, ...]:
-    """The states of torch's default generators; those of GPUs once they are used."""
+    """The states of torch's default generators: of the CPU, and of the GPUs if CUDA is initialized."""
     used = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return tuple(generator.get_state() for generator in (torch.default_generator, *used))
 
@@ -205,7 +209,7 @@ def _restore_generators(states: tuple[torch.Tensor, ...]) -> None:
 
 
 def same_draws(states: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    """Whether generators in such states draw the same numbers."""
+    """Whether two results of `generators` are equal, so that the generators would draw the same numbers."""
     with _C.DisableTorchFunction(), _disable_current_modes():
         return all(map(torch.equal, states, others))
 
@@ -220,7 +224,7 @@ SETTINGS = (
     _stack("the function modes", _get_current_function_mode_stack, _pop_function_mode, _push_function_mode),
     Setting("the default device", _default_device, _restore_default_device),
     _flag("the calls of __torch_function__", "_get_torch_function_state", "_set_torch_function_state"),
-    Setting("the dispatch keys", _dispatch_keys),  # `restored` restores them: not all have a name in Python
+    Setting("the dispatch keys", _dispatch_keys),  # `restored` restores them by a guard: some have no Python name
     _flag("the grad mode", "is_grad_enabled", "_set_grad_enabled"),
     _flag("the forward grad mode", "_is_fwd_grad_enabled", "_set_fwd_grad_enabled"),
     Setting("the inference mode", torch.is_inference_mode_enabled),
@@ -241,4 +245,4 @@ SETTINGS = (
     _flag("the order of attention kernels", "_get_sdp_priority_order", "_set_sdp_priority_order"),
     Setting(GENERATOR, generators, _restore_generators, same_draws),
 )  # fmt: skip
-"""Everything that a traced function could leave changed, in the order in which it is restored."""
+"""All state that a traced function could leave changed, in the order in which it is restored."""

@@ -1,8 +1,7 @@
 """Traces a function into a flat functional graph of aten operators over global tensors.
 
-The function runs once, on fake tensors, under functionalization (in-place operators on its own tensors become
-functional) with a dispatch mode below that records each operator: `torch.func` transforms inside the function are
-already unfolded there.
+The function runs once, on fake tensors. Functionalization makes in-place operators on its own tensors functional. A
+dispatch mode below it records each operator; `torch.func` transforms inside the function have been applied by then.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _tracing: ContextVar[bool] = ContextVar("spmd_tracing", default=False)
 
 
 def is_tracing() -> bool:
-    """Whether a function is being traced right now; a jitted function that is called then inlines itself."""
+    """Whether a function is being traced; a jitted function that is called meanwhile is inlined into the trace."""
     return _tracing.get()
 
 
@@ -52,8 +51,8 @@ class Traced:
         graph: the program over flat inputs and outputs.
         in_tree: optree's treespec of the tuple of dynamic arguments.
         out_tree: optree's treespec of the result.
-        input_paths: where each input stands among the arguments, for messages: `0['w']`.
-        output_paths: where each output stands in the result, for messages: `[1]['loss']`; empty for a bare tensor.
+        input_paths: the path of each input in the arguments, for messages: `0['w']`.
+        output_paths: the path of each output in the result, for messages: `[1]['loss']`; empty for a bare tensor.
         name: the function's name.
     """
 
@@ -79,14 +78,15 @@ def trace(
 
     Args:
         function: a pure function; `torch.func` transforms may be used inside.
-        args: its positional arguments. Leaves are tensors of any device, or anything with `shape` and `dtype`
+        args: its positional arguments. Leaves are tensors on any device, or anything with `shape` and `dtype`
             (TensorMeta); None is an empty subtree. Values are not read.
-        static_argnums: positions of arguments that are passed to the function as they are.
-        name: of the program; by default the function's.
+        static_argnums: positions of the arguments that are passed to the function unchanged, as in `jax.jit`.
+        name: the name of the program; by default the function's name.
 
     Raises:
-        TraceError: a leaf that is no tensor, a result that is no tensor, an in-place write to an argument or to a
-            tensor from outside, a draw from a generator of its own, or control flow on the value of a tensor.
+        TraceError: a leaf or a result that is not a tensor, an in-place write to an argument or to a closed-over
+            tensor, random numbers from a torch.Generator other than the default one, lasting changes of torch's state,
+            or control flow on the value of a tensor.
 
     >>> traced = trace(lambda x: {"y": x.sin()}, (TensorMeta((2, 3), torch.float32),))
     >>> traced.output_paths, [str(operation.op) for operation in traced.graph.operations]
@@ -127,13 +127,14 @@ def trace_flat(
     """Trace a function from tensors to a sequence of tensors.
 
     Args:
-        function: takes one tensor for each leaf, gives a list or tuple of tensors.
-        leaves: anything with `shape` and `dtype`; with `device` too, that device decides which kernels are traced.
+        function: takes one tensor for each leaf and returns a list or tuple of tensors.
+        leaves: anything with `shape` and `dtype`. The fake tensors have the device of the leaf if it has one, else the
+            CPU: torch chooses operators by device.
         names: hints for the names of the inputs.
-        paths: of the leaves, for messages.
+        paths: the paths of the leaves, for messages.
 
     Raises:
-        TraceError: as `trace`.
+        TraceError: as in `trace`.
     """
     namer = Namer()
     hints = names or [f"arg{index}" for index in range(len(leaves))]
@@ -170,10 +171,10 @@ def trace_flat(
 
 @contextlib.contextmanager
 def _no_modes_around() -> Iterator[None]:
-    """Without what watches or changes operators around the trace: what there is to see comes when the program runs.
+    """A context in which dispatch modes, inference mode and grad mode from outside do not affect the trace.
 
-    And without oneDNN, whose recurrent layers are one operator that keeps for its gradient what it has found only while
-    gradients are on: torch takes them apart instead.
+    It also switches oneDNN off, so that torch decomposes recurrent layers: oneDNN's single operator for them saves what
+    its backward needs only if grad mode is on.
     """
     onednn = torch._C._get_mkldnn_enabled()
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), nested_tracers():
@@ -186,7 +187,7 @@ def _no_modes_around() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_raised_only() -> Iterator[None]:
-    """Without torch's log of every error in a shape: the user gets the error itself."""
+    """A context in which torch does not log shape errors of fake tensors: the error is raised anyway."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     silence: Callable[[logging.LogRecord], bool] = lambda record: False  # noqa: E731
     log.addFilter(silence)
@@ -197,27 +198,27 @@ def _errors_raised_only() -> Iterator[None]:
 
 
 class _ClosureLifting(TorchFunctionMode):
-    """Gives functionalization its own tensor for each closed-over one, and refuses to read a traced tensor's memory.
+    """Wraps each closed-over tensor for functionalization, and raises for calls that a program cannot represent.
 
-    Functionalization tracks only what it has wrapped; without this, `mask = closed_over > 0; mask[0] = True` would
-    reach the recorder as an in-place write.
+    Functionalization tracks only tensors that it has wrapped; without this, `mask = closed_over > 0; mask[0] = True`
+    would reach the recorder as an in-place write.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        # The closed-over tensor is kept beside its stand-in: its id must not be used again.
+        # Keyed by id: each entry keeps its closed-over tensor alive, so that Python does not reuse the id.
         self._lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tracked: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def functional(self, fake: torch.Tensor) -> torch.Tensor:
-        """The tensor under functionalization that stands for a fake one; writes to it are refused."""
+        """Wrap a fake tensor for functionalization, and track it: `check_writes` raises if it was written to."""
         wrapped = FunctionalTensor.to_functional(fake)
         self._tracked.append((fake, wrapped))
         return wrapped
 
     def finish(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor below functionalization, with everything that was written to it."""
+        """The tensor that functionalization has wrapped, after all pending writes to it."""
         if not isinstance(tensor, FunctionalTensor):
             return tensor
         torch._sync(tensor)
@@ -263,11 +264,11 @@ class _ClosureLifting(TorchFunctionMode):
                 raise self._recorder.mutation(fake, self._recorder.source_of(written))
 
     def lift(self, leaf: Any) -> Any:
-        """The stand-in of a tensor from outside; any other value as it is."""
+        """The functional fake tensor for a tensor made outside of the trace; any other value unchanged."""
         if not _is_outside(leaf):
             return leaf
         if id(leaf) not in self._lifted:
-            with temporarily_clear_interpreter_stack():  # the stand-in itself is no result of the function
+            with temporarily_clear_interpreter_stack():  # no torch.func transform may wrap the new tensor
                 with _disable_current_modes():
                     fake = self._recorder.lift(leaf)
                 self._lifted[id(leaf)] = (leaf, self.functional(fake))

@@ -1,4 +1,4 @@
-"""The proof of the fuzz: the package with one thing broken at a time, which the fuzz must find."""
+"""Mutation testing of the fuzzer: the package with one defect at a time, which the fuzzer must find."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAMILIES: Mapping[str, tuple[Mutant, ...]] = MappingProxyType(
         "Counting": counting.MUTANTS,
     }
 )
-"""All mutants, by what they break."""
+"""All mutants, grouped by what they break."""
 
 MUTANTS: Mapping[str, Mutant] = MappingProxyType(
     {mutant.name: mutant for family in FAMILIES.values() for mutant in family}

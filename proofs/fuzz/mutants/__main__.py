@@ -39,9 +39,9 @@ def main() -> int:
     """Search for mutants; 1 if any is not found."""
     options = _arguments()
     seeds = range(*map(int, options.seeds.split(":")))
-    check_seed(seeds.start)  # what every process needs, once
+    check_seed(seeds.start)  # fills caches before the fork
     unbroken = _unbroken(seeds, options)
-    for outcome in track(unbroken, "programs generated"):  # here, so that the processes of all mutants have them
+    for outcome in track(unbroken, "programs generated"):  # before the fork, so that all processes have the programs
         if outcome.status is Status.RIGHT:
             known_program(outcome.seed)
     known = json.loads(options.json.read_text()) if options.json and options.json.exists() else []

@@ -1,4 +1,4 @@
-"""Mutants of derivatives: of the operators of sharding, and of collectives."""
+"""Mutants of derivatives: of sharding operators, and of collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of what a plan says of its collectives, against those that run."""
+"""Mutants of the collectives that a plan reports, which must be those that run."""
 
 from __future__ import annotations
 

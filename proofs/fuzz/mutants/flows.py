@@ -1,4 +1,4 @@
-"""Mutants of how partial values flow through operators."""
+"""Mutants of how partial values pass through operators."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _PARTIAL = "spmd.rules.partial"
 
 
 def _also(*rows: Rows) -> Any:
-    """A rule with rows too many."""
+    """Add wrong rows to a rule."""
     return lambda call, factors: attrs.evolve(
         factors, rows=(*factors.rows, *(row for make in rows for row in make(call)))
     )
 
 
 def _only(*rows: Rows) -> Any:
-    """A rule with these rows in place of its own."""
+    """Replace the rows of a rule."""
     return lambda call, factors: _also(*rows)(call, attrs.evolve(factors, rows=()))
 
 
 def _sum_to_max(call: Call) -> Iterator[Row]:
-    """For operators of one tensor."""
+    """The row from a partial sum to a partial maximum, for operators of one tensor."""
     if len(call.operands) == 1:
         yield Row((Partial("sum"),), (Partial("max"),))
 

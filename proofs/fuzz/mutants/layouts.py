@@ -1,4 +1,4 @@
-"""Mutants of memory layouts: each copy before a kernel that reads strides."""
+"""Mutants of memory layouts: the copies before kernels that read strides are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REACHED = (
     "native_group_norm.default",
     "view_as_complex.default",
 )
-"""The operators of `PROBED` that programs have on operands in other memory."""
+"""The operators of `PROBED` that programs call on non-contiguous operands."""
 
 
 def _of(name: str) -> Mutant:

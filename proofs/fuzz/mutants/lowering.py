@@ -1,4 +1,7 @@
-"""Mutants of planning and lowering: what a rank's program computes on the shards that it holds."""
+"""Mutants of planning and lowering: the program of a rank on its shards.
+
+An atom is a factor of a tensor's dim that can be sharded on its own; views split and join dims at atoms.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,12 @@ def _drawn_apart(stop: Any, calls: Any) -> list[Any]:
 
 
 def _any_order(carry: Any) -> Any:
-    """Axes that follow the planning order or not."""
+    """Ignore whether axes follow the planning order."""
     return lambda mesh, axes, atoms, order: carry(mesh, axes, atoms, axes)
 
 
 def _indivisible(carry: Any) -> Any:
-    """The whole run of axes on the leading atom, whether they divide it or not."""
+    """Shard the leading atom by all axes, whether they divide it or not."""
     return lambda mesh, axes, atoms, order: [axes, *((),) * (len(atoms) - 1)]
 
 

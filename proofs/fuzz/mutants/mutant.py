@@ -1,4 +1,4 @@
-"""A mutant: this package with one thing broken, by patching, as long as a context lasts."""
+"""A mutant: this package with one defect, patched in while a context is active."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from spmd.rules import find_rule
 from spmd.rules.rule import Factors, Rule, operator
 
 Change: TypeAlias = Callable[[Any], Any]
-"""From what is there to what stands in its place."""
+"""From the original attribute, its replacement."""
 
 
 @attrs.frozen(eq=False)
 class Patch:
-    """One attribute of a module, a class or a rule, and what to make of it."""
+    """One attribute of a module, a class, a rule or a primitive, and its change."""
 
     owner: Any
     name: str
@@ -45,14 +45,14 @@ class Patch:
 
 @attrs.frozen(eq=False)
 class Mutant:
-    """A defect that the fuzz must find.
+    """A defect that the fuzzer must find.
 
     Args:
-        name: of the mutant.
-        breaks: what is broken, in one sentence without its end.
-        patches: what is changed.
+        name: the name of the mutant.
+        breaks: what is broken, in one sentence without a period.
+        patches: the changes.
         within: operators of the pool or of plans, or kinds of collectives: only programs with one of them can show the
-            defect. All programs, if there are none.
+            defect. If empty, all programs can.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Mutant:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the package is broken; nothing that was computed outside is remembered in it."""
+        """A context in which the package is broken; the package's caches are cleared on entry and exit."""
         with contextlib.ExitStack() as stack:
             for patch in self.patches:
                 stack.enter_context(patch.applied())
@@ -73,47 +73,47 @@ class Mutant:
                 clear_caches()
 
     def concerns(self, outcome: Outcome) -> bool:
-        """Whether a program, which is right in the unbroken package, can show the defect."""
+        """Whether a program can show the defect, given its outcome in the unbroken package; it must be right there."""
         if outcome.status is not Status.RIGHT:
             return False
         return not self.within or not self.within.isdisjoint((*outcome.operators, *outcome.planned))
 
 
 def clear_caches() -> None:
-    """Forget what functions of this package have computed."""
+    """Clear the caches of this package's functions."""
     for found in gc.get_objects():
         if type(found) is functools._lru_cache_wrapper and str(found.__module__).startswith("spmd."):
             found.cache_clear()
 
 
 def mutant(name: str, breaks: str, *patches: Patch, within: str = "") -> Mutant:
-    """A mutant; `within` are words."""
+    """A mutant; `within` is a text of words."""
     return Mutant(name, breaks, patches, frozenset(within.split()))
 
 
 def replaced(owner: Any, name: str, value: Any) -> Patch:
-    """A patch to a value that does not depend on what was there."""
+    """A patch that replaces an attribute by `value`."""
     return Patch(owner, name, lambda before: value)
 
 
 def with_entry(owner: Any, name: str, key: Any, value: Any) -> Patch:
-    """A patch of a mapping that gives one key another value."""
+    """A patch of a mapping that replaces the value of one key."""
     return Patch(owner, name, lambda before: {**before, key: value})
 
 
 def returning(owner: Any, name: str, change: Change) -> Patch:
-    """A patch of a function of which results are changed."""
+    """A patch of a function that applies `change` to its result."""
     return Patch(owner, name, lambda function: lambda *args, **kwargs: change(function(*args, **kwargs)))
 
 
 def of_rule(name: str, breaks: str, ops: str, change: Callable[[Call, Factors], Factors], within: str = "") -> Mutant:
-    """A mutant of the factors that rules find.
+    """A mutant of the factors that rules return.
 
     Args:
         name, breaks: as in `Mutant`.
         ops: the operators whose rules are broken, as `"mm bmm sum.dim_IntList"`.
-        change: from a call and its factors to what the rule says instead.
-        within: as in `mutant`; by default the operators.
+        change: from a call and its factors, the wrong factors.
+        within: as in `mutant`; by default, `ops`.
     """
 
     def changed(factorize: Callable[[Call], Factors]) -> Callable[[Call], Factors]:

@@ -28,17 +28,17 @@ _CANONICALIZE, _FORMS, _FILLS, _CLEAN = (
 
 
 def _without(owner: str, table: str, *names: str) -> Patch:
-    """Without the passes of these names."""
+    """Remove the passes of these names."""
     return Patch(owner, table, lambda passes: tuple(run for run in passes if run.__name__ not in names))
 
 
 def _instead(owner: str, table: str, name: str, other: Callable[..., Any]) -> Patch:
-    """With another pass in place of that of a name."""
+    """Replace the pass of a name by another."""
     return Patch(owner, table, lambda passes: tuple(other if run.__name__ == name else run for run in passes))
 
 
 def _blind_to_draws(name: str) -> Patch:
-    """A canonicalization pass that takes random operators for others."""
+    """Make a canonicalization pass treat random operators as deterministic ones."""
 
     def change(passes: Sequence[Callable[[Graph], Graph]]) -> tuple[Callable[[Graph], Graph], ...]:
         (chosen,) = (run for run in passes if run.__name__ == name)

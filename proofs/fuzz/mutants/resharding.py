@@ -1,4 +1,4 @@
-"""Mutants of resharding: what each step of a redistribution moves, and which steps there are."""
+"""Mutants of resharding: the data that each step of a reshard moves, and which steps there are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOVES, _VIRTUAL = "spmd.collectives.moves", "spmd.collectives.virtual"
 
 
 def _kernel(name: str, change: Change) -> Patch:
-    """A primitive that gives the ranks of a group other results."""
+    """A patch of the primitive of a name that changes its results on the ranks of a group."""
     op = getattr(torch.ops.spmd, name).default
 
     def changed(kernels: Any) -> Any:
@@ -30,7 +30,7 @@ def _kernel(name: str, change: Change) -> Patch:
 
 
 def _turned(results: list[Tensor]) -> list[Tensor]:
-    """What the next rank should hold, where it has the right shape."""
+    """Give each rank the result of the next rank, if it has the right shape."""
     turned = results[1:] + results[:1]
     return [new if new.shape == old.shape else old for new, old in zip(turned, results, strict=True)]
 
@@ -40,7 +40,7 @@ def _reversed_gather(group: Group, calls: Sequence[Any]) -> list[Tensor]:
 
 
 def _balanced(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Chunks that differ by one at most, as those of `torch.tensor_split`."""
+    """Chunks whose lengths differ by at most one, as those of `torch.tensor_split` do."""
     count = math.prod(sizes)
     cuts = [length * number // count for number in range(count + 1)]
     return tuple(itertools.pairwise(cuts))
@@ -60,7 +60,7 @@ def _even_offsets(group: Group, calls: Sequence[Any]) -> list[Tensor]:
 
 
 def _split_first(arguments: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """An all_to_all that splits and joins the other way round, where both dims have one length."""
+    """Swap the dims that an all_to_all splits and joins."""
 
     def change(step: Step, coordinate: tuple[int, ...]) -> tuple[Any, ...]:
         found = arguments(step, coordinate)

@@ -1,4 +1,4 @@
-"""Mutants of rules: dims that must not be sharded, reductions that must be, and local bodies."""
+"""Mutants of rules: dims that must not be sharded, required reductions, and local implementations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NORMS = "aten.native_layer_norm.default aten.native_layer_norm_backward.default
 
 
 def _elementwise(call: Call, factors: Factors) -> Factors:
-    """Every dim may be sharded, where all tensors have one shape."""
+    """Let every dim be sharded, if all tensors have one shape."""
     if len({meta.shape for meta in (*call.operands, *call.results)}) > 1:
         return factors
     return pointwise(lambda _: factors.rows).factorize(call)
@@ -36,7 +36,7 @@ def _reduced_by(kind: Reduction) -> Callable[[Call, Factors], Factors]:
 
 
 def _unreduced(call: Call, factors: Factors) -> Factors:
-    """Results that are partial pass for whole."""
+    """Treat partial results as complete."""
     return attrs.evolve(factors, reduce={}, independent=factors.independent | factors.reduce.keys())
 
 
@@ -45,18 +45,18 @@ def _without_additive(call: Call, factors: Factors) -> Factors:
 
 
 def _free(call: Call, factors: Factors) -> Factors:
-    """Factors that must not be sharded are."""
+    """Let factors be sharded that must be replicated."""
     return attrs.evolve(factors, replicate=frozenset(), independent=factors.independent | factors.replicate)
 
 
 def _without_bodies(call: Call, factors: Factors) -> Factors:
-    """The operator itself runs on the shards."""
+    """Run the operator itself on the shards, in place of its local implementations."""
     rows = tuple(attrs.evolve(row, body=None) for row in factors.rows)
     return attrs.evolve(factors, bodies={}, rows=rows, independent=factors.independent | factors.bodies.keys())
 
 
 def _reduce_whole(kind: Reduction) -> Callable[[Call, Factors], Factors]:
-    """A reduction that does not combine is combined."""
+    """Treat a factor that must be replicated as a reduction of this kind."""
     return lambda call, factors: attrs.evolve(
         factors, replicate=frozenset(), reduce={**factors.reduce, **dict.fromkeys(factors.replicate, kind)}
     )
@@ -74,7 +74,7 @@ def _local(name: str, ops: str) -> Mutant:
 
 
 def _silent(name: str, module: str, function: str, within: str) -> Mutant:
-    """A body that does not exchange something."""
+    """A local implementation that leaves out one exchange between ranks."""
     text = f"ranks do not exchange what `{function}` combines in {module}.py"
     return mutant(f"body: {name}", text, replaced(f"spmd.rules.{module}", function, lambda x, axes: x), within=within)
 
@@ -91,7 +91,7 @@ def _including_own(totals: Tensor, neutral: float, axes: Any) -> Tensor:
 
 
 def _shard_first(call: Call, factors: Factors) -> Factors:
-    """The dims of the first operand that must not be sharded are."""
+    """Let dims of the first operand be sharded that must be replicated."""
     (first, *others), shape = factors.operands, call.operands[0].shape
     added = {f"own{dim}": size for dim, size in enumerate(shape) if not first[dim]}
     whole = tuple(names or (f"own{dim}",) for dim, names in enumerate(first))

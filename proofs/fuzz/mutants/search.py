@@ -15,13 +15,13 @@ from proofs.fuzz.outcome import Outcome, Status
 
 @attrs.frozen
 class Finding:
-    """What became of the search for one mutant.
+    """The result of the search for one mutant.
 
     Args:
-        mutant: its name.
-        programs: how many programs the fuzz takes to find it, from the first seed on; 0 if it does not.
-        concerned: how many programs can show the defect, up to that one.
-        outcome: of the program that found it.
+        mutant: the name of the mutant.
+        programs: how many programs, from the first seed on, the fuzzer takes to find it; 0 if it does not.
+        concerned: how many of these programs can show the defect.
+        outcome: the outcome of the program that found it.
     """
 
     mutant: str
@@ -40,10 +40,10 @@ class Finding:
 
 
 def find(mutant: Mutant, unbroken: Sequence[Outcome], *, jobs: int = 1, seconds: float = 60.0) -> Finding:
-    """Run programs in the broken package until one is not right that was right in the unbroken one.
+    """Run programs in the broken package until one fails that was right in the unbroken package.
 
     Args:
-        mutant: what is broken.
+        mutant: the defect.
         unbroken: the outcomes of the programs in the unbroken package, by ascending seed.
         jobs, seconds: as in `check_seeds`.
     """

@@ -1,4 +1,4 @@
-"""The pool: every operator that a program may be made of, by name."""
+"""The pool: all operators that programs are generated from, by name."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ FAMILIES = (
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {name: operator for family in FAMILIES for name, operator in family.OPERATORS.items()}
 )
-"""Everything that a line of a program may do, by name."""
+"""All operators of the pool, by name."""
 
 _HARD_TO_PLACE = (
     "complex_cumsum complex_reciprocal complex_square imag inplace_complex ifft2 quantile all bool_and bool_xor "
     "bool_to_float shift_left int_sign int_to_float int_true_divide"
 )
-"""Operators that often find no operand, so that few programs would have them."""
+"""Operators that often find no suitable operand, so that few programs would have them."""
 
 _SELDOM_SHOWS = (
     "complex_mm complex_sum inplace_through_strides inplace_expanded as_strided_as_laid_out draw_after_write "
     "inplace_lerp_pushed rand_twice rand_unused rand_inplace rand_in_memory_order logsumexp layer_norm "
     "grad_of_layer_norm cross"
 )
-"""Operators in which an error changes few of the programs that have them."""
+"""Operators in which a defect changes the results of few programs that have them."""
 
 _MORE_THAN_ONCE = {
     **dict.fromkeys(_HARD_TO_PLACE.split(), 2),
@@ -81,4 +81,4 @@ _MORE_THAN_ONCE = {
 }
 
 WEIGHTS: Mapping[str, int] = MappingProxyType({name: _MORE_THAN_ONCE.get(name, 1) for name in OPERATORS})
-"""How often each is drawn: more often if an error shows only where the plan uses the placement that it asks for."""
+"""The relative frequency of each operator; higher if a defect shows only under placements that plans rarely use."""

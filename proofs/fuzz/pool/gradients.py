@@ -1,4 +1,4 @@
-"""Gradients of layers by all of their operands, whatever the transform around the program."""
+"""Gradients of layers with respect to all of their operands, independent of the transform around the program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from proofs.fuzz.pool.operator import Draw, Operand, Operator
 
 
 def _gradient(layer: str, *operands: Operand) -> str:
-    """The gradients of a layer, an expression of `a`, `b`, ... that stand for the operands."""
+    """The gradients of a layer, which is an expression of `a`, `b`, ... for the operands."""
     names = ", ".join("abcd"[: len(operands)])
     loss = f"lambda {names}: {layer}.sin().sum()"
     return f"torch.func.grad({loss}, argnums={tuple(range(len(operands)))})({', '.join(operands)})"
@@ -59,7 +59,7 @@ def _attention(d: Draw) -> str:
 
 
 def _attention_transposed(d: Draw) -> str:
-    """Of heads that are split off, as in modules, of which rows have gaps."""
+    """Gradients with heads split and transposed, as in modules, so that rows are not adjacent in memory."""
     batch, rows, width = d.integer(1, 3), d.integer(2, 4), d.integer(2, 3)
     q, k, v = (d.sized((batch, 2, width, rows)) for _ in range(3))
     return _gradient("F.scaled_dot_product_attention(a.mT, b.mT, c.mT)", q, k, v)
@@ -72,7 +72,7 @@ def _cross_entropy(d: Draw) -> str:
 
 
 def _nll_images(d: Draw) -> str:
-    """Of images of which classes are the last dim."""
+    """The gradient for images whose classes are the last dim and are moved to dim 1 for the loss."""
     x = d.sized((d.integer(1, 3), d.integer(1, 3), d.integer(2, 3), d.integer(2, 5)))
     target = d.index(x.shape[:3], x.shape[3])
     return _gradient(f"F.nll_loss(a.movedim(-1, 1).contiguous(), {target}, reduction='sum')", x)

@@ -1,4 +1,4 @@
-"""Transforms and words about sharding inside a program."""
+"""`torch.func` transforms and sharding annotations inside a program."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def _linearize(d: Draw) -> str:
     x = d.floats((0, 2))
     at, tangent = f"{x}.contiguous()", f"{d.like(x)}.contiguous()"
     linearized = f"torch.func.linearize(lambda t: t.sin() * t, {at})[1]({tangent})"
-    # torch's linearize is wrong within another transform: it takes the tangent, or where it linearizes, for constant
+    # torch's linearize is wrong within another transform: it treats the tangent, or the primal, as a constant
     return f"({linearized} if is_tracing() else torch.func.jvp(lambda t: t.sin() * t, ({at},), ({tangent},))[1])"
 
 
 def _placed(name: str) -> Operator:
-    """A word about sharding, which one device does not hear."""
+    """A sharding annotation, which is left out on one device."""
 
     def operator(d: Draw) -> str:
         x = d.floats((0, 4))
@@ -63,7 +63,7 @@ def _placed(name: str) -> Operator:
 
 
 def _placed_jvp(d: Draw) -> str:
-    """The derivative of words about sharding by forward mode."""
+    """The forward-mode derivative of sharding annotations."""
     x = d.floats((0, 3))
     y = d.like(x)
     specs = d.spec(x.ndim), d.spec(x.ndim)
@@ -74,7 +74,7 @@ def _placed_jvp(d: Draw) -> str:
 
 
 def _chain(*, even: bool) -> Operator:
-    """One sharding after another, with pending sums between; of lengths that axes divide, if `even`."""
+    """A sequence of reshards, also to partial sums; if `even`, of a value of shape (4, 4), which most axes divide."""
 
     def operator(d: Draw) -> str:
         x = d.sized((4, 4)) if even else d.floats((1, 3))

@@ -1,4 +1,4 @@
-"""Writing in place: to values, through views of them, to `out=`."""
+"""In-place writes: to values, through views of them, and to `out=`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from proofs.fuzz.pool.operator import Block, Draw, Operand, Operator, Rejected
 
 
 def _target(d: Draw, ndim: tuple[int, int] = (0, 4)) -> tuple[list[str], Operand]:
-    """A value that may be written to: one that the program made, or a copy that lies as torch makes it."""
+    """A value that may be written to, computed by the program or new, and the statements that compute a new one."""
     x = d.floats(ndim, nonempty=True)
     if d.is_own(x) and d.maybe(0.35):
         return [], x
@@ -124,7 +124,7 @@ def _mask(d: Draw, x: Operand) -> str:
 
 
 def _mask_mapped(d: Draw) -> Block:
-    """A write by a mask to each row of a batch; one device chooses between the rows and the number."""
+    """A masked write to each row under vmap; one device computes it by `torch.where`."""
     x, write, name = d.floats((2, 3), nonempty=True), d.name(), d.name()
     body = (f"def {write}(row):", "    row = row * 1.5", "    row[row > 0.3] = 0.125", "    return row")
     plain = f"torch.where({x} * 1.5 > 0.3, 0.125, {x} * 1.5)"
@@ -132,7 +132,7 @@ def _mask_mapped(d: Draw) -> Block:
 
 
 def _mask_value(d: Draw) -> Block:
-    """A write of one number by a mask, and its gradient by the number."""
+    """The gradient of a masked write with respect to the number that is written."""
     x, y, write, name = d.floats((1, 3), nonempty=True), d.floats((0, 1), nonempty=True), d.name(), d.name()
     body = (
         f"def {write}(value):",
@@ -144,14 +144,14 @@ def _mask_value(d: Draw) -> Block:
 
 
 def _pushed(d: Draw) -> str:
-    """Tangents of writes in place."""
+    """Forward-mode derivatives of in-place writes."""
     x = d.floats((0, 3), nonempty=True)
     y = d.like(x)
     return _tangent(x, d.choice(f"lerp_({y}, 0.3)", f"addcmul_({y}, {y})", f"mul_({y})"))
 
 
 def _lerp_pushed(d: Draw) -> str:
-    """Tangents of a write that torch's functionalization cannot push."""
+    """The forward-mode derivative of a write that torch's functionalization does not support."""
     x = d.floats((0, 3), nonempty=True)
     y = d.like(x)
     return _tangent(x, f"lerp_({y}, {y}.sigmoid())")
@@ -226,7 +226,7 @@ def _functional(d: Draw, x: Operand) -> str:
 
 
 def _swapped(d: Draw) -> Block:
-    """Changes of a tensor's own shape."""
+    """In-place changes of a tensor's shape."""
     x, name = d.floats((2, 4), nonempty=True), d.name()
     change = d.choice("transpose_(0, 1)", "squeeze_()", "unsqueeze_(1)", "swapaxes_(0, -1)")
     return Block((f"{name} = {x} * 2", f"{name}.{change}"), (name,))

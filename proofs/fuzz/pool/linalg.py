@@ -21,7 +21,7 @@ def _definite(text: str) -> Operator:
         m = x.shape[-2]
         made = _SPD.format(x=x, n=x.shape[-1], m=m)
         b = d.sized((*x.shape[:-1], None)) if "{b}" in text else ""
-        # Distinct diagonal elements keep eigenvalues apart.
+        # Distinct diagonal elements keep eigenvalues distinct.
         return text.format(a=f"({made} + torch.diag(torch.arange({m}) * 1.5))", b=b)
 
     return operator
@@ -35,7 +35,7 @@ def _tall(text: str) -> Operator:
             (2, 3), nonempty=True, where=lambda t: t.shape[-2] >= t.shape[-1], make=lambda: (4, d.integer(1, 4))
         )
         rows, columns = x.shape[-2:]
-        # Below the diagonal a number decides signs that is not zero up to rounding.
+        # Signs depend on numbers below the diagonal, which must not be zero up to rounding.
         other = f"torch.eye({rows}, {columns}) * 4 + torch.arange({rows * columns}).view({rows}, {columns}).sin() * 0.3"
         return text.format(a=f"({x} + {other})")
 

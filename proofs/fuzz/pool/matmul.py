@@ -32,7 +32,7 @@ def _bmm(d: Draw) -> str:
 
 
 def _matmul(d: Draw) -> str:
-    """With broadcast batch dims."""
+    """A product with broadcast batch dims."""
     x = d.floats((2, 4))
     y = d.floats(
         (2, 3),
@@ -147,11 +147,11 @@ def _multi_dot(d: Draw) -> str:
 
 
 def distances(x: str, y: str, p: str) -> str:
-    """What `torch.cdist` is on one device.
+    """An expression that computes `torch.cdist` on one device by other operators.
 
-    torch's jacrev of it is wrong: its kernel of the gradient leaves out batch dims that only the cotangent has. It is
-    called all the same, so that programs are left out that need its forward mode, which it lacks. Its gradient also
-    reads its result, which no later line may write to: programs take a product of it.
+    torch's jacrev of `cdist` is wrong: its backward kernel ignores batch dims that only the cotangent has. `cdist` is
+    called too, times zero, so that programs which need its missing forward mode are rejected. Its gradient reads its
+    result, which later lines must not write to; programs therefore use `cdist(...) * 1`.
     """
     truth = f"torch.linalg.vector_norm({x}.unsqueeze(-2) - {y}.unsqueeze(-3), {p}, dim=-1)"
     return f"torch.cdist({x}, {y}, p={p}) * 0 + {truth}"

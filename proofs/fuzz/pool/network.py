@@ -133,7 +133,7 @@ def _group_norm(d: Draw) -> str:
 
 
 def _group_norm_transposed(d: Draw) -> str:
-    """Of which batch and channels are exchanged in memory."""
+    """Group norm of images whose batch and channels are transposed in memory."""
     x = d.floats(3, where=lambda t: t.shape[0] == 4 and t[0].numel() > 0, make=lambda: (4, d.integer(2, 3), 3))
     return f"F.group_norm({x}.transpose(0, 1), 2)"
 
@@ -173,7 +173,7 @@ def _attention(d: Draw) -> str:
 
 
 def _attention_fused(d: Draw) -> str:
-    """Of shapes that fused kernels take, with operands as modules make them: heads split off and transposed."""
+    """Attention with shapes that fused kernels support, and heads split and transposed as in modules."""
     batch, heads, rows, width = d.integer(1, 3), d.integer(1, 3), d.integer(1, 4), d.integer(1, 4)
     operands = [d.sized((batch, rows, heads * width)) for _ in range(3)]
     split = [f"{x}.unflatten(-1, ({heads}, {width})).transpose(1, 2)" for x in operands]
@@ -186,7 +186,7 @@ def _attention_transposed(d: Draw) -> str:
 
 
 def _multi_head_attention(d: Draw) -> str:
-    """Projection, split into heads, attention, joined."""
+    """Multi-head attention: projection, split into heads, attention, join."""
     rows, width = d.integer(1, 4), 4
     x = d.sized((None, rows, width))
     w = d.sized((3 * width, width))

@@ -1,4 +1,4 @@
-"""What an operator of the pool is: it asks for operands and gives the text of a line."""
+"""The operators of the pool: each chooses operands and returns the text of a line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from proofs.fuzz.draw import Block, Draw, Operand
 from proofs.fuzz.environment import Rejected
 
 Operator: TypeAlias = Callable[[Draw], "str | Block"]
-"""Gives an expression for a tensor or several, or statements; raises `Rejected` if no operand will do."""
+"""Returns an expression for one or more tensors, or statements; raises `Rejected` if there is no suitable operand."""
 
 
 def unary(text: str, *, nonempty: bool = False) -> Operator:
@@ -38,7 +38,7 @@ def along(text: str, *, nonempty: bool = True, distinct: bool = False) -> Operat
     Args:
         text: the expression.
         nonempty: whether the tensor must have elements.
-        distinct: whether numbers along the dim must differ.
+        distinct: whether all numbers along the dim must be different.
     """
 
     def operator(d: Draw) -> str:
@@ -52,12 +52,12 @@ def along(text: str, *, nonempty: bool = True, distinct: bool = False) -> Operat
 
 
 def fill(text: str, **parts: object) -> str:
-    """The text with `{name}` replaced."""
+    """The text with each `{name}` replaced."""
     return text.format(**parts)
 
 
 def chosen(*operators: Operator) -> Operator:
-    """One of several operators."""
+    """An operator that is one of several, chosen at random."""
     return lambda d: d.choice(*operators)(d)
 
 

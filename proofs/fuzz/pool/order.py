@@ -1,4 +1,4 @@
-"""Sorting and choosing the largest."""
+"""Sorting and selecting the largest elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators between values that wait for a reduction, which few of them may take and give as they are."""
+"""Operators from partial operands to partial results; few of them may run without a reduction first."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from spmd.core.spec import P
 
 
 def _between(text: str, reduction: Reduction = "sum", result: Reduction | None = None) -> Operator:
-    """An operator of `x`, which waits for a reduction, with a result that does, too; `y` is another value.
+    """An operator of `x`, which is partial, with a partial result; `y` is replicated or sharded.
 
     Args:
-        text: the expression; `{z}` is a value that waits for the same reduction as `x`.
-        reduction: that `x` waits for.
-        result: that the result waits for; by default the same.
+        text: the expression; `{z}` is another value with the same reduction as `x`.
+        reduction: the reduction of `x`.
+        result: the reduction of the result; by default, that of `x`.
     """
 
     def operator(d: Draw) -> str:
         first = d.floats((1, 3), where=lambda t: t.numel() and t.shape[-1] > 1, make=lambda: (d.integer(1, 3), 4))
         second, y = d.like(first), d.like(first)
         axis = d.axis()
-        # Of both signs, rising and falling in other places: what is done to each is not done to their sum or maximum.
+        # The parts have both signs and different orders, so that most operators do not commute with the reduction.
         other = f"({second}.flip(-1) * 5).sin()"
         parts = {"x": f"torch.stack([{first}, {other}])", "z": f"torch.stack([{other} + 0.3, {first}])"}
         plain = {name: f"{stacked}.{_REDUCED[reduction]}(0)" for name, stacked in parts.items()}
@@ -37,7 +37,7 @@ _REDUCED: Mapping[Reduction, str] = {"sum": "sum", "max": "amax", "min": "amin"}
 
 
 def _pending(stacked: str, axis: str, reduction: Reduction) -> str:
-    """The reduction of parts of which each rank holds some, not yet finished."""
+    """A partial value: the reduction of a stack of parts, which is sharded over an axis."""
     reduced = f"spmd.constrain({stacked}, {P(axis)!r}).{_REDUCED[reduction]}(0)"
     return f"spmd.constrain({reduced}, {P(partial={axis: reduction})!r})"
 

@@ -20,14 +20,14 @@ def _new(d: Draw) -> str:
 
 
 def _twice(d: Draw) -> str:
-    """Equal calls that give different numbers."""
+    """Two equal random calls, which return different numbers."""
     x = d.floats((1, 3))
     made = d.choice(f"torch.rand({x.shape})", f"torch.rand_like({x})", f"F.dropout({x}, 0.4)")
     return f"{made} - {made}"
 
 
 def _unused(d: Draw) -> Block:
-    """A draw that nobody reads moves the generator on."""
+    """A random operator whose result is not used still advances the generator."""
     x, name = d.floats((1, 3)), d.name()
     return Block((f"torch.rand({x.shape})", f"{name} = {x} * torch.rand({x.shape})"), (name,))
 
@@ -40,14 +40,14 @@ def _in_place(d: Draw) -> Block:
 
 
 def _in_memory_order(d: Draw) -> Block:
-    """A draw into a tensor that is laid out in another order than its dims."""
+    """Random numbers written to a tensor that is not in row-major order in memory."""
     x, name = d.floats(2, nonempty=True), d.name()
     rows, columns = x.shape
     return Block((f"{name} = torch.empty({columns}, {rows}).t()", f"{name}.bernoulli_(0.4)"), (name,))
 
 
 def _after_write(d: Draw) -> Block:
-    """A draw in the order of memory of what was written to."""
+    """A random operator after a write in place, in the memory order of the written tensor."""
     x, name, other = d.floats(2, nonempty=True), d.name(), d.name()
     rows, columns = x.shape
     written = f"{name} = torch.zeros({columns}, {rows}).t()"

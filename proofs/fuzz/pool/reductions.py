@@ -42,7 +42,7 @@ def _quantile(d: Draw) -> str:
 
 
 def _std_mean(d: Draw) -> str:
-    """Of numbers that are apart: the gradient of the deviation of equal ones is infinite."""
+    """The deviation of distinct numbers: for equal ones its gradient is infinite."""
     x = d.floats((1, 4), nonempty=True, where=lambda t: t.shape[-1] > 1)
     return f"torch.std_mean({x} + torch.arange({x.shape[-1]}) * 2, -1, correction=0)"
 

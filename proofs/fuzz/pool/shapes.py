@@ -1,4 +1,4 @@
-"""Operators that join, repeat, pad, and move elements."""
+"""Operators that join, repeat, pad and move elements."""
 
 from __future__ import annotations
 

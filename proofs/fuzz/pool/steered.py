@@ -1,4 +1,4 @@
-"""Operators between values that are placed where sharding them is hard: an error there changes the result."""
+"""Operators on values with sharding constraints that make the operator hard to shard, so that a defect shows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from proofs.fuzz.pool.operator import Draw, Operand, Operator
 from spmd.core.spec import P
 
 _Place = Callable[[object, P], str]
-"""From the text of a value, and a spec, to the text of the value with that spec."""
+"""From the text of a value and a spec, the text of the value constrained to that spec."""
 
 
 def _steered(build: Callable[[_Place], str]) -> str:
-    """An expression in which `build` places values; one device leaves them as they are."""
+    """An expression in which `build` constrains values; on one device there are no constraints."""
     return _either(build(_constrained), build(lambda text, spec: f"{text}"))
 
 
@@ -27,7 +27,7 @@ def _constrained(text: object, spec: P) -> str:
 
 
 def _over(axis: str | tuple[str, ...], dim: int = 0) -> P:
-    """Sharded in one dim."""
+    """The spec that shards one dim over the axis or axes."""
     return P(*[None] * dim, axis)
 
 
@@ -36,7 +36,7 @@ def _sum(axis: str) -> P:
 
 
 def _sizes(d: Draw, ndim: int, low: int = 2) -> Operand:
-    """A float tensor of which every dim has some elements."""
+    """A float tensor whose dims all have at least length `low`."""
     return d.floats(
         ndim, where=lambda t: min(t.shape) >= low, make=lambda: [d.integer(low, 5) for _ in range(ndim)], fresh=0.15
     )
@@ -48,7 +48,7 @@ def _square(d: Draw) -> Operand:
 
 
 def _shards_of_square(text: str) -> Operator:
-    """An operator of a square matrix, `x` in the text, of which operand and result are sharded in one dim."""
+    """An operator of a square matrix, `x` in the text; the operand and the result are sharded along the same dim."""
 
     def operator(d: Draw) -> str:
         x, spec = _square(d), _over(d.axis(), d.integer(0, 1))
@@ -58,7 +58,7 @@ def _shards_of_square(text: str) -> Operator:
 
 
 def _shards(text: str) -> Operator:
-    """An operator along dim 0, `x` in the text, of which operand and result are sharded in that dim."""
+    """An operator along dim 0, with `x` in the text; the operand and the result are sharded along that dim."""
 
     def operator(d: Draw) -> str:
         x, spec = _sizes(d, d.integer(1, 2)), P(d.axis())
@@ -69,21 +69,21 @@ def _shards(text: str) -> Operator:
 
 
 def _amax_of_few(d: Draw) -> str:
-    """Of negative numbers, on ranks of which some have no row."""
+    """The maximum of negative numbers, with empty shards on some ranks."""
     x, axis, count = _sizes(d, 2), d.axis(), d.integer(1, 3)
     few = f"(-{x}[:{count}].abs() - 0.2)"
     return _steered(lambda at: at(f"{at(few, P(axis))}.amax(0)", P(partial={axis: "max"})))
 
 
 def _all_of_parts(d: Draw) -> str:
-    """On ranks of which only the second one holds anything false."""
+    """`all`, where only the second rank holds a false element."""
     x, axis = _sizes(d, d.integer(1, 3)), d.axis()
     parts = f"torch.stack([{x} == {x}, {x} > {d.number()}, {x} == {x}])"
     return _steered(lambda at: at(f"{at(parts, P(axis))}.all(0)", P()))
 
 
 def _extremes_of_many(d: Draw) -> str:
-    """Of columns so long that ranks exchange what they find, and not the columns."""
+    """Extremes of columns so long that ranks exchange their local results, and not the columns."""
     x, axis = d.sized((d.integer(1, 3),)), d.axis()
     column = f"({x}.sum() + torch.arange(600) * 1.7).sin().view(300, 2)"
     text = d.choice("{}.argmax(0)", "{}.argmin(0)", "{}.max(0)", "{}.min(0)")
@@ -98,7 +98,7 @@ def _cdist(d: Draw) -> str:
 
 
 def _bilinear(d: Draw) -> str:
-    """A product of three tensors, of which each rank has some of the terms."""
+    """A bilinear product with its summed dim sharded, so that each rank has some of the terms."""
     x, axis = _sizes(d, 2), d.axis()
     y = d.sized((x.shape[0], None))
     weight = d.sized((None, x.shape[1], y.shape[1]))
@@ -142,19 +142,19 @@ def _searchsorted(d: Draw) -> str:
 
 
 def _joined(d: Draw) -> str:
-    """Dims that are joined, the first of which is sharded before and after."""
+    """A flatten of two dims, the first of which is sharded before and after."""
     x, axis = _sizes(d, d.integer(2, 3)), d.axis()
     return _steered(lambda at: at(f"{at(x, P(axis))}.flatten(0, 1)", P(axis)))
 
 
 def _minor_factor(d: Draw) -> str:
-    """A dim that joins two, one of which is sharded; it is gathered when it is smallest."""
+    """A flatten of two dims, one of which is sharded, then a reduction of another dim and a gather."""
     x, spec = _sizes(d, 3), _over(d.axis(), d.integer(0, 1))
     return _steered(lambda at: at(f"{at(x, spec)}.flatten(0, 1).amax(-1)", P()))
 
 
 def _disagreeing_views(d: Draw) -> str:
-    """Views between which a dim has no common factors."""
+    """Two views whose dims have no common factors."""
     x, axis = _sizes(d, 2), d.axis()
     rows, columns = x.shape
     return _steered(
@@ -169,7 +169,7 @@ def _views_of_shards(d: Draw) -> str:
 
 
 def _two_reductions(d: Draw) -> str:
-    """The sum of a pending sum and of a maximum that is pending on another axis, of which little is read."""
+    """The sum of a partial sum and of a maximum that is partial on another axis, of which only one row is read."""
     x = _sizes(d, 2)
     first, second = d.two_axes()
     left = f"torch.stack([{x}, {d.like(x)}])"
@@ -180,7 +180,7 @@ def _two_reductions(d: Draw) -> str:
 
 
 def _convolution(d: Draw) -> str:
-    """With both dims of images sharded."""
+    """A convolution with both dims of the images sharded."""
     x = d.sized((d.integer(1, 2), d.integer(1, 2), d.integer(3, 5), d.integer(3, 5)))
     weight = d.sized((d.integer(1, 2), x.shape[1], d.integer(2, 3), d.integer(2, 3)))
     spec = P(None, None, *d.two_axes())
@@ -188,7 +188,7 @@ def _convolution(d: Draw) -> str:
 
 
 def _exchange(d: Draw) -> str:
-    """An all_to_all in which a group of ranks that holds fewer rows sends more of them."""
+    """An all_to_all of uneven shards, in which a group of ranks with fewer rows sends more of them."""
     x = d.sized((d.integer(2, 4),))
     minor, major = sorted(d.two_axes(), key=lambda axis: -d.mesh[d.axes.index(axis)])
     rows, columns = {3: (13, 2), 4: (25, 3)}.get(d.mesh[d.axes.index(minor)], (5, 2))
@@ -197,7 +197,7 @@ def _exchange(d: Draw) -> str:
 
 
 def _gathered_at_once(d: Draw) -> str:
-    """Uneven shards of two axes, of a dim with a leading factor that they do not divide."""
+    """Uneven shards over two axes, of a dim whose leading factor the axes do not divide."""
     x = d.sized((d.integer(1, 3),))
     axes = d.two_axes()
     ranks = math.prod(d.mesh[d.axes.index(axis)] for axis in axes)
@@ -207,7 +207,7 @@ def _gathered_at_once(d: Draw) -> str:
 
 
 def _list(d: Draw) -> str:
-    """A list operator of which one result is reduced, and an operand of the other moved."""
+    """A list operator with a partial result, and another result for which an operand is resharded."""
     x, y, axis = _sizes(d, d.integer(1, 2)), _sizes(d, 2), d.axis()
     first, second = (f"torch.stack([{a}, {b}])" for a, b in ((x, d.like(x)), (d.like(x), x)))
     z = d.like(y)
@@ -221,7 +221,7 @@ def _list(d: Draw) -> str:
 
 
 def _sharded_late(d: Draw) -> str:
-    """Few rows, which are sharded when they are read; some ranks have none."""
+    """An operator of few rows that are sharded just before it; some ranks have none."""
     x, axis, count = _sizes(d, 2), d.axis(), d.integer(1, 2)
     y = d.sized((x.shape[1], d.integer(2, 3)))
     text = d.choice("({x} @ {y})", "torch.fft.fft({x}).real", "{x}.amax(1)")
@@ -235,7 +235,7 @@ OF_TWO_AXES: Mapping[str, Operator] = {
     "uneven_exchange": _exchange,
     "gathered_at_once": _gathered_at_once,
 }
-"""Those that a mesh with one axis of several ranks cannot have."""
+"""The operators that need two mesh axes with more than one rank."""
 
 OPERATORS: Mapping[str, Operator] = {
     **OF_TWO_AXES,

@@ -1,4 +1,4 @@
-"""Views, and what changes the layout of a value in memory."""
+"""Views, and operators that change the memory layout of a value."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _reshape(d: Draw) -> str:
 
 
 def _view(d: Draw) -> str:
-    """A view of a value as it lies, which torch refuses where strides do not allow it."""
+    """A view of a value in its memory layout, which torch refuses if strides do not allow it."""
     x = d.anything((1, 4), nonempty=True, where=lambda t: t.is_contiguous())
     return f"({x} * 1).view({_factors(d, x.numel)})" if x.tensor.dtype.is_floating_point else f"{x}.view(-1)"
 
@@ -164,7 +164,7 @@ def _as_strided(d: Draw) -> str:
 
 
 def _as_strided_as_laid_out(d: Draw) -> str:
-    """Strides that depend on how an intermediate value lies."""
+    """An `as_strided` whose strides depend on the memory layout of an intermediate value."""
     x = d.floats((2, 3), nonempty=True)
     return f"({x}.transpose(0, 1).contiguous().transpose(0, 1) * 2).as_strided(({x.numel},), (1,))"
 

@@ -1,1 +1,1 @@
-"""The layers of a program, and how a plan lays them out."""
+"""The layers of a program, and how a plan shards them."""

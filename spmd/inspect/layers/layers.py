@@ -1,4 +1,4 @@
-"""How the layers of a plan lie: one stretch of the program many times over, and whether each is spread alike."""
+"""How a plan shards the layers of a program: repeated parts, and which of their copies are sharded identically."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _MARKERS = (REDISTRIBUTE, RELABEL)
 
 @attrs.frozen
 class Alike:
-    """Layers that lie identically: their values, the strategies of their operators, their collectives.
+    """Layers that are sharded identically: same layouts of values, strategies of operators and collectives.
 
     Args:
         layers: their numbers.
         compute, communication: predicted seconds of one of them.
-        bytes: what a rank sends in one of them.
-        otherwise: the first thing that they do otherwise than most, in words; "" for those that are most.
+        bytes: sent per rank in one of them.
+        otherwise: the first difference from the largest group of layers, in words; "" for the largest group.
     """
 
     layers: tuple[int, ...]
@@ -56,13 +56,13 @@ class Alike:
 
 @attrs.frozen(eq=False)
 class Layers:
-    """One repeated stretch of a program; printed, it says how its layers lie.
+    """One repeated part of a program; its `str` says how its layers are sharded.
 
     Args:
         copies: the operations of each layer, in order of execution.
-        numbers: the number of each; backward layers have those of the forward layers whose values they take.
+        numbers: the number of each layer; backward layers have those of the forward layers whose values they consume.
         place: the lines that they come from.
-        alike: the layers by how they lie, the most first.
+        alike: the groups of layers that are sharded identically, the largest first.
     """
 
     copies: tuple[Copy, ...]
@@ -84,11 +84,11 @@ class Layers:
 
 
 def find_layers(plan: PlanData, account: Account) -> tuple[Layers, ...]:
-    """The layers of a plan: the stretches of its program that repeat, and how the copies of each lie.
+    """The layers of a plan: the repeated parts of its program, and how the copies of each are sharded.
 
     Args:
         plan: the plan.
-        account: its predicted times.
+        account: its predicted times and collectives.
     """
     repeats = find_repeats(plan.request.graph)
     shares = find_shares(plan, repeats)
@@ -101,7 +101,11 @@ def find_layers(plan: PlanData, account: Account) -> tuple[Layers, ...]:
 
 
 def _numbers(repeats: Sequence[Repeat]) -> Iterator[tuple[int, ...]]:
-    """The numbers of copies: in order, or those of the copies of an earlier repeat from which they take most values."""
+    """The layer numbers of the copies of each repeat.
+
+    Each copy gets the number of the copy of an earlier repeat from which it takes most values, if these are all copies
+    of one repeat and all different; else copies are numbered in order.
+    """
     owners: dict[Value, tuple[int, int]] = {}
     for index, repeat in enumerate(repeats):
         taken = [
@@ -117,7 +121,7 @@ def _numbers(repeats: Sequence[Repeat]) -> Iterator[tuple[int, ...]]:
 
 
 def _place(repeat: Repeat) -> str:
-    """The lines of all copies, by file, and whether their operators are those of a gradient."""
+    """The lines of all copies, by file, and whether their operators belong to a backward pass."""
     sources = {operation.source for copy in repeat.copies for operation in copy if operation.source is not None}
     lines: dict[str, set[int]] = defaultdict(set)
     for source in sources:
@@ -130,7 +134,7 @@ def _place(repeat: Repeat) -> str:
 
 @attrs.frozen
 class _Fact:
-    """One thing about how a copy lies: a value, a verb, and what is said of it."""
+    """One fact about the sharding of a copy: a value, a verb, and what is said of the value."""
 
     value: str
     verb: str
@@ -141,11 +145,11 @@ class _Fact:
 
 
 _Facts: TypeAlias = Mapping[tuple[int, str], _Fact]
-"""How a copy lies, by a position in it and what is asked there."""
+"""The sharding of a copy: facts by position in the copy and question, such as `result 0` or `strategy`."""
 
 
 class _Describer:
-    """Says how the copies of a plan lie, and where two lie otherwise."""
+    """Describes how the copies are sharded, and how two of them differ."""
 
     def __init__(self, plan: PlanData, account: Account) -> None:
         self.plan, self.account = plan, account
@@ -153,7 +157,7 @@ class _Describer:
         self.texts: dict[tuple[int, LogicalShape], str] = {}
 
     def alike(self, shares: Mapping[int, Share]) -> Iterator[Alike]:
-        """Layers, by their numbers, in groups that lie identically; the largest first."""
+        """Group layers, given by number, that are sharded identically; the largest group first."""
         facts = {number: self.facts(share) for number, share in sorted(shares.items())}
         groups: dict[tuple[tuple[tuple[int, str], str], ...], list[int]] = defaultdict(list)
         for number, found in facts.items():
@@ -171,7 +175,7 @@ class _Describer:
             )
 
     def facts(self, share: Share) -> _Facts:
-        """How one copy lies, in order of its positions."""
+        """The sharding of one copy, in order of its positions."""
         names = {position: f"%{o.tensors[0].name}" for position, o in share if o.tensors[0] in self.program}
         facts = {
             (position, question): fact
@@ -188,7 +192,7 @@ class _Describer:
         return {question: facts[question] for question in sorted(facts)}
 
     def of_operation(self, name: str, operation: Operation) -> Iterator[tuple[str, _Fact]]:
-        """What is to be said of one operation, by questions, but for its collectives."""
+        """The facts about one operation except its collectives, each with its question."""
         origin = self.program.get(operation.tensors[0])
         if origin is None:
             if operation.op not in _MARKERS:
@@ -204,14 +208,14 @@ class _Describer:
 
     def layout(self, value: Value) -> str:
         spec, atoms = self.plan.specs[value], self.plan.logical[value]
-        key = id(spec), atoms  # hashing a spec takes longer than all else here
+        key = id(spec), atoms  # hashing a spec would take most of the time
         if key not in self.texts:
             self.texts[key] = str(Layout(spec, atoms))
         return self.texts[key]
 
 
 def _difference(facts: _Facts, usual: _Facts) -> str:
-    """The first thing that a copy does otherwise than a usual one, and how many others there are."""
+    """The first difference of a copy from a usual one, in words, and how many more there are."""
     first, *others = _differences(facts, usual)
     return first + (f" (and {len(others)} more)" if others else "")
 

@@ -1,7 +1,7 @@
-"""The repeated structure of a program: stretches of operations that follow one another several times, as layers do.
+"""Finds the repeated parts of a program: sequences of operations that occur several times in a row, as layers do.
 
-They are tandem repeats (Main and Lorentz, 1984) in the sequence of calls without their tensors, confirmed copy by copy:
-two copies are the same subgraph if they have one canonical form.
+Candidates are tandem repeats (Main and Lorentz, 1984) in the sequence of calls, regardless of which tensors they take.
+Then copies are compared: two copies are the same subgraph if they have the same canonical form.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Copy: TypeAlias = tuple[Operation, ...]
 
 @attrs.frozen(eq=False)
 class Repeat:
-    """Equal copies, each of which takes a result of the one before.
+    """Equal copies of a subgraph, each of which takes a result of the copy before it.
 
     Args:
-        copies: in order of execution, all of one length. Operation by operation they make the same call on tensors of
-            the same metas, wired alike.
-        handed_on: the results that a copy takes from the one before: the position of the operation in its copy, and of
-            the tensor among its results.
+        copies: in order of execution, all of the same length. Corresponding operations make the same call on tensors
+            of the same metas, with the same data flow between them.
+        handed_on: the results that a copy takes from the copy before it, each as the position of the operation in its
+            copy and of the tensor among the operation's results.
     """
 
     copies: tuple[Copy, ...]
@@ -39,12 +39,12 @@ class Repeat:
 
 
 def find_repeats(graph: Graph) -> tuple[Repeat, ...]:
-    """The repeated stretches of a program, in order of execution; no operation is in two.
+    """The repeated parts of a program, in order of execution; no operation is in two.
 
-    Those that cover most of the program are taken first and, of equal ones, those with the shorter copy. A stretch
-    counts if the arithmetic of an operator in it is counted, as that of products is, and if every copy takes a result
-    of the one before. So layers are found, and updates of one parameter after the other are not. Operations that depend
-    on no input are in no copy: the mask that the first layer makes and all use is no part of that layer.
+    Candidates that cover more operations are taken first and, of equal ones, those with the shorter copy. A candidate
+    must contain an operator with a FLOP formula, such as a matrix product, and each copy must take a result of the copy
+    before it. So layers are found, and updates of one parameter after the other are not. Operations that are
+    independent of inputs are in no copy: a mask that the first layer computes for all layers is not part of it.
     """
     independent = independent_values(graph)
     operations = [operation for operation in graph.operations if not independent.issuperset(operation.tensors)]
@@ -82,12 +82,12 @@ def _tokens(operations: Sequence[Operation]) -> list[int]:
 
 @attrs.frozen(order=True)
 class _Run:
-    """A stretch with a period; runs compare in the order in which they are tried.
+    """A periodic part of the sequence; runs compare in the order in which they are tried.
 
     Args:
-        rank: minus the number of operations in whole copies.
-        period: the operations of one copy.
-        begin, stop: the position of the first operation, and of the one after the last, which may be in no whole copy.
+        rank: minus the number of operations in complete copies.
+        period: the number of operations in one copy.
+        begin, stop: the bounds of the run, `stop` excluded. An incomplete copy may be at its end.
     """
 
     rank: int
@@ -97,19 +97,19 @@ class _Run:
 
     @classmethod
     def within(cls, period: int, begin: int, stop: int) -> Iterator[_Run]:
-        """The run of a stretch; none if it has no two copies."""
+        """The run with these bounds; nothing if it has fewer than two complete copies."""
         whole = stop - begin - (stop - begin) % period
         if whole >= 2 * period:
             yield cls(-whole, period, begin, stop)
 
     @property
     def end(self) -> int:
-        """The end of the last whole copy."""
+        """The end of the last complete copy."""
         return self.begin - self.rank
 
 
 def _runs(tokens: Sequence[int]) -> Iterator[_Run]:
-    """The longest stretches in which every token is equal to the one a period before it."""
+    """The maximal runs: in each, every token equals the token one period before it."""
     for period in sorted(_periods(tokens)):
         begin = 0
         for same, group in itertools.groupby(map(operator.eq, tokens, tokens[period:])):
@@ -122,8 +122,8 @@ def _runs(tokens: Sequence[int]) -> Iterator[_Run]:
 def _periods(tokens: Sequence[int]) -> set[int]:
     """Likely periods: the distances between neighbouring occurrences of equal windows of 1, 2, 4, ... tokens.
 
-    Windows are named as by Karp, Miller and Rosenberg (1972): one of twice the width is a pair of names. In a stretch
-    with a period most windows recur after it, unless they are too narrow to be rare.
+    Windows are named as by Karp, Miller and Rosenberg (1972): a window of twice the width is a pair of names. In a
+    periodic part most windows recur one period later, unless they are so narrow that they also occur in between.
     """
     found: set[int] = set()
     names, width = tokens, 1
@@ -142,7 +142,7 @@ def _periods(tokens: Sequence[int]) -> set[int]:
 
 
 def _free_parts(run: _Run, taken: bytearray) -> Iterator[_Run]:
-    """What is left of a run between the operations that are taken."""
+    """The parts of a run between operations that are already taken."""
     begin = run.begin
     for is_taken, group in itertools.groupby(taken[run.begin : run.stop]):
         end = begin + len(list(group))
@@ -162,7 +162,7 @@ def _alike_parts(run: _Run, copies: Sequence[Copy]) -> Iterator[_Run]:
 
 
 def _wiring(copy: Copy) -> tuple[tuple[int, ...], ...]:
-    """The canonical form of a copy whose calls are known: its operands, by order of first appearance in it."""
+    """The data flow of a copy in canonical form: the operands of each operation, numbered by first appearance."""
     numbers: dict[Value, int] = {}
     form = []
     for operation in copy:
@@ -173,7 +173,7 @@ def _wiring(copy: Copy) -> tuple[tuple[int, ...], ...]:
 
 
 def _handed_on(copies: Sequence[Copy]) -> frozenset[tuple[int, int]]:
-    """The results that copies take from the ones before them; none unless each takes some."""
+    """The results that copies take from the copies before them; empty unless each copy takes some."""
     handed_on: set[tuple[int, int]] = set()
     for before, after in itertools.pairwise(copies):
         operands = {value for operation in after for value in operation.operands}

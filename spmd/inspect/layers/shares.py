@@ -1,4 +1,4 @@
-"""Which operations of a plan belong to which copy of a repeated stretch: those of the program, and what was added."""
+"""Assigns the operations of a plan, both the program's and inserted ones, to the copies of repeated parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmd.plan.data.plan import PlanData
 
 @attrs.frozen
 class Place:
-    """Where an operation stands in a program: in which repeat, in which copy of it, at which position there."""
+    """The place of an operation in a program: the numbers of its repeat and copy, and its position in the copy."""
 
     repeat: int
     copy: int
@@ -22,15 +22,15 @@ class Place:
 
 
 Share = tuple[tuple[int, Operation], ...]
-"""The operations of a plan that belong to one copy, each with the position in the copy that it is there for."""
+"""The operations of a plan that belong to one copy, each with the position in the copy to which it is assigned."""
 
 
 def find_shares(plan: PlanData, repeats: Sequence[Repeat]) -> dict[tuple[int, int], Share]:
-    """What every copy of every repeat has of a plan, by the numbers of repeat and copy, in order of execution.
+    """The operations of a plan that belong to each copy, in order of execution, by the numbers of repeat and copy.
 
-    An operation that planning added belongs to the copy that takes its result, or else to the one that gave what it
-    moves. What several copies of one repeat take belongs to none, and no more does a move of what the last copy gives
-    to the rest of the program where others give it to the next copy.
+    An operation that planning inserted belongs to the copy that consumes its result, or else to the copy that produced
+    its operand. It belongs to no copy if several copies of one repeat consume its result; or if it redistributes, for
+    the rest of the program, a result of the last copy that other copies pass to the next copy.
     """
     finder = _Finder(plan, repeats)
     shares: dict[tuple[int, int], list[tuple[int, Operation]]] = defaultdict(list)
@@ -72,7 +72,7 @@ class _Finder:
         return self.giver(operation)
 
     def takers(self, operation: Operation) -> Iterator[Place | None]:
-        """The places of the operations of the program that take what an added one gives."""
+        """The places of the program's operations that consume the results of an inserted one."""
         for user in (user for value in operation.tensors for user in self.users[value]):
             if user.tensors and user.tensors[0] not in self.program:
                 yield from self.takers(user)
@@ -80,7 +80,7 @@ class _Finder:
                 yield self.place(user)
 
     def giver(self, operation: Operation) -> Place | None:
-        """The place of the operation of the program that made what an added one moves."""
+        """The place of the program's operation that produced what an inserted one redistributes."""
         value = operation.tensors[0]
         while value in self.made and value not in self.program:
             if not self.made[value].operands:

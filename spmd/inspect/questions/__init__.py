@@ -1,1 +1,1 @@
-"""What a person asks of a plan: why, what else, what differs, and what it may send."""
+"""Questions about a plan: explanations of values, differences between plans, communication budgets and pins."""

@@ -1,4 +1,4 @@
-"""What a plan may send: `comms="error"` and budgets by kind of collective, and the error for a plan that sends more."""
+"""Communication budgets: `comms="error"`, limits by kind of collective, and the error for a plan that exceeds them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from spmd.plan.data.plan import PlanData
 KINDS = tuple(kind.value for kind in StepKind if kind.is_collective)
 
 EXAMINED = 3
-"""For so many of the offending collectives pins are looked for, the largest first."""
+"""The most collectives over budget for which a pin is searched, the largest first."""
 
 
 @attrs.frozen
 class Limit:
-    """What one kind of collective may do: at most so many, or at most so many bytes sent per rank and step."""
+    """The limit of one kind of collective in a step: their number, and the bytes that a rank may send in them."""
 
     count: float = math.inf
     bytes: float = math.inf
 
     def excess(self, comms: tuple[Comm, ...]) -> float:
-        """How many collectives, or bytes, are over the limit; 0 if none."""
+        """How many collectives, or bytes, are over the limit, whichever is more; 0 if none."""
         return max(0.0, len(comms) - self.count, sum(comm.bytes for comm in comms) - self.bytes)
 
 
 @attrs.frozen
 class Budget:
-    """What a plan may send; a kind without a limit may send what it likes.
+    """What a plan may send; kinds of collectives without a limit are unrestricted.
 
     Args:
         text: what the user wrote, as Python.
@@ -48,15 +48,15 @@ class Budget:
     fallbacks: bool = True
 
     def excess(self, plan: PlanData) -> float:
-        """How much a plan is over the limits; 0 if it keeps to them."""
+        """How far a plan is over the limits, in collectives or bytes; 0 if it is within them."""
         return sum(limit.excess(_of_kind(plan, kind)) for kind, limit in self.limits.items())
 
     def check(self, plan: PlanData, name: str) -> None:
-        """Check that a plan keeps to the budget.
+        """Check that a plan is within the budget.
 
         Args:
             plan: the plan.
-            name: the function's name.
+            name: the function's name, for the message.
 
         Raises:
             PlanError: it does not; the message lists the offending collectives with their lines, and for the largest
@@ -89,10 +89,10 @@ def parse_budget(comms: Any) -> Budget:
     Args:
         comms: `"allow"`; `"error"`, which forbids every collective and operators without a rule; or a mapping from
             kinds of collectives to limits: an int is how many there may be, a text with a unit (`"20MB"`) how many
-            bytes a rank may send in them in one step, by the ring model.
+            bytes a rank may send in them in one step, by the ring algorithm.
 
     Raises:
-        PlanError: something else.
+        PlanError: `comms` is none of these.
 
     >>> budget = parse_budget({"all_gather": 0, "all_reduce": "20MB"})
     >>> budget.limits["all_gather"].count, budget.limits["all_reduce"].bytes

@@ -1,4 +1,4 @@
-"""What two plans do otherwise: of the same program on other specs, machines or meshes, or of two versions of one."""
+"""How two plans differ: of one program with other specs, machines or meshes, or of two versions of a program."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from spmd.plan.data.plan import PlanData
 from spmd.plan.memory.peak import memory_of
 
 SHOWN = 20
-"""How many lines of each kind a printed difference has at most."""
+"""The most lines of each kind that a printed difference has."""
 
 
 @attrs.frozen
 class Change:
-    """A value that lies otherwise; None where a plan has no such value."""
+    """A value with different layouts in two plans; None for a plan that has no such value."""
 
     name: str
     before: str | None
@@ -54,11 +54,11 @@ class CommChange:
 
 @attrs.frozen
 class Difference:
-    """What a second plan does otherwise than a first; printed, it is a page.
+    """How a second plan differs from a first; its `str` lists the differences.
 
     Args:
-        values: the values of the program that lie otherwise, in order of definition. A value with the same name and
-            shape is the same value; how it was moved afterwards is told by the collectives.
+        values: the values of the program that are sharded differently, in order of definition. Values of the same name,
+            shape and dtype count as the same value. Redistributions of a value show only in the collectives.
         comms: the collectives that differ.
         seconds, bytes, memory: predicted seconds, bytes sent per rank and peak bytes held, of the first and the second.
     """
@@ -94,7 +94,7 @@ def _listed(title: str, items: tuple[Change | CommChange, ...]) -> list[str]:
 
 
 def difference(first: PlanData, second: PlanData) -> Difference:
-    """What a second plan does otherwise than a first."""
+    """How a second plan differs from a first."""
     before, after = _layouts(first), _layouts(second)
     names = dict.fromkeys((*before, *after))
     changes = (
@@ -113,7 +113,7 @@ def difference(first: PlanData, second: PlanData) -> Difference:
 
 
 def _layouts(plan: PlanData) -> Mapping[tuple[str, str], str]:
-    """The spec of every value that the program computes, by its name and meta; not of what was only moved."""
+    """The layout of every value of the program, by its name and meta; redistributed values are left out."""
     program = unique_names(plan.request.graph)
     return {(name, str(v.meta)): str(plan.layout(v)) for v, name in program.items() if v in plan.specs}
 

@@ -1,7 +1,7 @@
-"""Why a value lies as it does: what its producer could have done instead, what its neighbours want, what is given.
+"""Explains the sharding of a value: its producer's alternatives, specs required by its neighbours, given specs.
 
-The figures are those of the search: an alternative costs its local time and the collectives that it then needs on both
-sides, with every other choice of the plan as it is. With several mesh axes, the others are as planned.
+Costs are those of the search: an alternative costs its local time and the collectives that it needs on both sides, with
+all other choices, also on other mesh axes, as planned.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pin:
 
 @attrs.frozen
 class Moved:
-    """A collective that an alternative needs: of which value, which kind, bytes sent per rank, seconds."""
+    """A collective that an alternative needs: the value's name, the kind, bytes sent per rank, predicted seconds."""
 
     value: str
     kind: str
@@ -61,13 +61,13 @@ class Alternative:
     Args:
         label: the factor that it shards, or "replicate", "partial", "local body", "given".
         strategy: the strategy, over logical dims.
-        operands, results: the specs that it takes and gives on this axis, the other axes being as they are.
-        local_seconds: the operation's own time.
-        moves: the collectives on both sides.
+        operands, results: the specs that it requires and produces, with the other axes as planned.
+        local_seconds: the operation's own time, with the collectives inside its local implementation.
+        moves: the collectives that it needs on both sides.
         extra_seconds: how much longer a step takes than with the strategy that was chosen; 0 for that one, infinite
             for one that `keep_sharded` rules out.
-        chosen: whether the plan has it.
-        replanned: what a step takes more if the axis is planned anew around it; None unless asked for exactly.
+        chosen: whether it is the plan's strategy.
+        replanned: the increase of a step's cost if the axis is planned again with this strategy; None unless `exact`.
     """
 
     label: str
@@ -82,7 +82,7 @@ class Alternative:
 
     @property
     def seconds(self) -> float:
-        """Local time and collectives."""
+        """Predicted seconds of local time and collectives."""
         return self.local_seconds + sum(move.seconds for move in self.moves)
 
     def __str__(self) -> str:
@@ -102,13 +102,13 @@ def _price(seconds: float) -> str:
 
 @attrs.frozen
 class Neighbour:
-    """A party on one side of an operation.
+    """An operand of an operation, or a consumer of its result.
 
     Args:
-        name: an operand of it, or an operator that takes its result; or the pin that stands there.
-        has: the spec in which an operand is produced; None for a party that takes.
-        wants: the spec in which the value is taken.
-        source: the line of the party.
+        name: the name of the operand, or of the operator that consumes the result; or the pin that is there.
+        has: the spec in which the operand is produced; None for a consumer.
+        wants: the spec that the operation requires of the operand, or that the consumer requires of the result.
+        source: the line of the operand's producer, or of the consumer.
     """
 
     name: str
@@ -129,9 +129,9 @@ class AxisExplanation:
 
     Args:
         axis, ranks: the axis and its size.
-        placement: how the value lies along it, over logical dims.
-        neighbours: the operands of its producer, and who takes the value.
-        alternatives: all strategies of its producer, the cheapest first; none for an input.
+        placement: the value's placement on the axis, over logical dims.
+        neighbours: the operands of the value's producer, and the value's consumers.
+        alternatives: all strategies of its producer, first the chosen one, then the cheapest; empty for an input.
     """
 
     axis: str
@@ -142,7 +142,7 @@ class AxisExplanation:
 
     @property
     def chosen(self) -> Alternative | None:
-        """What the plan does; None for an input."""
+        """The plan's strategy; None for an input."""
         return next((alternative for alternative in self.alternatives if alternative.chosen), None)
 
     def __str__(self) -> str:
@@ -153,12 +153,12 @@ class AxisExplanation:
 
 @attrs.frozen(eq=False)
 class Explanation:
-    """Why one value lies as it does; printed, it is a page.
+    """Why one value is sharded as it is; its `str` has all figures.
 
     Args:
         value: the value.
         spec: its spec.
-        operation: what computes it; None for an input.
+        operation: the operation that computes it; None for an input or a constraint's result.
         pins: the specs that the user gave for it.
         axes: one explanation for each mesh axis of more than one rank.
     """
@@ -185,14 +185,13 @@ class Explanation:
 
 
 def explain(plan: PlanData, what: str | Value | Operation, *, exact: bool = False) -> Explanation:
-    """Why a value of a plan lies as it does.
+    """Explain why a value of a plan is sharded as it is.
 
     Args:
         plan: the plan.
-        what: a value by its name in `print(plan)`, an argument also by its path (`0.params['w']`), a value, or an
-            operation, of which the first result is meant. A value that was only moved stands for the one that was
-            computed.
-        exact: also plan each axis anew around every alternative, for the true differences in seconds and bytes.
+        what: the name of a value in `print(plan)`, the path of an argument (`0.params['w']`), a value, or an operation,
+            which stands for its first result. A redistributed value stands for the one that was computed.
+        exact: also replan each axis with every alternative fixed, for exact differences in seconds and bytes.
 
     Raises:
         PlanError: the plan has no such value.
@@ -205,8 +204,8 @@ class Explainer:
     """Explains the values of one plan.
 
     Args:
-        draft: the program that was planned, with its edges and constraints explicit.
-        specs: the specs of its values.
+        draft: the program before planning, with the given specs of inputs, results and constraints as operations.
+        specs: the specs of its values in the plan.
         replays: the problem of each axis, in planning order.
     """
 
@@ -223,7 +222,7 @@ class Explainer:
         return cls(draft, {**draft.specs(), **plan.specs}, replays)
 
     def explain(self, value: Value, *, exact: bool = False) -> Explanation:
-        """Why a value of the program lies as it does."""
+        """Explain why a value of the program is sharded as it is; `exact` as in `explain`."""
         operation = _producer(self.draft, value)
         return Explanation(
             value,
@@ -235,10 +234,11 @@ class Explainer:
 
 
 def _find_value(plan: PlanData, name: str) -> Value:
-    """The value of a name, or the input at a path; of values that share a name, the last, which others compute with.
+    """Find the value of a name, or the input at a path; of values that share a name, the last, which consumers take.
 
     Raises:
-        PlanError: no value has the name, and no input or several are at the path; says which are close.
+        PlanError: no value has the name, and no input or several are at the path; the message lists
+            similar names.
     """
     graphs = plan.request.graph, plan.graph
     known = {value.name: value for graph in graphs for value in defined_values(graph)}
@@ -262,7 +262,7 @@ def _find_value(plan: PlanData, name: str) -> Value:
 
 
 def _resolve(plan: PlanData, what: str | Value | Operation) -> Value:
-    """The computed value, or the input, that is meant."""
+    """The computed value, or the input, that the user's argument stands for."""
     if isinstance(what, Operation):
         if not what.tensors:
             raise PlanError(f"{what!r} has no result to explain.")
@@ -276,7 +276,7 @@ def _resolve(plan: PlanData, what: str | Value | Operation) -> Value:
     if value in known:
         return value
     twin = next((other for other in known if other.name == value.name), None)
-    if value in plan.specs and twin is not None:  # an argument before its dims were refined
+    if value in plan.specs and twin is not None:  # an argument before its dims were split into atoms
         return twin
     raise PlanError(f"{what!r} is not of this plan. Ask by name, or for a value of plan.graph.")
 
@@ -290,7 +290,7 @@ def _users(draft: Draft, value: Value) -> list[Operation]:
 
 
 def _pins(draft: Draft, value: Value) -> Iterator[Pin]:
-    """The specs that are given for a value, by who computes it and by who takes it."""
+    """The specs given for a value: as an input, by its producer, and by its consumers."""
     producer = _producer(draft, value)
     if value in draft.graph.inputs:
         yield _input_pin(draft, value)
@@ -302,7 +302,7 @@ def _pins(draft: Draft, value: Value) -> Iterator[Pin]:
 
 
 def _pin(draft: Draft, operation: Operation) -> Pin:
-    """What a fixed operation stands for: a constraint has a line; the edges of the program have none."""
+    """The pin that a pinned operation stands for; only constraints have a source line, inputs and results have none."""
     if operation.source is not None:
         return Pin("constrained", _layout(draft, operation), operation.source)
     first = operation
@@ -367,7 +367,7 @@ class _Axis:
         return sorted(found, key=lambda alternative: (not alternative.chosen, alternative.extra_seconds))
 
     def price(self, operation: Operation, strategy: Strategy, base: float, chosen: bool) -> Alternative:
-        """An alternative and its cost, all else as it is."""
+        """An alternative and its cost, with all other choices as planned."""
         values = tuple(dict.fromkeys((*operation.operands, *operation.tensors)))
         moves = tuple(moved for value in values for moved in self.moved(value, {operation: strategy}))
         local = self.replay.local_seconds(operation, strategy)
@@ -408,14 +408,14 @@ class _Axis:
         for use in self.replay.problem.uses.get(value, ()):
             operation = use.operation
             if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
-                yield from self.takers(operation.tensors[0])  # a move along another axis
+                yield from self.takers(operation.tensors[0])  # a redistribution along another axis
                 continue
             name = _pin(self.draft, operation).what if operation in self.draft.pinned else operation.name
             for state in use.wanted(self.replay.choice.strategies[operation]):
                 yield Neighbour(name, None, self.text(value, state), operation.source)
 
     def root(self, value: Value) -> Value:
-        """The value that was moved along other axes to give this one."""
+        """The value before redistributions along other axes."""
         producer = _producer(self.draft, value)
         while producer is not None and producer.op is REDISTRIBUTE and producer not in self.draft.pinned:
             value = producer.operands[0]

@@ -1,4 +1,7 @@
-"""The pin that avoids a collective at the least cost: found among alternatives, and proved by planning anew."""
+"""Finds the cheapest pin that avoids a collective: chosen among alternatives, and checked by planning again.
+
+A pin is a spec that the user can give: `in_specs` of an argument, `out_specs` of a result, or a constraint.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,20 @@ from spmd.plan.search.orders import plan as search
 from spmd.tracing.constrain import encode_spec
 
 TRIALS = 4
-"""How many pins are tried for one collective, those that promise the least first."""
+"""How many pins are tried for one collective, those with the least expected cost first."""
 
 WORK = 5_000
-"""Operations that all trials together may plan: of a large program, fewer pins are tried."""
+"""The most operations that all trials together may plan: for a large program, fewer pins are tried."""
 
 
 @attrs.frozen(eq=False)
 class Suggestion:
-    """A pin and what it does.
+    """A pin and its effect.
 
     Args:
         text: what to write.
-        where: the place to write it.
-        seconds, bytes: what a step then takes more (less, if negative).
+        where: the line to write it at, starting with " at "; "" for `in_specs` and `out_specs`.
+        seconds, bytes: the increase of predicted seconds and of bytes sent per rank in a step; negative for a decrease.
     """
 
     text: str
@@ -50,7 +53,7 @@ class Suggestion:
 
 @attrs.frozen(eq=False)
 class _Trial:
-    """A request with one more pin, and the seconds that it is expected to take more."""
+    """A request with one more pin, and the expected increase in seconds."""
 
     request: Request
     expected: float
@@ -64,7 +67,7 @@ def suggest(plan: PlanData, comms: Sequence[Comm], excess: Callable[[PlanData], 
     Args:
         plan: the plan.
         comms: collectives of it.
-        excess: how much of what is forbidden a plan does; a pin avoids a collective if the plan with it does less.
+        excess: how far a plan is over the budget; a pin avoids a collective if the plan with the pin has less excess.
     """
     if not comms:
         return {}
@@ -93,7 +96,7 @@ def _try(plan: PlanData, trial: _Trial, excess: Callable[[PlanData], float]) -> 
 
 
 def _trials(plan: PlanData, explainer: Explainer, operation: Operation) -> Iterator[_Trial]:
-    """Pins on both sides of a collective: what its giver could give, and what its taker could take."""
+    """Pins on both sides of a collective: on the value of its producer, and on the result of its first consumer."""
     if operation.op is not REDISTRIBUTE:
         yield from _alternatives(plan, explainer, operation.tensors[0])
         return
@@ -117,7 +120,7 @@ def _trials(plan: PlanData, explainer: Explainer, operation: Operation) -> Itera
 
 
 def _alternatives(plan: PlanData, explainer: Explainer, value: Value) -> Iterator[_Trial]:
-    """Constraints of a value to what other strategies of its producer give; nobody can write one in a backward pass."""
+    """Constraints of a value to specs of its producer's other strategies; none for values of a backward pass."""
     producer = next((o for o in plan.request.graph.operations if value in o.tensors), None)
     if producer is None or producer.source is None or producer.source.backward:
         return
@@ -137,7 +140,7 @@ def _alternatives(plan: PlanData, explainer: Explainer, value: Value) -> Iterato
 
 
 def _input_trial(plan: PlanData, position: int, wanted: Value) -> Iterator[_Trial]:
-    """The argument given as it is wanted."""
+    """The argument with the spec that its consumer requires."""
     spec, request = _pspec(plan, wanted, plan.specs[wanted]), plan.request
     if spec is not None:
         specs = list(request.input_specs)
@@ -147,7 +150,7 @@ def _input_trial(plan: PlanData, position: int, wanted: Value) -> Iterator[_Tria
 
 
 def _output_trial(plan: PlanData, position: int, held: Value) -> Iterator[_Trial]:
-    """The result taken as it is held."""
+    """The result with the spec that it is produced with."""
     spec, request = _pspec(plan, held, plan.specs[held]), plan.request
     if spec is not None:
         specs = list(request.output_specs)
@@ -156,7 +159,7 @@ def _output_trial(plan: PlanData, position: int, held: Value) -> Iterator[_Trial
 
 
 def _pspec(plan: PlanData, value: Value, spec: DTensorSpec) -> P | None:
-    """A spec over logical dims as a user would write it; None where no `P` says it."""
+    """A spec over logical dims as a user would write it; None if no `P` expresses it."""
     logical = plan.logical[value]
     written = P(*physical_dims(spec.dims, logical), partial=dict(spec.partial))
     made = DTensorSpec.make(plan.mesh, written, value.meta)
@@ -164,7 +167,7 @@ def _pspec(plan: PlanData, value: Value, spec: DTensorSpec) -> P | None:
 
 
 def constrained(request: Request, value: Value, spec: P) -> Request:
-    """A request for the same program with `constrain(value, spec)` just after the value is computed."""
+    """A request for the program with `constrain(value, spec)` after `value` is computed; consumers take its result."""
     result = Value(f"{value.name}_constrained", value.meta)
     use = lambda leaf: result if leaf is value else leaf  # noqa: E731
     operations: list[Operation] = []

@@ -1,4 +1,4 @@
-"""A plan's problem on one mesh axis again, with all other axes as they were planned."""
+"""Rebuilds the optimization problem of a plan on one mesh axis, with all other axes as planned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spmd.rules.strategy import Strategy
 
 @attrs.frozen
 class Figures:
-    """What a step takes: predicted seconds, and bytes sent per rank."""
+    """The cost of a step: predicted seconds, and bytes sent per rank."""
 
     seconds: float
     bytes: float
@@ -35,12 +35,12 @@ class Figures:
 
 @attrs.frozen(eq=False)
 class Replay:
-    """One axis of a plan, with the choices that the plan made.
+    """The problem of a plan on one mesh axis, and the plan's solution.
 
     Args:
-        problem: the axis's costs, with the other axes planned.
-        candidates: what every operation may do on the axis.
-        choice: what the plan does.
+        problem: the problem of the axis, with the other axes as planned and the plan's strategies fixed.
+        candidates: the strategies of every operation on the axis.
+        choice: the solution that the plan has.
     """
 
     problem: AxisProblem
@@ -48,17 +48,22 @@ class Replay:
     choice: AxisChoice
 
     def local_seconds(self, operation: Operation, strategy: Strategy) -> float:
-        """Time of an operation with a strategy, with the collectives inside its local body."""
+        """Seconds of an operation with a strategy, with the collectives inside its local implementation."""
         return self.problem.cost.seconds(operation, strategy, self.problem.axis)
 
     def source(self, value: Value, changed: Mapping[Operation, Strategy]) -> Placement:
-        """The placement in which a value is produced if some operations were changed."""
+        """The placement in which a value is produced if some operations had the strategies `changed`."""
         return self.problem.source(value, {**self.choice.strategies, **changed})
 
     def moves(self, value: Value, changed: Mapping[Operation, Strategy]) -> tuple[tuple[Move, ...], float]:
-        """The cheapest moves of a value, and their time, that give every use what it wants if operations were changed.
+        """The cheapest moves of a value to all placements that its consumers require, and their seconds.
 
-        As in the search: a replica, of which every shard is a slice, or up to two acquired shards.
+        As in the search, the moves lead to a *hub*, the set of placements in which a value with several consumers is
+        acquired, each paid for once: a replica, of which every shard is a slice, or up to two other placements.
+
+        Args:
+            value: the value.
+            changed: operations with other strategies than the plan's.
         """
         source = self.source(value, changed)
         strategies = {**self.choice.strategies, **changed}
@@ -70,9 +75,9 @@ class Replay:
         return min(found, key=lambda pair: pair[1])
 
     def replan(self, operation: Operation, strategy: Strategy) -> Figures:
-        """What a step takes if an operation is given a strategy on this axis and the axis is planned anew.
+        """The cost of a step if an operation's strategy on this axis is fixed and the axis is planned again.
 
-        Infinite if what is given allows no such plan.
+        Infinite if no plan with this strategy satisfies the given specs.
         """
         problem = self.problem
         try:
@@ -83,17 +88,17 @@ class Replay:
 
     @property
     def figures(self) -> Figures:
-        """What a step takes with the plan's choices."""
+        """The cost of a step with the plan's choices."""
         return _figures(self.problem, self.choice)
 
 
 def replay(plan: PlanData, prepared: Prepared, axis: str) -> Replay:
-    """Plan all axes but one as they were planned, and put the last problem again.
+    """Repeat a plan's decisions on all axes but one, and rebuild the problem of that axis.
 
     Args:
         plan: the plan.
         prepared: its request, prepared.
-        axis: the axis to put last.
+        axis: the axis to rebuild the problem of, after all others.
     """
     decided = {value: chosen for operation, chosen in plan.strategies.items() for value in operation.tensors}
     machine = plan.request.machine
@@ -107,7 +112,7 @@ def replay(plan: PlanData, prepared: Prepared, axis: str) -> Replay:
 
 
 def _decided(draft: Draft, decided: Mapping[Value, Mapping[str, Strategy]], axis: str) -> dict[Operation, Strategy]:
-    """The plan's strategies on an axis, for the operations of a draft that have the same results."""
+    """The plan's strategies on an axis, for the operations of a draft that produce the same values."""
     found = {}
     for operation in draft.graph.operations:
         chosen = next((decided[value] for value in operation.tensors if value in decided), None)
@@ -133,6 +138,6 @@ def _figures(problem: AxisProblem, choice: AxisChoice) -> Figures:
 
 
 def states_of(draft: Draft, value: Value, axis: str, state: Placement) -> dict[str, Placement]:
-    """The placements of a value of a draft with one more axis."""
+    """The placements of a value of a draft by mesh axis, with one more axis."""
     states = dict(draft.states.get(value, {}))
     return states if state == Replicate() else {**states, axis: state}

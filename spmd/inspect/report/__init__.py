@@ -1,1 +1,1 @@
-"""Plans as tables and pages."""
+"""Reports of plans: figures and HTML pages."""

@@ -1,4 +1,4 @@
-"""The figures of a plan as a person reads them: by line of the program, by cause of communication, and in time."""
+"""The figures of a plan for reports: by layer, by line of the program, by cause of communication, and in time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from spmd.inspect.layers.layers import Alike
 from spmd.inspect.saving.document import Document
 
 _NUMBER = re.compile(r"(?<=_)\d+(?=_)")
-"""The number of a layer in the name of an argument."""
+"""The layer number in the name of an argument."""
 
 
 @attrs.frozen
 class Line:
-    """What one line of the user's program takes.
+    """The predicted cost of one line of the user's program in one step.
 
     Args:
-        place: its file and number; "(backward)" for the operators of its gradient; "" for what has no line.
+        place: its file and number, with "(backward)" for the operators of its gradient; "" for operations without line.
         code: its text.
         operations: how many operations come from it.
         compute, communication: predicted seconds.
@@ -38,15 +38,15 @@ class Line:
 
 @attrs.frozen
 class Layer:
-    """What each of some equal layers takes that lie identically.
+    """The predicted cost of each of several equal layers that are sharded identically.
 
     Args:
-        place: the lines of all layers of this program; "(backward)" for the operators of their gradient.
-        layers: the numbers of those that this is about, of how many.
-        operations: how many operations one has.
-        compute, communication: predicted seconds of one.
-        bytes: sent per rank in one.
-        otherwise: what they do otherwise than most; "" for those that are most.
+        place: the lines of the repeated part of the program, with "(backward)" for the operators of its gradient.
+        layers: the numbers of these layers, as in `0, 2-11 of 12` or `all 12`.
+        operations: how many operations of the program one layer has.
+        compute, communication: predicted seconds of one layer.
+        bytes: sent per rank in one layer.
+        otherwise: how these layers differ from the largest group, in words; "" for the largest group.
     """
 
     place: str
@@ -62,7 +62,8 @@ class Layer:
 class Cause:
     """The collectives of one kind, over the same axes, for the same reason at the same line.
 
-    Arguments of equal layers count as one: `blocks_*_up` stands for `blocks_0_up`, `blocks_1_up` and so on.
+    Arguments of equal layers count as one: `blocks_*_up` stands for `blocks_0_up`, `blocks_1_up` and so on. `bytes` and
+    `seconds` are sums over all `count` collectives.
     """
 
     kind: str
@@ -76,7 +77,14 @@ class Cause:
 
 @attrs.frozen
 class Span:
-    """A stretch of a step: operators of one line, or one collective; times in seconds from the start."""
+    """A bar of the timeline: consecutive operators of one line, or one collective.
+
+    Args:
+        kind: "compute" or the kind of collective.
+        label: the line, or the cause of the collective and its line.
+        start: predicted seconds from the start of the step.
+        seconds: predicted duration.
+    """
 
     kind: str
     label: str
@@ -90,14 +98,14 @@ class Report:
 
     Args:
         mesh: sizes of the axes.
-        machine: the machine that times are predicted for.
-        gap: how far the plan may be from the best, as `Plan.gap`; None if there is no bound.
+        machine: the machine for which times are predicted.
+        gap: how much the plan may be slower than the best one, as in `PlanData`; None if there is no bound.
         compute, communication: predicted seconds of a step.
         bytes: sent per rank in a step.
         memory: peak bytes held by a rank, by purpose; the sum is under "peak".
-        layers: by repeated stretch of the program and by how its layers lie.
-        lines: by line, in order of first execution.
-        causes: by cause, the most bytes first.
+        layers: by repeated part of the program and by sharding.
+        lines: one for each line, in order of first execution.
+        causes: one for each cause, the most bytes first.
         spans: in order of execution.
         fallbacks: operators without a rule, which run replicated, and their lines.
     """
@@ -122,7 +130,7 @@ class Report:
 
     @property
     def summary(self) -> dict[str, str]:
-        """The figures of the whole step, as texts by name."""
+        """The figures of the whole step, formatted, by name."""
         part = 100 * self.communication / self.seconds if self.seconds else 0.0
         held = ", ".join(f"{size_text(nbytes)} {kind}" for kind, nbytes in self.memory.items() if kind != "peak")
         return {
@@ -187,7 +195,7 @@ def _lines(operations: list[Document], comms: list[Document]) -> Iterator[Line]:
         at = sent.pop(place, [])
         compute = sum(operation["seconds"] for operation in found)
         yield Line(place, found[0]["code"], len(found), compute, _total(at, "seconds"), _total(at, "bytes"))
-    for place, at in sent.items():  # a collective may have the line of a party that stands elsewhere
+    for place, at in sent.items():  # a collective may have a line without operations
         yield Line(place, "", 0, 0.0, _total(at, "seconds"), _total(at, "bytes"))
 
 

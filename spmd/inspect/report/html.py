@@ -1,4 +1,4 @@
-"""A report as one self-contained page of HTML: no script, no style and no image from elsewhere."""
+"""Renders a report as a self-contained HTML page: no scripts, and no external styles or images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = {
     "all_to_all": "#b279a2",
     "permute": "#9d755d",
 }
-"""The lanes of the timeline."""
+"""The lanes of the timeline, with their colours."""
 
 _STYLE = """
 .spmd-plan { font: 13px/1.4 system-ui, sans-serif; max-width: 72rem; }
@@ -30,7 +30,7 @@ _STYLE = """
 
 
 def render_page(report: Report) -> str:
-    """A whole page."""
+    """Render a report as a complete HTML document."""
     title = escape(f"Plan on {report.summary['mesh']}")
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title></head>\n'
@@ -39,7 +39,7 @@ def render_page(report: Report) -> str:
 
 
 def render_fragment(report: Report) -> str:
-    """What stands in a page, or in a notebook's cell: summary, timeline, lines and collectives."""
+    """Render a report as an HTML fragment for a page or a notebook's cell."""
     sections = (
         ("Plan", _summary(report)),
         ("Timeline", _timeline(report)),

@@ -1,1 +1,1 @@
-"""Plans as files."""
+"""Saving plans to files, and restoring them."""

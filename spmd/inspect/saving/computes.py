@@ -1,9 +1,9 @@
-"""The proof that a plan computes its program: what a plan from a file must pass before it runs.
+"""The check that a plan computes its program; a plan from a file must pass it before it runs.
 
-Every operation of the plan is one of the program's, over images of the values that the program's takes. Its strategies
-are among those that its rule derives, and its operands and results are laid out just as these say. Values only move by
-redistributing, and are relabelled only where every rank has equal shards. Results are images of the program's, with the
-specs that were asked for.
+Every operation of the plan executes an operation of the program, on images (`spmd.inspect.saving.images`) of its
+operands. Its strategies are among those of its rule, and its operands and results have the placements of these
+strategies. Data moves only by redistribution; a relabelling leaves the shard of every rank as it is. The results are
+images of the program's results and have the requested specs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spmd.rules.strategy import LogicalShape, Strategy
 
 @attrs.frozen(eq=False)
 class Restored:
-    """The parts of a plan that a document holds; the names are those of `Plan`."""
+    """The parts of a plan that a document holds; the fields are those of `PlanData`."""
 
     graph: Graph
     logical: Mapping[Value, LogicalShape]
@@ -41,11 +41,11 @@ class Restored:
 
 @attrs.frozen(eq=False)
 class Origins:
-    """What the parts of a plan are in the program that it is of.
+    """The parts of the program that the parts of its plan come from.
 
     Args:
-        values: the values that each value of the plan is an image of.
-        operations: the operation of the program that each operation of the plan is; None for markers.
+        values: for each value of the plan, the values of the program that it is an image of.
+        operations: for each operation of the plan, the operation of the program that it executes; None for markers.
     """
 
     values: Mapping[Value, frozenset[Value]]
@@ -53,10 +53,15 @@ class Origins:
 
 
 def check_computes(plan: Restored, origins: Origins, prepared: Prepared) -> None:
-    """Check that a plan computes just what its request asks for, and respects what the request forbids.
+    """Check that a plan computes the program of its request, and does not gather inputs of its `keep_sharded`.
+
+    Args:
+        plan: the restored plan.
+        origins: the parts of the program that its parts come from.
+        prepared: the request, with the strategies of its operations.
 
     Raises:
-        PlanError: it does not; says which operation is wrong, and how.
+        PlanError: it does not; the message says which value or operation is wrong, and how.
     """
     _Check(plan, origins, prepared).run()
 
@@ -88,7 +93,7 @@ class _Check:
             raise wrong(f"its fallbacks are {list(self.plan.fallbacks)!r:.200}, expected {fallbacks!r:.200}")
 
     def check_edges(self) -> None:
-        """Arguments, constants and results are laid out as the request says, and results are the program's."""
+        """Check that arguments, constants and results have the requested specs, and results are the program's."""
         for value, spec in zip(self.plan.graph.inputs, self.request.input_specs, strict=True):
             self.check_given(value, spec, "argument")
         for value, _ in self.plan.graph.constants:
@@ -145,7 +150,7 @@ class _Check:
                 raise wrong(f"{operation!r} gathers along {axis!r} what keep_sharded says to keep")
 
     def check_operation(self, operation: Operation, origin: Operation) -> None:
-        """Operands are images of the program's, laid out as strategies of the rule say, and so are results."""
+        """Check the strategies of an operation, and that its operands are the program's and are sharded accordingly."""
         for value, own in zip(operation.operands, origin.operands, strict=True):
             if own not in self.origins.values[value]:
                 raise wrong(f"{operation!r} takes {value!r} for {own!r}")
@@ -163,7 +168,7 @@ class _Check:
             )
 
     def check_strategies(self, operation: Operation, origin: Operation, chosen: list[Strategy]) -> None:
-        """Strategies on several axes are such that planning would put together."""
+        """Check that the strategies on several axes may be combined, as in the search."""
         for number, strategy in enumerate(chosen):
             if not all(runs_together(strategy, other) for other in chosen[:number]):
                 raise wrong(f"{operation!r} has strategies that do not go together: {[s.label for s in chosen]}")
@@ -182,7 +187,7 @@ class _Check:
             raise wrong(f"{value!r} has {self.plan.specs[value]} where {operation!r} is {expected}")
 
     def check_draws(self) -> None:
-        """Random numbers are drawn in the order of the program, each once."""
+        """Check that each random operator runs once, in the order of the program."""
         drawn = [own for own in self.origins.operations.values() if own is not None and own.is_random]
         expected = [operation for operation in self.program.operations if operation.is_random]
         if drawn != expected:
@@ -198,9 +203,9 @@ def wrong(reason: str) -> PlanError:
 
 
 def _same_shards(one: Layout, other: Layout) -> bool:
-    """Whether two layouts of one tensor give every rank the same elements in the same order.
+    """Whether two layouts of one tensor place the same elements on every rank, in the same order.
 
-    One of them must be over physical dims: it then has the axes of the other, which divide its leading atoms.
+    One of them must be over physical dims (one atom per dim), else the answer is False.
     """
     for plain, refined in ((one, other), (other, one)):
         if all(len(atoms) == 1 for atoms in plain.atoms):
@@ -209,7 +214,7 @@ def _same_shards(one: Layout, other: Layout) -> bool:
 
 
 def _kept(program: Graph, keep_sharded: Mapping[int, frozenset[str]], axis: str) -> frozenset[Value]:
-    """The values that are never to be gathered along an axis: inputs, and what is one by another name or shape."""
+    """The values that are never gathered along an axis: inputs, and views, casts and constraints of them."""
     kept = {program.inputs[number] for number, axes in keep_sharded.items() if axis in axes}
     for operation in program.operations if kept else ():
         if operation.is_view or operation.op in SAME_TENSOR or operation.op in CONSTRAINTS:

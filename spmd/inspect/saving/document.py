@@ -1,8 +1,8 @@
-"""A plan as plain data that a person can read, and as the bytes of a JSON file: the same ones for the same plan.
+"""The document of a plan: human-readable plain data, written as JSON with equal bytes for equal plans.
 
-A document has everything that planning decided, and what it was decided for: the mesh, the specs of arguments and
-results, and the program, line by line. `spmd.inspect.saving.restore` makes the plan again from it, without a search;
-reports need the document alone.
+A document has all decisions of the planner and the request that they answer: the mesh, the specs of arguments and
+results, and the program, line by line. `spmd.inspect.saving.restore` rebuilds the plan from it without a search;
+reports need only the document.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from spmd.plan.memory.peak import memory_of
 from spmd.rules.strategy import Strategy
 
 FORMAT = 2
-"""The version of the format; files of another are refused."""
+"""The version of the format; files of other versions are refused."""
 
 
 def make_document(plan: PlanData) -> Document:
-    """A plan as plain data; `save` writes it."""
+    """A plan as plain data, which `json` can write."""
     request, names, found = plan.request, unique_names(plan.graph), account(plan)
     numbers = {operation: number for number, operation in enumerate(plan.graph.operations)}
     origins: dict[Operation, int | None] = {**find_origins(plan)}
@@ -74,12 +74,12 @@ def make_document(plan: PlanData) -> Document:
 
 
 def save(plan: PlanData, path: str | os.PathLike[str]) -> None:
-    """Write a plan as JSON, one value and one operation a line."""
+    """Write a plan as JSON, with one line for each value and each operation."""
     Path(path).write_text(as_json(make_document(plan)), encoding="utf-8")
 
 
 def as_json(document: Document) -> str:
-    """The text of a document: deterministic, and a line for every item of its lists and mappings."""
+    """The JSON text of a document: deterministic, with one line for every item of its top-level lists and mappings."""
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_block(item)}" for key, item in document.items()) + "\n}\n"
 
 
@@ -93,10 +93,10 @@ def _block(item: Any) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> Document:
-    """The document in a file.
+    """Read a document from a file, and check it against the schema.
 
     Raises:
-        PlanError: the file cannot be read, is no plan, or has another format.
+        PlanError: the file cannot be read, is not a plan, or has another format version.
     """
     try:
         document = parse(Path(path).read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ def read(path: str | os.PathLike[str]) -> Document:
 
 
 def program_lines(graph: Graph) -> list[str]:
-    """A program as text, a line for every input, constant, operation and output, without devices and source lines."""
+    """A program as text, one line for each input, constant, operation and output, without devices and source lines."""
     return [
         *(f"input {value!r}" for value in graph.inputs),
         *(f"constant {value!r}" for value, _ in graph.constants),
@@ -133,7 +133,7 @@ def _without_devices(operation: Operation) -> Operation:
 
 
 def unique_names(graph: Graph) -> dict[Value, str]:
-    """A name for every value of a graph, in order of definition: its own, and where that is taken, with a number."""
+    """A unique name for every value of a graph, in order of definition: its own, with a number if taken (`mm:2`)."""
     seen: Counter[str] = Counter()
     names = {}
     for value in defined_values(graph):
@@ -161,7 +161,7 @@ def _value(plan: PlanData, value: Value) -> Document:
 
 
 def encode_spec(spec: DTensorSpec) -> Document:
-    """The placement of a spec over logical dims."""
+    """A spec as plain data: the mesh axes that shard each dim, and the reductions by partial axis."""
     return {"dims": [list(axes) for axes in spec.dims], "partial": dict(spec.partial)}
 
 
@@ -183,7 +183,10 @@ def _operation(
 
 
 def encode_strategy(strategy: Strategy) -> Document:
-    """A strategy by its label and placements; its body is that of the rule's strategy with the same ones."""
+    """A strategy as plain data: its label and placements.
+
+    Its local implementation is not saved: `restore` takes that of the rule's equal strategy.
+    """
     texts = lambda states: [_placement(state) for state in states]  # noqa: E731
     return {"label": strategy.label, "operands": texts(strategy.operands), "results": texts(strategy.results)}
 

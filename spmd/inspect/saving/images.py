@@ -1,7 +1,8 @@
-"""Which values of a program each value of its plan is.
+"""Finds the values of the program that each value of its plan represents.
 
-A plan redistributes and relabels values, and may compute some of them twice; all of these are *images* of one value of
-the program. A constraint only asks for a layout: an image of its operand with this layout is an image of its result.
+A plan redistributes, relabels and rematerializes values. All resulting values represent the same value of the program,
+and are called its *images*. A constraint computes nothing, it only requires a layout: an image of its operand that has
+this layout is also an image of its result.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from spmd.plan.search.boundary import CONSTRAINTS, carry_over, physical_dims, wi
 from spmd.tracing.constrain import parse_spec
 
 MARKERS = (REDISTRIBUTE, RELABEL)
-"""The operations of plans that programs do not have."""
+"""The operators that planning inserts."""
 
 
 class Images:
-    """The values of a program that images with certain layouts are of."""
+    """Finds the values of a program that a value of the plan is an image of."""
 
     def __init__(self, graph: Graph, mesh: Mesh) -> None:
         self._constraints: dict[Value, list[tuple[Value, DTensorSpec]]] = {}
@@ -33,7 +34,15 @@ class Images:
                 self._constraints.setdefault(operand, []).append((result, spec))
 
     def of(self, values: Iterable[Value], layout: Layout) -> frozenset[Value]:
-        """The values of a program that something is an image of which is one of all these, and has a layout."""
+        """All values of the program that a value of the plan is an image of.
+
+        Args:
+            values: the values that it is an image of if constraints are not considered.
+            layout: its layout.
+
+        Returns:
+            `values`, and the results of the constraints on them that the layout meets.
+        """
         found = set(values)
         waiting = sorted(found, key=lambda value: value.name)
         while waiting:
@@ -45,9 +54,11 @@ class Images:
 
 
 def is_laid_out(layout: Layout, spec: DTensorSpec) -> bool:
-    """Whether a layout over atoms gives every rank just what a spec over physical dims does, and in the same order.
+    """Whether a layout over atoms places the same elements on every rank, in the same order, as a physical spec.
 
-    The spec has no axes of one rank.
+    Args:
+        layout: a layout.
+        spec: a spec over physical dims, without mesh axes of size 1.
     """
     order = [axis for axes in spec.dims for axis in axes]
     return carry_over(spec, layout.atoms, order) == layout.spec and (
@@ -56,7 +67,7 @@ def is_laid_out(layout: Layout, spec: DTensorSpec) -> bool:
 
 
 def find_origins(plan: PlanData) -> dict[Operation, int]:
-    """The operation of the program, by its number, that each operation of a plan is; markers are none."""
+    """For each operation of a plan except `MARKERS`, the number of the program's operation that it executes."""
     program = plan.request.graph
     images = Images(program, plan.mesh)
     by_result = {value: number for number, o in enumerate(program.operations) for value in o.tensors}
@@ -86,7 +97,7 @@ def _takes(operation: Operation, origin: Operation, found: dict[Value, frozenset
 
 
 def _call(operation: Operation) -> Hashable:
-    """What two calls have in common that differ in their tensors only."""
+    """A key that is equal for calls of one source line that differ only in which tensors they take."""
     hide = lambda leaf: leaf.meta if isinstance(leaf, Value) else leaf  # noqa: E731
     arguments = map_leaves(hide, (operation.args, dict(operation.kwargs)))
     return operation.op, freeze(arguments), operation.source

@@ -1,4 +1,4 @@
-"""From a saved document to a plan of the same program, without a search; refused if it was made for something else."""
+"""Rebuilds a plan from a saved document without a search; refuses documents that were made for another request."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MARKERS = {str(op): op for op in MARKERS}
 
 
 def restore(document: Document, request: Request) -> Restored:
-    """The parts of the plan in a document, for a request that asks for the same.
+    """Restore the plan in a document, for a request with the same program, mesh axes and specs.
 
     Raises:
-        PlanError: the document was made for another mesh, program or specs, or with rules that gave other strategies;
-            or it is damaged, or computes something else.
+        PlanError: the document was made for another mesh, program or specs, or with rules that have other strategies;
+            or it is damaged, or its plan does not compute the program.
     """
     check_same(document, request)
     prepared = prepare(request)
@@ -43,11 +43,11 @@ def restore(document: Document, request: Request) -> Restored:
 
 
 def check_same(document: Document, request: Request) -> None:
-    """Check that a document answers a request.
+    """Check that a document was made for a request.
 
     Raises:
-        PlanError: it was made for another mesh, program or specs, or may gather what is to be kept sharded; says where
-            they differ first.
+        PlanError: it was made for another mesh, program or specs, or without some of the request's `keep_sharded`; the
+            message has the first difference.
     """
     if list(document["mesh"].items()) != list(request.mesh.axes.items()):
         raise _refusal(f"the mesh has axes {dict(request.mesh.axes)} here and {document['mesh']} in the plan")
@@ -91,7 +91,7 @@ def _place(graph: Graph, line: int) -> str:
 
 
 class _Restorer:
-    """Writes the plan's program again, operation by operation."""
+    """Rebuilds the graph of the plan, operation by operation."""
 
     def __init__(self, document: Document, prepared: Prepared) -> None:
         self.document, self.prepared, self.request = document, prepared, prepared.request
@@ -137,7 +137,7 @@ class _Restorer:
         return self.values[name]
 
     def define(self, name: str, own: frozenset[Value]) -> Value:
-        """The value that a document calls `name`, an image of values of the program."""
+        """Define the value that a document calls `name`, an image of the values `own` of the program."""
         entry = self.document["values"].get(name)
         if entry is None or name in self.values:
             raise damaged(f"the value {name!r:.80} is {'not described' if entry is None else 'defined twice'}")
@@ -160,7 +160,7 @@ class _Restorer:
         return value
 
     def operation(self, number: int, entry: Document) -> tuple[Operation, Operation | None]:
-        """An operation of the plan, and that of the program which it is."""
+        """An operation of the plan, and the operation of the program that it executes (None for a marker)."""
         program, where = self.request.graph.operations, f"operation {number}, {entry['operator']!r:.80},"
         operands = [self.value(name, where) for name in entry["operands"]]
         origin = entry["of"]
@@ -195,7 +195,7 @@ class _Restorer:
         return Operation(_MARKERS[entry["operator"]], tuple(operands), {}, (result,), source)
 
     def strategy(self, template: Operation, saved: Mapping[str, Any]) -> Strategy:
-        """The strategy of an operation that a document describes."""
+        """The strategy of an operation that matches a saved one."""
         for strategy in _strategies(template, self.prepared.options.get(template, ())):
             if encode_strategy(strategy) == saved:
                 return strategy
@@ -206,16 +206,16 @@ class _Restorer:
 
 
 def _strategies(operation: Operation, options: Sequence[Strategy]) -> Iterator[Strategy]:
-    """What an operation may do; to run replicated is always possible."""
+    """The strategies of an operation; running replicated is always one."""
     yield from options
     yield Strategy((Replicate(),) * len(operation.operands), (Replicate(),) * len(operation.tensors))
 
 
 def _stem(name: str) -> str:
-    """The name of a value without the number that tells it from others of the same name."""
+    """The name of a value without the number that makes it unique."""
     return name.partition(":")[0]
 
 
 def damaged(reason: str) -> PlanError:
-    """The error for a document that no plan is written as."""
+    """The error for a document that `make_document` cannot have made."""
     return PlanError(f"The saved plan is damaged: {reason}. Plan again, and save the new plan.")

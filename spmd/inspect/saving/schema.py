@@ -1,4 +1,4 @@
-"""What the document of a plan is made of, and the references inside of it that must lead somewhere."""
+"""The schema of the document of a plan, and the check of the references inside a document."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spmd.collectives.traffic import StepKind
 from spmd.core.documents import Fields, Kind, ListOf, MapOf, Maybe, misfit
 
 Document = dict[str, Any]
-"""What `json` can write."""
+"""Plain data that `json` can write."""
 
 _TEXTS = ListOf(str)
 
@@ -83,7 +83,7 @@ _KINDS = frozenset(kind.value for kind in StepKind if kind.is_collective)
 
 
 def find_wrong(document: Any) -> str | None:
-    """The first thing for which a document is no plan's, in words; None if it may be one."""
+    """The first violation of the schema of plans in parsed JSON, in words; None if there is none."""
     return misfit(document, _PLAN) or _find_wrong_reference(document)
 
 

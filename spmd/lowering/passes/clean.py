@@ -1,4 +1,4 @@
-"""Passes that remove what does nothing: dead nodes, repeated work, views to the same shape."""
+"""Peephole passes: they remove dead nodes, common subexpressions, identity views and copies."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ _COPIES = (aten.detach.default, aten.alias.default, aten.clone.default, aten.lif
 
 
 def drop_dead_nodes(graph: fx.Graph) -> None:
-    """Remove nodes that no output needs. Arguments stay, draws, which have an effect, and collectives, as planned."""
+    """Remove dead nodes.
+
+    Placeholders stay, and so do random operators, which advance the generator, and collectives, which run as planned.
+    """
     _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or is_draw(node) or node.target in COLLECTIVES)
 
 
 def drop_dead_local_nodes(graph: fx.Graph) -> None:
-    """As `drop_dead_nodes`, but all primitives stay: another rank may need what comes of them."""
+    """As `drop_dead_nodes`, but all primitives stay: another rank may need their results."""
     _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or is_draw(node) or _is_primitive(node))
 
 
@@ -37,7 +40,7 @@ def _drop_dead(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> None:
 
 
 def drop_identities(graph: fx.Graph) -> None:
-    """Remove copies, and views and casts to the shape and dtype that a value has."""
+    """Remove copies, views and `pcast`s whose result has the shape and dtype of their operand."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -48,28 +51,29 @@ def drop_identities(graph: fx.Graph) -> None:
 
 
 def _is_pcast(node: fx.Node) -> bool:
-    """Whether a node only tells transforms that a value varies over an axis."""
+    """Whether a node is a `pcast`, which marks a value as varying over mesh axes and computes nothing."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.name == "spmd::pcast"
 
 
 def merge_reshapes(graph: fx.Graph) -> None:
-    """A reshape of a reshape is one reshape."""
+    """Replace a reshape of a reshape by one reshape."""
     for node in graph.nodes:
         while node.target is aten.reshape.default and node.args[0].target is aten.reshape.default:
             node.args = (node.args[0].args[0], *node.args[1:])
 
 
 def share_common_subexpressions(graph: fx.Graph) -> None:
-    """Compute equal calls once, unless the plan says twice: what it computes again, and collectives.
+    """Compute equal calls once (common subexpression elimination).
 
-    Programs are functional, so equal arguments give equal results, but to draws.
+    Programs are functional, so calls with equal arguments have equal results. Exceptions are random operators; and
+    collectives and rematerializations (`meta["repetition"]`), which run as often as the plan says.
     """
     _share(graph, lambda node: node.op in ("call_function", "get_attr") and node.target not in COLLECTIVES)
 
 
 def share_local_subexpressions(graph: fx.Graph) -> None:
-    """As `share_common_subexpressions`, but no primitive is shared."""
+    """As `share_common_subexpressions`, but every call of a primitive stays, so that all ranks run the same ones."""
     _share(graph, lambda node: node.op in ("call_function", "get_attr") and not _is_primitive(node))
 
 
@@ -85,7 +89,7 @@ def _share(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> None:
 
 
 def is_draw(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Whether a node calls a random operator."""
     return node.op == "call_function" and is_random(node.target, node.args, node.kwargs)
 
 
@@ -94,7 +98,7 @@ def _is_primitive(node: fx.Node) -> bool:
 
 
 def _hashable(argument: Any) -> Any:
-    """An argument as a dict key; types are part of it, for `1 == 1.0 == True`."""
+    """An argument as a dict key; it includes the type, because `1 == 1.0 == True`."""
     if isinstance(argument, (list, tuple)):
         return tuple(_hashable(item) for item in argument)
     if isinstance(argument, dict):

@@ -1,4 +1,4 @@
-"""The pass that gives kernels which read strides the memory layouts that they need."""
+"""The pass that inserts copies for kernels that need operands in a certain memory layout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spmd.rules.layouts import Need, lay_out
 
 
 def insert_layout_copies(graph: fx.Graph) -> None:
-    """Before an operator that reads an operand by stride, copy the operand if it has another layout.
+    """Insert `contiguous` or `rows` before operators whose kernels need an operand in that memory layout.
 
-    Local strides depend on the plan and on what the caller's shards are, so whether to copy is decided when it runs: a
-    tensor that has the layout stays what it is.
+    Local strides depend on the plan and on the shards that the caller passes, so whether to copy is decided at run
+    time: a tensor that already has the layout is returned as it is.
     """
     made: dict[tuple[fx.Node, Need], fx.Node] = {}
     for node in list(graph.nodes):
@@ -40,7 +40,7 @@ def _insert(graph: fx.Graph, before: fx.Node, operand: fx.Node, needed: Need) ->
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
-    """The tensor if it is contiguous, else a copy that is."""
+    """The tensor if it is contiguous and starts at storage offset 0, else a copy that is."""
     return Need.CONTIGUOUS.lay_out(x)
 
 

@@ -1,8 +1,7 @@
 """Passes over a rank's graph.
 
-Each pass changes a graph in place; `optimize` gives them a copy of their own, so that from outside each run is a pure
-function. New nodes carry `meta["val"]`, as those that lowering wrote. No pass adds, drops, merges or moves collectives:
-what a plan lists is what runs.
+Each pass changes a graph in place; `optimize` applies them to a copy. New nodes have `meta["val"]`, like the nodes that
+lowering wrote. No pass adds, removes, merges or moves collectives: a program runs exactly those of its plan.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PASSES: tuple[Pass, ...] = (
     drop_dead_nodes,
     insert_layout_copies,
 )
-"""All passes, in the order in which they run, for programs that are one on all ranks."""
+"""All passes, in the order in which they run, for programs that are identical on all ranks."""
 
 UNEVEN_PASSES: tuple[Pass, ...] = (
     drop_dead_local_nodes,
@@ -43,12 +42,22 @@ UNEVEN_PASSES: tuple[Pass, ...] = (
     drop_dead_local_nodes,
     insert_layout_copies,
 )
-"""The passes for ranks whose shapes differ. They must run the same primitives, but a view that is one of these ranks'
-identities may stand between two primitives of another: no pass may look at shapes and change primitives."""
+"""The passes for programs whose local shapes differ between ranks.
+
+All ranks must run the same primitives in the same order, but a view may be an identity on some ranks only. So no pass
+may add or remove primitives depending on local shapes."""
 
 
 def optimize(graph: fx.Graph, passes: Sequence[Pass] = PASSES) -> fx.Graph:
-    """A copy of the graph after all passes, linted."""
+    """Apply passes to a copy of a graph, and lint it.
+
+    Args:
+        graph: a rank's graph, which is not changed.
+        passes: the passes, in order.
+
+    Returns:
+        The optimized copy.
+    """
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     for apply in passes:

@@ -1,4 +1,4 @@
-"""The pass that makes less than a whole tensor where only a shard is wanted."""
+"""The pass that creates constant tensors directly as shards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.fx as fx
 
 
 def shard_factories(graph: fx.Graph) -> None:
-    """A shard of `full` is a smaller `full`."""
+    """Replace a shard of an `aten.full` by an `aten.full` of the shard's shape."""
     for node in list(graph.nodes):
         if node.target is torch.ops.spmd.shard.default and node.args[0].target is torch.ops.aten.full.default:
             full = node.args[0]

@@ -23,11 +23,11 @@ from spmd.plan.data.plan import PlanData
 
 @attrs.frozen
 class Account:
-    """What the operations of a plan take.
+    """The predicted times and the collectives of a plan's operations.
 
     Args:
-        seconds: local time of each, without its collectives.
-        comms: the collectives of each that has any, in the order in which a rank runs them.
+        seconds: local time of each operation, without its collectives.
+        comms: the collectives of each operation that has any, in the order in which a rank runs them.
     """
 
     seconds: dict[Operation, float]
@@ -40,12 +40,12 @@ class Account:
 
     @property
     def total(self) -> float:
-        """Predicted seconds of a step."""
+        """Predicted seconds of one run of the program."""
         return sum(self.seconds.values()) + sum(comm.seconds for comm in self.all_comms)
 
 
 def account(plan: PlanData) -> Account:
-    """Price every operation and every collective of a plan on the machine that it was asked for."""
+    """The predicted times of every operation and every collective of a plan, on its request's machine."""
     draft = finished_draft(plan)
     cost = LocalCost.of(plan.request.machine, draft)
     seconds = {operation: cost.planned_seconds(operation) for operation in plan.graph.operations}
@@ -54,7 +54,7 @@ def account(plan: PlanData) -> Account:
 
 
 def _executed(plan: PlanData) -> Iterator[Operation]:
-    """The operations in the order in which a rank runs them: those that one list operator computes stand together."""
+    """The operations in the order in which a rank runs them; those of one list operator (`_foreach_*`) are adjacent."""
     rules, operations = plan.request.rules, plan.graph.operations
     alone = frozenset(o for o in operations if runs_local_implementation(o, plan.strategies.get(o, {}), rules))
     for unit in schedule(operations, alone):
@@ -62,7 +62,7 @@ def _executed(plan: PlanData) -> Iterator[Operation]:
 
 
 def finished_draft(plan: PlanData) -> Draft:
-    """A plan as a draft with all axes planned."""
+    """A plan as a draft in which all mesh axes are planned, to apply the cost model to it."""
     given = [*plan.graph.inputs, *(value for value, _ in plan.graph.constants)]
     states = {spec: _states(plan, spec) for spec in set(plan.specs.values())}
     markers = [operation for operation in plan.graph.operations if operation.op is RELABEL]
@@ -101,7 +101,13 @@ def _comms(plan: PlanData, draft: Draft, operation: Operation) -> tuple[Comm, ..
 def sends(
     draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:
-    """The kind, the mesh axes and the most bytes that a rank sends of every collective of an operation."""
+    """The collectives of an operation: kind, mesh axes, the most bytes that any rank sends.
+
+    Args:
+        draft: the program, with the strategies of its operations.
+        specs: the spec of every value.
+        operation: the operation.
+    """
     if operation.op is not REDISTRIBUTE:
         return local_collectives(draft, operation, draft.strategies.get(operation, {}))
     steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]])

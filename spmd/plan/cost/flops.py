@@ -1,9 +1,9 @@
-"""The arithmetic of one call of an operator; of the others memory traffic is all that counts.
+"""The number of floating-point operations of operator calls, for the operators that may be compute-bound.
 
-torch's `torch.utils.flop_counter` has formulas for matrix products, convolutions and fused attention; this adds what it
-lacks: matrix-vector products, factorizations and solvers, Fourier transforms, distances, causal masks. A product and a
-sum are two operations. Sorts, scans, reductions, softmax, normalisation, pooling, indexing, losses and optimizers have
-no formula: they do a few operations an element, less than the memory behind any processor can feed.
+torch's `torch.utils.flop_counter` has formulas for matrix products, convolutions and fused attention. This module adds
+matrix-vector products, factorizations and solvers, Fourier transforms, distances and causal masks. A product and a sum
+are two operations. Sorts, scans, reductions, softmax, normalisation, pooling, indexing, losses and optimizers have no
+formula: they do a few operations per element and are memory-bound on every processor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Formula: TypeAlias = Callable[[Call], float]
 
 
 def flops(operation: Operation) -> float:
-    """Floating-point operations of the unsharded operation, in reals; 0 where memory traffic is all that counts."""
+    """Real floating-point operations of the unsharded operation; 0 if its operator has no formula."""
     if not has_formula(operation.op) or not operation.tensors:
         return 0.0
     result = operation.tensors[0]
@@ -35,19 +35,19 @@ def flops(operation: Operation) -> float:
 
 
 _known: WeakKeyDictionary[Value, float] = WeakKeyDictionary()
-"""Counts by the first result: while a program is planned, operations get other operands of the same shapes, and keep
-their results."""
+"""A cache of counts by the first result of the operation: planning replaces operands by others of the same shape, but
+not the results."""
 
 
 def has_formula(op: torch._ops.OpOverload) -> bool:
-    """Whether the arithmetic of an operator is counted."""
+    """Whether there is a formula for the floating-point operations of an operator."""
     return op._schema.name in FORMULAS or op.overloadpacket in flop_registry
 
 
 def count_flops(call: Call) -> float:
-    """Floating-point operations of a call of an operator that has a formula, in reals.
+    """Real floating-point operations of a call; its operator must have a formula.
 
-    A complex product and sum are eight real operations, four times those of reals.
+    A complex product and sum are eight real operations, four times as many as for real numbers.
     """
     formula = FORMULAS.get(call.op._schema.name, _torch_count)
     complex_products = call.operands[0].dtype.is_complex and formula is not _fourier
@@ -55,12 +55,12 @@ def count_flops(call: Call) -> float:
 
 
 def arithmetic_dtype(operation: Operation) -> torch.dtype | None:
-    """The dtype that an operation computes in: that of its first tensor; None if it has none."""
+    """The dtype that an operation computes in: that of its first tensor operand; None if it has none."""
     return operation.operands[0].meta.dtype if operation.operands else None
 
 
 def _torch_count(call: Call) -> float:
-    """torch's own count; some of its formulas want shapes, some tensors."""
+    """The count of torch's own formula, on meta tensors."""
     results = [_meta_tensor(result) for result in call.results]
     args, kwargs = map_leaves(_meta_tensor, (call.args, dict(call.kwargs)))
     formula: Any = flop_registry[call.op.overloadpacket]
@@ -76,7 +76,7 @@ def _shape(call: Call, name: str) -> tuple[int, ...]:
 
 
 def _inner_products(matrix: str) -> Formula:
-    """Every element of one operand takes part in one product and one sum."""
+    """A formula in which every element of the operand `matrix` takes part in one product and one sum."""
     return lambda call: 2 * math.prod(_shape(call, matrix))
 
 
@@ -96,7 +96,10 @@ def _trilinear(call: Call) -> float:
 
 
 def _convolution_backward(call: Call) -> float:
-    """As much as the forward for each of the two gradients; torch's formula counts groups as if they were one."""
+    """The count of the forward, for each of the gradients of input and weight that is computed.
+
+    torch's own formula ignores groups.
+    """
     x, weight, grad = (list(_shape(call, name)) for name in ("input", "weight", "grad_output"))
     forward = conv_flop_count(x, weight, grad, call.argument("transposed"))
     return sum(call.argument("output_mask")[:2]) * forward
@@ -111,28 +114,31 @@ def _attention(call: Call) -> float:
 
 
 def _attention_backward(call: Call) -> float:
-    """The scores once more, and two products for each of the two products of the forward."""
+    """The scores are recomputed, and each of the two products of the forward has two products in the backward."""
     return sdpa_backward_flop_count(call.operands[0].shape, *_every_head(call)) * _attended(call)
 
 
 def _every_head(call: Call) -> list[tuple[int, ...]]:
-    """Query, key and value with as many heads as queries have: torch 2.11 counts no groups of heads."""
+    """The shapes of query, key and value, all with the heads of the query.
+
+    torch 2.11's formulas do not support grouped-query attention.
+    """
     batch_and_heads = _shape(call, "query")[:2]
     return [(*batch_and_heads, *_shape(call, name)[2:]) for name in ("query", "key", "value")]
 
 
 def _logits(call: Call) -> float:
-    """The product of a batch with the weights of a linear layer, the first two operands."""
+    """The product of a batch and the weights of a linear layer, which are the first two operands."""
     return 2 * math.prod(call.operands[0].shape) * call.operands[1].shape[0]
 
 
 def _chunked_cross_entropy(call: Call) -> float:
-    """The logits, and as much again for the gradient of the batch and of the weights."""
+    """The logits, and as much for each of the gradients of batch and weights that is computed."""
     return _logits(call) * (1 + sum(call.argument(f"compute_{name}_grad") for name in ("input", "linear_weight")))
 
 
 def _attended(call: Call) -> float:
-    """The part of all pairs of query and key that is not masked: of n queries and n keys, (n + 1) / 2n if causal."""
+    """The fraction of pairs of query and key that is not masked: (n + 1) / 2n for n queries and n keys if causal."""
     queries, keys = _shape(call, "query")[-2], _shape(call, "key")[-2]
     if not call.argument("is_causal") or not queries * keys:
         return 1.0
@@ -141,19 +147,19 @@ def _attended(call: Call) -> float:
 
 
 def _distances(call: Call) -> float:
-    """A difference, a power and a sum for every coordinate of every pair of points from two sets; so its gradient."""
+    """A difference, a power and a sum per coordinate of every pair of points from two sets; as many in the backward."""
     distances = call.results[0] if call.op._schema.name == "aten::_cdist_forward" else call.argument("cdist")
     return 3.0 * distances.numel * _shape(call, "x1")[-1]
 
 
 def _own_pairs(call: Call) -> float:
-    """The same for every pair of points from one set."""
+    """The count of `_distances` for every pair of points from one set."""
     points, coordinates = _shape(call, "self")
     return 3 * coordinates * points * (points - 1) / 2
 
 
 def _matrices(name: str, formula: Callable[[int, int, Call], float]) -> Formula:
-    """A formula of the rows and columns of the matrices in a batch."""
+    """The formula for the batch of matrices in the argument `name`; `formula` counts one, from its rows and columns."""
 
     def count(call: Call) -> float:
         *batch, rows, columns = _shape(call, name)
@@ -163,12 +169,12 @@ def _matrices(name: str, formula: Callable[[int, int, Call], float]) -> Formula:
 
 
 def _squares(name: str, factor: float) -> Formula:
-    """A number of operations that is cubic in the order of square matrices."""
+    """A formula of `factor * n**3` operations for square matrices of order n."""
     return _matrices(name, lambda n, _, call: factor * n**3)
 
 
 def _solution(matrix: str, factor: float) -> Formula:
-    """So many operations for each element of a row of the matrix, for each element of the solution."""
+    """A formula of `factor` times n operations for each element of the solution, for a matrix of n columns."""
     return lambda call: factor * _shape(call, matrix)[-1] * call.results[0].numel
 
 
@@ -178,7 +184,7 @@ def _lu(rows: int, columns: int, call: Call | None = None) -> float:
 
 
 def _qr(rows: int, columns: int, call: Call | None = None) -> float:
-    """Householder's triangle, with the reflectors left as they are."""
+    """The triangular factor by Householder reflections, without forming Q."""
     return 2 * _lu(rows, columns)
 
 
@@ -187,7 +193,7 @@ def _explicit_q(rows: int, columns: int, reflectors: int) -> float:
 
 
 def _apply_q(rows: int, reflectors: int, columns: float) -> float:
-    """A product of reflectors of so many rows with a matrix of so many columns."""
+    """The product of Householder reflectors, each of `rows` elements, and a matrix of `columns` columns."""
     return 2 * columns * reflectors * (2 * rows - reflectors)
 
 
@@ -198,7 +204,7 @@ def _full_qr(rows: int, columns: int, call: Call) -> float:
 
 
 def _singular_values(rows: int, columns: int, vectors: bool, full: bool) -> float:
-    """By way of a QR factorization, which is the cheaper way for tall matrices."""
+    """The count by way of a QR factorization first, which is cheaper for tall matrices."""
     short, long = sorted((rows, columns))
     if not vectors:
         return 2 * long * short**2 + 2 * short**3
@@ -227,9 +233,12 @@ def _reflect(call: Call) -> float:
 
 
 def _fourier(call: Call) -> float:
-    """5 n log2 n for complex lines of n, half of that where one side is real; lines of several dims count as one."""
+    """5 n log2 n for each complex transform of n points, half of that if input or output is real.
+
+    The n of a transform over several dims is the product of their lengths.
+    """
     source, result = call.operands[0], call.results[0]
-    meta = source if source.numel >= result.numel else result  # the longer side: of a real one the other is half
+    meta = source if source.numel >= result.numel else result  # the real side, if one is real: it is the larger
     points = math.prod(meta.shape[dim] for dim in call.argument("dim"))
     factor = 5 if source.dtype.is_complex and result.dtype.is_complex else 2.5
     return factor * math.prod(meta.shape) * math.log2(max(points, 1))
@@ -271,7 +280,7 @@ _FACTORIZATIONS = _table({
     "_linalg_eigh": _matrices("A", lambda n, _, call: (9 if call.argument("compute_v") else 4 / 3) * n**3),
     "_linalg_eigvals": _squares("self", 10),
     "linalg_eig": _squares("self", 25),
-    "linalg_matrix_exp": _squares("self", 10),  # five products; how many squarings follow depends on the values
+    "linalg_matrix_exp": _squares("self", 10),  # five products; squarings depend on the values: not counted
 })  # fmt: skip
 
 _SOLVERS = _table({
@@ -288,9 +297,9 @@ _SOLVERS = _table({
 })  # fmt: skip
 
 FORMULAS: Mapping[str, Formula] = MappingProxyType({**_PRODUCTS, **_FACTORIZATIONS, **_SOLVERS})
-"""Formulas that torch's registry lacks, or that refine it, by the operator's name.
+"""Formulas that torch's registry lacks or that replace its own, by the operator's schema name (`aten::mv`).
 
-Leading terms of the counts in Golub and Van Loan, "Matrix Computations" (3rd edition, 1996): Cholesky 4.2, LU 3.2, QR
-5.2, SVD 5.4.5, symmetric eigenvalues 8.3, others 7.5; of Q applied or written out and of inverses, LAPACK Working Note
-41; of the matrix exponential, Bader, Blanes and Casas (2019). Fourier transforms as benchFFT counts them.
+Sources: the leading terms of the counts in Golub and Van Loan, "Matrix Computations" (3rd edition, 1996): Cholesky 4.2,
+LU 3.2, QR 5.2, SVD 5.4.5, symmetric eigenvalues 8.3, other eigenvalues 7.5. LAPACK Working Note 41 for inverses and for
+applying or forming Q. Bader, Blanes and Casas (2019) for the matrix exponential. Fourier transforms as in benchFFT.
 """

@@ -1,4 +1,4 @@
-"""Predicted times: of an operation's share on one rank, and of moving a value between placements on one axis."""
+"""Predicted times: of one rank's share of an operation, and of resharding a value along one mesh axis."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from spmd.rules.strategy import Strategy
 
 @attrs.frozen(eq=False)
 class LocalCost:
-    """Roofline times of the operations of one draft, as one rank runs them.
+    """Roofline times of the operations of one draft, for the rank with the largest shards.
 
     Args:
-        machine: the machine.
+        machine: the cost constants.
         draft: the program.
-        states: the placements of all values on the axes planned so far and, as guessed, on later ones.
-        sizes: the logical shapes of all values on these axes.
-        flops: arithmetic of every operation on the axes planned so far.
+        states: the placements of all values on the axes planned so far, and the guessed ones on later axes.
+        sizes: the local logical shapes of all values with these placements.
+        flops: the floating-point operations of every operation on one rank with these placements.
     """
 
     machine: Machine
@@ -43,9 +43,9 @@ class LocalCost:
         """The costs of a draft.
 
         Args:
-            machine: the machine.
+            machine: the cost constants.
             draft: the program.
-            preview: placements of values on axes that are planned later, as far as they are guessed.
+            preview: guessed placements of values on axes that are planned later.
         """
         preview = preview or {}
         values = (*draft.graph.inputs, *(value for value, _ in draft.graph.constants))
@@ -66,7 +66,7 @@ class LocalCost:
         )
 
     def likeness(self, operation: Operation) -> Hashable:
-        """What tells apart operations that take different times with the same strategies."""
+        """A cache key: operations with equal keys take equal times with the same strategies."""
         values = (*operation.operands, *operation.tensors)
         if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
             states = tuple(tuple(self.states.get(value, {}).items()) for value in values)
@@ -77,7 +77,11 @@ class LocalCost:
         return operation.op, self.flops[operation], shares
 
     def seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
-        """Time of an operation that takes `strategy` on one more mesh axis."""
+        """Seconds of an operation with `strategy` on one more mesh axis.
+
+        Includes the collectives of a local implementation and those of a redistribution along planned axes. Reshards
+        along `axis` itself are priced by `MoveCost`.
+        """
         if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
             return self._redistribution_seconds(operation, strategy, axis)
         if self._is_free(operation):
@@ -97,7 +101,7 @@ class LocalCost:
         return seconds + self._body_seconds(operation, strategy, axis)
 
     def planned_seconds(self, operation: Operation) -> float:
-        """Time of an operation with the strategies that it has on the axes planned so far, without its collectives."""
+        """Seconds of an operation with its strategies on the axes planned so far, without its collectives."""
         if self._is_free(operation):
             return 0.0
         values = (*operation.operands, *operation.tensors)
@@ -109,7 +113,7 @@ class LocalCost:
         return self.machine.compute_seconds(self.flops[operation], traffic, arithmetic_dtype(operation))
 
     def _redistribution_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
-        """Time of a move along planned axes, of the share that `strategy` leaves on one more."""
+        """Seconds of a redistribution along planned axes, of the shard that `strategy` leaves on one more axis."""
         (operand,), (result,), mesh = operation.operands, operation.tensors, self.draft.mesh
         seconds = 0.0
         for moved in self.draft.planned:
@@ -125,7 +129,7 @@ class LocalCost:
         return operation in self.draft.pinned or operation.op is REDISTRIBUTE or operation.is_view
 
     def _body_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
-        """Time of the collectives in a local body that `strategy` brings to one more axis."""
+        """Seconds of the collectives in the local implementation, if `strategy` on one more axis has one."""
         if strategy.body is None:
             return 0.0
         chosen = {**self.draft.strategies.get(operation, {}), axis: strategy}
@@ -134,7 +138,7 @@ class LocalCost:
 
 
 def _share(draft: Draft, operation: Operation, preview: Mapping[Value, States]) -> float:
-    """The part of an operation's arithmetic that one rank does on the planned axes and, as guessed, on later ones."""
+    """The fraction of an operation's arithmetic on one rank, by planned axes and by the guesses for later ones."""
     share = 1.0
     values = (*operation.operands, *operation.tensors)
     sizes = [flat_shape(draft.logical[value]) for value in values]
@@ -153,11 +157,12 @@ class MoveCost:
     """Times of moving one tensor between placements along one mesh axis; local steps are free.
 
     Args:
-        machine: the machine.
-        axis: the mesh axis, of `count` ranks.
-        sizes: the tensor's logical shape without this axis.
-        itemsize: bytes an element.
-        kept: whether the tensor is never to be gathered.
+        machine: the cost constants.
+        axis: the mesh axis.
+        count: the number of ranks along it.
+        sizes: the logical shape of the tensor, local on the other mesh axes and global on this one.
+        itemsize: bytes per element.
+        kept: whether the tensor is never gathered.
     """
 
     machine: Machine
@@ -168,14 +173,14 @@ class MoveCost:
     kept: bool = False
 
     def seconds(self, source: Placement, target: Placement) -> float:
-        """Time to bring the tensor from one placement to another; infinite where that would gather what is kept."""
+        """Seconds to bring the tensor from one placement to another; infinite for an all_gather if `kept`."""
         found = self.collective(source, target)
         if self.kept and found is not None and found[0] is StepKind.ALL_GATHER:
             return math.inf
         return 0.0 if found is None else self.machine.collective_seconds((self.axis,), found[1])
 
     def collective(self, source: Placement, target: Placement) -> tuple[StepKind, float] | None:
-        """The collective that a move takes and the most bytes that a rank sends in it; None if the move is local."""
+        """The collective that a move needs and the most bytes that any rank sends in it; None if the move is local."""
         if source == target or isinstance(source, Replicate):
             return None
         arguments: tuple[Any, ...] = ()

@@ -1,4 +1,4 @@
-"""What planning starts from and ends with: requests, drafts, layouts, collectives, and the frozen plan.
+"""The data of planning: requests, drafts (plans in progress), layouts, collectives, and the finished plan.
 
-Imports `machine`, `rules`, `ir` and what is below them.
+Imports `machine`, `rules`, `ir` and the packages below them.
 """

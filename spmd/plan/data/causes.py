@@ -1,4 +1,4 @@
-"""Why a plan communicates: for every redistribution, who gives the value and who wants it otherwise."""
+"""Why a plan communicates: for every redistribution, the operator that produces the value and its first consumer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARKERS = (REDISTRIBUTE, RELABEL)
 
 @attrs.frozen
 class Cause:
-    """Why a value is redistributed: a sentence, and the line that the user wrote."""
+    """Why a value is redistributed: a sentence, and the line of the user's code (None if unknown)."""
 
     text: str
     source: Source | None
@@ -24,8 +24,13 @@ class Cause:
 def find_causes(graph: Graph, layout: Callable[[Value], Layout]) -> dict[Operation, Cause]:
     """The cause of every redistribution of a planned program.
 
-    The giver is the operator that computed the value and the taker the first that computes with it; views in between
-    only rename. The line is that of the redistribution itself, else the taker's, else the giver's.
+    The sentence names the producer with the layout that it produces, and the first consumer with the layout that it
+    requires. Views and markers in between are skipped. The line is that of the redistribution itself, else that of the
+    consumer, else that of the producer.
+
+    Args:
+        graph: the program, with its redistributions as explicit operations.
+        layout: the layout of a value.
     """
     producers = {value: operation for operation in graph.operations for value in operation.tensors}
     users: dict[Value, Operation] = {}

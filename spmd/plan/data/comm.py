@@ -11,19 +11,21 @@ from spmd.ir.graph import Source
 class Comm:
     """One collective of a plan.
 
-    It runs as planned: a rank's program has these collectives and no other, in this order.
+    A rank's program runs exactly the collectives of its plan, in the plan's order.
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute.
         axes: the mesh axes that it spans.
-        bytes: bytes that the rank sends which sends most, by the ring algorithm, of the pieces that ranks hold: of n
-            ranks and a tensor of S bytes in equal pieces, 2(n-1)/n S for an all_reduce, (n-1)/n S of the result for an
-            all_gather, (n-1)/n S of the argument for a reduce_scatter and an all_to_all, S for a permute. Uneven and
-            empty pieces count as they are (`bytes_sent.py`; `record_traffic` sees the same on virtual ranks).
-            Processes pad uneven pieces to the largest for an all_gather or a reduce_scatter, and send as much.
+        bytes: the most bytes that any rank sends, by the ring algorithm. With n ranks and equal shards: 2(n-1)/n S for
+            an all_reduce of S bytes, (n-1)/n S for an all_gather with a result of S bytes, (n-1)/n S for a
+            reduce_scatter or an all_to_all with an argument of S bytes, and S for a permute. Uneven and empty shards
+            count with their own sizes (`spmd.collectives.bytes_sent`; `record_traffic` measures the same on virtual
+            ranks). Between processes, all_gather and reduce_scatter pad uneven shards to the largest one and send the
+            padding too.
         seconds: predicted time.
-        cause: the operator that wanted it, and the spec that it wanted and that was held.
-        source: the user's line.
+        cause: for a redistribution, the producer with its spec and the consumer with the spec that it requires; for a
+            collective inside a local implementation, the operator.
+        source: the line of the user's code; None if unknown.
     """
 
     kind: str

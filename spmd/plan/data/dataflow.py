@@ -1,4 +1,4 @@
-"""What a program says of its values however it is planned: which stay out of memory, which depend on no input."""
+"""Properties of values that no plan changes: which ones fusion keeps out of memory, which are independent of inputs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from spmd.ir.markers import REDISTRIBUTE
 
 
 def is_pointwise(operation: Operation) -> bool:
-    """Whether a compiler would fuse an operation with its neighbours."""
+    """Whether a compiler would fuse an operation with its neighbours: it is elementwise, or has no tensor operands."""
     return torch.Tag.pointwise in operation.op.tags or not operation.operands
 
 
 def fused_values(graph: Graph) -> frozenset[Value]:
-    """The values that a compiler would keep out of memory: all their producers and consumers are pointwise.
+    """The values that a compiler would keep out of memory, because their producer and all consumers are pointwise.
 
-    A view is its argument: it has no traffic of its own.
+    Views and redistributions count as the value that they are made from. Inputs, constants and outputs are in memory.
     """
     root: dict[Value, Value] = {}
     inner: dict[Value, bool] = {}
@@ -39,7 +39,7 @@ def fused_values(graph: Graph) -> frozenset[Value]:
 
 
 def independent_values(graph: Graph) -> frozenset[Value]:
-    """The values that depend on no input of the program."""
+    """The values that depend on no input and no constant of the program."""
     rooted = {*graph.inputs, *(value for value, _ in graph.constants)}
     for operation in graph.operations:
         if any(operand in rooted for operand in operation.operands):

@@ -1,4 +1,4 @@
-"""A plan in the making: the program with the mesh axes that are planned so far."""
+"""A plan in progress: the program, and the decisions about the mesh axes that are planned so far."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
 from spmd.rules.strategy import LogicalShape, Strategy
 
 SAME_TENSOR = (PIN, REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default)
-"""The operators, besides views, whose results are their operands by another name, shape or dtype."""
+"""The operators, besides views, whose result has the elements of its operand, perhaps resharded or in another dtype."""
 
 States = Mapping[str, Placement]
-"""The placement of a value on each mesh axis that is planned, in planning order; dims are logical."""
+"""The placement of a value on the planned mesh axes, in planning order; on missing axes it is replicated.
+
+Dims are logical: one for each atom.
+"""
 
 
 @attrs.frozen(eq=False)
 class Draft:
-    """The program, and what is decided about it.
+    """The program, and what is decided about it so far.
 
     Args:
         mesh: the mesh.
         graph: the program, with the redistributions of planned axes as explicit operations.
         logical: the atoms of every dim of every value.
         options: the strategies on one mesh axis of every operation that has a rule.
-        pinned: operations whose operand and result specs (over logical shapes) are given: constraints, results, and the
-            changes of layout at the program's edges.
+        pinned: operations whose operand and result specs (over logical shapes) are given: constraints, outputs, and the
+            changes of layout at inputs and outputs.
         given: the specs (over logical shapes) of inputs and constants.
         states: the placement of every value on the planned axes.
         strategies: the strategy of every operation on the planned axes.
         planned: the axes planned so far, in planning order.
-        never_gathered: mesh axes along which an input is never to be gathered.
-        fused: values without memory traffic.
-        independent: values that depend on no input; every rank computes them whole.
-        gap: how far the worst searched axis may be from its best, as a part of that; 0 if all were searched exactly.
+        never_gathered: for some inputs, the mesh axes along which they are never gathered.
+        fused: values without memory traffic, because a compiler would fuse their producers and consumers.
+        independent: values that depend on no input; they are replicated.
+        gap: the largest relative distance of any axis's cost from its optimum (0.01 is 1%); 0 if every axis was
+            searched exactly.
     """
 
     mesh: Mesh
@@ -59,7 +63,7 @@ class Draft:
     gap: float
 
     def never_gathered_values(self, axis: str) -> frozenset[Value]:
-        """The inputs that are never gathered along an axis, and what is them by another name, shape or dtype."""
+        """The inputs that are never gathered along `axis`, and their results of views and `SAME_TENSOR` operators."""
         kept = {value for value, axes in self.never_gathered.items() if axis in axes}
         for operation in self.graph.operations if kept else ():
             if operation.is_view or operation.op in SAME_TENSOR:
@@ -67,11 +71,11 @@ class Draft:
         return frozenset(kept)
 
     def local_sizes(self, value: Value) -> tuple[int, ...]:
-        """The logical shape that the largest shard of a value has on the axes planned so far."""
+        """The logical shape of a value's largest shard, with its placements on the axes planned so far."""
         return self.sizes_at(value, self.states.get(value, {}))
 
     def sizes_at(self, value: Value, states: States) -> tuple[int, ...]:
-        """The logical shape that the largest shard of a value has with these placements."""
+        """The logical shape of a value's largest shard, with the placements `states`."""
         sizes = flat_shape(self.logical[value])
         for axis, state in states.items():
             sizes = shrink(sizes, state, self.mesh.axis_size(axis))
@@ -82,9 +86,9 @@ class Draft:
         return spec_of(self.mesh, self.states.get(value, {}), logical_meta(value.meta, self.logical[value]))
 
     def specs(self) -> dict[Value, DTensorSpec]:
-        """The spec of every value; where one was given, that one, since it knows the order of shards."""
+        """The spec of every value: the given one if there is one, which also orders the mesh axes that share a dim."""
         specs = dict(self.given)
-        known: dict[Hashable, DTensorSpec] = {}  # most values lie like many others
+        known: dict[Hashable, DTensorSpec] = {}  # many values have the same spec: it is built once
         for operation in self.graph.operations:
             given = self.pinned.get(operation)
             for value in operation.tensors:
@@ -100,24 +104,24 @@ def flat_shape(logical: LogicalShape) -> tuple[int, ...]:
 
 
 def logical_meta(meta: TensorMeta, logical: LogicalShape) -> TensorMeta:
-    """The meta of a tensor seen at its logical shape."""
+    """The meta of a tensor over its logical shape."""
     return TensorMeta(flat_shape(logical), meta.dtype)
 
 
 def physical_shape(meta: TensorMeta) -> LogicalShape:
-    """The logical shape of a tensor whose dims are not refined."""
+    """The logical shape of a tensor whose dims are not refined: one atom for each dim."""
     return tuple((size,) for size in meta.shape)
 
 
 def shrink(sizes: tuple[int, ...], state: Placement, count: int) -> tuple[int, ...]:
-    """The largest shard's sizes after one more axis of `count` ranks places the tensor."""
+    """The sizes of the largest shard after placement `state` on one more mesh axis, of `count` ranks."""
     if not isinstance(state, Shard):
         return sizes
     return (*sizes[: state.dim], -(-sizes[state.dim] // count), *sizes[state.dim + 1 :])
 
 
 def spec_of(mesh: Mesh, states: States, meta: TensorMeta) -> DTensorSpec:
-    """The spec with these placements; axes that share a dim are major first in the order of `states`."""
+    """The spec with the placements `states`; mesh axes that share a dim are in the order of `states`, major first."""
     dims = tuple(tuple(axis for axis, state in states.items() if state == Shard(dim)) for dim in range(meta.ndim))
     partial = {axis: state.op for axis, state in states.items() if isinstance(state, Partial)}
     return DTensorSpec(mesh, dims, partial, meta)

@@ -1,7 +1,8 @@
-"""From the plan's logical dims to the tensors that a rank really holds.
+"""From the plan's logical dims to the local tensors of a rank.
 
-A value's *physical* dim may be made of several atoms, any of which can be sharded; a rank holds its logical shard,
-flattened. `[b * s, d]` with `s` sharded over four ranks is locally `[b * (s / 4), d]`.
+A *physical* dim is a dim of the torch tensor. The planner splits it into atoms (`spmd.plan.search.atoms`), the
+*logical* dims, each of which can be sharded. In the local tensor the sharded atoms of a physical dim are flattened into
+one dim again: `[b * s, d]` with `s` sharded over four ranks is locally `[b * (s / 4), d]`.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from spmd.rules.strategy import LogicalShape
 
 @attrs.frozen
 class Layout:
-    """How one value lies on the mesh: a spec over its logical dims, and the physical dims that they make up."""
+    """The sharding of one value: a spec over its logical dims, and for each physical dim the sizes of its atoms."""
 
     spec: DTensorSpec
     atoms: LogicalShape
 
     def logical_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The shape of the shard at a coordinate, one dim an atom."""
+        """The logical shape of the shard at a coordinate: one dim for each atom."""
         return self.spec.local_shape(coordinate)
 
     def shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The shape of the shard at a coordinate, as the rank holds it."""
+        """The physical shape of the shard at a coordinate: that of the rank's torch tensor."""
         return regroup(self.spec.local_shape(coordinate), self.atoms)
 
     def without(self, axes: Sequence[str]) -> Layout:
-        """The layout with the mesh axes `axes` replicated."""
+        """This layout, but replicated over the mesh axes `axes`."""
         dims = tuple(tuple(axis for axis in dim if axis not in axes) for dim in self.spec.dims)
         partial = tuple((axis, op) for axis, op in self.spec.partial if axis not in axes)
         return attrs.evolve(self, spec=DTensorSpec(self.spec.mesh, dims, partial, self.spec.meta))
@@ -50,7 +51,7 @@ class Layout:
 
 
 def _dim_text(dim: list[tuple[int, tuple[str, ...]]]) -> str:
-    """One physical dim as in a `P`; where an inner atom is sharded, its atoms: `(4·16@model)`."""
+    """One physical dim, as `P` writes it; if an atom other than the first is sharded, all atoms: `(4·16@model)`."""
     dim = [(size, axes) for size, axes in dim if size != 1 or axes]
     if not any(axes for _, axes in dim):
         return "None"
@@ -61,6 +62,6 @@ def _dim_text(dim: list[tuple[int, tuple[str, ...]]]) -> str:
 
 
 def regroup(shape: Sequence[int], atoms: LogicalShape) -> tuple[int, ...]:
-    """The physical shape of a logical shape."""
+    """The physical shape of a logical shape: the product of each dim's atoms."""
     sizes = iter(shape)
     return tuple(math.prod(next(sizes) for _ in group) for group in atoms)

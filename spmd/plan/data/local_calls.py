@@ -1,4 +1,8 @@
-"""Local bodies of rules, traced into the operators that one rank runs."""
+"""The local implementations of rules (`spmd.rules.rule.Body`), called or traced for one operation.
+
+A local implementation is what a rank runs in place of the operator where the operator alone, on local tensors, would
+not compute the shard of the result. It may call collectives.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,15 @@ from spmd.rules.rule import Body, Rule
 from spmd.rules.strategy import Strategy
 
 _OF_THE_RANK = (torch.ops.spmd.axis_index.default, torch.ops.spmd.shard_offset.default)
-"""Primitives that take no tensor and give a number of the rank."""
+"""Primitives that take no tensor and return an integer that depends on the rank."""
 
 
 @attrs.frozen
 class _Operand:
-    """A tensor argument: its number among the distinct ones, its local meta, and that without the body's axes."""
+    """A tensor argument: its index among the distinct ones, its local meta, and its meta unsharded over the axes.
+
+    The axes are those that the local implementation spans.
+    """
 
     number: int
     local: TensorMeta
@@ -42,7 +49,7 @@ class _Operand:
 
 @attrs.frozen
 class LocalCall:
-    """One use of a body; uses are equal if nothing that it sees differs."""
+    """One call of a local implementation; calls are equal if all that the implementation can observe is equal."""
 
     body: Body
     axes: tuple[str, ...]
@@ -64,17 +71,17 @@ class LocalCall:
         unsharded: Callable[[Value], TensorMeta],
         size_argument: int | None = None,
     ) -> LocalCall:
-        """The use of a body for one operation.
+        """The call of a local implementation for one operation.
 
         Args:
-            body: the body of the operation's strategy.
+            body: the local implementation of the operation's strategy.
             axes: the mesh axes that it spans, major first.
-            operation: the call.
+            operation: the operation.
             mesh: the mesh.
             local: the meta of the shard of each value.
-            unsharded: the meta of each value with the body's axes not sharded, which the body sees in its `call`; of
-                the results it sees the local metas.
-            size_argument: as in `Rule`; the body gets the local size.
+            unsharded: the meta of each value without sharding over `axes`; the arguments in the implementation's `call`
+                have these metas, its results the local ones.
+            size_argument: as in `Rule`; the implementation gets the local size there.
         """
         numbers = {value: number for number, value in enumerate(dict.fromkeys(operation.operands))}
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(
@@ -85,7 +92,7 @@ class LocalCall:
         return cls(body, tuple(axes), mesh, operation.op, freeze(arguments), results, size_argument, arguments)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        """Run the body over its distinct operands."""
+        """Run the local implementation on the distinct local operands, in order of first appearance."""
         args, kwargs = _replace(lambda operand: operand.unsharded, self.arguments)
         call = Call(self.op, args, kwargs, self.results)
         args, kwargs = self.arguments
@@ -96,7 +103,7 @@ class LocalCall:
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
     def operands(self, device: torch.device | str) -> list[torch.Tensor]:
-        """New local operands."""
+        """New, uninitialized local operands, in the order that a call takes them."""
         leaves = iterate_leaves(self.arguments)
         metas = {leaf.number: leaf.local for leaf in leaves if isinstance(leaf, _Operand)}
         return [torch.empty(metas[n].shape, dtype=metas[n].dtype, device=device) for n in range(len(metas))]
@@ -106,7 +113,7 @@ class LocalCall:
 def trace_local_call(use: LocalCall) -> fx.GraphModule:
     """What one rank computes, as a graph over the operation's distinct operands in order of first appearance.
 
-    Equal uses of a body share one graph, which is not to be changed.
+    Equal calls share one graph, which must not be changed.
     """
     with FakeTensorMode(), axis_environment(use.mesh.axes):
         return make_fx(use, tracing_mode="real")(*use.operands(use.mesh.device))
@@ -120,7 +127,7 @@ def _sent(use: LocalCall) -> tuple[tuple[str, tuple[str, ...], float], ...]:
 
 
 class _Collectives(TorchDispatchMode):
-    """Notes the collectives that are called: kind, mesh axes, bytes that the rank sends which sends most."""
+    """Records the collectives that are called: kind, mesh axes, the most bytes that any rank sends."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -144,13 +151,13 @@ def _replace(function: Callable[[_Operand], Any], arguments: Any) -> Any:
 
 
 def with_local_size(args: tuple[Any, ...], position: int, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """An operator's arguments with the one that repeats the result's shape, or its first length, replaced."""
+    """An operator's arguments with the size argument at `position` replaced: by `shape`, or its first length."""
     size = list(shape) if isinstance(args[position], (tuple, list)) else shape[0]
     return (*args[:position], size, *args[position + 1 :])
 
 
 def local_implementation(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | None:
-    """The local body among an operation's strategies and the mesh axes that it spans, major first; None without one."""
+    """The local implementation in an operation's strategies and its mesh axes, major first; None if there is none."""
     axes = tuple(axis for axis, strategy in chosen.items() if strategy.body is not None)
     if not axes:
         return None
@@ -162,7 +169,10 @@ def local_implementation(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[st
 def runs_local_implementation(
     operation: Operation, chosen: Mapping[str, Strategy], rules: Mapping[torch._ops.OpOverload, Rule]
 ) -> bool:
-    """Whether some rank runs a local body for an operation with these strategies, which keeps it out of lists."""
+    """Whether some rank runs a local implementation in place of an operation with these strategies.
+
+    Such an operation is not joined with others into a list operator (`_foreach_*`).
+    """
     rule = find_rule(operation.op, rules)
     return local_implementation(chosen) is not None or (rule is not None and rule.empty is not None)
 
@@ -170,12 +180,12 @@ def runs_local_implementation(
 def local_collectives(
     draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:
-    """The kind, the mesh axes and the most bytes that a rank sends of every collective in an operation's local body.
+    """The collectives in an operation's local implementation: kind, mesh axes, the most bytes that any rank sends.
 
     Args:
         draft: the program.
         operation: the operation.
-        chosen: its strategies, by mesh axis, in the order of planning.
+        chosen: its strategies, by mesh axis, in planning order.
     """
     found = local_implementation(chosen)
     if found is None:

@@ -1,4 +1,4 @@
-"""The frozen product of planning: a spec for every value and a strategy for every operation."""
+"""The result of planning, which is immutable: a spec for every value and a strategy for every operation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlanData:
     """How a program runs on a mesh.
 
     Args:
-        request: what was asked of the planner.
+        request: the input of the planner.
         mesh: the mesh.
         graph: the program, with its redistributions as explicit operations: `spmd::redistribute` moves a value from
             its spec to the spec of the result; `spmd::relabel` renames logical dims and moves nothing.
@@ -34,10 +34,10 @@ class PlanData:
         specs: the spec of every value, over its logical shape.
         strategies: for every operation, its strategy on each mesh axis by name (none for redistributions).
         fallbacks: operations that have no rule and run replicated.
-        gap: how much the time of the worst searched axis may exceed the least possible, as a part of that: 0 where the
-            search was exact, more where large-neighbourhood search took over.
-        seconds: predicted time of a step.
-        comms: the collectives that each rank runs, one by one in order of execution (`Comm`).
+        gap: the largest relative distance of any axis's cost from its optimum (0.01 is 1%): 0 if every axis was
+            searched exactly; an upper bound where large-neighbourhood search was used.
+        seconds: predicted time of one run of the program.
+        comms: the collectives that each rank runs, in order of execution.
     """
 
     request: Request
@@ -52,7 +52,7 @@ class PlanData:
     comms: tuple[Comm, ...]
 
     def layout(self, value: Value) -> Layout:
-        """How a value lies on the mesh."""
+        """The sharding of a value, over its logical and physical dims."""
         return Layout(self.specs[value], self.logical[value])
 
     @property
@@ -62,23 +62,28 @@ class PlanData:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The mesh axes of more than one rank in the order in which they were planned; () if nothing was."""
+        """The mesh axes of more than one rank, in planning order; () if no axis was planned."""
         return tuple(next(iter(self.strategies.values()), ()))
 
     @cached_property
     def causes(self) -> Mapping[Operation, Cause]:
-        """Why each redistribution is there."""
+        """The cause of each redistribution: its producer, its first consumer and the line of the user's code."""
         return MappingProxyType(find_causes(self.graph, self.layout))
 
     def source(self, operation: Operation) -> Source | None:
-        """The user's line that an operation is there for."""
+        """The line of the user's code for an operation; for a redistribution, that of its cause. None if unknown."""
         return self.causes[operation].source if operation in self.causes else operation.source
 
     def verify(self) -> Self:
-        """Check that every value has the placements that its producer leaves and its users take; returns the plan.
+        """Check that every value has the placements that its producer produces and its consumers require.
+
+        Returns:
+            The plan itself.
 
         Raises:
-            PlanError: an operation whose operands or results lie otherwise than its strategies say.
+            PlanError: an operand or a result is sharded differently than the operation's strategies say, or a marker
+                does more than it may.
+            TraceError: the graph uses a value before its definition, or defines one twice.
         """
         self.graph.verify()
         for operation in self.graph.operations:

@@ -1,4 +1,4 @@
-"""What is asked of the planner: a program, where its ends lie, and what a plan may not do."""
+"""The planner's input: a program, the specs of its inputs and outputs, and constraints on the plan."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _NOTHING_KEPT: Mapping[int, frozenset[str]] = MappingProxyType({})
 
 @attrs.frozen(eq=False, repr=False)
 class Request:
-    """The input of `plan`; every plan keeps the one that it answers.
+    """The input of `plan`; every plan has the request that it was made for.
 
     Args:
         graph: the program over global tensors, in canonical form.
         mesh: the mesh.
-        input_specs, output_specs: the spec of every input and output.
-        rules: the sharding rules.
+        input_specs, output_specs: the spec of every input and output, over physical dims.
+        rules: the sharding rule of every operator that has one.
         machine: the machine's cost constants.
         memory_limit: the most bytes that a rank may hold at once; None for no limit.
-        donated: positions of inputs whose memory the program may take over.
-        keep_sharded: mesh axes along which an input is never to be gathered, by the input's position.
-        input_paths: where each input stands among the user's arguments, for questions: `0['w']`; empty if nobody knows.
+        donated: positions of inputs that are donated, as by `jax.jit`: their memory may be freed after their last use.
+        keep_sharded: by the position of an input, the mesh axes along which it is never gathered.
+        input_paths: the path of each input in the user's arguments, such as `0['w']`; empty if unknown.
     """
 
     graph: Graph

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: its constants, presets, and measuring them.
+"""The machine that a plan is for: its cost constants, presets of them, and measurements of them.
 
 Imports `collectives` and `core`.
 """

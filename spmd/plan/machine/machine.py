@@ -1,4 +1,4 @@
-"""What a machine costs: the constants behind predicted times, and those of some machines that one can buy."""
+"""The machine model: the constants behind predicted times, and presets for some commercial machines."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ class Machine:
     """Cost constants of one rank and its links; the defaults resemble an H100 in one node.
 
     Args:
-        flops: floating-point operations a second, in dtypes that `dtype_flops` does not name.
-        memory_bandwidth: bytes a second between the rank's memory and its compute units.
-        link_bandwidth: bytes a second that a rank can send.
-        axis_bandwidth: bytes a second along mesh axes whose links differ from `link_bandwidth`, by axis name. Names
-            that a mesh lacks mean nothing to it, so that what was measured on one mesh serves others: mind their
-            spelling.
-        latency: seconds that each collective takes besides its bytes. The default is that of collectives in buckets;
-            a single small one takes ten times as long.
-        axis_latency: seconds along mesh axes whose latency differs, by axis name.
-        dtype_flops: floating-point operations a second, by dtype or its name: `{"bfloat16": 989.5e12}`. Complex dtypes
-            have the rate of their parts.
-        memory_capacity: bytes that a rank can hold, None if unknown. A plan is held to them only where they are given
-            as its memory limit.
+        flops: floating-point operations per second, in dtypes that `dtype_flops` does not name.
+        memory_bandwidth: bytes per second between the rank's memory and its compute units.
+        link_bandwidth: bytes per second that a rank can send.
+        axis_bandwidth: bytes per second along mesh axes whose links differ from `link_bandwidth`, by axis name. Names
+            that are not axes of the mesh are ignored, so that one machine serves several meshes; so are misspelled
+            names.
+        latency: seconds that each collective takes in addition to the transfer of its bytes. The default assumes
+            collectives in buckets; a single small one takes ten times as long.
+        axis_latency: seconds along mesh axes whose latency differs from `latency`, by axis name.
+        dtype_flops: floating-point operations per second, by dtype or its name: `{"bfloat16": 989.5e12}`. A complex
+            dtype has the rate of its real parts.
+        memory_capacity: bytes of a rank's memory; None if unknown. Plans are limited by `Request.memory_limit` only.
 
     Raises:
-        PlanError: a constant that is not positive (a latency may be zero), or a dtype that torch does not have.
+        PlanError: a constant is not positive (a latency may be zero), or torch does not have a dtype.
     """
 
     flops: float = 5e14
@@ -70,15 +69,15 @@ class Machine:
 
     @classmethod
     def preset(cls, name: str, *, tf32: bool = False, **changes: Any) -> Machine:
-        """A machine that one can buy: see `PRESETS` for their names and where their constants come from.
+        """A commercial machine by name; `PRESETS` lists the names and the sources of the constants.
 
         Args:
             name: one of `PRESETS`.
             tf32: whether float32 products run in TF32, as under `torch.set_float32_matmul_precision("high")`.
-            changes: constants in place of the preset's, such as the links of one mesh axis.
+            changes: constants in place of the preset's, such as the bandwidth of one mesh axis.
 
         Raises:
-            PlanError: an unknown name, or `tf32` where there is no such unit.
+            PlanError: the name is unknown, or the machine has no TF32 units and `tf32` is set.
 
         >>> Machine.preset("h100_nvlink", axis_bandwidth={"data": 5e10}).axis_bandwidth
         (('data', 50000000000.0),)
@@ -94,13 +93,13 @@ class Machine:
 
     @classmethod
     def measure(cls, mesh: Mesh) -> Machine:
-        """Measure the constants of a mesh that runs, in some seconds.
+        """Measure the constants of a virtual mesh; this takes some seconds.
 
-        The ranks of a virtual mesh take turns in one process: each has its part of the process's arithmetic, memory
-        bandwidth and memory, and a collective takes as long as it takes for all ranks.
+        The ranks of a virtual mesh share one process: each counts with 1/n of the process's arithmetic rate, memory
+        bandwidth and memory, for n ranks. The time of a collective is the time for all ranks together.
 
         Raises:
-            MeshError: a mesh that does not run.
+            MeshError: the mesh is not virtual.
         """
         products = {str(dtype): rate for dtype, rate in measure_products(mesh).items()}
         links = {axis: measure_link(mesh, axis) for axis, size in mesh.axes.items() if size > 1}
@@ -117,21 +116,27 @@ class Machine:
         )
 
     def rate(self, dtype: torch.dtype | None = None) -> float:
-        """Floating-point operations a second in a dtype, or in those that have no rate of their own."""
+        """Floating-point operations per second in a dtype; `flops` for None and for dtypes without a rate."""
         return self._rates.get(dtype, self.flops)
 
     def compute_seconds(self, flops: float, bytes: float, dtype: torch.dtype | None = None) -> float:
-        """Roofline time of an operator (Williams et al., 2009): the longer of its arithmetic and its memory traffic.
+        """Roofline time of an operator in seconds: the longer of its arithmetic and its memory traffic.
+
+        Source: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
+        architectures" (2009).
 
         Args:
-            flops: its floating-point operations.
-            bytes: what it reads and writes.
-            dtype: what it computes in.
+            flops: the number of its floating-point operations.
+            bytes: bytes that it reads and writes.
+            dtype: the dtype that it computes in.
         """
         return max(flops / self.rate(dtype), bytes / self.memory_bandwidth)
 
     def collective_seconds(self, axes: tuple[str, ...], bytes: float) -> float:
-        """Time of a collective over `axes` in which each rank sends `bytes`: that of their slowest links."""
+        """Seconds of a collective over `axes` in which each rank sends `bytes`.
+
+        Latency and bandwidth are the worst among the axes.
+        """
         latency = max(self._latencies.get(axis, self.latency) for axis in axes)
         return latency + bytes / min(self._bandwidths.get(axis, self.link_bandwidth) for axis in axes)
 
@@ -154,7 +159,7 @@ _PARTS_OF_COMPLEX = (torch.float16, torch.float32, torch.float64)
 
 
 def _hopper(memory_bandwidth: float, memory_capacity: int) -> Machine:
-    """H100 and H200 differ in their memory."""
+    """An H100 or H200, which differ only in their memory."""
     rates = {"float64": 67e12, "float32": 67e12, "float16": 989.5e12, "bfloat16": 989.5e12}
     rates |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 1979e12)
     return Machine(
@@ -199,22 +204,22 @@ PRESETS: Mapping[str, Machine] = MappingProxyType(
         ),
     }
 )
-"""Machines by name, at the peaks that their makers state: predicted times are lower bounds. `Machine.measure` finds
-what is reached.
+"""Machines by name, with the peak rates of their data sheets, so that predicted times are lower bounds.
+`Machine.measure` measures achieved rates.
 
-Rates are those of dense products, half of what a sheet states with sparsity; dtypes without units of their own have
-float32's. Bandwidths of links are those of one
-direction, half of what a sheet states for both. Latencies are those of collectives in buckets, as the default is.
+Rates are those of dense products, half of a data sheet's rates with sparsity. Dtypes without units of their own have
+the rate of float32. Link bandwidths are those of one direction, half of a data sheet's sum of both. Latencies assume
+collectives in buckets, as the default does.
 
-- `h100_nvlink`, `h200`: SXM, NVIDIA H100 and H200 Tensor Core GPU data sheets. float64 by tensor cores; float32 in full
-  precision, as torch's default is. NVLink 4 at 900 GB/s in both directions, which holds inside a node.
-- `a100`: SXM 80 GB, NVIDIA A100 Tensor Core GPU data sheet. As above; NVLink 3 at 600 GB/s in both directions.
-- `tpu_v5p`: Google Cloud's page on TPU v5p. float32 runs in bfloat16 passes and is priced as one. 1,200 GB/s in both
-  directions over six links; a mesh axis is taken to be one of the torus's three, with two links.
-- `cpu`: a socket a rank, AMD EPYC 9654 data sheet: 96 cores at 2.4 GHz, twelve channels of DDR5-4800, 64 GB on each.
-  A Zen 4 core does 16 float64, 32 float32 or 64 bfloat16 operations a cycle. Sockets are taken to be linked by
-  Ethernet of 100 Gb/s, at ten times the latency of the others.
+- `h100_nvlink`, `h200`: SXM, NVIDIA H100 and H200 Tensor Core GPU data sheets. float64 on tensor cores; float32 in full
+  precision, as is torch's default. NVLink 4 at 900 GB/s for both directions together, inside one node.
+- `a100`: SXM 80 GB, NVIDIA A100 Tensor Core GPU data sheet. As above, with NVLink 3 at 600 GB/s.
+- `tpu_v5p`: Google Cloud's page on TPU v5p. float32 runs as bfloat16 passes and is priced as one pass. 1,200 GB/s for
+  both directions together over six links; a mesh axis is assumed to be one axis of the 3D torus, with two links.
+- `cpu`: one socket per rank, AMD EPYC 9654 data sheet: 96 cores at 2.4 GHz, twelve channels of DDR5-4800, 64 GB on
+  each. A Zen 4 core does 16 float64, 32 float32 or 64 bfloat16 operations per cycle. Sockets are assumed to be linked
+  by Ethernet at 100 Gb/s, with ten times the latency of the other presets.
 """
 
 TF32_FLOPS: Mapping[str, float] = MappingProxyType({"h100_nvlink": 494.5e12, "h200": 494.5e12, "a100": 156e12})
-"""Rates of float32 products in TF32, from the same sheets."""
+"""Dense rates of float32 products in TF32, in floating-point operations per second, from the same data sheets."""

@@ -1,6 +1,6 @@
-"""Timings of what the cost model has constants for: products, copies and collectives of a mesh that runs.
+"""Measurements of the cost model's constants: matrix products, copies and collectives on a virtual mesh.
 
-Sizes are fixed; a time is the median of several runs.
+Sizes are fixed; each time is the median of several runs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from spmd.errors import MeshError
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CPU_ORDER, _ACCELERATOR_ORDER = 512, 8192
-"""Orders of square matrices: what fits a core's cache, and what fills an accelerator."""
+"""Orders of square matrices: one that fits into a core's cache, and one that is large enough for an accelerator."""
 
 _CPU_COPY, _ACCELERATOR_COPY = 2**27, 2**30
-"""Bytes to copy: more than caches hold."""
+"""Bytes to copy: more than fit into caches."""
 
 _SMALL, _LARGE = 2**10, 2**25
-"""Bytes that all ranks together bring to a collective."""
+"""Bytes of the operands of a collective, summed over all ranks."""
 
 
 @attrs.frozen
 class Link:
-    """What collectives along one mesh axis cost.
+    """The cost constants of collectives along one mesh axis.
 
     Args:
-        bandwidth: bytes a second that a rank sends.
-        latency: seconds that a collective takes besides its bytes.
+        bandwidth: bytes per second that a rank sends.
+        latency: seconds that a collective takes in addition to the transfer of its bytes.
     """
 
     bandwidth: float
@@ -42,7 +42,11 @@ class Link:
 
 
 def measure_products(mesh: Mesh) -> dict[torch.dtype, float]:
-    """Floating-point operations a second of a rank, by dtype; dtypes that the device does not multiply are left out."""
+    """Floating-point operations per second of a rank in matrix products, by dtype, where the device supports it.
+
+    Raises:
+        MeshError: the mesh is not virtual.
+    """
     _check_runs(mesh)
     order = _CPU_ORDER if mesh.device.type == "cpu" else _ACCELERATOR_ORDER
     rates = {}
@@ -58,7 +62,11 @@ def measure_products(mesh: Mesh) -> dict[torch.dtype, float]:
 
 
 def measure_copies(mesh: Mesh) -> float:
-    """Bytes a second that a rank reads and writes."""
+    """Bytes per second that a rank reads and writes in a copy, reads and writes added up.
+
+    Raises:
+        MeshError: the mesh is not virtual.
+    """
     _check_runs(mesh)
     count = _CPU_COPY if mesh.device.type == "cpu" else _ACCELERATOR_COPY
     source = torch.ones(count, dtype=torch.uint8, device=mesh.device)
@@ -67,7 +75,11 @@ def measure_copies(mesh: Mesh) -> float:
 
 
 def measure_link(mesh: Mesh, axis: str) -> Link:
-    """Bandwidth and latency of collectives along an axis: the line through the times of a small and a large one."""
+    """Bandwidth and latency of collectives along a mesh axis: the line through the times of two all_reduces.
+
+    Raises:
+        MeshError: the mesh is not virtual.
+    """
     _check_runs(mesh)
     sent, seconds = [], []
     for total in (_SMALL, _LARGE):
@@ -75,13 +87,17 @@ def measure_link(mesh: Mesh, axis: str) -> Link:
         sent.append(ring_bytes(StepKind.ALL_REDUCE, mesh.axis_size(axis), 4 * count))
         seconds.append(median_seconds(_all_reduce(mesh, axis, count)))
     slope, intercept = statistics.linear_regression(sent, seconds)
-    if slope <= 0:  # a disturbed run: then the bandwidth that was reached, latency included
+    if slope <= 0:  # noise: use the achieved bandwidth, latency included
         return Link(sent[-1] / seconds[-1], min(seconds))
     return Link(1 / slope, max(intercept, 0.0))
 
 
 def memory_of(mesh: Mesh) -> int | None:
-    """Bytes of memory of a rank; None where the system does not tell."""
+    """Bytes of memory of a rank; None if the system does not report them.
+
+    Raises:
+        MeshError: the mesh is not virtual.
+    """
     _check_runs(mesh)
     if mesh.device.type == "cuda":
         return int(torch.cuda.get_device_properties(mesh.device).total_memory) // _sharing(mesh)
@@ -91,15 +107,15 @@ def memory_of(mesh: Mesh) -> int | None:
 
 
 def median_seconds(run: Callable[[], object]) -> float:
-    """The median time of several runs, the device's work included."""
-    from torch.utils.benchmark import Timer  # slow to import: only when something is measured
+    """The median time in seconds of several calls of `run`, including the device's work."""
+    from torch.utils.benchmark import Timer  # imported here because it is slow to import
 
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=0.1).median
 
 
 def _all_reduce(mesh: Mesh, axis: str, count: int) -> Callable[[], object]:
-    """A sum along an axis of `count` floats on every rank; the one place that knows how a mesh runs collectives."""
+    """A function that runs an all_reduce along an axis, of `count` float32 numbers on every rank."""
     shards = [torch.ones(count, device=mesh.device) for _ in range(mesh.size)]
     return lambda: virtual.run(
         torch.ops.spmd.all_reduce.default, mesh, [((shard, "sum", [axis]), {}) for shard in shards]
@@ -107,7 +123,7 @@ def _all_reduce(mesh: Mesh, axis: str, count: int) -> Callable[[], object]:
 
 
 def _sharing(mesh: Mesh) -> int:
-    """How many ranks share one process and its device."""
+    """The number of ranks that share one process and its device."""
     return mesh.size if mesh.runtime is Runtime.VIRTUAL else 1
 
 

@@ -1,4 +1,4 @@
-"""How much memory a plan takes, and planning under a limit.
+"""The memory of a plan, and planning under a memory limit.
 
 Imports `cost` and `data`.
 """

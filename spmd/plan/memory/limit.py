@@ -1,9 +1,9 @@
-"""Planning under a memory limit: another order of execution, and computing again what is too large to keep.
+"""Planning under a memory limit: reordering, rematerialization, and memory prices.
 
-The plan of least time is taken as it is if it fits. If not, results are computed one after the other (`reorder`), and
-then values are freed across the peak and computed again (`rematerialization`), first those that free the most bytes
-for a second more, until every peak fits. Where that is not enough, the search is repeated with a price on the memory
-that is held (`memory_prices`), as Lagrange multipliers of the limit.
+The plan of least time is taken as it is if it fits. If not, its outputs are computed one after another (`reorder`).
+Then values are freed across the peak and rematerialized after it (`rematerialization`), first those that free the most
+bytes per added second, until every peak fits. Where that is not enough, the search is repeated with prices on the
+memory that is held (`memory_prices`), the Lagrange multipliers of the limit.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from spmd.plan.memory.reorder import by_results
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 _LAUNCH = 1e-7
-"""Seconds that any operation costs, so that many small ones are not preferred to one large one."""
+"""Seconds added to the cost of every operation, so that many small ones are not preferred to one large one."""
 
 _ROUNDS = 1000
-"""Peaks to cut down before giving up; each round cuts the highest one."""
+"""The most rounds of rematerialization; each one lowers the memory at the operation that holds the most."""
 
 
 def fitting(plans: Sequence[PlanData]) -> list[PlanData]:
-    """Those of some plans for one request that fit in its memory limit.
+    """Those of several plans for one request that fit in its memory limit.
 
     Raises:
-        PlanError: none fits; says the smallest peak found and what is held there.
+        PlanError: none fits; the message has the smallest peak found and the tensors held there.
     """
     found = list(filter(fits, plans))
     if not found:
@@ -47,11 +47,13 @@ def fitting(plans: Sequence[PlanData]) -> list[PlanData]:
 
 
 def memory_prices(plan: PlanData, price: float) -> dict[Value, float]:
-    """Seconds that each byte counts for of the temporaries held at a plan's peak.
+    """Memory prices, in seconds per byte, of the values held at a plan's peak; inputs and constants have none.
+
+    A redistributed value is priced as the value that it is made from.
 
     Args:
         plan: the plan.
-        price: what all that is held there is to count for, in times of the plan's step.
+        price: the price of the whole peak, as a multiple of the plan's predicted time.
     """
     producers = {value: operation for operation in plan.graph.operations for value in operation.tensors}
     found = {}
@@ -65,9 +67,9 @@ def memory_prices(plan: PlanData, price: float) -> dict[Value, float]:
 
 
 def fit(plan: PlanData) -> PlanData:
-    """The plan, if it fits in the request's limit, or one that computes the same in less memory.
+    """The plan if it fits in its request's limit, else an equivalent one in less memory.
 
-    Where none fits, the one of the least memory that was found.
+    If none fits, the result is the plan with the lowest peak that was found.
     """
     if fits(plan):
         return plan
@@ -78,10 +80,10 @@ def fit(plan: PlanData) -> PlanData:
 
 
 def check_fits(plan: AnyPlan) -> AnyPlan:
-    """The plan, as it is.
+    """Check that a plan fits in its request's memory limit; returns the plan itself.
 
     Raises:
-        PlanError: it holds more than its request's limit.
+        PlanError: its peak is above the limit.
     """
     if not fits(plan):
         memory = memory_of(plan)
@@ -93,7 +95,7 @@ def check_fits(plan: AnyPlan) -> AnyPlan:
 
 
 def fits(plan: PlanData) -> bool:
-    """Whether a plan keeps to the memory limit of its request."""
+    """Whether a plan's peak is within the memory limit of its request, if there is one."""
     limit = plan.request.memory_limit
     return limit is None or memory_of(plan).peak <= limit
 
@@ -116,7 +118,7 @@ def _reordered(plan: PlanData) -> PlanData:
 
 
 def _cut_peaks(plan: PlanData) -> PlanData:
-    """Let go of values across every peak above the limit, or down to where nothing more can be let go."""
+    """Rematerialize values across every peak above the limit, until all fit or nothing more can be freed."""
     limit = plan.request.memory_limit
     assert limit is not None
     costs = _costs_of_a_second_run(plan)
@@ -128,7 +130,7 @@ def _cut_peaks(plan: PlanData) -> PlanData:
             best, least = plan, memory.peak
         if memory.peak <= limit or memory.operation is None:
             break
-        # The sort is stable: of equal ones the earliest, which would be held longest.
+        # The sort is stable: among equal ones the earliest comes first, which would be held longest.
         found = sorted(
             candidates(plan.graph, liveness, memory.operation), key=lambda item: -item.freed / costs[item.operation]
         )
@@ -143,7 +145,7 @@ def _cut_peaks(plan: PlanData) -> PlanData:
 
 
 def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
-    """Seconds of each operation that may run again: of its collectives, and of reading and writing memory."""
+    """Seconds that a second run of each operation would add: its collectives and its memory traffic."""
     comms, zero = account(plan).comms, (0,) * len(plan.mesh.names)
 
     def nbytes(value: Value) -> int:
@@ -158,7 +160,7 @@ def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
 
 
 def _enough(found: Sequence[Rematerialization], excess: int, liveness: Liveness) -> list[Rematerialization]:
-    """The first of those found that together free `excess` bytes; none is made from what another lets go."""
+    """The first candidates that together free `excess` bytes; none reads a buffer that another one frees."""
     chosen: list[Rematerialization] = []
     let_go: set[Buffer] = set()
     kept: set[Buffer] = set()
@@ -176,7 +178,7 @@ def _enough(found: Sequence[Rematerialization], excess: int, liveness: Liveness)
 
 
 def _replace(plan: PlanData, changed: Rewritten) -> PlanData:
-    """A plan with other operations, not priced yet."""
+    """The plan with other operations; its collectives and predicted time are not updated."""
     origins, copies = changed.origins, changed.copies
     strategies = {o: plan.strategies[origins[o]] for o in changed.operations if origins[o] in plan.strategies}
     fallbacks = frozenset(plan.fallbacks)

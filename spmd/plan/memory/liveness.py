@@ -1,9 +1,9 @@
-"""What a rank reads and allocates, event by event, as it runs a plan: the storage behind every value.
+"""Liveness: the buffers that a rank reads and allocates, event by event, as it runs a plan.
 
-The runtimes are eager, so every result that is no view is a buffer of its own. Whether an operator gives a view is
-found by running it on meta tensors that have the strides of the rank's tensors: a reshape copies where strides demand
-it. Programs are those of the rank at coordinate zero, which holds the largest shards. What a kernel or a collective
-allocates inside itself is not seen, nor what lowering shares between the local bodies of several operations.
+The runtimes are eager, so every result that is not a view is a buffer of its own. Whether an operator returns a view is
+found by running it on meta tensors with the strides of the rank's tensors: a reshape copies where strides require it.
+The rank is the one at coordinate zero, which holds the largest shards. Not modelled are the temporaries inside kernels
+and collectives, and results that lowering shares between the local implementations of several operations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from spmd.rules.strategy import Strategy
 aten = torch.ops.aten
 
 _IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
-"""Lowering drops these: a functional program needs no copies."""
+"""Operators that lowering removes, because a functional program needs no copies."""
 
 
 @attrs.frozen(eq=False)
@@ -47,7 +47,8 @@ class Buffer:
     """One storage of a rank.
 
     Args:
-        value: the value that it was allocated for; None inside a redistribution or a local body.
+        value: the value that it was allocated for; None for a temporary inside a redistribution or a local
+            implementation.
         meta: shape and dtype on the rank.
     """
 
@@ -56,13 +57,13 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Its bytes."""
         return self.meta.nbytes
 
 
 @attrs.frozen(eq=False)
 class Event:
-    """One operator that a rank runs: it needs the buffers `reads` and allocates `writes`."""
+    """One operator that a rank runs for `operation`: it reads the buffers `reads` and allocates `writes`."""
 
     operation: Operation
     reads: tuple[Buffer, ...]
@@ -71,13 +72,13 @@ class Event:
 
 @attrs.frozen(eq=False)
 class Liveness:
-    """The events of a step, in order.
+    """The events of one run of a program, and its buffers.
 
     Args:
         events: in order of execution.
         inputs, outputs: the buffers of the program's arguments and results; a result may be an argument.
         constants: the buffers of the tensors that the program closed over.
-        buffers: the buffer behind every value.
+        buffers: the buffer of every value; views share that of their base.
     """
 
     events: tuple[Event, ...]
@@ -94,13 +95,13 @@ def record(
     strategies: Mapping[Operation, Mapping[str, Strategy]],
     rules: Mapping[torch._ops.OpOverload, Rule],
 ) -> Liveness:
-    """The liveness of a planned program; the arguments are those of a plan.
+    """The liveness of a planned program.
 
     Args:
         graph: the program, with redistributions as explicit operations.
         mesh: the mesh.
-        layout: how each value lies.
-        strategies: of every operation, by mesh axis.
+        layout: the layout of each value.
+        strategies: the strategies of every operation, by mesh axis.
         rules: the sharding rules.
     """
     return _Recorder(graph, mesh, layout, strategies, rules).run()
@@ -108,7 +109,7 @@ def record(
 
 @attrs.frozen
 class _Strided:
-    """A local tensor as far as views can tell."""
+    """The properties of a local tensor that decide whether an operator returns a view of it."""
 
     meta: TensorMeta
     strides: tuple[int, ...]
@@ -122,7 +123,7 @@ class _Strided:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether elements lie in order; where a dim is 1 its stride says nothing."""
+        """Whether elements are in row-major order without gaps; strides of dims of length 1 do not matter."""
         expected = _Strided.contiguous(self.meta).strides
         dims = zip(self.meta.shape, self.strides, expected, strict=True)
         return self.meta.numel < 2 or all(size == 1 or stride == other for size, stride, other in dims)
@@ -133,7 +134,7 @@ class _Strided:
 
 @attrs.frozen
 class _Result:
-    """A result of an operator: how it lies, and the position of the operand that it is a view of."""
+    """A result of an operator: its strides, and the position of the operand that it is a view of, if it is one."""
 
     layout: _Strided
     view_of: int | None = None
@@ -166,9 +167,9 @@ class _Recorder:
         return Liveness(tuple(self.events), inputs, outputs, constants, self.buffers)
 
     def sharded_fills(self) -> frozenset[Value]:
-        """Tensors of one number that are only wanted cut: lowering makes their shards and never the whole.
+        """Results of `aten.full` of which ranks only read shards: lowering creates these instead of the full tensor.
 
-        It does so where all ranks run one program, which is where all shards are even.
+        Lowering does so only if all ranks run the same program, that is, if all shards are even.
         """
         made = {operation.tensors[0] for operation in self.graph.operations if operation.op is aten.full.default}
         made.difference_update(self.graph.outputs)
@@ -179,7 +180,7 @@ class _Recorder:
         return frozenset(made) if made and all(self.layout(value).spec.is_even for value in values) else frozenset()
 
     def cuts(self, operation: Operation) -> bool:
-        """Whether an operation leaves each rank its shard of what all ranks hold."""
+        """Whether an operation is a redistribution that only slices, without communication."""
         if operation.op is not REDISTRIBUTE:
             return False
         (value,), (result,) = operation.operands, operation.tensors
@@ -219,7 +220,7 @@ class _Recorder:
             self.event(operation, reads, writes)
 
     def operands(self, operation: Operation) -> list[Buffer]:
-        """The buffers that an operator reads; of operands whose memory layout it cannot take, copies."""
+        """The buffers that an operator reads; an operand whose strides its kernel does not support is copied first."""
         needs: dict[Value, Need] = {}
 
         def note(leaf: Any, needed: Need) -> None:
@@ -239,7 +240,7 @@ class _Recorder:
         return found
 
     def call(self, operation: Operation) -> list[Buffer]:
-        """The buffers that an operator allocates, on local tensors."""
+        """The buffers that an operator allocates when it runs on local tensors."""
         writes = []
         operands = operation.operands
         for value, result in zip(operation.tensors, self.results(operation), strict=True):
@@ -279,7 +280,7 @@ class _Recorder:
         return _run_on_meta(call) or fresh
 
     def redistribute(self, operation: Operation) -> None:
-        """The buffers of every step; the last step's is the result's."""
+        """Record the events of every step of a redistribution; the buffer of the last step is that of the result."""
         (value,), (result,) = operation.operands, operation.tensors
         if value in self.fills:
             self.event(operation, [], [self.allocate(result)])
@@ -306,7 +307,7 @@ class _Recorder:
         return step.kind is StepKind.SHARD and math.prod(leading) == 1
 
     def body(self, operation: Operation) -> None:
-        """The events of the operators in a local body, traced on contiguous tensors."""
+        """Record the events of the operators in a local implementation, traced on contiguous tensors."""
         found = local_implementation(self.strategies[operation])
         assert found is not None
         body, axes = found
@@ -346,7 +347,7 @@ class _Operand:
 
 @attrs.frozen
 class _Call:
-    """A call on local tensors; calls that give results alike are equal."""
+    """A call on local tensors, as a cache key: equal calls have results with equal strides and views."""
 
     op: torch._ops.OpOverload
     key: Hashable
@@ -357,7 +358,7 @@ class _Call:
 
 @lru_cache(maxsize=16384)
 def _run_on_meta(call: _Call) -> tuple[_Result, ...] | None:
-    """How the results lie and which are views; None where the operator does not run on meta tensors."""
+    """The strides of the results and which are views; None if the operator does not run on meta tensors."""
     operands = [layout.tensor() for layout in call.operands]
 
     def concrete(leaf: Any) -> Any:

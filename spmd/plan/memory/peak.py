@@ -1,7 +1,8 @@
-"""How much memory a plan takes: the bytes that a rank holds at once, by a walk over the program in order of execution.
+"""The peak memory of a plan: the bytes that a rank holds at each point of the program, in order of execution.
 
-Arguments stay alive until the end, because the caller holds them; donated ones until their last use. Every other value
-is freed at its last use, as the runtimes do. Views share the storage of their base.
+Arguments stay alive until the end, because the caller holds them; donated ones until their last use. Constants and
+results stay alive until the end too. Every other value is freed after its last use, as by the runtimes. Views share the
+storage of their base.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from spmd.plan.memory.liveness import Buffer, Liveness, record
 
 
 class Kind(enum.Enum):
-    """What memory is held for."""
+    """The purpose that memory is held for."""
 
     INPUT = "input"
     CONSTANT = "constant"
@@ -37,9 +38,9 @@ class Held:
         kind: what it is held for; a result that is also an argument is an input.
         meta: shape and dtype on the rank.
         nbytes: its bytes.
-        operation: the operator that made it; None for inputs and constants.
-        source: the user's line.
-        value: the value; None inside a redistribution or a local body.
+        operation: the name of the operator that allocated it; None for inputs and constants.
+        source: the line of the user's code.
+        value: the value; None for a temporary inside a redistribution or a local implementation.
     """
 
     name: str
@@ -62,10 +63,10 @@ class Memory:
 
     Args:
         peak: the most bytes held at once.
-        operation: the operation that runs then; None for a program without operations.
-        source: the user's line for it.
-        held: what is held then, the largest first.
-        timeline: the bytes held while each operator runs, in order of execution.
+        operation: the operation that runs at the peak; None for a program without operations.
+        source: the line of the user's code for it.
+        held: the tensors held at the peak, the largest first.
+        timeline: the bytes held during each event of the liveness, in order of execution.
     """
 
     peak: int
@@ -81,14 +82,14 @@ class Memory:
 
     @property
     def place(self) -> str:
-        """The operation at the peak and its line."""
+        """The operation at the peak and its line, as text; "the end" for a program without operations."""
         if self.operation is None:
             return "the end"
         where = f" at {self.source}" if self.source else ""
         return f"{self.operation.name}{where}"
 
     def largest(self, count: int = 8) -> str:
-        """The largest tensors held at the peak, one a line."""
+        """The `count` largest tensors held at the peak, one per line, and the total of the others."""
         lines = [f"  {item}" for item in self.held[:count]]
         rest = self.held[count:]
         if rest:
@@ -103,12 +104,12 @@ class Memory:
         return f"peak {self.peak:,} bytes per rank, at {self.place}: {kinds}\n{self.largest()}"
 
 
-# A plan is asked more than once, and what is found goes with it.
+# A cache: the memory of one plan is needed several times.
 _found: weakref.WeakKeyDictionary[PlanData, Memory] = weakref.WeakKeyDictionary()
 
 
 def memory_of(plan: PlanData) -> Memory:
-    """The bytes that a rank holds at once under a plan: the peak, where it is, and what is held there."""
+    """The memory of the rank with the largest shards under a plan: the peak, its operation, and the tensors held."""
     if plan not in _found:
         liveness = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
         _found[plan] = measure(liveness, plan.request.donated, plan.source)
@@ -116,12 +117,12 @@ def memory_of(plan: PlanData) -> Memory:
 
 
 def measure(liveness: Liveness, donated: frozenset[int], source: Callable[[Operation], Source | None]) -> Memory:
-    """The memory that a liveness takes.
+    """The memory of a program with this liveness.
 
     Args:
         liveness: the events.
         donated: positions of inputs that may be freed after their last use.
-        source: the line of an operation; that of a redistribution is its taker's.
+        source: the line of the user's code for an operation, as `PlanData.source`.
     """
     lives = lifetimes(liveness, donated)
     timeline = live_bytes(liveness, lives)
@@ -139,7 +140,7 @@ def measure(liveness: Liveness, donated: frozenset[int], source: Callable[[Opera
 
 
 def lifetimes(liveness: Liveness, donated: frozenset[int]) -> dict[Buffer, tuple[int, int]]:
-    """The first and the last event during which each buffer is held.
+    """The indices of the first and the last event during which each buffer is held.
 
     Args:
         liveness: the events.
@@ -161,7 +162,7 @@ def lifetimes(liveness: Liveness, donated: frozenset[int]) -> dict[Buffer, tuple
 
 
 def live_bytes(liveness: Liveness, lives: Mapping[Buffer, tuple[int, int]]) -> list[int]:
-    """The bytes held while each event runs; of a program without events, those of its inputs."""
+    """The bytes held during each event; for a program without events, one entry: its inputs and constants."""
     changes = [0] * (max(len(liveness.events), 1) + 1)
     for buffer, (first, last) in lives.items():
         changes[first] += buffer.nbytes

@@ -1,8 +1,8 @@
-"""Computing a value again instead of keeping it: a second all_gather of a parameter, a cast, a fill.
+"""Rematerialization: running a cheap operation twice instead of holding its result in memory.
 
-A value that is held across the peak of memory, but not needed there, can be let go after its last use before, and
-be made again just before its next one. What it is made from must then be kept, which costs memory if it is not held
-anyway.
+Such operations are the all_gather of a parameter, casts and constants. A value that is held across the memory peak but
+not read there can be freed after its last use before the peak, and be computed again just before its next use. Its
+operands must then be held until that point, which costs memory unless they are held anyway.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Rematerialization:
 
     Args:
         operation: the operation.
-        buffer: what it allocates.
-        next_use: position of the first operation that needs the buffer after the peak.
-        freed: bytes less at the peak.
+        buffer: the buffer that it allocates.
+        next_use: position of the first operation after the peak that reads the buffer.
+        freed: bytes by which running it twice lowers the memory at the peak.
     """
 
     operation: Operation
@@ -43,8 +43,8 @@ class Rewritten:
 
     Args:
         operations: in order of execution.
-        origins: the operation of the program before that each comes from.
-        copies: for each new value, the one that it is a second instance of.
+        origins: for each operation, the one of the original program that it comes from.
+        copies: for each new value, the original value that it recomputes.
     """
 
     operations: tuple[Operation, ...]
@@ -53,12 +53,12 @@ class Rewritten:
 
 
 def candidates(graph: Graph, liveness: Liveness, peak: Operation) -> Iterator[Rematerialization]:
-    """What may be computed again to have less at the peak.
+    """The operations that may be run a second time to lower the memory at the peak.
 
     Args:
         graph: a planned program without list operators.
-        liveness: its events.
-        peak: the operation during which most is held.
+        liveness: its liveness.
+        peak: the operation at the peak.
     """
     position = {operation: index for index, operation in enumerate(graph.operations)}
     at = position[peak]
@@ -83,7 +83,7 @@ def candidates(graph: Graph, liveness: Liveness, peak: Operation) -> Iterator[Re
 
 
 def is_cheap(operation: Operation) -> bool:
-    """Whether an operation may run twice: it moves data, works element by element, or makes a constant."""
+    """Whether an operation may run twice: it is a redistribution, elementwise, or without tensor operands."""
     if len(operation.tensors) != 1 or operation.is_random or operation.op is RELABEL or operation.is_view:
         return False
     pointwise = torch.Tag.pointwise in operation.op.tags or not operation.operands
@@ -91,9 +91,15 @@ def is_cheap(operation: Operation) -> bool:
 
 
 def rewrite(graph: Graph, liveness: Liveness, peak: Operation, chosen: Sequence[Rematerialization]) -> Rewritten:
-    """The program in which each of the chosen runs again after the peak, just before its buffer is next needed.
+    """The program in which each chosen operation runs again after the peak, just before its buffer's next use.
 
-    None of the chosen may read the buffer of another.
+    Views of the buffer are computed again too.
+
+    Args:
+        graph: a planned program without list operators.
+        liveness: its liveness.
+        peak: the operation at the peak.
+        chosen: candidates for this peak, none of which reads the buffer of another.
     """
     position = {operation: index for index, operation in enumerate(graph.operations)}
     at = position[peak]
@@ -138,7 +144,7 @@ def _substitute(operation: Operation, second: Mapping[Value, Value]) -> Operatio
 
 
 def _without_unused(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
-    """The operations whose results are used; copies of views may not be."""
+    """The operations whose results are used; some copies of views are not."""
     needed = set(outputs)
     kept = []
     for operation in reversed(operations):
@@ -149,9 +155,14 @@ def _without_unused(operations: Sequence[Operation], outputs: Sequence[Value]) -
 
 
 def repetitions(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> dict[Operation, int]:
-    """The operations that do what an earlier one did, each with the number of those before it.
+    """The cheap operations that are identical to earlier ones, each with the number of those before it.
 
-    A plan holds them only where a value is computed again to save memory, so they are not to be shared.
+    Operations are identical if operator, arguments and result spec are equal. A plan has several only where it
+    rematerializes, so common-subexpression elimination must not merge them.
+
+    Args:
+        graph: a planned program.
+        specs: the spec of every value.
     """
     seen: Counter[Any] = Counter()
     found = {}

@@ -1,7 +1,8 @@
-"""An order of execution that lets go of values early: everything that one result needs before what others need.
+"""An order of execution that frees values early: the program's outputs are computed one after another.
 
-Results come in the order in which they can be had. So the update of a parameter runs as soon as its gradient is known,
-one parameter after the other, and its temporaries are gone before the next.
+The operations that one output depends on run before those that only later outputs depend on, and the outputs come in
+the order in which they can be ready. So each parameter is updated as soon as its gradient is known, and the temporaries
+of the update are freed before the next one.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from spmd.ir.markers import REDISTRIBUTE, RELABEL
 
 
 def by_results(graph: Graph) -> dict[Operation, Operation]:
-    """The operations in their new order, as a mapping from the old ones.
+    """The operations in their new order, as a mapping from each old operation to its new one.
 
-    List operators, which would need all their elements at once, are taken apart. Draws keep their order: they share a
-    generator.
+    List operators (`_foreach_*`), which need all their elements at once, are split into one operation per element:
+    the new operations have no `group`. Random operators keep their order, because they share a generator.
     """
     position = {operation: index for index, operation in enumerate(graph.operations)}
     needs = _needs(graph)
@@ -32,7 +33,7 @@ def by_results(graph: Graph) -> dict[Operation, Operation]:
 
 
 def _needs(graph: Graph) -> dict[Operation, list[Operation]]:
-    """The operations that must come before each: the producers of its operands and, for draws, the draw before."""
+    """The operations that must precede each: its operands' producers and, for a random one, the previous random one."""
     producers: dict[Value, Operation] = {}
     needs: dict[Operation, list[Operation]] = {}
     draw: Operation | None = None
@@ -48,7 +49,10 @@ def _needs(graph: Graph) -> dict[Operation, list[Operation]]:
 def _readiness(
     graph: Graph, needs: dict[Operation, list[Operation]], position: dict[Operation, int]
 ) -> dict[Operation, int]:
-    """When the last operation that computes more than elementwise is done, of those that each operation needs."""
+    """For each operation, the latest position of a heavy operation among itself and its dependencies; -1 without any.
+
+    Heavy are all operations but elementwise ones, views and redistributions.
+    """
     ready: dict[Operation, int] = {}
     for operation in graph.operations:
         light = operation.op in (REDISTRIBUTE, RELABEL) or operation.is_view

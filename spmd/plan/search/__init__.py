@@ -1,4 +1,4 @@
-"""The search: one exact minimisation for each mesh axis, in every order of the axes.
+"""The search: one minimisation for each mesh axis, in every order of the axes.
 
 Imports `solver`, `cost`, `memory` and `data`.
 """

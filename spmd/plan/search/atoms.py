@@ -1,9 +1,12 @@
-"""Atoms: the common refinement of all dims that the program relates.
+"""Atoms: the common refinement of all dims that the program's operators relate.
+
+An *atom* is one part of a dim: the length of every dim is the product of its atoms, major first, and each atom can be
+sharded on its own.
 
 `F.linear` on `[b, s, d]` traces to `view([b * s, d]), mm, view`. So that a plan can shard `s` through all three, every
-dim is split at *breakpoints*, the products of its inner parts: `b * s` gets the breakpoint `s`. Breakpoints are united
-across the dims that share a factor, to a fixpoint. A union is taken only where all breakpoints of a dim form a
-divisibility chain; elsewhere the operator keeps that dim whole.
+dim is split at *breakpoints*, the products of its inner atoms: `b * s` gets the breakpoint `s`. Breakpoints propagate
+between dims that share a factor until none is added. A breakpoint is added only if the breakpoints of the dim still
+form a divisibility chain; otherwise the operator cannot shard that dim.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class Refinement:
 
 
 class _Breakpoints:
-    """The breakpoints of one dim or factor of length `size`: inner products strictly between 1 and `size`."""
+    """The breakpoints of one dim or factor of length `size`: products of inner atoms, strictly between 1 and `size`."""
 
     __slots__ = ("points", "size")
 
@@ -36,7 +39,7 @@ class _Breakpoints:
         self.points: set[int] = set()
 
     def add(self, point: int) -> bool:
-        """Add a breakpoint if the chain allows it; whether it is new."""
+        """Add a breakpoint if the divisibility chain allows it; returns whether it was added."""
         if not 1 < point < self.size or point in self.points or self.size % point:
             return False
         if any(point % other and other % point for other in self.points):
@@ -45,7 +48,7 @@ class _Breakpoints:
         return True
 
     def atoms(self) -> tuple[int, ...]:
-        """The sizes of the parts, major first."""
+        """The sizes of the atoms, major first."""
         cuts = [1, *sorted(self.points), self.size]
         return tuple(outer // inner for inner, outer in itertools.pairwise(cuts))[::-1]
 
@@ -55,7 +58,7 @@ def refine(graph: Graph, factors: Mapping[Operation, Factors]) -> Refinement:
 
     Args:
         graph: the program.
-        factors: the factors of every operation that has a rule; the dims of other operations are left alone.
+        factors: the factors of every operation that has a rule; other operations relate no dims.
     """
     values = {value: tuple(map(_Breakpoints, value.meta.shape)) for value in _values(graph)}
     parts = {
@@ -87,14 +90,14 @@ def _values(graph: Graph) -> Iterator[Value]:
 
 @attrs.frozen(eq=False)
 class _Link:
-    """One dim of a value and one factor of an operation that lies in it with `inner` elements below."""
+    """One dim of a value, and one of the operation's factors in it; `inner` is the product of the factors inside it."""
 
     dim: _Breakpoints
     factor: _Breakpoints
     inner: int
 
     def unite(self) -> bool:
-        """Exchange breakpoints between the dim and the factor; whether anything changed."""
+        """Propagate breakpoints between the dim and the factor; returns whether any was added."""
         outer = self.inner * self.factor.size
         changed = self.dim.add(self.inner) | self.dim.add(outer)
         for point in sorted(self.dim.points):

@@ -1,9 +1,9 @@
-"""The edges of a program: from the physical specs that users give to the logical specs that planning uses.
+"""Inputs, outputs and constraints: from the physical specs that users give to the logical specs of the planner.
 
-A spec shards a physical dim in contiguous chunks. Where that dim is made of several atoms, the same chunks are shards
-of the leading atoms only as far as the axes divide them; and planning nests axes in one order, which a spec may not
-share.
-What cannot be carried over is gathered at the edge, as an explicit operation with its price.
+A physical spec shards a physical dim into contiguous chunks. If the dim has several atoms, these chunks are shards of
+the leading atoms only as far as the mesh axes divide them. Also, the planner nests mesh axes that share a dim in
+planning order, and a physical spec may nest them in another one. Axes that cannot be carried over to the logical spec
+are gathered by an explicit redistribution, which is priced as any other.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ from spmd.tracing.constrain import parse_spec
 Specs = tuple[DTensorSpec, DTensorSpec]
 
 CONSTRAINTS = (torch.ops.spmd.constrain.default, torch.ops.spmd.reshard.default)
-"""The operators that only ask for a spec."""
+"""The operators of the public API that only constrain the spec of a value."""
 
 
 @attrs.frozen(eq=False)
 class Bounded:
-    """A program whose inputs, results and constraints are explicit operations with given specs."""
+    """A program in which the specs of inputs, outputs and constraints are explicit.
+
+    Args:
+        graph: the program, with markers at inputs, outputs and constraints where they are needed.
+        logical: the atoms of every dim of every value.
+        pinned: the operand and result specs, over logical shapes, of the markers.
+        given: the specs, over logical shapes, of inputs and constants.
+    """
 
     graph: Graph
     logical: Mapping[Value, LogicalShape]
@@ -40,8 +47,8 @@ class Bounded:
 def carry_over(spec: DTensorSpec, logical: LogicalShape, order: Sequence[str]) -> DTensorSpec:
     """The part of a physical spec that holds over the logical shape, as a spec of that shape.
 
-    Of the axes that shard one dim, a leading run is kept: while they follow the planning `order`, and while each
-    divides what is left of the leading atom (a dim of a single atom needs no divisibility).
+    Of the axes that shard one dim, the longest prefix is carried over that follows the planning `order` and in which
+    each axis divides the rest of the leading atom (if the dim has a single atom, it need not).
     """
     dims: list[tuple[str, ...]] = []
     for axes, atoms in zip(spec.dims, logical, strict=True):
@@ -68,7 +75,7 @@ def _carry_dim(
 
 
 def physical_dims(dims: Dims, logical: LogicalShape) -> Dims:
-    """Axes by logical dims, as axes by physical dims."""
+    """The mesh axes of every physical dim, from those of every logical dim."""
     found: list[tuple[str, ...]] = []
     position = 0
     for atoms in logical:
@@ -78,7 +85,7 @@ def physical_dims(dims: Dims, logical: LogicalShape) -> Dims:
 
 
 class _Writer:
-    """Writes a bounded program, operation by operation."""
+    """Builds the program of a `Bounded`, operation by operation."""
 
     def __init__(self, mesh: Mesh, logical: Mapping[Value, LogicalShape], order: Sequence[str]) -> None:
         self.mesh = mesh
@@ -98,12 +105,12 @@ class _Writer:
         return result
 
     def gathered(self, spec: DTensorSpec, logical: LogicalShape) -> tuple[DTensorSpec, DTensorSpec]:
-        """What of a physical spec is carried over: as a physical spec, and as a logical one."""
+        """The part of a physical spec that is carried over: as a physical spec, and as a logical one."""
         kept = carry_over(spec, logical, self.order)
         return attrs.evolve(spec, dims=physical_dims(kept.dims, logical)), kept
 
     def enter(self, value: Value, spec: DTensorSpec, result: Value, source: Source | None = None) -> DTensorSpec:
-        """Bring an unrefined `value` that has a physical spec to `result`, which is refined; the spec of `result`."""
+        """Emit operations from `value`, unrefined and with a physical spec, to `result`, refined; returns its spec."""
         physical, kept = self.gathered(spec, self.logical[result])
         if physical != spec:
             moved = self.derived(value, "gathered", physical_shape(value.meta))
@@ -113,7 +120,7 @@ class _Writer:
         return kept
 
     def leave(self, value: Value, spec: DTensorSpec, source: Source | None = None) -> Value:
-        """Bring a refined value to an unrefined one that has exactly a physical spec."""
+        """Emit operations from a refined value to an unrefined one with exactly a physical spec; returns the latter."""
         physical, kept = self.gathered(spec, self.logical[value])
         pinned = self.derived(value, "pinned", self.logical[value])
         self.emit(PIN, value, pinned, (kept, kept), source)
@@ -128,7 +135,7 @@ class _Writer:
         return moved
 
     def constrain(self, operation: Operation, spec: DTensorSpec) -> None:
-        """Give the result of a constraint exactly its spec."""
+        """Replace a constraint by operations whose result has exactly the constraint's spec."""
         (value,), (result,) = operation.operands, operation.tensors
         physical, kept = self.gathered(spec, self.logical[value])
         if physical == spec and self.logical[value] == self.logical[result]:
@@ -145,14 +152,14 @@ def bound(
     output_specs: Sequence[DTensorSpec],
     order: Sequence[str],
 ) -> Bounded:
-    """Make inputs, results and constraints explicit, for one order of planning.
+    """Make the specs of inputs, outputs and constraints explicit, for one order of planning.
 
     Args:
         graph: the program.
         logical: the atoms of its values.
         mesh: the mesh.
         input_specs, output_specs: physical specs.
-        order: all axes of more than one rank, the one that is planned first (the major one) first.
+        order: all mesh axes of more than one rank in planning order; the first is the major one.
     """
     writer = _Writer(mesh, logical, order)
     given: dict[Value, DTensorSpec] = {}
@@ -186,7 +193,7 @@ def bound(
 
 
 def without_trivial_axes(spec: DTensorSpec) -> DTensorSpec:
-    """The spec without axes of one rank, which place nothing."""
+    """The spec without mesh axes of one rank, which have no effect."""
     sizes = spec.mesh.axes
     dims = tuple(tuple(axis for axis in dim if sizes[axis] > 1) for dim in spec.dims)
     return attrs.evolve(spec, dims=dims, partial=tuple(item for item in spec.partial if sizes[item[0]] > 1))

@@ -1,4 +1,4 @@
-"""What each operation may do on the mesh axis that is being planned: its strategies."""
+"""The candidate strategies of each operation on the mesh axis that is being planned."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from spmd.rules.strategy import LOCAL_BODY, Strategy
 
 
 def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, ...]]:
-    """The strategies of every operation on one mesh axis, given what is decided on the planned ones.
+    """The strategies of every operation on one mesh axis, given the decisions on the planned axes.
 
-    A strategy that takes partial operands and cuts none is left out where no operand of it can arise partial: making a
-    whole value partial only to reduce it later saves nothing. One that cuts others stays: a bias is made partial to be
-    added to a product over a sharded dim.
+    A strategy with partial operands and no sharded ones is left out if none of these operands can be produced partial:
+    resharding a replicated value to partial only to reduce it later saves nothing. With sharded operands it stays: a
+    bias becomes partial to be added to a product over a sharded dim.
 
-    Operations that are alike, as those of equal layers, get the very same tuple.
+    Identical operations, as those of identical layers, share one tuple object.
     """
     known: dict[Hashable, tuple[tuple[Strategy, ...], tuple[frozenset[Placement], ...]]] = {}
     found: dict[Operation, tuple[Strategy, ...]] = {}
@@ -41,7 +41,7 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
 
 
 def _likeness(draft: Draft, operation: Operation, axis: str) -> Hashable:
-    """What tells apart operations that may do different things on an axis."""
+    """A cache key: operations with equal keys have the same candidates on an axis, apart from what operands allow."""
     if operation in draft.pinned:
         source, target = draft.pinned[operation]
         return source.placement(axis), target.placement(axis)
@@ -49,7 +49,7 @@ def _likeness(draft: Draft, operation: Operation, axis: str) -> Hashable:
         (operand,), (result,) = operation.operands, operation.tensors
         states = tuple(tuple(draft.states[value].items()) for value in (operand, result))
         return REDISTRIBUTE, draft.logical[operand], states
-    # Equal calls have the same options, and what is decided about their operands and results is in their strategies.
+    # Identical calls share one options object; the placements of their tensors follow from their strategies.
     chosen = tuple(map(id, draft.strategies.get(operation, {}).values()))
     return id(draft.options.get(operation)), chosen, len(operation.operands), len(operation.tensors)
 
@@ -68,7 +68,7 @@ def candidates(draft: Draft, operation: Operation, axis: str, whole: bool) -> tu
         draft: the program.
         operation: one of its operations.
         axis: the axis to plan.
-        whole: whether it depends on no input, so that every rank computes it whole.
+        whole: whether it depends on no input; then it may only be replicated.
     """
     if operation in draft.pinned:
         source, target = draft.pinned[operation]
@@ -88,7 +88,11 @@ def candidates(draft: Draft, operation: Operation, axis: str, whole: bool) -> tu
 
 
 def runs_together(strategy: Strategy, other: Strategy) -> bool:
-    """Whether one body can serve two axes: a written-out row's if both place alike, a factor's wherever it is cut."""
+    """Whether two strategies of one operation can be combined on two mesh axes, given their local implementations.
+
+    A local implementation from a row of the rule requires the same strategy on both axes. One from a factor works for
+    whichever of the factor's atoms are sharded.
+    """
     if strategy.body is None or other.body is None:
         return True
     return strategy == other or (strategy.body is other.body and LOCAL_BODY not in (strategy.label, other.label))
@@ -99,21 +103,21 @@ def _states(strategy: Strategy) -> tuple[Placement, ...]:
 
 
 def _reduces_alike(draft: Draft, value: Value, state: Placement) -> bool:
-    """Whether a value would wait for one kind of reduction on all axes: different kinds do not commute."""
+    """Whether a value with placement `state` would have one partial reduction on all axes: others do not commute."""
     planned = draft.states.get(value, {}).values()
     return not isinstance(state, Partial) or all(other == state for other in planned if isinstance(other, Partial))
 
 
 @lru_cache(maxsize=4096)
 def _known(operands: tuple[Placement, ...], results: tuple[Placement, ...], label: str) -> Strategy:
-    """One object for equal strategies: equal layers are told by identity."""
+    """A strategy, one object for equal ones: identical layers are recognised by identity."""
     return Strategy(operands, results, label=label)
 
 
 def _pass_through(draft: Draft, operation: Operation) -> tuple[Strategy, ...]:
-    """A redistribution on a planned axis, seen from the next axis: one placement before and after.
+    """The strategies of a redistribution of a planned axis on another axis: the same placement before and after.
 
-    The next axis is minor to the planned ones, so it cannot shard a dim that the redistribution cuts or joins.
+    The other axis is minor to the planned ones, so it cannot shard a dim that the redistribution splits or gathers.
     """
     (operand,), (result,) = operation.operands, operation.tensors
     before, after = draft.states[operand], draft.states[result]

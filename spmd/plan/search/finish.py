@@ -1,4 +1,4 @@
-"""From a complete draft to the frozen plan: its specs, its collectives with their causes, and its predicted time."""
+"""From a complete draft to the finished plan: its specs, its collectives with their causes, and its predicted time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
 
 
 def finish(draft: Draft, request: Request) -> PlanData:
-    """The plan that a draft with all axes planned describes."""
+    """The plan of a draft in which all mesh axes are planned."""
     specs = draft.specs()
     graph, kept = _without_pins(draft.graph, draft, specs)
     graph = scatter_reductions(graph, specs)
@@ -49,7 +49,7 @@ def finish(draft: Draft, request: Request) -> PlanData:
 def _without_pins(
     graph: Graph, draft: Draft, specs: Mapping[Value, DTensorSpec]
 ) -> tuple[Graph, dict[Operation, Operation]]:
-    """The program without operations that change nothing, and what became of the others."""
+    """The program without markers that change nothing, and a map from every other operation to its replacement."""
     same: dict[Value, Value] = {}
     kept: dict[Operation, Operation] = {}
 

@@ -1,4 +1,8 @@
-"""Hubs: the placements in which a value with several uses is at hand, each paid for once."""
+"""Hubs: the placements in which a value with several consumers is acquired.
+
+A *hub* is the set of placements along one mesh axis in which such a value is made available. The reshard to each of
+them is paid once, and every consumer takes the value from one of them.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,31 @@ from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.cost.local_cost import MoveCost
 
 Move = tuple[Placement, Placement]
-"""From one placement to another, along the mesh axis that is being planned."""
+"""A change of placement, as (source, target), along the mesh axis that is being planned."""
 
 
 @attrs.frozen(cache_hash=True)
 class Hub:
-    """The placements in which a value is at hand for its uses."""
+    """The placements in which a value is acquired for its consumers."""
 
     held: frozenset[Placement]
 
     def offers(self, wanted: Placement) -> bool:
-        """Whether a use can have a placement without a further collective: from a replica, all others are local."""
+        """Whether a consumer gets the placement `wanted` without a collective; a replica is sliced locally."""
         return wanted in self.held or Replicate() in self.held
 
 
 @lru_cache(maxsize=4096)
 def hub_choices(sources: tuple[Placement, ...], wanted: tuple[Placement, ...], acquire: int) -> tuple[Hub, ...]:
-    """The hubs worth considering: a replica, of which every shard is a slice, or up to `acquire` shards.
+    """The hubs to choose from: a replica, from which every shard is a slice, or one or two shards.
 
-    A pending reduction may be at hand besides shards, if the value can be produced so; it is never acquired, and beside
-    a replica it would be of no use.
+    A partial placement is in a hub only if the value can be produced with it, alone or besides one shard. A replica
+    already serves consumers that require a partial value.
+
+    Args:
+        sources: the placements in which the value can be produced.
+        wanted: the placements that its consumers may require.
+        acquire: the most shards in one hub, 1 or 2.
     """
     shards = tuple(state for state in wanted if isinstance(state, Shard))
     pending = [state for state in wanted if isinstance(state, Partial) and state in sources]
@@ -44,9 +53,10 @@ def hub_choices(sources: tuple[Placement, ...], wanted: tuple[Placement, ...], a
 
 
 def plan_moves(source: Placement, hub: Hub, cost: MoveCost) -> tuple[tuple[Move, ...], float]:
-    """The cheapest moves from the placement in which a value is produced to those of a hub, and their time.
+    """The cheapest moves from the placement in which a value is produced to those of a hub, and their seconds.
 
-    Infinite if the hub holds a pending reduction that the value is not produced with.
+    The time is infinite if the hub holds a partial placement and the value is produced in another one that is sharded
+    or partial.
     """
     targets = sorted((state for state in hub.held if state != source), key=repr)
     if source == Replicate() or not targets:
@@ -68,14 +78,14 @@ def plan_moves(source: Placement, hub: Hub, cost: MoveCost) -> tuple[tuple[Move,
 
 @lru_cache(maxsize=4096)
 def hub_table(sources: tuple[Placement, ...], hubs: tuple[Hub, ...], cost: MoveCost) -> torch.Tensor:
-    """Seconds to fill each hub (columns) from the placement that each strategy of the producer leaves (rows)."""
+    """Seconds to reach each hub (columns) from the placement that each strategy of the producer produces (rows)."""
     known = {source: [plan_moves(source, hub, cost)[1] for hub in hubs] for source in dict.fromkeys(sources)}
     return torch.tensor([known[source] for source in sources], dtype=torch.float64)
 
 
 @lru_cache(maxsize=4096)
 def offer_table(options: tuple[tuple[Placement, ...], ...], hubs: tuple[Hub, ...]) -> torch.Tensor:
-    """Zero where a hub (columns) offers all that a strategy of a use (rows) wants, else infinity."""
+    """Zero where a hub (columns) offers all placements that a strategy of a consumer (rows) requires, else infinity."""
     known = {
         option: [0.0 if all(map(hub.offers, option)) else math.inf for hub in hubs] for option in dict.fromkeys(options)
     }
@@ -84,6 +94,9 @@ def offer_table(options: tuple[tuple[Placement, ...], ...], hubs: tuple[Hub, ...
 
 @lru_cache(maxsize=4096)
 def edge_table(sources: tuple[Placement, ...], wanted: tuple[Placement, ...], cost: MoveCost) -> torch.Tensor:
-    """Seconds from the placement that each strategy of the producer leaves (rows) to what each of the use wants."""
+    """Seconds of the move between a producer and its consumer, by the strategies of both.
+
+    Rows are the placements that the strategies of the producer produce, columns those that the consumer's require.
+    """
     known = {(s, w): cost.seconds(s, w) for s in dict.fromkeys(sources) for w in dict.fromkeys(wanted)}
     return torch.tensor([[known[s, w] for w in wanted] for s in sources], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Write the solution of one axis into the program: every change of placement becomes an explicit operation."""
+"""Insert reshards: every change of placement that the solution of one axis needs becomes an explicit operation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from spmd.rules.strategy import Strategy
 def insert_reshards(draft: Draft, axis: str, choice: AxisChoice) -> Draft:
     """The draft with one more axis planned.
 
-    A value's moves stand just before the first operation that needs them, a pending reduction just after the operation
-    that leaves it; each is done once. Slices of a replica are made once for each placement that is wanted.
+    Each move of a value is inserted once, just before the first operation that needs it; the reduction of a partial
+    result just after the operation that produces it. Each slice of a replica is inserted once per placement.
+
+    Args:
+        draft: the program and the axes planned so far.
+        axis: the axis that `choice` is for.
+        choice: the strategies of all operations and the moves of all values.
     """
     return _Materializer(draft, axis, choice).run()
 
@@ -66,7 +71,7 @@ class _Materializer:
             states[self.axis] = state
 
     def _place(self, operation: Operation) -> None:
-        """Emit an operation after the moves that its operands need."""
+        """Emit an operation, preceded by the moves that its operands need."""
         strategy = self.choice.strategies[operation]
         wanted = iter(strategy.operands)
         placed = operation.with_operands(lambda value: self._obtain(value, next(wanted), operation))
@@ -78,7 +83,7 @@ class _Materializer:
                 self._reduce(value, placed)
 
     def _carry(self, old: Operation, new: Operation, strategy: Strategy) -> None:
-        """Move what is known of an operation to the one that replaces it."""
+        """Transfer the decisions about an operation to the one that replaces it."""
         if old in self.pinned:
             self.pinned[new] = self.pinned.pop(old)
         elif old.op is not REDISTRIBUTE:
@@ -87,13 +92,13 @@ class _Materializer:
             self.options[new] = self.options.pop(old)
 
     def _reduce(self, value: Value, operation: Operation) -> None:
-        """Do the moves of a value that start from a pending reduction at once."""
+        """Emit the moves of a value that start from a partial placement, right after its producer."""
         for source, target in self.choice.moves.get(value, ()):
             if isinstance(source, Partial):
                 self._move(value, source, target, operation)
 
     def _obtain(self, value: Value, wanted: Placement, user: Operation) -> Value:
-        """The value in the placement that an operation wants, moved there if it is not there yet."""
+        """The value in the placement that an operation requires, resharded if it is not acquired yet."""
         held = self.held[value]
         if wanted in held:
             return held[wanted]

@@ -1,4 +1,4 @@
-"""The planner: every order of the mesh axes, one exact search an axis, and the cheapest plan of all."""
+"""The planner: plans the mesh axes in every order, one search per axis, and takes the best plan."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ from spmd.plan.search.problem import AxisChoice, AxisProblem
 
 
 def plan(request: Request) -> PlanData:
-    """Decide how every value of a program lies on a mesh, so that a step takes the least predicted time.
+    """Choose the sharding of every value of a program, so that one run takes the least predicted time.
 
-    Mesh axes are planned one at a time, each exactly, in every order (of four axes and more, in some orders); the best
-    order once more, at the sizes that its later axes left when they were planned first. Of the plans within 2% of the
-    fastest, the one that sends the fewest bytes wins, the earliest on a tie. Under a memory limit, each is first made
-    to fit; if none can be, what is held is charged for, and the search repeated.
+    Mesh axes are planned one at a time, in every order (with four axes or more, in some orders). The best order is
+    planned once more, this time with a guess of the placements on later axes: those of the plan in the reverse order.
+    Of the plans within 2% of the fastest, the one that sends the fewest bytes is taken, the earliest on a tie. Under a
+    memory limit, every plan is first made to fit. If none fits, the search is repeated with memory prices (Lagrange
+    multipliers of the limit).
+
+    Args:
+        request: the program, the mesh, the specs and the constraints.
 
     Raises:
         PlanError: no plan satisfies the specs, or none that was found fits in the memory limit.
@@ -47,7 +51,7 @@ def plan(request: Request) -> PlanData:
 
 
 PRICE_LEVELS = (0.1, 1.0, 10.0)
-"""What holding all that the smallest plan holds counts for, in times of its step; tried while no plan fits."""
+"""Memory prices of the lowest peak found, as multiples of its plan's predicted time; tried until a plan fits."""
 
 
 def _plans(prepared: Prepared, memory_prices: Mapping[Value, float]) -> list[PlanData]:
@@ -69,11 +73,11 @@ def _plans(prepared: Prepared, memory_prices: Mapping[Value, float]) -> list[Pla
 
 
 NEAR = 1.02
-"""Plans whose predicted times differ by less than this factor are as good as each other: no prediction is sharper."""
+"""Plans whose predicted times are within this factor count as equally fast: predictions are not more accurate."""
 
 
 def _best(plans: Sequence[PlanData]) -> PlanData:
-    """Of the plans that are about the fastest, the one that sends the fewest bytes; the earliest on a tie."""
+    """Of the plans within `NEAR` of the fastest, the one that sends the fewest bytes; the earliest on a tie."""
     fastest = min(found.seconds for found in plans)
     return min(
         (found for found in plans if found.seconds <= NEAR * fastest),
@@ -82,7 +86,7 @@ def _best(plans: Sequence[PlanData]) -> PlanData:
 
 
 def _orders(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """The orders to plan axes in: all of up to three axes, else the rotations of mesh order and of its reverse."""
+    """The orders to plan axes in: all for up to three axes, else the rotations of mesh order and their reverses."""
     if len(axes) <= 3:
         return list(permutations(axes))
     turns = [(*axes[turn:], *axes[:turn]) for turn in range(len(axes))]
@@ -94,7 +98,7 @@ _NO_PREVIEW: Mapping[Value, States] = MappingProxyType({})
 
 @attrs.frozen(eq=False)
 class _Step:
-    """One axis of an order: what is chosen, and the draft with it."""
+    """One axis of an order: the choice for it, and the draft after it."""
 
     choice: AxisChoice
     draft: Draft
@@ -108,10 +112,16 @@ def _plan_axes(
     blind: Sequence[_Step] = (),
     preview: Mapping[Value, States] = _NO_PREVIEW,
 ) -> list[_Step]:
-    """Plan axes one after another, at the sizes that guessed placements on later axes leave.
+    """Plan axes one after another, with local sizes reduced by the guessed placements on later axes.
 
-    As long as the choices are those of the `blind` steps of the same order, so are the drafts, and the last step with
-    them.
+    Args:
+        draft: the draft to begin with.
+        order: the axes in planning order.
+        machine: the cost constants.
+        memory_prices: as for `AxisProblem`.
+        blind: the steps of the same order without a preview. As long as the choices equal theirs, their drafts are
+            reused, and the last step too, which has no later axes.
+        preview: guessed placements of values on all axes.
     """
     steps: list[_Step] = []
     for position, axis in enumerate(order):

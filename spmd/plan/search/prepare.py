@@ -1,4 +1,4 @@
-"""What every order of planning shares: the atoms of a program's values, and what each of its operations may do."""
+"""What all orders of the mesh axes share: the atoms of every value, and the strategies of every operation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Prepared:
     """A request, ready to be planned.
 
     Args:
-        request: what is asked.
+        request: the input of the planner.
         refinement: the atoms of every value and factor.
         options: the strategies on one mesh axis of every operation that has a rule.
     """
@@ -34,7 +34,7 @@ class Prepared:
     options: Mapping[Operation, tuple[Strategy, ...]]
 
     def draft(self, order: Sequence[str]) -> Draft:
-        """The draft with which planning the axes in `order`, major first, begins."""
+        """The draft from which planning starts, with no axis planned; `order` has the mesh axes, major first."""
         request = self.request
         bounded = bound(
             request.graph, self.refinement.values, request.mesh, request.input_specs, request.output_specs, order
@@ -57,7 +57,7 @@ class Prepared:
 
 
 def prepare(request: Request) -> Prepared:
-    """Refine a program's dims to atoms and derive what each operation may do on one mesh axis.
+    """Refine a program's dims into atoms and derive the strategies of each operation on one mesh axis.
 
     Raises:
         RuleError: a rule contradicts its operator.
@@ -87,7 +87,7 @@ def _derive(
 
 
 def _factorize(graph: Graph, rules: Mapping[torch._ops.OpOverload, Rule]) -> dict[Operation, Factors]:
-    """The factors of every operation that has a rule; the same object for calls that are alike."""
+    """The factors of every operation that has a rule; one object for identical calls."""
     known: dict[Hashable, Factors] = {}
     found = {}
     for operation in graph.operations:

@@ -1,8 +1,8 @@
-"""One mesh axis as a minimisation problem: variables with small domains and tables of seconds.
+"""One mesh axis as a minimisation problem: variables with small domains, and cost tables in seconds.
 
-There is one variable for every operation (its strategy) and one *hub* for every value with several uses: the placement
-in which the value is produced and the set of placements acquired for it, each paid once however many uses want it. A
-value with one use needs no hub: moving it is a table between its producer and its consumer.
+There is one variable for every operation, its strategy, and one for every value with several consumers, its *hub*: the
+set of placements in which the value is acquired, each paid once for all consumers (`spmd.plan.search.hubs`). A value
+with one consumer needs no hub: its reshard is a table between producer and consumer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from spmd.plan.solver.table import Table
 from spmd.rules.strategy import Strategy
 
 BOUND_CELLS = 2**16
-"""The largest table for the bound that tells how far a plan may be from the best."""
+"""The most cells of a table in the lower bound that a non-exact search computes its gap from."""
 
 
 TIE = 1e-15
-"""Seconds by which a choice counts more than the one before it: too few to matter beside any cost, and enough that what
-costs the same is decided alike in layers that are alike."""
+"""Seconds added to each choice relative to the one before it: negligible against any cost, but it breaks ties so that
+identical layers get identical choices."""
 
 
 @attrs.frozen(eq=False)
@@ -39,10 +39,10 @@ class AxisChoice:
     """The solution for one axis.
 
     Args:
-        strategies: of every operation.
-        moves: the moves of every value that is used, in an order in which each can start; slices of a replica and
-            the like, which cost nothing, are not among them.
-        gap: how much its cost may exceed that of the best, as a part of that; 0 if it is known to be the best.
+        strategies: the strategy of every operation.
+        moves: the moves of every value that has consumers, in an order in which each move's source exists; moves from
+            a replica, which cost nothing, are left out.
+        gap: an upper bound on the relative distance of its cost from the optimum (0.01 is 1%); 0 if it is optimal.
     """
 
     strategies: Mapping[Operation, Strategy]
@@ -50,33 +50,34 @@ class AxisChoice:
     gap: float
 
     def equals(self, other: AxisChoice) -> bool:
-        """Whether both decide the same about the same program."""
+        """Whether both choose the same strategies and moves for the same program."""
         return self.strategies == other.strategies and self.moves == other.moves
 
 
 @attrs.frozen(eq=False)
 class Use:
-    """One operation that takes a value, at one or several operand positions."""
+    """One operation that consumes a value, at one or several operand positions."""
 
     operation: Operation
     positions: tuple[int, ...]
 
     def wanted(self, strategy: Strategy) -> tuple[Placement, ...]:
-        """The placements in which a strategy takes the value."""
+        """The placements of the value that a strategy requires."""
         return tuple(dict.fromkeys(strategy.operands[position] for position in self.positions))
 
 
 class AxisProblem:
-    """The tables of one axis of a draft.
+    """The minimisation problem of one mesh axis of a draft.
 
     Args:
         draft: the program and the axes planned so far.
-        axis: the axis to plan.
-        machine: its costs.
+        axis: the mesh axis to plan.
+        machine: the cost constants.
         preview: guessed placements of values on axes that are planned later.
-        acquire: how many shards may be acquired for one value.
-        only: operations that are not free to choose, with their strategies.
-        memory_prices: seconds that each byte held of a value (no input) counts for, besides the times that things take.
+        acquire: the most shards that a hub may hold, 1 or 2.
+        only: operations whose strategy is fixed, with these strategies.
+        memory_prices: memory prices (Lagrange multipliers) of values, in seconds per byte; they are added to the times
+            for the placements in which a value is held. Inputs have none.
     """
 
     def __init__(
@@ -115,10 +116,13 @@ class AxisProblem:
         }
 
     def solve(self) -> AxisChoice:
-        """The cheapest strategies and hubs, or good ones where the exact search would be too large.
+        """The cheapest strategies and moves, or good ones where the exact search would be too large.
 
-        Then the search begins from the best with at most one placement acquired for each value, if that much can be
-        searched exactly, and goes on in large neighbourhoods.
+        In that case large-neighbourhood search improves the exact solution with at most one shard in every hub, or the
+        all-replicated choices if that is too large as well.
+
+        Raises:
+            PlanError: no choice of strategies satisfies the given specs and constraints.
         """
         tables = list(self._tables())
         gap = 0.0
@@ -136,7 +140,7 @@ class AxisProblem:
         return AxisChoice(strategies, moves, gap)
 
     def _start(self) -> list[int]:
-        """Choices to improve upon: with fewer hubs, the best; else all replicated, which every domain has first."""
+        """The choices to start from: the best with at most one shard in every hub, else the first of every domain."""
         if self.acquire == 1:
             return [0] * len(self.domains)
         small = AxisProblem(
@@ -160,7 +164,7 @@ class AxisProblem:
         return start
 
     def _program_order(self) -> list[int]:
-        """All variables, hubs beside the producers of their values."""
+        """All variables in program order, each hub just after the producer of its value."""
         places = {variable: float(variable) for variable in self.variables.values()}
         for value, (hub, _) in self.hubs.items():
             places[hub] = self.variables[self.producers[value][0]] + 0.5 if value in self.producers else -1.0
@@ -178,7 +182,7 @@ class AxisProblem:
         return () if source in (wanted, Replicate()) else ((source, wanted),)
 
     def move_cost(self, value: Value) -> MoveCost:
-        """Times of moving a value along the axis."""
+        """The times of resharding a value along the axis."""
         key = (self.cost.sizes[value], value.meta.dtype.itemsize, value in self.never_gathered)
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
@@ -192,7 +196,7 @@ class AxisProblem:
         return self.draft.given[value].placement(self.axis)
 
     def _tables(self) -> Iterator[Table]:
-        """All tables; operations that are alike have the very same ones, by which equal layers are known."""
+        """All tables; identical operations share table objects, by which the solver recognises identical layers."""
         for operation, variable in self.variables.items():
             yield Table((variable,), self._times(operation))
         for value, uses in self.uses.items():
@@ -209,7 +213,7 @@ class AxisProblem:
         return self._known_times[key]
 
     def _memory_price(self, value: Value, state: Placement) -> float:
-        """What it counts for to hold a value in a placement."""
+        """The price in seconds of holding a value in a placement."""
         sizes = shrink(self.cost.sizes[value], state, self.draft.mesh.axis_size(self.axis))
         return self.memory_prices[value] * math.prod(sizes) * value.meta.dtype.itemsize
 
@@ -221,7 +225,7 @@ class AxisProblem:
         return tuple(strategy.results[position] for strategy in self.strategies[operation])
 
     def _likeness(self, value: Value, uses: Sequence[Use]) -> Hashable:
-        """What tells apart values whose tables differ."""
+        """A cache key for the tables of a value: values with equal keys have equal tables."""
         if value in self.producers:
             operation, position = self.producers[value]
             source: Hashable = (id(self.strategies[operation]), position)
@@ -256,7 +260,7 @@ class AxisProblem:
             yield Table((self.variables[use.operation], hub), offer)
 
     def _hub(self, value: Value, uses: Sequence[Use]) -> tuple[tuple[Hub, ...], torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The hubs of a value, what filling each costs, and which use each serves."""
+        """The hubs of a value, the cost of reaching each, and for every consumer which hubs serve its strategies."""
         sources = self._sources(value)
         options = [tuple(map(use.wanted, self.strategies[use.operation])) for use in uses]
         wanted = dict.fromkeys(state for option in options for states in option for state in states)
@@ -271,18 +275,18 @@ class AxisProblem:
         return hubs, self._from_producer(value, costs), tuple(offer_table(option, hubs) for option in options)
 
     def _from_producer(self, value: Value, costs: torch.Tensor) -> torch.Tensor:
-        """Costs by the producer's strategy (rows); of a value that is given there is one row, which is all."""
+        """The costs by the producer's strategy (rows); for an input or a constant, the only row."""
         return costs if value in self.producers else costs[0]
 
     def _table(self, value: Value, variable: int, costs: torch.Tensor) -> Table:
-        """A table between the producer of a value, if there is one, and another variable."""
+        """A table over the producer of a value, if it has one, and another variable."""
         if value not in self.producers:
             return Table((variable,), costs)
         return Table((self.variables[self.producers[value][0]], variable), costs)
 
 
 def _preference(count: int) -> torch.Tensor:
-    """Seconds by which each of several choices counts more than the first."""
+    """Seconds added to each of several choices to break ties towards the first."""
     return TIE * torch.arange(count, dtype=torch.float64)
 
 

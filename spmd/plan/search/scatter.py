@@ -1,4 +1,4 @@
-"""A reduction of which every rank only reads its own shard: one move instead of two."""
+"""A peephole optimisation: a reduction whose result is only sharded becomes one redistribution instead of two."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from spmd.ir.markers import REDISTRIBUTE
 
 
 def scatter_reductions(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> Graph:
-    """The program with one redistribution where a value is reduced, and then only sharded along the reduced axes.
+    """Join every redistribution that only reduces with its only consumer, if that only shards along the reduced axes.
 
-    Constraints ask for such pairs, as `reshard(reshard(x, P()), P("model"))`. A reduce_scatter sends half the bytes of
-    the all_reduce.
+    Constraints produce such pairs, as `reshard(reshard(x, P()), P("model"))`. A reduce_scatter sends half the bytes of
+    an all_reduce.
+
+    Args:
+        graph: a program with its redistributions as explicit operations.
+        specs: the spec of every value.
+
+    Returns:
+        The program with the pairs joined.
     """
     users = Counter(value for operation in graph.operations for value in operation.operands)
     users.update(graph.outputs)

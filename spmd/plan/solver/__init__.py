@@ -1,4 +1,4 @@
-"""Minimising a sum of tables over variables with few values each: exactly, or by large-neighbourhood search.
+"""Minimising a sum of cost tables over variables with small domains: exactly, or by large-neighbourhood search.
 
-Knows nothing of programs; imports `errors` only.
+Independent of programs and meshes; imports `errors` only.
 """

@@ -1,8 +1,8 @@
 """Exact minimisation of a sum of small cost tables, by variable elimination.
 
-Each table speaks of a few variables with small domains. A variable is eliminated by adding up the tables that mention
-it and minimising over it, which leaves one table over its neighbours (bucket elimination: Dechter, "Bucket
-elimination", 1999). Choices are read off in reverse.
+Each table is a function of a few variables with small domains. A variable is eliminated by adding the tables that
+mention it (its *bucket*) and minimising over it, which leaves one table (its *message*) over its neighbours, the other
+variables of the bucket (bucket elimination: Dechter, "Bucket elimination", 1999). The choices follow in reverse order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_CELLS = 2**24
 
 
 class TooWideError(PlanError):
-    """An elimination would need a table of more than `MAX_CELLS` cells."""
+    """An elimination would need a table of more cells than allowed."""
 
 
 @attrs.frozen
 class Solution:
-    """The cheapest choice for every variable, and its cost."""
+    """An assignment: a choice for every variable, and their total cost."""
 
     choices: tuple[int, ...]
     cost: float
@@ -37,7 +37,7 @@ class Solution:
 def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = MAX_CELLS) -> Solution:
     """The assignment that minimises the sum of the tables.
 
-    Ties break towards the lower choice of the variable that is decided first; nothing depends on hashes.
+    The result is deterministic: ties break towards the lower choice of the variable that is decided first.
 
     Args:
         domains: the number of choices of every variable.
@@ -45,7 +45,7 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
         max_cells: the largest table to build.
 
     Raises:
-        TooWideError: a table would pass `max_cells`.
+        TooWideError: a table would have more than `max_cells` cells.
         PlanError: no assignment has a finite cost.
     """
     reduction, order, buckets = _prepare(domains, tables, max_cells)
@@ -62,10 +62,10 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
 
 
 def lower_bound(domains: Sequence[int], tables: Sequence[Table], max_cells: int = MAX_CELLS) -> float:
-    """A cost that no assignment can be below, from tables of at most `max_cells` cells.
+    """A lower bound on the cost of every assignment, from tables of at most `max_cells` cells.
 
-    A bucket too large to be joined is split into several, each of which chooses the variable for itself (mini-buckets:
-    Dechter and Rish, 2003).
+    A bucket whose tables together are too large is split into several, each of which is minimised over the variable on
+    its own (mini-buckets: Dechter and Rish, 2003). Takes the arguments of `minimize`.
     """
     reduction, order, buckets = _prepare(domains, tables, max_cells)
     for variable in order.variables:
@@ -74,7 +74,7 @@ def lower_bound(domains: Sequence[int], tables: Sequence[Table], max_cells: int 
 
 
 def _prepare(domains: Sequence[int], tables: Sequence[Table], max_cells: int) -> tuple[Reduction, Order, _Buckets]:
-    """What cheap reductions leave, in which order to eliminate it, and its tables."""
+    """The reduced problem, the elimination order of its core, and the core's tables by variable."""
     reduction = reduce(domains, tables, max_cells)
     left = tuple(domains[variable] for variable in reduction.core)
     order = elimination_order(left, tuple(table.variables for table in reduction.tables), max_cells)
@@ -83,9 +83,9 @@ def _prepare(domains: Sequence[int], tables: Sequence[Table], max_cells: int) ->
 
 @attrs.frozen(eq=False)
 class _Eliminated:
-    """What is left of a bucket: the least cost for every combination of the neighbours, and the choice that has it.
+    """The message of a bucket: for every combination of the neighbours' choices, the least cost and the best choice.
 
-    The tables of the bucket are kept, because buckets are known by the identity of their tables.
+    It holds references to the bucket's tables, because the cache finds buckets by the identity of their tables.
     """
 
     costs: torch.Tensor
@@ -94,7 +94,7 @@ class _Eliminated:
 
 
 class _Buckets:
-    """The tables that are left, by variable, and the sum of those that no variable is left in."""
+    """The remaining tables by variable, and the sum of those without variables."""
 
     def __init__(self, domains: Sequence[int], tables: Sequence[Table]) -> None:
         self.domains = domains
@@ -114,9 +114,9 @@ class _Buckets:
         self.count += 1
 
     def eliminate(self, variable: int) -> tuple[tuple[int, ...], _Eliminated]:
-        """Put the message of a variable in place of all tables that mention it; returns the message's variables.
+        """Replace all tables that mention a variable by its message; returns the message's variables and the message.
 
-        Layers that are alike have buckets of the same tables in the same places, which are joined once.
+        Identical layers have buckets of the same tables in the same positions; each such message is computed once.
         """
         bucket = self._bucket(variable)
         scope = tuple(sorted({variable, *(other for table in bucket for other in table.variables)}))
@@ -132,7 +132,7 @@ class _Buckets:
         return rest, found
 
     def relax(self, variable: int, max_cells: int) -> None:
-        """Put messages of at most `max_cells` cells in place of all tables that mention a variable."""
+        """Replace all tables that mention a variable by messages from mini-buckets of at most `max_cells` cells."""
         parts: list[tuple[set[int], list[Table]]] = []
         for table in reversed(self._bucket(variable)):
             for found, members in parts:
@@ -150,11 +150,11 @@ class _Buckets:
         self._replace(variable, messages)
 
     def _bucket(self, variable: int) -> list[Table]:
-        """All tables that mention a variable. Small ones first: sums stay small until the last ones widen them."""
+        """All tables that mention a variable, small ones first, so that partial sums stay small as long as possible."""
         return [t for _, t in sorted(self.tables[variable].items(), key=lambda item: (item[1].costs.numel(), item[0]))]
 
     def _join(self, scope: tuple[int, ...], bucket: Sequence[Table]) -> torch.Tensor:
-        """The sum of tables over the variables of all of them."""
+        """The sum of tables, broadcast over the variables in `scope`."""
         shape = [self.domains[variable] for variable in scope]
         total = torch.zeros([1] * len(scope), dtype=torch.float64)
         for table in bucket:
@@ -163,7 +163,7 @@ class _Buckets:
         return total.expand(shape)
 
     def _replace(self, variable: int, messages: Sequence[Table]) -> None:
-        """Put `messages` in place of all tables that mention a variable."""
+        """Replace all tables that mention a variable by `messages`."""
         for key, table in self.tables[variable].items():
             for other in table.variables:
                 if other != variable:

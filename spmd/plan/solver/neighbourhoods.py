@@ -1,4 +1,4 @@
-"""Large-neighbourhood search: where a problem is too wide to be solved at once, windows of it are solved exactly.
+"""Large-neighbourhood search: where a problem is too large to be solved at once, windows of it are solved exactly.
 
 Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing problems" (1998).
 """
@@ -15,7 +15,7 @@ from spmd.plan.solver.elimination import MAX_CELLS, Solution, TooWideError, mini
 from spmd.plan.solver.table import Table
 
 WINDOW = 600
-"""Variables that are freed at a time."""
+"""The number of variables that are optimised at a time."""
 
 
 def improve(
@@ -26,16 +26,19 @@ def improve(
     window: int = WINDOW,
     max_cells: int = MAX_CELLS,
 ) -> Solution:
-    """A good assignment of a problem that `minimize` refuses.
+    """A good assignment of a problem that is too large for `minimize`.
 
-    Sweeps over windows of consecutive variables, which overlap by half; each window is solved exactly with all others
-    held. Ends when a sweep brings nothing. A window that is itself too wide is halved.
+    Sweeps over windows of consecutive variables, which overlap by half; each window is solved exactly while all other
+    variables stay fixed. Ends when a sweep does not lower the cost. A window that is too large itself is halved.
 
     Args:
         domains, tables, max_cells: as for `minimize`.
-        start: an assignment.
+        start: the choice of every variable to start from.
         order: all variables, neighbours close to each other.
         window: the number of variables in a window.
+
+    Raises:
+        PlanError: no assignment of finite cost was found.
     """
     choices = list(start)
     cost = evaluate(tables, choices)
@@ -55,7 +58,7 @@ def improve(
 
 
 def evaluate(tables: Sequence[Table], choices: Sequence[int]) -> float:
-    """The cost of an assignment."""
+    """The cost of an assignment: the sum of all tables at the choices of their variables."""
     return math.fsum(float(table.costs[tuple(choices[v] for v in table.variables)]) for table in tables)
 
 
@@ -66,7 +69,7 @@ def _solve_window(
     free: Sequence[int],
     max_cells: int,
 ) -> None:
-    """Give the `free` variables their best choices while all others are held."""
+    """Set the `free` variables in `choices` to their best choices, with all other variables fixed."""
     names = {variable: index for index, variable in enumerate(sorted(free))}
     inside = {id(table): table for variable in free for table in touching[variable]}
     try:
@@ -82,14 +85,14 @@ def _solve_window(
         _solve_window(domains, touching, choices, free[:middle], max_cells)
         _solve_window(domains, touching, choices, free[middle:], max_cells)
         return
-    except PlanError:  # impossible as the others are; they may change yet
+    except PlanError:  # infeasible with the other variables as they are, which later windows may change
         return
     for variable, index in names.items():
         choices[variable] = found.choices[index]
 
 
 def _restrict(table: Table, names: dict[int, int], choices: Sequence[int]) -> Table:
-    """A table with the variables outside of a window held, in the window's numbering."""
+    """A table with the variables outside of the window fixed, and the others numbered by `names`."""
     index = tuple(slice(None) if variable in names else choices[variable] for variable in table.variables)
     costs: torch.Tensor = table.costs[index]
     return Table(tuple(names[variable] for variable in table.variables if variable in names), costs)

@@ -1,7 +1,7 @@
-"""The order in which variables are eliminated: it decides how large the tables become.
+"""The elimination order of variables, which determines how large the tables become.
 
-First goes the variable whose table is small and joins little that was apart (weighted min-fill: Darwiche, "Modeling and
-Reasoning with Bayesian Networks", 2009, 6.8 and 9.3).
+Greedy: next comes the variable whose elimination builds a small table and makes few new pairs of neighbours (weighted
+min-fill: Darwiche, "Modeling and Reasoning with Bayesian Networks", 2009, 6.8 and 9.3).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from itertools import combinations
 import attrs
 
 FILL_WEIGHTS = (0.4, 1.0, 0.1)
-"""How much the pairs of variables that an elimination joins count beside the size of its table. With the first a GPT
-step needs a fifth of the cells of the order that takes the smallest table first; the others are for what it does not
-suit."""
+"""Weights of the new pairs of neighbours relative to the size of the table, tried in turn until an order fits. With the
+first, a GPT step needs a fifth of the cells that it needs with weight 0; the others are for programs where the first
+does badly."""
 
 _HOPELESS = 64.0
-"""The logarithm of a table's size above which nothing else about it matters: no such table is built."""
+"""The logarithm of a table's size above which its new pairs are not counted: no table of that size is ever built."""
 
 
 @attrs.frozen
 class Order:
-    """An order of elimination, and the cells of the largest table that it builds."""
+    """An elimination order, and the number of cells of the largest table that it builds."""
 
     variables: tuple[int, ...]
     cells: int
@@ -33,12 +33,12 @@ class Order:
 
 @lru_cache(maxsize=8)
 def elimination_order(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], max_cells: int) -> Order:
-    """An order that builds no table of more than `max_cells` cells, if one is found.
+    """An elimination order that builds no table of more than `max_cells` cells; else the best order that was found.
 
     Args:
         domains: the number of choices of every variable.
         scopes: the variables of every table.
-        max_cells: the largest table that may be built.
+        max_cells: the cells of the largest table that may be built.
     """
     neighbours: list[set[int]] = [set() for _ in domains]
     for scope in scopes:
@@ -77,10 +77,10 @@ class _Orderer:
         return Order(tuple(order), widest)
 
     def eliminate(self, variable: int) -> set[int]:
-        """Join the neighbours of a variable and take it out; the variables that get another score."""
+        """Connect the neighbours of a variable and remove it; returns the variables whose score changes."""
         near = self.neighbours[variable]
         affected = set(near)
-        # Beside the neighbours, only those between two that become neighbours of each other.
+        # Besides the neighbours: common neighbours of two variables that become neighbours of each other.
         for one, other in combinations(sorted(near), 2):
             if other not in self.neighbours[one]:
                 affected |= self.neighbours[one] & self.neighbours[other]
@@ -91,7 +91,10 @@ class _Orderer:
         return affected - {variable}
 
     def score(self, variable: int) -> float:
-        """The logarithm of the table's size, and of the pairs that become neighbours."""
+        """The logarithm of the table's size, plus the weighted number of new pairs of neighbours; low goes first.
+
+        A pair counts as the product of the logarithms of its domain sizes.
+        """
         logs, neighbours = self.logs, sorted(self.neighbours[variable])
         size, fill = logs[variable] + sum(logs[other] for other in neighbours), 0.0
         if size > _HOPELESS:

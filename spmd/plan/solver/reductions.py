@@ -1,8 +1,8 @@
-"""Reductions: variables with at most two neighbours go first, one after another, and only a small core is searched.
+"""Reductions: variables with at most two neighbours are eliminated first, and only the remaining core is searched.
 
-A variable without neighbours takes its cheapest choice; one with a single neighbour becomes a cost of that one's
-choices; one with two becomes a table between them. None of this widens what is left, and most variables of a program
-go so.
+A variable without neighbours takes its cheapest choice. One with a single neighbour becomes a cost of that neighbour's
+choices. One with two neighbours becomes a table between them. None of these makes a table of more than two variables,
+and they eliminate most variables of a program.
 
 Source: the rules R0, RI and RII of partitioned Boolean quadratic programming; Scholz and Eckstein, "Register allocation
 for irregular architectures" (2002).
@@ -22,14 +22,14 @@ from spmd.plan.solver.table import Table
 
 @attrs.frozen(eq=False)
 class Reduction:
-    """What the reductions leave.
+    """The problem that remains after the reductions.
 
     Args:
-        core: the variables that are left, ascending.
-        tables: costs over these, which are numbered by their places in `core`.
-        constant: the cost that is settled.
-        steps: of every other variable, in the order of reduction: the variable, its neighbours then, and its best
-            choice for every combination of theirs.
+        core: the remaining variables, ascending.
+        tables: their cost tables; variables are numbered by their positions in `core`.
+        constant: the cost that does not depend on the core.
+        steps: for every eliminated variable, in order: the variable, its neighbours at that time, and its best choice
+            for every combination of their choices (nested lists).
     """
 
     core: tuple[int, ...]
@@ -50,12 +50,12 @@ class Reduction:
 
 
 def reduce(domains: Sequence[int], tables: Sequence[Table], max_cells: int) -> Reduction:
-    """Reduce a problem as far as that can be done without widening it.
+    """Eliminate the variables that have at most two neighbours and are in no table of more than two variables.
 
     Args:
         domains: the number of choices of every variable.
         tables: cost tables over variables `0 .. len(domains) - 1`.
-        max_cells: the largest table to build.
+        max_cells: the cells of the largest table to build.
     """
     reducer = _Reducer(domains, max_cells)
     for table in tables:
@@ -64,9 +64,9 @@ def reduce(domains: Sequence[int], tables: Sequence[Table], max_cells: int) -> R
 
 
 class _Reducer:
-    """The costs that are left: by variable, and between two variables, from the side of each.
+    """The remaining costs: of each variable, and between two variables, stored for both.
 
-    Equal layers of a program have the very same tables, so what follows from given tables is computed once.
+    Identical layers of a program share their table objects, so each result is cached by the identity of its tables.
     """
 
     def __init__(self, domains: Sequence[int], max_cells: int) -> None:
@@ -75,16 +75,16 @@ class _Reducer:
         self.constant = 0.0
         self.single: list[torch.Tensor | None] = [None for _ in domains]
         self.pairs: list[dict[int, torch.Tensor]] = [{} for _ in domains]
-        self.wide: list[Table] = []  # over more than two variables, which are not reduced
+        self.wide: list[Table] = []  # over more than two variables, none of which is reduced
         self.steps: list[tuple[int, tuple[int, ...], Any]] = []
-        # Known by the identities of tables, which each entry keeps alive.
+        # Caches by the identity (`id`) of tables; each entry holds references to them, so that ids stay unique.
         self.views: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
         self.totals: dict[Hashable, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self.turned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.reduced: dict[Hashable, tuple[Any, Any, Any]] = {}
 
     def add(self, table: Table) -> None:
-        """Take a table in; a variable with one choice is none."""
+        """Add a table, without its variables of a single choice."""
         variables = tuple(variable for variable in table.variables if self.domains[variable] > 1)
         costs = table.costs
         if len(variables) < len(table.variables):
@@ -143,7 +143,7 @@ class _Reducer:
         return self.domains[variable] * self.domains[one] * self.domains[other] <= self.max_cells
 
     def reduce(self, variable: int, neighbours: tuple[int, ...]) -> None:
-        """Put a cost of the neighbours' choices in place of a variable."""
+        """Eliminate a variable: replace its tables by one cost table over its neighbours."""
         tables = [self.pairs[variable].pop(other) for other in neighbours]
         for other in neighbours:
             del self.pairs[other][variable]
@@ -162,7 +162,7 @@ class _Reducer:
             self.add_pair(neighbours[0], neighbours[1], costs)
 
     def eliminated(self, count: int, own: torch.Tensor | None, tables: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-        """The least cost for every combination of the neighbours' choices, and the choice that has it."""
+        """For every combination of the neighbours' choices, the least cost and the choice that attains it."""
         total = torch.zeros(count, dtype=torch.float64) if own is None else own
         for place, table in enumerate(tables):
             total = total.unsqueeze(-1) + table.reshape(count, *[1] * place, -1)
@@ -170,7 +170,7 @@ class _Reducer:
         return (costs if tables else float(costs)), best.tolist()
 
     def left(self, core: Sequence[int]) -> list[Table]:
-        """The tables over the core, in its numbering."""
+        """The remaining tables, with variables numbered by their positions in the core."""
         places = {variable: place for place, variable in enumerate(core)}
         tables = [Table(tuple(places[v] for v in table.variables), table.costs) for table in self.wide]
         for place, variable in enumerate(core):

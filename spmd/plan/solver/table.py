@@ -1,4 +1,4 @@
-"""Cost tables: what every part of the search speaks in."""
+"""Cost tables, the representation of costs in the whole search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Table(NamedTuple):
 
     Args:
         variables: the variables, ascending.
-        costs: float64, one dim a variable; infinity where a combination is impossible.
+        costs: float64, one dim for each variable; infinity for an impossible combination.
     """
 
     variables: tuple[int, ...]

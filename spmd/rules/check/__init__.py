@@ -1,8 +1,8 @@
-"""Proof of rules by execution: `check_rule` runs every strategy of a rule on virtual shards, and looks for more.
+"""Proof of rules by execution: `check_rule` runs every strategy of a rule on virtual shards, and searches for others.
 
-A strategy is wrong if its shards are not those of the unsharded operator's results. A row is missing if running the
-plain operator on shards is right and no strategy says so, nor implies it: a replicated operand can be cut for free, and
-a replicated result stands for any other.
+A strategy is wrong if its results are not the shards of the unsharded operator's results. A row is missing if the plain
+operator on shards computes the right results with its placements, and no strategy is this row or implies it. Rows imply
+others because a replicated operand can be sharded locally, and a replicated result can be given any placement locally.
 """
 
 from spmd.rules.check.prove import check_rule

@@ -27,12 +27,12 @@ AXIS = "axis"
 
 
 FAILURES = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, SpmdError)
-"""What operators and bodies raise on tensors that do not fit together."""
+"""What operators and local implementations raise on tensors that do not fit together."""
 
 
 @attrs.frozen(eq=False)
 class Example:
-    """One call with real arguments, and its results on one device; `checked` is as in `check_rule`."""
+    """One call with real arguments, and its unsharded results; `checked` is as in `check_rule`."""
 
     call: Call
     tensors: tuple[Tensor, ...]
@@ -57,7 +57,7 @@ class Example:
     def arguments(
         self, tensors: Sequence[Tensor], size_argument: int | None = None, shape: Sequence[int] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments with other tensors, and with a result of `shape` where the operator takes its size."""
+        """The call's arguments with other tensors, and with `shape` in place of the size argument, if there is one."""
         given = iter(tensors)
         replace = lambda leaf: next(given) if isinstance(leaf, TensorMeta) else leaf  # noqa: E731
         args, kwargs = _map(replace, self.call.args), _map(replace, dict(self.call.kwargs))
@@ -75,7 +75,7 @@ def tensors_of(tree: Any) -> tuple[Tensor, ...]:
 
 
 def replace_tensors(tree: Any, tensors: Iterator[Tensor]) -> Any:
-    """A tree of tuples and lists with other tensors, in order."""
+    """A tree of tuples, lists and dicts with its tensors replaced by `tensors`, in order."""
     return _map(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -88,11 +88,11 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 Grouping: TypeAlias = tuple[tuple[int, ...], ...]
-"""For each dim of a tensor, the lengths of the factors that it is made of."""
+"""For each dim of a tensor, the lengths of the factors whose product it is, major first."""
 
 
 def logical_shapes(metas: Sequence[TensorMeta], dims: Sequence[FactorDims], factors: Factors) -> tuple[Grouping, ...]:
-    """The factor lengths of every dim of tensors whose dims have these factors."""
+    """The factor lengths of every dim of tensors whose dims have these factors; a dim without factors is one part."""
     return tuple(
         tuple(tuple(factors.sizes[n] for n in names) or (size,) for names, size in zip(tensor, meta.shape, strict=True))
         for tensor, meta in zip(dims, metas, strict=True)
@@ -100,7 +100,7 @@ def logical_shapes(metas: Sequence[TensorMeta], dims: Sequence[FactorDims], fact
 
 
 def physical_shape(grouping: Grouping, placement: Placement, ranks: int, rank: int) -> tuple[int, ...]:
-    """The shape of one rank's shard."""
+    """The shape of one rank's shard; `placement` refers to logical dims, one per factor."""
     flat = [size for group in grouping for size in group]
     if isinstance(placement, Shard):
         start, stop = chunk_bounds(flat[placement.dim], (ranks,), (rank,))
@@ -112,7 +112,7 @@ def physical_shape(grouping: Grouping, placement: Placement, ranks: int, rank: i
 def split(
     value: Tensor, grouping: Grouping, placement: Placement, ranks: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """What every rank holds of `value`; a Partial is split into parts that do not cancel, negative and unequal ones."""
+    """Every rank's shard of `value`; for a Partial, random unequal parts of both signs that reduce to `value`."""
     if isinstance(placement, Replicate):
         return [value] * ranks
     if isinstance(placement, Partial):
@@ -142,13 +142,13 @@ def _split_partial(value: Tensor, op: Reduction, ranks: int, generator: torch.Ge
     winner = torch.randint(ranks, value.shape, generator=generator)
     sign = -1 if op == "max" else 1
     others = [value + sign * part.abs() for part in noise]
-    nothing = torch.full_like(value, neutral_element(op, value.dtype))  # ranks that hold nothing, here and there
+    nothing = torch.full_like(value, neutral_element(op, value.dtype))  # at some elements, as from empty shards
     others = [torch.where(torch.rand(value.shape, generator=generator) < 0.3, nothing, other) for other in others]
     return [torch.where(winner == rank, value, others[rank]) for rank in range(ranks)]
 
 
 def _dyadic(noise: Tensor) -> Tensor:
-    """In 64ths: whole numbers are then the sums of their parts without rounding."""
+    """Floats rounded to multiples of 1/64, so that integers are the sums of their parts without rounding."""
     return noise.mul(64).round().div(64) if noise.is_floating_point() else noise
 
 
@@ -160,7 +160,16 @@ def execute(
     grouping: Sequence[Grouping],
     ranks: int,
 ) -> list[tuple[Tensor, ...]]:
-    """Every rank's results, from every rank's shards of the operands; `grouping` is that of the results."""
+    """Every rank's results of one strategy.
+
+    Args:
+        example: the call.
+        rule: its rule, for `size_argument` and `empty`.
+        strategy: the placements of its operands and results.
+        shards: for every operand, every rank's shard.
+        grouping: for every result, the factor lengths of its dims.
+        ranks: the number of ranks.
+    """
     arguments, calls = [], []
     for rank in range(ranks):
         shapes = [physical_shape(g, p, ranks, rank) for g, p in zip(grouping, strategy.results, strict=True)]
@@ -181,10 +190,10 @@ def _run_operator(call: Call, rule: Rule, args: tuple[Any, ...], kwargs: dict[st
 def run_body(
     body: Body, calls: Sequence[Call], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> list[tuple[Tensor, ...]]:
-    """Run a local body on all ranks in lock step, from every rank's call (as `Body` says) and local arguments.
+    """Run a local implementation on all ranks in lock step, from every rank's call (see `Body`) and local arguments.
 
     Raises:
-        RuleError: ranks take different collectives, or different numbers of them.
+        RuleError: ranks run different collectives, or different numbers of them.
     """
     mesh = Mesh((AXIS,), (len(arguments),))
     tensors = [tensors_of((*args, *kwargs.values())) for args, kwargs in arguments]
@@ -220,7 +229,7 @@ _Request: TypeAlias = tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, An
 
 
 def _steps(module: torch.fx.GraphModule, tensors: Sequence[Tensor]) -> Generator[_Request, Tensor, Any]:
-    """Interpret a graph; each collective is handed out, and its result is sent back in."""
+    """Interpret a graph; each collective is yielded, and its result is sent back into the generator."""
     given = iter(tensors)
     values: dict[torch.fx.Node, Any] = {}
     for node in module.graph.nodes:
@@ -239,7 +248,7 @@ def _steps(module: torch.fx.GraphModule, tensors: Sequence[Tensor]) -> Generator
 def mismatch(
     shards: Sequence[Tensor], expected: Tensor, placement: Placement, grouping: Grouping, *, values: bool = True
 ) -> str | None:
-    """Why the ranks' `shards` are not `expected` placed so; None if they are."""
+    """Why the ranks' `shards` are not those of `expected` with this placement; None if they are."""
     ranks = len(shards)
     for rank, shard in enumerate(shards):
         shape = physical_shape(grouping, placement, ranks, rank)

@@ -1,4 +1,4 @@
-"""What a kernel gives, up to the order of its sums."""
+"""A kernel's expected results, up to the order of summation."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ import torch
 from torch import Tensor
 
 _ULPS = 100
-"""How far results of equal operands may be apart, in units of what rounding the operands changes."""
+"""How far results of equal operands may differ, in units of the effect of rounding the operands."""
 
 
 @attrs.frozen(eq=False)
 class Expected:
-    """A result, and by how much another order of its sums may change each element; None if its values mean nothing."""
+    """An expected result.
+
+    Args:
+        value: the result.
+        error: how much another order of summation may change each element; None if the values are arbitrary.
+    """
 
     value: Tensor
     error: Tensor | None
 
     @classmethod
     def of(cls, value: Tensor, again: Tensor, moved: Tensor) -> Expected:
-        """From the results of two equal calls, and of one of `perturbed` operands."""
+        """The expected result, from the results of two equal calls and of one on `perturbed` operands.
+
+        If the two equal calls differ, the values are arbitrary.
+        """
         if not _has_fractions(value):
             return cls(value, torch.zeros(()) if torch.equal(value, again) else None)
         rounding = torch.finfo(value.dtype).eps if value.dtype.itemsize > 1 else 0.0
@@ -32,7 +40,7 @@ class Expected:
         return cls(value, _ULPS * (rounding * (size + size.mean()) + change + change.mean()))
 
     def difference(self, actual: Tensor) -> str | None:
-        """Why a result is another one; None if it is not."""
+        """Why `actual` is not this result; None if it is."""
         value = self.value
         if (actual.shape, actual.dtype) != (value.shape, value.dtype):
             return f"{_text(actual)}, expected {_text(value)}"
@@ -44,7 +52,7 @@ class Expected:
 
 
 def perturbed(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """A tensor off by as much as rounding may be."""
+    """A float tensor with relative noise of the size of rounding; a copy of an 8-bit or integer tensor."""
     if not _has_fractions(tensor) or tensor.dtype.itemsize == 1:
         return tensor.clone()
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * torch.finfo(tensor.dtype).eps

@@ -1,4 +1,4 @@
-"""`check_layouts`: an operator run on operands in other memory layouts, against the same values in contiguous ones."""
+"""`check_layouts` runs an operator on operands in other memory layouts, and compares with contiguous operands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ _Op: TypeAlias = torch._ops.OpOverload
 
 @attrs.frozen
 class LayoutRun:
-    """One run: which arguments were in which layout, the need that each met, and what was wrong, if anything was."""
+    """One run of a call with some operands in another layout.
+
+    Args:
+        call: the call, as text.
+        arguments: the names of the arguments whose layout was changed.
+        layout: the layout's name.
+        strides: the strides of each of these arguments.
+        met: the strongest need that each of them met.
+        reason: what was wrong with the results, or the error; None if they were right.
+    """
 
     call: str
     arguments: tuple[str, ...]
@@ -31,11 +40,11 @@ class LayoutRun:
     reason: str | None = None
 
     def is_let_through(self, needs: Callable[[str], Need]) -> bool:
-        """Whether arguments with these needs may be laid out so."""
+        """Whether the run's operands meet these needs, given by argument name."""
         return all(met >= needs(name) for name, met in zip(self.arguments, self.met, strict=True))
 
     def is_right_row(self, argument: str) -> bool:
-        """Whether this is one argument alone, rows and not contiguous, and right."""
+        """Whether only `argument` was changed, to contiguous rows that are not a contiguous tensor, and was right."""
         return self.arguments == (argument,) and self.met == (Need.ROWS,) and self.reason is None
 
     def __str__(self) -> str:
@@ -51,12 +60,12 @@ class LayoutReport:
         op: the operator's name.
         calls: how many calls it was run on.
         runs: how many layouts of their operands were compared.
-        skipped: how many could not be: the operator takes no such values.
+        skipped: how many layouts were not compared, because the operator rejects the values of expanded operands.
         sensitive: the runs that were wrong or raised.
-        failing: those of them that the declared needs do not rule out.
-        found: the needs of its arguments that these runs show, by name.
-        unneeded: arguments that are declared to need a layout, and no run shows it.
-        crashed: whether the process ended when layouts were run that the declared needs rule out.
+        failing: the sensitive runs that the declared needs do not rule out.
+        found: by argument name, the needs that the sensitive runs show.
+        unneeded: arguments with a declared need that no run shows.
+        crashed: whether the process died in a run that the declared needs rule out.
     """
 
     op: str
@@ -71,20 +80,20 @@ class LayoutReport:
 
 
 _DTYPES = {torch.float64: torch.float32, torch.complex128: torch.complex64}
-"""Kernels may be others in single precision."""
+"""Operators may have other kernels in single precision."""
 
 
 def check_layouts(op: _Op, calls: Sequence[_Call], *, values: bool = True, met: bool = False) -> LayoutReport:
-    """Run an operator on operands in other memory layouts, one operand at a time and all at once.
+    """Run an operator on operands in other memory layouts, one operand at a time and all operands together.
 
     Args:
         op: the operator.
         calls: arguments and keyword arguments of calls, with real tensors.
-        values: False for operators whose values are arbitrary (`empty_like`).
-        met: run only layouts that the operator's declared needs (`spmd.rules.layouts.need`) let through.
+        values: False for operators whose values are arbitrary (`empty_like`): only shapes and dtypes are compared then.
+        met: run only layouts that meet the operator's declared needs (`spmd.rules.layouts.need`).
 
     Returns:
-        A report; `report.failing` is empty if the declared needs are enough.
+        A report; `report.failing` is empty if the declared needs suffice.
 
     >>> import torch
     >>> report = check_layouts(torch.ops.aten.view_as_complex.default, [((torch.randn(4, 3, 2),), {})])
@@ -107,16 +116,16 @@ def check_layouts(op: _Op, calls: Sequence[_Call], *, values: bool = True, met: 
 
 
 def _variants(given: Sequence[Tensor], sized: bool) -> Iterator[list[Tensor]]:
-    """The operands; such of half the precision; and, if no sizes are given, such of which one dim has length 1.
+    """The operands; also in single precision; also with one dim shortened to length 1, if no sizes are arguments.
 
-    Strides of a dim of length 1 mean nothing, and there are kernels that take one memory format for another then.
+    The stride of a dim of length 1 is arbitrary, and some kernels then mistake one memory format for another.
     """
     yield [_contiguous(tensor) for tensor in given]
     if any(tensor.dtype in _DTYPES for tensor in given):
         yield [_contiguous(tensor.to(_DTYPES.get(tensor.dtype, tensor.dtype))) for tensor in given]
     shapes = {tensor.shape for tensor in given if tensor.ndim > 2}
     if len(shapes) != 1 or sized or not all(tensor.is_floating_point() for tensor in given):
-        return  # shortened, they would hardly fit together, and kernels do not check all of that
+        return  # shortened operands would rarely fit together, and not all kernels check that
     others = {size for tensor in given if tensor.ndim <= 2 for size in tensor.shape}
     for dim, size in enumerate(shapes.pop()):
         if size > 1 and size not in others:
@@ -134,7 +143,7 @@ def _summarize(op: _Op, calls: int, skipped: int, runs: Sequence[LayoutRun]) -> 
 
 
 def _needs(runs: Sequence[LayoutRun]) -> dict[str, Need]:
-    """The least needs that rule out what is wrong; rows only where many other layouts of rows are right."""
+    """The weakest needs that rule out every wrong run; `Need.ROWS` only if all layouts in `_ROWS` are right."""
     found: dict[str, Need] = {}
     for run in runs:
         if run.reason is not None and len(set(run.arguments)) == 1:
@@ -149,12 +158,12 @@ def _needs(runs: Sequence[LayoutRun]) -> dict[str, Need]:
 
 
 _ROWS = {"padded rows", "every other row", "first dims swapped", "expanded along 0"}
-"""Layouts of rows; with all of them right an operand needs no more."""
+"""Layouts with contiguous rows; an operand that is right in all of them needs no more than `Need.ROWS`."""
 
 
 @attrs.frozen(eq=False)
 class _Example:
-    """A call with contiguous operands, the arguments that they belong to, and its results."""
+    """A call with contiguous operands, the names of the arguments that they belong to, and the expected results."""
 
     op: _Op
     args: Sequence[Any]
@@ -165,7 +174,7 @@ class _Example:
 
     @classmethod
     def of(cls, op: _Op, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> _Example | None:
-        """None if the operator does not take such operands."""
+        """The example; None if the operator rejects these operands."""
         named = [*zip((argument.name for argument in op._schema.arguments), args, strict=False), *kwargs.items()]
         names = [name for name, value in named for _ in tensors_of((value,))]
         example = cls(op, args, kwargs, tensors, names, ())
@@ -179,7 +188,7 @@ class _Example:
         return f"{self.op}({', '.join(map(str, [*map(TensorMeta.of, self.tensors), *rest]))})"
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The results of other operands; draws are the same in each run."""
+        """The results on other operands; the random seed is the same in each run."""
         given = iter(tensors)
         args = replace_tensors(tuple(self.args), given)
         kwargs = replace_tensors(dict(self.kwargs), given)
@@ -188,7 +197,7 @@ class _Example:
             return list(tensors_of((self.op(*args, **kwargs),)))
 
     def expected(self, tensors: Sequence[Tensor]) -> list[Expected]:
-        """The results of operands in contiguous memory."""
+        """The expected results: those on contiguous copies of the operands."""
         generator = torch.Generator().manual_seed(0)
         operands = [_contiguous(tensor) for tensor in tensors]
         first, again = (self.run([tensor.clone() for tensor in operands]) for _ in range(2))
@@ -199,7 +208,7 @@ class _Example:
         return [Expected.of(*results) for results in zip(first, again, moved, strict=True)]
 
     def runs(self, values: bool, met: bool) -> Iterator[LayoutRun | None]:
-        """The operands in each layout; None where the operator does not take the values."""
+        """One run for each layout of the operands; None where the operator rejects the values of the layout."""
         for layout, changed in _layouts(self.tensors):
             run = self._described(layout.name, changed)
             if met and not run.is_let_through(lambda name: need(self.op, name)):
@@ -232,7 +241,7 @@ class _Example:
 
 
 def _layouts(tensors: Sequence[Tensor]) -> Iterator[tuple[Layout, dict[int, Tensor]]]:
-    """Each operand in each layout, and all operands at once."""
+    """Each operand alone in each of its layouts, then all operands that can have a layout together in it."""
     options = [{layout.name: layout for layout in (*layouts(tensor), *rare_layouts(tensor))} for tensor in tensors]
     for position, option in enumerate(options):
         yield from ((layout, {position: layout(tensors[position])}) for layout in option.values())
@@ -247,6 +256,6 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A tensor of the same strides in memory of its own: some operators write to their operands."""
+    """A copy with the same strides in storage of its own, as some operators write to their operands."""
     storage = tensor.untyped_storage().clone()
     return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

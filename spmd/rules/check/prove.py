@@ -1,4 +1,4 @@
-"""`check_rule`: every strategy of a rule run on virtual shards, against the unsharded operator."""
+"""`check_rule` runs every strategy of a rule on virtual shards, and compares with the unsharded operator."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def check_rule(
         op: the operator.
         rule: its rule.
         calls: arguments and keyword arguments of calls, with real tensors.
-        sizes: the numbers of shards to try. Lengths that these do not divide give uneven and empty shards.
+        sizes: the numbers of shards to try. Lengths that these do not divide have uneven and empty shards.
         missing: also search for missing rows, with the plain operator on all placements of the operands.
-        combinations: the most placements of operands that one call is searched over; above it, a fixed sample.
+        combinations: the most combinations of operand placements to search for one call; if there are more, a fixed
+            sample is searched.
         values: False for operators whose values are arbitrary (`empty`): only shapes and dtypes are compared then.
-        checked: False for operators whose kernels do not check that shapes fit together, and read or write elsewhere
-            if they do not: the search leaves out placements by which equal lengths become unequal.
+        checked: False for operators whose kernels do not check that shapes fit together, and otherwise access memory
+            out of bounds: the search then leaves out placements that make equal lengths unequal.
 
     Returns:
         A report; `report.wrong` is empty if the rule is right.
@@ -78,7 +79,7 @@ def _check_call(example: Example, rule: Rule, sizes: Sequence[int], combinations
 
 
 def _tells(example: Example) -> bool:
-    """Whether a call is worth a search: with tensors of no element or of one each, nearly all rows are right."""
+    """Whether a call is worth a search: with an empty tensor, or one element per tensor, nearly all rows are right."""
     numbers = [meta.numel for meta in (*example.call.operands, *example.call.results)]
     return all(numbers) and max(numbers, default=0) > 1
 
@@ -91,7 +92,7 @@ def _try(
     ranks: int,
     values: bool,
 ) -> str | None:
-    """What is wrong with one strategy; None if nothing is."""
+    """What is wrong with one strategy on this number of ranks; None if it is right."""
     generator = torch.Generator().manual_seed(ranks)
     placed = zip(example.tensors, shapes[0], strategy.operands, strict=True)
     shards = [split(tensor, grouping, placement, ranks, generator) for tensor, grouping, placement in placed]

@@ -1,4 +1,4 @@
-"""What a proof of a rule found."""
+"""The report of a proof of a rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from spmd.core.placement import Partial, Placement, Shard
 
 @attrs.frozen
 class Finding:
-    """One wrong or missing row: the call, the number of shards, the placements, and what is wrong with them."""
+    """One wrong or missing row.
+
+    Args:
+        call: the call, as text.
+        ranks: the number of shards.
+        operands, results: the placements.
+        reason: what is wrong; empty for a missing row.
+    """
 
     call: str
     ranks: int
@@ -36,11 +43,11 @@ class Report:
     Args:
         op: the operator's name.
         calls: how many calls it was run on.
-        strategies: how many there are, over all calls.
+        strategies: how many strategies there are, over all calls.
         passed: how many executions of strategies were right.
-        wrong: strategies that gave other results than the unsharded operator.
-        valid: how many rows the search found; 0 if there was none.
-        missing: those of them that no strategy covers.
+        wrong: executions of strategies whose results differ from the unsharded operator's.
+        valid: how many valid rows the search found; 0 if there was no search.
+        missing: the valid rows that no strategy implies.
     """
 
     op: str
@@ -52,7 +59,7 @@ class Report:
     missing: tuple[Finding, ...] = ()
 
     def join(self, other: Report) -> Report:
-        """The findings of both."""
+        """The sum of two reports on the same operator."""
         return Report(
             self.op,
             self.calls + other.calls,

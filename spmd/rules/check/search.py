@@ -1,8 +1,8 @@
-"""The search for rows: the plain operator on shards, over all placements of the operands of small calls.
+"""The search for valid rows: the plain operator runs on shards, for all placements of the operands of small calls.
 
-A row counts as valid if it is right for other values of the operands too, not only for those of the call: a maximum of
-numbers that happen to be positive shows nothing. Of the valid rows only those are kept that no other one implies. A
-call whose results are the same for all these values is not searched: nothing can be wrong there.
+A row is valid only if it is right for other values of the operands too: for example, the maximum of numbers that happen
+to be positive proves nothing about negative ones. Valid rows that others imply are left out. A call whose results are
+the same for all these values is not searched, as it cannot show that a row is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spmd.rules.rule import Rule
 from spmd.rules.strategy import Strategy
 
 _DRAWS = 3
-"""How often the parts of Partial operands are drawn, for every version of a call's values."""
+"""How many random splits of Partial operands into parts are tried, for every version of a call's values."""
 
 
 @attrs.frozen
@@ -34,7 +34,11 @@ class PlacedRow:
     results: tuple[Placement, ...]
 
     def implies(self, other: PlacedRow) -> bool:
-        """Whether this row gives the other for free: a replicated operand is cut, a replicated result is any other."""
+        """Whether the other row follows from this one by local steps.
+
+        A replicated operand of the other row can be given any placement locally, and so can a replicated result of this
+        one.
+        """
         pairs = zip(self.operands, other.operands, strict=True)
         free = all(wanted == given or given == Replicate() for wanted, given in pairs)
         given = zip(self.results, other.results, strict=True)
@@ -42,7 +46,7 @@ class PlacedRow:
 
 
 def physical(strategy: Strategy, shapes: Sequence[Grouping]) -> PlacedRow | None:
-    """A strategy's placements over physical dims; None where it cuts an inner factor of a dim."""
+    """A strategy's placements over physical dims; None if it shards a factor of a dim other than the major one."""
     placements: list[Placement] = []
     for placement, grouping in zip((*strategy.operands, *strategy.results), shapes, strict=True):
         if isinstance(placement, Shard):
@@ -56,13 +60,13 @@ def physical(strategy: Strategy, shapes: Sequence[Grouping]) -> PlacedRow | None
 
 
 def search(example: Example, rule: Rule, sizes: Sequence[int], combinations: int) -> tuple[PlacedRow, ...]:
-    """The rows on which the plain operator is right, without those that others imply.
+    """The rows for which the plain operator on shards is right, without those that others imply.
 
     Args:
         example: the call.
-        rule: its rule, for the arguments that sizes are put into.
-        sizes: the numbers of shards; a row must be right for all.
-        combinations: the most placements of the operands; above it, a fixed sample.
+        rule: its rule, for `size_argument` and `empty`.
+        sizes: the numbers of shards; a row must be right for all of them.
+        combinations: the most combinations of operand placements to try; if there are more, a fixed sample is tried.
     """
     versions = [example, *redrawn(example)]
     if len(versions) > 1 and all(_agree(example.results, version.results) for version in versions[1:]):
@@ -76,10 +80,9 @@ def _agree(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def is_implied(row: PlacedRow, known: Sequence[PlacedRow]) -> bool:
-    """Whether a row needs no saying: known ones imply it, one or, of Partial operands and results, several at once.
+    """Whether known rows imply a row: one of them alone, or several together of which all but one are only Partial.
 
-    A row of which other results stay as they are composes with rows of other operands and results: an operand whose
-    values make no difference may be Partial in any row.
+    For example, an operand whose values make no difference may be Partial in any row.
     """
     if any(other.implies(row) for other in known):
         return True
@@ -87,7 +90,7 @@ def is_implied(row: PlacedRow, known: Sequence[PlacedRow]) -> bool:
 
 
 def _without(row: PlacedRow, part: PlacedRow) -> PlacedRow | None:
-    """What is left of a row of which `part`, Partial placements only, is a part; None if it is none."""
+    """A row with the placements of `part` made replicated; None if `part` is not a Partial-only part of the row."""
     placed = [place for place in (*part.operands, *part.results) if place != Replicate()]
     if not placed or any(isinstance(place, Shard) for place in placed):
         return None
@@ -102,7 +105,7 @@ def _without(row: PlacedRow, part: PlacedRow) -> PlacedRow | None:
 
 
 def _combinations(example: Example, limit: int) -> Iterator[tuple[Placement, ...]]:
-    """Placements of the operands: all that place one of them only, and all or `limit` of the others."""
+    """Combinations of operand placements: all, or, above `limit`, those of a single operand and a fixed sample."""
     options = [_placements(tensor) for tensor in example.tensors]
     total = math.prod(map(len, options))
     strides = itertools.accumulate(map(len, options[:-1]), int.__mul__, initial=1)
@@ -115,7 +118,7 @@ def _combinations(example: Example, limit: int) -> Iterator[tuple[Placement, ...
 
 
 def _fits(tensors: Sequence[Tensor], placements: Sequence[Placement]) -> bool:
-    """Whether lengths that are equal stay so: then also kernels that do not check lengths can be run."""
+    """Whether dims of equal length stay equal: then kernels that do not check lengths can be run too."""
     cut = {tensor.shape[placement.dim] for tensor, placement in zip(tensors, placements, strict=True)
            if isinstance(placement, Shard)}  # fmt: skip
     whole = {
@@ -136,9 +139,9 @@ def _combination(options: Sequence[Sequence[Placement]], number: int) -> tuple[P
 
 
 def _placements(tensor: Tensor) -> list[Placement]:
-    """All placements of an operand that make a difference; parts of positions and of conditions are none."""
+    """All placements of a tensor that are tried; integers (positions) and booleans are never Partial."""
     found: list[Placement] = [Replicate(), *(Shard(dim) for dim, size in enumerate(tensor.shape) if size > 1)]
-    if tensor.is_floating_point() and tensor.dtype.itemsize > 1:  # 8 bits have no arithmetic
+    if tensor.is_floating_point() and tensor.dtype.itemsize > 1:  # 8-bit floats have no arithmetic
         found += [Partial(op) for op in REDUCTIONS]
     return [*found, Partial("sum")] if tensor.is_complex() else found
 
@@ -146,7 +149,7 @@ def _placements(tensor: Tensor) -> list[Placement]:
 def _rows(
     versions: Sequence[Example], rule: Rule, operands: tuple[Placement, ...], sizes: Sequence[int]
 ) -> Iterator[PlacedRow]:
-    """The rows with these operands that are right for all versions, sizes and parts."""
+    """The rows with these operands that are right for all versions, numbers of shards and random splits."""
     candidates = [_placements(result) for result in versions[0].results]
     firsts = candidates[0] if rule.size_argument is not None else [None]
     draws = _DRAWS if any(isinstance(placement, Partial) for placement in operands) else 1
@@ -168,7 +171,7 @@ def _right(
     ranks: int,
     draw: int,
 ) -> list[list[Placement]]:
-    """Those of the candidates, for every result, that the plain operator on the ranks' operands is right for."""
+    """For every result, those candidates for which the plain operator on the ranks' operands is right."""
     generator = torch.Generator().manual_seed(100 * ranks + draw)
     shards = [
         split(tensor, _whole(tensor), placement, ranks, generator)

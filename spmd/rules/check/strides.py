@@ -1,4 +1,4 @@
-"""The same values in other memory: transposed, sliced, expanded, channels-last and overlapping."""
+"""Memory layouts of a tensor: transposed, sliced, expanded, channels-last and overlapping."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class Layout:
-    """A layout that a tensor can have: a contiguous tensor holds it, and views of that give it.
+    """A memory layout that a tensor can have: a view of another, contiguous tensor.
 
     Args:
         name: for messages.
-        hold: from a contiguous tensor to the one that holds it.
-        view: from that to a tensor of the first one's shape, written in torch's operators; it can be traced.
-        is_expanded: the values are not those of the first tensor: elements that share a place are equal.
+        hold: from a contiguous tensor to the contiguous tensor of which `view` takes a view.
+        view: from the result of `hold` to a tensor of the original shape; made of torch operators, so it can be traced.
+        is_expanded: whether elements share memory, so that their values are equal and not those of the original tensor.
     """
 
     name: str
@@ -27,12 +27,12 @@ class Layout:
     is_expanded: bool = False
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The values of a contiguous tensor in this layout."""
+        """A contiguous tensor's values in this layout (for an expanded layout, some of them)."""
         return self.view(self.hold(tensor))
 
 
 def layouts(tensor: Tensor) -> Iterator[Layout]:
-    """The layouts that a tensor's shape can have, other than the contiguous one.
+    """The usual layouts that a tensor of this shape can have, except the contiguous one.
 
     >>> [layout.name for layout in layouts(torch.ones(3))]
     ['every other column', 'padded rows', 'offset', 'expanded along 0']
@@ -62,9 +62,9 @@ def layouts(tensor: Tensor) -> Iterator[Layout]:
 
 
 def rare_layouts(tensor: Tensor) -> Iterator[Layout]:
-    """More layouts, on which torch itself computes other values with some operators.
+    """More layouts, for which some torch operators compute other values than for contiguous tensors.
 
-    Of windows, which `unfold` makes, elements share places.
+    In the layout `windows`, made by `unfold`, elements share memory.
 
     >>> [layout(torch.arange(6).view(3, 2)).tolist() for layout in rare_layouts(torch.ones(3, 2))]
     [[[0, 2], [2, 4], [4, 5]]]
@@ -79,16 +79,16 @@ def rare_layouts(tensor: Tensor) -> Iterator[Layout]:
 
 
 def _ordered(name: str, order: Sequence[int]) -> Layout:
-    """With memory in another order of dims, major first."""
+    """The layout in which dims are stored in this order, major first."""
     back = [order.index(dim) for dim in range(len(order))]
     return Layout(name, lambda x: _contiguous(x.permute(tuple(order))), lambda held: held.permute(back))
 
 
 def _sliced(name: str, shape: Sequence[int], dim: int, part: slice, size: int) -> Layout:
-    """As a part of a larger tensor; what is around it must not be read.
+    """The layout of a slice of a larger tensor, whose other elements must not be read.
 
-    Around numbers that may be positions is the largest of them: a kernel that takes it for one is wrong, and does not
-    write outside of its memory.
+    The other elements are nan, so that reading one shows in the results. For integers, which may be positions, they are
+    the largest of the values: a kernel that reads one has wrong results, but does not write out of bounds.
     """
     sizes = list(shape)
     sizes[dim] = size

@@ -1,4 +1,4 @@
-"""Other values for the operands of a call: what is right for all of them is not right by chance."""
+"""Other values for the operands of a call: a row that is right for all of them is not right by chance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from spmd.rules.check.execute import FAILURES, Example
 
 @attrs.frozen
 class _Version:
-    """How values are drawn: floats by `scale` from normal ones, conditions at about a rate, positions anew or kept."""
+    """How operands are redrawn.
+
+    Args:
+        scale: from normally distributed floats to the values of floats.
+        rate: the share of True among booleans.
+        positions: whether integers, which may be positions, are redrawn.
+    """
 
     scale: Callable[[Tensor], Tensor]
     rate: float
@@ -25,11 +31,12 @@ def _whole(normal: Tensor) -> Tensor:
 
 
 def _wide(normal: Tensor) -> Tensor:
-    return normal.mul(320).round().div(64) if normal.is_floating_point() else normal  # sums are then without rounding
+    return normal.mul(320).round().div(64) if normal.is_floating_point() else normal  # 64ths: their sums do not round
 
 
 _SCALES: Sequence[Callable[[Tensor], Tensor]] = (_wide, torch.sigmoid, _whole)
-"""Any values, positive ones below 1 (where others give no numbers), and few whole ones, with zeros and ties."""
+"""Arbitrary values; values between 0 and 1, as some operators have finite results only there; and small integers, with
+zeros and ties."""
 
 _VERSIONS = [
     _Version(scale, rate, positions)
@@ -40,7 +47,7 @@ _VERSIONS = [
 
 
 def redrawn(example: Example) -> Iterator[Example]:
-    """The call with other values, as long as the operator takes them and gives numbers for them."""
+    """The call with other values, for which the operator returns finite results of the same shapes and dtypes."""
     for seed, version in enumerate(_VERSIONS):
         generator = torch.Generator().manual_seed(seed)
         try:
@@ -58,7 +65,7 @@ def _draw(tensor: Tensor, version: _Version, generator: torch.Generator, checked
     if tensor.is_floating_point() or tensor.is_complex():
         return version.scale(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
     if tensor.dtype == torch.bool:
-        one = 1 / max(tensor.numel(), 2)  # about one is another than the rest
+        one = 1 / max(tensor.numel(), 2)  # at least about one element differs
         return torch.rand(tensor.shape, generator=generator) < min(max(version.rate, one), 1 - one)
     if not (checked and version.positions and tensor.numel()):
         return tensor

@@ -1,6 +1,6 @@
-"""Fused attention: batch and heads pass through, queries too where nothing ties them to their position.
+"""Fused attention: batch and heads pass through, on CPU also queries, unless a causal mask depends on their position.
 
-Query heads are `(h g)`: the `g` of a group share the head `h` of keys and values.
+Query heads are `(h g)`: the `g` heads of a group share the head `h` of keys and values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _TERMS = {
     "query": _QUERY, "key": _KEY, "value": _VALUE, "attn_mask": _MASK, "attn_bias": _MASK,
     "out": _OUT, "grad_out": _OUT, "grad_out_": _OUT,
 }  # fmt: skip
-"""Arguments that are not here, such as the state of random numbers, are the same on every rank."""
+"""The terms of arguments; those that are not here, such as the random state, are replicated."""
 
 
 def _logsumexp(meta: TensorMeta) -> str:
-    """The term of the softmax's denominators: kernels may pad its queries, or give it a dim of length 1 more."""
+    """The term of the softmax's logsumexp: kernels may pad its query dim, or add a dim of length 1."""
     return f"b (h g){' _' * (meta.ndim - 2)}" if meta.ndim > 2 else "*"
 
 
@@ -43,13 +43,13 @@ def _cpu_forward(call: Call) -> Rule:
 
 
 def _cpu_backward(call: Call) -> Rule:
-    """The softmax's denominators are given, so each pair of query and key counts on its own."""
+    """The softmax's logsumexp is an operand, so each pair of query and key contributes independently."""
     free = "b h g" if call.argument("is_causal") else "b h g q k"
     return _attention(call, {"logsumexp": "b (h g) q"}, [_QUERY, _KEY, _VALUE], free, sum=free)
 
 
 def _attention(call: Call, terms: dict[str, str], results: list[str], free: str, **kinds: str) -> Rule:
-    """The rule of an attention operator that can be cut along the factors `free`, if nothing is dropped."""
+    """The rule of an attention operator that can be sharded along the factors `free` if there is no dropout."""
     terms = _TERMS | terms
     operands = ", ".join(terms.get(name, "*") for name in tensor_arguments(call.op))
     fixed = set("bhgqkev") - set("" if call.argument("dropout_p") else free)
@@ -60,7 +60,7 @@ def _attention(call: Call, terms: dict[str, str], results: list[str], free: str,
 
 _KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
 
-# torch's CPU kernels divide by the batch and by the heads, and end the process where there are none.
+# torch's CPU kernels divide by the lengths of the batch and of the heads, and crash the process if one is zero.
 ATTENTION = table({
     "_scaled_dot_product_flash_attention_for_cpu": by_call(_cpu_forward, empty=nothing),
     "_scaled_dot_product_flash_attention_for_cpu_backward": by_call(_cpu_backward, empty=nothing),

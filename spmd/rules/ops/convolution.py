@@ -1,4 +1,4 @@
-"""Convolution and its gradients: over the batch, channels, groups, and over space with halo exchange."""
+"""Convolution and its gradients, sharded over the batch, channels, groups, or a spatial dim (with halo exchange)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 def _terms(call: Call) -> tuple[str, str, str, str]:
-    """The factors of image, weight, result and bias; channels of several groups `g` are `(g c)`."""
+    """The terms of image, weight, result and bias; with several groups `g`, channels are `(g c)` or `(g o)`."""
     space = " _" * (call.operands[0].ndim - 2)
     inner, outer = ("c", "o") if call.argument("groups") == 1 else ("(g c)", "(g o)")
     weight = f"{inner} o" if call.argument("transposed") else f"{outer} c"
@@ -41,12 +41,12 @@ def _convolution_backward(call: Call) -> Rule:
     results = ", ".join(term for term in asked(call, image, weight, bias) if term)
     pattern = f"{result}, {image}, {weight} -> {results}"
     rows = (_linear_backward, _cut_space_backward)
-    # The bias' gradient has no factor c and is no sum over it: every rank computes all of it.
+    # The bias gradient does not depend on the factor c: where c is sharded, every rank computes all of it.
     return factors(pattern, *rows, sum="n o", independent="c", bodies={"g": _backward})
 
 
 def _linear_backward(call: Call) -> Iterator[Row]:
-    """The gradients of the image and of the weight are bilinear, and each ignores what it is the gradient of."""
+    """The image's gradient is bilinear in `grad_output` and weight, the weight's in `grad_output` and image."""
     positions = [sum(call.argument("output_mask")[:i]) for i in range(2)]
     image, weight = call.argument("output_mask")[:2]
     yield from linear("grad_output")(call)
@@ -57,7 +57,10 @@ def _linear_backward(call: Call) -> Iterator[Row]:
 
 
 def _least(x: Tensor, *least: int) -> Tensor:
-    """`x` with zeros added to those of its first dims that are empty: torch's kernels refuse empty ones."""
+    """`x` with its empty dims padded by zeros, the first to the lengths `least`, others to 1.
+
+    torch's kernels reject empty dims.
+    """
     added = [0 if size else least[dim] if dim < len(least) else 1 for dim, size in enumerate(x.shape)]
     pads = [pad for count in reversed(added) for pad in (0, count)]
     return aten.constant_pad_nd.default(x, pads) if any(added) else x
@@ -70,40 +73,40 @@ def _cropped(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _channels(weight: Tensor, options: Sequence[Any]) -> tuple[int, int]:
-    """How many channels to give an image, and a result, that have none."""
+    """The number of channels that an image, and a result, are padded to if they have none."""
     groups, inner = options[-1], options[-1] * max(weight.shape[1], 1)
     return (groups, inner) if options[3] else (inner, groups)
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-    """The operator on tensors whose batch or channels may be empty; a result without elements may be larger."""
+    """The operator on tensors whose batch or channels may be empty; an empty result may come out padded."""
     inner, outer = _channels(weight, options)
     bias = None if bias is None else _least(bias, outer)
     return aten.convolution.default(_least(x, 1, inner), _least(weight, options[-1]), bias, *options)  # type: ignore[no-any-return]
 
 
 def _differentiate(grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """All three gradients of tensors whose batch or channels may be empty; those without elements may be larger."""
+    """All three gradients for tensors whose batch or channels may be empty; empty gradients may come out padded."""
     inner, outer = _channels(weight, options)
     given = (_least(grad, 1, outer), _least(x, 1, inner), _least(weight, options[-1]))
     return aten.convolution_backward.default(*given, [given[0].shape[1]], *options, [True] * 3)  # type: ignore[no-any-return]
 
 
 def _grouped(options: Sequence[Any], channels: int, weight: Tensor) -> list[Any]:
-    """The options with as many groups as a rank has that holds these channels of the side that weights cut."""
+    """The options with this rank's number of groups: its `channels` divided by those of one group."""
     *kept, groups = options
     return [*kept, max(channels // weight.shape[1], 1) if weight.shape[1] else groups]
 
 
 def _forward(axes: Axes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-    """Without exchange: for some of the groups, and for no elements."""
+    """The local implementation without communication: for a shard of the groups, and for empty operands."""
     (result,) = call.results
     channels = result.shape[1] if options[3] else x.shape[1]
     return _cropped(_convolve(x, weight, bias, *_grouped(options, channels, weight)), result.shape)
 
 
 def _backward(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> _Gradients:
-    """Without exchange: for some of the groups, some channels of each, and for no elements."""
+    """The local implementation without communication: for a shard of the groups or channels, and for empty operands."""
     options = args[1:-1]
     channels = grad.shape[1] if options[3] else x.shape[1]
     dx, dw, db = _differentiate(grad, x, weight, _grouped(options, channels, weight))
@@ -111,7 +114,7 @@ def _backward(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *
 
 
 def _halo(call: Call, dim: int, axes: Axes) -> Halo:
-    """How image and result meet along `dim`; the small side of a transposed convolution is the image."""
+    """The halo of image and result along `dim`; the small side is the result, or the image if transposed."""
     pick = lambda name: (call.argument(name) * dim)[0 if len(call.argument(name)) == 1 else dim - 2]  # noqa: E731
     image, weight = (call.operands[call.operands.index(call.argument(name))] for name in ("input", "weight"))
     stride, padding, reach = pick("stride"), pick("padding"), (weight.shape[dim] - 1) * pick("dilation")
@@ -123,7 +126,7 @@ def _halo(call: Call, dim: int, axes: Axes) -> Halo:
 
 
 def _unpadded(options: Sequence[Any], dim: int, space: int) -> list[Any]:
-    """The options of a convolution whose large side has all the rows of its windows in `dim`."""
+    """The options without padding in `dim`, for a large side that already has all rows of the windows."""
     stride, padding, dilation, transposed, output_padding, groups = options
     padding, output_padding = (list(x) * (space if len(x) == 1 else 1) for x in (padding, output_padding))
     padding[dim - 2] = output_padding[dim - 2] = 0
@@ -132,7 +135,7 @@ def _unpadded(options: Sequence[Any], dim: int, space: int) -> list[Any]:
 
 @cache
 def _forward_over(dim: int) -> Body:
-    """The convolution with `dim` of image and result sharded."""
+    """The local implementation of the convolution with `dim` of image and result sharded."""
 
     def body(axes: Axes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
         halo, result = _halo(call, dim, axes), call.results[0].shape
@@ -148,7 +151,7 @@ def _forward_over(dim: int) -> Body:
 
 @cache
 def _backward_over(dim: int) -> Body:
-    """The gradients with `dim` of image and result sharded; those of weight and bias are partial sums."""
+    """The local implementation of the gradients with `dim` of image and result sharded; weight and bias get Partial."""
 
     def body(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> _Gradients:
         halo = _halo(call, dim, axes)
@@ -158,7 +161,7 @@ def _backward_over(dim: int) -> Body:
         else:
             window = halo.gather(x, max(grad.shape[dim], 1))
             dx, dw, _ = _differentiate(_least(grad), window, weight, local)
-            dx = halo.scatter(dx, x.shape[dim]) if call.argument("output_mask")[0] else x  # nobody asks for it
+            dx = halo.scatter(dx, x.shape[dim]) if call.argument("output_mask")[0] else x  # not requested
         bias = grad.sum([dim for dim in range(grad.ndim) if dim != 1])
         return asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), bias)
 

@@ -1,4 +1,4 @@
-"""Searching in sorted values and counting in bins: what the ranks count in their shards adds up."""
+"""Searching in sorted values and counting in bins: the counts in the ranks' shards are partial sums."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ aten = torch.ops.aten
 
 
 def _search(call: Call) -> Rule:
-    """A position in sorted values is the number of those before it: a sum over shards, which are sorted too.
+    """A position in sorted values is the number of values before it: a sum over the shards, which are sorted too.
 
-    (Values with a nan are not sorted: what a binary search finds in them depends on where it begins.)
+    (Values with a nan are not sorted: the result of a binary search then depends on where it begins.)
     """
     line = call.operands[0].ndim == 1
     if call.argument("sorter") is not None:
@@ -28,7 +28,7 @@ def _search(call: Call) -> Rule:
 
 
 def _bins_are_given(call: Call) -> bool:
-    """Whether the bins do not depend on the values, and counts are not divided by their sum."""
+    """Whether the bins do not depend on the values, and counts are not normalized to a density."""
     if call.op is aten.histc.default:
         return bool(call.argument("min") != call.argument("max"))
     given = call.op is aten.histogram.bins_tensor or call.argument("range") is not None
@@ -36,14 +36,14 @@ def _bins_are_given(call: Call) -> bool:
 
 
 def _binned(call: Call) -> Iterator[Row]:
-    """Each rank counts the elements of its shard."""
+    """Each rank counts the elements of its shard; the counts are partial sums."""
     if _bins_are_given(call):
         for dim in range(call.operands[0].ndim):
             placed: list[Placement] = [Replicate() if name == "bins" else Shard(dim) for name in operand_names(call)]
             yield Row(tuple(placed), (Partial("sum"), *(Replicate() for _ in call.results[1:])))
 
 
-# At the end, operators whose every element may depend on all of the operands: they run whole on every rank.
+# Of the last operators, any result element may depend on all operand elements: they run replicated.
 COUNTING = table({
     "searchsorted.Tensor": by_call(_search),
     "bucketize.Tensor": factors("..., s -> ...", sum="s"),

@@ -1,4 +1,4 @@
-"""Pointwise operators that need more than their tag: linearity, monotonicity, or a tag that torch forgot."""
+"""Pointwise operators whose rules say more than torch's tag, such as linearity and monotonicity, or that lack it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spmd.rules.rule import table
 
 _EITHER = increasing("self", "other")
 
-# Only operators that never decrease on all of the real line: the ranks' values of a Partial may lie anywhere on it.
+# Only operators that are nondecreasing on the whole real line, as the ranks' values of a Partial can be any numbers.
 _INCREASING = """
     relu relu6 hardtanh hardsigmoid clamp clamp_min clamp_max exp exp2 expm1 tanh sigmoid softplus erf atan asinh sinh
     sign sgn floor ceil trunc round
@@ -20,7 +20,7 @@ _BACKWARD = """
     mish_backward
 """
 
-# The derivative is nowhere negative.
+# The derivative is never negative.
 _INCREASING_BACKWARD = """
     threshold_backward softplus_backward hardtanh_backward hardsigmoid_backward hardshrink_backward softshrink_backward
 """
@@ -30,7 +30,7 @@ _ELU = ("alpha", "scale", "input_scale")
 
 
 def _if_positive(flow: Rows, *names: str) -> Rows:
-    """These rows where the numbers `names` are positive."""
+    """The rows of `flow`, for calls in which the numbers `names` are positive."""
     return lambda call: flow(call) if all(call.argument(name) > 0 for name in names) else iter(())
 
 

@@ -30,7 +30,7 @@ def _lookup_backward(
     length = call.results[0].shape[0]
     local, held = local_index(indices, count, length, axes)
     held = held & (indices != padding_idx)
-    # Rows of other shards, and padding, are added to one row more, which is then dropped.
+    # Gradients of rows in other shards, and of padding, go into an extra last row, which is then dropped.
     local = torch.where(held, local, torch.full_like(local, length))
     return aten.embedding_dense_backward.default(grad, local, length + 1, -1, by_frequency).narrow(0, 0, length)
 

@@ -1,4 +1,4 @@
-"""Positions of the largest and smallest elements, also over a sharded dim: two all-reduces of a value per line."""
+"""Positions of the largest and smallest elements, also over a sharded dim: two all-reduces of one value per line."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Kind = Literal["max", "min"]
 
 @attrs.frozen
 class _Extreme:
-    """Finds the extremes of lines over all ranks; calls are bodies for operands of which the dim `cut` is cut.
+    """A local implementation that finds extremes over all ranks, for an operand whose dim `cut` is sharded.
 
-    Positions are those in the lines along `dim`; in the whole tensor, row-major, if that is None.
+    Positions are global indices along `dim`; if `dim` is None, row-major indices into the whole tensor.
     """
 
     kind: Kind
@@ -49,12 +49,12 @@ class _Extreme:
         return (best, first) if self.with_values else first
 
     def _find(self, axes: Axes, x: Tensor, place: Tensor, dim: int, end: int) -> tuple[Tensor, Tensor]:
-        """The extremes along a dim, and the first places where they are, kept with length 1.
+        """The extremes along `dim`, which stays with length 1, and their first positions.
 
-        `place` says where each element lies, below `end`. A nan, as in torch, comes before every number.
+        `place` has the global position of each element, less than `end`. As in torch, nan wins over every number.
         """
         neutral = neutral_element(self.kind, x.dtype)
-        # A rank that holds nothing takes part all the same, with an element that is never found.
+        # A rank with an empty shard takes part in the collectives too, with an extra element that is never found.
         x, place = _extended(x, dim, neutral), _extended(place, dim, 2 * end)
         missing = x != x
         numbers = torch.where(missing, torch.full_like(x, neutral), x)
@@ -72,7 +72,7 @@ def _extended(x: Tensor, dim: int, value: float) -> Tensor:
 
 
 def _searched(kind: Kind, with_values: bool) -> Rule:
-    """The rule of a search of lines for their extremes, with rows in which a dim that is searched is cut."""
+    """The rule of a search for extremes, with strategies that shard a searched dim."""
 
     def rows(call: Call) -> Iterator[Row]:
         (operand,) = call.operands

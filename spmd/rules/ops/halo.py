@@ -1,7 +1,7 @@
-"""Halo exchange: what a kernel that slides along a sharded dim needs of neighbours, and gives back to them.
+"""Halo exchange: the rows of a sharded dim that a sliding kernel needs from other ranks, and its transpose.
 
-A rank's program knows its shapes but not its place, which is a number that primitives give when it runs. What to
-exchange is decided from the places of all ranks, so that all decide alike.
+A rank's program is traced without knowing the rank's index, which is a tensor at run time. Which rows to exchange is
+decided from the shards of all ranks, so that all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from spmd.rules.rule import Axes
 aten = torch.ops.aten
 
 Span: TypeAlias = tuple[int, int]
-"""The first row and the one after the last."""
+"""The first row, and the row after the last; or, of borders, the number of rows before and after a shard."""
 
 
 @attrs.frozen
 class Halo:
-    """A small and a large side, sharded over the same axes: small row `i` meets `reach + 1` large rows.
+    """The halo exchange of a sliding kernel between two tensors, whose dim `dim` is sharded over the same mesh axes.
 
-    The *window* of a shard of the small side is the large rows that it meets: the first is `i * stride - padding` for
-    its first row `i`. Rows of a window before the start of the large side or past its end are zeros.
+    The *large side* is the input of a convolution, the *small side* its output; a transposed convolution has them the
+    other way. *Rows* are indices along `dim`. Small row `i` depends on the large rows from `i * stride - padding`
+    through `i * stride - padding + reach`. The *window* of a shard of the small side is all large rows that the shard
+    depends on. Rows of a window outside of the large side are zeros.
 
     Args:
         dim: the dim that is sharded.
         axes: the mesh axes that it is sharded over.
-        small: the length of the small side.
-        large: the length of the large side.
-        stride: the distance of the large rows that neighbouring small rows meet.
-        padding: how far the first window lies before the start.
-        reach: the distance of the first and the last large row that a small row meets.
+        small: the global length of the small side.
+        large: the global length of the large side.
+        stride: the kernel's stride.
+        padding: the kernel's padding before the first large row.
+        reach: the dilated kernel size minus 1.
     """
 
     dim: int
@@ -50,9 +52,14 @@ class Halo:
     reach: int
 
     def gather(self, x: Tensor, rows: int) -> Tensor:
-        """The window of `rows` small rows, at least one, from a shard `x` of the large side.
+        """The window of this rank's shard of the small side, from its shard `x` of the large side.
 
-        Neighbours send their borders to each other; where a window reaches past them, the dim is gathered.
+        Neighbours send each other the rows at their borders. If a window reaches beyond the neighbours, the dim is
+        all-gathered instead.
+
+        Args:
+            x: this rank's shard of the large side.
+            rows: the number of small rows, at least 1.
         """
         length = (rows - 1) * self.stride + self.reach + 1
         if not self._near:
@@ -73,7 +80,12 @@ class Halo:
         return padded.index_select(self.dim, index.clamp(0, x.shape[self.dim] + 1))
 
     def scatter(self, window: Tensor, held: int) -> Tensor:
-        """This rank's shard, of `held` rows, of the sum of all ranks' windows: the transpose of `gather`."""
+        """The transpose of `gather`: this rank's shard of the sum of all ranks' windows.
+
+        Args:
+            window: the window of this rank's shard of the small side.
+            held: the number of rows of this rank's shard of the large side.
+        """
         before, after = self._borders
         length = before + held + after if self._near else self.large
         offsets, offset = self._offsets()
@@ -95,7 +107,7 @@ class Halo:
 
     @property
     def _shards(self) -> list[Span]:
-        """The large rows of every rank, in rank order."""
+        """Every rank's shard of the large side, in rank order."""
         return self._chunks(self.large)
 
     def _chunks(self, size: int) -> list[Span]:
@@ -104,7 +116,7 @@ class Halo:
 
     @property
     def _needs(self) -> list[tuple[int, int, int]]:
-        """For every rank whose window has rows inside, the rank, the first of those and the one after the last."""
+        """The ranks whose windows have rows inside the large side, each with its first such row and the end of them."""
         spans = [
             (rank, max(lo * self.stride - self.padding, 0), (hi - 1) * self.stride - self.padding + self.reach + 1)
             for rank, (lo, hi) in enumerate(self._chunks(self.small))
@@ -114,20 +126,24 @@ class Halo:
 
     @property
     def _near(self) -> bool:
-        """Whether no window reaches past its rank's neighbours."""
+        """Whether no window reaches beyond the shards of its rank's neighbours."""
         shards = self._shards
         lows, highs = [shards[0], *shards], [*shards[1:], shards[-1]]
         return all(lows[rank][0] <= start and stop <= highs[rank][1] for rank, start, stop in self._needs)
 
     @property
     def _borders(self) -> Span:
-        """How many rows some rank needs of the one below, and of the one above."""
+        """The most rows that any rank needs from the previous rank, and from the next one."""
         shards, needs = self._shards, self._needs
         before = max((shards[rank][0] - start for rank, start, _ in needs), default=0)
         return max(before, 0), max([0, *(stop - shards[rank][1] for rank, _, stop in needs)])
 
     def _offsets(self) -> tuple[set[int], Any]:
-        """Where windows start in what ranks have of the large side, on all that have small rows, and on this one."""
+        """Where windows start, counted from the first large row that the rank has after the exchange.
+
+        Returns:
+            The set of starts on all ranks with small rows; and this rank's as a 0-d tensor, or None if all are equal.
+        """
         before = self._borders[0]
         pairs = zip(self._chunks(self.small), self._shards, strict=True)
         starts = {
@@ -146,7 +162,7 @@ class Halo:
         return ppermute(border.contiguous(), self.axes, pairs)
 
     def _place(self, x: Tensor, start: int, length: int) -> Tensor:
-        """`length` rows that are zero but for those of `x` at `start`, which may be negative."""
+        """`length` rows with those of `x` from row `start` on, which may be negative, and zeros elsewhere."""
         held = x.shape[self.dim]
         added = (max(start, 0), max(length - start - held, 0))
         if any(added):

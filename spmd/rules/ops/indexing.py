@@ -1,4 +1,4 @@
-"""Indexing by tensors of positions: the indexed dims are not cut, all others and the positions are."""
+"""Indexing by tensors of positions: the dims of the positions and all but the indexed dims can be sharded."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _COMBINED: Mapping[str, Reduction] = {"sum": "sum", "add": "sum", "amax": "max",
 
 
 def _includes(call: Call) -> bool:
-    """Whether what a place holds counts beside what is written there."""
+    """Whether the old value of an element takes part in the reduction of the values that are written to it."""
     return bool(call.argument("include_self", True))
 
 
 def _combination(call: Call) -> Reduction | None:
-    """How a place combines what it holds with all that is written there; None if it does not, or in no simple way."""
+    """The reduction over an element's old value and all values written to it; None if it is no sum, max or min."""
     if call.op in (aten.scatter_add.default, aten.index_add.default) or call.argument("accumulate", False):
         return "sum"
     return _COMBINED.get(call.argument("reduce", "")) if _includes(call) else None
 
 
 def _written(call: Call, pattern: str, own: str, *rows: Rows, share: bool = True) -> Rule:
-    """The rule of writes into the first operand at places with the factors `own`.
+    """The rule of writes into the first operand at positions with the factors `own`.
 
-    Where writes combine, each rank may write a share of them, unless `share` is False.
+    Where written values are reduced, each rank may write a shard of them, unless `share` is False.
     """
     kind = _combination(call)
     reductions: dict[str, Any] = {kind: own, "additive": "self"} if kind else {}
@@ -44,7 +44,7 @@ def _written(call: Call, pattern: str, own: str, *rows: Rows, share: bool = True
 
 
 def _flows(source: str) -> Rows:
-    """How Partial values go through writes of the argument `source` into `self`."""
+    """How Partial values pass through writes of the argument `source` into `self`."""
     both = f"self {source}"
     through: Mapping[Reduction | None, tuple[Rows, ...]] = {
         "sum": (linear(both), increasing("self")),
@@ -67,13 +67,13 @@ def _flows(source: str) -> Rows:
 
 
 def _terms(call: Call) -> tuple[str, str, str]:
-    """The terms of `whole`, of the positions and of the result in `whole[indices]`."""
+    """The terms of the indexed tensor, of the positions and of the result in `self[indices]`."""
     indices = call.argument("indices")
     names = dim_names(call.operands[0].ndim)
     own = [f"i{i}" for i in range(max(meta.ndim for meta in indices if meta is not None))]
     at = [dim for dim, meta in enumerate(indices) if meta is not None]
     kept = [name for dim, name in enumerate(names) if dim not in at]
-    # numpy's rule: where the indexed dims are not neighbours, the index dims come first.
+    # numpy's rule: if the indexed dims are not adjacent, the dims of the positions come first.
     start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     return term(names, {names[dim] for dim in at}), term(own), term([*kept[:start], *own, *kept[start:]])
 
@@ -88,10 +88,11 @@ def _is_mask(meta: TensorMeta | None) -> bool:
 
 
 def _mask_put(call: Call) -> Rule:
-    """Writes where masks say.
+    """Writes where masks are true.
 
-    One mask and a value that is the same at all of its places write element by element. Otherwise how many places a
-    rank has found tells which values are theirs: neither the indexed dims nor the places are cut.
+    A single mask, with a value that is the same for all its elements, writes elementwise. Otherwise the number of true
+    elements before a position decides which value is written there: neither the indexed dims nor the values' dim for
+    them can be sharded.
     """
     indices, values = call.argument("indices"), call.argument("values")
     names = list(dim_names(call.operands[0].ndim))
@@ -116,7 +117,7 @@ def _mask_put(call: Call) -> Rule:
 
 
 def _is_one(values: TensorMeta, place: int, result: Sequence[str]) -> bool:
-    """Whether values, aligned with the dims `result`, have length 1 in that at `place`."""
+    """Whether values, aligned right with the dims `result`, lack the dim at `place` or have length 1 there."""
     dim = place - (len(result) - values.ndim)
     return dim < 0 or values.shape[dim] == 1
 
@@ -135,7 +136,7 @@ def _put(call: Call) -> Rule:
 
 
 def _line(call: Call) -> tuple[str, str, str]:
-    """The terms of the whole, of positions along its dim `dim`, and of the items there."""
+    """The terms of `self`, of positions along its dim `dim`, and of the items at these positions."""
     names = dim_names(call.operands[0].ndim)
     dim = call.argument("dim") % max(len(names), 1)
     items = term("k" if i == dim else name for i, name in enumerate(names))
@@ -156,10 +157,10 @@ def _index_add(call: Call) -> Rule:
 def _elementwise(call: Call) -> tuple[str, str, str]:
     """The terms of `self`, of `index` and of what is written, in gather and scatter; the indexed dim of `index` is `k`.
 
-    Dims of `index` may be shorter than those of the others, which are then not cut.
+    A dim that is not equally long in all operands cannot be sharded.
     """
     whole, index = call.operands[:2]
-    if index.ndim != whole.ndim:  # torch takes any shape of an index without elements
+    if index.ndim != whole.ndim:  # torch accepts any shape of an empty index
         return "*", "*", "*"
     names = dim_names(whole.ndim)
     dim = call.argument("dim") % max(whole.ndim, 1)
@@ -192,7 +193,7 @@ def _gather_body(
 
 
 def _cut_gathered(call: Call) -> Iterator[Row]:
-    """Each rank gathers what its shard of the indexed dim holds; only for whole positions in the other dims."""
+    """Each rank gathers from its shard of the indexed dim; only if `index` has full length in the other dims."""
     whole, index = call.operands
     dim = call.argument("dim") % max(whole.ndim, 1)
     lengths = zip(whole.shape, index.shape, strict=False)

@@ -1,4 +1,4 @@
-"""Layers of their own kind: bags of embeddings, distances of pairs, gradients of sampled grids."""
+"""Embedding bags, pairwise distances and the gradients of grid samplers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _SUM, _MAX = 0, 2  # the modes of an embedding bag
 
 
 def _bags(call: Call) -> Rule:
-    """Columns of the table pass through; which rows go to which bag does not depend on them."""
+    """Columns `d` of the table pass through; the results that say which rows are in which bag do not depend on them."""
     mode = call.argument("mode")
-    # Sums and means are linear in the table, sums in the samples' weights too.
+    # Sums and means are linear in the table; sums are linear in the per-sample weights too.
     rows = {_SUM: (linear("weight:0", "per_sample_weights:0"),), _MAX: ()}.get(mode, (linear("weight:0"),))
     return factors(f"_ d, _, _, _ -> _ d, _, _, {'_ d' if mode == _MAX else '_'}", *rows, independent="d")
 
 
 def _bags_backward(ignored: int) -> Rule:
-    """`ignored` operands lie between the gradient and the positions of maxima."""
+    """`ignored` is the number of operands between the gradient and the positions of maxima."""
 
     def choose(call: Call) -> Rule:
         maxima = "_ d" if call.argument("mode") == _MAX else "_"
@@ -30,7 +30,10 @@ def _bags_backward(ignored: int) -> Rule:
 
 
 def _grid_gradients(call: Call) -> Rule:
-    """Of the image, a sum over the grid, and of the grid, a sum over channels; torch may give the latter unasked."""
+    """The image's gradient is a sum over the grid, the grid's a sum over channels.
+
+    torch may return the grid's gradient even if `output_mask` does not request it.
+    """
     space = call.operands[1].ndim - 2
     grid, image = " ".join("dhw"[-space:]), f"n c{' _' * space}"
     terms = (image, f"n {grid} _")

@@ -1,4 +1,4 @@
-"""Matrix factorizations and solvers, and Fourier transforms: each matrix of a batch, and each line, on its own."""
+"""Matrix factorizations, solvers and Fourier transforms: independent for each matrix of a batch, and each line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from spmd.rules.rule import Factors, Rule, table
 
 
 def _solver(pattern: str, *rows: Rows) -> Rule:
-    """The rule of a solver: each matrix of a batch on its own, and each column `c` of the right-hand side.
+    """The rule of a solver: independent for each matrix of a batch, and each column `c` of the right-hand side.
 
-    Where the unknowns stand to the left of the matrices, `c` are the rows.
+    If the call's argument `left` is False, the unknowns are left of the matrix, and `c` are rows.
     """
 
     def choose(call: Call) -> Rule:
@@ -29,7 +29,7 @@ _COLUMNS = _solver("... _ _, ... _ c -> ... _ c, ... _ _, ... _, ...", linear("B
 
 
 def _solve(call: Call) -> Rule:
-    """The right-hand side is a batch of vectors where it lacks one dim of the matrices."""
+    """The right-hand side is a batch of vectors if it has one dim less than the matrices."""
     vectors = call.operands[1].ndim == 1 or call.operands[1].shape == call.operands[0].shape[:-1]
     return _VECTORS if vectors else _COLUMNS
 

@@ -1,4 +1,4 @@
-"""Looking up positions in a sharded dim: what local bodies for sharded vocabularies and classes share."""
+"""Lookups in a sharded dim, for the local implementations of operators on sharded vocabularies and classes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from spmd.rules.rule import Axes
 
 
 def local_index(index: Tensor, size: int, length: int, axes: Axes) -> tuple[Tensor, Tensor]:
-    """Global positions in a dim of `size`, cut over `axes`, as positions in this rank's shard of `length`.
+    """Convert global positions in a sharded dim to positions in this rank's shard.
 
-    Returns the local positions, 0 where the shard does not hold the element, and the mask of where it does.
+    Args:
+        index: the global positions.
+        size: the global length of the dim.
+        length: the length of this rank's shard.
+        axes: the mesh axes that the dim is sharded over.
+
+    Returns:
+        The local positions, 0 where the shard does not have the element, and a mask, True where it has.
     """
     local = index - shard_offset(size, axes)
     held = (local >= 0) & (local < length)
@@ -20,15 +27,23 @@ def local_index(index: Tensor, size: int, length: int, axes: Axes) -> tuple[Tens
 
 
 def filled(x: Tensor, dim: int) -> Tensor:
-    """`x`, or zeros of length 1 in `dim` if it is empty there, so that there is something to index.
+    """`x`, or zeros of length 1 in `dim` if it is empty there, so that it can be indexed.
 
-    A rank that holds nothing takes the same steps as the others: they must run the same primitives.
+    A rank with an empty shard runs the same operators as the others, so that all ranks run the same collectives.
     """
     return x if x.shape[dim] else x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
 
 
 def pick(x: Tensor, dim: int, index: Tensor, size: int, axes: Axes) -> Tensor:
-    """`x.gather(dim, index)` for a shard `x` of a tensor of `size` in `dim`; zero where it lacks the element."""
+    """`x.gather(dim, index)` for global positions `index`; zero where this rank's shard does not have the element.
+
+    Args:
+        x: this rank's shard.
+        dim: the sharded dim, nonnegative.
+        index: the global positions.
+        size: the global length of `dim`.
+        axes: the mesh axes that `dim` is sharded over.
+    """
     local, held = local_index(index, size, x.shape[dim], axes)
     picked = filled(x, dim).gather(dim, local)
     return torch.where(held, picked, torch.zeros_like(picked))

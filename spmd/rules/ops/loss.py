@@ -20,9 +20,10 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def _elementwise(operands: int, *rows: Rows, backward: bool = False) -> Rule:
-    """A loss of every element on its own, then reduced, or its gradient.
+    """The rule of an elementwise loss that is then reduced, or of its gradient.
 
-    A mean over shards of unequal size is no sum of means, and its gradient divides by the elements that a rank sees.
+    A mean cannot be sharded: it is no sum of the ranks' means, and its gradient divides by the global number of
+    elements, which a rank's operator does not know.
     """
     terms = ", ".join(["..."] * operands)
 
@@ -47,7 +48,10 @@ def _class_dim(call: Call) -> int:
 def _nll(
     axes: Axes, call: Call, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
 ) -> tuple[Tensor, Tensor]:
-    """This rank's classes' share of the loss; the total weight is known to all, as targets and weights are."""
+    """The part of the loss of targets in this rank's shard of the classes, and the total weight.
+
+    Targets and weights are replicated, so every rank computes the whole total weight.
+    """
     dim = _class_dim(call)
     picked = pick(scores, dim, target.unsqueeze(dim), call.operands[0].shape[dim], axes).squeeze(dim)
     counted = _target_weight(target, weight, ignored, scores.dtype)
@@ -59,7 +63,7 @@ def _nll(
 
 
 def _target_weight(target: Tensor, weight: Tensor | None, ignored: int, dtype: torch.dtype) -> Tensor:
-    """The weight of every target's class, zero where it is ignored."""
+    """The weight of every target's class, zero for ignored targets."""
     kept = target != ignored
     if weight is None:
         return kept.to(dtype)
@@ -91,16 +95,16 @@ def _cut_classes_backward(call: Call) -> Iterator[Row]:
 
 
 def _likelihood(call: Call) -> tuple[str, str, str]:
-    """The terms of scores, of which `c` is the class, of targets and of the loss."""
+    """The terms of the scores (`c` are the classes), of the targets and of the loss."""
     scores = {1: "c", 2: "b c", 4: "b c h w"}[call.argument("self").ndim]
     targets = scores.replace("c", "")
     return scores, targets, targets if call.argument("reduction") == _NONE else ""
 
 
 def _weighted(call: Call) -> Iterator[Row]:
-    """One loss without a weight decreases in the scores; losses and their sum are linear in weights.
+    """Losses and their sum are linear in the class weights; without these, a single loss decreases in the scores.
 
-    The total weight of several losses that are not reduced is zero.
+    The total weight, result 1, of several losses that are not reduced is zero, so it is not Partial.
     """
     reduction, alone = call.argument("reduction"), call.argument("self").ndim == 1
     if call.argument("weight") is not None and reduction != _MEAN:
@@ -123,7 +127,7 @@ def _nll_backward_rule(call: Call) -> Rule:
 
 
 def _multilabel_margin(call: Call) -> Rule:
-    """A rule, since torch's decomposition counts what comes after a target of -1."""
+    """The operator has a rule because torch's decomposition is wrong: it counts targets after the first -1."""
     if call.argument("self").ndim < 2:
         return whole()
     kind = call.argument("reduction")
@@ -132,7 +136,7 @@ def _multilabel_margin(call: Call) -> Rule:
 
 
 def _margin_backward(targets: str) -> Rule:
-    """The gradient of a margin loss of scores with classes `c`; targets are of a line or of all its classes."""
+    """The rule of the gradient of a margin loss of scores `b c`; `targets` has the terms of the remaining operands."""
 
     def choose(call: Call) -> Rule:
         if call.argument("self").ndim == 0:
@@ -147,7 +151,10 @@ def _margin_backward(targets: str) -> Rule:
 
 
 def _chunked(call: Call) -> Rule:
-    """Cross entropy of a linear layer in chunks of the batch `n`, with its gradients; a mean divides by all of it."""
+    """Cross entropy of a linear layer, with its gradients, in chunks of the batch `n`.
+
+    With the reduction `mean`, `n` cannot be sharded, as the loss is divided by the global batch.
+    """
     asked = [call.argument(f"compute_{name}_grad") for name in ("input", "linear_weight", "linear_bias")]
     terms = [term if wanted else "*" for term, wanted in zip(("n f", "c f", "c"), asked, strict=True)]
     fixed = "n c f" if call.argument("reduction") == "mean" else "c f"
@@ -158,7 +165,7 @@ LATE: Mapping[str, Rule] = {
     "torch_nn::_linear_cross_entropy_batch_chunked": by_call(_chunked),
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": factors("n f, c f, n, c, c -> n", replicate="c f"),
 }
-"""The rules of operators that torch does not define before they are used, by name."""
+"""By schema name, the rules of operators that torch defines only when they are first used."""
 
 LOSS = table({
     "multilabel_margin_loss_forward": by_call(_multilabel_margin, empty=nothing),

@@ -10,14 +10,14 @@ from spmd.rules.rule import Rule, table
 
 
 def _product_plus(pattern: str, *rows: Rows, sum: str = "k") -> Rule:
-    """The rule of a product to which the first operand is added, times `beta`."""
+    """The rule of a product to which the first operand, times `beta`, is added."""
     rows = (increasing("self", times="beta"), *rows)
-    # A bias of length 1 would make one row where a rank has none.
+    # Added to an empty shard, a bias of length 1 would make a row.
     return factors(pattern, *rows, sum=sum, additive="self", empty=vanish)
 
 
 def _trilinear(call: Call) -> Rule:
-    """A product of three tensors, each with new dims of length 1 at `expand`, summed over `sumdim`."""
+    """A product of three tensors, each with new dims of length 1 at its `expand` argument, summed over `sumdim`."""
     expanded = [call.argument(f"expand{i}") for i in (1, 2, 3)]
     names = dim_names(call.operands[0].ndim + len(expanded[0]))
     summed = " ".join(names[dim] for dim in call.argument("sumdim"))
@@ -27,9 +27,10 @@ def _trilinear(call: Call) -> Rule:
 
 
 def _scaled(call: Call) -> Rule:
-    """A product of 8-bit floats whose scales belong to a whole tensor, or to rows of the one and columns of the other.
+    """A product of 8-bit floats with one scale per tensor, or one per row of the left and per column of the right.
 
-    Scales of blocks tie rows and columns together. Sums are cut where they are not rounded to fewer bits than float32.
+    With scales per block nothing can be sharded, as a block spans rows and columns. `k` can be sharded only if the
+    result has at least 32 bits, as partial sums would otherwise be rounded.
     """
     (rows, _), (_, columns) = (call.argument(name).shape for name in ("self", "mat2"))
     left, right = (scale if isinstance(scale := call.argument(f"scale_{x}"), list) else [scale] for x in "ab")

@@ -1,4 +1,4 @@
-"""Layer, group and batch norm, also over a sharded dim that is normalized: ranks then sum what its statistics are."""
+"""Layer, group and batch norm. Where a normalized dim is sharded, ranks all-reduce the sums for its statistics."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ _Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 def _affine_rows(call: Call) -> Iterator[Row]:
-    """The result is linear in weight and bias together, and nowhere decreasing in the bias."""
+    """The result is jointly linear in weight and bias, and nondecreasing in the bias."""
     yield from linear("weight bias:0")(call) if call.argument("weight") is not None else ()
     yield from increasing("bias:0")(call)
 
 
 def _scaled(call: Call) -> Iterator[Row]:
-    """The gradient of the input is linear in the weight, and the others do not read it."""
+    """The gradient of the input is linear in the weight; the other gradients do not depend on it."""
     yield from (linear("weight:0") if call.argument("output_mask")[0] else ignores("weight"))(call)
 
 
 def _normalized(x: Tensor, dims: _Dims, count: int, eps: float, axes: Axes) -> tuple[Tensor, ...]:
-    """`x` normalized over `dims` (`count` elements on all ranks), the mean, inverse deviation and variance there."""
+    """`x` normalized over `dims`, and the mean, inverse standard deviation and variance over them.
+
+    `count` is the number of elements of `dims` on all ranks.
+    """
     mean = psum(x.sum(dims, keepdim=True), axes) / count
     centered = x - mean
     variance = psum((centered * centered).sum(dims, keepdim=True), axes) / count
@@ -48,7 +51,7 @@ def _normalized(x: Tensor, dims: _Dims, count: int, eps: float, axes: Axes) -> t
 def _differentiated(
     grad: Tensor, normal: Tensor, inverse: Tensor, dims: _Dims, count: int, axes: Axes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of what was normalized, and the sums over `dims` of `grad`, and of that times `normal`."""
+    """The gradient of the normalization's input, and the sums over `dims` of `grad` and of `grad * normal`."""
     sums = torch.stack([t.sum(dims, keepdim=True) for t in (grad, grad * normal)])
     total, moment = psum(sums, axes).unbind()
     return inverse * (grad - total / count - normal * (moment / count)), total, moment
@@ -64,18 +67,18 @@ def _finished(call: Call, *results: Tensor) -> _Results:
 
 
 def _gradients(call: Call, *gradients: Tensor) -> _Gradients:
-    """Of the gradients of input, weight and bias, those that the call asks for, in the dtypes that it gives them."""
+    """The gradients of input, weight and bias in the dtypes of the call's results; None for those not requested."""
     metas = iter(call.results)
     return tuple(None if x is None else x.to(next(metas).dtype) for x in asked(call, *gradients))
 
 
 def _column(vector: _Vector, x: Tensor) -> Any:
-    """A value for each channel, shaped to meet images `x`."""
+    """A vector over channels, reshaped to broadcast with images `x`."""
     return None if vector is None else vector.view(-1, *(1,) * (x.ndim - 2))
 
 
 def _terms(call: Call) -> tuple[str, str, str, str]:
-    """Of an operator on the trailing dims: the terms of its input, its statistics, its parameters; the leading dims."""
+    """The terms of a layer norm's input, of its statistics, of its parameters, and of the input's leading dims."""
     names = dim_names(call.argument("input").ndim)
     leading = len(names) - len(call.argument("normalized_shape"))
     own = names[leading:]
@@ -98,7 +101,7 @@ def _layer_backward(call: Call) -> Rule:
 
 
 def _own_dims(x: Tensor, shape: list[int]) -> tuple[_Dims, _Dims]:
-    """The dims that are normalized, and those before."""
+    """The normalized dims, and the leading dims."""
     first = x.ndim - len(shape)
     return tuple(range(first, x.ndim)), tuple(range(first))
 
@@ -130,7 +133,7 @@ def _layer_norm_backward(
 
 
 def _per_channel(call: Call) -> Factors:
-    """Batch norm: images `d0 d1 ...` and vectors of channels `d1`."""
+    """Batch norm: images are `d0 d1 d2 ...` and vectors over channels `d1`."""
     backward = "backward" in call.op._schema.name
     image: TensorMeta = call.argument("input")
     names = dim_names(image.ndim)
@@ -149,19 +152,22 @@ def _per_channel(call: Call) -> Factors:
 
 
 def _trains(call: Call) -> bool:
-    """Whether a batch norm takes the statistics of its input, not the running ones."""
+    """Whether a batch norm uses the statistics of its input, not the running statistics."""
     names = {argument.name for argument in call.op._schema.arguments} & {"training", "train", "update"}
     return bool(call.argument(names.pop())) if names else "no_training" not in call.op._schema.name
 
 
 def _over_channels(call: Call, x: Tensor) -> tuple[_Dims, int]:
-    """The dims that are not channels, and how many elements a channel has on all ranks."""
+    """All dims except the channels, and the number of elements per channel on all ranks."""
     dims = tuple(dim for dim in range(x.ndim) if dim != 1)
     return dims, math.prod(call.operands[0].shape[dim] for dim in dims)
 
 
 def _batch_norm(axes: Axes, call: Call, x: Tensor, weight: _Vector, bias: _Vector, *args: Any) -> _Results:
-    """With statistics over all ranks: the result, the mean, the inverse deviation, and running statistics if asked."""
+    """Batch norm with statistics over all ranks.
+
+    The results are the output, the mean, the inverse standard deviation and, if the call has them, running statistics.
+    """
     eps, momentum = call.argument("eps"), call.argument("momentum")
     dims, count = _over_channels(call, x)
     normal, mean, invstd, variance = _normalized(widen(x), dims, count, eps, axes)
@@ -184,14 +190,14 @@ def _batch_norm_backward(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight
 
 
 def _plain_gradients(_: Axes, call: Call, grad: Tensor, *args: Any) -> _Gradients:
-    """Zeros where there are no elements: torch's kernel divides by their number."""
+    """The operator's gradients, or zeros if there are no elements, as torch's kernel divides by their number."""
     if grad.numel():
         return _gradients(call, *call.op(grad, *args[:-1], [True] * 3))
     return nothing((), call, grad, *args)  # type: ignore[no-any-return]
 
 
 def _own_groups(axes: Axes, call: Call, x: Tensor, weight: _Vector, bias: _Vector, *sizes: Any) -> Any:
-    """Group norm of some of the groups."""
+    """The local implementation of group norm for a shard of the groups."""
     if not x.numel():
         return nothing((), call, x, *(t for t in (weight, bias) if t is not None))
     _, channels, space, groups, eps = sizes
@@ -199,7 +205,7 @@ def _own_groups(axes: Axes, call: Call, x: Tensor, weight: _Vector, bias: _Vecto
 
 
 def _group_norm(axes: Axes, call: Call, x: Tensor, weight: _Vector, bias: _Vector, *sizes: Any) -> _Results:
-    """Group norm of some channels of every group, or some of the space."""
+    """The local implementation of group norm for a shard of each group's channels, or of a spatial dim."""
     _, channels, space, groups, eps = sizes
     grouped = widen(x).reshape(x.shape[0], groups, math.prod(x.shape[1:]) // groups)
     normal, mean, rstd, _ = _normalized(grouped, (2,), channels // groups * space, eps, axes)
@@ -212,13 +218,13 @@ _GROUPED = factors(
     "n (g c) ..., (g c), (g c) -> n (g c) ..., n g, n g",
     _affine_rows,
     bodies={"g": _own_groups, "c ...": _group_norm},
-    size_argument=3,  # the operator takes the sizes of its input apart
+    size_argument=3,  # where `N`, the batch size, is an argument of its own
     empty=vanish,
 )
 
 
 def _running(call: Call) -> Iterator[Row]:
-    """Running statistics move towards those of the batch, which do not depend on them."""
+    """New running statistics are weighted means of the old ones and those of the batch, so nondecreasing in the old."""
     if call.argument("training") and 0 <= call.argument("momentum") <= 1:
         yield from increasing("running_mean:3", "running_var:4")(call)
 

@@ -1,4 +1,4 @@
-"""Pooling, padding and resampling: batch and channels pass through, space is not cut."""
+"""Pooling, padding and resampling: batch and channels pass through, spatial dims cannot be sharded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _names(pattern: str, words: str) -> str:
 
 
 def _fractional(n: int) -> Rule:
-    """Samples have a batch even if the image has none: its first item counts then, whatever its length."""
+    """The samples have a batch dim even if the image has none; then only its first item is used."""
     space = " _" * n
 
     def make(call: Call) -> Factors:
@@ -32,7 +32,7 @@ def _fractional(n: int) -> Rule:
 
 
 def _spatial(n: int) -> dict[str, Rule]:
-    """The operators on `n` trailing dims."""
+    """The rules of the operators on `n` spatial dims."""
     forward, copies = batched(f"{n}", f"{n}", linear("self")), batched(f"{n}", f"{n}", carry("self"))
     backward = batched(f"{n} {n}", f"{n}", linear("grad_output"), ignores("self"))
     nearest = _names(f"*{n}d", "upsample_nearest _upsample_nearest_exact")

@@ -1,4 +1,4 @@
-"""Draws of random numbers: whole on every rank, as `spmd.ir.random_operators` explains."""
+"""Random operators run replicated, as `spmd.ir.random_operators` explains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from spmd.rules.builders import whole
 from spmd.rules.rule import table
 
 DRAW = whole()
-"""The rule of a call that draws, whatever the rule of its operator without a draw."""
+"""The rule of every call that draws random numbers, also if its operator has another rule for calls that do not."""
 
 RANDOM = table({"empty_strided": DRAW})
-"""`empty_strided` is what draws fill."""
+"""`empty_strided` makes the tensors that random operators fill."""

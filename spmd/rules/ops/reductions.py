@@ -19,12 +19,12 @@ from spmd.rules.rule import Axes, Body, Rule, table
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in the precision in which torch's kernels accumulate."""
+    """`x` in the precision in which torch's kernels accumulate: float32 for float16 and bfloat16."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _neutral(kind: Reduction, value: float | None = None) -> Body:
-    """The neutral element, or `value`, everywhere: what the reduction of an empty shard adds to that of the others."""
+    """The local implementation for an empty shard: its result is the reduction's neutral element, or `value`."""
 
     def body(_: Axes, call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (result,) = call.results
@@ -44,7 +44,7 @@ def _logsumexp(axes: Axes, call: Call, x: Tensor, dim: list[int], keepdim: bool 
 
 
 def row_max(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The maximum over dims, kept with length 1; the smallest value of the dtype where there are no elements."""
+    """The maximum over nonnegative `dims`, which stay with length 1; over no elements, the dtype's smallest value."""
     if all(x.shape[dim] for dim in dims):
         return x.amax(dims, keepdim=True)
     return x.new_full([1 if dim in dims else size for dim, size in enumerate(x.shape)], neutral_element("max", x.dtype))
@@ -58,7 +58,7 @@ def _vector_norm(call: Call) -> Rule:
 
 
 def _empty_norm(axes: Axes, call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A norm is at least zero, which only the minimum of all elements does not ignore."""
+    """The result for an empty shard: 0 is neutral for all norms, as they are nonnegative, except for a minimum."""
     body = _neutral("min") if call.argument("ord") == -math.inf else _neutral("max", 0)
     return body(axes, call, x)
 

@@ -1,4 +1,4 @@
-"""Scans along a dim, cut too: each rank scans its shard, and adds what all shards before it come to."""
+"""Scans along a dim that may be sharded: each rank scans its shard and adds the totals of the shards before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmd.rules.rule import Axes, Body, Row, table
 
 
 def _before(totals: Tensor, neutral: float, axes: Axes) -> Tensor:
-    """Every rank's totals in a new first dim, `neutral` in place of those of this rank and of the ranks after it."""
+    """Every rank's totals in a new first dim, with `neutral` for this rank and the ranks after it."""
     gathered = all_gather(totals, axes)
     rank = torch.arange(gathered.shape[0], device=totals.device).view(-1, *[1] * totals.ndim)
     return torch.where(rank < axis_index(axes), gathered, torch.full_like(gathered, neutral))
@@ -42,7 +42,7 @@ def _logcumsumexp(axes: Axes, call: Call, x: Tensor, dim: int) -> Tensor:
 
 
 def _scanned(body: Body) -> Rows:
-    """The row in which operand and result are cut along the dim that is scanned; `body` takes no complex numbers."""
+    """The strategy that shards the scanned dim of operand and result; `body` does not support complex numbers."""
 
     def rows(call: Call) -> Iterator[Row]:
         (operand,) = call.operands

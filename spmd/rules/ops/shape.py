@@ -1,4 +1,4 @@
-"""Views and moves: operators that copy, arrange, join or drop elements."""
+"""Views, and operators that copy, reorder, join or drop elements."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from spmd.rules.rule import Axes, FactorDims, Factors, Row, Rule, table
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[FactorDims, FactorDims, dict[str, int]]:
-    """The factors of two shapes of one tensor, cut at the bounds of both shapes' dims.
+    """The common factors of two shapes with equally many elements: every dim of either is a product of them.
 
-    Dims between which no chain of divisors can be found get no factor.
+    Dims that have no common factorization, such as those of `(2, 3)` and `(3, 2)`, get no factors.
+
+    Returns:
+        The factors of every dim of `source`, those of every dim of `target`, and the length of each factor.
 
     >>> common_factors((6, 4), (2, 3, 4))
     ((('f0', 'f1'), ('f2',)), (('f0',), ('f1',), ('f2',)), {'f0': 2, 'f1': 3, 'f2': 4})
@@ -45,12 +48,12 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Factor
 
 
 def _bounds(shape: Sequence[int], block: Sequence[int]) -> list[int]:
-    """The products of the trailing dims of a block."""
+    """For every dim of a block, the product of it and the dims after it."""
     return [math.prod(shape[dim] for dim in block[i:]) for i in range(len(block))]
 
 
 def _blocks(source: Sequence[int], target: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of dims of both shapes with equal products, dims of length 1 left out."""
+    """The smallest runs of consecutive dims of both shapes with equal products, without dims of length 1."""
     if 0 in source:
         equal = itertools.takewhile(lambda i: source[i] == target[i], range(min(len(source), len(target))))
         return [([dim], [dim]) for dim in equal if source[dim] > 1]
@@ -77,7 +80,7 @@ def _view(call: Call) -> Factors:
 
 
 def _permutation(order: Callable[[Call], Sequence[int]]) -> Rule:
-    """The rule of an operator that puts its dims into the `order` of a call."""
+    """The rule of an operator that permutes dims: `order(call)` gives, for every result dim, its operand dim."""
 
     def choose(call: Call) -> Rule:
         names = dim_names(call.operands[0].ndim)
@@ -95,7 +98,7 @@ def _transposed(call: Call) -> list[int]:
 
 
 def _same_dims(call: Call, changed: Collection[int], *rows: Rows) -> Rule:
-    """Dims are cut but for the trailing ones that `changed` counts, from the last, and those whose length changes."""
+    """All dims can be sharded except those in `changed`, counted from the last dim, and those whose length changes."""
     (operand,), (result,) = call.operands, call.results
     names = dim_names(result.ndim)
     old = (0,) * (result.ndim - operand.ndim) + operand.shape
@@ -108,7 +111,7 @@ def _slice(call: Call) -> Rule:
 
 
 def _pad(call: Call) -> Rule:
-    """Only dims without padding are cut: a pad and a crop may leave a length as it was."""
+    """Only dims without padding can be sharded: with a crop on the other side, a padded dim may keep its length."""
     padded = {i // 2 for i, amount in enumerate(call.argument("pad")) if amount}
     return _same_dims(call, padded, linear("self value"), increasing("self"))
 
@@ -119,7 +122,7 @@ def _repeat(call: Call) -> Rule:
 
 
 def _windows(dim: str, *rows: Rows, size_argument: int | None = None) -> Rule:
-    """Windows along the dim that the argument `dim` names become a dim of their own, the last; or the other way."""
+    """Windows along the dim that the argument `dim` gives become a new last dim (`unfold`), or the reverse."""
 
     def choose(call: Call) -> Rule:
         ndim = min(call.operands[0].ndim, call.results[0].ndim)
@@ -132,7 +135,7 @@ def _windows(dim: str, *rows: Rows, size_argument: int | None = None) -> Rule:
 
 
 def _diagonal(arguments: str) -> Rule:
-    """Of matrices in the dims `dim1` and `dim2`, the first operand; others are diagonals, results those or matrices."""
+    """The first operand has matrices in the dims `dim1` and `dim2`, other operands diagonals, and the result either."""
 
     def choose(call: Call) -> Rule:
         ndim = call.operands[0].ndim
@@ -147,7 +150,7 @@ def _diagonal(arguments: str) -> Rule:
 
 @attrs.frozen
 class _Triangle:
-    """Keeps the elements of matrices at one side of a diagonal where the dim `cut` is cut: by where the shard lies."""
+    """`tril` or `triu` of matrices whose dim `cut` (-2 or -1) is sharded: the diagonal moves with the shard."""
 
     lower: bool
     cut: int

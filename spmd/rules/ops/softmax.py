@@ -1,4 +1,4 @@
-"""Softmax and log_softmax, also over a sharded dim: two all-reduces of a value per row forward, one backward."""
+"""Softmax and log_softmax, also over a sharded dim: two all-reduces of one value per row forward, one backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd.rules.rule import Axes, table
 
 
 def _shifted(axes: Axes, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """`x` less its row's maximum, and the sum of the exponentials of that."""
+    """`x` minus its maximum over `dim` on all ranks, and the sum of the exponentials of the difference."""
     x = widen(x)
     shifted = x - pmax(row_max(x, (dim % x.ndim,)), axes)
     return shifted, psum(shifted.exp().sum(dim, keepdim=True), axes)

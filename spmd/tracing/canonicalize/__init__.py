@@ -1,4 +1,4 @@
-"""From a program as it was traced to one spelling for each meaning: few operators make few rules.
+"""From a traced program to its canonical form: with fewer operators, fewer sharding rules are needed.
 
-Imports `tracing` and `ir`.
+Imports only `tracing`, `ir` and what is below them.
 """

@@ -1,14 +1,14 @@
-"""Brings a traced program to few kinds of operators, so that few rules make good plans.
+"""Rewrites a traced program with few kinds of operators, so that few sharding rules are needed.
 
-Canonical programs are written as follows.
+A canonical program has
 
-* No list operators: their elements are operations that share a group (`spmd.ir.list_operators`).
-* No means: a sum and a division (`decompositions`).
-* What is known to be one number everywhere is that number (`constant_folding`).
-* One spelling for each meaning (`normal_forms`); `view.default` stands for any change of shape and copies where strides
-  demand it, as `torch.reshape`: strides are not part of a program.
-* No operation that does nothing, none twice, none unused. A copy to contiguous memory does nothing: lowering makes
-  those that a kernel needs (`spmd.rules.layouts`). One to channels-last memory stays.
+* no list operators: their elements are operations that share a group (`spmd.ir.list_operators`);
+* no means: each is a sum and a division (`decompositions`);
+* no computation whose result is known to be one number everywhere (`constant_folding`);
+* one form for operations that mean the same (`normal_forms`). `view.default` is any change of shape, and copies where
+  strides require it, as `torch.reshape` does: strides are not part of a program;
+* no identity operations, no common subexpressions and no dead code. A copy to contiguous memory counts as an identity:
+  lowering inserts the copies that a kernel needs (`spmd.rules.layouts`). A copy to channels-last memory stays.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ from spmd.tracing.canonicalize.normal_forms import makes_channels_last, normaliz
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
 
-_ROUNDS = 8  # decompositions of decompositions; the deepest in torch is four levels
+_ROUNDS = 8  # how often decompositions are decomposed further; torch's are at most four levels deep
 
 
 def canonicalize(graph: Graph, decompose: Callable[[OpOverload], bool] | None = None) -> Graph:
-    """The canonical form of a program: the same values, fewer kinds of operators.
+    """The canonical form of a program: it computes the same values with fewer kinds of operators.
 
     Args:
         graph: a traced program.
-        decompose: tells which operators have no rule; those are decomposed, as deep as torch's decompositions go.
+        decompose: whether an operator has no sharding rule and needs decomposing. torch's decompositions are applied
+            to such operators, also to those in the decompositions. None applies only `DECOMPOSITIONS`.
+
+    Returns:
+        The canonical program, verified.
     """
     graph = _run_passes(graph)
     for _ in range(_ROUNDS if decompose is not None else 0):
@@ -55,7 +59,7 @@ def _run_passes(graph: Graph) -> Graph:
 
 
 def expand_known(graph: Graph) -> Graph:
-    """Replace the operators of `DECOMPOSITIONS`, also inside decompositions."""
+    """Replace the operators in `DECOMPOSITIONS` by their decompositions, repeatedly."""
     for _ in range(_ROUNDS):
         simpler = expand_operations(graph, lambda operation: DECOMPOSITIONS.get(operation.op))
         if simpler.operations == graph.operations:
@@ -65,7 +69,7 @@ def expand_known(graph: Graph) -> Graph:
 
 
 def simplify(graph: Graph) -> Graph:
-    """Drop operations that do nothing, join chains of views and of permutations, share what is computed twice."""
+    """Remove identity operations and common subexpressions, and join chains of views and of permutations."""
     replaced: dict[Value, Value] = {}
     producers: dict[Value, Operation] = {}
     seen: dict[Any, Operation] = {}
@@ -90,7 +94,7 @@ def simplify(graph: Graph) -> Graph:
 
 
 def eliminate_dead(graph: Graph) -> Graph:
-    """Drop operations and constants whose results nobody uses, but no draw: it moves the generator on."""
+    """Remove unused operations and constants, except random operators: they advance the generator."""
     live = set(graph.outputs)
     kept = []
     for operation in reversed(graph.operations):
@@ -106,19 +110,19 @@ _COPIES = frozenset({
     aten.detach.default, aten.alias.default, aten.clone.default, aten.lift.default, aten.lift_fresh.default,
     aten.lift_fresh_copy.default, aten.contiguous.default, aten.detach_copy.default, aten.alias_copy.default,
 })  # fmt: skip
-"""Give their operand: in a functional program a copy cannot be told from the original."""
+"""Return their operand unchanged: in a functional program a copy is equivalent to the original."""
 
 _RESHAPERS = frozenset({
     aten.view.default, aten.expand.default, aten._to_copy.default, aten.slice.Tensor, aten.repeat.default,
 })  # fmt: skip
-"""Give their operand where shape and dtype stay."""
+"""Return their operand unchanged if the result has its shape and dtype."""
 
 _ONE_IS_NEUTRAL = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar})
-"""Give their first operand where the second is the number 1 and shape and dtype stay."""
+"""Return their first operand unchanged if the second is the number 1 and the result has its shape and dtype."""
 
 
 def _identity(operation: Operation) -> Value | None:
-    """The operand that an operation gives unchanged, if it does."""
+    """The operand that an operation returns unchanged; None if it does not."""
     if not operation.args or not isinstance(operation.args[0], Value) or len(operation.tensors) != 1:
         return None
     operand, meta = operation.args[0], operation.tensors[0].meta
@@ -138,7 +142,7 @@ def _identity(operation: Operation) -> Value | None:
 
 
 def _join_chain(operation: Operation, producers: dict[Value, Operation]) -> Operation:
-    """A view of a view, or a permutation of a permutation, as one; a view only where no dim boundary is lost."""
+    """Join a view of a view, or a permutation of a permutation; views only if the ends have all its dim boundaries."""
     while operation.op in (aten.view.default, aten.permute.default):
         before = producers.get(operation.args[0])
         if before is None or before.op is not operation.op:
@@ -153,14 +157,14 @@ def _join_chain(operation: Operation, producers: dict[Value, Operation]) -> Oper
 
 
 def _keeps_dims(source: Sequence[int], middle: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether a view through `middle` tells nothing that its ends do not; a round trip tells nothing either."""
+    """Whether every dim boundary of `middle` is one of `source` or `target`, or these two are the same shape."""
     if tuple(source) == tuple(target):
         return True
     return _boundaries(middle) <= _boundaries(source) | _boundaries(target)
 
 
 def _boundaries(shape: Sequence[int]) -> set[int]:
-    """Where dims end, as the number of elements inside each."""
+    """The dim boundaries of a shape: for each dim, the number of elements in it and the dims inside it."""
     return set(itertools.accumulate(reversed(shape), lambda size, dim: size * dim))
 
 
@@ -176,4 +180,4 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     simplify,
     eliminate_dead,
 )
-"""In order of execution: dead code goes last, after what made it so."""
+"""The passes in order of execution; dead code is removed last, because the other passes create it."""

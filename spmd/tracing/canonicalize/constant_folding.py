@@ -1,4 +1,4 @@
-"""Tensors of one number: known while tracing, so they need not be computed, moved or even made."""
+"""Constant folding of tensors whose elements are all one number that is known from the program."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TAKES_NUMBER = _COMMUTATIVE | {aten.sub.Tensor, aten.div.Tensor}
 
 
 def fold_constants(graph: Graph) -> Graph:
-    """Give the number to whatever is computed from tensors of one number, as the gradient of a mean is.
+    """Fold pointwise and shape operators on tensors of one number, which occur in the gradient of a mean for example.
 
     `div(expand(full([], 1), [8, 4]), 32)` becomes `full([8, 4], 1 / 32)`, and `mul(full([8, 4], 2), x)` becomes
-    `mul(x, 2)` where x has the shape and dtype of the result.
+    `mul(x, 2)` if x has the shape and dtype of the result.
     """
     fills: dict[Value, Number] = {}
     operations = []
@@ -42,7 +42,7 @@ def _full(operation: Operation, meta: TensorMeta, number: Number) -> Operation:
 
 
 def _fill_of(operation: Operation, fills: Mapping[Value, Number]) -> Number | None:
-    """The number that fills the only result of an operation; None if that is not known."""
+    """The number that all elements of an operation's only result have; None if that is not known."""
     if operation.op is aten.full.default:
         number = operation.args[1]
         return number if isinstance(number, Number) else None
@@ -56,7 +56,7 @@ def _fill_of(operation: Operation, fills: Mapping[Value, Number]) -> Number | No
 
 
 def _apply(operation: Operation, fills: Mapping[Value, Number]) -> Number | None:
-    """A pointwise operator on its operands' numbers, computed as the operator itself would compute each element."""
+    """The result of a pointwise operator on its operands' numbers, computed by the operator on one-element tensors."""
 
     def element(leaf: object) -> object:
         if not isinstance(leaf, Value):
@@ -72,7 +72,7 @@ def _apply(operation: Operation, fills: Mapping[Value, Number]) -> Number | None
 
 
 def _with_number(operation: Operation, fills: Mapping[Value, Number]) -> Operation:
-    """An arithmetic operator with the number in place of a tensor full of it."""
+    """An arithmetic operation with an operand of one number replaced by that number."""
     if operation.op not in _TAKES_NUMBER or len(operation.operands) != 2 or operation.group is not None:
         return operation
     left, right = operation.args[:2]

@@ -1,4 +1,4 @@
-"""Operators written in terms of simpler ones: mean losses as a sum and a division, and what has no rule of its own."""
+"""Decompositions: of means into a sum and a division, and of operators that have no sharding rule."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ _MEAN, _SUM = 1, 2  # at::Reduction
 
 
 def decompose_operations(graph: Graph, needs: Callable[[OpOverload], bool]) -> Graph:
-    """Replace every operation whose operator `needs` it by its decomposition, one level deep, keeping its source.
+    """Replace every operation for whose operator `needs` is true by its decomposition, one level deep.
 
-    The decompositions are the operator's own (composite operators) and torch's, those to the core set first; an
-    operator without one stays, and so does a draw, since its decomposition would draw other numbers.
+    Composite operators have a decomposition of their own; for others, those of torch to the core aten operators take
+    precedence over torch's other ones. Operators without a decomposition stay, and so do random operators, since their
+    decompositions would draw other numbers. The new operations have the source of the replaced one.
     """
     needed = lambda operation: needs(operation.op) and not operation.is_random  # noqa: E731
     return expand_operations(graph, lambda call: _torch_decomposition(call.op) if needed(call) else None)
 
 
 def expand_operations(graph: Graph, find: Callable[[Operation], Body | None]) -> Graph:
-    """Replace every operation for which `find` gives a body by the operations that the body consists of.
+    """Replace every operation for which `find` returns a decomposition by the operations of the decomposition.
 
-    A body takes the operator's arguments and gives its results. Operations whose body gives up (NotImplemented), gives
-    other shapes or dtypes, or needs operators outside of aten stay.
+    A decomposition is a function with the operator's arguments and results. An operation stays if its decomposition is
+    not implemented for its arguments, returns other shapes or dtypes, or uses torch's `prims` operators.
     """
     recorder = Recorder(_namer(graph), lambda: source)
     replaced: dict[Value, Value] = {}
@@ -82,7 +83,7 @@ def _record_body(recorder: Recorder, operation: Operation, body: Body) -> dict[V
     try:
         with torch.no_grad(), recorder:
             outputs = body(*args, **kwargs)
-    except (NotImplementedError, TraceError, TypeError):  # torch's are not all made for every overload
+    except (NotImplementedError, TraceError, TypeError):  # some of torch's decompositions do not fit every overload
         outputs = NotImplemented
     leaves = list(iterate_leaves(outputs))
     values = [recorder.value(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
@@ -101,7 +102,7 @@ def _fits(operation: Operation, values: Sequence[Value | None]) -> bool:
 
 
 def _leaves_aten(operations: Sequence[Operation]) -> bool:
-    """Whether a body is written in torch's primitives, which have rules even less than what they stand for."""
+    """Whether a decomposition uses torch's `prims` operators, which have no sharding rules, except for dtype casts."""
     return any(op.op.namespace == "prims" and op.op is not _CONVERT for op in operations)
 
 
@@ -117,13 +118,13 @@ def _torch_decomposition(op: OpOverload) -> Body | None:
 
 @lru_cache(maxsize=1)
 def _known_decompositions() -> Mapping[OpOverload, Body]:
-    from torch._decomp import core_aten_decompositions, decomposition_table  # slow to build: only when it is needed
+    from torch._decomp import core_aten_decompositions, decomposition_table  # slow to build, so only when needed
 
     return {**decomposition_table, **dict(core_aten_decompositions().items())}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a mean of `dtype` is accumulated, as torch's kernels do."""
+    """The dtype in which torch's kernels accumulate a mean of `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -135,7 +136,7 @@ def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: tor
 
 
 def _dims(x: torch.Tensor, dim: Any) -> list[int]:
-    """The dims that a reduction names: all for None or none at all, and none of a number."""
+    """The dims that a reduction is over: all dims if `dim` is None or empty, and none for a 0-d tensor."""
     return list(range(x.ndim)) if dim is None or len(dim) == 0 or x.ndim == 0 else list(dim)
 
 
@@ -192,7 +193,7 @@ def _multilabel_margin(x: torch.Tensor, target: torch.Tensor, reduction: int) ->
 
 
 def _margin_backward(op: OpOverload) -> Body:
-    """The gradient of a mean over the batch, as that of a sum."""
+    """The gradient of a loss that is a mean over the batch, computed as that of a sum."""
     parameters = op._schema.arguments
     at = [parameter.name for parameter in parameters].index("reduction")
 
@@ -208,7 +209,7 @@ def _margin_backward(op: OpOverload) -> Body:
 
 
 def _embedding_renorm(table: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Rows that are looked up, where they are longer than `max_norm`, shortened to it."""
+    """The table with the rows that `indices` selects scaled down to norm `max_norm` where theirs is larger."""
     norms = torch.linalg.vector_norm(table, norm_type, 1)
     used = torch.zeros_like(norms).scatter(0, indices.flatten(), 1.0)
     scale = torch.where((used > 0) & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)
@@ -216,7 +217,7 @@ def _embedding_renorm(table: torch.Tensor, indices: torch.Tensor, max_norm: floa
 
 
 def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, **options: Any) -> Any:
-    """With an index of int64: torch's kernel for an expanded index takes one of int32 for it (torch 2.13)."""
+    """Gather with int64 indices: torch 2.13's kernel for expanded indices reads int32 indices as int64."""
     return aten.gather.default(x, dim, index.long(), **options) if index.dtype is torch.int32 else NotImplemented
 
 
@@ -235,7 +236,7 @@ _ALONG_TIME: tuple[Any, ...] = ([1], False, [0], 1)  # dilation, transposed, out
 
 
 def _conv_tbc(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0) -> torch.Tensor:
-    """A convolution of [time, batch, channels]."""
+    """A 1-d convolution of a tensor of shape [time, batch, channels]."""
     found = aten.convolution.default(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad], *_ALONG_TIME)
     return found.permute(2, 0, 1)
 
@@ -251,7 +252,7 @@ def _conv_tbc_backward(
 
 
 def _torch_body(op: OpOverload) -> Body:
-    """torch's own decomposition, looked up when it is used."""
+    """torch's own decomposition of an operator, looked up when it is called, because the table is slow to build."""
 
     def body(*args: Any, **kwargs: Any) -> Any:
         decomposition = _torch_decomposition(op)
@@ -291,4 +292,4 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     **{op: _torch_body(op) for op in _LOSSES},
     **FUSED,
 }
-"""Always applied: a mean loses how many ranks it was taken over, a sum and a count do not."""
+"""Decompositions that are always applied: sums of shards add up to the global sum, means of shards do not."""

@@ -1,4 +1,4 @@
-"""Fused optimizers in terms of list operators, computed as torch's CPU kernels do."""
+"""Decompositions of torch's fused optimizers into list operators, with the arithmetic of torch's CPU kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 
 
 def _widened(tensors: Tensors) -> Tensors:
-    """Half precision as float: kernels compute in it, and round what they store."""
+    """Half-precision tensors as float32: torch's kernels compute in float32 and round results when they store them."""
     return [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
 
 
 def _scalars(value: Any, like: Tensors) -> list[Tensor]:
-    """A 0-d double, or one for each of `like`, in their dtypes."""
+    """One 0-d tensor for each of `like`, in its dtype, from a single 0-d tensor or from one for each."""
     values = value if isinstance(value, (list, tuple)) else [value] * len(like)
     return [scalar.to(x.dtype) for scalar, x in zip(values, like, strict=True)]
 
@@ -34,7 +34,7 @@ def _unscaled(grads: Tensors, grad_scale: Tensor | None) -> Tensors:
 
 
 def _finished(old: Sequence[Tensors], new: Sequence[Tensors], found_inf: Tensor | None) -> list[list[Tensor]]:
-    """The new values in the dtypes of the old ones, or the old ones where the gradients held infinities."""
+    """The new values in the dtypes of the old ones; the old values if `found_inf` is 1."""
     found = []
     for before, after in zip(old, new, strict=True):
         stored = [x.to(kept.dtype) for x, kept in zip(after, before, strict=True)]
@@ -75,7 +75,7 @@ def _sgd(
 
 
 def _adam(decoupled: bool) -> Callable[..., Any]:
-    """Adam, or AdamW where the decay is decoupled from the gradient."""
+    """Adam, or AdamW if weight decay is decoupled from the gradient."""
 
     def body(
         params: Tensors,
@@ -116,7 +116,7 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
 
 
 def _decayed(p: Tensors, g: Tensors, lr: float | Tensor, decay: float, decoupled: bool) -> tuple[Tensors, Tensors]:
-    """Parameters and gradients with the weight decay in the one or in the other."""
+    """Parameters and gradients after weight decay: of the parameters if decoupled, else added to the gradients."""
     if decoupled:
         return _scaled(p, 1 - lr * decay), g
     return p, torch._foreach_add(g, p, alpha=decay)
@@ -132,4 +132,4 @@ FUSED: Mapping[torch._ops.OpOverload, Callable[..., Any]] = MappingProxyType(
         aten._fused_adamw.tensor_lr: _adam(decoupled=True),
     }
 )
-"""Decompositions of the functional fused optimizers; numbers that come as tensors are 0-d or of one element."""
+"""Decompositions of the functional fused optimizers; scalars passed as tensors are 0-d or have one element."""

@@ -1,4 +1,4 @@
-"""One spelling for each meaning: the operators that canonical programs are written in."""
+"""Normal forms: of several operators that mean the same, the one that canonical programs use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Spelling = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
 
 def normalize(graph: Graph) -> Graph:
-    """Rewrite every operation that has another spelling, and make dims non-negative and sizes explicit."""
+    """Rewrite every operation to its normal form, with non-negative dims, explicit sizes and no device or layout."""
     return attrs.evolve(graph, operations=tuple(map(_normalize, graph.operations)))
 
 
@@ -66,7 +66,7 @@ def _swapped(ndim: int, args: tuple[Any, ...]) -> list[int]:
 
 
 def _filled(value: float | bool | None = None, argument: int | None = None) -> Callable[[Operation], Spelling]:
-    """A tensor of one number: `value`, or the given positional argument."""
+    """The normal form of a tensor of one number: `full` of `value`, or of the positional argument `argument`."""
 
     def form(operation: Operation) -> Spelling:
         number = value if argument is None else operation.args[argument]
@@ -87,7 +87,7 @@ _STACKING = frozenset({aten.stack.default})
 
 
 def _placeless(operation: Operation, place: frozenset[str] = _PLACE) -> Operation:
-    """Without device and layout: the mesh decides where a value lives. A factory's dtype becomes explicit."""
+    """The operation without device and layout, which the mesh decides; a factory's dtype becomes explicit."""
     if not place & operation.kwargs.keys():
         return operation
     kwargs = {name: value for name, value in operation.kwargs.items() if name not in place}
@@ -97,13 +97,13 @@ def _placeless(operation: Operation, place: frozenset[str] = _PLACE) -> Operatio
 
 
 def _positive_dims(operation: Operation) -> Operation:
-    """Without negative dims, wherever the schema calls an argument `dim`."""
+    """The operation without negative dims, in the arguments that the schema calls `dim` or `dims`."""
     args = list(operation.args)
     for position, (parameter, argument) in enumerate(zip(operation.op._schema.arguments, args, strict=False)):
         if parameter.name not in ("dim", "dims") or not operation.operands:
             continue
-        # cat takes 1-d empty tensors beside others, so its result tells the number of dims; select_backward gives more
-        # dims than it takes
+        # A negative dim counts from the end of the result where the first operand may have fewer dims: cat accepts
+        # 1-d empty tensors beside others; stack and select_backward add a dim.
         by_result = operation.op in _STACKING or operation.op is aten.cat.default or _restores_shape(operation.op)
         ndim = _meta(operation).ndim if by_result else operation.operands[0].meta.ndim
         if isinstance(argument, int) and not isinstance(argument, bool) and argument < 0:
@@ -120,7 +120,7 @@ def _restores_shape(op: OpOverload) -> bool:
 
 
 def makes_channels_last(operation: Operation) -> bool:
-    """Whether an operation gives its operand in channels-last memory: the one layout that a program asks for."""
+    """Whether an operation copies its operand to channels-last memory, the only memory format that programs keep."""
     formats = (torch.channels_last, torch.channels_last_3d)
     return (
         operation.op in (aten.clone.default, aten._to_copy.default) and operation.kwargs.get("memory_format") in formats
@@ -144,7 +144,7 @@ NORMAL_FORMS: Mapping[OpOverload, Callable[[Operation], Spelling]] = {
     **_each(_permute(lambda ndim, args: list(reversed(range(ndim)))), aten.t.default, aten.t_copy.default),
     **_each(_permute(_swapped), aten.transpose.int, aten.transpose_copy.int),
     **_each(_permute(lambda ndim, args: list(args[1])), aten.permute.default, aten.permute_copy.default),
-    # Memory that nobody has written yet is zero here, so that a result never depends on the mesh.
+    # Uninitialized memory becomes zeros, so that results do not depend on the mesh.
     **_each(
         _filled(0),
         aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default,
@@ -157,8 +157,8 @@ NORMAL_FORMS: Mapping[OpOverload, Callable[[Operation], Spelling]] = {
     **_each(_filled(argument=2), aten.new_full.default),
     **{getattr(aten, name).Scalar: _renamed(getattr(aten, name).Tensor) for name in ("add", "sub", "mul", "div")},
     aten.div.Scalar_mode: _renamed(aten.div.Tensor_mode),
-    # Bits that stand for arithmetic are lost with copies, which mean nothing here.
+    # torch's lazy conjugate and negative bits become explicit operators: the copies that resolve them are removed.
     aten._conj.default: _renamed(aten.conj_physical.default),
     aten._neg_view.default: _renamed(aten.neg.default),
 }  # fmt: skip
-"""Operator to its canonical spelling."""
+"""For each operator with a normal form, the function that rewrites an operation to it."""
