@@ -17,19 +17,17 @@ aten = torch.ops.aten
 
 
 def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call counts as drawing random numbers: not if its probability is 0.0, or outside of training.
+    """Whether a call draws random numbers: attention without dropout does not, nor dropout outside of training.
 
     >>> x = torch.ones(2)
-    >>> is_random(aten.bernoulli.p, (x, 0.5), {}), is_random(aten.native_dropout.default, (x, 0.5, False), {})
+    >>> is_random(aten.bernoulli.p, (x, 0.0), {}), is_random(aten.native_dropout.default, (x, 0.5, False), {})
     (True, False)
     """
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     given = {argument.name: argument.default_value for argument in op._schema.arguments}
     given |= {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
-    rate = given.get("dropout_p", given.get("p"))
-    idle = isinstance(rate, float) and rate == 0.0
-    return not idle and given.get("train") is not False and given.get("training") is not False
+    return given.get("dropout_p") != 0.0 and given.get("train") is not False and given.get("training") is not False
 
 
 TEMPLATED = frozenset({

@@ -156,7 +156,7 @@ def test_files_that_are_no_plans_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({key: item for key, item in document.items() if key != "values"}))
     with pytest.raises(spmd.PlanError, match=r"plan\.json is damaged: the document must have 'values'"):
         jitted(plan=path).plan(*arguments())
-    with pytest.raises(spmd.PlanError, match=r"plan must be a path or a spmd.plan.Plan \(got 3\)"):
+    with pytest.raises(spmd.PlanError, match=r"plan must be a path or a spmd.inspect.Plan \(got 3\)"):
         jitted(plan=3)
 
 

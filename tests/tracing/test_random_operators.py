@@ -40,7 +40,15 @@ def twice(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
     return [torch.rand(4), torch.rand(4)]
 
 
-FUNCTIONS = (dropout_and_gradient, factories, from_values, over_memory, twice)
+def certain(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """Probabilities of zero and one: torch draws all the same, but for dropout that it leaves out."""
+    q = (x @ w).expand(1, 1, -1, -1)
+    drawn = [torch.bernoulli(x, 0.0), torch.bernoulli(x, 1.0), torch.empty_like(x).bernoulli_(0.0)]
+    dropped = [torch.native_dropout(x, p, True)[0] for p in (0.0, 1.0)] + [F.dropout(x, 0.0), F.dropout(x, 1.0)]
+    return [*drawn, *dropped, F.scaled_dot_product_attention(q, q, q, dropout_p=0.0), torch.rand(2)]
+
+
+FUNCTIONS = (dropout_and_gradient, factories, from_values, over_memory, twice, certain)
 
 
 @pytest.mark.parametrize("axes", [{"data": 1}, {"data": 3}, {"data": 2, "model": 2}], ids=str)
