@@ -1,4 +1,4 @@
-"""A JAX-style SPMD library over PyTorch: a function for one device becomes the program that each rank runs."""
+"""A JAX-style SPMD library over PyTorch: turns a function for one device into the program that each rank runs."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -71,12 +71,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `spmd.checkpoint` at its first use: with torch.distributed.checkpoint it takes more than half a second."""
+    """Import `spmd.checkpoint` at its first use, because importing torch.distributed.checkpoint takes half a second."""
     if name == "checkpoint":
         return importlib.import_module("spmd.checkpoint")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """The public names, and no modules that happen to be imported."""
+    """The public names, without submodules that happen to be imported."""
     return __all__

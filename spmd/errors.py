@@ -1,4 +1,4 @@
-"""Every error that the package raises on purpose.
+"""The exceptions that the package raises.
 
 A message says what was got, what was expected, where (argument path, operator, file:line) and what to do.
 """
@@ -9,7 +9,7 @@ class SpmdError(Exception):
 
 
 class MeshError(SpmdError):
-    """A mesh is malformed, missing, or differs from the one that was expected."""
+    """A mesh is malformed, missing, not available, or differs from the one that was expected."""
 
 
 class ShardingError(SpmdError):
@@ -25,11 +25,11 @@ class TraceError(SpmdError):
 
 
 class PlanError(SpmdError):
-    """No plan meets the constraints, or the plan does what the user forbade."""
+    """No plan meets the constraints, a plan exceeds the limits of `comms`, or a saved plan or an option is invalid."""
 
 
 class DivergenceError(SpmdError):
-    """Ranks hold different programs, or different values where they must be the same."""
+    """Ranks make different calls, or have different programs or values where they must be equal."""
 
 
 class CheckpointError(SpmdError):

@@ -1,14 +1,14 @@
-"""Small functional optimizers on pytrees: nothing is mutated, state goes in and comes out.
+"""Small functional optimizers on pytrees: the state is an argument and a result, and nothing is mutated.
 
-An `Optimizer` is a pair of pure functions, as in optax, but `update` gives the new parameters themselves:
+An `Optimizer` is a pair of pure functions, as in optax, but `update` returns the new parameters and not a difference:
 
     optimizer = adamw(lr=1e-3)
     state = optimizer.init(params)
     params, state = optimizer.update(params, state, grads)
 
-Updates are elementwise apart from a few scalars, so under `jit` they need no collective where parameters, state and
-gradients lie alike. The lists of leaves go through `torch._foreach_*`: a step is a few list operators, however many
-parameters there are.
+Updates are elementwise apart from a few scalars, so under `jit` they need no collective if parameters, state and
+gradients have the same sharding. Leaves are updated by `torch._foreach_*`: a step is a few list operators for any
+number of parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Optimizer:
 
     Args:
         init: `init(params) -> state`: the state before the first step.
-        update: `update(params, state, grads) -> (params, state)`: one step. `grads` is a pytree like `params`.
+        update: `update(params, state, grads) -> (params, state)`: one step. `grads` is a pytree like `params`; if the
+            structures differ, it raises a SpmdError.
     """
 
     init: Callable[[Tree], Any]
@@ -44,16 +45,16 @@ class Optimizer:
 
 
 class SgdState(NamedTuple):
-    """What `sgd` keeps: momentum buffers shaped like the parameters, or None without momentum."""
+    """The state of `sgd`: momentum buffers shaped like the parameters, or None without momentum."""
 
     momentum: Tree
 
 
 class AdamWState(NamedTuple):
-    """What `adamw` keeps.
+    """The state of `adamw`.
 
     Fields:
-        step: steps taken, 0-d int64.
+        step: the number of steps taken, 0-d int64.
         mean: running mean of the gradients, shaped like the parameters.
         square: running mean of their squares, shaped like the parameters.
     """
@@ -70,8 +71,8 @@ def sgd(lr: float | Tensor, momentum: float = 0.0, *, nesterov: bool = False, we
         lr: the learning rate, a number or a 0-d tensor. To change it from step to step, make the optimizer inside the
             jitted function from a tensor that is an argument.
         momentum: the decay of the momentum buffer; 0 keeps no buffer.
-        nesterov: take the gradient after the momentum step.
-        weight_decay: added to the gradient, times the parameter.
+        nesterov: use Nesterov momentum.
+        weight_decay: `weight_decay * parameter` is added to the gradient.
 
     Raises:
         SpmdError: `nesterov` without momentum.
@@ -115,8 +116,8 @@ def adamw(
 ) -> Optimizer:
     """Adam with decoupled weight decay, as `torch.optim.AdamW`; plain Adam where `weight_decay` is 0 (the default).
 
-    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The bias corrections are folded into two
-    scalars, so that they cost the same for one parameter and for a thousand.
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The bias corrections are combined into two
+    scalars, so their cost does not depend on the number of parameters.
 
     Args:
         lr: the learning rate, a number or a 0-d tensor. To change it from step to step, make the optimizer inside the
@@ -124,7 +125,7 @@ def adamw(
         b1: decay of the running mean of gradients.
         b2: decay of the running mean of squared gradients.
         eps: added to the denominator.
-        weight_decay: the parameters shrink by `lr * weight_decay` a step.
+        weight_decay: each step multiplies the parameters by `1 - lr * weight_decay`.
 
     >>> params = [torch.tensor([1.0, 2.0])]
     >>> optimizer = adamw(lr=0.1)
@@ -163,7 +164,10 @@ def adamw(
 def global_norm(tree: Tree) -> Tensor:
     """The Euclidean norm of all leaves taken together, 0-d.
 
-    Squares are summed before the root, so where leaves are sharded one scalar is reduced, not one a leaf.
+    The squares of all leaves are summed before the root, so for sharded leaves one scalar is reduced, not one per leaf.
+
+    Raises:
+        SpmdError: a pytree without leaves.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
@@ -178,9 +182,9 @@ def global_norm(tree: Tree) -> Tensor:
 
 
 def clip_by_global_norm(max_norm: float, optimizer: Optimizer) -> Optimizer:
-    """`optimizer` on gradients scaled down to a global norm of at most `max_norm`.
+    """`optimizer` with gradients scaled down to a global norm of at most `max_norm`.
 
-    Scales as `torch.nn.utils.clip_grad_norm_`. The state is that of `optimizer`.
+    The scale is that of `torch.nn.utils.clip_grad_norm_`. The state is that of `optimizer`.
 
     Raises:
         SpmdError: `max_norm` is not positive.
@@ -197,7 +201,7 @@ def clip_by_global_norm(max_norm: float, optimizer: Optimizer) -> Optimizer:
     def update(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any]:
         leaves, spec = tree_flatten(grads)
         if leaves:
-            # The small number is torch's: a gradient of zeros is divided by it.
+            # 1e-6 as in torch: without it, a gradient of zeros would be divided by zero.
             scale = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
             grads = spec.unflatten(_scale(tuple(leaves), scale))
         return optimizer.update(params, state, grads)
@@ -206,12 +210,12 @@ def clip_by_global_norm(max_norm: float, optimizer: Optimizer) -> Optimizer:
 
 
 def _bias_correction(decay: float, step: Tensor) -> Tensor:
-    """`1 - decay**step`, by expm1: the difference would lose half its digits in the first steps."""
+    """`1 - decay**step`, by expm1: in the first steps the difference would lose half of its digits."""
     return -torch.expm1(step * math.log(decay)) if decay else torch.ones_like(step, dtype=torch.get_default_dtype())
 
 
 def _scale(tensors: tuple[Tensor, ...], factor: float | Tensor) -> tuple[Tensor, ...]:
-    # torch._foreach_mul would take a 0-d tensor for a number and read it, which stalls a device and cannot be traced.
+    # torch._foreach_mul would convert a 0-d tensor to a number, which synchronizes a device and cannot be traced.
     if isinstance(factor, Tensor):
         return aten._foreach_mul.Tensor(tensors, factor)
     return torch._foreach_mul(tensors, factor)

@@ -23,7 +23,15 @@ except ImportError as error:  # pragma: no cover
 
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
-    """Run the program; the exit status is 1 if the file is no plan."""
+    """Run the command.
+
+    Args:
+        arguments: the command line without the program's name; by default that of the process.
+        console: where the tables are printed; by default `make_console()`.
+
+    Returns:
+        The exit status: 0, or 1 if the file is no plan.
+    """
     parser = argparse.ArgumentParser(prog="python -m spmd.plan_report", description=__doc__)
     parser.add_argument("file", type=Path, help="a plan that plan.save(path) wrote")
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write a self-contained page there")
@@ -46,13 +54,13 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal, and wide enough for the tables where there is none."""
+    """A console with the width of the terminal, or of 160 columns if there is no terminal and COLUMNS is not set."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
 
 
 def summary_table(report: Report) -> Table:
-    """The figures of the whole step."""
+    """The figures of one step of the program: times, bytes, memory, and operators without a rule."""
     table = Table(title="Plan", title_justify="left", show_header=False)
     for name, text in report.summary.items():
         _add_row(table, name, text)
@@ -62,7 +70,7 @@ def summary_table(report: Report) -> Table:
 
 
 def layers_table(report: Report) -> Table:
-    """What one layer takes, by repeated stretch of the program and by how its layers lie."""
+    """The cost of one layer, for each repeated part of the program and each of the layouts that its layers have."""
     table = Table(title="Layers, each", title_justify="left")
     for name in ("lines", "layers", "operations", "compute", "communication", "sent", "otherwise than most"):
         text = name in ("lines", "layers", "otherwise than most")
@@ -74,7 +82,7 @@ def layers_table(report: Report) -> Table:
 
 
 def lines_table(report: Report, rows: int) -> Table:
-    """The lines of the program that take most of the step, in order of execution."""
+    """The `rows` lines of the program with the most predicted time, in order of execution; the others in one row."""
     table = Table(title="Lines of the program", title_justify="left")
     for name in ("line", "code", "operations", "compute", "communication", "sent"):
         table.add_column(name, justify="left" if name in ("line", "code") else "right", no_wrap=name != "code")
@@ -97,7 +105,7 @@ def lines_table(report: Report, rows: int) -> Table:
 
 
 def causes_table(report: Report, rows: int) -> Table:
-    """The collectives by kind, axes and cause, the most bytes first."""
+    """The collectives by kind, axes and cause, the most bytes first; those beyond `rows` in one row."""
     table = Table(title="Collectives, by cause", title_justify="left")
     for name in ("kind", "axes", "count", "sent", "time", "cause", "line"):
         table.add_column(name, justify="right" if name in ("count", "sent", "time") else "left")
@@ -116,7 +124,7 @@ def causes_table(report: Report, rows: int) -> Table:
 
 
 def _add_row(table: Table, *cells: str) -> None:
-    """Cells as they are: code and causes may look like markup."""
+    """Add a row of plain text; code and causes may look like rich's markup."""
     table.add_row(*map(Text, cells))
 
 

@@ -1,4 +1,4 @@
-"""Which files are the user's."""
+"""Which source files are the user's code, for messages that name a line."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _INTERNAL = tuple(
     if file
 )
 _STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep
-_INSTALLED = ("site-packages", "dist-packages")  # the standard library's folder may hold them too
+_INSTALLED = ("site-packages", "dist-packages")  # may be inside the standard library's folder
 
 
 @functools.lru_cache(maxsize=4096)
 def is_user_file(file: str) -> bool:
-    """Whether a code object's file is the user's: not torch, this package, the standard library or generated code."""
+    """Whether a code object's file is the user's: not torch, optree, attrs, spmd, the standard library or generated."""
     if file.startswith("<"):
         return file.startswith(("<stdin>", "<ipython", "<doctest", "<string>"))
     if file.startswith(_STANDARD) and not file[len(_STANDARD) :].startswith(_INSTALLED):

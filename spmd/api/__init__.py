@@ -1,4 +1,4 @@
-"""What users call: `jit`, `DTensor`, `distribute`, and the way to and from torch's own DTensor.
+"""The public API: `jit`, `DTensor`, `distribute`, and conversion to and from torch's own DTensor.
 
-Imports everything below it.
+Imports any of the packages below it.
 """

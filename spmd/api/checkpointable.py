@@ -1,8 +1,8 @@
 """DTensors in torch.distributed.checkpoint (DCP): which parts of the global tensor this process writes and reads.
 
-A chunk is the box of the global tensor, offsets and sizes, that a shard fills. Of every chunk one replica is written,
-and empty ones are not. DCP finds the functions here through the methods of `DTensor` that it looks for, its
-`_Checkpointable` protocol (torch/distributed/_checkpointable.py).
+A chunk is the region of the global tensor, given by offsets and sizes, that a shard holds. One replica of every
+non-empty chunk is written. DCP calls the functions here through its `_Checkpointable` protocol
+(torch/distributed/_checkpointable.py), whose methods `DTensor` has.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from spmd.core.mesh import Coordinate
 from spmd.core.spec import DTensorSpec, P
 from spmd.errors import ShardingError
 
-if TYPE_CHECKING:  # whoever calls has imported it; importing spmd should not
+if TYPE_CHECKING:  # slow to import; callers have imported it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
 
 def owned(spec: DTensorSpec, coordinates: Sequence[Coordinate], name: str) -> list[int]:
-    """The positions in `coordinates` of the shards that are written for their ranks.
+    """The positions in `coordinates` of the ranks whose shards are written to a checkpoint.
 
-    Over all ranks of the mesh they cover the tensor once. Which of several replicas is written depends on the tensor's
-    name, so that the tensors of a checkpoint spread over the ranks; every rank finds the same without asking.
+    Over all ranks of the mesh, these shards cover the tensor once. Which of several replicas is written depends on a
+    hash of `name`, the tensor's name, which spreads the tensors of a checkpoint over the ranks without communication.
 
     >>> from spmd import P, TensorMeta, make_mesh
     >>> mesh = make_mesh({"data": 2, "model": 3}, runtime="virtual")
@@ -44,18 +44,19 @@ def owned(spec: DTensorSpec, coordinates: Sequence[Coordinate], name: str) -> li
             return False
         if spec.meta.numel:
             return all(spec.local_shape(coordinate))
-        return not any(mesh.axis_index(coordinate, axes) for axes in spec.dims)  # a tensor of nothing: its first shard
+        # a tensor without elements: its first shard
+        return not any(mesh.axis_index(coordinate, axes) for axes in spec.dims)
 
     return [position for position, coordinate in enumerate(coordinates) if is_written(coordinate)]
 
 
 def offsets(spec: DTensorSpec, coordinate: Coordinate) -> tuple[int, ...]:
-    """Where the shard of the rank at `coordinate` begins in the global tensor."""
+    """The start of the shard of the rank at `coordinate` in the global tensor, for each dim."""
     return tuple(part.start for part in spec.local_slices(coordinate))
 
 
 def chunk(spec: DTensorSpec, coordinate: Coordinate) -> ChunkStorageMetadata:
-    """The box that the shard of the rank at `coordinate` fills, as DCP describes it."""
+    """The chunk of the rank at `coordinate`, as DCP describes it."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(offsets(spec, coordinate)), torch.Size(spec.local_shape(coordinate)))
@@ -64,10 +65,16 @@ def chunk(spec: DTensorSpec, coordinate: Coordinate) -> ChunkStorageMetadata:
 def write_items(
     name: str, spec: DTensorSpec, coordinates: Sequence[Coordinate], shards: Sequence[torch.Tensor]
 ) -> list[WriteItem]:
-    """What DCP is to write of a tensor, on this process.
+    """The items that DCP writes for a tensor on this process.
+
+    Args:
+        name: the tensor's name in the checkpoint.
+        spec: its spec.
+        coordinates: the coordinates of this process's ranks.
+        shards: their shards.
 
     Raises:
-        ShardingError: the tensor is partial: a checkpoint holds final values.
+        ShardingError: the tensor is partial; a checkpoint holds reduced values.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -92,16 +99,19 @@ def check_final(spec: DTensorSpec, name: str) -> None:
 
 
 def read_chunks(spec: DTensorSpec, coordinates: Sequence[Coordinate]) -> list[ChunkStorageMetadata]:
-    """The chunks that DCP is to read for this process: one for every shard that is not empty, replicas included."""
+    """The chunks that DCP reads for this process: one for every non-empty shard at `coordinates`, replicas included."""
     return [chunk(spec, coordinates[position]) for position in _filled(spec, coordinates)]
 
 
 def shard_at(
     spec: DTensorSpec, coordinates: Sequence[Coordinate], shards: Sequence[torch.Tensor], index: MetadataIndex
 ) -> torch.Tensor:
-    """The shard that DCP asks for.
+    """The shard of this process that DCP asks for.
 
-    It asks by offsets, and when reading also by the number of the chunk in `read_chunks`, which tells replicas apart.
+    DCP gives the offsets and, when reading, the position of the chunk in `read_chunks`, which distinguishes replicas.
+
+    Raises:
+        ShardingError: no shard of this process has these offsets.
     """
     filled = _filled(spec, coordinates)
     wanted = tuple(index.offset or ())

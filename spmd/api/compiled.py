@@ -1,4 +1,4 @@
-"""One signature of a jitted function: its stages, each made when it is first asked for, and the call itself."""
+"""One signature of a jitted function: its stages, each computed at its first use, and the call itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Shards = tuple[torch.Tensor, ...]
 
 
 class _Leaf:
-    """A tensor as tracing sees it: its meta, on the mesh's device."""
+    """A stand-in for a tensor in tracing: its shape and dtype, on the mesh's device."""
 
     __slots__ = ("device", "dtype", "shape")
 
@@ -47,7 +47,7 @@ class _Leaf:
 class Compiled:
     """A jitted function for one structure, and one shape and dtype of each argument.
 
-    Call it with such arguments. `traced`, `plan` and `program` are the stages behind it.
+    It is called with such arguments. `traced`, `plan`, `program` and `executable` are the stages of compilation.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Compiled:
         self._tree = tree_structure(dynamic)
         self._settings = torch_settings()
         self._has_run = False
-        self._seen = list(self.in_specs)  # the object that last came in place of each spec: identity is quick to check
+        self._seen = list(self.in_specs)  # last spec object of each argument: `is` is faster
 
     @functools.cached_property
     def traced(self) -> Traced:
-        """The function as one flat program, with copies of what it closes over: those tensors may change later."""
+        """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
         with use_mesh(self.mesh):
             traced = trace(self._function, self._args, static_argnums=self.options.static_argnums)
         constants = tuple((value, _copy(tensor)) for value, tensor in traced.graph.constants)
@@ -82,7 +82,7 @@ class Compiled:
 
     @functools.cached_property
     def out_specs(self) -> tuple[DTensorSpec, ...]:
-        """The spec of every result; equal ones of arguments are the same objects, which calls recognise faster."""
+        """The spec of every result; if equal to an argument's, it is the same object, which `match` compares faster."""
         metas = [value.meta for value in self.traced.graph.outputs]
         tree = self.traced.out_tree.unflatten(metas)
         specs = leaf_specs(self._out_specs, tree, self.mesh, what="out_specs", item="result", of="the result")
@@ -91,11 +91,11 @@ class Compiled:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan.
+        """The plan: a spec for every value, and the collectives.
 
         Raises:
-            PlanError: no plan fits in the memory limit; the plan sends more than `comms` allows; a given plan was made
-                for another program, mesh or specs.
+            PlanError: no plan fits in the memory limit, the plan sends more than `comms` allows, or a given plan was
+                made for another program, mesh or specs.
         """
         rules, graph = self.options.rules, self.traced.graph
         with single_threaded(), isolated():
@@ -130,17 +130,17 @@ class Compiled:
 
     @functools.cached_property
     def program(self) -> LocalProgram:
-        """The program that each rank runs."""
+        """The lowered program that each rank runs."""
         planned = self.plan
         with isolated():
             return lower(planned, rules=self.options.rules, name=self.traced.name)
 
     @functools.cached_property
     def executable(self) -> DistributedProgram | VirtualProgram:
-        """The program, ready to run.
+        """The program, compiled for the mesh's runtime; on a distributed mesh this is a collective call.
 
         Raises:
-            DivergenceError: the ranks of a distributed mesh are about to run different programs.
+            DivergenceError: the ranks of a distributed mesh have different programs.
         """
         program = self.program
         with isolated():
@@ -155,10 +155,13 @@ class Compiled:
         return "executable" in self.__dict__
 
     def check(self, leaves: Sequence[Any] | None) -> None:
-        """What can go wrong on this rank alone before a call: the program is made, and the arguments are looked at.
+        """Make the program and check the arguments, without communication.
+
+        Args:
+            leaves: the flattened arguments; None to make the program only.
 
         Raises:
-            MeshError: an abstract mesh, on which nothing runs, or a DTensor on another mesh.
+            MeshError: an abstract mesh, on which nothing can run, or a DTensor on another mesh.
             ShardingError: a DTensor whose spec differs, or an argument that is no tensor with data.
         """
         if self.mesh.runtime is Runtime.ABSTRACT:
@@ -166,16 +169,21 @@ class Compiled:
                 f"{self.mesh} is abstract: a function can be planned and lowered for it, not run. "
                 "Use make_mesh(..., runtime='virtual')."
             )
-        self.program  # noqa: B018  # made when first asked for
+        self.program  # noqa: B018  # compiles at the first access
         for leaf, spec, path in zip(leaves or (), self.in_specs, self.traced.input_paths, strict=leaves is not None):
             _check(leaf, spec, f"argument {path}")
 
     def prepare(self) -> None:
-        """Make everything that a call needs; on a distributed mesh all ranks do the first time, and compare."""
+        """Make all that a call needs; on a distributed mesh a collective call, in which ranks compare programs."""
         self._executable, self._results, self._out_tree = self.executable, self.out_specs, self.traced.out_tree
 
     def __call__(self, *args: Any) -> Any:
-        """Run with arguments of this signature."""
+        """Run with arguments of this signature.
+
+        Raises:
+            TraceError: arguments of another structure, or settings of torch other than those of compilation.
+            DivergenceError, MeshError, ShardingError: as `place`.
+        """
         leaves, tree = tree_flatten(_dynamic(args, self.options))
         if tree != self._tree:
             raise TraceError(f"Compiled for arguments {self._tree} (got {tree}). Call the jitted function instead.")
@@ -188,7 +196,7 @@ class Compiled:
         return self.run(self.place(leaves), leaves)
 
     def match(self, leaves: Sequence[Any]) -> list[Shards] | None:
-        """The shards of the arguments if all are what this signature expects, else None."""
+        """The shards of the arguments, if their specs, shapes and dtypes are those of this signature; else None."""
         shards = []
         for index, leaf in enumerate(leaves):
             if type(leaf) is DTensor:
@@ -208,12 +216,11 @@ class Compiled:
     def place(self, leaves: Sequence[Any]) -> list[Shards]:
         """The shards of the arguments; plain tensors are placed by `in_specs`.
 
-        On a distributed mesh ranks compare here what plain tensors they hold; `match`, in later calls, trusts them.
+        On a distributed mesh ranks compare their plain tensors here. `match`, which later calls use, does not.
 
         Raises:
             DivergenceError: a plain tensor that differs between ranks.
-
-        And what `check` raises.
+            MeshError, ShardingError: as `check`.
         """
         call = f"a call of {self.traced.name} on {self.mesh}"
         compares = not self._has_run or not all(isinstance(leaf, DTensor) for leaf in leaves)
@@ -230,11 +237,11 @@ class Compiled:
         ]
 
     def run(self, shards: list[Shards], leaves: Sequence[Any]) -> Any:
-        """Run on the shards of all arguments, and wrap the shards of the results.
+        """Run the program on shards, and wrap the shards of the results as DTensors.
 
         Args:
-            shards: of all arguments; the list is emptied.
-            leaves: the arguments; those that are donated are given up.
+            shards: the shards of all arguments; the list is emptied.
+            leaves: the flattened arguments; those that are donated lose their shards.
         """
         for index in self.donated:
             give_up(leaves[index])
@@ -243,7 +250,7 @@ class Compiled:
 
 
 def _donated(args: tuple[Any, ...], options: Options) -> frozenset[int]:
-    """The positions, among all tensors of the arguments that are not static, of those that are donated."""
+    """The positions of the donated tensors among all tensors of the dynamic arguments."""
     static, donated = (
         {number % len(args) for number in numbers} if args else set()
         for numbers in (options.static_argnums, options.donate_argnums)
@@ -270,7 +277,7 @@ def _dynamic(args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
 
 
 def _abstract(args: tuple[Any, ...], mesh: Mesh, options: Options) -> tuple[Any, ...]:
-    """The arguments without their data, so that a signature keeps no tensors alive."""
+    """The arguments with `_Leaf`s for tensors, so that a signature keeps no tensors alive."""
     static = {number % len(args) for number in options.static_argnums} if args else set()
 
     def leaf(value: Any) -> Any:
@@ -292,7 +299,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check(leaf: Any, spec: DTensorSpec, name: str) -> None:
-    """That an argument can be placed by a spec of `in_specs`."""
+    """Check that an argument can be placed by a spec of `in_specs`."""
     if not isinstance(leaf, DTensor):
         _refuse_transformed(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:

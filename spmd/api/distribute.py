@@ -1,4 +1,4 @@
-"""From tensors to DTensors: whole ones cut, the parts that processes have loaded joined."""
+"""From tensors to DTensors: by sharding whole tensors, or by joining the parts that processes have loaded."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from spmd.errors import MeshError, ShardingError
 def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int | None = None) -> Any:
     """Place the tensors of a pytree on a mesh.
 
-    On a distributed mesh all ranks call this together, each with the whole tree, of which it keeps its shards. That the
-    trees are equal is checked by digests (of tensors above 16 MB, by samples), in one small collective.
+    On a distributed mesh this is a collective call: each rank passes the whole tree, and keeps its shards. One small
+    collective checks that the trees are equal, by digests (for tensors above 16 MiB, of samples).
 
     Args:
-        tree: a pytree of tensors, whole and of any device, or DTensors, which are redistributed.
+        tree: a pytree of whole tensors on any device, or of DTensors, which are redistributed.
         specs: a pytree prefix of specs: `P`s, or tuples of one placement for each mesh axis. Where a spec is partial,
-            index 0 of the axis holds the value and the others hold the neutral element.
+            the rank at index 0 of the axis holds the value, and the others hold the neutral element.
         mesh: the mesh; by default that of `use_mesh`.
-        src_rank: on a distributed mesh, the rank whose tensors are sent to all; on others only shapes and dtypes are
-            looked at, so that meta tensors will do.
+        src_rank: on a distributed mesh, the rank whose tensors are broadcast; of those of other ranks only shapes and
+            dtypes matter, so they can be meta tensors. By default nothing is broadcast.
 
     Returns:
         The tree with DTensors for leaves. Their shards are copies; gradients do not flow through.
 
     Raises:
         DivergenceError: ranks with different trees, or on different meshes.
-        ShardingError: specs that are no prefix of the tree, a spec that does not fit its tensor, a leaf that is none.
+        ShardingError: specs that are no prefix of the tree, a spec that does not fit its tensor, or a leaf that is not
+            a tensor.
         MeshError: no mesh, an abstract one, or a DTensor on another mesh; no rank `src_rank`.
 
     >>> from spmd import P, make_mesh
@@ -62,7 +63,7 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
 
 
 def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Compare the plain tensors that the ranks of a distributed mesh hold, each the whole of them; specs of DTensors.
+    """Check that all ranks of a distributed mesh hold the same plain tensors, and DTensors of the same specs.
 
     Raises:
         DivergenceError: on every rank, if they differ; it names the leaf, and which ranks hold what.
@@ -81,7 +82,7 @@ def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
 
 
 def _broadcast(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any], src_rank: int) -> list[Any]:
-    """The leaves of one rank, on all of them; DTensors stay as they are."""
+    """The leaves of one rank, on all ranks; DTensors stay as they are."""
     if not are_several(mesh):
         return list(leaves)
     with failing_together(call):
@@ -107,19 +108,23 @@ def _broadcast(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
 
 
 def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
-    """Global tensors from what each process has loaded: its own part of a batch.
+    """Global tensors from the part that each process has loaded; `jax.make_array_from_process_local_data`.
 
-    The parts of ranks that differ in the axes of a dim are joined along that dim, in the order of the axes; ranks that
-    differ in other axes must have loaded the same. On a virtual mesh this one process has all of the data: there it is
-    `distribute`. `jax.make_array_from_process_local_data`. On a distributed mesh all ranks call this together.
+    A dim that the spec shards over some axes joins the parts of the ranks along these axes, in the order of the axes.
+    Ranks that differ only in other axes must have loaded equal parts. On a distributed mesh this is a collective call.
+    On a virtual mesh, where one process has all of the data, it is `distribute`.
 
     Args:
-        tree: a pytree of tensors of any device; they go to the device of the mesh.
+        tree: a pytree of tensors on any device; they are moved to the device of the mesh.
         specs: a pytree prefix of specs, none partial.
         mesh: the mesh; by default that of `use_mesh`.
 
+    Returns:
+        The tree with DTensors for leaves.
+
     Raises:
-        ShardingError: specs that do not fit; parts that are not the chunks of their sum, as `torch.chunk` cuts it.
+        DivergenceError: ranks make different calls.
+        ShardingError: specs that do not fit, or parts that are not the chunks of `torch.chunk` of the joined tensor.
         MeshError: no mesh, or an abstract one.
 
     >>> from spmd import P, make_mesh
@@ -138,11 +143,16 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
 
 
 def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> DTensor:
-    """One tensor, plain or DTensor, of the spec's shape and dtype, placed by a spec.
+    """The DTensor with a given spec of one tensor.
+
+    Args:
+        value: a whole tensor or a DTensor, with the spec's shape and dtype.
+        spec: the spec.
+        where: the name of the tensor, for errors.
 
     Raises:
         MeshError: an abstract mesh, or a DTensor on another mesh.
-        ShardingError: not a tensor, or one without data.
+        ShardingError: `value` is not a dense tensor with data.
     """
     if isinstance(value, DTensor):
         if value.mesh != spec.mesh:
@@ -156,7 +166,7 @@ def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> 
 
 
 def check_placeable(value: Any, spec: DTensorSpec, where: str) -> None:
-    """That a value, which is no DTensor, is a dense tensor with data."""
+    """Raise a ShardingError if a value, which is no DTensor, is not a dense tensor with data."""
     if not isinstance(value, torch.Tensor) or (value.is_meta and spec.mesh.device.type != "meta"):
         kind = "a meta tensor" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ShardingError(

@@ -1,4 +1,4 @@
-"""The value that jitted functions take and give: a global tensor as the shards that this process holds."""
+"""`DTensor`, the argument and result type of jitted functions: a global tensor, held as the shards of this process."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ aten = torch.ops.aten
 class DTensor(torch.Tensor):
     """A global tensor on a mesh: a spec, and the shards that this process holds.
 
-    Shape, dtype and device are those of the global tensor. It is an immutable value that carries no gradient: make one
-    with `distribute` or `DTensor.from_local`, compute on it in a function under `spmd.jit`, and read it by
-    `full_tensor()`, `shards`, or, if it has one element that every rank holds, `item()`.
+    Shape, dtype and device are those of the global tensor. A DTensor is immutable and has no gradient. `distribute` and
+    `DTensor.from_local` make one, functions under `spmd.jit` compute on it, and `full_tensor()`, `shards`, or `item()`
+    (of one replicated element) read it.
 
     The idea is JAX's global `jax.Array`; the name is torch's.
 
@@ -53,12 +53,12 @@ class DTensor(torch.Tensor):
     _shards: tuple[torch.Tensor, ...]
 
     def __new__(cls, *args: object, **kwargs: object) -> DTensor:
-        """Refuse: a bare constructor would not validate."""
+        """Raise a TypeError: a constructor would not validate the shards."""
         raise TypeError("DTensors are made by spmd.distribute(tensor, spec, mesh) or DTensor.from_local(...).")
 
     @property
     def spec(self) -> DTensorSpec:
-        """How the tensor lies on its mesh."""
+        """How the tensor is sharded on its mesh."""
         return self._spec
 
     @property
@@ -73,17 +73,17 @@ class DTensor(torch.Tensor):
 
     @property
     def shards(self) -> tuple[torch.Tensor, ...]:
-        """The shards that this process holds, in rank order: those of all ranks on a virtual mesh, else its own.
+        """The shards that this process holds, in rank order: of all ranks on a virtual mesh, else of its own rank.
 
-        They are the tensors themselves, not copies, and not to be written to.
+        They are not copies, and must not be written to.
         """
         return self._shards
 
     def to_local(self) -> torch.Tensor:
-        """The only shard of a process that holds one, as each does on a distributed mesh.
+        """The shard of a process that holds one rank, as every process of a distributed mesh does; not a copy.
 
         Raises:
-            ShardingError: this process holds several ranks.
+            ShardingError: this process holds the shards of several ranks.
         """
         if len(self._shards) != 1:
             raise ShardingError(
@@ -93,13 +93,13 @@ class DTensor(torch.Tensor):
         return self._shards[0]
 
     def full_tensor(self) -> torch.Tensor:
-        """The global tensor, assembled from its shards and reduced where it is partial; a new plain tensor.
+        """The global tensor, gathered from its shards and reduced where it is partial; a new plain tensor.
 
-        On a distributed mesh all ranks call this together, and all get the tensor.
+        On a distributed mesh this is a collective call, and all ranks get the tensor.
 
         Raises:
             DivergenceError: ranks make different calls.
-            SpmdError: a rank failed, or does not come.
+            SpmdError: a rank failed, or never makes the call.
         """
         if self.mesh.runtime is Runtime.VIRTUAL:
             return _assemble(self._spec, self._shards)
@@ -110,12 +110,12 @@ class DTensor(torch.Tensor):
     def redistribute(self, spec: SpecLike) -> DTensor:
         """The same global tensor under another spec: a `P`, or one placement for each mesh axis.
 
-        On a distributed mesh all ranks call this together.
+        On a distributed mesh this is a collective call.
 
         Raises:
             ShardingError: the spec does not fit the mesh or the tensor.
             DivergenceError: ranks make different calls.
-            SpmdError: a rank failed, or does not come.
+            SpmdError: a rank failed, or never makes the call.
 
         >>> from spmd import distribute, make_mesh
         >>> x = distribute(torch.arange(3), P("data"), make_mesh({"data": 2}, runtime="virtual"))
@@ -128,7 +128,7 @@ class DTensor(torch.Tensor):
         return wrap(target, self._move(f"redistribute({target.pspec!r})", target))
 
     def _move(self, call: str, target: DTensorSpec) -> tuple[torch.Tensor, ...]:
-        """The shards under another spec. If ranks communicate, they first say that all of them make this call."""
+        """The shards under another spec; if ranks communicate, they first check that all of them make this call."""
         if are_several(self.mesh) and any(step.is_collective for step in redistribution(self._spec, target)):
             gather(f"{call} of {self._spec} on {self.mesh}", None)
         return redistribute_shards(self._shards, self._spec, target)
@@ -143,17 +143,18 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """A DTensor from the shards of this process, which are not copied.
 
-        On a distributed mesh all ranks call this together, each with its own shard; they compare shapes, not values.
+        On a distributed mesh this is a collective call, each rank with its own shard; ranks compare shapes, not values.
 
         Args:
-            shards: the shards of this process's ranks in rank order; a process of one rank may give the shard itself.
+            shards: the shards of this process's ranks in rank order; a process with one rank may pass the tensor.
             mesh: the mesh.
-            spec: how the global tensor lies. Replicas are trusted to be equal.
-            shape: the global shape; by default what the shards add up to.
+            spec: the spec of the global tensor. Replicas must be equal, which is not checked.
+            shape: the global shape; by default each sharded dim has the sum of the lengths of its shards.
 
         Raises:
-            ShardingError: a wrong number of shards, or a shard whose shape, dtype or device is not what the spec says;
+            ShardingError: a wrong number of shards, or a shard whose shape, dtype or device does not match the spec;
                 the message names the rank.
+            DivergenceError: ranks make different calls.
 
         >>> from spmd.core.mesh import make_mesh
         >>> mesh = make_mesh({"data": 2}, runtime="virtual")
@@ -169,7 +170,7 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves its own untyped
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer the few operators that only look; refuse the rest."""
+        """Run the few operators that only read a DTensor (detach, alias, item); raise an error for all others."""
         if func in (aten.detach.default, aten.alias.default):
             return wrap(args[0]._spec, args[0]._shards)
         if func is aten._local_scalar_dense.default:
@@ -186,7 +187,7 @@ class DTensor(torch.Tensor):
             "under spmd.jit, or take the whole tensor by .full_tensor()."
         )
 
-    def __getattr__(self, name: str) -> Any:  # called for what is missing, so it costs living values nothing
+    def __getattr__(self, name: str) -> Any:  # only for attributes that are missing
         if name == "_shards":
             raise ShardingError(
                 f"A DTensor {self._spec} was read at {place_text()}, after it was donated to a jitted function. Use "
@@ -219,7 +220,7 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return wrap, (self._spec, self._shards)
 
-    # What torch.distributed.checkpoint asks of a tensor that it is to save or to load in place.
+    # The protocol `_Checkpointable`, by which torch.distributed.checkpoint saves a tensor or loads it in place.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return write_items(fqn, self._spec, self.mesh.held_coordinates, self._shards)
@@ -230,8 +231,8 @@ class DTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return shard_at(self._spec, self.mesh.held_coordinates, self._shards, index)
 
-    # These methods of torch.Tensor reach for storage or autograd state, which a DTensor has none of, without any
-    # operator that __torch_dispatch__ would see; share_memory_ would even crash the interpreter.
+    # These methods of torch.Tensor read storage or autograd state, which a DTensor does not have, without an operator
+    # that __torch_dispatch__ would see; share_memory_ would even crash the interpreter.
 
     def _refuse(self, *args: object, method: str, remedy: str, **kwargs: object) -> NoReturn:
         raise ShardingError(f"{method}() was called on {self}. {remedy}")
@@ -265,15 +266,15 @@ def _holds_shards(value: DTensor) -> bool:
 
 
 def give_up(leaf: Any) -> None:
-    """Let go of the shards of a DTensor, which is dead from then on; other leaves, and dead ones, stay as they are."""
+    """Drop the shards of a donated DTensor, which cannot be read from then on; other leaves stay as they are."""
     if isinstance(leaf, DTensor) and _holds_shards(leaf):
         _delete_shards(leaf)
 
 
 def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
-    """A DTensor of shards that are known to fit: the fast way for the transforms, which validates nothing."""
+    """A DTensor of shards that are known to fit the spec; the fast constructor, which validates nothing."""
     meta = spec.meta
-    # Positional arguments (strides, offset and memory format first) are parsed a fifth faster, once for each result.
+    # Arguments by position (strides, offset and memory format first), because torch parses them a fifth faster.
     value = _make_wrapper(DTensor, meta.shape, None, None, None, meta.dtype, torch.strided, spec.mesh.device)
     _set_spec(value, spec)
     _set_shards(value, shards)
@@ -281,7 +282,7 @@ def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
 
 
 def _assemble(spec: DTensorSpec, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The global tensor; partial axes are reduced in rank order, and index 0 speaks for replicated axes."""
+    """The global tensor; partial axes are reduced in rank order, and of replicas the one at index 0 is taken."""
     mesh, reductions = spec.mesh, dict(spec.partial)
     full = torch.empty(spec.meta.shape, dtype=spec.meta.dtype, device=mesh.device)
     sharded = {axis for axes in spec.dims for axis in axes}
@@ -309,7 +310,7 @@ def _scalar(value: DTensor) -> Any:
 
 @attrs.frozen
 class _Held:
-    """What is known of a rank's shard: its type, if that is no plain tensor, else its meta and its device."""
+    """The facts of a shard that ranks exchange: its meta and device type; of what is no plain tensor, only the type."""
 
     kind: str
     meta: TensorMeta | None
@@ -329,7 +330,22 @@ def join_shards(
     mesh: Mesh,
     shape: Sequence[int] | None = None,
 ) -> list[DTensor]:
-    """DTensors of shards that this process holds, checked against those of the other processes."""
+    """DTensors of shards that this process holds, checked together with those of the other processes.
+
+    On a distributed mesh this is a collective call.
+
+    Args:
+        call: the user's call, as for `gather`.
+        held: for each DTensor, the shards of this process's ranks in rank order.
+        specs: the spec of each DTensor.
+        mesh: the mesh.
+        shape: the global shape of all of them; by default computed from the shards.
+
+    Raises:
+        ShardingError: a wrong number of shards, or a shard that does not match its spec.
+        DivergenceError: ranks make different calls.
+        SpmdError: a rank failed, or never makes the call.
+    """
     facts = [[_Held.of(shard) for shard in shards] for shards in held]
     every = gather(call, facts) if are_several(mesh) else [facts]
     count = len(mesh.held_coordinates)
@@ -350,7 +366,7 @@ def join_shards(
 
 
 def _joint_spec(ranks: Sequence[_Held], spec: SpecLike, mesh: Mesh, shape: Sequence[int] | None) -> DTensorSpec:
-    """The spec of a tensor whose shards, those of all ranks, are known."""
+    """The spec of a tensor, checked against the facts of the shards of all ranks."""
     metas: list[TensorMeta] = []
     for rank, held in enumerate(ranks):
         if held.meta is None:
@@ -365,7 +381,7 @@ def _joint_spec(ranks: Sequence[_Held], spec: SpecLike, mesh: Mesh, shape: Seque
 
 
 def _global_shape(metas: Sequence[TensorMeta], mesh: Mesh, pspec: P) -> tuple[int, ...]:
-    """What the shards add up to: along each dim, the lengths on the ranks that differ only in the axes of that dim."""
+    """The global shape: a sharded dim has the sum of the lengths on ranks that differ only in the axes of the dim."""
     shape = list(metas[0].shape)
     for dim, axes in enumerate(pspec.dims):
         if axes:

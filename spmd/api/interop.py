@@ -1,4 +1,4 @@
-"""To torch's own DTensor and from it: the same shards, nothing copied or sent."""
+"""Conversion to and from torch's own DTensor, with the same shards: nothing is copied or communicated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import MeshError, ShardingError
 
-if TYPE_CHECKING:  # whoever has one of torch's has imported it; importing spmd should not
+if TYPE_CHECKING:  # slow to import; who has such a DTensor has imported it
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor as TorchDTensor
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -24,11 +24,11 @@ if TYPE_CHECKING:  # whoever has one of torch's has imported it; importing spmd 
 def from_torch_dtensor(value: TorchDTensor) -> DTensor:
     """A `torch.distributed.tensor.DTensor` as one of `spmd`, on a mesh of the same axes; gradients do not flow through.
 
-    Mesh dims without names become `dim_0`, `dim_1`, ... Where several shard one tensor dim, the earlier is the major
-    one in both.
+    Mesh dims without names become `dim_0`, `dim_1`, ... If several mesh dims shard one tensor dim, the earlier one is
+    the major one in both libraries.
 
     Raises:
-        MeshError: a device mesh that is not all ranks of the job in order.
+        MeshError: a device mesh other than all ranks of the job in order.
         ShardingError: a placement that `spmd` does not have, such as `Partial("avg")`.
     """
     device_mesh = value.device_mesh
@@ -51,11 +51,11 @@ def from_torch_dtensor(value: TorchDTensor) -> DTensor:
 def to_torch_dtensor(value: DTensor) -> TorchDTensor:
     """A DTensor as a `torch.distributed.tensor.DTensor`, on a device mesh of the same axes.
 
-    All ranks call this together: torch's groups for the axes are made if they are not there.
+    This is a collective call: process groups for the axes are made if they do not exist.
 
     Raises:
         MeshError: a mesh that is not distributed.
-        ShardingError: a dim that axes shard in another order than that of the mesh, for which torch has no placement.
+        ShardingError: several axes shard a dim in another order than that of the mesh; torch has no placement for that.
     """
     if value.mesh.runtime is not Runtime.DISTRIBUTED:
         runtime = value.mesh.runtime.value
@@ -81,7 +81,7 @@ def to_torch_dtensor(value: DTensor) -> TorchDTensor:
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """Torch's device mesh of a distributed mesh, over the process groups that programs on it use."""
+    """Torch's device mesh for a distributed mesh, with the process groups of programs on it; a collective call."""
     from torch.distributed.device_mesh import DeviceMesh
 
     groups = [process_group(mesh, (name,)) for name in mesh.names]

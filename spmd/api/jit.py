@@ -1,4 +1,4 @@
-"""`jit`: a function for one device becomes a function of DTensors that runs on a mesh."""
+"""`jit`: turns a function for one device into a function of DTensors that runs on a mesh."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _MISSING: Any = object()
 
 
 class Jitted:
-    """A function under `jit`: call it, or look at the stages that a call goes through.
+    """A function under `jit`: it can be called, and shows the stages that a call goes through.
 
-    The stages `trace`, `plan` and `lower` take the arguments of a call; meta tensors or `TensorMeta` may stand for
-    tensors that nobody wants to allocate. All stages of one signature (structure, shapes, dtypes, static arguments,
-    mesh, and what of torch's state decides a program: `spmd.runtime.torch_settings`) are made once and kept.
+    The stages `trace`, `plan`, `lower` and `compile` take the arguments of a call; meta tensors or `TensorMeta`s can
+    replace tensors. The stages are cached by signature: structure, shapes, dtypes, static arguments, mesh, and the
+    settings of torch that a program depends on (`spmd.runtime.torch_settings`).
     """
 
     def __init__(
@@ -53,19 +53,27 @@ class Jitted:
         self._last: tuple[Any, Compiled] | None = None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        """Run a step: DTensors, or plain tensors that `in_specs` place, to DTensors by `out_specs`.
+        """Run the function on the mesh.
 
-        Arguments given by name take their places in the function's signature.
+        On a distributed mesh this is a collective call. Inside another jitted function, the call becomes part of the
+        outer program, with `in_specs` and `out_specs` as sharding constraints.
 
-        On a distributed mesh all ranks call this together.
+        Args:
+            args: DTensors with the specs of `in_specs`, plain tensors, which are placed by `in_specs`, and static
+                arguments.
+            keywords: arguments by name; each takes its position in the function's signature.
+
+        Returns:
+            The result, with a DTensor by `out_specs` for each tensor.
 
         Raises:
-            DivergenceError: ranks that call it with different arguments, or call different functions, the first time.
-            SpmdError: another rank failed, or does not come.
+            DivergenceError: in the first call, ranks have different arguments or call different functions.
+            SpmdError: another rank failed, or never makes the call.
             MeshError: no mesh, an abstract one, or one that differs from an argument's.
             ShardingError: specs that do not fit the arguments, or a DTensor whose spec is not that of `in_specs`.
-            TraceError: the function cannot be one static program.
-            PlanError: the plan sends more than `comms` allows, or `plan` is for something else.
+            TraceError: the function cannot be traced into one static program.
+            PlanError: no plan fits in `memory_limit`, the plan sends more than `comms` allows, or `plan` was made for
+                another program, mesh or specs.
         """
         args = self._positional(args, keywords) if keywords else args
         if is_tracing():
@@ -98,7 +106,7 @@ class Jitted:
         return self._signature(args, keywords).program
 
     def compile(self, *args: Any, **keywords: Any) -> Compiled:
-        """What a call with such arguments runs: a callable, ready to execute, that takes the same arguments."""
+        """The compiled function for such arguments, which can be called; on a distributed mesh a collective call."""
         return self._prepared(self._positional(args, keywords), current_mesh(self._mesh))
 
     def __repr__(self) -> str:
@@ -108,7 +116,7 @@ class Jitted:
         return self._lookup(self._positional(args, keywords), current_mesh(self._mesh))
 
     def _positional(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments by position: that is how `in_specs` and `static_argnums` speak of them."""
+        """All arguments by position, because `in_specs` and `static_argnums` refer to positions."""
         if not keywords:
             return args
         bound = self._bind(args, keywords, follow_wrapped=True)
@@ -123,7 +131,7 @@ class Jitted:
     def _bind(
         self, args: tuple[Any, ...], keywords: dict[str, Any], *, follow_wrapped: bool
     ) -> inspect.BoundArguments | None:
-        """The arguments in the places of the function's signature; None if it does not tell its signature."""
+        """The arguments bound to the function's signature; None if that is not available."""
         try:
             signature = inspect.signature(self._function, follow_wrapped=follow_wrapped)
         except (TypeError, ValueError):
@@ -160,9 +168,9 @@ class Jitted:
         return found
 
     def _prepared(self, args: tuple[Any, ...], mesh: Mesh, leaves: Sequence[Any] | None = None) -> Compiled:
-        """A signature that is ready to run; of a new one, the ranks of a distributed mesh compare what they have made.
+        """A signature that is ready to run; for a new one, the ranks of a distributed mesh compare their programs.
 
-        Whatever goes wrong until then on one rank, in the user's function or in planning, is an error on all of them.
+        An error on one rank before that, in the user's function or in planning, is raised on all ranks.
         """
         with failing_together(first_run(mesh), are_several(mesh)):
             compiled = self._lookup(args, mesh)
@@ -172,7 +180,7 @@ class Jitted:
         return compiled
 
     def _check_call(self, args: tuple[Any, ...], static: Sequence[int]) -> None:
-        self._bind(args, {}, follow_wrapped=False)  # a decorator may give a function arguments of its own
+        self._bind(args, {}, follow_wrapped=False)  # its own: a decorator may change the arguments
         _positions(self._options.donate_argnums, len(args), "donate_argnums")
         for number in static:
             if any(is_tensor(leaf) for leaf in tree_leaves(args[number])):
@@ -182,7 +190,7 @@ class Jitted:
                 )
 
     def _inline(self, args: tuple[Any, ...]) -> Any:
-        """The function itself, as part of a program that is being traced, with its specs as constraints."""
+        """Call the function in a trace that is running, with its specs as sharding constraints."""
         outer = current_mesh()
         if self._mesh is not None and self._mesh != outer:
             raise MeshError(
@@ -197,7 +205,7 @@ class Jitted:
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf is a tensor or stands for one."""
+    """Whether a leaf has a shape and a torch dtype: a tensor, or a stand-in such as `TensorMeta`."""
     return hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype)
 
 
@@ -241,38 +249,45 @@ def jit(
     memory_limit: int | str | None = None,
     keep_sharded: KeepSharded | None = None,
 ) -> Any:
-    """Compile a function of whole tensors into the program that each rank of a mesh runs.
+    """Compile a function of global tensors into the program that each rank of a mesh runs.
 
     `@jit(in_specs, out_specs)` decorates; `jit(f, in_specs, out_specs)` wraps. The function is traced once for each
-    signature, with its `torch.func` transforms, planned as a whole, and lowered to plain torch operators on shards with
-    collectives between them. Modelled on `jax.jit` with `in_shardings` and `out_shardings`.
+    signature, including its `torch.func` transforms, planned as a whole, and lowered to plain torch operators on shards
+    with collectives between them. Modelled on `jax.jit` with `in_shardings` and `out_shardings`.
 
     Args:
-        in_specs: a pytree prefix of the tuple of arguments that are not static: specs are `P`s, or tuples of one
+        in_specs: a pytree prefix of the tuple of arguments that are not static. Its leaves are `P`s, or tuples of one
             placement for each mesh axis.
-        out_specs: a pytree prefix of the result.
+        out_specs: a pytree prefix of the result, with the same leaves.
         mesh: the mesh; by default that of `use_mesh` when the function is called.
-        static_argnums: positions of arguments that are no tensors: hashable, and part of the signature.
-        donate_argnums: positions of arguments that the caller will not use again: their memory is freed at their last
-            use in the program. A DTensor in such a place is dead after the call, and reading it an error. Plain tensors
-            are copied when they are placed, and stay as they are.
-        comms: what the plan may send. `"error"` refuses a plan that communicates, or that runs an operator without a
-            rule replicated; a mapping limits kinds of collectives: `{"all_gather": 0, "all_reduce": "20MB"}` allows no
-            all_gather, and all_reduces in which a rank sends up to 20 MB a step.
-        backend: `"eager"`.
-        machine: cost constants for the planner, as `Machine.preset("h100_nvlink")`.
+        static_argnums: positions of arguments without tensors, which must be hashable; each new value is a new program.
+        donate_argnums: positions of arguments that the caller does not use again: their memory is freed at their last
+            use in the program. A donated DTensor cannot be read after the call. Plain tensors are copied when they are
+            placed, so they stay valid.
+        comms: limits of communication. `"error"` forbids collectives, and operators without a sharding rule, which
+            would run replicated. A mapping limits kinds of collectives: `{"all_gather": 0, "all_reduce": "20MB"}`
+            forbids all_gathers, and lets a rank send 20 MB per step in all_reduces.
+        backend: `"eager"`; `"inductor"` is not available yet.
+        machine: cost constants for the planner, such as `Machine.preset("h100_nvlink")`.
         rules: sharding rules in place of `spmd.rules.RULES`: `RULES | {my_op: my_rule}`.
         memory_limit: the most bytes that a rank may hold at once, as `plan.memory` counts them: a number, or a text
-            such as `"80GB"` or `"512MiB"`. A plan that would take more is made to fit: parameters are gathered again
-            instead of kept, results are computed one after the other.
-        plan: a plan to run by, in place of a search: a `Plan`, or a file that `Plan.save` wrote, for example on an
-            abstract mesh. A call for which it was not made is refused.
-        keep_sharded: arguments that the program never gathers along some mesh axes, for layouts to the letter:
-            `{0: "model"}`, or a part by its path, `{"0['params']": "model"}` or `{"0.params": "model"}`, or a tensor by
-            its name in `print(plan)`. What is not cut along an axis is free.
+            such as `"80GB"` or `"512MiB"`. If the fastest plan takes more, operations are reordered, values are
+            rematerialized, and the plan is searched again with a price on memory, until it fits.
+        plan: a plan to use instead of a search: a `Plan`, or the path of a file that `Plan.save` wrote, for example on
+            an abstract mesh. It must have been made for the same program, mesh axes and specs.
+        keep_sharded: arguments that are never gathered along given mesh axes, even where that would be faster:
+            `{0: "model"}`. A key is an argument's position, the path of a part of one (`"0['params']"` or
+            `"0.params"`), or the name of a tensor in `print(plan)`. Tensors that are not sharded along the axis are not
+            constrained.
+
+    Returns:
+        A `Jitted`; without a function, a decorator that makes one.
 
     Raises:
-        PlanError: an unknown `comms` or `backend`.
+        PlanError: an option with a value that it does not accept.
+        RuleError: `rules` is not a mapping of operators to rules.
+        TraceError: `static_argnums` or `donate_argnums` are not integers.
+        MeshError: `mesh` is not a mesh.
 
     >>> from spmd import P, make_mesh
     >>> mesh = make_mesh({"data": 2}, runtime="virtual")

@@ -1,4 +1,4 @@
-"""`keep_sharded`: arguments that a plan never gathers, so that a layout is what it is called."""
+"""The option `keep_sharded`: arguments that a plan never gathers along given mesh axes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from spmd.core.mesh import Mesh
 from spmd.errors import PlanError
 
 KeepSharded: TypeAlias = Mapping[int | str, str | Sequence[str]]
-"""Arguments by position, parts of them by path (`"0['params']"`) or single inputs by their names in the program, and
-the mesh axes along which they stay cut."""
+"""The mesh axes along which arguments stay sharded. A key is an argument's position, the path of a part of one
+(`"0['params']"`), or the name of an input in the program."""
 
 
 def parse_keep_sharded(given: KeepSharded | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The paths and their axes; PlanError where they are something else."""
+    """The value of `keep_sharded` as pairs of a path and mesh axes; PlanError if it is not such a mapping."""
     entries = given.items() if isinstance(given, Mapping) else () if given is None else None
     if entries is None or not all(isinstance(path, (int, str)) for path, _ in entries):
         raise PlanError(
@@ -28,16 +28,16 @@ def parse_keep_sharded(given: KeepSharded | None) -> tuple[tuple[str, tuple[str,
 def never_gathered_inputs(
     entries: Sequence[tuple[str, tuple[str, ...]]], paths: Sequence[str], names: Sequence[str], mesh: Mesh
 ) -> dict[int, frozenset[str]]:
-    """The mesh axes along which each input is kept, by its position among the flat inputs.
+    """The mesh axes along which inputs are never gathered, by position among the flat inputs.
 
     Args:
-        entries: as `parse_keep_sharded` gives them.
-        paths: where each flat input stands among the arguments: `0['w']`.
-        names: the name of each in the program: `params_w`.
+        entries: the result of `parse_keep_sharded`.
+        paths: the path of each flat input in the arguments, such as `0['w']`.
+        names: the name of each flat input in the program, such as `params_w`.
         mesh: the mesh.
 
     Raises:
-        PlanError: an axis that the mesh lacks, or a path at which no argument stands.
+        PlanError: an axis that the mesh does not have, or a path that matches no argument.
     """
     kept: dict[int, frozenset[str]] = {}
     for path, axes in entries:

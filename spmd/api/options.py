@@ -1,4 +1,4 @@
-"""What `jit` can be told besides the function, its specs and its mesh."""
+"""The options of `jit`: their types and their validation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from spmd.plan.machine.machine import Machine
 from spmd.rules.rule import Rule
 
 Comms = Literal["allow", "error"] | Mapping[str, int | str]
-"""What a plan may send: anything, nothing, or for kinds of collectives how many (an int) or how many bytes (a text)."""
+"""Limits of communication: `"allow"` has none, `"error"` forbids it, a mapping limits count or bytes by kind."""
 
 
 class JitOptions(TypedDict, total=False):
-    """The keywords of `jit`, as a user gives them; `jit` says what they mean."""
+    """The keyword arguments of `jit`, which documents them."""
 
     mesh: Mesh | None
     static_argnums: int | Sequence[int]
@@ -65,7 +65,7 @@ def _check_machine(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 def _check_plan(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, (Plan, str, os.PathLike, NoneType)):
-        raise PlanError(f"plan must be a path or a spmd.plan.Plan (got {value!r:.80}).")
+        raise PlanError(f"plan must be a path or a spmd.inspect.Plan (got {value!r:.80}).")
 
 
 def _check_rules(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -81,7 +81,7 @@ def _memory_limit(limit: int | str | None) -> int | None:
 
 @attrs.frozen
 class Options:
-    """The options of a jitted function, checked."""
+    """The validated options of a jitted function; `jit` documents them."""
 
     static_argnums: tuple[int, ...] = attrs.field(converter=_argnums)
     donate_argnums: tuple[int, ...] = attrs.field(converter=_argnums)

@@ -12,9 +12,9 @@ _EXACT = (int, bool, str, bytes, type(None))
 
 
 def static_key(value: Any) -> Any:
-    """A key that is equal for values that a program cannot tell apart: of one type, also inside, and of one number.
+    """A cache key of a static argument: equal only for values of the same types, also inside containers.
 
-    Unlike `==`, it tells 1, 1.0 and True, and 0.0 and -0.0, from each other, and a NaN is itself.
+    Unlike `==`, it distinguishes 1, 1.0 and True, and 0.0 and -0.0, and a NaN equals itself.
 
     >>> static_key((1, 0.0)) == static_key((1.0, 0.0)), static_key(-0.0) == static_key(0.0)
     (False, False)
@@ -34,7 +34,7 @@ def static_key(value: Any) -> Any:
 
 
 def _fields(value: Any) -> Any:
-    """The fields by which an instance of a dataclass compares; any other value itself."""
+    """The keys of the fields by which a dataclass or attrs instance compares; any other value itself."""
     kind: Any = type(value)
     if kind.__eq__ is object.__eq__ or kind.__hash__ is None:
         return value
@@ -47,6 +47,6 @@ def _fields(value: Any) -> Any:
     key = tuple(static_key(getattr(value, name)) for name in names)
     try:
         hash(key)
-    except TypeError:  # it has a hash of its own
+    except TypeError:  # a field that is not hashable, so the class has its own `__hash__`
         return value
     return key

@@ -1,12 +1,11 @@
-"""Checkpoints of pytrees: written by every rank, read back by any mesh.
+"""Checkpoints of pytrees: all ranks write them, and any mesh can read them.
 
     spmd.checkpoint.save({"state": state, "step": 100}, "run/checkpoint")
     restored = spmd.checkpoint.load("run/checkpoint", {"state": specs, "step": 0}, mesh=other_mesh)
 
-torch.distributed.checkpoint (DCP) writes and reads, so the folder is one of DCP's: torch's own tools read it, and
-folders that they wrote can be loaded here. Every value is stored once, by one of the ranks that hold it; a reader takes
-the parts that its own layout wants. Overwriting a checkpoint is atomic: a save that is killed at any point leaves the
-last one.
+torch.distributed.checkpoint (DCP) writes and reads the files, so torch's own tools can read a checkpoint, and those
+that they wrote can be loaded here. Every value is stored once, by one of the ranks that hold it; a rank reads only the
+parts that its sharding needs. Overwriting a checkpoint is atomic: a killed save leaves one complete checkpoint.
 """
 
 from spmd.checkpoint.folder import exists

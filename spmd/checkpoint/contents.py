@@ -1,6 +1,6 @@
-"""What a checkpoint holds, and where: the tensors in chunks, and the plain values, each in a part of a file.
+"""What a checkpoint holds, and where: tensors in chunks, and plain values, each in a part of a file.
 
-`parse` makes it from a plain document, which may come from anybody: everything in it is checked.
+`parse` makes the `Contents` from a plain document of untrusted origin, and checks everything in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spmd.core.spec import TensorMeta
 from spmd.errors import CheckpointError
 
 Document = dict[str, Any]
-"""What `json` can write."""
+"""A JSON object."""
 
 _PART: Mapping[str, Kind] = {"file": str, "offset": int, "length": int, "crc32": Maybe(int)}
 _CHUNK = Fields({"offsets": ListOf(int), "sizes": ListOf(int), **_PART})
@@ -39,7 +39,7 @@ _SCHEMA = Fields(
 )
 
 _PLAIN_NAME = re.compile(r"[\w.,+=@() -]{1,200}")
-"""What may stand between the slashes of a file's name; `.` and `..` may not."""
+"""A valid component of a file's relative path; `.` and `..` are not allowed."""
 
 
 @attrs.frozen
@@ -47,9 +47,9 @@ class Part:
     """A part of a file.
 
     Args:
-        file: the file's name in the checkpoint's folder.
-        offset, length: in bytes.
-        crc32: the checksum of its bytes; None in what torch alone has written.
+        file: the file's path relative to the checkpoint's folder.
+        offset, length: the position of the part, in bytes.
+        crc32: the checksum of its bytes; None in a checkpoint that torch wrote without `spmd`.
     """
 
     file: str
@@ -60,7 +60,7 @@ class Part:
 
 @attrs.frozen
 class Chunk:
-    """A box of a tensor, and the part of a file that holds it."""
+    """A region of a tensor, and the part of a file that holds it; offsets and sizes are in elements, for each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -69,7 +69,7 @@ class Chunk:
 
 @attrs.frozen
 class StoredTensor:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint: its global shape and dtype, and its chunks."""
 
     meta: TensorMeta
     chunks: tuple[Chunk, ...]
@@ -77,36 +77,37 @@ class StoredTensor:
 
 @attrs.frozen
 class Contents:
-    """What a checkpoint holds, by name."""
+    """The tensors and plain values of a checkpoint, by name."""
 
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Part]
 
     @property
     def names(self) -> frozenset[str]:
-        """All names."""
+        """The names of all tensors and values."""
         return frozenset({*self.tensors, *self.values})
 
     @property
     def parts(self) -> list[Part]:
-        """All parts of files."""
+        """The parts of files of all chunks and values."""
         return [*(chunk.part for tensor in self.tensors.values() for chunk in tensor.chunks), *self.values.values()]
 
     def metadata(self) -> Metadata:
-        """The same as DCP plans a load by."""
+        """The same as DCP's `Metadata`, from which DCP plans a load."""
         described: dict[str, Any] = {name: BytesStorageMetadata() for name in self.values}
         stored: dict[MetadataIndex, Any] = {MetadataIndex(name): part for name, part in self.values.items()}
         for name, tensor in self.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
             properties = TensorProperties(dtype=tensor.meta.dtype)
             described[name] = TensorStorageMetadata(properties, torch.Size(tensor.meta.shape), chunks)
-            filled = sorted(tensor.chunks, key=lambda chunk: math.prod(chunk.sizes) > 0)  # empty ones yield their place
+            # empty chunks first: a non-empty chunk with the same offsets replaces them
+            filled = sorted(tensor.chunks, key=lambda chunk: math.prod(chunk.sizes) > 0)
             stored.update((MetadataIndex(name, chunk.offsets), chunk) for chunk in filled)
         return Metadata(described, storage_data=stored)
 
 
 def describe(metadata: Metadata) -> Document:
-    """The document of what DCP has just written, whose storage data have checksums."""
+    """The document of what DCP has just written; `Writer` has added checksums to the storage data."""
     tensors: Document = {}
     values: Document = {}
     for name, stored in metadata.state_dict_metadata.items():
@@ -134,8 +135,8 @@ def parse(document: Any) -> Contents:
     """The contents that a document describes.
 
     Raises:
-        CheckpointError: it describes none: something is missing, of another kind, out of bounds, or names a file that
-            is not in the checkpoint's folder.
+        CheckpointError: something is missing, of the wrong type or out of bounds, or a file is not in the checkpoint's
+            folder.
     """
     wrong = misfit(document, _SCHEMA)
     if wrong is not None:
@@ -184,10 +185,10 @@ def _is_plain(file: str) -> bool:
 
 
 def check_tiling(name: str, tensor: StoredTensor) -> None:
-    """Check that the chunks of a tensor hold each of its elements once.
+    """Check that the chunks of a tensor hold each of its elements exactly once.
 
     Raises:
-        CheckpointError: an element is missing, or is there twice.
+        CheckpointError: an element is missing, or is in two chunks.
     """
     chunks = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]
     stored = sum(math.prod(chunk.sizes) for chunk in chunks)
@@ -198,7 +199,7 @@ def check_tiling(name: str, tensor: StoredTensor) -> None:
 
 
 def _overlap(chunks: list[Chunk]) -> bool:
-    """Whether two chunks share an element; compares those only that meet in the dim that is cut most."""
+    """Whether two chunks share an element; compares only chunks that overlap in the dim with the most offsets."""
     if not chunks or not chunks[0].sizes:
         return len(chunks) > 1
     dim = max(range(len(chunks[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))

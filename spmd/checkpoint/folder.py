@@ -1,12 +1,12 @@
 """A checkpoint's folder on disk: complete, checked, and replaced in one step.
 
     run/checkpoint/
-        .metadata                 what is where, in DCP's form and as JSON; the checkpoint is what this file says
-        data-0a1b2c3d4e5f/        the data of one save: a file of every process
+        .metadata                 what is stored where, as DCP's pickle and as JSON; defines the checkpoint
+        data-0a1b2c3d4e5f/        the data of one save: one file for each process
             __0_0.distcp
 
-A save writes a data folder of its own and then replaces `.metadata`, which is atomic; last it removes the data of
-earlier saves. Whenever it is killed, `.metadata` speaks of one complete save. DCP's reader sees an ordinary checkpoint.
+A save writes a new data folder, then replaces `.metadata`, which is atomic, and last removes the data of earlier
+saves. If it is killed at any point, `.metadata` refers to one complete save. DCP's own reader can read the folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BLOCK = 1 << 20
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a checkpoint, which is complete then, unless files were taken out of it.
+    """Whether a folder holds a checkpoint; it is complete unless files were removed from it.
 
     >>> exists("no/such/folder")
     False
@@ -56,10 +56,10 @@ def new_data_name() -> str:
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer of files, into a data folder; `finish`, which the first process calls, puts it in place.
+    """DCP's file writer, for a data folder; `finish`, which DCP calls on the first process, makes it the checkpoint.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint's folder.
         data: the name of the data folder, the same in all processes.
     """
 
@@ -70,18 +70,17 @@ class Writer(FileSystemWriter):
         self._is_in_place = False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this process's files; every chunk gets a checksum, which plain readers ignore."""
+        """Write this process's files, and add to every record a checksum, which DCP's own reader ignores."""
         written = super().write_data(plan, planner)
         for info in (result.storage_data for result in written.value()):
             with (self._folder / self._data / info.relative_path).open("rb") as file:
-                info.crc32 = _checksum(
-                    file, info.offset, info.length
-                )  # DCP pickles its records with what is set on them
+                # DCP pickles its records with all attributes that are set on them.
+                info.crc32 = _checksum(file, info.offset, info.length)
             info.relative_path = f"{self._data}/{info.relative_path}"
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make this save the checkpoint, then remove earlier ones."""
+        """Write `.metadata`, which makes this save the checkpoint, then remove the data of earlier saves."""
         super().finish(metadata, results)
         append_manifest(self._folder / self._data / METADATA, metadata)
         _sync(self._folder / self._data)
@@ -94,19 +93,19 @@ class Writer(FileSystemWriter):
                 shutil.rmtree(path, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what a failed save has written; not of one that failed afterwards, as when another process is gone."""
+        """Remove the data of a failed save, unless `finish` has already made it the checkpoint."""
         if not self._is_in_place:
             shutil.rmtree(self._folder / self._data, ignore_errors=True)
 
 
 class Reader(FileSystemReader):
-    """DCP's reader of files, which reads and checks every chunk once, however many shards want a part of it.
+    """DCP's file reader, which reads and checks every chunk once, for any number of shards that need a part of it.
 
-    Nothing in the folder is run: `spmd.checkpoint.manifest` reads what is stored where, torch's unpickler of weights
+    No code from the folder is run: `spmd.checkpoint.manifest` reads the metadata, and torch's weights-only unpickler
     reads the chunks.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint's folder.
 
     Raises:
         CheckpointError: there is no complete checkpoint.
@@ -121,14 +120,14 @@ class Reader(FileSystemReader):
         self._check_files()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the folder held when this reader was made; it may have been replaced since."""
+        """The metadata when this reader was made; the checkpoint may have been replaced since."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for.
+        """Read the items of the plan into the planner's tensors and values.
 
         Raises:
-            CheckpointError: a chunk is not what was written.
+            CheckpointError: a chunk or value is damaged.
         """
         wanted: dict[MetadataIndex, list[ReadItem]] = {}
         for item in plan.items:
@@ -160,7 +159,7 @@ class Reader(FileSystemReader):
             raise CheckpointError(f"{path} cannot be read: {error}. {_REMEDY}") from error
 
     def _check_files(self) -> None:
-        """Check that every file is there, in the folder, and as long as it should be."""
+        """Check that every file exists, is inside the folder, and has the expected length."""
         lengths: dict[str, int] = {}
         for part in self.contents.parts:
             lengths[part.file] = max(lengths.get(part.file, 0), part.offset + part.length)
@@ -193,14 +192,14 @@ class Reader(FileSystemReader):
             data = file.read(part.length)
         if len(data) != part.length or part.crc32 not in (None, zlib.crc32(data)):
             raise CheckpointError(f"The bytes of {name} in {path} are not those that were written. {_REMEDY}")
-        if part.crc32 is None:  # torch alone has written it
+        if part.crc32 is None:  # written by torch without spmd
             with self._named(name, part):
                 check_archive(data)
         return data
 
     @contextmanager
     def _named(self, name: str, part: Part) -> Iterator[None]:
-        """Say in errors what is damaged, and where."""
+        """Add to errors the name of what is damaged, and its file."""
         try:
             yield
         except CheckpointError as error:
@@ -229,10 +228,10 @@ def _blocks(file: IO[bytes], offset: int, length: int) -> Iterator[bytes]:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
+    """Make the entries of a folder durable (fsync), if the system supports it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
+    except OSError:  # Windows cannot open folders
         return
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The leaves of a checkpoint: what they may be, and the names that they are stored under."""
+"""The leaves of a checkpoint: their types, and the names under which they are stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmd.core.pytree import NAMESPACE
 from spmd.errors import CheckpointError
 
 PLAIN = (bool, int, float, complex, str, bytes)
-"""Python values that a checkpoint may hold beside tensors."""
+"""The types of Python values that a checkpoint may hold besides tensors."""
 
 
 def named_leaves(
@@ -22,11 +22,15 @@ def named_leaves(
 ) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     """The name and value of every leaf of a pytree, and its structure.
 
-    A name is the way to the leaf, joined by dots, as DCP names the leaves of nested dicts: keys, numbers, and fields.
-    The leaf of a tree that is a single leaf is named `value`.
+    A name is the path to the leaf (keys, numbers, and fields) joined by dots, as DCP names the leaves of nested dicts.
+    A tree that is itself a leaf has the name `value`.
+
+    Args:
+        tree: a pytree.
+        is_leaf: whether a node is a leaf although it is a container.
 
     Raises:
-        CheckpointError: two leaves of one name.
+        CheckpointError: two leaves have the same name.
 
     >>> named_leaves({"params": [{"w": 1.0}], "step": 3})[0]
     ['params.0.w', 'step']
@@ -47,7 +51,7 @@ def _part(entry: optree.PyTreeEntry) -> str:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """A leaf, as ranks compare it: the spec of a DTensor, a plain tensor with a digest, or the Python value."""
+    """A leaf as text, by which ranks compare it: a DTensor's spec and mesh, a tensor's digest, or the Python value."""
     if isinstance(leaf, DTensor):
         return f"{leaf.spec} on {leaf.mesh}"
     return describe(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)

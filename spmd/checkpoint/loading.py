@@ -1,4 +1,4 @@
-"""Reading a checkpoint onto any mesh."""
+"""Loading a checkpoint onto any mesh."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from spmd.errors import CheckpointError, ShardingError
 
 
 def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -> Any:
-    """Read a checkpoint, laid out as `like` says; it may have been written from any other layout, mesh and runtime.
+    """Load a checkpoint with the shardings of `like`; it may have been saved with other specs, mesh and runtime.
 
-    It may also come from anybody: nothing in it is run, and all of it that is read is checked.
-
-    On a distributed mesh every rank calls it, and reads the parts that it wants.
+    The checkpoint need not be trusted: no code in it is run, and all that is read is checked. On a distributed mesh
+    this is a collective call, and each rank reads only the parts that it needs.
 
     Args:
         path: the folder that was given to `save`, or that torch.distributed.checkpoint wrote.
-        like: a pytree of what is wanted. A DTensor stands for one of its shape, dtype and spec; so does a
-            `DTensorSpec`. A `P`, or a tuple of placements, stands for the tensor of that name as it is in the
-            checkpoint. A plain tensor or a `TensorMeta` stands for a plain tensor, which every rank reads whole; a
-            number or text for what was saved. Names that the checkpoint has besides are left out.
-        mesh: the mesh of bare specs; by default that of `use_mesh`.
+        like: a pytree with a leaf for each value to load. For a DTensor or a `DTensorSpec`, the result is a DTensor of
+            the same shape, dtype and spec. For a `P`, or a tuple of placements, it is a DTensor with that spec, and
+            shape and dtype are those in the checkpoint. For a plain tensor or a `TensorMeta`, it is a plain tensor,
+            which every rank reads whole. For a number or text, it is the saved value. Other names in the checkpoint are
+            ignored.
+        mesh: the mesh of `P`s and tuples of placements; by default that of `use_mesh`.
 
     Returns:
-        A pytree of new values; those in `like` stay as they are.
+        A pytree of new values; those in `like` do not change.
 
     Raises:
-        CheckpointError: no checkpoint, an incomplete or damaged one, or one without what is wanted: all missing names,
-            other shapes and dtypes, and specs that do not fit or are partial, are listed.
-        DivergenceError: ranks want different things, or find different checkpoints.
-        MeshError: a bare spec and no mesh, or virtual and distributed meshes.
+        CheckpointError: no checkpoint, an incomplete or damaged one, or one that does not match `like`; the message
+            lists all missing names, other shapes and dtypes, and specs that do not fit or are partial.
+        DivergenceError: ranks have different `like`s, or find different checkpoints.
+        SpmdError: a rank failed, or never makes the call.
+        MeshError: a `P` without a mesh, or both virtual and distributed meshes.
 
     >>> import spmd, tempfile
     >>> mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
@@ -86,7 +87,7 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """DCP's planner, which unpickles plain values only."""
+    """DCP's load planner, restricted to plain values where DCP would unpickle any object."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -101,13 +102,13 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 @attrs.frozen
 class _Target:
-    """What one name is to become.
+    """What one name of the checkpoint is loaded as.
 
     Args:
         name: the name in the checkpoint.
-        meta: of a tensor; None for a number or text.
-        spec: of a DTensor.
-        device: of a plain tensor.
+        meta: the shape and dtype of a tensor; None for a number or text.
+        spec: the spec of a DTensor; None for others.
+        device: the device of a plain tensor.
     """
 
     name: str
@@ -116,7 +117,7 @@ class _Target:
     device: torch.device = torch.device("cpu")
 
     def empty(self) -> Any:
-        """Room for what will be read."""
+        """A value with uninitialized memory, into which DCP reads."""
         if self.meta is None:
             return 0
         if self.spec is None:
@@ -130,7 +131,7 @@ class _Target:
 
 
 def _targets(contents: Contents, wanted: dict[str, Any], mesh: Mesh | None, folder: Path) -> list[_Target]:
-    """What every wanted name becomes; CheckpointError with everything that the checkpoint has not, or has otherwise."""
+    """The targets of all wanted names; a CheckpointError lists every name that is missing or different."""
     targets, wrong = [], []
     for name, leaf in wanted.items():
         try:
@@ -145,7 +146,7 @@ def _targets(contents: Contents, wanted: dict[str, Any], mesh: Mesh | None, fold
 
 
 def _target(name: str, leaf: Any, contents: Contents, mesh: Mesh | None) -> _Target:
-    """What one name becomes; an error if the checkpoint has something else."""
+    """The target of one name; an error if the checkpoint has something else under it."""
     if name not in contents.names:
         raise CheckpointError(f"{name}: missing")
     saved = contents.tensors.get(name)

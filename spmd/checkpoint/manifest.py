@@ -1,8 +1,8 @@
-"""`.metadata`: the pickle that torch's tools read, then the same as JSON with a checksum, which is what is read here.
+"""`.metadata`: DCP's pickle, followed by the same as JSON with a checksum, the manifest.
 
-Readers of pickles stop where the pickle ends, and see an ordinary checkpoint of DCP's. The JSON is never a pickle's
-word for something else: of a file with a manifest the pickle is not looked at. A file without one was written by torch,
-or by an earlier version; see `spmd.checkpoint.records`.
+Readers of pickles stop where the pickle ends, so torch's tools see an ordinary checkpoint of DCP. Here only the
+manifest is read, and never the pickle in front of it. A file without a manifest was written by torch, or by an earlier
+version of `spmd`; for it, see `spmd.checkpoint.records`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from spmd.core.documents import parse as parse_json
 from spmd.errors import CheckpointError
 
 _FOOTER = re.compile(rb"\nspmd manifest 1, bytes ([0-9]{16}), sha256 ([0-9a-f]{64})\n\Z")
-_DIGEST = 64 + 1  # at the end of the footer, which it covers up to itself
+_DIGEST = 64 + 1  # hexadecimal digits and newline at the end; the digest covers all before
 _LONGEST = 200
 
 
 @attrs.frozen
 class Manifest:
-    """What a checkpoint holds, and what tells it from all others."""
+    """What a checkpoint holds, and a digest that identifies the save."""
 
     contents: Contents
     digest: str
 
 
 def append_manifest(path: Path, metadata: Metadata) -> None:
-    """Add the manifest to the pickle that DCP has written."""
+    """Append the manifest to the pickle that DCP has written to `path`."""
     text = json.dumps(describe(metadata), separators=(",", ":")).encode()
     with path.open("r+b") as file:
         added = text + f"\nspmd manifest 1, bytes {len(text):016}, sha256 ".encode()
@@ -46,10 +46,10 @@ def append_manifest(path: Path, metadata: Metadata) -> None:
 
 
 def read_manifest(data: bytes) -> Manifest:
-    """What a `.metadata` says.
+    """The manifest in the bytes of a `.metadata`; without one, the same from the pickle.
 
     Raises:
-        CheckpointError: it is damaged, describes nothing that can be read, or names what no checkpoint needs.
+        CheckpointError: the file is damaged or malformed, or its pickle names anything that DCP's metadata does not.
     """
     footer = _FOOTER.search(data, max(len(data) - _LONGEST, 0))
     if footer is None:

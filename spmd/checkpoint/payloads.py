@@ -1,4 +1,4 @@
-"""The bytes of a chunk or of a plain value, as `torch.save` wrote them, read without running anything."""
+"""Reads chunks and plain values from the bytes of `torch.save`, without running code in them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ZIP = b"PK\x03\x04"
 
 
 def read_tensor(data: bytes, expected: TensorMeta) -> torch.Tensor:
-    """The tensor in some bytes.
+    """The tensor that `torch.save` wrote to `data`.
 
     Raises:
-        CheckpointError: they hold something else.
+        CheckpointError: `data` is damaged, or is not a plain tensor of the expected shape and dtype.
     """
     tensor = _load(data)
     if not isinstance(tensor, torch.Tensor):
@@ -30,10 +30,10 @@ def read_tensor(data: bytes, expected: TensorMeta) -> torch.Tensor:
 
 
 def read_value(data: bytes) -> Any:
-    """The number or text in some bytes.
+    """The number or text that `torch.save` wrote to `data`.
 
     Raises:
-        CheckpointError: they hold something else.
+        CheckpointError: `data` is damaged, or holds something else.
     """
     value = _load(data)
     if type(value) not in PLAIN:
@@ -42,10 +42,10 @@ def read_value(data: bytes) -> Any:
 
 
 def check_archive(data: bytes) -> None:
-    """Check the checksums that `torch.save` has put into some bytes, which `torch.load` does not.
+    """Check the checksums in the zip archive that `torch.save` wrote, which `torch.load` does not.
 
     Raises:
-        CheckpointError: they are damaged.
+        CheckpointError: `data` is damaged.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -62,7 +62,7 @@ def _load(data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        # torch's advice to load with weights_only=False is none to give here.
+        # Leave out torch's advice to load with weights_only=False, which would run code.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         reason = next((line for line in lines if line.startswith("WeightsUnpickler error")), lines[0])
         raise CheckpointError(f"it cannot be read ({type(error).__name__}: {reason})") from error

@@ -26,7 +26,7 @@ class Processes:
 
     Args:
         call: the user's call, for messages.
-        group: a gloo group of its own, because a save in the background must not meet the collectives of training; None
+        group: a separate gloo group, so that collectives of a background save do not mix with those of training; None
             for this process alone.
     """
 
@@ -35,23 +35,23 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes what is written once."""
+        """Whether this is the process that writes plain leaves and the metadata: rank 0, or the only one."""
         return self.group is None or process_index() == 0
 
     def gather(self, value: T) -> list[T]:
-        """The value of every process, in their order, on every process.
+        """The values of all processes in rank order, on every process.
 
         Raises:
             DivergenceError: a process makes another call.
-            SpmdError: a process does not come.
+            SpmdError: a process never makes the call.
         """
         return [value] if self.group is None else gather(self.call, value)
 
     def together(self, step: Callable[[], T]) -> T:
-        """What a step of this process returns. If it fails in any process, it fails in all.
+        """Run a local step and return its result; if it fails in any process, all processes raise an error.
 
         Raises:
-            CheckpointError: the step failed in another process; the message has its rank and what it said.
+            CheckpointError: the step failed in another process; the message has its rank and its error.
         """
         error, result = None, None
         try:
@@ -67,10 +67,10 @@ class Processes:
         return result  # type: ignore[return-value]
 
     def agree(self, claims: Callable[[], Mapping[str, str]]) -> None:
-        """Check that all processes say the same of the same things, if there are several.
+        """Check that all processes make the same claims, as `check_agreement` does; nothing for one process.
 
         Raises:
-            DivergenceError: one of them does not; the message has the first difference.
+            DivergenceError: they differ; the message has the first difference.
         """
         if self.group is not None:
             expected = "Every rank must make the same call, with the same path and the same tree."
@@ -78,17 +78,19 @@ class Processes:
 
     @contextmanager
     def errors_of(self, what: str) -> Iterator[None]:
-        """Turn the errors of collectives, and DCP's, which it raises in all processes, into one that says who failed.
+        """A context that turns errors of collectives and of DCP into a CheckpointError that names the failed ranks.
+
+        DCP raises its errors in all processes.
 
         Raises:
-            CheckpointError: for a RuntimeError, or what DCP calls a CheckpointException, which is no Exception.
+            CheckpointError: for a RuntimeError, or DCP's `CheckpointException`, which derives from `BaseException`.
         """
         try:
             yield
         except CheckpointException as failure:
             failures = sorted(failure.failures.items())
             for _, (error, _) in failures:
-                if not isinstance(error, Exception):  # an interrupt from the keyboard
+                if not isinstance(error, Exception):  # as a KeyboardInterrupt
                     raise error from None
             prefix = "" if self.group is None else "rank {}: "
             reasons = "; ".join(f"{prefix.format(rank)}{_text(error)}" for rank, (error, _) in failures)
@@ -103,14 +105,16 @@ def _text(error: BaseException) -> str:
 
 
 def processes_of(call: str, meshes: Iterable[Mesh]) -> Processes:
-    """The processes that hold a tree whose DTensors lie on these meshes: one of a virtual mesh, else all of the job.
+    """The processes that save or load a tree: this one alone for virtual meshes or without a job, else all of the job.
 
     Args:
         call: the user's call, for messages.
-        meshes: of the DTensors.
+        meshes: the meshes of the tree's DTensors.
 
     Raises:
         MeshError: virtual and distributed meshes in one tree.
+        DivergenceError: ranks make different calls.
+        SpmdError: a rank never makes the call.
     """
     runtimes = {mesh.runtime for mesh in meshes}
     if len(runtimes) > 1:
@@ -119,5 +123,5 @@ def processes_of(call: str, meshes: Iterable[Mesh]) -> Processes:
     alone = Runtime.VIRTUAL in runtimes or not dist.is_available() or not dist.is_initialized()
     if alone:
         return Processes(call, None)
-    gather(call, None)  # that all make this call; only then a group can be made
+    gather(call, None)  # check that all make this call before a group is made
     return Processes(call, group_for("checkpoints"))

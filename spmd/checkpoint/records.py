@@ -1,7 +1,8 @@
-"""DCP's `.metadata`, which is a pickle, as a plain document.
+"""Reads DCP's `.metadata`, which is a pickle, as a plain document, without running code in it.
 
-The unpickler here makes inert records of the few classes that DCP writes, and imports and calls nothing: whatever else
-a pickle names is refused. It is Python's own, because the one in C takes memory for whatever number a damaged file has.
+The unpickler here makes inert records for the few classes that DCP writes, and imports and calls nothing; any other
+name in a pickle is an error. It derives from the unpickler in Python, because the one in C allocates any size that a
+damaged file states.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _KNOWN: Mapping[str, tuple[str, ...]] = {
     "pathlib": ("PosixPath", "WindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath"),
 }
-"""What a `.metadata` may name, besides dtypes."""
+"""The names that a `.metadata` may contain, by module, besides dtypes."""
 
 
 class _Record:
-    """An object of a pickle that is no object: what its class would be called with, and its state.
+    """A stand-in for an object in a pickle: the arguments of its constructor, and its state.
 
-    Every unpickler has subclasses of its own, since a pickle can set attributes of classes.
+    Every unpickler makes its own subclasses, because a pickle can set attributes of classes.
     """
 
     name: ClassVar[str]
@@ -62,7 +63,7 @@ class _Unpickler(pickle._Unpickler):
         self._classes: dict[tuple[str, str], type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class of records, or a dtype."""
+        """The class of records for a known name, or a dtype; an error for any other name."""
         if name in _KNOWN.get(module, ()):
             return self._classes.setdefault((module, name), type(name, (_Record,), {"name": name}))
         dtype = vars(torch).get(name) if module == "torch" else None
@@ -75,7 +76,7 @@ def read_records(data: bytes) -> Document:
     """The document that `spmd.checkpoint.contents.parse` takes, from the bytes of a `.metadata`.
 
     Raises:
-        CheckpointError: the bytes are no metadata of DCP's, or ask for more than that.
+        CheckpointError: the bytes are no pickle of DCP's metadata, or contain other names.
     """
     file = io.BytesIO(data)
     try:
@@ -137,7 +138,7 @@ def _find(parts: _Parts, key: tuple[str, tuple[int, ...] | None]) -> Document:
 
 
 def _state(record: Any, name: str) -> dict[Any, Any]:
-    """The fields of a record of one class."""
+    """The state of a record, which must be of the class `name`."""
     if not isinstance(record, _Record) or record.name != name or type(record.state) is not dict:
         found = record.name if isinstance(record, _Record) else type(record).__name__
         raise CheckpointError(f"it has {found} where {name} is expected")
@@ -169,7 +170,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _numbers(value: Any) -> list[int]:
-    """A torch.Size, as a list."""
+    """A torch.Size or tuple, as a list."""
     if isinstance(value, _Record) and value.name == "Size" and len(value.arguments) == 1:
         value = value.arguments[0]
     if type(value) is not tuple or not all(type(number) is int for number in value):

@@ -1,4 +1,4 @@
-"""Writing a checkpoint, now or in the background."""
+"""Saving a checkpoint, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from spmd.core.pytree import leaf_remedy, tree_leaves
 from spmd.errors import CheckpointError
 
 Progress: TypeAlias = Callable[[int, int], object]
-"""Called with the bytes that this process has written and the bytes that it writes in all."""
+"""A callback `on_progress(done, total)`: the bytes that this process has written, and all that it writes."""
 
 
 def save(tree: Any, path: str | os.PathLike[str], *, on_progress: Progress | None = None) -> None:
     """Write a pytree as a checkpoint, and return when it is on disk.
 
-    On a distributed mesh every rank calls it, and writes its part; the folder must be one that all of them see. An
-    earlier checkpoint in the folder is replaced in one step: whenever this is killed, the folder holds one of the two,
-    whole.
+    On a distributed mesh this is a collective call, and each rank writes its part; the folder must be on a file system
+    that all ranks share. An earlier checkpoint in the folder is replaced atomically: if the save is killed, the folder
+    holds a complete checkpoint, the earlier or the new one.
 
     Args:
         tree: a pytree of DTensors, plain tensors, and numbers or text. Plain leaves, which all ranks hold, are written
             by rank 0.
-        path: the checkpoint's folder; it is made if need be.
-        on_progress: called as `on_progress(done, total)` with bytes of this process; when the checkpoint is in place,
-            with `done == total`.
+        path: the checkpoint's folder; it is created if it does not exist.
+        on_progress: called as `on_progress(done, total)` with bytes of this process; `done == total` once the
+            checkpoint is complete.
 
     Raises:
-        ShardingError: a partial leaf.
-        CheckpointError: a leaf that cannot be stored, two leaves of one name, or a failure to write, on any rank.
+        ShardingError: a partial leaf, or a DTensor that was donated.
+        CheckpointError: a leaf that cannot be stored, two leaves with one name, or a failure to write, on any rank.
         DivergenceError: ranks save different trees, or to different paths.
-        MeshError: leaves on virtual and on distributed meshes.
+        SpmdError: a rank failed, or never makes the call.
+        MeshError: leaves on both virtual and distributed meshes.
 
     >>> import spmd, tempfile
     >>> mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
@@ -59,13 +60,16 @@ def save(tree: Any, path: str | os.PathLike[str], *, on_progress: Progress | Non
 
 
 def save_async(tree: Any, path: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Saving:
-    """Copy a pytree to memory of the CPU, and write it in the background.
+    """Copy a pytree to CPU memory, and write it in a background thread.
 
-    Training may go on at once, and donate what was saved. One save runs at a time: the next call of this module first
-    waits for it, and raises what it failed of if nobody has. A program that ends waits for it too.
+    When this returns, the values may be donated. One save runs at a time: the next save or load first waits for it, and
+    raises its error if `Saving.wait` has not. A program that ends waits for it too.
 
-    Args and errors are those of `save`; failures to write are raised by `Saving.wait`. `on_progress` is called in
-    another thread.
+    Args and errors are those of `save`; failures to write are raised by `Saving.wait`. `on_progress` is called in the
+    background thread.
+
+    Returns:
+        The save that runs.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +83,7 @@ def save_async(tree: Any, path: str | os.PathLike[str], *, on_progress: Progress
 
 
 class Saving:
-    """A save that runs in the background."""
+    """A save in a background thread, which starts at once."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
@@ -88,7 +92,7 @@ class Saving:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the checkpoint is on disk; raise what went wrong, once."""
+        """Return when the checkpoint is on disk. If the save failed, the first call raises its error."""
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:
@@ -96,7 +100,7 @@ class Saving:
 
     @property
     def is_done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether the save has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -104,28 +108,28 @@ class Saving:
             self._write()
         except BaseException as error:
             self._error = error
-        del self._write  # and with it the copies
+        del self._write  # frees the copies
 
 
 _last: Saving | None = None
-"""The last save in the background."""
+"""The last background save."""
 
 
 def wait_for_last() -> None:
-    """Wait for the last save in the background; raise what it failed of if nobody has heard of it."""
+    """Wait for the last background save; raise its error if `Saving.wait` has not."""
     if _last is not None:
         _last.wait()
 
 
 @attrs.frozen
 class _Save:
-    """One save: all that is known before anything is written.
+    """One save, before anything is written.
 
     Args:
-        leaves: what this process writes, or has a part in, by name.
-        folder: the checkpoint.
+        leaves: the leaves of which this process writes a part, by name.
+        folder: the checkpoint's folder.
         data: the name of the data folder.
-        processes: who takes part.
+        processes: the processes that take part.
     """
 
     leaves: dict[str, Any]
@@ -134,7 +138,7 @@ class _Save:
     processes: Processes
 
     def copied(self) -> _Save:
-        """The same of copies that nobody else holds."""
+        """The same save with copies of the leaves, in CPU memory."""
         return attrs.evolve(self, leaves={name: _copy(name, leaf) for name, leaf in self.leaves.items()})
 
     def write(self, on_progress: Progress | None) -> None:
@@ -158,7 +162,7 @@ class _Save:
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """DCP's planner, which also reports progress: what it is asked for next, it has written the rest of."""
+    """DCP's save planner with progress: when DCP asks for an item, it has written the items before."""
 
     def __init__(self, on_progress: Progress | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -176,13 +180,13 @@ class _Planner(dcp.DefaultSavePlanner):
         return super().resolve_data(write_item)
 
     def finished(self) -> None:
-        """Report that all is in place."""
+        """Report that the checkpoint is complete."""
         if self._on_progress is not None:
             self._on_progress(self._total, self._total)
 
 
 def _size(item: WriteItem) -> int:
-    """The bytes of a tensor's chunk; what else there is hardly counts."""
+    """The bytes of a tensor's chunk; plain values count as 0."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
@@ -208,7 +212,7 @@ def _checked_leaves(tree: Any, folder: Path) -> dict[str, Any]:
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, DTensor):
             check_final(leaf.spec, name)
-            leaf.shards  # noqa: B018  # one that was donated says so
+            leaf.shards  # noqa: B018  # raises a ShardingError if it was donated
         elif isinstance(leaf, torch.Tensor):
             if leaf.is_meta or leaf.layout is not torch.strided:
                 kind = "a meta tensor" if leaf.is_meta else f"layout {leaf.layout}"
@@ -221,7 +225,7 @@ def _checked_leaves(tree: Any, folder: Path) -> dict[str, Any]:
 
 
 def _copy(name: str, leaf: Any) -> Any:
-    """A leaf in memory of its own: of a DTensor only the shards that are written."""
+    """A copy of a leaf in CPU memory; of a DTensor, only the shards that this process writes are copied."""
     if not isinstance(leaf, DTensor):
         return leaf.to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
     spec, coordinates = leaf.spec, leaf.mesh.held_coordinates
@@ -234,5 +238,5 @@ def _copy(name: str, leaf: Any) -> Any:
 
 
 def ignore_notice() -> None:
-    """Keep torch from warning, at a save or load by one process, that torch.distributed does not run: it need not."""
+    """Ignore torch's warning, at a save or load by one process, that torch.distributed is not initialized."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

@@ -1,4 +1,4 @@
-"""Collectives between the ranks of a mesh: JAX's public functions, and the primitives underneath."""
+"""Collectives between the ranks of a mesh: functions with the names of `jax.lax`, and the primitives underneath."""
 
 from spmd.collectives.environment import axis_environment, axis_size
 from spmd.collectives.functional import (

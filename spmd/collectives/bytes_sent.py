@@ -1,8 +1,8 @@
-"""The bytes that the rank sends which sends most, in closed form.
+"""The largest number of bytes that any rank sends in a collective, in closed form.
 
-`spmd.collectives.traffic` plays the same algorithms through, round by round, on the tensors that ranks hold; the two
-are computed independently, so that one checks the other. Here nothing depends on the number of ranks: of the chunks
-of a dim few are different.
+`spmd.collectives.traffic` simulates the same algorithms round by round on the shards of all ranks; the two are
+computed independently, so that one checks the other. The time taken here does not grow with the number of ranks,
+because the chunks of a dim have few distinct lengths.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from spmd.core.spec import chunk_bounds
 
 @lru_cache(maxsize=65536)
 def chunk_lengths(sizes: tuple[int, ...], counts: tuple[int, ...]) -> frozenset[tuple[int, ...]]:
-    """The different lengths that the ranks of a group hold of dims that are cut into nested chunks, rank by rank alike.
+    """The distinct local lengths of dims that are all sharded over the same axes, in nested chunks.
 
     Args:
-        sizes: the lengths of the dims.
-        counts: the number of ranks along each axis that cuts all of them, major first.
+        sizes: the global lengths of the dims.
+        counts: the number of ranks along each of the axes, major first.
+
+    Returns:
+        Tuples of one local length for each dim; each is what at least one rank holds.
 
     >>> sorted(chunk_lengths((5,), (4,))), sorted(chunk_lengths((5, 6), (2,)))
     ([(0,), (1,), (2,)], [(2, 3), (3, 3)])
@@ -37,7 +40,7 @@ def chunk_lengths(sizes: tuple[int, ...], counts: tuple[int, ...]) -> frozenset[
 
 
 def _distinct_indices(sizes: Iterable[int], count: int) -> list[int]:
-    """The first of each run of ranks that hold equal chunks: full ones, the one with the rest, empty ones."""
+    """The first index of each run of equal chunks: the full chunks, the one with the remainder, the empty ones."""
     starts = {0}
     for size in sizes:
         full = size // -(-size // count) if size else 0
@@ -48,17 +51,17 @@ def _distinct_indices(sizes: Iterable[int], count: int) -> list[int]:
 def most_sent(
     kind: StepKind, counts: tuple[int, ...], shape: tuple[int, ...], itemsize: int, arguments: Sequence[Any]
 ) -> float:
-    """Bytes that the rank sends which sends most, of a group that runs a collective by the ring algorithm.
+    """The largest number of bytes that any rank of a group sends in a collective, by the ring algorithm.
 
-    What ranks hold are the chunks of `torch.chunk`, uneven or empty; an all_reduce splits its elements alike. Where all
-    chunks are equal it is what `ring_bytes` says.
+    Shards are the chunks of `torch.chunk`, uneven or empty; an all_reduce splits its flat elements in the same way. For
+    equal chunks the result is that of `ring_bytes`.
 
     Args:
         kind: the collective.
         counts: the number of ranks along each of its mesh axes, major first.
-        shape: of the largest operand that a rank has.
-        itemsize: bytes an element.
-        arguments: those of the primitive after the tensor, on that rank.
+        shape: the local shape of the operand, on the rank where it is largest.
+        itemsize: bytes per element.
+        arguments: the arguments of the primitive after the tensor, on that rank.
 
     >>> most_sent(StepKind.ALL_REDUCE, (4,), (1,), 4, ())  # three of four blocks are empty
     8.0
@@ -81,21 +84,25 @@ def most_sent(
 
 
 def _row(shape: tuple[int, ...], *dims: int) -> int:
-    """The elements that share their indices along `dims`."""
+    """The number of elements for each index along `dims`: the product of the other lengths."""
     return math.prod(size for dim, size in enumerate(shape) if dim not in dims)
 
 
 def _reduced(numel: int, ranks: int) -> int:
-    """Rank i sends all blocks but its own as they are reduced, then all but the next one's: of the smallest two."""
+    """The most elements that a rank sends in an all_reduce of `numel` elements.
+
+    Rank i sends all blocks but block i in the reduce_scatter, and all but block i + 1 in the all_gather. That is most
+    where the two are the smallest blocks, which are the last two.
+    """
     last = [chunk_bounds(numel, (ranks,), (index,)) for index in (ranks - 2, ranks - 1)]
     return 2 * numel - sum(stop - start for start, stop in last)
 
 
 def _all_but_the_smallest(length: int, counts: tuple[int, ...]) -> int:
-    """In a ring of gathering a rank sends all blocks but its neighbour's, in one of scattering all but its own."""
+    """The most that a rank sends: all chunks but its neighbour's (all_gather), or but its own (reduce_scatter)."""
     return length - min(chunk for (chunk,) in chunk_lengths((length,), counts))
 
 
 def _exchanged(split: int, concat: int, counts: tuple[int, ...]) -> int:
-    """A rank sends, of its chunk of `concat`, all of `split` but its own chunk."""
+    """The most that a rank sends in an all_to_all: its chunk of `concat`, times all of `split` but its own chunk."""
     return max(held * (split - kept) for held, kept in chunk_lengths((concat, split), counts))

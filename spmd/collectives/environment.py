@@ -1,4 +1,4 @@
-"""Which mesh axes, of which sizes, the per-rank code that is being traced runs along."""
+"""The mesh axes, with their sizes, that per-rank code may name while it is traced."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ _axis_sizes: ContextVar[Mapping[str, int] | None] = ContextVar("spmd_axis_sizes"
 
 @contextlib.contextmanager
 def axis_environment(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Name the mesh axes that collectives inside the `with` block may use; those of an outer block stay usable.
+    """Bind mesh axes for the collectives inside the `with` block; the axes of an outer block stay bound.
+
+    Args:
+        sizes: the number of ranks along each axis, by name.
 
     Raises:
-        SpmdError: an axis that an outer block names with another size.
+        SpmdError: an axis that an outer block binds with another size.
 
     >>> with axis_environment({"data": 2, "model": 4}):
     ...     axis_size(("data", "model"))
@@ -35,7 +38,7 @@ def axis_environment(sizes: Mapping[str, int]) -> Iterator[None]:
 
 
 def resolve_axes(axis_name: str | Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The axes of an `axis_name` argument and their sizes; SpmdError if one is unknown here or named twice."""
+    """The axes of an `axis_name` argument and their sizes; SpmdError if one is not bound or is named twice."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     known = _axis_sizes.get()
     if known is None:
@@ -57,7 +60,7 @@ def axis_size(axis_name: str | Sequence[str]) -> int:
     """The number of ranks along a mesh axis, or along several taken together; `jax.lax.axis_size`.
 
     Raises:
-        SpmdError: an axis that is unknown here.
+        SpmdError: an axis that is not bound, or is named twice.
 
     >>> with axis_environment({"data": 2}):
     ...     axis_size("data")

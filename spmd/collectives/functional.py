@@ -1,7 +1,7 @@
 """The collectives that users call, with JAX's names and argument order, on pytrees of tensors.
 
-`axis_name` is a mesh axis or a tuple of them, taken together with the first one major. Differentiation is described in
-`spmd.collectives.primitives`.
+`axis_name` is a mesh axis, or a tuple of them that act as one axis with the first one major. An axis is bound inside
+`shard_map`. `spmd.collectives.primitives` describes differentiation.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def psum(x: Tree, axis_name: AxisName) -> Tree:
     Booleans are summed as int64. A Python number is the same on all ranks: `psum(1, axis)` is the axis size.
 
     Args:
-        x: a pytree of tensors, of equal shapes on all ranks, or Python numbers.
+        x: a pytree of tensors, with equal shapes on all ranks, or of Python numbers.
         axis_name: one or several mesh axes.
 
     Raises:
-        SpmdError: an axis that is unknown here, or a leaf that is neither a tensor nor a number.
+        SpmdError: an axis that is not bound, or a leaf that is neither a tensor nor a number.
 
     >>> from spmd.collectives import axis_environment
     >>> with axis_environment({"data": 2}):
@@ -45,7 +45,7 @@ def psum(x: Tree, axis_name: AxisName) -> Tree:
 
 
 def pmean(x: Tree, axis_name: AxisName) -> Tree:
-    """The mean of `x` over the ranks along `axis_name`, on all of them; integers give floats; `jax.lax.pmean`.
+    """The mean of `x` over the ranks along `axis_name`, on all of them; floats for integers; `jax.lax.pmean`.
 
     Arguments and errors are those of `psum`.
     """
@@ -56,7 +56,7 @@ def pmean(x: Tree, axis_name: AxisName) -> Tree:
 def pmax(x: Tree, axis_name: AxisName) -> Tree:
     """The elementwise maximum of `x` over the ranks along `axis_name`, on all of them; `jax.lax.pmax`.
 
-    Its gradient goes, in equal parts, to the elements that equal the maximum. Arguments and errors are those of `psum`.
+    The gradient is divided equally among the elements that equal the maximum. Arguments and errors are those of `psum`.
     """
     return _reduce("pmax", "max", x, axis_name, lambda number: number)
 
@@ -64,18 +64,18 @@ def pmax(x: Tree, axis_name: AxisName) -> Tree:
 def pmin(x: Tree, axis_name: AxisName) -> Tree:
     """The elementwise minimum of `x` over the ranks along `axis_name`, on all of them; `jax.lax.pmin`.
 
-    Its gradient goes, in equal parts, to the elements that equal the minimum. Arguments and errors are those of `psum`.
+    The gradient is divided equally among the elements that equal the minimum. Arguments and errors are those of `psum`.
     """
     return _reduce("pmin", "min", x, axis_name, lambda number: number)
 
 
 def pcast(x: Tree, axis_name: AxisName, *, to: Literal["varying"] = "varying") -> Tree:
-    """`x` itself, taken from now on as a value that may differ between the ranks along `axis_name`; `jax.lax.pcast`.
+    """`x` unchanged, but typed as varying (it may differ) between the ranks along `axis_name`; `jax.lax.pcast`.
 
-    Its gradient is summed over those ranks: a rank's part of it is only the effect of that rank's copy.
+    The gradient is summed over those ranks, because each rank computes it for its own copy.
 
     Raises:
-        SpmdError: an axis that is unknown here, a leaf that is no tensor, or a `to` other than `"varying"`.
+        SpmdError: an axis that is not bound, a leaf that is no tensor, or a `to` other than `"varying"`.
     """
     if to != "varying":
         raise SpmdError(f"pcast: 'to' must be 'varying' (got {to!r}).")
@@ -91,11 +91,11 @@ def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fal
         axis_name: one or several mesh axes.
         axis: the dim of the result along which values are stacked or joined.
         tiled: join along the existing dim `axis` instead of stacking along a new one.
-        size: the length of dim `axis` in a tiled result, if the ranks hold its uneven chunks, as `torch.chunk` cuts a
-            dim of that length. By default chunks have equal lengths.
+        size: the length of dim `axis` in a tiled result, if the ranks hold uneven chunks, those of `torch.chunk` for
+            that length. By default chunks have equal lengths.
 
     Raises:
-        SpmdError: an axis that is unknown here, a dim out of range, or a size without `tiled`.
+        SpmdError: an axis that is not bound, a dim out of range, or a size without `tiled`.
 
     >>> from spmd.collectives import axis_environment
     >>> with axis_environment({"data": 4}):
@@ -119,18 +119,19 @@ def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fal
 def psum_scatter(
     x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, tiled: bool = False, size: int | None = None
 ) -> Tree:
-    """This rank's part of the sum of `x` over the ranks along `axis_name`; `jax.lax.psum_scatter`.
+    """This rank's chunk of the sum of `x` over the ranks along `axis_name`; `jax.lax.psum_scatter`.
 
     Args:
         x: a pytree of tensors, of equal shapes on all ranks.
         axis_name: one or several mesh axes.
-        scatter_dimension: the dim that is cut.
-        tiled: keep the dim, cut to a chunk, instead of removing it; if False its length must be the number of ranks.
-        size: the length of this rank's chunk, if it is uneven (as `torch.chunk` cuts). By default chunks have equal
+        scatter_dimension: the dim that is split.
+        tiled: keep the dim, with the length of a chunk; if False it is removed, and its length must be the number of
+            ranks.
+        size: the length of this rank's chunk, if chunks are uneven (those of `torch.chunk`). By default they have equal
             lengths.
 
     Raises:
-        SpmdError: an axis that is unknown here, a dim out of range, or a length that does not fit.
+        SpmdError: an axis that is not bound, a dim out of range, or a length that does not fit.
 
     >>> from spmd.collectives import axis_environment
     >>> with axis_environment({"data": 4}):
@@ -154,18 +155,18 @@ def psum_scatter(
 
 
 def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Tree:
-    """Cut `split_axis`, send the i-th piece to the i-th rank, and stack or join what comes; `jax.lax.all_to_all`.
+    """Split `split_axis`, send the i-th chunk to the i-th rank, stack or join those received; `jax.lax.all_to_all`.
 
     Args:
         x: a pytree of tensors, of equal shapes on all ranks.
         axis_name: one or several mesh axes.
-        split_axis: the dim of `x` that is cut, evenly.
-        concat_axis: the dim of the result along which the pieces are stacked or joined, in the order of the ranks.
-        tiled: cut and join existing dims instead of removing the one, whose length must be the number of ranks, and
-            adding the other.
+        split_axis: the dim of `x` that is split into equal chunks.
+        concat_axis: the dim of the result along which chunks are stacked or joined, in the order of the ranks.
+        tiled: keep both dims: chunks of `split_axis` are joined along `concat_axis`. If False, `split_axis` is removed,
+            its length must be the number of ranks, and `concat_axis` is a new dim.
 
     Raises:
-        SpmdError: an axis that is unknown here, a dim out of range, or a length that does not divide.
+        SpmdError: an axis that is not bound, a dim out of range, or a length that the number of ranks does not divide.
 
     >>> from spmd.collectives import axis_environment
     >>> with axis_environment({"data": 4}):
@@ -196,10 +197,10 @@ def ppermute(x: Tree, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -> T
     Args:
         x: a pytree of tensors, of equal shapes on all ranks.
         axis_name: one or several mesh axes.
-        perm: pairs (source, destination) of indices along `axis_name`; no source and no destination twice.
+        perm: pairs (source, destination) of indices along `axis_name`; sources and destinations must be unique.
 
     Raises:
-        SpmdError: an axis that is unknown here, or an index that is out of range or there twice.
+        SpmdError: an axis that is not bound, or an index that is out of range or repeated.
 
     >>> from spmd.collectives import axis_environment
     >>> with axis_environment({"data": 2}):
@@ -222,18 +223,18 @@ def axis_index(axis_name: AxisName) -> Tensor:
     """This rank's index along `axis_name`, a 0-d int64 tensor; `jax.lax.axis_index`.
 
     Raises:
-        SpmdError: an axis that is unknown here.
+        SpmdError: an axis that is not bound.
     """
     return _ops.axis_index(resolve_axes(axis_name)[0])
 
 
 def shard_offset(size: int, axis_name: AxisName) -> Tensor:
-    """Where this rank's chunk starts of a dim of length `size` sharded over `axis_name`, a 0-d int64 tensor.
+    """The start of this rank's chunk of a dim of length `size` sharded over `axis_name`, a 0-d int64 tensor.
 
-    Chunks are nested in the order of the axes, uneven or empty, as those of a `DTensorSpec`.
+    Chunks are those of a `DTensorSpec`: nested in the order of the axes, possibly uneven or empty.
 
     Raises:
-        SpmdError: an axis that is unknown here.
+        SpmdError: an axis that is not bound.
     """
     return _ops.shard_offset(size, resolve_axes(axis_name)[0])
 

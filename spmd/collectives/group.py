@@ -13,7 +13,12 @@ from spmd.core.spec import chunk_bounds
 
 @attrs.frozen(cache_hash=True)
 class Group:
-    """Ranks that communicate: their numbers in the order of their index along axes of the given sizes."""
+    """Ranks that communicate with each other.
+
+    Args:
+        ranks: their numbers, in the order of their index along the axes.
+        sizes: the sizes of the axes, major first.
+    """
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -24,11 +29,11 @@ class Group:
         return len(self.ranks)
 
     def bounds(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Start and stop of every rank's chunk of a dim of this length."""
+        """Start and stop of every rank's chunk of a dim of this length, in group order."""
         return _bounds(length, self.sizes)
 
     def lengths(self, length: int) -> list[int]:
-        """The length of every rank's chunk of a dim of this length."""
+        """The length of every rank's chunk of a dim of this length, in group order."""
         return [stop - start for start, stop in self.bounds(length)]
 
 

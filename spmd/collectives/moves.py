@@ -1,8 +1,8 @@
-"""The moves that one collective can make between specs, and the search for the cheapest sequence of them.
+"""The moves between specs that are one primitive each, and the search for the cheapest sequence of them.
 
-Only the innermost axes of a dim can change on their own: chunks are nested, so outer changes wait until inner ones are
-out of the way, or an even permutation reorders them. A move never gives an axis a place other than the one that it
-has in the goal, which keeps the search small whatever the rank of the tensor.
+Chunks are nested, so only the innermost axes of a dim can change directly. An outer axis changes after the axes inside
+it are gathered or moved away, or by a permute if the chunks are equal. A move puts an axis only where the goal has it,
+which keeps the search small for any number of dims.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from spmd.errors import ShardingError
 
 @attrs.frozen(cache_hash=True)
 class Layout:
-    """A spec without its mesh and meta; as in a spec, all partial axes wait for one reduction."""
+    """A spec without its mesh and meta; as in a spec, all partial axes have the same reduction.
+
+    Args:
+        dims: for each tensor dim, the mesh axes that shard it, major first.
+        partial: the axes over which the value is partial, each with its reduction; sorted by axis name.
+    """
 
     dims: Dims
     partial: tuple[tuple[str, Reduction], ...] = ()
 
     def replace_dims(self, *changes: tuple[int, tuple[str, ...]]) -> Layout:
-        """This layout with other axes on some dims: pairs of dim and axes."""
+        """This layout with other axes on some dims; `changes` are pairs of dim and axes."""
         axes = dict(changes)
         return attrs.evolve(self, dims=tuple(axes.get(dim, old) for dim, old in enumerate(self.dims)))
 
@@ -38,7 +43,7 @@ class Layout:
         return attrs.evolve(self, partial=tuple(item for item in self.partial if item[0] not in axes))
 
     def with_partial(self, axes: Sequence[str], op: Reduction) -> Layout:
-        """This layout with partial values over `axes` too."""
+        """This layout, partial by `op` over `axes` too."""
         return attrs.evolve(self, partial=tuple(sorted((*self.partial, *((axis, op) for axis in axes)))))
 
     @property
@@ -49,7 +54,15 @@ class Layout:
 
 @attrs.frozen
 class Move:
-    """One step: `dims` are the tensor dims that it works on (split, then concatenated), `op` its reduction."""
+    """One primitive of a redistribution.
+
+    Args:
+        kind: the primitive.
+        axes: the mesh axes that it works along, major first.
+        result: the layout after it.
+        dims: the tensor dims that it changes: `(dim,)`, or `(split_dim, concat_dim)` of an all_to_all; else empty.
+        op: the reduction of an all_reduce, reduce_scatter or to_partial.
+    """
 
     kind: StepKind
     axes: tuple[str, ...]
@@ -61,7 +74,12 @@ class Move:
 def cheapest_moves(mesh: Mesh, meta: TensorMeta, source: Layout, goal: Layout) -> tuple[Move, ...]:
     """The moves from source to goal that send the fewest bytes; among those, the fewest collectives, then moves.
 
-    Dijkstra's algorithm; ties break by the order in which `_moves` lists them.
+    Dijkstra's algorithm over layouts; ties are broken by the order in which `_moves` lists moves.
+
+    Args:
+        mesh: the mesh.
+        meta: global shape and dtype of the tensor.
+        source, goal: layouts without axes of size 1.
     """
     counter = itertools.count()
     queue: list[tuple[tuple[float, int, int], int, Layout, tuple[Move, ...]]] = [((0.0, 0, 0), 0, source, ())]
@@ -147,7 +165,7 @@ def _permutations(mesh: Mesh, meta: TensorMeta, here: Layout, goal: Layout) -> I
 
 
 def _permutation(mesh: Mesh, meta: TensorMeta, here: Layout, result: Layout) -> Iterator[Move]:
-    """The permutation between two layouts that cut the tensor into the same, equal pieces."""
+    """The permute between two layouts, if both split the tensor into the same chunks, all equal."""
     changed = tuple(zip(here.dims, result.dims, strict=True))
     for size, (before, after) in zip(meta.shape, changed, strict=True):
         if before != after and (mesh.axis_size(before) != mesh.axis_size(after) or size % mesh.axis_size(before)):
@@ -172,7 +190,7 @@ def _partials(here: Layout, goal: Layout) -> Iterator[Move]:
 
 
 def _runs(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The contiguous parts of a tuple, longest first."""
+    """The contiguous, non-empty parts of a tuple, longest first."""
     for length in range(len(axes), 0, -1):
         for start in range(len(axes) - length + 1):
             yield axes[start : start + length]
@@ -184,7 +202,7 @@ def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _strip_common(before: tuple[str, ...], after: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Both tuples without their common head and tail."""
+    """Both tuples without their common prefix and suffix."""
     while before and after and before[0] == after[0]:
         before, after = before[1:], after[1:]
     while before and after and before[-1] == after[-1]:
@@ -194,10 +212,10 @@ def _strip_common(before: tuple[str, ...], after: tuple[str, ...]) -> tuple[tupl
 
 @lru_cache(maxsize=4096)
 def permutation_sources(mesh: Mesh, axes: tuple[str, ...], before: Dims, after: Dims) -> tuple[int, ...]:
-    """For each index along `axes`, the index of a rank that holds, before, the piece that it holds after.
+    """The `sources` of a permute: for each index along `axes`, the index of a rank that holds the chunk it needs.
 
-    No rank sends twice, and one that already holds its piece keeps it. Both layouts must cut the tensor into the same
-    pieces.
+    No rank sends to two others, and one that already holds its chunk keeps it. The layouts `before` and `after` must
+    split the tensor into the same chunks.
     """
     cuts = (strip_trivial(mesh, Layout(dims)).dims for dims in (before, after))
     middles = [_strip_common(*pair) for pair in zip(*cuts, strict=True)]
@@ -224,6 +242,6 @@ def _flat_index(mesh: Mesh, coordinate: dict[str, int], axes: tuple[str, ...]) -
 
 
 def strip_trivial(mesh: Mesh, layout: Layout) -> Layout:
-    """The layout without axes of size 1, along which nothing is cut or reduced."""
+    """The layout without axes of size 1, along which nothing is split or reduced."""
     dims = tuple(tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in layout.dims)
     return Layout(dims, tuple((axis, op) for axis, op in layout.partial if mesh.axis_size(axis) > 1))

@@ -1,4 +1,7 @@
-"""What makes a primitive: an operator in namespace `spmd` that is traced, differentiated and batched, not called."""
+"""How primitives are defined: operators in namespace `spmd` that can be traced, differentiated and batched.
+
+A runtime runs them: calling one directly, outside of a trace, is an error.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,16 @@ _LIBRARY = torch.library.Library("spmd", "FRAGMENT")
 
 @attrs.frozen(eq=False)
 class Primitive:
-    """A primitive on one tensor: its schema, and its rules beside it.
+    """A primitive on one tensor `x`: its schema and the rules of transforms, where `*args` are the other arguments.
 
     Args:
-        schema: name and arguments; the first is `Tensor x`.
-        shape: `shape(x.shape, *args)` of the result.
+        schema: name and arguments, as torch.library defines operators; the first argument is `Tensor x`.
+        shape: `shape(x.shape, *args)`: the shape of the result.
         transpose: `transpose(g, x.shape, *args)`: the cotangent of x for a cotangent `g` of the result.
-        batched: `batched(n, *args)`: the arguments of the same call on an x with a new leading dim of length n.
-        is_linear: whether the call with these arguments is a linear function of x.
-        jvp, vjp: `(t, x, result, *args)`, for calls that are not linear.
+        batched: `batched(n, *args)`: the other arguments for an x with a new leading dim of length n, under vmap.
+        is_linear: `is_linear(*args)`: whether the call is a linear function of x.
+        jvp, vjp: `(t, x, result, *args)`: the tangent of the result for a tangent `t` of x, and the cotangent of x for
+            a cotangent of the result; used where the call is not linear.
     """
 
     schema: str
@@ -50,16 +54,16 @@ class Primitive:
 
 
 def _derive(primitive: Primitive) -> Callable[..., Tensor]:
-    """The autograd kernel: one level of differentiation, in both modes, around the operator itself.
+    """The autograd kernel: one level of differentiation, in forward and reverse mode, around the operator itself.
 
-    torch.library.register_autograd has reverse mode only; a single-level Function is what the dispatcher expects below
-    torch.func's interpreters, which call this kernel once a level.
+    torch.library.register_autograd has reverse mode only. A single-level Function is what the dispatcher expects below
+    torch.func's interpreters, which call this kernel once per level.
     """
 
     class Derivative(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, modes: tuple[bool, bool], keyset: Any, x: Tensor, *args: Any) -> Tensor:
-            # A Function's forward runs without gradients, but the call goes on to the outer levels, which record it.
+            # A Function's forward runs without gradients; outer levels must record the call, so modes are restored.
             grad, forward_grad = modes
             with (
                 torch._C._AutoDispatchBelowAutograd(),
@@ -112,7 +116,15 @@ def _trace(mode: ProxyTorchDispatchMode, fake: Callable[..., Tensor], op: Any, a
 
 
 def register(schema: str, fake: Callable[..., Tensor]) -> str:
-    """Define an operator that can be traced but not called; returns its qualified name."""
+    """Define an operator that can be traced but not called.
+
+    Args:
+        schema: name and arguments, as torch.library defines operators.
+        fake: the result on fake tensors.
+
+    Returns:
+        The qualified name, `spmd::<name>`.
+    """
     name = f"spmd::{schema.partition('(')[0]}"
 
     def call(*args: Any) -> Tensor:
@@ -129,7 +141,7 @@ def register(schema: str, fake: Callable[..., Tensor]) -> str:
 
 
 def register_primitive(primitive: Primitive) -> None:
-    """Define a primitive's operator with its fake, autograd and vmap rules."""
+    """Define the operator of a primitive, with its fake, autograd and vmap rules."""
 
     def fake(x: Tensor, *args: Any) -> Tensor:
         return x.new_empty(primitive.shape(tuple(x.shape), *args))

@@ -1,14 +1,14 @@
 """The collective primitives: torch operators in namespace `spmd`, each with the rules that transforms need.
 
-Every primitive carries all the sizes that it depends on, so shapes follow from the arguments alone and tracing needs no
-mesh. What the ranks exchange is a runtime's business: a call outside of one is an error. Several axes are taken
-together, the first one major; shards of a dim are the nested chunks of `spmd.core.spec.chunk_bounds`, uneven or empty.
+All sizes that a primitive depends on are arguments, so the shape of its result follows from them, and tracing needs no
+mesh. A runtime runs the primitives; a call outside of one is an error. Several axes act as one, the first one major.
+Shards of a dim are the nested chunks of `spmd.core.spec.chunk_bounds`, possibly uneven or empty.
 
-Differentiation follows JAX's `shard_map` with varying types. A value is *invariant* over a mesh axis when it is the
-same on all ranks along it, else *varying*. The cotangent of an invariant value is invariant. `pcast` takes an invariant
-value to a varying one and transposes to a sum over the ranks; `all_reduce` of sums goes the other way. Hence
+Differentiation follows JAX's `shard_map` with varying types. A value is *invariant* over a mesh axis if it is the same
+on all ranks along it, else *varying*. The cotangent of an invariant value is invariant. `pcast` makes a varying value
+of an invariant one, and its transpose is a sum over the ranks; `all_reduce` of sums is the reverse.
 
-| primitive            | takes     | gives     | transpose            |
+| primitive            | operand   | result    | transpose            |
 |----------------------|-----------|-----------|----------------------|
 | all_reduce (sum)     | varying   | invariant | pcast                |
 | pcast                | invariant | varying   | all_reduce           |
@@ -20,7 +20,7 @@ value to a varying one and transposes to a sum over the ranks; `all_reduce` of s
 | all_gather_invariant | varying   | invariant | shard                |
 | to_partial           | varying   | varying   | to_partial           |
 
-and the gradient of an all_reduce by max or min goes to the elements that equal the result, in equal parts.
+The gradient of an all_reduce by max or min is divided equally among the elements that equal the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spmd.collectives.traffic import StepKind
 
 
 def _resized(shape: Shape, *changes: tuple[int, int]) -> Shape:
-    """`shape` with the length of some dims changed: pairs of dim and length."""
+    """`shape` with other lengths of some dims; `changes` are pairs of dim and length."""
     lengths = dict(changes)
     return tuple(lengths.get(dim, length) for dim, length in enumerate(shape))
 
@@ -73,7 +73,7 @@ PCAST = Primitive(
     shape=lambda shape, axes: shape,
     transpose=lambda g, shape, axes: torch.ops.spmd.all_reduce(g, "sum", axes),
 )
-"""x itself: an invariant value taken as a varying one."""
+"""x unchanged: an invariant value as a varying one."""
 
 ALL_GATHER = Primitive(
     "all_gather(Tensor x, int dim, int size, str[] axes) -> Tensor",
@@ -102,8 +102,8 @@ ALL_TO_ALL = Primitive(
     ),
     batched=lambda n, split_dim, concat_dim, *rest: (split_dim + 1, concat_dim + 1, *rest),
 )
-"""A value in chunks of `concat_dim` comes to lie in chunks of `split_dim`: `split_size` is the length of this rank's
-chunk of `split_dim`, `concat_size` the whole length of `concat_dim`."""
+"""A value sharded on `concat_dim`, resharded to `split_dim`: `split_size` is the length of this rank's chunk of
+`split_dim` in the result, `concat_size` the global length of `concat_dim`."""
 
 PERMUTE = Primitive(
     "permute(Tensor x, int[] sources, int[] shape, str[] axes) -> Tensor",
@@ -113,7 +113,7 @@ PERMUTE = Primitive(
     ),
     batched=lambda n, sources, result_shape, axes: (sources, [n, *result_shape], axes),
 )
-"""What the rank at index `sources[i]` holds, on the rank at index i; zeros if `sources[i]` is -1. No source twice."""
+"""The rank at index i receives x of the rank at index `sources[i]`, or zeros if that is -1; sources are unique."""
 
 SHARD = Primitive(
     "shard(Tensor x, int dim, int size, str[] axes) -> Tensor",
@@ -129,7 +129,7 @@ ALL_GATHER_INVARIANT = Primitive(
     transpose=lambda g, shape, dim, size, axes: torch.ops.spmd.shard(g, dim, shape[dim], axes),
     batched=lambda n, dim, size, axes: (dim + 1, size, axes),
 )
-"""`all_gather` whose result counts as one invariant value; JAX's `all_gather_invariant`."""
+"""`all_gather` with a result that is typed as invariant; JAX's `all_gather_invariant`."""
 
 TO_PARTIAL = Primitive(
     "to_partial(Tensor x, str op, str[] axes) -> Tensor",
@@ -149,12 +149,12 @@ INDEX_SCHEMAS: tuple[str, ...] = (
     "axis_index(str[] axes) -> Tensor",
     "shard_offset(int size, str[] axes) -> Tensor",
 )
-"""Primitives without a tensor argument. Both give a 0-d int64 tensor on the CPU, which torch combines with tensors of
-any device: this rank's index along the axes, and where its chunk of a dim of length `size` starts."""
+"""Primitives without a tensor argument: this rank's index along the axes, and the start of its chunk of a dim of length
+`size`. Results are 0-d int64 tensors on the CPU, which torch combines with tensors of any device."""
 
 
 def inverse_permutation(sources: Sequence[int]) -> list[int]:
-    """The `sources` of the permutation that sends everything back.
+    """The `sources` of the inverse permutation, which sends every value back.
 
     >>> inverse_permutation([2, -1, 1])
     [-1, 2, 0]
@@ -166,7 +166,7 @@ def inverse_permutation(sources: Sequence[int]) -> list[int]:
     return inverse
 
 
-# torch keeps operators in one table per process, so they are defined when this module is first imported.
+# torch registers operators once per process, so they are defined when this module is first imported.
 for _primitive in PRIMITIVES:
     register_primitive(_primitive)
 for _schema in INDEX_SCHEMAS:
@@ -182,4 +182,4 @@ COLLECTIVES: Mapping[torch._ops.OpOverload, StepKind] = MappingProxyType(
         torch.ops.spmd.permute.default: StepKind.PERMUTE,
     }
 )
-"""The primitives that communicate, and what each does."""
+"""The primitives that communicate, each with its kind."""

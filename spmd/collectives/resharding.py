@@ -1,4 +1,4 @@
-"""From one spec to another: the sequence of collectives, as data that can be priced, lowered and run."""
+"""Resharding: the sequence of primitives from one spec to another, as data that can be priced, lowered and run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Step:
     """One primitive of a redistribution.
 
     Args:
-        kind: which one.
+        kind: the primitive.
         axes: the mesh axes that it works along, major first.
-        source, target: the specs before and after. Axes of size 1 may be missing between the steps of a sequence.
-        dims: the tensor dims that it changes: `(dim,)`, or `(split_dim, concat_dim)` of an all_to_all; none for others.
+        source, target: the specs before and after. Specs between the steps of a sequence have no axes of size 1.
+        dims: the tensor dims that it changes: `(dim,)`, or `(split_dim, concat_dim)` of an all_to_all; else empty.
         op: the reduction of an all_reduce, reduce_scatter or to_partial.
     """
 
@@ -48,9 +48,9 @@ class Step:
 
     @property
     def bytes(self) -> float:
-        """Bytes that the rank sends which sends most, by the ring algorithm; 0 for a local step."""
+        """The largest number of bytes that any rank sends, by the ring algorithm; 0 for a local step."""
         if self.kind is StepKind.PERMUTE:
-            return float(self.source.local_bytes())  # it moves something, and equal pieces
+            return float(self.source.local_bytes())  # some chunk moves, and all chunks are equal
         return _most_sent(self) if self.is_collective else 0.0
 
     @property
@@ -74,9 +74,9 @@ class Step:
         return (self.dims[0], shape[self.dims[0]], axes)
 
     def apply(self, x: Tensor, coordinate: Coordinate) -> Tensor:
-        """Call the primitive on `x`, the shard of the rank at `coordinate` under `source`; gives its shard of `target`.
+        """Call the primitive on `x`, the shard under `source` of the rank at `coordinate`; returns the one of `target`.
 
-        Inside a trace, or on fake or meta tensors; the virtual runtime runs all ranks together.
+        It has to be traced, or `x` a fake or meta tensor: with data, a runtime runs the primitive.
         """
         return self.primitive(x, *self.arguments(coordinate))
 
@@ -86,7 +86,10 @@ class Step:
 
 @lru_cache(maxsize=65536)
 def _most_sent(step: Step) -> float:
-    """The most of the largest group, which is the one at coordinate zero, but for an all_to_all of uneven chunks."""
+    """`Step.bytes` of a collective: the largest in any group.
+
+    That is the group of coordinate zero, whose shards are largest; for an all_to_all of uneven chunks all are compared.
+    """
     mesh = step.source.mesh
     zero, counts = (0,) * len(mesh.names), _sizes(mesh, step.axes)
     shape, itemsize = step.source.local_shape(zero), step.source.meta.dtype.itemsize
@@ -101,7 +104,7 @@ def _most_sent(step: Step) -> float:
 
 
 def _lengths(spec: DTensorSpec, dim: int) -> frozenset[tuple[int, ...]]:
-    """The different lengths that shards have of a dim."""
+    """The distinct lengths of a dim in the shards of a spec."""
     return chunk_lengths((spec.meta.shape[dim],), _sizes(spec.mesh, spec.dims[dim]))
 
 
@@ -111,11 +114,11 @@ def _sizes(mesh: Mesh, axes: Sequence[str]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step, ...]:
-    """The steps that take a value from one spec to another, sending the fewest bytes per rank.
+    """The steps that take a value from one spec to another, with the fewest bytes sent per rank.
 
     A change along one axis is one step: Partial to Shard a reduce_scatter, Partial to Replicate an all_reduce, Shard to
-    Replicate an all_gather, Shard to Shard an all_to_all; Replicate to Shard and to Partial are local. Equal specs
-    need none, and neither do changes along axes of size 1 only.
+    Replicate an all_gather, Shard to Shard an all_to_all; Replicate to Shard and to Partial are local. There are no
+    steps between equal specs, or specs that differ only in axes of size 1.
 
     Raises:
         ShardingError: specs of different meshes or metas.

@@ -1,4 +1,4 @@
-"""How many bytes collectives send: closed forms of the ring algorithms, and a count of what a run really sends.
+"""How many bytes collectives send: closed forms of the ring algorithms, and a count of the bytes in a virtual run.
 
 The two are computed independently, so that one checks the other.
 """
@@ -18,7 +18,7 @@ from spmd.core.spec import chunk_bounds
 
 
 class StepKind(Enum):
-    """What a step of a redistribution does; the value is the name of its primitive."""
+    """The kind of a step of a redistribution; the value is the name of its primitive."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -40,7 +40,7 @@ def ring_bytes(kind: StepKind, ranks: int, nbytes: float) -> float:
     Args:
         kind: the collective; steps without communication send nothing.
         ranks: the size of a group.
-        nbytes: bytes of the result for an all_gather, of the argument for all others, on one rank.
+        nbytes: bytes on one rank: of the result for an all_gather, of the operand for all others.
 
     Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005).
 
@@ -57,7 +57,7 @@ def ring_bytes(kind: StepKind, ranks: int, nbytes: float) -> float:
 
 @attrs.frozen
 class Transfer:
-    """One collective that ran: its primitive's name, its axes, and the bytes that each rank sent, in rank order."""
+    """One collective that ran: the name of its primitive, its mesh axes, and the bytes that each rank sent, by rank."""
 
     kind: str
     axes: tuple[str, ...]
@@ -71,11 +71,11 @@ class Traffic:
     transfers: list[Transfer] = attrs.field(factory=list)
 
     def record(self, kind: str, axes: Sequence[str], sent: Sequence[int]) -> None:
-        """Add a collective that ran, and the bytes that each rank sent."""
+        """Add a collective that ran; the arguments are the fields of `Transfer`."""
         self.transfers.append(Transfer(kind, tuple(axes), tuple(sent)))
 
     def sent(self, kind: str | None = None) -> float:
-        """Bytes sent per rank, the mean over ranks, by collectives of one kind or by all."""
+        """Bytes sent per rank (the mean over ranks) by all collectives, or by those of one kind."""
         chosen = [transfer for transfer in self.transfers if kind in (None, transfer.kind)]
         return math.fsum(sum(transfer.sent) / len(transfer.sent) for transfer in chosen)
 
@@ -85,7 +85,7 @@ _traffic: ContextVar[Traffic | None] = ContextVar("spmd_traffic", default=None)
 
 @contextlib.contextmanager
 def record_traffic() -> Iterator[Traffic]:
-    """Count the bytes that collectives of the virtual runtime send inside the `with` block.
+    """Record the collectives that the virtual runtime runs inside the `with` block, and the bytes that they send.
 
     >>> with record_traffic() as traffic:
     ...     pass
@@ -106,12 +106,15 @@ def active_traffic() -> Traffic | None:
 
 
 def sent_bytes(kind: str, arguments: Sequence[tuple], results: Sequence[Tensor]) -> list[int]:
-    """Bytes that each rank of one group sends, played through round by round on the tensors that the ranks hold.
+    """Bytes that each rank of one group sends by the ring algorithm, simulated round by round on their tensors.
 
     Args:
         kind: the primitive's name.
         arguments: the primitive's arguments on each rank of the group.
         results: its result on each rank.
+
+    Returns:
+        The bytes that each rank sends, in group order.
     """
     inputs: list[Tensor] = [rank_arguments[0] for rank_arguments in arguments]
     ranks = range(len(inputs))
@@ -131,19 +134,22 @@ def sent_bytes(kind: str, arguments: Sequence[tuple], results: Sequence[Tensor])
 
 
 def _gather_ring(blocks: Sequence[int]) -> list[int]:
-    """In round t, rank i hands the block of rank i - t on to rank i + 1."""
+    """Bytes that each rank sends in an all_gather: in round t, rank i sends the block of rank i - t to rank i + 1."""
     count = len(blocks)
     return [sum(blocks[(rank - t) % count] for t in range(count - 1)) for rank in range(count)]
 
 
 def _scatter_ring(blocks: Sequence[int]) -> list[int]:
-    """In round t, rank i hands its partial sum of the block of rank i - 1 - t on to rank i + 1."""
+    """Bytes that each rank sends in a reduce_scatter.
+
+    In round t, rank i sends its partial sum of the block of rank i - 1 - t to rank i + 1.
+    """
     count = len(blocks)
     return [sum(blocks[(rank - 1 - t) % count] for t in range(count - 1)) for rank in range(count)]
 
 
 def _exchange_sent(rank: int, arguments: Sequence[tuple]) -> int:
-    """What a rank of an all_to_all holds of the chunks of the others; argument 3 is the length of each one's chunk."""
+    """Bytes that a rank of an all_to_all holds of other ranks' chunks; argument 3 is the length of a rank's chunk."""
     x, split_dim = arguments[rank][:2]
     row = x.nbytes // x.shape[split_dim] if x.shape[split_dim] else 0
     return sum(row * chunk[3] for other, chunk in enumerate(arguments) if other != rank)

@@ -1,6 +1,6 @@
-"""The primitives as pure functions over all ranks at once: what the virtual runtime executes.
+"""The primitives as pure functions over all ranks at once, which the virtual runtime runs.
 
-Reductions run in rank order, so results do not depend on scheduling. Values are read-only, and ranks may share one.
+Reductions run in rank order, so results are deterministic. Tensors are read-only, because ranks may share one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _reduce(op: str, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _equal_shapes(calls: Sequence[Arguments]) -> list[Tensor]:
-    """The tensors of the calls; an error if their shapes differ, which torch would broadcast."""
+    """The tensors of the calls; a DivergenceError if their shapes differ, because torch would broadcast them."""
     tensors = [arguments[0] for arguments in calls]
     shapes = {tensor.shape for tensor in tensors}
     if len(shapes) != 1:
@@ -49,7 +49,7 @@ def _equal_shapes(calls: Sequence[Arguments]) -> list[Tensor]:
 
 
 def _cut(group: Group, whole: Tensor, dim: int) -> list[Tensor]:
-    """For every rank of the group, its chunk of `dim`: a view where that is contiguous."""
+    """The chunk of `dim` for every rank of the group; a view if that is contiguous."""
     return [piece.contiguous() for piece in whole.split(group.lengths(whole.shape[dim]), dim)]
 
 
@@ -77,7 +77,7 @@ def _reduce_scatter(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
 
 def _all_to_all(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
     _, split_dim, concat_dim, *_ = calls[0]
-    # Joined once and then cut, which copies twice but in few calls: n operators and not n * n.
+    # Concatenated and then split, which copies twice, but with n operators for n ranks instead of n * n.
     return _cut(group, torch.cat([arguments[0] for arguments in calls], concat_dim), split_dim)
 
 
@@ -126,7 +126,7 @@ KERNELS: Mapping[torch._ops.OpOverload, Callable[[Group, Sequence[Arguments]], l
         torch.ops.spmd.shard_offset.default: _shard_offset,
     }
 )
-"""What the ranks of one group compute together: their calls' arguments in, their results out, both in group order."""
+"""For each primitive, the function from the arguments of all ranks of a group to their results, in group order."""
 
 
 def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, Mapping[str, Any]]]) -> list[Tensor]:
@@ -142,7 +142,7 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
 
     Raises:
         SpmdError: an operator that is no primitive.
-        DivergenceError: arguments that do not fit together.
+        DivergenceError: ranks with different axes, or shapes that do not fit together.
 
     >>> from spmd.core.mesh import make_mesh
     >>> mesh = make_mesh({"data": 2}, runtime="virtual")

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import attrs
 
-from spmd.inspect.layers.layers import Layers, find_layers
-from spmd.inspect.questions.difference import Difference, difference
-from spmd.inspect.questions.explain import Explanation, explain
-from spmd.inspect.report.figures import make_report
-from spmd.inspect.report.html import render_fragment, render_page
-from spmd.inspect.saving.document import Document, make_document, read, save
-from spmd.inspect.saving.restore import restore
 from spmd.ir.graph import Operation, Value
 from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.memory.peak import Memory, memory_of
+
+if TYPE_CHECKING:
+    from spmd.inspect.layers.layers import Layers
+    from spmd.inspect.questions.difference import Difference
+    from spmd.inspect.questions.explain import Explanation
+    from spmd.inspect.report.figures import Report
+    from spmd.inspect.saving.document import Document
+
+# What answers a question is imported with the first question: most programs ask none, and import time counts.
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -42,10 +45,14 @@ class Plan(PlanData):
         Raises:
             PlanError: the plan has no such value; the message lists similar names.
         """
+        from spmd.inspect.questions.explain import explain
+
         return explain(self, what, exact=exact)
 
     def diff(self, other: Plan) -> Difference:
         """How another plan differs from this one: values that are sharded differently, collectives, and total costs."""
+        from spmd.inspect.questions.difference import difference
+
         return difference(self, other)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -53,6 +60,8 @@ class Plan(PlanData):
 
         `jit(..., plan=path)` runs the same program with this plan, without a search.
         """
+        from spmd.inspect.saving.document import save
+
         save(self, path)
 
     @classmethod
@@ -62,6 +71,8 @@ class Plan(PlanData):
         Raises:
             PlanError: the file is not a plan, or is one for another program, mesh or specs.
         """
+        from spmd.inspect.saving.document import read
+
         return cls._restored(read(path), request)
 
     def transfer(self, request: Request) -> Plan:
@@ -70,10 +81,14 @@ class Plan(PlanData):
         Raises:
             PlanError: the request has another program, mesh axes or specs.
         """
+        from spmd.inspect.saving.document import make_document
+
         return self._restored(make_document(self), request)
 
     @classmethod
     def _restored(cls, document: Document, request: Request) -> Plan:
+        from spmd.inspect.saving.restore import restore
+
         parts = attrs.asdict(restore(document, request), recurse=False)
         plan = cls(request=request, mesh=request.mesh, seconds=0.0, comms=(), **parts)
         found = account(plan)
@@ -87,12 +102,25 @@ class Plan(PlanData):
     @cached_property
     def layers(self) -> tuple[Layers, ...]:
         """The repeated parts of the program, such as equal layers, and which copies are sharded identically."""
+        from spmd.inspect.layers.layers import find_layers
+
         return find_layers(self, account(self))
 
     def to_html(self) -> str:
         """The plan's figures as a self-contained HTML page: summary, timeline, layers, lines, collectives."""
-        return render_page(make_report(make_document(self)))
+        from spmd.inspect.report.html import render_page
+
+        return render_page(self._report)
 
     def _repr_html_(self) -> str:
         """The HTML that a notebook shows."""
-        return render_fragment(make_report(make_document(self)))
+        from spmd.inspect.report.html import render_fragment
+
+        return render_fragment(self._report)
+
+    @property
+    def _report(self) -> Report:
+        from spmd.inspect.report.figures import make_report
+        from spmd.inspect.saving.document import make_document
+
+        return make_report(make_document(self))

@@ -42,7 +42,7 @@ _detectors: weakref.WeakKeyDictionary[dist.ProcessGroup, FailureDetector] = weak
 
 
 def start() -> None:
-    """Start the failure detector of the job that torch.distributed runs now; it also reports this process's failures."""
+    """Start the failure detector of the job that torch.distributed runs now; it reports failures here, too."""
     world = dist.group.WORLD
     if world is None or world.size() == 1 or world in _detectors:
         return

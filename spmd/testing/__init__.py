@@ -1,4 +1,4 @@
-"""What tests of programs that use `spmd` share: Hypothesis strategies, and what a program really sends and holds.
+"""Tools for tests of programs that use `spmd`: Hypothesis strategies, and measured communication and memory.
 
-Nothing is imported here: take names from the modules, so that what needs Hypothesis stands alone.
+This file imports nothing, because some of the modules need Hypothesis: import names from the modules.
 """

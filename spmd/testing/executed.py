@@ -1,4 +1,4 @@
-"""The collectives that a rank really runs, seen as operators go by."""
+"""Records the collectives that a rank runs, by a `TorchDispatchMode`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS: Mapping[Any, StepKind] = MappingProxyType(
 
 @attrs.frozen(order=True)
 class Executed:
-    """One collective: its kind, the number of ranks, and the most bytes that one sends by the ring algorithm."""
+    """One collective: its kind, the number of ranks, and the most bytes that any rank sends by the ring algorithm."""
 
     kind: str
     ranks: int
@@ -35,9 +35,9 @@ class Executed:
 
 
 class ExecutedCollectives(TorchDispatchMode):
-    """Records every functional collective of torch's that runs inside the `with` block, in order.
+    """Records the functional collectives of torch that run inside the `with` block, in order, in `found`.
 
-    An all_to_all in which a rank sends to at most one other, and receives from at most one, counts as a permute.
+    An all_to_all in which this rank sends to at most one rank, and receives from at most one, counts as a permute.
     """
 
     def __init__(self) -> None:

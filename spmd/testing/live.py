@@ -1,4 +1,4 @@
-"""The bytes that a rank's program really holds: the truth that predicted memory is compared with."""
+"""Measures the bytes that a rank's program holds, to check the predicted memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmd.runtime.codegen import generate
 
 
 class _Counter(TorchDispatchMode):
-    """Counts the storages that are alive after every operator."""
+    """Counts the bytes of the storages that are alive after every operator."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class _Counter(TorchDispatchMode):
 
 
 def peak_bytes(program: LocalProgram, donated: frozenset[int] = frozenset()) -> int:
-    """The most bytes that the program of the rank at coordinate zero holds at once, by running it alone.
+    """The most bytes that the program of the rank at coordinate zero holds at once, measured by running it alone.
 
-    The program runs on ones; what collectives would give is made up, each result a tensor of its own (a slice is what
-    the runtime makes of it). Buffers inside kernels are not seen.
+    Arguments are tensors of ones. Collectives do not run: each result is a new tensor of zeros. `shard` returns a slice
+    of its operand, as in a runtime. Buffers inside kernels are not counted.
 
     Args:
-        program: an even program, or one whose largest shards are those of coordinate zero.
-        donated: positions of arguments that the caller does not hold.
+        program: a program with even shards, or one whose largest shards are those of coordinate zero.
+        donated: positions of the arguments that the caller does not hold.
     """
     module = program.graph_module()
     generated = generate(module)

@@ -1,7 +1,7 @@
-"""Total functions on tensors: what random programs are made of.
+"""The operators of random programs: total functions, defined for tensors of any shape.
 
-Each takes two tensors of any shape (0-d and empty ones too) and a number, and gives tensors; where the mathematics
-needs a shape, it makes one of what it gets, and where nothing sensible is left it gives its first operand back.
+Each takes two tensors (0-d and empty ones too) and a number, and returns tensors. If the shapes do not suit the torch
+operator, it changes them, or returns its first operand.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from spmd.core.spec import P
 from spmd.tracing.constrain import constrain, reshard
 
 Operator: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int], Any]
-"""`operator(x, y, number)` gives a tensor or a sequence of tensors."""
+"""`operator(x, y, number)` returns a tensor or a sequence of tensors; `number` chooses a variant."""
 
-_WIDEST = 512  # elements that repeating operators may make
+_WIDEST = 512  # elements of the largest operand that is repeated
 
 
 def real(x: torch.Tensor) -> torch.Tensor:
-    """`x` as floating point."""
+    """`x` if it is floating-point, else `x` as float64."""
     return x if x.is_floating_point() else x.double()
 
 
 def whole(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices below `count` of the shape of `x`: its own values if those are whole numbers."""
+    """An int64 tensor of indices below `count`, with the shape of `x`; from the values of `x` if those are integers."""
     if x.is_floating_point():
         return torch.arange(x.numel()).view(x.shape) % count
     return x.long() % count
 
 
 def matching(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`y` summed over what keeps it from broadcasting to the shape of `x`."""
+    """`y`, summed over the dims that keep it from broadcasting to the shape of `x`."""
     y = y.sum(tuple(range(y.ndim - x.ndim))) if y.ndim > x.ndim else y
     wrong = [d for d in range(-y.ndim, 0) if y.shape[d] not in (1, x.shape[d])]
     return y.sum(wrong, keepdim=True).to(y.dtype) if wrong else y
 
 
 def weights(rows: int, columns: int, number: int) -> torch.Tensor:
-    """A fixed matrix, for a function to close over."""
+    """A constant float64 matrix, for a function to close over."""
     return torch.linspace(-1.0, 1.0 + number, rows * columns, dtype=torch.float64).view(rows, columns).cos()
 
 
 def dim_of(x: torch.Tensor, number: int) -> int:
-    """A dim of `x`, of either sign; `x` has at least one."""
+    """A dim of `x`, non-negative or negative; `x` must not be 0-d."""
     return number % (2 * x.ndim) - x.ndim
 
 
@@ -62,7 +62,7 @@ def _binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> O
 
 
 def _along(function: Callable[[torch.Tensor, int], Any], *, empty: bool = True) -> Operator:
-    """A function of a tensor and one of its dims; `empty` tells whether that dim may have no elements."""
+    """The operator for a function of a tensor and a dim; `empty` says whether that dim may have length 0."""
 
     def operator(x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
         if not x.ndim or not (empty or x.shape[dim_of(x, number)]):
@@ -279,7 +279,7 @@ def _per_row_gradient(x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Te
 
 
 def _jvp(x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
-    x = real(x).contiguous()  # torch's jvp writes to both: they must not overlap with themselves
+    x = real(x).contiguous()  # torch's jvp writes to both, so neither may be expanded
     return torch.func.jvp(lambda v: v.sin() * v, (x,), (matching(real(y), x).expand(x.shape).contiguous(),))
 
 
@@ -346,11 +346,11 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
         "vjp": _vjp,
     }
 )
-"""Everything that a step of a random program may be, by name."""
+"""The operators of a random program that do not depend on a mesh, by name."""
 
 
 def _spec_for(x: torch.Tensor, number: int, mesh: Mesh) -> P:
-    """Some spec of a tensor: every axis goes to a dim, or to none, as the digits of a number say."""
+    """A spec for `x` from a number, whose digits choose the dim of every mesh axis, or none."""
     dims: list[list[str]] = [[] for _ in range(x.ndim)]
     order: Sequence[str] = mesh.names if number & 1 else mesh.names[::-1]
     for axis in order:
@@ -361,7 +361,7 @@ def _spec_for(x: torch.Tensor, number: int, mesh: Mesh) -> P:
 
 
 def sharding_operators(mesh: Mesh | None) -> Mapping[str, Operator]:
-    """Operators that say something about sharding; without a mesh they give their operand."""
+    """The operators that constrain the sharding of a value, by name; without a mesh, the same without constraints."""
     if mesh is None:
         return dict.fromkeys(SHARDING, lambda x, y, number: x * 2 if number & 1 else x)
     return {

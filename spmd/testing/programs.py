@@ -1,4 +1,4 @@
-"""Hypothesis strategies for whole programs: a random function, a mesh, arguments that lie on it, specs of results."""
+"""Hypothesis strategies for whole programs: a random function, a mesh, arguments on it, and specs of the results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from spmd.testing.operators import OPERATORS, SHARDING, real, sharding_operators
 from spmd.testing.strategies import meshes, pspecs, shapes, shards, tensor_specs
 
 MACHINES = (Machine(), Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0))
-"""One on which small tensors are best replicated, and one on which it pays to shard them."""
+"""The default machine, on which small tensors are best replicated, and one on which it is faster to shard them."""
 
-_LARGEST = 4096  # elements of a value
+_LARGEST = 4096  # elements of a value that steps produce; larger ones are truncated
 
 
 @attrs.frozen
 class Step:
-    """One step of a program: an operator by name, two operands (counted back from the newest value), and a number."""
+    """One step of a program: an operator by name, two operands (0 is the newest value), and its number argument."""
 
     operator: str
     first: int
@@ -38,17 +38,17 @@ class Step:
 
 @attrs.frozen
 class Program:
-    """A pure function of tensors: its steps, run in order on a growing list of values.
+    """A pure function of tensors: steps that run in order on a growing list of values.
 
-    Calling it gives the last two values; with `gradient`, also the gradients of all floating-point arguments by a
-    weighted sum of those. `mesh` is for the steps that speak of sharding: without one they do nothing.
+    It returns the last two values and, with `gradient`, the gradients of a weighted sum of them by all floating-point
+    arguments.
     """
 
     steps: tuple[Step, ...]
     gradient: bool = True
 
     def __call__(self, *args: torch.Tensor, mesh: Mesh | None = None) -> Any:
-        """The results, as a list of tensors."""
+        """The results, as a list of tensors; without `mesh`, steps do not constrain shardings."""
         if not self.gradient:
             return self.values(args, mesh)
         chosen = [index for index, arg in enumerate(args) if arg.is_floating_point()]
@@ -65,7 +65,7 @@ class Program:
         return [*values, *grads]
 
     def values(self, args: Sequence[torch.Tensor], mesh: Mesh | None) -> list[torch.Tensor]:
-        """The last two values."""
+        """Run the steps; returns the last two values."""
         operators = {**OPERATORS, **sharding_operators(mesh)}
         known = list(args)
         for step in self.steps:
@@ -79,15 +79,15 @@ class Program:
 
 @attrs.frozen(eq=False)
 class Case:
-    """A program with everything that it takes to run it on a mesh and on one device.
+    """A program, and what is needed to run it on a mesh and on one device.
 
     Args:
         program: the function.
         mesh: the mesh.
-        arguments: DTensors on it.
-        whole: the same as plain tensors.
+        arguments: the arguments as DTensors on the mesh.
+        whole: the same arguments as plain tensors.
         out_specs: a spec for every result.
-        machine: for the planner.
+        machine: the machine for the planner.
     """
 
     program: Program
@@ -111,12 +111,18 @@ steps = st.builds(
     st.integers(0, 5),
     st.integers(0, 31),
 )
-"""Steps of programs."""
+"""A strategy for steps of programs."""
 
 
 @st.composite
 def cases(draw: st.DrawFn, max_steps: int = 6, max_size: int = 6) -> Case:
-    """Programs of up to `max_steps` steps on drawn meshes; those that rounding alone would change are left out."""
+    """Programs with arguments on drawn meshes, without those whose results rounding alone would change.
+
+    Args:
+        draw: given by Hypothesis.
+        max_steps: the most steps of a program.
+        max_size: the most elements of a dim of an argument.
+    """
     mesh = draw(meshes(max_size=3))
     program = Program(tuple(draw(st.lists(steps, min_size=1, max_size=max_steps))), draw(st.booleans()))
     arguments, wholes = [], []
@@ -136,13 +142,13 @@ def cases(draw: st.DrawFn, max_steps: int = 6, max_size: int = 6) -> Case:
 
 
 def _is_stable(program: Program, args: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
-    """Whether a change in the last digits of the arguments changes nothing but last digits of the results."""
+    """Whether a change of arguments in the size of rounding changes the results only in the size of rounding."""
     moved = [arg * (1 + 1e-13) + 1e-13 if arg.is_floating_point() else arg for arg in args]
     return all(agree(other, result) for other, result in zip(program(*moved), results, strict=True))
 
 
 def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors have one shape and dtype, and values that differ by rounding in double precision only."""
+    """Whether two tensors have equal shapes and dtypes, and values that differ only by rounding in float64."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     if not expected.is_floating_point():

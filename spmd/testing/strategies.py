@@ -1,6 +1,6 @@
-"""Hypothesis strategies for meshes, shapes, specs, and tensors that lie by them.
+"""Hypothesis strategies for meshes, shapes, specs, and sharded tensors.
 
-Values are small on purpose: sizes from 0 cover even, uneven and empty shards on meshes of a few ranks.
+Sizes are small, from 0, so that meshes of a few ranks have even, uneven and empty shards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def shapes(max_dims: int = 3, max_size: int = 9) -> st.SearchStrategy[tuple[int,
 
 @st.composite
 def pspecs(draw: st.DrawFn, axes: tuple[str, ...], ndim: int, reductions: tuple[Reduction, ...] = REDUCTIONS) -> P:
-    """Specs of an `ndim`-dim tensor over some of the mesh axes: shards in any order of axes, partial in one reduction.
+    """Specs of an `ndim`-dim tensor: each axis shards a dim, in any order of axes, is partial, or is replicated.
 
     Args:
         draw: given by Hypothesis.
@@ -63,7 +63,15 @@ def tensor_specs(
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     partial: bool = True,
 ) -> DTensorSpec:
-    """Complete specs, on a drawn or given mesh, of a drawn or given tensor; not partial unless `partial`."""
+    """Specs with mesh and meta.
+
+    Args:
+        draw: given by Hypothesis.
+        mesh: the mesh; by default it is drawn.
+        meta: shape and dtype of the tensor; by default they are drawn.
+        dtypes: the dtypes to draw from.
+        partial: whether specs may be partial.
+    """
     mesh = draw(meshes()) if mesh is None else mesh
     meta = TensorMeta(draw(shapes()), draw(st.sampled_from(dtypes))) if meta is None else meta
     reductions = tuple(op for op in REDUCTIONS if partial and supports_reduction(op, meta.dtype))
@@ -72,7 +80,7 @@ def tensor_specs(
 
 @st.composite
 def tensors(draw: st.DrawFn, meta: TensorMeta) -> torch.Tensor:
-    """Tensors of small whole numbers, whose sums are exact in every dtype, with the shape and dtype of `meta`."""
+    """Tensors of small integers, whose sums are exact in every dtype, with the shape and dtype of `meta`."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     if meta.dtype == torch.bool:
         return torch.randint(0, 2, meta.shape, generator=generator).bool()
@@ -81,10 +89,9 @@ def tensors(draw: st.DrawFn, meta: TensorMeta) -> torch.Tensor:
 
 @st.composite
 def shards(draw: st.DrawFn, spec: DTensorSpec) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The shards of a tensor in rank order, and the whole tensor that they stand for.
+    """The shards of all ranks in rank order, and the global tensor.
 
-    Replicas are equal. Partial shards are adversarial: every rank holds something, of either sign, and none of it
-    cancels.
+    Replicas are equal. Partial shards are adversarial: every rank holds random values, instead of neutral elements.
     """
     mesh = spec.mesh
     pending = tuple(axis for axis, _ in spec.partial)

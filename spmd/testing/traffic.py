@@ -1,4 +1,4 @@
-"""The collectives of a plan against those that ran."""
+"""Compares the collectives of a plan with those that ran."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from spmd.inspect.plan import Plan
 
 
 def comms_differences(plan: Plan, traffic: Traffic) -> list[str]:
-    """Where the collectives of a plan differ from those that one call of its program ran; [] if nowhere.
+    """The differences between the collectives of a plan and those that one call of its program ran; [] if none.
 
-    Both are compared in order of execution: kind, mesh axes, and the bytes that the rank which sends most sends.
+    They are compared in order of execution: kind, mesh axes, and the most bytes that any rank sends.
 
     Args:
         plan: the plan of the call, `jitted.plan(*arguments)`.
-        traffic: from `record_traffic` around the call on virtual ranks.
+        traffic: the result of `record_traffic` around the call, on a virtual mesh.
+
+    Returns:
+        One line of text for each difference.
 
     >>> comms_differences(jitted.plan(*arguments), traffic)  # doctest: +SKIP
     ['collective 0: planned all_gather over x, 60.0 bytes; ran all_gather over x, 56.0 bytes']

@@ -1,4 +1,4 @@
-"""Collectives between processes, by torch.distributed.
+"""Collectives between processes, run by torch.distributed.
 
 Imports `collectives`, `core` and `job`.
 """

@@ -1,4 +1,4 @@
-"""What the processes of a job say, compared: one small collective before anything large depends on it."""
+"""Checks that all processes of a job do the same: one small collective that compares them before larger ones run."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from spmd.errors import DivergenceError, SpmdError
 from spmd.job.collective_scope import CollectiveScope, who_says_what
 
 WHOLE = 1 << 24
-"""Tensors of up to so many bytes are compared whole, larger ones by blocks."""
+"""Tensors of up to this many bytes are compared in full, larger ones by samples."""
 
 BLOCKS, BLOCK = 256, 1 << 16
-"""How many blocks of a large tensor, evenly spaced, and of how many bytes."""
+"""The samples of a large tensor: the number of evenly spaced blocks, and the bytes of each."""
 
 
 def are_several(mesh: Mesh) -> bool:
-    """Whether there are other processes to agree with."""
+    """Whether the mesh spans several processes, which then have to agree."""
     return mesh.runtime is Runtime.DISTRIBUTED and mesh.size > 1
 
 
 def gather(call: str, value: Any) -> list[Any]:
-    """What every process gives (anything that can be pickled), in rank order, on all of them.
+    """An all_gather of Python values: those of all processes in rank order, on every process.
 
     Args:
-        call: the call of the user's in which all processes give something: those of ranks are compared first.
-        value: what this process gives.
+        call: the user's call that needs this, as text; it must be the same on all ranks, and is compared too.
+        value: the value of this process; anything that can be pickled.
 
     Raises:
-        DivergenceError: on every rank, if they make different calls.
-        SpmdError: a rank failed in the call, or does not come.
+        DivergenceError: on every rank, if ranks make different calls.
+        SpmdError: a rank failed in the call, or never reaches it.
     """
     every: list[tuple[str, Any]] = [(call, value)] * dist.get_world_size()
     if len(every) == 1:
@@ -68,7 +68,7 @@ def gather(call: str, value: Any) -> list[Any]:
 
 
 def _are_equal(mine: bytes, group: dist.ProcessGroup) -> bool:
-    """Whether every process gives the same, by its digest."""
+    """Whether the bytes are the same on every process, by their digests."""
     digest = torch.frombuffer(bytearray(hashlib.sha256(mine).digest()), dtype=torch.uint8)
     every = [torch.empty_like(digest) for _ in range(group.size())]
     dist.all_gather(every, digest, group=group)
@@ -77,42 +77,45 @@ def _are_equal(mine: bytes, group: dist.ProcessGroup) -> bool:
 
 @attrs.frozen
 class _Failure:
-    """What a process gives that failed in the call."""
+    """The value that a process gathers if it failed in the call."""
 
     text: str
 
 
 @contextmanager
 def failing_together(call: str, active: bool = True) -> Iterator[None]:
-    """What each rank does for itself in a call before all of them compare: if it fails, it does on all ranks.
+    """A context for the local part of a call, before its first collective: an error on one rank reaches all ranks.
+
+    A rank that fails reports its error through `gather`, and raises it; the others raise a SpmdError in the `gather` or
+    `check_agreement` that must follow the block.
 
     Args:
-        call: as for `gather`, which must follow the block.
-        active: whether there are other ranks.
+        call: as for `gather`.
+        active: whether there are other ranks; if not, the context does nothing.
     """
     try:
         yield
     except Exception as error:
         if active:
-            with suppress(SpmdError):  # of others; this rank's own error comes first
+            with suppress(SpmdError):  # that of `gather`; this rank raises its own error
                 gather(call, _Failure(f"{type(error).__name__}: {error}"))
         raise
 
 
 def check_agreement(call: str, claims: Mapping[str, str], expected: str) -> None:
-    """Compare what all processes say of the same things.
+    """Check that all processes describe the same things in the same way.
 
     Args:
         call: as for `gather`.
-        claims: for each thing, by its name, what this process says of it. Of a text of many lines, the error shows the
-            first that differs.
-        expected: what was expected of all and what to do, for the message.
+        claims: the description of each thing, by its name. Of a description with many lines, the error shows the first
+            line that differs.
+        expected: what is expected of all ranks and what to do, for the message.
 
     Raises:
         DivergenceError: on every rank, if they differ; with the first difference, and which ranks say what.
-        SpmdError: a rank failed in the call, or does not come.
+        SpmdError: a rank failed in the call, or never reaches it.
     """
-    # not the claims themselves, which may be long: equal ones need not be pickled into equal bytes
+    # A digest and not the claims: they may be long, and equal ones need not be pickled into equal bytes.
     said = hashlib.sha256(repr(list(claims.items())).encode()).digest()
     if len(set(gather(call, said))) == 1:
         return
@@ -127,7 +130,7 @@ def check_agreement(call: str, claims: Mapping[str, str], expected: str) -> None
 
 
 def _first_difference(texts: Sequence[str]) -> tuple[str, list[str]]:
-    """Where texts first differ, and what they say there; texts of one line are shown whole."""
+    """Where texts first differ, and what they say there; texts of one line are shown in full."""
     rows = list(itertools.zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing"))
     if len(rows) < 2:
         return "", list(texts)
@@ -145,13 +148,13 @@ def describe(value: Any) -> str:
 
 
 def digest(value: Tensor) -> str:
-    """Eight hexadecimal digits that say which elements a dense tensor holds; large tensors are sampled."""
+    """A digest of the elements of a dense tensor, in eight hexadecimal digits; above `WHOLE` bytes, of samples."""
     flat = value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
     if flat.numel() > WHOLE:
         stride = (flat.numel() - BLOCK) // (BLOCKS - 1)
         flat = flat.as_strided((BLOCKS, BLOCK), (stride, 1)).reshape(-1)
     flat = flat.cpu()
     found = hashlib.blake2b(digest_size=4)
-    if flat.numel():  # numpy is no dependency, so the bytes are reached by their address
+    if flat.numel():  # by address, because numpy is no dependency
         found.update((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))
     return found.hexdigest()

@@ -1,8 +1,8 @@
 """The primitives on torch.distributed: what one rank does, by torch's own functional collectives.
 
-`spmd.collectives.virtual` has the same primitives as functions over all ranks, and is their oracle. A collective is
-started, which returns at once, and finished when its result is wanted; all that depends on the rank (its chunk, its
-partners) is decided when the call is bound, from the shape of the operand alone.
+`spmd.collectives.virtual` has the same primitives as functions over all ranks, and is the reference in tests. A
+collective is asynchronous: `start` returns at once, and `finish` waits for the result. What depends on the rank (its
+chunk, the ranks it sends to) is computed once, when the call is bound, from the shape of the operand.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _wait = _c10d.wait_tensor.default
 
 @attrs.frozen(eq=False)
 class Exchange:
-    """A collective of one rank: work on its own tensor, a functional collective of torch's, work on what came.
+    """One rank's part of a collective: pack the operand, run a functional collective of torch's, unpack the result.
 
     Args:
         op: the collective on flat tensors, by an operator of `_c10d_functional`.
-        arguments: those after the tensor.
-        pack: from the operand to what the collective takes.
-        unpack: from what the collective gives to the result, which is contiguous.
-        scope: of the ranks that take part, which says what has failed if it does.
+        arguments: its arguments after the tensor.
+        pack: makes the flat buffer that is sent from the operand.
+        unpack: makes the result, which is contiguous, from the buffer that was received.
+        scope: the ranks that take part; makes the error if the collective fails.
     """
 
     op: Callable[..., Tensor]
@@ -49,24 +49,24 @@ class Exchange:
     scope: CollectiveScope = attrs.field(default=CollectiveScope("a collective", ()), kw_only=True)
 
     def start(self, x: Tensor) -> Tensor:
-        """Start the collective; what it returns is only good for `finish`."""
+        """Start the collective on this rank's operand; the result is pending, and only `finish` may use it."""
         packed = self.pack(x)
         with self.scope:
             return self.op(packed, *self.arguments)
 
     def finish(self, pending: Tensor) -> Tensor:
-        """Wait for the collective, and take its result."""
+        """Wait for a collective that `start` has started, and return its result."""
         with self.scope:
             buffer = _wait(pending)
         return self.unpack(buffer)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Run the collective, start to finish."""
+        """Start the collective and wait for its result."""
         return self.finish(self.start(x))
 
 
 Local: TypeAlias = Callable[..., Tensor]
-"""A primitive that needs no other rank: a function of its operand, if it has one."""
+"""A primitive that does not communicate: a function of its operand, if it has one."""
 
 
 def bind(
@@ -77,18 +77,23 @@ def bind(
     arguments: tuple[Any, ...],
     cause: str = "",
 ) -> Exchange | Local:
-    """What the rank at `coordinate` does for one call of a primitive.
+    """The function that the rank at `coordinate` runs for one call of a primitive.
+
+    Where the primitive communicates, this is a collective call: process groups are made at their first use.
 
     Args:
         op: a primitive, `torch.ops.spmd.<name>.default`.
         mesh: a distributed mesh.
-        coordinate: of this process's rank.
-        operand: shape and dtype of the tensor that it is called on; none if it takes none.
+        coordinate: the coordinate of this process's rank.
+        operand: local shape and dtype of the operand; None for a primitive without one.
         arguments: the arguments after the tensor.
         cause: why it is called, and where in the user's code, for messages.
 
+    Returns:
+        A function of the operand; an `Exchange` if ranks communicate. Both raise a SpmdError if a rank is missing.
+
     Raises:
-        SpmdError: a rank is missing where process groups are made. What is bound raises it too.
+        SpmdError: a rank is missing when process groups are made.
     """
     *rest, axes = arguments
     place = member(mesh, tuple(axes), coordinate, communicates=op in _EXCHANGES)
@@ -104,12 +109,12 @@ def bind(
 
 
 def run(op: torch._ops.OpOverload, mesh: Mesh, coordinate: Coordinate, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """Run one primitive on this rank's tensor; all ranks of its group do the same."""
+    """Run one primitive on this rank's tensor; a collective call of all ranks of its group."""
     return bind(op, mesh, coordinate, TensorMeta.of(x), arguments)(x)
 
 
 def broadcast(x: Tensor, src_rank: int) -> Tensor:
-    """The tensor of one rank, on all ranks of the job; the others give any of the same shape and dtype."""
+    """The tensor of one rank, on all ranks of the job; on the others `x` gives only the shape and dtype."""
     wire = moved(x.dtype)
     buffer = wire.encode(_flat(x))
     with CollectiveScope(f"the broadcast from rank {src_rank}", range(dist.get_world_size())):
@@ -118,7 +123,7 @@ def broadcast(x: Tensor, src_rank: int) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """All elements in order, side by side, with no pending conjugation or sign that the bytes would not show."""
+    """A contiguous 1-d tensor of all elements, with the conjugate and negative bits resolved."""
     if x.is_neg() or x.is_conj():
         x = x.resolve_conj().resolve_neg()
     return x.reshape(-1).contiguous()
@@ -147,11 +152,12 @@ def _all_gather(place: Member, operand: TensorMeta, dim: int, size: int) -> Exch
 
 
 def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    """All ranks' tensors, one after the other.
+    """All ranks' tensors, concatenated.
 
-    Not by `all_gather_into_tensor`: gloo's threads note the name of the collective that each has ended, unguarded, in
-    one string of the group (`ProcessGroupGloo::runLoop` in torch 2.13), and that operator's is ALLGATHER_COALESCED, the
-    only one here too long to lie inside the string. One thread then writes to what the other has freed.
+    Not by `all_gather_into_tensor`, which has a data race: gloo's threads write the name of the collective that each
+    has finished, without a lock, to one string of the group (`ProcessGroupGloo::runLoop` in torch 2.13). The name for
+    that operator, ALLGATHER_COALESCED, is the only one here that does not fit into the string object itself, so one
+    thread may write to heap memory that another has freed.
     """
     return _c10d.all_gather_into_tensor_out.default(x, ranks, group, out=x.new_empty(ranks * x.numel()))
 
@@ -231,7 +237,7 @@ _EXCHANGES: Mapping[torch._ops.OpOverload, Callable[..., Exchange]] = MappingPro
 
 
 def _alone(op: torch._ops.OpOverload, operand: TensorMeta, rest: list[Any]) -> Local:
-    """A collective of one rank."""
+    """A collective in a group of one rank, which does not communicate."""
     if op is torch.ops.spmd.permute.default and rest[0] == [-1]:
         return lambda x: x.new_zeros(rest[1])
     return lambda x: x.contiguous()

@@ -1,4 +1,4 @@
-"""A dim cut among the ranks of a group, and its pieces one after the other in a flat buffer."""
+"""A tensor sharded along one dim over the ranks of a group, as a flat buffer of its chunks one after the other."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from spmd.collectives.distributed.process_groups import Member
 
 
 def resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
-    """`shape` with another length of `dim`."""
+    """`shape` with `length` as the length of `dim`."""
     return (*shape[:dim], length, *shape[dim + 1 :])
 
 
 @attrs.frozen
 class FlatChunks:
-    """The pieces of a tensor, in the order in which torch's group numbers the ranks.
+    """The chunks of a tensor, in the order in which torch's group numbers the ranks.
 
     Args:
-        member: the group.
-        shape: of the tensor.
-        dim: the dim that is cut.
-        padded: whether all pieces take the space of the largest.
+        member: this rank's place in the group.
+        shape: the shape of the whole tensor.
+        dim: the dim that is sharded.
+        padded: whether every chunk takes the space of the largest in the buffer.
     """
 
     member: Member
@@ -35,28 +35,28 @@ class FlatChunks:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """The length of `dim` of each piece, by index along the axes."""
+        """The length of `dim` in each chunk, by index along the axes."""
         return self.member.group.lengths(self.shape[self.dim])
 
     @property
     def is_even(self) -> bool:
-        """Whether pieces are alike and in the order of the axes: one copy moves them all."""
+        """Whether chunks are equal and in the order of the axes, so that one copy converts to or from the buffer."""
         return self.member.in_order and len(set(self.lengths)) == 1
 
     def piece_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of the piece of the rank at `index` along the axes."""
+        """The shape of the chunk of the rank at `index` along the axes."""
         return resized(self.shape, self.dim, self.lengths[index])
 
     @property
     def numels(self) -> list[int]:
-        """The number of elements of each piece in the buffer, in torch's order."""
+        """The number of elements that each chunk takes in the buffer, in torch's order."""
         found = [0] * self.member.group.size
         for index, place in enumerate(self.member.places):
             found[place] = math.prod(self.piece_shape(index))
         return [max(found)] * len(found) if self.padded else found
 
     def flatten(self, x: Tensor) -> Tensor:
-        """The buffer of a tensor's pieces."""
+        """The flat buffer of the chunks of a tensor."""
         if self.is_even:
             pieces = x.unflatten(self.dim, (self.member.group.size, self.lengths[0]))
             return pieces.movedim(self.dim, 0).reshape(-1)
@@ -65,7 +65,7 @@ class FlatChunks:
         return torch.cat([pad(by_place[place].reshape(-1), numel) for place, numel in numels])
 
     def join(self, buffer: Tensor) -> Tensor:
-        """The tensor of a buffer of its pieces."""
+        """The tensor from the flat buffer of its chunks."""
         count = self.member.group.size
         if self.is_even:
             pieces = buffer.view(count, *self.piece_shape(0))
@@ -77,5 +77,5 @@ class FlatChunks:
 
 
 def pad(flat: Tensor, numel: int) -> Tensor:
-    """A flat tensor, as long as asked for: what is added says nothing."""
+    """A 1-d tensor padded at the end to `numel` elements, with values that nothing reads."""
     return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))

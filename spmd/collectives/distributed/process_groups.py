@@ -1,4 +1,4 @@
-"""Mesh axes bound to process groups of torch.distributed."""
+"""The process groups of torch.distributed for mesh axes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from spmd.core.mesh import Coordinate, Mesh
 from spmd.job.collective_scope import CollectiveScope
 
 Partition: TypeAlias = tuple[tuple[int, ...], ...]
-"""All ranks, cut into groups: ranks in ascending order, as torch numbers them inside a group."""
+"""A partition of all ranks into groups, each in ascending order, as torch numbers ranks inside a group."""
 
-# torch's process groups are global to the process, so what was made of them is too. A job that is stopped and started
-# again, as in tests, has another world, and what belonged to the old one goes with it.
+# Process groups are global to the process, so this cache is too. A job that is stopped and started again, as in tests,
+# has another world group, and the entry of the old one is dropped with it.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Partition | str, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
@@ -31,8 +31,9 @@ class Member:
     Args:
         group: the group.
         index: this rank's index along the group's axes.
-        places: for each index along the axes, that rank's number inside torch's group, which counts ranks upwards.
-        name: the name by which functional collectives know torch's group; empty where nothing is communicated.
+        places: for each index along the axes, that rank's number inside torch's group, which numbers ranks in
+            ascending order.
+        name: the name of torch's group, for functional collectives; empty if nothing is communicated.
     """
 
     group: Group
@@ -42,15 +43,15 @@ class Member:
 
     @property
     def in_order(self) -> bool:
-        """Whether torch numbers the ranks as the axes do."""
+        """Whether torch numbers the ranks in the order of their index along the axes."""
         return self.places == tuple(range(self.group.size))
 
 
 def member(mesh: Mesh, axes: tuple[str, ...], coordinate: Coordinate, *, communicates: bool) -> Member:
     """The place of the rank at `coordinate` in the group along `axes`.
 
-    If it communicates, this is a collective call where torch's groups for these axes are not made yet: all ranks ask in
-    one order.
+    With `communicates`, the first call for some axes is a collective call that makes torch's groups: all ranks must
+    make such calls in the same order.
     """
     rank = mesh.rank(coordinate)
     group = next(group for group in groups(mesh, axes) if rank in group.ranks)
@@ -60,7 +61,7 @@ def member(mesh: Mesh, axes: tuple[str, ...], coordinate: Coordinate, *, communi
 
 
 def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """Torch's group of this process's rank along `axes`, made once for each partition of the ranks."""
+    """Torch's group along `axes` that has this process's rank; all ranks make it together, at its first use."""
     partition = tuple(sorted(tuple(sorted(group.ranks)) for group in groups(mesh, axes)))
     if len(partition) == 1:
         return _world()
@@ -70,17 +71,17 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
 
 
 def group_for(purpose: str) -> dist.ProcessGroup:
-    """A group of all ranks for one purpose, made once; on the CPU, whatever the mesh lies on.
+    """A gloo group of all ranks for one purpose, made once; on the CPU, whatever the device of the mesh.
 
-    Where ranks make different calls, what one of them says must not meet what others compute: gloo ends a process that
-    receives more than it expects.
+    It is separate because ranks may make different calls. In a shared group, the comparison of one rank could then be
+    matched with a collective of the program on another, and gloo ends a process that receives more than it expects.
     """
     what = f"a process group for {purpose}"
     return _once(purpose, what, lambda limit: dist.new_group(backend="gloo", timeout=limit))
 
 
 def _once(key: Partition | str, what: str, make: Callable[[timedelta | None], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """A group of the job that runs now, made when it is first asked for, with the job's timeout."""
+    """A group of the job that runs now, made at its first use, with the job's timeout."""
     world = _world()
     made = _made.setdefault(world, {})
     if key not in made:
@@ -96,5 +97,5 @@ def _world() -> dist.ProcessGroup:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a group waits for a rank, as its first backend has it; torch gives new groups its default instead."""
+    """The timeout of a group's first backend, to pass to new groups, for which torch would use its default."""
     return getattr(group._get_backend(group._device_types[0]).options, "_timeout", None)

@@ -1,4 +1,4 @@
-"""How elements travel: every dtype as one that gloo and NCCL carry and reduce as torch does."""
+"""Transport dtypes: each dtype is sent as one that gloo and NCCL support and reduce with torch's results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CARRIED = frozenset(
         torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
     }
 )  # fmt: skip
-"""The dtypes that both backends know."""
+"""The dtypes that both backends support."""
 
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-"""In which dtype to reduce those that the backends lack: casts to and fro wrap around as the sum itself would."""
+"""The dtype in which to reduce one that the backends lack; casting a sum back wraps around as the narrow sum does."""
 
 
 @attrs.frozen(eq=False)
@@ -25,9 +25,9 @@ class TransportDtype:
     """A way to send a flat tensor.
 
     Args:
-        encode: a flat contiguous tensor to the flat tensor that travels.
-        decode: what came, back to the dtype.
-        factor: how many elements travel for each.
+        encode: converts a flat contiguous tensor to the flat tensor that is sent.
+        decode: converts a received tensor back to the dtype.
+        factor: how many elements are sent for each element of the tensor.
     """
 
     encode: Callable[[Tensor], Tensor]
@@ -36,17 +36,17 @@ class TransportDtype:
 
 
 def moved(dtype: torch.dtype) -> TransportDtype:
-    """The wire of collectives that only move elements: bytes where the backends lack the dtype."""
+    """The transport dtype of collectives that only move elements: bytes if the backends lack the dtype."""
     if dtype in _CARRIED:
         return _PLAIN
     return TransportDtype(lambda x: x.view(torch.uint8), lambda x: x.view(dtype), dtype.itemsize)
 
 
 def reduced(dtype: torch.dtype, op: str) -> TransportDtype:
-    """The wire of collectives that reduce by `op`.
+    """The transport dtype of collectives that reduce by `op`: `"sum"`, `"max"` or `"min"`.
 
-    Neither backend says that a NaN wins in max and min, as it does in torch (gloo: the result depends on the rank), so
-    floats are compared as integers that are in the same order and have the NaNs at the winning end.
+    In torch, max and min of a NaN are NaN. Neither backend guarantees that (with gloo the result depends on the rank),
+    so floats are reduced as integers in the same order, with NaN as the largest (max) or smallest (min) integer.
     """
     if dtype.is_complex:
         real = dtype.to_real()
@@ -60,7 +60,7 @@ def reduced(dtype: torch.dtype, op: str) -> TransportDtype:
 
 
 def _ordered(dtype: torch.dtype, op: str) -> TransportDtype:
-    """Floats as integers: the bits are in order where the sign is clear, and in reverse where it is set."""
+    """Floats as integers in the same order: their bits, inverted below the sign bit where that is set."""
     floats, integers = (torch.float64, torch.int64) if dtype == torch.float64 else (torch.float32, torch.int32)
     limits = torch.iinfo(integers)
     nan = limits.max if op == "max" else limits.min

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from spmd.collectives.traffic import StepKind
 from spmd.core.quantity import parse_bytes
 from spmd.errors import PlanError
-from spmd.inspect.questions.pins import Suggestion, suggest
 from spmd.plan.data.comm import Comm
 from spmd.plan.data.plan import PlanData
+
+if TYPE_CHECKING:
+    from spmd.inspect.questions.pins import Suggestion
 
 KINDS = tuple(kind.value for kind in StepKind if kind.is_collective)
 
@@ -68,6 +70,8 @@ class Budget:
         if not offending and not fallbacks:
             return
         examined = sorted(offending, key=lambda comm: -comm.bytes)[:EXAMINED]
+        from spmd.inspect.questions.pins import suggest  # imported only for a plan over its budget
+
         found = suggest(plan, examined, self.excess)
         lines = [] if not self.fallbacks else [_total(plan, kind, limit) for kind, limit in over.items()]
         for comm in offending:
