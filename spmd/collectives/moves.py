@@ -22,7 +22,7 @@ from spmd.errors import ShardingError
 
 
 @attrs.frozen(cache_hash=True)
-class Layout:
+class Sharding:
     """A spec without its mesh and meta; as in a spec, all partial axes have the same reduction.
 
     Args:
@@ -33,16 +33,16 @@ class Layout:
     dims: Dims
     partial: tuple[tuple[str, Reduction], ...] = ()
 
-    def replace_dims(self, *changes: tuple[int, tuple[str, ...]]) -> Layout:
+    def replace_dims(self, *changes: tuple[int, tuple[str, ...]]) -> Sharding:
         """This layout with other axes on some dims; `changes` are pairs of dim and axes."""
         axes = dict(changes)
         return attrs.evolve(self, dims=tuple(axes.get(dim, old) for dim, old in enumerate(self.dims)))
 
-    def without_partial(self, axes: Sequence[str]) -> Layout:
+    def without_partial(self, axes: Sequence[str]) -> Sharding:
         """This layout after a reduction over `axes`."""
         return attrs.evolve(self, partial=tuple(item for item in self.partial if item[0] not in axes))
 
-    def with_partial(self, axes: Sequence[str], op: Reduction) -> Layout:
+    def with_partial(self, axes: Sequence[str], op: Reduction) -> Sharding:
         """This layout, partial by `op` over `axes` too."""
         return attrs.evolve(self, partial=tuple(sorted((*self.partial, *((axis, op) for axis in axes)))))
 
@@ -66,12 +66,12 @@ class Move:
 
     kind: StepKind
     axes: tuple[str, ...]
-    result: Layout
+    result: Sharding
     dims: tuple[int, ...] = ()
     op: Reduction | None = None
 
 
-def cheapest_moves(mesh: Mesh, meta: TensorMeta, source: Layout, goal: Layout) -> tuple[Move, ...]:
+def cheapest_moves(mesh: Mesh, meta: TensorMeta, source: Sharding, goal: Sharding) -> tuple[Move, ...]:
     """The moves from source to goal that send the fewest bytes; among those, the fewest collectives, then moves.
 
     Dijkstra's algorithm over layouts; ties are broken by the order in which `_moves` lists moves.
@@ -82,8 +82,8 @@ def cheapest_moves(mesh: Mesh, meta: TensorMeta, source: Layout, goal: Layout) -
         source, goal: layouts without axes of size 1.
     """
     counter = itertools.count()
-    queue: list[tuple[tuple[float, int, int], int, Layout, tuple[Move, ...]]] = [((0.0, 0, 0), 0, source, ())]
-    done: set[Layout] = set()
+    queue: list[tuple[tuple[float, int, int], int, Sharding, tuple[Move, ...]]] = [((0.0, 0, 0), 0, source, ())]
+    done: set[Sharding] = set()
     while queue:
         (sent, collectives, steps), _, here, path = heapq.heappop(queue)
         if here == goal:
@@ -99,7 +99,7 @@ def cheapest_moves(mesh: Mesh, meta: TensorMeta, source: Layout, goal: Layout) -
     raise ShardingError(f"No sequence of collectives leads from {source} to {goal} on {mesh}. Please report this.")
 
 
-def _move_bytes(mesh: Mesh, meta: TensorMeta, here: Layout, move: Move) -> float:
+def _move_bytes(mesh: Mesh, meta: TensorMeta, here: Sharding, move: Move) -> float:
     whole = move.result if move.kind is StepKind.ALL_GATHER else here
     return ring_bytes(move.kind, mesh.axis_size(move.axes), _local_bytes(mesh, meta, whole.dims))
 
@@ -113,7 +113,7 @@ def _local_bytes(mesh: Mesh, meta: TensorMeta, dims: Dims) -> int:
     return nbytes
 
 
-def _moves(mesh: Mesh, meta: TensorMeta, here: Layout, goal: Layout) -> Iterator[Move]:
+def _moves(mesh: Mesh, meta: TensorMeta, here: Sharding, goal: Sharding) -> Iterator[Move]:
     yield from _slices(here, goal)
     yield from _reductions(here, goal)
     yield from _exchanges(here, goal)
@@ -122,7 +122,7 @@ def _moves(mesh: Mesh, meta: TensorMeta, here: Layout, goal: Layout) -> Iterator
     yield from _partials(here, goal)
 
 
-def _slices(here: Layout, goal: Layout) -> Iterator[Move]:
+def _slices(here: Sharding, goal: Sharding) -> Iterator[Move]:
     used = here.used
     for dim, wanted in enumerate(goal.dims):
         for run in _runs(wanted):
@@ -130,7 +130,7 @@ def _slices(here: Layout, goal: Layout) -> Iterator[Move]:
                 yield Move(StepKind.SHARD, run, here.replace_dims((dim, here.dims[dim] + run)), (dim,))
 
 
-def _reductions(here: Layout, goal: Layout) -> Iterator[Move]:
+def _reductions(here: Sharding, goal: Sharding) -> Iterator[Move]:
     if not here.partial:
         return
     op = here.partial[0][1]
@@ -144,7 +144,7 @@ def _reductions(here: Layout, goal: Layout) -> Iterator[Move]:
         yield Move(StepKind.ALL_REDUCE, chosen, here.without_partial(chosen), (), op)
 
 
-def _exchanges(here: Layout, goal: Layout) -> Iterator[Move]:
+def _exchanges(here: Sharding, goal: Sharding) -> Iterator[Move]:
     for concat, held in enumerate(here.dims):
         for split, wanted in enumerate(goal.dims):
             if split == concat:
@@ -155,7 +155,7 @@ def _exchanges(here: Layout, goal: Layout) -> Iterator[Move]:
                     yield Move(StepKind.ALL_TO_ALL, run, here.replace_dims(*changes), (split, concat))
 
 
-def _permutations(mesh: Mesh, meta: TensorMeta, here: Layout, goal: Layout) -> Iterator[Move]:
+def _permutations(mesh: Mesh, meta: TensorMeta, here: Sharding, goal: Sharding) -> Iterator[Move]:
     for dim, (held, wanted) in enumerate(zip(here.dims, goal.dims, strict=True)):
         order = {axis: position for position, axis in enumerate(wanted)}
         inner = tuple(axis for axis in held if axis not in order)
@@ -164,7 +164,7 @@ def _permutations(mesh: Mesh, meta: TensorMeta, here: Layout, goal: Layout) -> I
     yield from _permutation(mesh, meta, here, attrs.evolve(here, dims=goal.dims))
 
 
-def _permutation(mesh: Mesh, meta: TensorMeta, here: Layout, result: Layout) -> Iterator[Move]:
+def _permutation(mesh: Mesh, meta: TensorMeta, here: Sharding, result: Sharding) -> Iterator[Move]:
     """The permute between two layouts, if both split the tensor into the same chunks, all equal."""
     changed = tuple(zip(here.dims, result.dims, strict=True))
     for size, (before, after) in zip(meta.shape, changed, strict=True):
@@ -176,13 +176,13 @@ def _permutation(mesh: Mesh, meta: TensorMeta, here: Layout, result: Layout) -> 
         yield Move(StepKind.PERMUTE, tuple(axis for axis in mesh.names if axis in moved), result)
 
 
-def _gathers(here: Layout) -> Iterator[Move]:
+def _gathers(here: Sharding) -> Iterator[Move]:
     for dim, held in enumerate(here.dims):
         for start in range(len(held)):
             yield Move(StepKind.ALL_GATHER, held[start:], here.replace_dims((dim, held[:start])), (dim,))
 
 
-def _partials(here: Layout, goal: Layout) -> Iterator[Move]:
+def _partials(here: Sharding, goal: Sharding) -> Iterator[Move]:
     axes = tuple(axis for axis, _ in goal.partial if axis not in here.used)
     if axes and set(here.partial) <= set(goal.partial):
         op = goal.partial[0][1]
@@ -217,7 +217,7 @@ def permutation_sources(mesh: Mesh, axes: tuple[str, ...], before: Dims, after: 
     No rank sends to two others, and one that already holds its chunk keeps it. The layouts `before` and `after` must
     split the tensor into the same chunks.
     """
-    cuts = (strip_trivial(mesh, Layout(dims)).dims for dims in (before, after))
+    cuts = (strip_trivial(mesh, Sharding(dims)).dims for dims in (before, after))
     middles = [_strip_common(*pair) for pair in zip(*cuts, strict=True)]
     indices = list(itertools.product(*(range(mesh.axis_size(axis)) for axis in axes)))
 
@@ -241,7 +241,7 @@ def _flat_index(mesh: Mesh, coordinate: dict[str, int], axes: tuple[str, ...]) -
     return index
 
 
-def strip_trivial(mesh: Mesh, layout: Layout) -> Layout:
+def strip_trivial(mesh: Mesh, layout: Sharding) -> Sharding:
     """The layout without axes of size 1, along which nothing is split or reduced."""
     dims = tuple(tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in layout.dims)
-    return Layout(dims, tuple((axis, op) for axis, op in layout.partial if mesh.axis_size(axis) > 1))
+    return Sharding(dims, tuple((axis, op) for axis, op in layout.partial if mesh.axis_size(axis) > 1))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmd.collectives.bytes_sent import chunk_lengths, most_sent
-from spmd.collectives.moves import Layout, Move, cheapest_moves, permutation_sources, strip_trivial
+from spmd.collectives.moves import Sharding, Move, cheapest_moves, permutation_sources, strip_trivial
 from spmd.collectives.traffic import StepKind
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.placement import Reduction
@@ -135,7 +135,7 @@ def redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step, ...]
             f"Only the spec of a value can change, not its mesh, shape or dtype (got {source} on {source.mesh}, "
             f"expected {target.meta} on {target.mesh})."
         )
-    start, goal = (strip_trivial(spec.mesh, Layout(spec.dims, spec.partial)) for spec in (source, target))
+    start, goal = (strip_trivial(spec.mesh, Sharding(spec.dims, spec.partial)) for spec in (source, target))
     steps = []
     here = source
     moves = cheapest_moves(source.mesh, source.meta, start, goal)
