@@ -34,16 +34,16 @@ class Sharding:
     partial: tuple[tuple[str, Reduction], ...] = ()
 
     def replace_dims(self, *changes: tuple[int, tuple[str, ...]]) -> Sharding:
-        """This layout with other axes on some dims; `changes` are pairs of dim and axes."""
+        """This sharding with other axes on some dims; `changes` are pairs of dim and axes."""
         axes = dict(changes)
         return attrs.evolve(self, dims=tuple(axes.get(dim, old) for dim, old in enumerate(self.dims)))
 
     def without_partial(self, axes: Sequence[str]) -> Sharding:
-        """This layout after a reduction over `axes`."""
+        """This sharding after a reduction over `axes`."""
         return attrs.evolve(self, partial=tuple(item for item in self.partial if item[0] not in axes))
 
     def with_partial(self, axes: Sequence[str], op: Reduction) -> Sharding:
-        """This layout, partial by `op` over `axes` too."""
+        """This sharding, partial by `op` over `axes` too."""
         return attrs.evolve(self, partial=tuple(sorted((*self.partial, *((axis, op) for axis in axes)))))
 
     @property
@@ -241,7 +241,7 @@ def _flat_index(mesh: Mesh, coordinate: dict[str, int], axes: tuple[str, ...]) -
     return index
 
 
-def strip_trivial(mesh: Mesh, layout: Sharding) -> Sharding:
+def strip_trivial(mesh: Mesh, sharding: Sharding) -> Sharding:
     """The layout without axes of size 1, along which nothing is split or reduced."""
-    dims = tuple(tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in layout.dims)
-    return Sharding(dims, tuple((axis, op) for axis, op in layout.partial if mesh.axis_size(axis) > 1))
+    dims = tuple(tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in sharding.dims)
+    return Sharding(dims, tuple((axis, op) for axis, op in sharding.partial if mesh.axis_size(axis) > 1))

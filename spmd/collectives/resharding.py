@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmd.collectives.bytes_sent import chunk_lengths, most_sent
-from spmd.collectives.moves import Sharding, Move, cheapest_moves, permutation_sources, strip_trivial
+from spmd.collectives.moves import Move, Sharding, cheapest_moves, permutation_sources, strip_trivial
 from spmd.collectives.traffic import StepKind
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.placement import Reduction
