@@ -89,9 +89,11 @@ def _differentiate(grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[An
 
 
 def _grouped(options: Sequence[Any], channels: int, weight: Tensor) -> list[Any]:
-    """The options with as many groups as a rank has that holds these channels of the side that weights cut."""
-    *kept, groups = options
-    return [*kept, max(channels // weight.shape[1], 1) if weight.shape[1] else groups]
+    """The options with as many groups as a rank has that holds these channels of the side that weights cut.
+
+    Where it holds no channels of a group, there is nothing to convolve, and one group is as good as several.
+    """
+    return [*options[:-1], max(channels // weight.shape[1], 1) if weight.shape[1] else 1]
 
 
 def _forward(axes: Axes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
