@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_faults.py do: one of them goes wrong. A light module, because each rank imports it."""
+"""What the ranks of tests/job/test_faults.py do: one of them goes wrong. A light module, because each rank imports it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ T = TypeVar("T")
 def constrain(x: T, spec: SpecLike) -> T:
     """Fix the sharding of a value inside `jit`, as JAX's `with_sharding_constraint`.
 
-    The cotangent of `x` is constrained to the same spec. A DTensor outside of `jit` is redistributed.
+    The cotangent of `x` is constrained to the same spec. The result shares no memory with `x`: writes in place to
+    one do not reach the other. A DTensor outside of `jit` is redistributed.
 
     Args:
         x: a tensor inside a traced function, or a DTensor.

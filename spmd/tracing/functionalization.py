@@ -171,6 +171,16 @@ def _in_memory_format(x: torch.Tensor) -> torch.Tensor:
     return x if x.is_contiguous(memory_format=images) else x.contiguous()
 
 
+def _expand(x: torch.Tensor, size: Sequence[int], *, implicit: bool = False) -> Any:
+    """New dims of length 1, where nothing is repeated: torch would write `old + (new - old)` through the view."""
+    added = len(size) - x.ndim
+    if added < 0 or any(length != 1 for length in size[:added]):
+        return NotImplemented
+    if any(length not in (-1, old) for length, old in zip(size[added:], x.shape, strict=True)):
+        return NotImplemented
+    return x[(None,) * added] if added else aten.alias.default(x)
+
+
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
     """The loss of one sample without a batch dim, for which torch's meta kernel returns a wrong number of dims."""
     if x.ndim > 1:
@@ -203,6 +213,7 @@ _STRIDES = (
 
 _BODIES: Mapping[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: _bernoulli,
+    aten.expand.default: _expand,
     aten.lerp_.Scalar: _lerp,
     aten.lerp_.Tensor: _lerp,
     **{op: _restrided(op, positions, of) for positions, of, ops in _STRIDES for op in ops},

@@ -156,3 +156,22 @@ def test_batch_and_groups_need_no_communication(image_spec: P) -> None:
     sharded = spmd.jit(f, (image_spec, weight_spec), image_spec, mesh=mesh)
     assert () == sharded.plan(image, weight).comms
     torch.testing.assert_close(sharded(image, weight).full_tensor(), f(image, weight))
+
+
+@both
+@pytest.mark.parametrize("transposed", [False, True])
+def test_groups_on_one_axis_and_on_another_fewer_channels_than_ranks(transposed: bool, gradients: bool) -> None:
+    """A rank that holds no channel of its groups holds weights of some groups all the same."""
+    image, weight = (2, 4, 2, 3), (4, 2, 2, 2) if transposed else (2, 2, 2, 2)
+    arguments = [torch.randn(shape, dtype=torch.float64) for shape in (image, weight)]
+    operator = F.conv_transpose2d if transposed else F.conv2d
+    mesh = spmd.make_mesh({"x": 2, "y": 3}, runtime="virtual")
+
+    def f(*given: torch.Tensor) -> Any:
+        result, pull = torch.func.vjp(lambda *given: operator(*given, groups=2), *given)
+        return (result, *pull(result.sin())) if gradients else (result,)
+
+    specs = (P(None, ("x", "y")), P("x", "y"))
+    out_specs = (P("y"), *specs) if gradients else (P("y"),)
+    slow = spmd.Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0)
+    assert_equal_results(f(*arguments), spmd.jit(f, specs, out_specs, mesh=mesh, machine=slow)(*arguments))

@@ -54,6 +54,15 @@ def by_strides(v):
     return v
 
 
+def through_expand_that_repeats_nothing(v):
+    """What is written is what is there, to the bit, whatever was there."""
+    v = torch.where(v > 0.5, torch.inf, v)
+    v[:1].expand(1, 3).fill_(0.4)
+    v[1:3].expand(2, 3).copy_(v[:2].neg())
+    v[3].expand(1, 1, 3).mul_(0.1).add_(1)
+    return v
+
+
 def filled_by_masks(v):
     v = v * 1
     v.expand(2, 4, 3).masked_fill_(torch.stack([v > 0.5, v < -0.5]), 7.0)
@@ -92,7 +101,7 @@ def into_empty(v):
     "function",
     [
         zeroed, filled, partly, not_overlapping, of_repeated, by_strides, filled_by_masks, between_windows,
-        of_unsafe_views, into_empty,
+        of_unsafe_views, into_empty, through_expand_that_repeats_nothing,
     ],
 )  # fmt: skip
 def test_values(function, spec):

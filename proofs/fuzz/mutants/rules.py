@@ -76,7 +76,9 @@ def _local(name: str, ops: str) -> Mutant:
 def _silent(name: str, module: str, function: str, within: str) -> Mutant:
     """A local implementation that leaves out one exchange between ranks."""
     text = f"ranks do not exchange what `{function}` combines in {module}.py"
-    return mutant(f"body: {name}", text, replaced(f"spmd.rules.{module}", function, lambda x, axes: x), within=within)
+    return mutant(
+        f"body: {name}", text, replaced(f"spmd.rules.ops.{module}", function, lambda x, axes: x), within=within
+    )
 
 
 def _always_held(index: Tensor, size: int, length: int, axes: Any) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,10 @@ _Place = Callable[[object, P], str]
 
 
 def _steered(build: Callable[[_Place], str]) -> str:
-    """An expression in which `build` constrains values; on one device there are no constraints."""
+    """An expression in which `build` constrains values; on one device there are no constraints.
+
+    `build` must not return a view of a value: the result of `constrain` shares no memory with its operand.
+    """
     return _either(build(_constrained), build(lambda text, spec: f"{text}"))
 
 
@@ -144,7 +147,7 @@ def _searchsorted(d: Draw) -> str:
 def _joined(d: Draw) -> str:
     """A flatten of two dims, the first of which is sharded before and after."""
     x, axis = _sizes(d, d.integer(2, 3)), d.axis()
-    return _steered(lambda at: at(f"{at(x, P(axis))}.flatten(0, 1)", P(axis)))
+    return _steered(lambda at: at(f"{at(x, P(axis))}.flatten(0, 1).neg()", P(axis)))
 
 
 def _minor_factor(d: Draw) -> str:
@@ -239,7 +242,7 @@ OF_TWO_AXES: Mapping[str, Operator] = {
 
 OPERATORS: Mapping[str, Operator] = {
     **OF_TWO_AXES,
-    "shards_transposed": _shards_of_square("{x}.t()"),
+    "shards_transposed": _shards_of_square("{x}.t().neg()"),
     "shards_matrix_exp": _shards_of_square("torch.linalg.matrix_exp({x} * 0.1)"),
     "shards_sorted": _shards("{x}.sort(0).values"),
     "shards_moved": _shards("{x}.roll(1, 0).flip(0)"),

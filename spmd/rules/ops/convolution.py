@@ -93,9 +93,11 @@ def _differentiate(grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[An
 
 
 def _grouped(options: Sequence[Any], channels: int, weight: Tensor) -> list[Any]:
-    """The options with this rank's number of groups: its `channels` divided by those of one group."""
-    *kept, groups = options
-    return [*kept, max(channels // weight.shape[1], 1) if weight.shape[1] else groups]
+    """The options with this rank's number of groups: its `channels` divided by those of one group.
+
+    A rank that holds no channels of a group has nothing to convolve: one group is as good as several.
+    """
+    return [*options[:-1], max(channels // weight.shape[1], 1) if weight.shape[1] else 1]
 
 
 def _forward(axes: Axes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
