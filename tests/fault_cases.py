@@ -1,4 +1,4 @@
-"""What the ranks of tests/job/test_faults.py do: one of them goes wrong. A light module, because each rank imports it."""
+"""What the ranks of tests/job/test_faults.py do: one of them goes wrong. Each rank imports it: a light module."""
 
 from __future__ import annotations
 
