@@ -23,7 +23,7 @@ from spmd.api.dtensor import DTensor
 from spmd.api.jit import jit
 from spmd.collectives.traffic import record_traffic
 from spmd.core.mesh import Mesh
-from spmd.core.placement import combine
+from spmd.core.shards import reduced, split
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import SpmdError
 from spmd.plan import Machine
@@ -114,12 +114,7 @@ def check(program: Program) -> Outcome:
 
 def _spread(parts: Sequence[torch.Tensor], spec: DTensorSpec) -> DTensor:
     """A DTensor with a partial axis, from its parts: ranks that differ on that axis hold shards of different parts."""
-    axes = [axis for axis, _ in spec.partial]
-    held = [
-        parts[spec.mesh.axis_index(coordinate, axes)][spec.local_slices(coordinate)]
-        for coordinate in spec.mesh.coordinates()
-    ]
-    return DTensor.from_local(held, spec.mesh, spec.pspec, shape=parts[0].shape)
+    return DTensor.from_local(split(parts, spec), spec.mesh, spec.pspec, shape=parts[0].shape)
 
 
 def _described(program: Program, values: Sequence[torch.Tensor], specs: Sequence[DTensorSpec], mesh: Mesh) -> Outcome:
@@ -148,17 +143,12 @@ def _difference(result: Any, expected: torch.Tensor, spec: P) -> str:
         return f"is {TensorMeta.of(result)}, expected {TensorMeta.of(expected)}"
     if result.spec.pspec != spec:
         return f"has {result.spec.pspec!r}"
-    mesh = result.mesh
-    axes = [axis for axis, _ in result.spec.partial]
-    groups = mesh.groups(axes) if axes else tuple((rank,) for rank in range(mesh.size))
-    for group in groups:
-        held = [result.shards[rank] for rank in group]
-        whole = functools.reduce(lambda a, b: combine(result.spec.partial[0][1], a, b), held)
-        wanted = expected[result.spec.local_slices(mesh.coordinate(group[0]))]
+    for rank, slices, whole in reduced(result.shards, result.spec):
+        wanted = expected[slices]
         if whole.shape != wanted.shape or whole.dtype != wanted.dtype:
-            return f"rank {group[0]} holds {TensorMeta.of(whole)}, expected {TensorMeta.of(wanted)}"
+            return f"rank {rank} holds {TensorMeta.of(whole)}, expected {TensorMeta.of(wanted)}"
         if not agrees(whole, wanted, _TOLERANCE):
-            return f"values differ on rank {group[0]}: got {_numbers(whole)}, expected {_numbers(wanted)}"
+            return f"values differ on rank {rank}: got {_numbers(whole)}, expected {_numbers(wanted)}"
     return ""
 
 

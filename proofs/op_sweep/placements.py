@@ -7,14 +7,14 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from functools import reduce
 
 import torch
 
 from spmd.core.mesh import Mesh
-from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard, combine, supports_reduction
+from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard, supports_reduction
+from spmd.core.shards import reduced, split
 from spmd.core.spec import DTensorSpec, TensorMeta
-from spmd.rules.check.execute import split
+from spmd.rules.check.execute import split as split_placement
 
 Combination = tuple[tuple[Placement, ...], ...]
 """For every operand, one placement per mesh axis."""
@@ -64,12 +64,9 @@ def spread(tensor: torch.Tensor, spec: DTensorSpec) -> tuple[torch.Tensor, ...]:
     if axes:
         grouping = tuple((size,) for size in tensor.shape)
         generator = torch.Generator().manual_seed(0)
-        parts = split(tensor, grouping, Partial(spec.partial[0][1]), spec.mesh.axis_size(axes), generator)
+        parts = split_placement(tensor, grouping, Partial(spec.partial[0][1]), spec.mesh.axis_size(axes), generator)
         parts = _exact(tensor, parts) if spec.partial[0][1] == "sum" and tensor.is_floating_point() else parts
-    return tuple(
-        parts[spec.mesh.axis_index(coordinate, axes)][spec.local_slices(coordinate)].clone()
-        for coordinate in spec.mesh.coordinates()
-    )
+    return tuple(shard.clone() for shard in split(parts, spec))
 
 
 def _exact(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -80,19 +77,14 @@ def _exact(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Te
 
 def difference(shards: Sequence[torch.Tensor], spec: DTensorSpec, expected: torch.Tensor, values: bool) -> str | None:
     """Why the shards of all ranks are not `expected` placed by `spec`; None if they are."""
-    axes = [axis for axis, _ in spec.partial]
     for rank, (coordinate, shard) in enumerate(zip(spec.mesh.coordinates(), shards, strict=True)):
         meta = TensorMeta(spec.local_shape(coordinate), expected.dtype)
         if TensorMeta.of(shard) != meta:
             return f"rank {rank} holds {TensorMeta.of(shard)}, expected {meta}"
-    groups = spec.mesh.groups(axes) if axes else tuple((rank,) for rank in range(spec.mesh.size))
-    for group in groups if values else ():
-        held = [shards[rank] for rank in group]
-        whole = reduce(lambda left, right: combine(spec.partial[0][1], left, right), held)
-        wanted = expected[spec.local_slices(spec.mesh.coordinate(group[0]))]
-        reason = apart(whole, wanted)
+    for rank, slices, whole in reduced(shards, spec) if values else ():
+        reason = apart(whole, expected[slices])
         if reason is not None:
-            return f"rank {group[0]}: {reason}"
+            return f"rank {rank}: {reason}"
     return None
 
 

@@ -14,12 +14,13 @@ from spmd.api.checkpointable import read_chunks, shard_at, write_items
 from spmd.collectives.distributed.agreement import are_several, gather
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate, Mesh, Runtime
-from spmd.core.placement import Placement, combine
+from spmd.core.placement import Placement
 from spmd.core.pytree import (
     SpecLike,
     make_spec,
     tree_leaves,
 )
+from spmd.core.shards import join
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import ShardingError, TraceError
 from spmd.runtime.redistribute import redistribute_shards
@@ -102,7 +103,7 @@ class DTensor(torch.Tensor):
             SpmdError: a rank failed, or never makes the call.
         """
         if self.mesh.runtime is Runtime.VIRTUAL:
-            return _assemble(self._spec, self._shards)
+            return join(self._shards, self._spec)
         replicated = DTensorSpec.replicated(self.mesh, self._spec.meta)
         (whole,) = self._move("full_tensor()", replicated)
         return whole.clone() if whole is self._shards[0] else whole
@@ -279,24 +280,6 @@ def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
     _set_spec(value, spec)
     _set_shards(value, shards)
     return value
-
-
-def _assemble(spec: DTensorSpec, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The global tensor; partial axes are reduced in rank order, and of replicas the one at index 0 is taken."""
-    mesh, reductions = spec.mesh, dict(spec.partial)
-    full = torch.empty(spec.meta.shape, dtype=spec.meta.dtype, device=mesh.device)
-    sharded = {axis for axes in spec.dims for axis in axes}
-    replicated = [p for p, axis in enumerate(mesh.names) if axis not in sharded and axis not in reductions]
-    pending = [mesh.axis_position(axis) for axis in reductions]
-    for coordinate, shard in zip(mesh.coordinates(), shards, strict=True):
-        if any(coordinate[position] for position in replicated):
-            continue
-        part = full[spec.local_slices(coordinate)]
-        if any(coordinate[position] for position in pending):
-            part.copy_(combine(spec.partial[0][1], part, shard))
-        else:
-            part.copy_(shard)
-    return full
 
 
 def _scalar(value: DTensor) -> Any:

@@ -5,11 +5,14 @@ Sizes are small, from 0, so that meshes of a few ranks have even, uneven and emp
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from hypothesis import strategies as st
 
 from spmd.core.mesh import Mesh, make_mesh
 from spmd.core.placement import REDUCTIONS, Reduction, combine, supports_reduction
+from spmd.core.shards import split
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 
 AXIS_NAMES = ("data", "model", "pipe")
@@ -96,11 +99,5 @@ def shards(draw: st.DrawFn, spec: DTensorSpec) -> tuple[tuple[torch.Tensor, ...]
     mesh = spec.mesh
     pending = tuple(axis for axis, _ in spec.partial)
     parts = [draw(tensors(spec.meta)) for _ in range(mesh.axis_size(pending))]
-    held = []
-    for coordinate in mesh.coordinates():
-        part = parts[mesh.axis_index(coordinate, pending)]
-        held.append(part[spec.local_slices(coordinate)].clone())
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = combine(spec.partial[0][1], whole, part)
-    return tuple(held), whole
+    whole = functools.reduce(lambda left, right: combine(spec.partial[0][1], left, right), parts)
+    return tuple(shard.clone() for shard in split(parts, spec)), whole
