@@ -10,10 +10,10 @@ import attrs
 import torch
 
 from spmd.api.distribute import check_placeable, check_same, place
-from spmd.api.dtensor import DTensor, give_up, wrap
+from spmd.api.dtensor import DTensor, release_donated, wrap
 from spmd.api.never_gathered import never_gathered_inputs
 from spmd.api.options import Options
-from spmd.collectives.distributed.agreement import are_several, failing_together
+from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, Runtime, use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, tree_map, tree_structure
 from spmd.core.single_threaded import single_threaded
@@ -224,7 +224,7 @@ class Compiled:
         """
         call = f"a call of {self.traced.name} on {self.mesh}"
         compares = not self._has_run or not all(isinstance(leaf, DTensor) for leaf in leaves)
-        with failing_together(call, compares and are_several(self.mesh)):
+        with failing_together(call, compares and spans_processes(self.mesh)):
             self.check(leaves)
         self.prepare()
         names = [f"argument {path}" for path in self.traced.input_paths]
@@ -244,7 +244,7 @@ class Compiled:
             leaves: the flattened arguments; those that are donated lose their shards.
         """
         for index in self.donated:
-            give_up(leaves[index])
+            release_donated(leaves[index])
         results = self._executable(shards)
         return self._out_tree.unflatten(list(map(wrap, self._results, results)))
 

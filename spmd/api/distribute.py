@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spmd.api.dtensor import DTensor, join_shards, wrap
-from spmd.collectives.distributed.agreement import are_several, check_agreement, describe, failing_together, gather
+from spmd.collectives.distributed.agreement import check_agreement, describe, failing_together, gather, spans_processes
 from spmd.collectives.distributed.exchange import broadcast
 from spmd.core.mesh import Coordinate, Mesh, Runtime, current_mesh
 from spmd.core.placement import neutral_element
@@ -48,7 +48,7 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
     """
     mesh = current_mesh(mesh)
     call = f"distribute on {mesh}"
-    with failing_together(call, are_several(mesh)):
+    with failing_together(call, spans_processes(mesh)):
         targets = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree")
         paths, leaves, structure = flatten_with_paths(tree)
         names = [f"leaf {path}".rstrip() for path in paths]
@@ -68,7 +68,7 @@ def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
     Raises:
         DivergenceError: on every rank, if they differ; it names the leaf, and which ranks hold what.
     """
-    if are_several(mesh):
+    if spans_processes(mesh):
         claims = {
             name: str(leaf.spec) if isinstance(leaf, DTensor) else describe(leaf)
             for name, leaf in zip(names, leaves, strict=True)
@@ -83,7 +83,7 @@ def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
 
 def _broadcast(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any], src_rank: int) -> list[Any]:
     """The leaves of one rank, on all ranks; DTensors stay as they are."""
-    if not are_several(mesh):
+    if not spans_processes(mesh):
         return list(leaves)
     with failing_together(call):
         metas = [leaf_meta(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
@@ -135,7 +135,7 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     if mesh.runtime is not Runtime.DISTRIBUTED:
         return distribute(tree, specs, mesh)
     call = f"from_process_data(..., {specs!r}) on {mesh}"
-    with failing_together(call, are_several(mesh)):
+    with failing_together(call, spans_processes(mesh)):
         prefix = broadcast_prefix(specs, tree, what="specs", of="the tree")
         leaves, structure = tree_flatten(tree)
         held = [(leaf.detach().to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf,) for leaf in leaves]

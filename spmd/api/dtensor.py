@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from spmd.api.checkpointable import read_chunks, shard_at, write_items
-from spmd.collectives.distributed.agreement import are_several, gather
+from spmd.collectives.distributed.agreement import gather, spans_processes
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate, Mesh, Runtime
 from spmd.core.placement import Placement
@@ -130,7 +130,7 @@ class DTensor(torch.Tensor):
 
     def _move(self, call: str, target: DTensorSpec) -> tuple[torch.Tensor, ...]:
         """The shards under another spec; if ranks communicate, they first check that all of them make this call."""
-        if are_several(self.mesh) and any(step.is_collective for step in redistribution(self._spec, target)):
+        if spans_processes(self.mesh) and any(step.is_collective for step in redistribution(self._spec, target)):
             gather(f"{call} of {self._spec} on {self.mesh}", None)
         return redistribute_shards(self._shards, self._spec, target)
 
@@ -266,7 +266,7 @@ def _holds_shards(value: DTensor) -> bool:
     return True
 
 
-def give_up(leaf: Any) -> None:
+def release_donated(leaf: Any) -> None:
     """Drop the shards of a donated DTensor, which cannot be read from then on; other leaves stay as they are."""
     if isinstance(leaf, DTensor) and _holds_shards(leaf):
         _delete_shards(leaf)
@@ -330,7 +330,7 @@ def join_shards(
         SpmdError: a rank failed, or never makes the call.
     """
     facts = [[_Held.of(shard) for shard in shards] for shards in held]
-    every = gather(call, facts) if are_several(mesh) else [facts]
+    every = gather(call, facts) if spans_processes(mesh) else [facts]
     count = len(mesh.held_coordinates)
     found = []
     for number, (shards, spec) in enumerate(zip(held, specs, strict=True)):

@@ -14,7 +14,7 @@ from spmd.api.compiled import Compiled
 from spmd.api.never_gathered import KeepSharded
 from spmd.api.options import Comms, JitOptions, Options
 from spmd.api.static_arguments import static_key
-from spmd.collectives.distributed.agreement import are_several, failing_together
+from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
 from spmd.core.spec import TensorMeta
@@ -172,7 +172,7 @@ class Jitted:
 
         An error on one rank before that, in the user's function or in planning, is raised on all ranks.
         """
-        with failing_together(first_run(mesh), are_several(mesh)):
+        with failing_together(first_run(mesh), spans_processes(mesh)):
             compiled = self._lookup(args, mesh)
             if not compiled.is_prepared:
                 compiled.check(leaves)

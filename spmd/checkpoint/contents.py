@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from spmd.core.documents import Fields, Kind, ListOf, MapOf, Maybe, misfit
+from spmd.core.documents import Fields, Kind, ListOf, MapOf, Maybe, schema_violation
 from spmd.core.spec import TensorMeta
 from spmd.errors import CheckpointError
 
@@ -138,7 +138,7 @@ def parse(document: Any) -> Contents:
         CheckpointError: something is missing, of the wrong type or out of bounds, or a file is not in the checkpoint's
             folder.
     """
-    wrong = misfit(document, _SCHEMA)
+    wrong = schema_violation(document, _SCHEMA)
     if wrong is not None:
         raise CheckpointError(wrong)
     both = document["tensors"].keys() & document["values"].keys()
@@ -206,12 +206,12 @@ def _overlap(chunks: list[Chunk]) -> bool:
     active: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
         active = [other for other in active if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
-        if any(_meet(chunk, other) for other in active):
+        if any(_boxes_overlap(chunk, other) for other in active):
             return True
         active.append(chunk)
     return False
 
 
-def _meet(one: Chunk, other: Chunk) -> bool:
+def _boxes_overlap(one: Chunk, other: Chunk) -> bool:
     sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     return all(start < begin + length and begin < start + size for start, size, begin, length in sides)

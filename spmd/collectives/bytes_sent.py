@@ -48,7 +48,7 @@ def _distinct_indices(sizes: Iterable[int], count: int) -> list[int]:
     return sorted(start for start in starts if start < count)
 
 
-def most_sent(
+def max_bytes_sent(
     kind: StepKind, counts: tuple[int, ...], shape: tuple[int, ...], itemsize: int, arguments: Sequence[Any]
 ) -> float:
     """The largest number of bytes that any rank of a group sends in a collective, by the ring algorithm.
@@ -63,9 +63,9 @@ def most_sent(
         itemsize: bytes per element.
         arguments: the arguments of the primitive after the tensor, on that rank.
 
-    >>> most_sent(StepKind.ALL_REDUCE, (4,), (1,), 4, ())  # three of four blocks are empty
+    >>> max_bytes_sent(StepKind.ALL_REDUCE, (4,), (1,), 4, ())  # three of four blocks are empty
     8.0
-    >>> most_sent(StepKind.ALL_GATHER, (4,), (2,), 4, (0, 5))  # the blocks are 2, 2, 1 and 0
+    >>> max_bytes_sent(StepKind.ALL_GATHER, (4,), (2,), 4, (0, 5))  # the blocks are 2, 2, 1 and 0
     20.0
     """
     if math.prod(counts) == 1:

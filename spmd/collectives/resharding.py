@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives.bytes_sent import chunk_lengths, most_sent
+from spmd.collectives.bytes_sent import chunk_lengths, max_bytes_sent
 from spmd.collectives.moves import Move, Sharding, cheapest_moves, permutation_sources, strip_trivial
 from spmd.collectives.traffic import StepKind
 from spmd.core.mesh import Coordinate, Mesh
@@ -51,7 +51,7 @@ class Step:
         """The largest number of bytes that any rank sends, by the ring algorithm; 0 for a local step."""
         if self.kind is StepKind.PERMUTE:
             return float(self.source.local_bytes())  # some chunk moves, and all chunks are equal
-        return _most_sent(self) if self.is_collective else 0.0
+        return _max_bytes_sent(self) if self.is_collective else 0.0
 
     @property
     def primitive(self) -> torch._ops.OpOverload:
@@ -85,7 +85,7 @@ class Step:
 
 
 @lru_cache(maxsize=65536)
-def _most_sent(step: Step) -> float:
+def _max_bytes_sent(step: Step) -> float:
     """`Step.bytes` of a collective: the largest in any group.
 
     That is the group of coordinate zero, whose shards are largest; for an all_to_all of uneven chunks all are compared.
@@ -94,12 +94,12 @@ def _most_sent(step: Step) -> float:
     zero, counts = (0,) * len(mesh.names), _sizes(mesh, step.axes)
     shape, itemsize = step.source.local_shape(zero), step.source.meta.dtype.itemsize
     if step.kind is not StepKind.ALL_TO_ALL:
-        return most_sent(step.kind, counts, shape, itemsize, step.arguments(zero))
+        return max_bytes_sent(step.kind, counts, shape, itemsize, step.arguments(zero))
     split, concat = step.dims
     found = []
     for (before,), (after,) in itertools.product(_lengths(step.source, split), _lengths(step.target, concat)):
         held = tuple(before if dim == split else size for dim, size in enumerate(shape))
-        found.append(most_sent(step.kind, counts, held, itemsize, (split, concat, 0, after)))
+        found.append(max_bytes_sent(step.kind, counts, held, itemsize, (split, concat, 0, after)))
     return max(found)
 
 

@@ -64,10 +64,10 @@ def parse(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def misfit(document: Any, kind: Kind) -> str | None:
+def schema_violation(document: Any, kind: Kind) -> str | None:
     """The first violation of a schema in a document, as text: path, expected and actual value; None if it conforms.
 
-    >>> misfit({"sizes": [3, -1]}, Fields({"sizes": ListOf(int)}))
+    >>> schema_violation({"sizes": [3, -1]}, Fields({"sizes": ListOf(int)}))
     "['sizes'][1] must be a whole number from 0 (got -1)"
     """
     found = _misfit(document, kind)
@@ -103,8 +103,8 @@ def _misfit_of_items(items: Iterable[tuple[str | int, Any]], kind: Kind) -> _Mis
     return next((_within(key, found) for key, item in items if (found := _misfit(item, kind))), None)
 
 
-def _within(key: str | int, misfit: _Misfit) -> _Misfit:
-    return (key, *misfit[0]), misfit[1]
+def _within(key: str | int, schema_violation: _Misfit) -> _Misfit:
+    return (key, *schema_violation[0]), schema_violation[1]
 
 
 def _fits(value: Any, kind: type) -> bool:

@@ -70,7 +70,7 @@ _BODIES: Mapping[str, Callable[..., _Tensors]] = {
 
 
 @lru_cache(maxsize=1024)
-def list_body(op: OpOverload) -> Callable[..., _Tensors | None] | None:
+def list_decomposition(op: OpOverload) -> Callable[..., _Tensors | None] | None:
     """The decomposition of a list operator that has no element operator, or of its in-place form; None for others.
 
     `_foreach_addcmul.Tensor`, for example, reads the scalars of all elements from one tensor, and a fake tensor has no

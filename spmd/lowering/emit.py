@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from spmd.collectives.bytes_sent import most_sent
+from spmd.collectives.bytes_sent import max_bytes_sent
 from spmd.collectives.primitives import COLLECTIVES
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate
@@ -117,7 +117,7 @@ class _Emitter:
         elif operation.op is REDISTRIBUTE:
             self.redistribute(operation)
         elif self.body(operation):
-            self.inline_body(operation)
+            self.inline_local_implementation(operation)
         else:
             self.operator(unit)
 
@@ -176,7 +176,7 @@ class _Emitter:
             view.meta["spec"] = node.meta["spec"]
         return view
 
-    def inline_body(self, operation: Operation) -> None:
+    def inline_local_implementation(self, operation: Operation) -> None:
         found = self.body(operation)
         assert found is not None
         body, axes = found
@@ -223,7 +223,7 @@ class _Emitter:
             operand, *rest, axes = arguments
             kind, counts = COLLECTIVES[node.target], tuple(map(self.plan.mesh.axis_size, axes))  # type: ignore[index]
             held = operand.meta["val"]
-            copy.meta["bytes"] = most_sent(kind, counts, held.shape, held.dtype.itemsize, rest)
+            copy.meta["bytes"] = max_bytes_sent(kind, counts, held.shape, held.dtype.itemsize, rest)
             copy.meta["cause"] = f"{operator_name(operation.op)} over a sharded dim"
         return copy
 

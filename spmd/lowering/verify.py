@@ -16,7 +16,7 @@ from spmd.lowering.passes.clean import (
     drop_dead_local_nodes,
     drop_dead_nodes,
     drop_identities,
-    is_draw,
+    is_random_node,
     merge_reshapes,
     share_local_subexpressions,
 )
@@ -39,7 +39,9 @@ def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = Non
         _check_no_idle_nodes(module.graph, bool(program.uneven))
         _check_boundary(program, module.graph, coordinate)
         _check_metas(module)
-        sequences[coordinate] = [_stop(node) for node in module.graph.nodes if is_primitive(node) or is_draw(node)]
+        sequences[coordinate] = [
+            _stop(node) for node in module.graph.nodes if is_primitive(node) or is_random_node(node)
+        ]
     first, *others = sequences
     for other in others:
         if sequences[other] != sequences[first]:

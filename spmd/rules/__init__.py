@@ -22,7 +22,7 @@ from spmd.rules.ops.factories import FACTORIES
 from spmd.rules.ops.indexing import INDEXING
 from spmd.rules.ops.layers import LAYERS
 from spmd.rules.ops.linalg import LINALG
-from spmd.rules.ops.loss import LATE, LOSS
+from spmd.rules.ops.loss import LAZILY_DEFINED, LOSS
 from spmd.rules.ops.matmul import MATMUL
 from spmd.rules.ops.normalization import NORMALIZATION
 from spmd.rules.ops.pooling import POOLING
@@ -60,8 +60,8 @@ def find_rule(op: torch._ops.OpOverload, rules: Mapping[torch._ops.OpOverload, R
     True
     """
     schema = op._schema
-    if op in rules or schema.name in LATE:
-        return rules.get(op) or LATE[schema.name]
+    if op in rules or schema.name in LAZILY_DEFINED:
+        return rules.get(op) or LAZILY_DEFINED[schema.name]
     tensors = all(str(value.type) == "Tensor" for value in schema.returns)
     lists = any(str(argument.type) == "List[Tensor]" for argument in schema.arguments)
     random = torch.Tag.nondeterministic_seeded in op.tags

@@ -52,7 +52,7 @@ def pointwise(*rows: Rows) -> Rule:
     return everywhere("...", *rows)
 
 
-def whole(*rows: Rows) -> Rule:
+def replicated_only(*rows: Rows) -> Rule:
     """The rule of an operator that only runs replicated, except for the strategies of `rows`."""
     return everywhere("*", *rows)
 
@@ -150,10 +150,10 @@ def batched(operands: str, results: str, *rows: Rows, size_argument: int | None 
         absent = any(meta.ndim < count or meta.shape == (0,) for meta, count in zip(call.results, left, strict=False))
         return attrs.evolve(found, independent=frozenset(found.sizes if absent else ()))
 
-    return rule(make, *rows, size_argument=size_argument, empty=vanish)
+    return rule(make, *rows, size_argument=size_argument, empty=empty_results)
 
 
-def nothing(_: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
+def zero_results(_: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
     """Zeros for every result, of the local shape.
 
     They depend on all operands: otherwise the collectives that produce these would be dead code on this rank alone.
@@ -162,17 +162,18 @@ def nothing(_: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
     made = (sum(x.new_zeros(meta.shape, dtype=meta.dtype) for x in tensors) for meta in call.results)
     if len(call.op._schema.returns) == 1:
         return next(made)
-    asked = call.argument("output_mask", [True] * len(call.results))
-    given = [True] * len(asked) if len(call.results) == len(asked) else asked  # kernels may return unrequested results
+    mask = call.argument("output_mask", [True] * len(call.results))
+    # kernels may return gradients that were not requested
+    given = [True] * len(mask) if len(call.results) == len(mask) else mask
     return tuple(next(made) if wanted else None for wanted in given)
 
 
-def asked(call: Call, *gradients: T) -> tuple[T | None, ...]:
+def requested(call: Call, *gradients: T) -> tuple[T | None, ...]:
     """The gradients, with None in place of those that the call's `output_mask` does not request."""
     return tuple(x if wanted else None for x, wanted in zip(gradients, call.argument("output_mask"), strict=True))
 
 
-def vanish(axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
+def empty_results(axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
     """Empty results if all results are empty, else the operator's: for operators that fail on an empty batch."""
     empty = not any(meta.numel for meta in call.results)
-    return nothing(axes, call, *args, **kwargs) if empty else call.op(*args, **kwargs)
+    return zero_results(axes, call, *args, **kwargs) if empty else call.op(*args, **kwargs)

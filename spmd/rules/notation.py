@@ -35,7 +35,7 @@ Rows: TypeAlias = Callable[[Call], Iterable[Row]]
 for certain dims."""
 
 _ELLIPSIS: tuple[str, ...] = ("...",)
-_UNCUT: tuple[str, ...] = ("*",)
+_UNSHARDED: tuple[str, ...] = ("*",)
 _WORD = re.compile(r"\([\w\s]*\)|\.\.\.|\*|\w+")
 
 
@@ -56,14 +56,14 @@ class Term:
             hint = "Write names, '(a b)', '...', '*', '1' or '_'."
             raise RuleError(f"Factors {pattern!r} have a malformed term {text!r}. {hint}")
         dims = tuple(tuple(word.strip("()").split()) for word in _WORD.findall(words))
-        if dims.count(_ELLIPSIS) + dims.count(_UNCUT) > 1:
+        if dims.count(_ELLIPSIS) + dims.count(_UNSHARDED) > 1:
             raise RuleError(f"Factors {pattern!r} have a term {text!r} with more than one '...' or '*'.")
         return cls(dims, loose)
 
     def spell(self, ndim: int, width: int) -> FactorDims | None:
         """The factors of `ndim` dims, where `...` is up to `width` dims; None if the term does not fit `ndim` dims."""
         dims, count = self.dims, ndim - len(self.dims) + 1
-        many = {_ELLIPSIS: [(f"...{i}",) for i in range(width - count, width)], _UNCUT: [("_",)] * count}
+        many = {_ELLIPSIS: [(f"...{i}",) for i in range(width - count, width)], _UNSHARDED: [("_",)] * count}
         dims = tuple(itertools.chain.from_iterable(many.get(names, [names]) for names in dims))
         dims = dims[-ndim or len(dims) :] if self.loose else dims
         return dims if len(dims) == ndim else None
@@ -105,7 +105,7 @@ class Pattern:
             sizes = _solve(placed)
         except ValueError as error:
             raise self._misfit(operands, results, str(error)) from None
-        cut = [tuple(map(_cuttable, dims, shape, [sizes] * len(dims))) for dims, shape, _ in placed]
+        cut = [tuple(map(_shardable, dims, shape, [sizes] * len(dims))) for dims, shape, _ in placed]
         return Factors(tuple(cut[: len(operands)]), tuple(cut[len(operands) :]), sizes)
 
     def _misfit(
@@ -148,7 +148,7 @@ def _solve(tensors: Sequence[tuple[FactorDims, tuple[int, ...], bool]]) -> dict[
     return {name: sizes[name] for name in appeared if name in sizes}
 
 
-def _cuttable(names: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _shardable(names: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if names in (("1",), ("_",)) or size != math.prod(sizes[name] for name in names):
         return ()
     return tuple(name for name in names if sizes[name] != 1) if len(names) > 1 else names  # length 1 makes no atom

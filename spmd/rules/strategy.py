@@ -42,7 +42,7 @@ class Strategy:
     label: str = "replicate"
 
 
-def whole_factors(factors: Factors) -> Atoms:
+def unrefined_atoms(factors: Factors) -> Atoms:
     """The atoms of a call that is not part of a program: each factor is one atom."""
     return {name: (size,) for name, size in factors.sizes.items()}
 
@@ -67,7 +67,7 @@ def derive_strategies(
         RuleError: an operand has a factor that a result lacks, and that is not reduced, replicated or independent and
             has no local implementation.
     """
-    atoms = whole_factors(factors) if atoms is None else atoms
+    atoms = unrefined_atoms(factors) if atoms is None else atoms
     dims = (*factors.operands, *factors.results)
     known = (None,) * len(dims) if logical is None else (*logical[0], *logical[1])
     tensors = [_logical_dims(dims, atoms, shape) for dims, shape in zip(dims, known, strict=True)]

@@ -9,7 +9,7 @@ import torch
 
 from spmd.collectives.distributed.agreement import check_agreement, describe
 from spmd.core.mesh import Mesh
-from spmd.lowering.passes.clean import is_draw
+from spmd.lowering.passes.clean import is_random_node
 from spmd.lowering.program import LocalProgram
 
 
@@ -33,7 +33,7 @@ def check_same_program(program: LocalProgram) -> None:
         dict(_claims(program)),
         "All ranks must call the same function with arguments of the same shapes, dtypes and specs, in the same order.",
     )
-    if any(is_draw(node) for node in program.graph_module().graph.nodes):
+    if any(is_random_node(node) for node in program.graph_module().graph.nodes):
         state = torch.cuda.get_rng_state() if program.mesh.device.type == "cuda" else torch.get_rng_state()
         check_agreement(
             call,

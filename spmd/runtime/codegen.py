@@ -17,7 +17,7 @@ import attrs
 import torch
 import torch.fx as fx
 
-from spmd.lowering.passes.clean import is_draw
+from spmd.lowering.passes.clean import is_random_node
 from spmd.lowering.program import is_primitive
 from spmd.tracing.recorder import where
 
@@ -28,7 +28,7 @@ result, and finally yields the tuple of local outputs."""
 
 
 @attrs.frozen
-class Stop:
+class SuspensionPoint:
     """A point at which a generator suspends, so that all ranks run one operator together.
 
     Args:
@@ -51,7 +51,7 @@ class Generated:
     """
 
     function: RankProgram
-    stops: tuple[Stop, ...]
+    stops: tuple[SuspensionPoint, ...]
     source: str
 
 
@@ -96,7 +96,7 @@ class _Writer:
         self.lockstep = lockstep
         self.namespace: dict[str, Any] = {}
         self.known: dict[int, str] = {}
-        self.stops: list[Stop] = []
+        self.stops: list[SuspensionPoint] = []
         self.origins: dict[int, fx.Node] = {}
         nodes = list(module.graph.nodes)
         self.variables = {node: f"v{index}" for index, node in enumerate(nodes)}
@@ -122,8 +122,8 @@ class _Writer:
         if target is operator.getitem:
             return [f"    {name} = {self.argument(node.args[0])}[{node.args[1]!r}]"]
         arguments = [self.argument(argument) for argument in node.args]
-        if self.lockstep and (is_primitive(node) or is_draw(node)):
-            self.stops.append(Stop(target, () if is_primitive(node) else tuple(node.kwargs)))
+        if self.lockstep and (is_primitive(node) or is_random_node(node)):
+            self.stops.append(SuspensionPoint(target, () if is_primitive(node) else tuple(node.kwargs)))
             arguments += [self.argument(value) for value in node.kwargs.values()]
             return [f"    {name} = (yield ({', '.join(arguments)},)).pop()"]
         arguments += [f"{key}={self.argument(value)}" for key, value in node.kwargs.items()]

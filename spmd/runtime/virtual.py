@@ -9,7 +9,7 @@ import torch
 
 from spmd.collectives import virtual
 from spmd.lowering.program import LocalProgram
-from spmd.runtime.codegen import Stop, generate, name_origin
+from spmd.runtime.codegen import SuspensionPoint, generate, name_origin
 from spmd.runtime.torch_settings import run_isolated
 
 
@@ -68,7 +68,7 @@ class VirtualProgram:
         return ranks
 
 
-def _draw(stop: Stop, calls: Sequence[tuple[tuple[Any, ...], Mapping[str, object]]]) -> list[Any]:
+def _draw(stop: SuspensionPoint, calls: Sequence[tuple[tuple[Any, ...], Mapping[str, object]]]) -> list[Any]:
     """Call a random operator once for all ranks: it draws the global tensor, so all ranks have the same arguments."""
     arguments = calls[0][0]
     count = len(arguments) - len(stop.keywords)

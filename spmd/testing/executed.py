@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.collectives.bytes_sent import most_sent
+from spmd.collectives.bytes_sent import max_bytes_sent
 from spmd.collectives.traffic import StepKind, ring_bytes
 
 _c10d = torch.ops._c10d_functional
@@ -56,5 +56,5 @@ def _executed(kind: StepKind, args: tuple[Any, ...]) -> Executed:
     if kind is StepKind.ALL_TO_ALL and all(sum(map(bool, splits)) <= 1 for splits in args[1:3]):
         kind = StepKind.PERMUTE
     if kind is StepKind.ALL_REDUCE:
-        return Executed(kind.value, ranks, most_sent(kind, (ranks,), tuple(args[0].shape), args[0].itemsize, ()))
+        return Executed(kind.value, ranks, max_bytes_sent(kind, (ranks,), tuple(args[0].shape), args[0].itemsize, ()))
     return Executed(kind.value, ranks, ring_bytes(kind, ranks, nbytes))

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.ir.graph import iterate_leaves
-from spmd.lowering.passes.clean import is_draw
+from spmd.lowering.passes.clean import is_random_node
 from spmd.lowering.program import LocalProgram, is_primitive
 from spmd.runtime.codegen import generate
 
@@ -55,7 +55,7 @@ def peak_bytes(program: LocalProgram, donated: frozenset[int] = frozenset()) -> 
     inputs = [_ones(node) for node in nodes if node.op == "placeholder"]
     held = [tensor for position, tensor in enumerate(inputs) if position not in donated]
     constants = [getattr(module, node.target) for node in nodes if node.op == "get_attr"]
-    stops = [node for node in nodes if is_primitive(node) or is_draw(node)]
+    stops = [node for node in nodes if is_primitive(node) or is_random_node(node)]
     with torch.no_grad(), _Counter([*inputs, *constants]) as counter:
         rank = generated.function(inputs)
         waiting = [next(rank)]

@@ -17,7 +17,7 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Source
 from spmd.tracing.recorder import where
 from spmd.tracing.source import source_at, user_source
-from spmd.tracing.torch_state import GENERATOR, TorchState, generators, same_draws
+from spmd.tracing.torch_state import GENERATOR, TorchState, generators, same_states
 from spmd.user_code import is_user_file
 
 
@@ -59,7 +59,7 @@ class Generators:
 
     def are_changed(self) -> bool:
         """Whether anything but a random operator of the program has changed the generators."""
-        return not same_draws(self._expected, generators())
+        return not same_states(self._expected, generators())
 
 
 _FIRST_SEED = 0x5EED_0F_5EED_0F

@@ -13,10 +13,10 @@ from torch.utils._mode_utils import no_dispatch
 
 from spmd.errors import TraceError
 from spmd.ir.graph import map_leaves
-from spmd.ir.list_operators import list_body
+from spmd.ir.list_operators import list_decomposition
 from spmd.tracing.assignments import check_masks
 from spmd.tracing.nested_tracers import refuse_recording
-from spmd.tracing.overlapping import RepeatedViews
+from spmd.tracing.overlapping import OverlappingViews
 from spmd.tracing.recorder import where
 from spmd.tracing.strides import check_out, loses_strides, write_copies
 
@@ -49,7 +49,7 @@ class Functionalization(FunctionalTensorMode):
     def __init__(self, lift: Callable[[Any], Any]) -> None:
         super().__init__()
         self._lift = lift
-        self._repeated = RepeatedViews()
+        self._repeated = OverlappingViews()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class Functionalization(FunctionalTensorMode):
                 written = self._repeated.write(func, args, kwargs)
             if written is not None:
                 return written if func._schema.returns else None
-        body = list_body(func) if func._schema.is_mutable else None
+        body = list_decomposition(func) if func._schema.is_mutable else None
         if func not in FunctionalTensor.metadata_fns and func._can_decompose():
             body = func.decompose
         if body is not None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from spmd.errors import TraceError
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
-from spmd.tracing.torch_state import generators, same_draws
+from spmd.tracing.torch_state import generators, same_states
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def _evaluated_anew(derivative: Callable[[tuple[torch.Tensor, ...]], Any]) -> Ca
     def evaluate(*tangents: torch.Tensor) -> list[Any]:
         before = generators()
         results, _ = tree_flatten(torch.func.jvp(function, primals, tree_unflatten(tangents, structure))[1])
-        if not same_draws(before, generators()):
+        if not same_states(before, generators()):
             raise TraceError(
                 f"torch.func.linearize at {where(user_source())} of a function that draws random numbers: under "
                 "spmd.jit each call of the linear function would draw others. Use torch.func.jvp, or draw outside of "

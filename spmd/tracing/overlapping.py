@@ -32,7 +32,7 @@ _FILLS = frozenset({
 """Writes of one number: memory that several elements share gets it if the write selects any of them."""
 
 
-class RepeatedViews:
+class OverlappingViews:
     """The views in a trace that repeat elements or are made by `_STRIDED` operators, and the views of those."""
 
     def __init__(self) -> None:

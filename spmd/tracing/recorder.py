@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import Operation, Source, Value, iterate_leaves
-from spmd.ir.list_operators import list_body
+from spmd.ir.list_operators import list_decomposition
 from spmd.ir.random_operators import TEMPLATED, is_random
 from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, overlaps, places
 from spmd.tracing.source import user_source
@@ -143,7 +143,7 @@ class Recorder(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
-        body = func.decompose if func._can_decompose() else list_body(func)
+        body = func.decompose if func._can_decompose() else list_decomposition(func)
         if body is not None:
             with self:
                 return body(*args, **kwargs)

@@ -208,7 +208,7 @@ def _restore_generators(states: tuple[torch.Tensor, ...]) -> None:
             generator.set_state(state)
 
 
-def same_draws(states: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
+def same_states(states: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
     """Whether two results of `generators` are equal, so that the generators would draw the same numbers."""
     with _C.DisableTorchFunction(), _disable_current_modes():
         return all(map(torch.equal, states, others))
@@ -243,6 +243,6 @@ SETTINGS = (
     _flag("the math attention kernels", "_get_math_sdp_enabled", "_set_sdp_use_math"),
     _flag("the cuDNN attention kernels", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
     _flag("the order of attention kernels", "_get_sdp_priority_order", "_set_sdp_priority_order"),
-    Setting(GENERATOR, generators, _restore_generators, same_draws),
+    Setting(GENERATOR, generators, _restore_generators, same_states),
 )  # fmt: skip
 """All state that a traced function could leave changed, in the order in which it is restored."""

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd.collectives.bytes_sent import chunk_lengths, most_sent
+from spmd.collectives.bytes_sent import chunk_lengths, max_bytes_sent
 from spmd.collectives.resharding import redistribution
 from spmd.collectives.traffic import StepKind, record_traffic, ring_bytes
 from spmd.core.mesh import make_mesh
@@ -84,8 +84,8 @@ def test_a_permute_sends_the_largest_piece(columns, held):
 
 
 def test_a_permute_in_which_nobody_sends():
-    assert 12 == most_sent(StepKind.PERMUTE, (2,), (3,), 4, ([-1, 0], [3]))
-    assert 0 == most_sent(StepKind.PERMUTE, (2,), (3,), 4, ([0, -1], [3]))
+    assert 12 == max_bytes_sent(StepKind.PERMUTE, (2,), (3,), 4, ([-1, 0], [3]))
+    assert 0 == max_bytes_sent(StepKind.PERMUTE, (2,), (3,), 4, ([0, -1], [3]))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in StepKind if kind.is_collective], ids=lambda kind: kind.value)
@@ -97,7 +97,7 @@ def test_even_chunks_are_the_closed_form(kind, counts):
         "all_to_all": (0, 1, 8 // n, 4 * n), "permute": ([(i + 1) % n for i in range(n)], [8, 4]),
     }[kind.value]  # fmt: skip
     whole = x.nbytes * n if kind is StepKind.ALL_GATHER else x.nbytes
-    assert ring_bytes(kind, n, whole) == most_sent(kind, counts, x.shape, 4, arguments)
+    assert ring_bytes(kind, n, whole) == max_bytes_sent(kind, counts, x.shape, 4, arguments)
 
 
 @settings(max_examples=200)

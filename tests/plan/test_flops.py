@@ -14,7 +14,7 @@ from spmd.ir.call import Call
 from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
 from spmd.plan.cost.flops import count_flops, flops, has_formula
 from spmd.rules import RULES
-from spmd.rules.ops.loss import LATE
+from spmd.rules.ops.loss import LAZILY_DEFINED
 
 aten = torch.ops.aten
 
@@ -90,7 +90,7 @@ def test_operators_that_torch_defines_late_are_counted():
     pytest.importorskip("torch.nn.modules.linear_cross_entropy")  # it defines them
     scalar = torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default
     each = torch.ops.torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default
-    assert set(LATE) == {scalar._schema.name, each._schema.name}
+    assert set(LAZILY_DEFINED) == {scalar._schema.name, each._schema.name}
     x, weight, target = meta(6, 4), meta(5, 4), meta(6, dtype=torch.int64)
     forward = 2 * 6 * 5 * 4
     rest = (-100, 0.0, 2, "auto", torch.float32, False)

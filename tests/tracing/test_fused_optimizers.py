@@ -11,7 +11,7 @@ import torch
 
 import spmd
 from spmd import P
-from spmd.ir.list_operators import element_operator, list_body
+from spmd.ir.list_operators import element_operator, list_decomposition
 from spmd.tracing.trace import trace
 
 MESH = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
@@ -153,7 +153,7 @@ def test_every_list_operator_is_split() -> None:
     found = [name.removeprefix("aten::").partition(".") for name in names if not name.endswith("out")]
     ops = [getattr(getattr(aten, base), overload or "default") for base, _, overload in found]
     functional = [op for op in ops if not op._schema.is_mutable]
-    assert [] == sorted(str(op) for op in functional if element_operator(op) is None and list_body(op) is None)
+    assert [] == sorted(str(op) for op in functional if element_operator(op) is None and list_decomposition(op) is None)
     assert len(functional) > 60
 
 

@@ -103,7 +103,7 @@ MUTANTS = (
     mutant(
         "candidates: kinds of reduction",
         "a value may wait for a sum on one axis and for a maximum on another",
-        replaced(_CANDIDATES, "_reduces_alike", lambda draft, value, state: True),
+        replaced(_CANDIDATES, "_has_same_reduction", lambda draft, value, state: True),
         within="two_reductions",
     ),
     mutant(
@@ -127,7 +127,7 @@ MUTANTS = (
     mutant(
         "draws: shards",
         "a draw may be sharded",
-        replaced("spmd.plan.search.prepare", "DRAW", pointwise()),
+        replaced("spmd.plan.search.prepare", "RANDOM_RULE", pointwise()),
         within="dropout rand_like randn_like bernoulli randperm rand rand_twice rand_unused rand_inplace",
     ),
 )

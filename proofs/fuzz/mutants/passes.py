@@ -14,7 +14,7 @@ from proofs.fuzz.mutants.mutant import Patch, mutant, replaced, returning, with_
 from spmd.ir.graph import Graph, Operation
 from spmd.lowering.passes import clean, shards
 from spmd.tracing.canonicalize import decompositions
-from spmd.tracing.overlapping import RepeatedViews
+from spmd.tracing.overlapping import OverlappingViews
 
 aten = torch.ops.aten
 
@@ -98,7 +98,11 @@ def _merge_reshapes(graph: fx.Graph) -> None:
 def _share_without_options(graph: fx.Graph) -> None:
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op == "call_function" and getattr(node.target, "namespace", "") == "aten" and not clean.is_draw(node):
+        if (
+            node.op == "call_function"
+            and getattr(node.target, "namespace", "") == "aten"
+            and not clean.is_random_node(node)
+        ):
             first = seen.setdefault((node.target, clean._hashable(node.args)), node)
             if first is not node:
                 clean._replace(graph, node, first)
@@ -246,7 +250,7 @@ MUTANTS = (
     mutant(
         "overlapping: writes",
         "a write through a view that repeats elements is left to functionalization",
-        replaced(RepeatedViews, "write", lambda views, func, args, kwargs: None),
+        replaced(OverlappingViews, "write", lambda views, func, args, kwargs: None),
         within="inplace_expanded inplace_through_view inplace_through_strides",
     ),
     mutant(
@@ -321,7 +325,7 @@ MUTANTS = (
     mutant(
         "share: draws",
         "draws are shared in a rank's program, and dropped if nobody reads them",
-        replaced(_CLEAN, "is_draw", lambda node: False),
+        replaced(_CLEAN, "is_random_node", lambda node: False),
         within="rand_twice rand_unused",
     ),
     mutant(

@@ -28,7 +28,7 @@ BLOCKS, BLOCK = 256, 1 << 16
 """The samples of a large tensor: the number of evenly spaced blocks, and the bytes of each."""
 
 
-def are_several(mesh: Mesh) -> bool:
+def spans_processes(mesh: Mesh) -> bool:
     """Whether the mesh spans several processes, which then have to agree."""
     return mesh.runtime is Runtime.DISTRIBUTED and mesh.size > 1
 

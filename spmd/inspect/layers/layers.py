@@ -24,7 +24,7 @@ _MARKERS = (REDISTRIBUTE, RELABEL)
 
 
 @attrs.frozen
-class Alike:
+class LayerGroup:
     """Layers that are sharded identically: same layouts of values, strategies of operators and collectives.
 
     Args:
@@ -68,7 +68,7 @@ class Layers:
     copies: tuple[Copy, ...]
     numbers: tuple[int, ...]
     place: str
-    alike: tuple[Alike, ...]
+    alike: tuple[LayerGroup, ...]
 
     @property
     def count(self) -> int:
@@ -156,7 +156,7 @@ class _Describer:
         self.program = {value: o for o in plan.request.graph.operations for value in o.tensors}
         self.texts: dict[tuple[int, LogicalShape], str] = {}
 
-    def alike(self, shares: Mapping[int, Share]) -> Iterator[Alike]:
+    def alike(self, shares: Mapping[int, Share]) -> Iterator[LayerGroup]:
         """Group layers, given by number, that are sharded identically; the largest group first."""
         facts = {number: self.facts(share) for number, share in sorted(shares.items())}
         groups: dict[tuple[tuple[tuple[int, str], str], ...], list[int]] = defaultdict(list)
@@ -166,7 +166,7 @@ class _Describer:
         for numbers in ordered:
             operations = [operation for _, operation in shares[numbers[0]]]
             comms = [comm for operation in operations for comm in self.account.comms.get(operation, ())]
-            yield Alike(
+            yield LayerGroup(
                 tuple(numbers),
                 sum(self.account.seconds[operation] for operation in operations),
                 sum(comm.seconds for comm in comms),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 KINDS = tuple(kind.value for kind in StepKind if kind.is_collective)
 
-EXAMINED = 3
+MAX_EXAMINED = 3
 """The most collectives over budget for which a pin is searched, the largest first."""
 
 
@@ -69,7 +69,7 @@ class Budget:
         fallbacks = () if self.fallbacks else plan.fallbacks
         if not offending and not fallbacks:
             return
-        examined = sorted(offending, key=lambda comm: -comm.bytes)[:EXAMINED]
+        examined = sorted(offending, key=lambda comm: -comm.bytes)[:MAX_EXAMINED]
         from spmd.inspect.questions.pins import suggest  # imported only for a plan over its budget
 
         found = suggest(plan, examined, self.excess)

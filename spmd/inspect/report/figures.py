@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from spmd.core.quantity import size_text, time_text
-from spmd.inspect.layers.layers import Alike
+from spmd.inspect.layers.layers import LayerGroup
 from spmd.inspect.saving.document import Document
 
 _NUMBER = re.compile(r"(?<=_)\d+(?=_)")
@@ -173,7 +173,7 @@ def make_report(document: Document) -> Report:
 def _layers(documents: list[Document]) -> Iterator[Layer]:
     for stretch in documents:
         for item in stretch["alike"]:
-            alike = Alike(**item)
+            alike = LayerGroup(**item)
             layers = (
                 f"{alike.numbers} of {stretch['count']}" if len(stretch["alike"]) > 1 else f"all {stretch['count']}"
             )

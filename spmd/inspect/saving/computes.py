@@ -134,11 +134,11 @@ class _Check:
         if operation.op is REDISTRIBUTE:
             if before.atoms != after.atoms:
                 raise wrong(f"{operation!r} changes atoms from {before.atoms} to {after.atoms}")
-            self.check_kept(operation)
+            self.check_never_gathered(operation)
         elif not _same_shards(before, after):
             raise wrong(f"{operation!r} moves data from {before} to {after}")
 
-    def check_kept(self, operation: Operation) -> None:
+    def check_never_gathered(self, operation: Operation) -> None:
         (operand,), (result,) = operation.operands, operation.tensors
         for axis, values in self.never_gathered.items():
             states = [self.plan.specs[value].placement(axis) for value in (operand, result)]
@@ -163,7 +163,7 @@ class _Check:
         states = [(*strategy.operands, *strategy.results) for strategy in chosen.values()]
         values = zip((*operation.operands, *operation.tensors), (*origin.operands, *origin.tensors), strict=True)
         for position, (value, own) in enumerate(values):
-            self.check_placed(
+            self.check_placements(
                 operation, value, own, {axis: s[position] for axis, s in zip(chosen, states, strict=True)}
             )
 
@@ -179,7 +179,7 @@ class _Check:
                     f"{operation!r} depends on no argument, and runs as {strategy.label!r}, not whole on every rank"
                 )
 
-    def check_placed(self, operation: Operation, value: Value, own: Value, states: Mapping[str, Placement]) -> None:
+    def check_placements(self, operation: Operation, value: Value, own: Value, states: Mapping[str, Placement]) -> None:
         atoms = self.prepared.refinement.values[own]
         meta = logical_meta(own.meta, atoms)
         expected = spec_of(self.mesh, states, meta)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.collectives.traffic import StepKind
-from spmd.core.documents import Fields, Kind, ListOf, MapOf, Maybe, misfit
+from spmd.core.documents import Fields, Kind, ListOf, MapOf, Maybe, schema_violation
 
 Document = dict[str, Any]
 """Plain data that `json` can write."""
@@ -84,7 +84,7 @@ _KINDS = frozenset(kind.value for kind in StepKind if kind.is_collective)
 
 def find_wrong(document: Any) -> str | None:
     """The first violation of the schema of plans in parsed JSON, in words; None if there is none."""
-    return misfit(document, _PLAN) or _find_wrong_reference(document)
+    return schema_violation(document, _PLAN) or _find_wrong_reference(document)
 
 
 def _find_wrong_reference(document: Document) -> str | None:

@@ -25,12 +25,14 @@ def drop_dead_nodes(graph: fx.Graph) -> None:
 
     Placeholders stay, and so do random operators, which advance the generator, and collectives, which run as planned.
     """
-    _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or is_draw(node) or node.target in COLLECTIVES)
+    _drop_dead(
+        graph, lambda node: node.op in ("placeholder", "output") or is_random_node(node) or node.target in COLLECTIVES
+    )
 
 
 def drop_dead_local_nodes(graph: fx.Graph) -> None:
     """As `drop_dead_nodes`, but all primitives stay: another rank may need their results."""
-    _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or is_draw(node) or _is_primitive(node))
+    _drop_dead(graph, lambda node: node.op in ("placeholder", "output") or is_random_node(node) or _is_primitive(node))
 
 
 def _drop_dead(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> None:
@@ -80,7 +82,7 @@ def share_local_subexpressions(graph: fx.Graph) -> None:
 def _share(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> None:
     seen: dict[Any, fx.Node] = {}
     for node in filter(eligible, list(graph.nodes)):
-        if is_draw(node):
+        if is_random_node(node):
             continue
         key = (node.op, node.target, _hashable(node.args), _hashable(node.kwargs), node.meta.get("repetition"))
         first = seen.setdefault(key, node)
@@ -88,7 +90,7 @@ def _share(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> None:
             _replace(graph, node, first)
 
 
-def is_draw(node: fx.Node) -> bool:
+def is_random_node(node: fx.Node) -> bool:
     """Whether a node calls a random operator."""
     return node.op == "call_function" and is_random(node.target, node.args, node.kwargs)
 

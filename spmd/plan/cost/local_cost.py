@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from spmd.collectives.bytes_sent import most_sent
+from spmd.collectives.bytes_sent import max_bytes_sent
 from spmd.collectives.traffic import StepKind
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
@@ -65,7 +65,7 @@ class LocalCost:
             },
         )
 
-    def likeness(self, operation: Operation) -> Hashable:
+    def cache_key(self, operation: Operation) -> Hashable:
         """A cache key: operations with equal keys take equal times with the same strategies."""
         values = (*operation.operands, *operation.tensors)
         if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
@@ -192,4 +192,4 @@ class MoveCost:
         else:
             kind, arguments = StepKind.ALL_GATHER, (source.dim, self.sizes[source.dim])
         shape = shrink(self.sizes, source, self.count)
-        return kind, most_sent(kind, (self.count,), shape, self.itemsize, arguments)
+        return kind, max_bytes_sent(kind, (self.count,), shape, self.itemsize, arguments)

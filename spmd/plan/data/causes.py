@@ -41,8 +41,8 @@ def find_causes(graph: Graph, layout: Callable[[Value], Layout]) -> dict[Operati
     for operation in graph.operations:
         if operation.op is REDISTRIBUTE:
             (operand,), (result,) = operation.operands, operation.tensors
-            origin, giver = _giver(operand, producers)
-            taker = _taker(result, users)
+            origin, giver = _producer_of(operand, producers)
+            taker = _consumer_of(result, users)
             gives = f"input {origin.name}" if giver is None else giver.name
             wants = "the result" if taker is None else taker.name
             sources = (party.source for party in (operation, taker, giver) if party is not None)
@@ -51,7 +51,7 @@ def find_causes(graph: Graph, layout: Callable[[Value], Layout]) -> dict[Operati
     return causes
 
 
-def _giver(value: Value, producers: dict[Value, Operation]) -> tuple[Value, Operation | None]:
+def _producer_of(value: Value, producers: dict[Value, Operation]) -> tuple[Value, Operation | None]:
     producer = producers.get(value)
     while producer is not None and (producer.op in _MARKERS or producer.is_view):
         value = producer.operands[0]
@@ -59,7 +59,7 @@ def _giver(value: Value, producers: dict[Value, Operation]) -> tuple[Value, Oper
     return value, producer
 
 
-def _taker(value: Value, users: dict[Value, Operation]) -> Operation | None:
+def _consumer_of(value: Value, users: dict[Value, Operation]) -> Operation | None:
     user = users.get(value)
     while user is not None and (user.op in _MARKERS or user.is_view):
         user = users.get(user.tensors[0])

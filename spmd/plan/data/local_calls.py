@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.collectives.bytes_sent import most_sent
+from spmd.collectives.bytes_sent import max_bytes_sent
 from spmd.collectives.environment import axis_environment
 from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.mesh import Mesh
@@ -141,7 +141,7 @@ class _Collectives(TorchDispatchMode):
         if op in COLLECTIVES:
             kind, (operand, *rest, axes) = COLLECTIVES[op], args
             counts = tuple(map(self.mesh.axis_size, axes))
-            sent = most_sent(kind, counts, tuple(operand.shape), operand.itemsize, rest)
+            sent = max_bytes_sent(kind, counts, tuple(operand.shape), operand.itemsize, rest)
             self.sent.append((kind.value, tuple(axes), sent))
         return result
 

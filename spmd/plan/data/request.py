@@ -20,7 +20,7 @@ def _specs(specs: Sequence[DTensorSpec]) -> tuple[DTensorSpec, ...]:
     return tuple(specs)
 
 
-_NOTHING_KEPT: Mapping[int, frozenset[str]] = MappingProxyType({})
+_NONE_NEVER_GATHERED: Mapping[int, frozenset[str]] = MappingProxyType({})
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -47,5 +47,5 @@ class Request:
     machine: Machine = attrs.field(factory=Machine)
     memory_limit: int | None = None
     donated: frozenset[int] = frozenset()
-    keep_sharded: Mapping[int, frozenset[str]] = _NOTHING_KEPT
+    keep_sharded: Mapping[int, frozenset[str]] = _NONE_NEVER_GATHERED
     input_paths: tuple[str, ...] = ()

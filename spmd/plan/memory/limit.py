@@ -76,7 +76,7 @@ def fit(plan: PlanData) -> PlanData:
     ordered = _reordered(plan)
     if fits(ordered):
         return ordered
-    return min((_cut_peaks(ordered), ordered, plan), key=lambda found: memory_of(found).peak)
+    return min((_lower_peaks(ordered), ordered, plan), key=lambda found: memory_of(found).peak)
 
 
 def check_fits(plan: AnyPlan) -> AnyPlan:
@@ -117,7 +117,7 @@ def _reordered(plan: PlanData) -> PlanData:
     return attrs.evolve(ordered, comms=account(ordered).all_comms)
 
 
-def _cut_peaks(plan: PlanData) -> PlanData:
+def _lower_peaks(plan: PlanData) -> PlanData:
     """Rematerialize values across every peak above the limit, until all fit or nothing more can be freed."""
     limit = plan.request.memory_limit
     assert limit is not None
@@ -162,16 +162,16 @@ def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
 def _enough(found: Sequence[Rematerialization], excess: int, liveness: Liveness) -> list[Rematerialization]:
     """The first candidates that together free `excess` bytes; none reads a buffer that another one frees."""
     chosen: list[Rematerialization] = []
-    let_go: set[Buffer] = set()
+    freed: set[Buffer] = set()
     kept: set[Buffer] = set()
     for item in found:
         sources = {liveness.buffers[value] for value in item.operation.operands}
         if excess <= 0:
             break
-        if item.buffer in kept or sources & let_go:
+        if item.buffer in kept or sources & freed:
             continue
         chosen.append(item)
-        let_go.add(item.buffer)
+        freed.add(item.buffer)
         kept |= sources
         excess -= item.freed
     return chosen

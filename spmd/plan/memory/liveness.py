@@ -155,7 +155,7 @@ class _Recorder:
         self.buffers: dict[Value, Buffer] = {}
         self.layouts: dict[Value, _Strided] = {}
 
-        self.fills = self.sharded_fills()
+        self.fills = self.sharded_constants()
 
     def run(self) -> Liveness:
         graph = self.graph
@@ -166,7 +166,7 @@ class _Recorder:
         outputs = tuple(self.buffers[value] for value in graph.outputs)
         return Liveness(tuple(self.events), inputs, outputs, constants, self.buffers)
 
-    def sharded_fills(self) -> frozenset[Value]:
+    def sharded_constants(self) -> frozenset[Value]:
         """Results of `aten.full` of which ranks only read shards: lowering creates these instead of the full tensor.
 
         Lowering does so only if all ranks run the same program, that is, if all shards are even.

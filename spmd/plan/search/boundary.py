@@ -28,7 +28,7 @@ CONSTRAINTS = (torch.ops.spmd.constrain.default, torch.ops.spmd.reshard.default)
 
 
 @attrs.frozen(eq=False)
-class Bounded:
+class WithEdges:
     """A program in which the specs of inputs, outputs and constraints are explicit.
 
     Args:
@@ -85,7 +85,7 @@ def physical_dims(dims: Dims, logical: LogicalShape) -> Dims:
 
 
 class _Writer:
-    """Builds the program of a `Bounded`, operation by operation."""
+    """Builds the program of a `WithEdges`, operation by operation."""
 
     def __init__(self, mesh: Mesh, logical: Mapping[Value, LogicalShape], order: Sequence[str]) -> None:
         self.mesh = mesh
@@ -151,7 +151,7 @@ def bound(
     input_specs: Sequence[DTensorSpec],
     output_specs: Sequence[DTensorSpec],
     order: Sequence[str],
-) -> Bounded:
+) -> WithEdges:
     """Make the specs of inputs, outputs and constraints explicit, for one order of planning.
 
     Args:
@@ -189,7 +189,7 @@ def bound(
         for value, spec in zip(graph.outputs, map(without_trivial_axes, output_specs), strict=True)
     )
     bounded = Graph(tuple(inputs), graph.constants, tuple(writer.operations), outputs)
-    return Bounded(bounded.verify(), writer.logical, writer.pinned, given)
+    return WithEdges(bounded.verify(), writer.logical, writer.pinned, given)
 
 
 def without_trivial_axes(spec: DTensorSpec) -> DTensorSpec:

@@ -27,7 +27,7 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
     for operation in draft.graph.operations:
         reaching = tuple(arising[operand] for operand in operation.operands)
         whole = all(value in draft.independent for value in operation.tensors)
-        key = (_likeness(draft, operation, axis), whole, reaching)
+        key = (_cache_key(draft, operation, axis), whole, reaching)
         if key not in known:
             strategies = tuple(
                 strategy
@@ -40,7 +40,7 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
     return found
 
 
-def _likeness(draft: Draft, operation: Operation, axis: str) -> Hashable:
+def _cache_key(draft: Draft, operation: Operation, axis: str) -> Hashable:
     """A cache key: operations with equal keys have the same candidates on an axis, apart from what operands allow."""
     if operation in draft.pinned:
         source, target = draft.pinned[operation]
@@ -81,7 +81,7 @@ def candidates(draft: Draft, operation: Operation, axis: str, whole: bool) -> tu
     found = tuple(
         s
         for s in draft.options[operation]
-        if all(_reduces_alike(draft, *pair) for pair in zip(values, _states(s), strict=True))
+        if all(_has_same_reduction(draft, *pair) for pair in zip(values, _states(s), strict=True))
     )
     chosen = draft.strategies.get(operation, {}).values()
     return tuple(strategy for strategy in found if all(runs_together(strategy, other) for other in chosen))
@@ -102,7 +102,7 @@ def _states(strategy: Strategy) -> tuple[Placement, ...]:
     return (*strategy.operands, *strategy.results)
 
 
-def _reduces_alike(draft: Draft, value: Value, state: Placement) -> bool:
+def _has_same_reduction(draft: Draft, value: Value, state: Placement) -> bool:
     """Whether a value with placement `state` would have one partial reduction on all axes: others do not commute."""
     planned = draft.states.get(value, {}).values()
     return not isinstance(state, Partial) or all(other == state for other in planned if isinstance(other, Partial))
@@ -131,5 +131,5 @@ def _pass_through(draft: Draft, operation: Operation) -> tuple[Strategy, ...]:
     reduced = {state.op for state in moved if isinstance(state, Partial)}
     kept: list[Placement] = [Replicate()]
     kept += [Shard(dim) for dim, size in enumerate(draft.local_sizes(operand)) if dim not in cut and size > 1]
-    kept += [Partial(op) for op in REDUCTIONS if reduced <= {op} and _reduces_alike(draft, operand, Partial(op))]
+    kept += [Partial(op) for op in REDUCTIONS if reduced <= {op} and _has_same_reduction(draft, operand, Partial(op))]
     return tuple(_known((state,), (state,), str(state)) for state in kept)

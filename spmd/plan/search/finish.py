@@ -22,7 +22,7 @@ _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
 def finish(draft: Draft, request: Request) -> PlanData:
     """The plan of a draft in which all mesh axes are planned."""
     specs = draft.specs()
-    graph, kept = _without_pins(draft.graph, draft, specs)
+    graph, kept = _without_noop_markers(draft.graph, draft, specs)
     graph = scatter_reductions(graph, specs)
     strategies = {
         kept[operation]: MappingProxyType(dict(chosen))
@@ -46,7 +46,7 @@ def finish(draft: Draft, request: Request) -> PlanData:
     return attrs.evolve(plan, comms=found.all_comms, seconds=found.total)
 
 
-def _without_pins(
+def _without_noop_markers(
     graph: Graph, draft: Draft, specs: Mapping[Value, DTensorSpec]
 ) -> tuple[Graph, dict[Operation, Operation]]:
     """The program without markers that change nothing, and a map from every other operation to its replacement."""

@@ -25,10 +25,10 @@ def insert_reshards(draft: Draft, axis: str, choice: AxisChoice) -> Draft:
         axis: the axis that `choice` is for.
         choice: the strategies of all operations and the moves of all values.
     """
-    return _Materializer(draft, axis, choice).run()
+    return _ReshardInserter(draft, axis, choice).run()
 
 
-class _Materializer:
+class _ReshardInserter:
     def __init__(self, draft: Draft, axis: str, choice: AxisChoice) -> None:
         self.draft = draft
         self.axis = axis

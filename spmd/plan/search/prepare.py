@@ -14,7 +14,7 @@ from spmd.plan.data.request import Request
 from spmd.plan.search.atoms import Refinement, refine
 from spmd.plan.search.boundary import bound
 from spmd.rules import find_rule
-from spmd.rules.ops.random import DRAW
+from spmd.rules.ops.random import RANDOM_RULE
 from spmd.rules.rule import Factors, Rule
 from spmd.rules.strategy import Strategy, derive_strategies
 
@@ -91,7 +91,7 @@ def _factorize(graph: Graph, rules: Mapping[torch._ops.OpOverload, Rule]) -> dic
     known: dict[Hashable, Factors] = {}
     found = {}
     for operation in graph.operations:
-        rule = DRAW if operation.is_random else find_rule(operation.op, rules)
+        rule = RANDOM_RULE if operation.is_random else find_rule(operation.op, rules)
         if rule is None:
             continue
         call = operation.call()

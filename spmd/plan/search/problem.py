@@ -206,7 +206,7 @@ class AxisProblem:
     def _times(self, operation: Operation) -> torch.Tensor:
         """Seconds of an operation with each of its strategies."""
         strategies = self.strategies[operation]
-        key = (id(strategies), self.cost.likeness(operation))
+        key = (id(strategies), self.cost.cache_key(operation))
         if key not in self._known_times:
             seconds = [self.cost.seconds(operation, strategy, self.axis) for strategy in strategies]
             self._known_times[key] = torch.tensor(seconds, dtype=torch.float64) + _preference(len(seconds))
@@ -224,7 +224,7 @@ class AxisProblem:
         operation, position = self.producers[value]
         return tuple(strategy.results[position] for strategy in self.strategies[operation])
 
-    def _likeness(self, value: Value, uses: Sequence[Use]) -> Hashable:
+    def _cache_key(self, value: Value, uses: Sequence[Use]) -> Hashable:
         """A cache key for the tables of a value: values with equal keys have equal tables."""
         if value in self.producers:
             operation, position = self.producers[value]
@@ -235,7 +235,7 @@ class AxisProblem:
         return source, taken, id(self.move_cost(value)), value if value in self.memory_prices else None
 
     def _edge_tables(self, value: Value, use: Use) -> Iterator[Table]:
-        key = self._likeness(value, (use,))
+        key = self._cache_key(value, (use,))
         if key not in self._edges:
             sources = self._sources(value)
             wanted = tuple(state for strategy in self.strategies[use.operation] for state in use.wanted(strategy))
@@ -248,7 +248,7 @@ class AxisProblem:
         yield self._table(value, self.variables[use.operation], self._edges[key])
 
     def _hub_tables(self, value: Value, uses: Sequence[Use]) -> Iterator[Table]:
-        key = self._likeness(value, uses)
+        key = self._cache_key(value, uses)
         if key not in self._hubs:
             self._hubs[key] = self._hub(value, uses)
         hubs, costs, offers = self._hubs[key]

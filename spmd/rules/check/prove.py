@@ -69,7 +69,7 @@ def _check_call(example: Example, rule: Rule, sizes: Sequence[int], combinations
         if reason is not None:
             wrong.append(Finding(str(example), ranks, strategy.operands, strategy.results, reason))
     report = Report(str(example.call.op), 1, len(strategies), len(strategies) * len(sizes) - len(wrong), tuple(wrong))
-    if not combinations or not values or not _tells(example):
+    if not combinations or not values or not _is_informative(example):
         return report
     valid = search(example, rule, sizes, combinations)
     covered = [row for row in (physical(strategy, (*shapes, *results)) for strategy in strategies) if row is not None]
@@ -78,7 +78,7 @@ def _check_call(example: Example, rule: Rule, sizes: Sequence[int], combinations
     return attrs.evolve(report, valid=len(valid), missing=missing)
 
 
-def _tells(example: Example) -> bool:
+def _is_informative(example: Example) -> bool:
     """Whether a call is worth a search: with an empty tensor, or one element per tensor, nearly all rows are right."""
     numbers = [meta.numel for meta in (*example.call.operands, *example.call.results)]
     return all(numbers) and max(numbers, default=0) > 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
-from spmd.rules.builders import nothing
+from spmd.rules.builders import zero_results
 from spmd.rules.notation import by_call, factors, tensor_arguments
 from spmd.rules.partial import linear
 from spmd.rules.rule import Rule, table
@@ -33,7 +33,7 @@ def _forward(call: Call) -> Rule:
 
 def _backward(call: Call) -> Rule:
     mask = call.argument("grad_input_mask", [True] * 3)
-    results = [term for term, asked in zip((_QUERY, _KEY, _VALUE, _MASK), mask, strict=False) if asked]
+    results = [term for term, requested in zip((_QUERY, _KEY, _VALUE, _MASK), mask, strict=False) if requested]
     denominators = {"logsumexp": _logsumexp(call.argument("logsumexp"))}
     return _attention(call, denominators, results, "b h g", sum="b h g")
 
@@ -62,8 +62,8 @@ _KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_
 
 # torch's CPU kernels divide by the lengths of the batch and of the heads, and crash the process if one is zero.
 ATTENTION = table({
-    "_scaled_dot_product_flash_attention_for_cpu": by_call(_cpu_forward, empty=nothing),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": by_call(_cpu_backward, empty=nothing),
+    "_scaled_dot_product_flash_attention_for_cpu": by_call(_cpu_forward, empty=zero_results),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": by_call(_cpu_backward, empty=zero_results),
     " ".join(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS): by_call(_forward),
     " ".join(f"_scaled_dot_product_{kernel}_backward" for kernel in _KERNELS): by_call(_backward),
 })  # fmt: skip

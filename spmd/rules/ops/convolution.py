@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.call import Call
-from spmd.rules.builders import asked
+from spmd.rules.builders import requested
 from spmd.rules.notation import by_call, factors
 from spmd.rules.ops.halo import Halo
 from spmd.rules.partial import ignores, increasing, linear
@@ -38,7 +38,7 @@ def _convolution(call: Call) -> Rule:
 
 def _convolution_backward(call: Call) -> Rule:
     image, weight, result, bias = _terms(call)
-    results = ", ".join(term for term in asked(call, image, weight, bias) if term)
+    results = ", ".join(term for term in requested(call, image, weight, bias) if term)
     pattern = f"{result}, {image}, {weight} -> {results}"
     rows = (_linear_backward, _cut_space_backward)
     # The bias gradient does not depend on the factor c: where c is sharded, every rank computes all of it.
@@ -112,7 +112,7 @@ def _backward(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *
     options = args[1:-1]
     channels = grad.shape[1] if options[3] else x.shape[1]
     dx, dw, db = _differentiate(grad, x, weight, _grouped(options, channels, weight))
-    return asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), _cropped(db, grad.shape[1:2]))
+    return requested(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), _cropped(db, grad.shape[1:2]))
 
 
 def _halo(call: Call, dim: int, axes: Axes) -> Halo:
@@ -165,7 +165,7 @@ def _backward_over(dim: int) -> Body:
             dx, dw, _ = _differentiate(_least(grad), window, weight, local)
             dx = halo.scatter(dx, x.shape[dim]) if call.argument("output_mask")[0] else x  # not requested
         bias = grad.sum([dim for dim in range(grad.ndim) if dim != 1])
-        return asked(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), bias)
+        return requested(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), bias)
 
     return body
 
@@ -179,7 +179,7 @@ def _cut_space(call: Call) -> Iterator[Row]:
 def _cut_space_backward(call: Call) -> Iterator[Row]:
     for dim in range(2, call.operands[0].ndim):
         placed: tuple[Placement, ...] = (Shard(dim), Partial("sum"), Partial("sum"))
-        results = tuple(placement for placement in asked(call, *placed) if placement is not None)
+        results = tuple(placement for placement in requested(call, *placed) if placement is not None)
         yield Row((Shard(dim), Shard(dim), Replicate()), results, _backward_over(dim))
 
 

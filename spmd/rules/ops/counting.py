@@ -8,7 +8,7 @@ import torch
 
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.call import Call
-from spmd.rules.builders import whole
+from spmd.rules.builders import replicated_only
 from spmd.rules.notation import by_call, factors, operand_names
 from spmd.rules.partial import carry, linear
 from spmd.rules.rule import Row, Rule, table
@@ -48,9 +48,9 @@ COUNTING = table({
     "searchsorted.Tensor": by_call(_search),
     "bucketize.Tensor": factors("..., s -> ...", sum="s"),
     "searchsorted.Scalar bucketize.Scalar": factors("s -> ", sum="s"),
-    "histc histogram.bins_tensor histogram.bin_ct": whole(_binned, linear("weight:0")),
-    "masked_scatter": whole(carry("self source")),
-    "masked_scatter_backward": whole(carry("grad_output")),
-    "_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors": whole(),
-    "nonzero_static segment_reduce _segment_reduce_backward repeat_interleave.Tensor resize": whole(),
+    "histc histogram.bins_tensor histogram.bin_ct": replicated_only(_binned, linear("weight:0")),
+    "masked_scatter": replicated_only(carry("self source")),
+    "masked_scatter_backward": replicated_only(carry("grad_output")),
+    "_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors": replicated_only(),
+    "nonzero_static segment_reduce _segment_reduce_backward repeat_interleave.Tensor resize": replicated_only(),
 })  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmd.ir.call import Call
-from spmd.rules.builders import asked, nothing
+from spmd.rules.builders import requested, zero_results
 from spmd.rules.notation import by_call, factors
 from spmd.rules.partial import linear
 from spmd.rules.rule import Rule, table
@@ -37,7 +37,7 @@ def _grid_gradients(call: Call) -> Rule:
     space = call.operands[1].ndim - 2
     grid, image = " ".join("dhw"[-space:]), f"n c{' _' * space}"
     terms = (image, f"n {grid} _")
-    results = ", ".join(terms if len(call.results) == len(terms) else filter(None, asked(call, *terms)))
+    results = ", ".join(terms if len(call.results) == len(terms) else filter(None, requested(call, *terms)))
     pattern = f"n c {grid}, {image}, n {grid} _ -> {results}"
     return factors(pattern, linear("grad_output"), sum=f"c {grid}")
 
@@ -49,5 +49,5 @@ LAYERS = table({
     "_embedding_bag_per_sample_weights_backward": factors("_ d, _ d, _, _, _ -> _", linear("grad", "weight"), sum="d"),
     "_pdist_forward": factors("_ _ -> _"),
     "_pdist_backward": factors("_, _ d, _ -> _ d", linear("grad")),
-    "grid_sampler_2d_backward grid_sampler_3d_backward": by_call(_grid_gradients, empty=nothing),
+    "grid_sampler_2d_backward grid_sampler_3d_backward": by_call(_grid_gradients, empty=zero_results),
 })  # fmt: skip

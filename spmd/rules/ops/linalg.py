@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from spmd.ir.call import Call
-from spmd.rules.builders import along, batched, pointwise, rule, vanish
+from spmd.rules.builders import along, batched, empty_results, pointwise, rule
 from spmd.rules.notation import Rows, by_call, factors
 from spmd.rules.partial import carry, increasing, linear
 from spmd.rules.rule import Factors, Rule, table
@@ -21,7 +21,7 @@ def _solver(pattern: str, *rows: Rows) -> Rule:
         left = call.argument("left", True)
         return factors(pattern if left else pattern.replace("_ c", "c _"), *rows, independent="c")
 
-    return by_call(choose, empty=vanish)
+    return by_call(choose, empty=empty_results)
 
 
 _VECTORS = batched("2 1", "1 2 1 0", linear("B:0"))
@@ -57,14 +57,14 @@ LINALG = table({
     "linalg_lu_factor_ex linalg_ldl_factor_ex": batched("2", "2 1 0"),
     "lu_unpack": batched("2 1", "2 2 2", increasing("LU_data:1 2")),
     "linalg_lu_solve linalg_ldl_solve": _solver("... _ _, ... _, ... _ c -> ... _ c", linear("B")),
-    "_linalg_solve_ex": by_call(_solve, empty=vanish),
+    "_linalg_solve_ex": by_call(_solve, empty=empty_results),
     "linalg_solve_triangular": _solver("... _ _, ... _ c -> ... _ c", linear("B")),
     "triangular_solve": _solver("... _ c, ... _ _ -> ... _ c, ... _ _", linear("self:0")),
     "linalg_lstsq": batched("2 2", "2 1 0 1"),
     "linalg_cross": rule(_cross, linear("self", "other")),
     "_cdist_forward": factors("... p m, ... r m -> ... p r", replicate="m"),
     "_cdist_backward": factors("... p r, ... p m, ... r m, ... p r -> ... p m", linear("grad"), sum="r"),
-    "_fft_c2c _fft_r2c _fft_c2r": along(linear("self"), empty=vanish),
+    "_fft_c2c _fft_r2c _fft_c2r": along(linear("self"), empty=empty_results),
     "view_as_real": batched("0", "1", carry("self")),
     "view_as_complex": batched("1", "0", carry("self")),
     "complex": batched("0 0", "0", linear("real imag")),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.ir.call import Call
-from spmd.rules.builders import nothing, whole
+from spmd.rules.builders import replicated_only, zero_results
 from spmd.rules.notation import Rows, by_call, factors
 from spmd.rules.ops.lookup import filled, local_index, pick
 from spmd.rules.partial import decreasing, ignores, linear
@@ -129,7 +129,7 @@ def _nll_backward_rule(call: Call) -> Rule:
 def _multilabel_margin(call: Call) -> Rule:
     """The operator has a rule because torch's decomposition is wrong: it counts targets after the first -1."""
     if call.argument("self").ndim < 2:
-        return whole()
+        return replicated_only()
     kind = call.argument("reduction")
     pattern = f"b c, b c -> {'b' if kind == _NONE else ''}, b c"
     return factors(pattern, sum="" if kind == _NONE else "b", replicate="b c" if kind == _MEAN else "c")
@@ -140,7 +140,7 @@ def _margin_backward(targets: str) -> Rule:
 
     def choose(call: Call) -> Rule:
         if call.argument("self").ndim == 0:
-            return whole(linear("grad_output"))
+            return replicated_only(linear("grad_output"))
         batch = "b" if call.argument("self").ndim == 2 else ""
         kind = call.argument("reduction")
         given = targets if batch else targets.replace("b,", "*,").replace("b ", "")
@@ -155,20 +155,20 @@ def _chunked(call: Call) -> Rule:
 
     With the reduction `mean`, `n` cannot be sharded, as the loss is divided by the global batch.
     """
-    asked = [call.argument(f"compute_{name}_grad") for name in ("input", "linear_weight", "linear_bias")]
-    terms = [term if wanted else "*" for term, wanted in zip(("n f", "c f", "c"), asked, strict=True)]
+    requested = [call.argument(f"compute_{name}_grad") for name in ("input", "linear_weight", "linear_bias")]
+    terms = [term if wanted else "*" for term, wanted in zip(("n f", "c f", "c"), requested, strict=True)]
     fixed = "n c f" if call.argument("reduction") == "mean" else "c f"
     return factors(f"n f, c f, n, c, c -> , {', '.join(terms)}", sum="n", replicate=fixed)
 
 
-LATE: Mapping[str, Rule] = {
+LAZILY_DEFINED: Mapping[str, Rule] = {
     "torch_nn::_linear_cross_entropy_batch_chunked": by_call(_chunked),
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": factors("n f, c f, n, c, c -> n", replicate="c f"),
 }
 """By schema name, the rules of operators that torch defines only when they are first used."""
 
 LOSS = table({
-    "multilabel_margin_loss_forward": by_call(_multilabel_margin, empty=nothing),
+    "multilabel_margin_loss_forward": by_call(_multilabel_margin, empty=zero_results),
     "multi_margin_loss_backward": _margin_backward("b, c"),
     "multilabel_margin_loss_backward": _margin_backward("b c, b c"),
     "nll_loss_forward nll_loss2d_forward": by_call(_nll_forward_rule),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmd.ir.call import Call
-from spmd.rules.builders import dim_names, vanish, whole
+from spmd.rules.builders import dim_names, empty_results, replicated_only
 from spmd.rules.notation import Rows, by_call, factors
 from spmd.rules.partial import increasing, linear
 from spmd.rules.rule import Rule, table
@@ -13,7 +13,7 @@ def _product_plus(pattern: str, *rows: Rows, sum: str = "k") -> Rule:
     """The rule of a product to which the first operand, times `beta`, is added."""
     rows = (increasing("self", times="beta"), *rows)
     # Added to an empty shard, a bias of length 1 would make a row.
-    return factors(pattern, *rows, sum=sum, additive="self", empty=vanish)
+    return factors(pattern, *rows, sum=sum, additive="self", empty=empty_results)
 
 
 def _trilinear(call: Call) -> Rule:
@@ -35,9 +35,9 @@ def _scaled(call: Call) -> Rule:
     (rows, _), (_, columns) = (call.argument(name).shape for name in ("self", "mat2"))
     left, right = (scale if isinstance(scale := call.argument(f"scale_{x}"), list) else [scale] for x in "ab")
     if not all(scale.numel == 1 or scale.shape == (rows, 1) for scale in left):
-        return whole()
+        return replicated_only()
     if not all(scale.numel == 1 or scale.shape == (1, columns) for scale in right):
-        return whole()
+        return replicated_only()
     fixed = "k" if call.results[0].dtype.itemsize < 4 else ""
     return factors("i k, k j, [i _], [_ j], j, _ -> i j", sum="k", additive="bias", replicate=fixed)
 

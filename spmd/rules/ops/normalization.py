@@ -13,7 +13,7 @@ from torch import Tensor
 from spmd.collectives import psum
 from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
-from spmd.rules.builders import asked, dim_names, nothing, rule, vanish
+from spmd.rules.builders import dim_names, empty_results, requested, rule, zero_results
 from spmd.rules.notation import by_call, factors, spell, term
 from spmd.rules.ops.reductions import widen
 from spmd.rules.partial import ignores, increasing, linear
@@ -69,7 +69,7 @@ def _finished(call: Call, *results: Tensor) -> _Results:
 def _gradients(call: Call, *gradients: Tensor) -> _Gradients:
     """The gradients of input, weight and bias in the dtypes of the call's results; None for those not requested."""
     metas = iter(call.results)
-    return tuple(None if x is None else x.to(next(metas).dtype) for x in asked(call, *gradients))
+    return tuple(None if x is None else x.to(next(metas).dtype) for x in requested(call, *gradients))
 
 
 def _column(vector: _Vector, x: Tensor) -> Any:
@@ -93,7 +93,7 @@ def _layer(call: Call) -> Rule:
 
 def _layer_backward(call: Call) -> Rule:
     x, statistic, parameter, leading = _terms(call)
-    results = ", ".join(result for result in asked(call, x, parameter, parameter) if result is not None)
+    results = ", ".join(result for result in requested(call, x, parameter, parameter) if result is not None)
     pattern = f"{x}, {x}, {statistic}, {statistic}, {parameter}, {parameter} -> {results}"
     return factors(
         pattern, linear("grad_out"), _scaled, ignores("bias"), sum=leading, bodies={parameter: _layer_norm_backward}
@@ -193,13 +193,13 @@ def _plain_gradients(_: Axes, call: Call, grad: Tensor, *args: Any) -> _Gradient
     """The operator's gradients, or zeros if there are no elements, as torch's kernel divides by their number."""
     if grad.numel():
         return _gradients(call, *call.op(grad, *args[:-1], [True] * 3))
-    return nothing((), call, grad, *args)  # type: ignore[no-any-return]
+    return zero_results((), call, grad, *args)  # type: ignore[no-any-return]
 
 
 def _own_groups(axes: Axes, call: Call, x: Tensor, weight: _Vector, bias: _Vector, *sizes: Any) -> Any:
     """The local implementation of group norm for a shard of the groups."""
     if not x.numel():
-        return nothing((), call, x, *(t for t in (weight, bias) if t is not None))
+        return zero_results((), call, x, *(t for t in (weight, bias) if t is not None))
     _, channels, space, groups, eps = sizes
     return call.op(x, weight, bias, x.shape[0], x.shape[1], space, x.shape[1] * groups // channels, eps)
 
@@ -213,13 +213,13 @@ def _group_norm(axes: Axes, call: Call, x: Tensor, weight: _Vector, bias: _Vecto
     return _finished(call, result, mean.squeeze(2), rstd.squeeze(2))
 
 
-_CHANNELS = rule(_per_channel, _affine_rows, empty=vanish)
+_CHANNELS = rule(_per_channel, _affine_rows, empty=empty_results)
 _GROUPED = factors(
     "n (g c) ..., (g c), (g c) -> n (g c) ..., n g, n g",
     _affine_rows,
     bodies={"g": _own_groups, "c ...": _group_norm},
     size_argument=3,  # where `N`, the batch size, is an argument of its own
-    empty=vanish,
+    empty=empty_results,
 )
 
 
@@ -234,7 +234,7 @@ NORMALIZATION = table({
     "native_layer_norm_backward": by_call(_layer_backward),
     "native_group_norm": _GROUPED,
     "native_batch_norm _native_batch_norm_legit.no_stats": _CHANNELS,
-    "_native_batch_norm_legit_functional": rule(_per_channel, _affine_rows, _running, empty=vanish),
+    "_native_batch_norm_legit_functional": rule(_per_channel, _affine_rows, _running, empty=empty_results),
     "_native_batch_norm_legit_no_training _batch_norm_with_update_functional": _CHANNELS,
     "native_batch_norm_backward": rule(_per_channel, linear("grad_out"), _scaled, empty=_plain_gradients),
 })  # fmt: skip

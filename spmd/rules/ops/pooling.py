@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmd.ir.call import Call
-from spmd.rules.builders import batched, rule, vanish
+from spmd.rules.builders import batched, empty_results, rule
 from spmd.rules.notation import factors, spell
 from spmd.rules.partial import carry, ignores, linear
 from spmd.rules.rule import Factors, Rule, table
@@ -28,7 +28,7 @@ def _fractional(n: int) -> Rule:
         item, sample = ("b c", "b c _") if call.operands[0].ndim == n + 2 else ("c", "_ c _")
         return spell(call, [item + space, sample], [item + space] * 2)
 
-    return rule(make, empty=vanish)
+    return rule(make, empty=empty_results)
 
 
 def _spatial(n: int) -> dict[str, Rule]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from spmd.rules.builders import whole
+from spmd.rules.builders import replicated_only
 from spmd.rules.rule import table
 
-DRAW = whole()
+RANDOM_RULE = replicated_only()
 """The rule of every call that draws random numbers, also if its operator has another rule for calls that do not."""
 
-RANDOM = table({"empty_strided": DRAW})
+RANDOM = table({"empty_strided": RANDOM_RULE})
 """`empty_strided` makes the tensors that random operators fill."""

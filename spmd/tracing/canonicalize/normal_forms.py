@@ -14,8 +14,11 @@ from spmd.ir.graph import Graph, Operation, Value
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
 
-Spelling = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+OperatorCall = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 """An operator with its positional and keyword arguments."""
+
+_Form = Callable[[Operation], OperatorCall]
+"""From an operation to the call that computes the same in normal form."""
 
 
 def normalize(graph: Graph) -> Graph:
@@ -25,32 +28,32 @@ def normalize(graph: Graph) -> Graph:
 
 def _normalize(operation: Operation) -> Operation:
     if makes_channels_last(operation):
-        return _placeless(operation, _PLACE - {"memory_format"})
+        return _without_device(operation, _PLACE - {"memory_format"})
     form = NORMAL_FORMS.get(operation.op)
     if form is not None:
         op, args, kwargs = form(operation)
         return attrs.evolve(operation, op=op, args=args, kwargs=kwargs)
-    return _placeless(_positive_dims(operation))
+    return _without_device(_positive_dims(operation))
 
 
 def _meta(operation: Operation) -> TensorMeta:
     return operation.tensors[0].meta
 
 
-def _view(operation: Operation) -> Spelling:
+def _view(operation: Operation) -> OperatorCall:
     return aten.view.default, (operation.args[0], list(_meta(operation).shape)), {}
 
 
-def _expand(operation: Operation) -> Spelling:
+def _expand(operation: Operation) -> OperatorCall:
     return aten.expand.default, (operation.args[0], list(_meta(operation).shape)), {}
 
 
-def _cast(operation: Operation) -> Spelling:
+def _cast(operation: Operation) -> OperatorCall:
     return aten._to_copy.default, (operation.args[0],), {"dtype": _meta(operation).dtype}
 
 
-def _permute(order: Callable[[int, tuple[Any, ...]], list[int]]) -> Callable[[Operation], Spelling]:
-    def form(operation: Operation) -> Spelling:
+def _permute(order: Callable[[int, tuple[Any, ...]], list[int]]) -> _Form:
+    def form(operation: Operation) -> OperatorCall:
         ndim = _meta(operation).ndim
         return aten.permute.default, (operation.args[0], [d % ndim for d in order(ndim, operation.args)]), {}
 
@@ -65,10 +68,10 @@ def _swapped(ndim: int, args: tuple[Any, ...]) -> list[int]:
     return order
 
 
-def _filled(value: float | bool | None = None, argument: int | None = None) -> Callable[[Operation], Spelling]:
+def _filled(value: float | bool | None = None, argument: int | None = None) -> _Form:
     """The normal form of a tensor of one number: `full` of `value`, or of the positional argument `argument`."""
 
-    def form(operation: Operation) -> Spelling:
+    def form(operation: Operation) -> OperatorCall:
         number = value if argument is None else operation.args[argument]
         if isinstance(number, Value):
             return operation.op, operation.args, dict(operation.kwargs)
@@ -78,7 +81,7 @@ def _filled(value: float | bool | None = None, argument: int | None = None) -> C
     return form
 
 
-def _renamed(op: OpOverload) -> Callable[[Operation], Spelling]:
+def _renamed(op: OpOverload) -> _Form:
     return lambda operation: (op, operation.args, dict(operation.kwargs))
 
 
@@ -86,7 +89,7 @@ _PLACE = frozenset({"device", "layout", "pin_memory", "memory_format"})
 _STACKING = frozenset({aten.stack.default})
 
 
-def _placeless(operation: Operation, place: frozenset[str] = _PLACE) -> Operation:
+def _without_device(operation: Operation, place: frozenset[str] = _PLACE) -> Operation:
     """The operation without device and layout, which the mesh decides; a factory's dtype becomes explicit."""
     if not place & operation.kwargs.keys():
         return operation
@@ -127,11 +130,11 @@ def makes_channels_last(operation: Operation) -> bool:
     )
 
 
-def _each(form: Callable[[Operation], Spelling], *ops: OpOverload) -> dict[OpOverload, Callable[[Operation], Spelling]]:
+def _each(form: _Form, *ops: OpOverload) -> dict[OpOverload, _Form]:
     return dict.fromkeys(ops, form)
 
 
-NORMAL_FORMS: Mapping[OpOverload, Callable[[Operation], Spelling]] = {
+NORMAL_FORMS: Mapping[OpOverload, _Form] = {
     **_each(
         _view,
         aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default,
