@@ -224,7 +224,7 @@ MUTANTS = (
         "`bernoulli_` of a permuted tensor draws in the order of dims",
         with_entry(
             "spmd.tracing.functionalization",
-            "_BODIES",
+            "REPLACEMENTS",
             torch.ops.aten.bernoulli_.float,
             lambda x, p=0.5: NotImplemented if x.is_contiguous() else x.copy_(x.new_empty(x.shape).bernoulli_(p)),
         ),
@@ -234,10 +234,10 @@ MUTANTS = (
         "functionalization: lerp",
         "`lerp_` is left to torch's functionalization, which fails in forward mode",
         with_entry(
-            "spmd.tracing.functionalization", "_BODIES", torch.ops.aten.lerp_.Scalar, lambda *args: NotImplemented
+            "spmd.tracing.functionalization", "REPLACEMENTS", torch.ops.aten.lerp_.Scalar, lambda *args: NotImplemented
         ),
         with_entry(
-            "spmd.tracing.functionalization", "_BODIES", torch.ops.aten.lerp_.Tensor, lambda *args: NotImplemented
+            "spmd.tracing.functionalization", "REPLACEMENTS", torch.ops.aten.lerp_.Tensor, lambda *args: NotImplemented
         ),
         within="inplace_lerp inplace_lerp_pushed",
     ),
