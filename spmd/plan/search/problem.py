@@ -1,5 +1,7 @@
-"""One mesh axis as a minimisation problem: variables with small domains, and cost tables in seconds.
+"""Where the spec of every value is decided: one mesh axis as a minimisation problem.
 
+The problem has variables with small domains, and cost tables in seconds; `spmd.plan.solver` finds the assignment of
+least cost. The spec of a value is the placement on each axis that the strategy of its producer has for it.
 There is one variable for every operation, its strategy, and one for every value with several consumers, its *hub*: the
 set of placements in which the value is acquired, each paid once for all consumers (`spmd.plan.search.hubs`). A value
 with one consumer needs no hub: its reshard is a table between producer and consumer.
