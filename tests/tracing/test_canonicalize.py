@@ -4,7 +4,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interpreter import evaluate
 
@@ -290,6 +290,7 @@ SHAPED = [
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.booleans(),
 )
+@example([SHAPED[-1]], [1], True)
 def test_random_programs(steps, shape, differentiate):
     def function(x):
         seen = x.sum() * 0

@@ -13,7 +13,9 @@ from spmd.ir.graph import Graph, Operation, Value, map_leaves
 Number = bool | int | float | complex
 aten = torch.ops.aten
 
-_SHAPERS = frozenset({aten.view.default, aten.expand.default, aten.permute.default, aten._to_copy.default})
+_SHAPERS = frozenset({
+    aten.view.default, aten.expand.default, aten.permute.default, aten._to_copy.default, aten.alias.default,
+})  # fmt: skip
 _COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 _TAKES_NUMBER = _COMMUTATIVE | {aten.sub.Tensor, aten.div.Tensor}
 
