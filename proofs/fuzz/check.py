@@ -171,6 +171,6 @@ def _kind(error: BaseException) -> str:
 def _skeleton(text: str) -> str:
     """A message without numbers and names, which differ between programs."""
     first = text.strip().splitlines()[0] if text.strip() else ""
-    first = re.sub(r" at \S+\.py:\d+.*", "", first)
+    first = re.sub(r" at \S+\.py:\d+( \(`.*`\))?", "", first)
     first = re.sub(r"\[[^\]]*\]|\([^)]*\)", "[]", first)
     return re.sub(r"\b[xcv]?\d+(\.\d+)?(e[+-]?\d+)?\b", "N", first)[:160]

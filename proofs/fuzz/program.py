@@ -139,7 +139,7 @@ class Program:
         source = self.definitions()
         file = f"fuzz_{self.seed}.py"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-        namespace = {**names(), "mesh": mesh_of(self.mesh)}
+        namespace = {**names(), "mesh": mesh_of(self.mesh), "__name__": "fuzz"}  # a module's, as a user's is
         exec(compile(source, file, "exec"), namespace)
         namespace.setdefault("reference", namespace["program"])
         return namespace
