@@ -64,7 +64,7 @@ def check_seeds(
                 outcome = child.outcome(seconds)
                 if outcome is None:
                     continue
-                if outcome.status in _CLEAN:
+                if outcome.status in _CLEAN and not child.lost:
                     yield outcome
                     if child.seeds:
                         continue
@@ -75,7 +75,7 @@ def check_seeds(
                 running.remove(child)
                 if child.seeds:
                     queue.append(child.seeds)
-                if child.earlier and repeat:
+                if child.earlier and repeat and outcome.status not in _CLEAN:
                     outcome = _alone(outcome, child.earlier, seconds)
                 yield outcome
     finally:
@@ -105,6 +105,7 @@ class _Child:
     since: float
     earlier: list[int] = attrs.field(factory=list)
     generated: bool = False
+    lost: bool = False
 
     @classmethod
     def start(
@@ -128,7 +129,7 @@ class _Child:
             self.since, self.generated = time.monotonic(), False
             if self.earlier[-1] != found.seed:
                 raise RuntimeError(f"expected the outcome of {self.earlier[-1]}, got that of {found.seed}")
-            if found.status not in _CLEAN:
+            if found.status not in _CLEAN or self.lost:
                 self.earlier.pop()
         return found
 
@@ -148,6 +149,7 @@ class _Child:
 
     def _lost(self, status: Status, reason: str) -> Outcome:
         """The outcome if there was no answer: skipped during generation of the program, when only plain torch runs."""
+        self.lost = True
         return Outcome(self.seeds[0], status if self.generated else Status.SKIPPED, reason, reason)
 
     def end(self) -> None:

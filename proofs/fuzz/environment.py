@@ -117,7 +117,7 @@ def check_stable(value: Any, moved: Any) -> None:
         raise Rejected("another number of results")
     for one, other in zip(values, others, strict=True):
         if not isinstance(one, torch.Tensor) or one.numel() > LARGEST or one.layout is not torch.strided:
-            raise Rejected(f"no small tensor: {one!r:.60}")
+            raise Rejected(f"no small tensor: {type(one).__name__} {getattr(one, 'shape', '')}")
         if one.is_floating_point() or one.is_complex():
             if one.numel() and not one.abs().max().item() < _FAR:
                 raise Rejected("large or not finite")

@@ -1,7 +1,11 @@
 """The fuzz over whole programs: its fast part, and that seeds mean programs."""
 
+import os
+
 import pytest
 
+from proofs.fuzz import check
+from proofs.fuzz.batches import check_seeds
 from proofs.fuzz.check import check_seed
 from proofs.fuzz.generate import generate
 from proofs.fuzz.outcome import Status
@@ -16,3 +20,9 @@ def test_programs(first):
 def test_a_seed_is_a_program():
     assert generate(7).definitions() == generate(7).definitions()
     assert generate(7).definitions() != generate(8).definitions()
+
+
+def test_a_process_that_ends_while_it_generates_costs_one_program(monkeypatch):
+    monkeypatch.setattr(check, "generate", lambda seed: os._exit(1) if seed == 1 else generate(seed))
+    found = {outcome.seed: outcome.status for outcome in check_seeds(range(4), jobs=1)}
+    assert {0: Status.RIGHT, 1: Status.SKIPPED, 2: Status.RIGHT, 3: Status.RIGHT} == found
