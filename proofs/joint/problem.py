@@ -2,7 +2,8 @@
 
 There is a variable for every operation (its strategies on all axes) and one, called a hub, for every value with several
 consumers (the states acquired for them), numbered in the order of the program. The strategies, the moves and their
-costs are those of the planner, which decides one axis after the other: each of its plans is an assignment here.
+costs are those of the planner, which decides one axis after the other: each of its plans is an assignment here, unless
+it acquires more states of a value than are allowed here. The planner acquires up to two per axis, so four on two axes.
 """
 
 from __future__ import annotations

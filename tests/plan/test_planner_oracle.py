@@ -124,15 +124,15 @@ def test_the_joint_optimum_is_the_best_of_all_plans(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward-mode differentiation
-# The same examples each time: one of some hundred programs is priced 1e-5 above its plan, for a reason not known yet.
-@settings(max_examples=10, phases=[Phase.generate], derandomize=True)
+@settings(max_examples=10, phases=[Phase.generate])
 @given(cases())
 def test_no_plan_of_two_axes_is_better_than_the_joint_optimum(case: Case) -> None:
     assume(sum(size > 1 for size in case.mesh.axes.values()) == 2)
     plan = case.jitted().plan(*case.arguments)
     assume(plan.order)
-    cost = JointProblem(plan.request, plan.order).cost_of(plan)
-    found = joint_optimum(plan.request)
+    acquire = 4  # the planner acquires up to two shards of a value per axis
+    cost = JointProblem(plan.request, plan.order, acquire).cost_of(plan)
+    found = joint_optimum(plan.request, acquire)
     assert found.seconds <= cost * (1 + 1e-9)
     assert cost <= plan.seconds * (1 + 1e-9)
     assert found.seconds <= found.plan.seconds * (1 + 1e-9)
