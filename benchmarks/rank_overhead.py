@@ -57,8 +57,8 @@ def measure(name: str, config: gpt.Config = WORKLOAD, steps: int = STEPS) -> Ran
     mesh = spmd.make_mesh(strategy.mesh_of(1), runtime="distributed")
     training = Training(config, strategy, mesh)
     state, step = training.init(), training.step()
-    graph = step.lower(state, batch).graph_module()
-    program = generate(overlap(graph, mesh, mesh.coordinate(0)), lockstep=False).function
+    graph = step.lower(state, batch).graph()
+    program = generate(overlap(graph, mesh, mesh.coordinate(0))).function
 
     def local(leaves: list[torch.Tensor], batch: gpt.Batch) -> tuple[Any, torch.Tensor]:
         *leaves, loss = program([*leaves, *batch])

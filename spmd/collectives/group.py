@@ -52,3 +52,10 @@ def groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Group, ...]:
     """
     sizes = tuple(mesh.axis_size(axis) for axis in axes)
     return tuple(Group(ranks, sizes) for ranks in mesh.groups(axes))
+
+
+@lru_cache(maxsize=65536)
+def group_of(mesh: Mesh, axes: tuple[str, ...], rank: int) -> tuple[Group, int]:
+    """The group of a rank along `axes`, and the rank's index in it."""
+    found = next(group for group in groups(mesh, axes) if rank in group.ranks)
+    return found, found.ranks.index(rank)

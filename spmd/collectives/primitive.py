@@ -12,7 +12,6 @@ import attrs
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
 
 from spmd.errors import SpmdError
 
@@ -107,14 +106,6 @@ def _nonlinear(rule: Callable[..., Tensor] | None, primitive: Primitive) -> Call
     return rule
 
 
-def _trace(mode: ProxyTorchDispatchMode, fake: Callable[..., Tensor], op: Any, args: Any, kwargs: Any) -> Tensor:
-    """Record a call without running it: make_fx would run it on real tensors and on constants."""
-    proxies = torch.utils._pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))  # type: ignore[union-attr]
-    proxy = mode.tracer.create_proxy("call_function", op, *proxies)
-    track_tensor_tree(result := fake(*args, **kwargs), proxy, constant=None, tracer=mode.tracer)
-    return result
-
-
 def register(schema: str, fake: Callable[..., Tensor]) -> str:
     """Define an operator that can be traced but not called.
 
@@ -130,13 +121,9 @@ def register(schema: str, fake: Callable[..., Tensor]) -> str:
     def call(*args: Any) -> Tensor:
         raise SpmdError(f"{name} was called outside of a runtime. Use collectives inside spmd.shard_map or spmd.jit.")
 
-    def trace(mode: ProxyTorchDispatchMode, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        return _trace(mode, fake, op, args, kwargs or {})
-
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=_LIBRARY)
-    torch.library.register_torch_dispatch(name, ProxyTorchDispatchMode, trace, lib=_LIBRARY)
     return name
 
 

@@ -33,6 +33,8 @@ from torch import Tensor
 
 from spmd.collectives.primitive import Primitive, Shape, register, register_primitive
 from spmd.collectives.traffic import StepKind
+from spmd.ir.effects import Effect, declare_effect
+from spmd.ir.simplify import declare_identity
 
 
 def _resized(shape: Shape, *changes: tuple[int, int]) -> Shape:
@@ -183,3 +185,7 @@ COLLECTIVES: Mapping[torch._ops.OpOverload, StepKind] = MappingProxyType(
     }
 )
 """The primitives that communicate, each with its kind."""
+
+for _op in COLLECTIVES:
+    declare_effect(_op, Effect.COLLECTIVE)
+declare_identity(torch.ops.spmd.pcast.default)

@@ -1,4 +1,4 @@
-"""The primitives as pure functions over all ranks at once, which the virtual runtime runs.
+"""The collectives as pure functions over all ranks at once, which the virtual runtime runs.
 
 Reductions run in rank order, so results are deterministic. Tensors are read-only, because ranks may share one.
 """
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from spmd.collectives.group import Group, groups
+from spmd.collectives.local import LOCALS, run_local
 from spmd.collectives.primitives import COLLECTIVES
 from spmd.collectives.traffic import active_traffic, sent_bytes
 from spmd.core.mesh import Mesh
-from spmd.core.placement import neutral_element
 from spmd.errors import DivergenceError, SpmdError
 
 Arguments: TypeAlias = tuple[Any, ...]
@@ -57,10 +57,6 @@ def _all_reduce(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
     return [_reduce(calls[0][1], _equal_shapes(calls))] * len(calls)
 
 
-def _pcast(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
-    return [arguments[0] for arguments in calls]
-
-
 def _all_gather(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
     _, dim, size, _ = calls[0]
     tensors = [arguments[0] for arguments in calls]
@@ -89,44 +85,17 @@ def _permute(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
     return results
 
 
-def _shard(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
-    results = []
-    for index, (x, dim, _, _) in enumerate(calls):
-        start, stop = group.bounds(x.shape[dim])[index]
-        results.append(x.narrow(dim, start, stop - start).contiguous())
-    return results
-
-
-def _to_partial(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
-    x, op, _ = calls[0]
-    neutral = torch.full_like(x, neutral_element(op, x.dtype), memory_format=torch.contiguous_format)
-    return [x.contiguous()] + [neutral] * (len(calls) - 1)
-
-
-def _axis_index(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
-    return [torch.tensor(index) for index in range(len(calls))]
-
-
-def _shard_offset(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
-    return [torch.tensor(group.bounds(size)[index][0]) for index, (size, _) in enumerate(calls)]
-
-
 KERNELS: Mapping[torch._ops.OpOverload, Callable[[Group, Sequence[Arguments]], list[Tensor]]] = MappingProxyType(
     {
         torch.ops.spmd.all_reduce.default: _all_reduce,
-        torch.ops.spmd.pcast.default: _pcast,
         torch.ops.spmd.all_gather.default: _all_gather,
         torch.ops.spmd.all_gather_invariant.default: _all_gather,
         torch.ops.spmd.reduce_scatter.default: _reduce_scatter,
         torch.ops.spmd.all_to_all.default: _all_to_all,
         torch.ops.spmd.permute.default: _permute,
-        torch.ops.spmd.shard.default: _shard,
-        torch.ops.spmd.to_partial.default: _to_partial,
-        torch.ops.spmd.axis_index.default: _axis_index,
-        torch.ops.spmd.shard_offset.default: _shard_offset,
     }
 )
-"""For each primitive, the function from the arguments of all ranks of a group to their results, in group order."""
+"""For each collective, the function from the arguments of all ranks of a group to their results, in group order."""
 
 
 def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, Mapping[str, Any]]]) -> list[Tensor]:
@@ -149,15 +118,17 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
     >>> run(torch.ops.spmd.all_reduce.default, mesh, [((torch.tensor(x), "sum", ["data"]), {}) for x in (1, 2)])
     [tensor(3), tensor(3)]
     """
-    if op not in KERNELS:
-        raise SpmdError(f"{op} is not a collective primitive. Expected one of {', '.join(map(str, KERNELS))}.")
+    if op not in KERNELS and op not in LOCALS:
+        raise SpmdError(f"{op} is not a primitive. Expected one of {', '.join(map(str, (*KERNELS, *LOCALS)))}.")
     arguments = [_positional(op, args, kwargs) if kwargs else tuple(args) for args, kwargs in calls]
     if len(arguments) != mesh.size:
         raise SpmdError(f"{op} needs one call for each of the {mesh.size} ranks of {mesh} (got {len(arguments)}).")
     axes = tuple(arguments[0][-1])
     if any(tuple(rank_arguments[-1]) != axes for rank_arguments in arguments):
         raise DivergenceError(f"{op} runs over different axes on different ranks of {mesh}. Expected {axes} on all.")
-    kernel, kind, traffic = KERNELS[op], COLLECTIVES.get(op), active_traffic()
+    if op in LOCALS:
+        return [run_local(op, mesh, rank, *given) for rank, given in enumerate(arguments)]
+    kernel, kind, traffic = KERNELS[op], COLLECTIVES[op], active_traffic()
     results: list[Tensor] = [arguments[0][0]] * mesh.size
     sent = [0] * mesh.size
     for group in groups(mesh, axes):
@@ -165,10 +136,10 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
         outputs = kernel(group, members)
         for rank, output in zip(group.ranks, outputs, strict=True):
             results[rank] = output
-        if traffic is not None and kind is not None:
+        if traffic is not None:
             for rank, count in zip(group.ranks, sent_bytes(kind.value, members, outputs), strict=True):
                 sent[rank] = count
-    if traffic is not None and kind is not None:
+    if traffic is not None:
         traffic.record(kind.value, axes, sent)
     return results
 

@@ -1,5 +1,6 @@
 """The program as passed between compiler stages: a flat list of functional operators, in order of execution.
 
+The global program, which is traced and planned, and the program of a rank, which is lowered and run, have this form.
 Everything here is immutable. Values and operations compare by identity: values of equal shape and dtype are different.
 """
 
@@ -9,7 +10,8 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, lru_cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -17,7 +19,10 @@ import torch
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.call import Call
-from spmd.ir.random_operators import is_random
+from spmd.ir.effects import Effect, effect_of
+
+Operator: TypeAlias = torch._ops.OpOverload | Callable[..., Any]
+"""What an operation calls: an operator of torch; in a rank's program also a Python function of tensors."""
 
 
 @attrs.frozen
@@ -35,13 +40,34 @@ class Source:
 
 @attrs.frozen(eq=False)
 class Value:
-    """One tensor of the program."""
+    """One tensor of the program; in the program of a rank, its local tensor."""
 
     name: str
     meta: TensorMeta
 
     def __repr__(self) -> str:
         return f"%{self.name}: {self.meta}"
+
+
+@attrs.frozen
+class Annotations:
+    """What lowering knows of an operation in a rank's program, beside the call itself.
+
+    Args:
+        cause: of a collective: the producer and the consumer for which it runs, or the operator that it is a part of.
+        bytes: of a collective: the most bytes that any rank sends.
+        repetition: the number of earlier computations of a rematerialized value; equal calls with different numbers are
+            not merged.
+        tuple_name: the name of the tuple of results in the program's text, if the operator returns a tuple.
+    """
+
+    cause: str = ""
+    bytes: float = 0.0
+    repetition: int = 0
+    tuple_name: str = ""
+
+
+NOT_ANNOTATED = Annotations()
 
 
 @attrs.frozen(eq=False, slots=False)  # cached properties of a class with slots are slow
@@ -55,14 +81,16 @@ class Operation:
         source: the line of the user's code that it comes from, if known.
         group: a number that the operations from one list operator (`_foreach_*`) share; lowering joins these
             operations into list operators.
+        annotations: what lowering knows of it.
     """
 
-    op: torch._ops.OpOverload
+    op: Any  # an Operator; any, because stages differ in which operators they have
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: tuple[Value | None, ...]
     source: Source | None = None
     group: int | None = None
+    annotations: Annotations = NOT_ANNOTATED
 
     @cached_property
     def operands(self) -> tuple[Value, ...]:
@@ -84,10 +112,20 @@ class Operation:
         """Whether the operator is a view operator: its schema says that a result aliases an argument."""
         return _is_view(self.op)
 
+    @property
+    def returns_tuple(self) -> bool:
+        """Whether the operator returns a tuple or list, also of one tensor; a Python function returns a tensor."""
+        return _returns_tuple(self.op)
+
     @cached_property
+    def effect(self) -> Effect | None:
+        """What it does beside computing its results; None if nothing."""
+        return effect_of(self.op, self.args, self.kwargs)
+
+    @property
     def is_random(self) -> bool:
         """Whether it draws random numbers, so that it must run once, unsharded and in program order."""
-        return is_random(self.op, self.args, self.kwargs)
+        return self.effect is Effect.RANDOM
 
     def with_operands(self, replace: Callable[[Value], Value]) -> Operation:
         """A copy with `replace` applied to each operand; the operation itself if no operand changes."""
@@ -97,6 +135,12 @@ class Operation:
         operands = iter(taken)
         take = lambda leaf: next(operands) if isinstance(leaf, Value) else leaf  # noqa: E731
         return attrs.evolve(self, args=map_leaves(take, self.args), kwargs=map_leaves(take, dict(self.kwargs)))
+
+    def substitute(self, replaced: Mapping[Value, Value]) -> Operation:
+        """A copy with operands replaced; the operation itself if none of its operands is among the keys."""
+        if replaced.keys().isdisjoint(self.operands):
+            return self
+        return self.with_operands(lambda value: replaced.get(value, value))
 
     def call(self, meta: Callable[[Value], TensorMeta] = lambda value: value.meta) -> Call:
         """This call as sharding rules see it: each value replaced by its meta."""
@@ -116,19 +160,29 @@ class Operation:
 
 @attrs.frozen(eq=False)
 class Graph:
-    """A functional program over global tensors.
+    """A functional program over global tensors, or over the local tensors of a rank.
 
     Args:
         inputs: the tensor arguments, flattened.
         constants: the tensors that the function closes over, each with its `Value` in the program.
         operations: in order of execution.
         outputs: the results, flattened.
+        specs: in the program of a rank, the sharding of the values that are shards of a global value, for its text.
     """
 
     inputs: tuple[Value, ...]
     constants: tuple[tuple[Value, torch.Tensor], ...]
     operations: tuple[Operation, ...]
     outputs: tuple[Value, ...]
+    specs: Mapping[Value, object] = MappingProxyType({})
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The names of all values."""
+        yield from (value.name for value in (*self.inputs, *(value for value, _ in self.constants)))
+        for operation in self.operations:
+            yield from (value.name for value in operation.tensors)
+            yield operation.annotations.tuple_name
 
     def __str__(self) -> str:
         lines = [f"inputs {', '.join(map(repr, self.inputs))}"]
@@ -156,6 +210,14 @@ class Graph:
 @lru_cache(maxsize=4096)
 def _is_view(op: torch._ops.OpOverload) -> bool:
     return any(argument.alias_info is not None for argument in op._schema.arguments)
+
+
+@lru_cache(maxsize=4096)
+def _returns_tuple(op: Operator) -> bool:
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    returns = op._schema.returns
+    return len(returns) != 1 or not isinstance(returns[0].type, torch._C.TensorType)
 
 
 def _define(value: Value, defined: set[Value]) -> None:

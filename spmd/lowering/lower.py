@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.fx as fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
-
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate
 from spmd.core.spec import DTensorSpec
+from spmd.ir.graph import Graph
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.lowering.emit import emit
-from spmd.lowering.passes.optimize import PASSES, UNEVEN_PASSES, optimize
+from spmd.lowering.passes import PASSES
 from spmd.lowering.program import LocalCollective, LocalProgram
 from spmd.plan.data.plan import PlanData
 from spmd.rules import RULES
@@ -28,38 +26,36 @@ def lower(
     rules: Mapping[Any, Rule] = RULES,
     name: str = "program",
     input_names: Sequence[str] | None = None,
-    passes: Sequence[Callable[[fx.Graph], None]] | None = None,
+    passes: Sequence[Callable[[Graph], Graph]] | None = None,
 ) -> LocalProgram:
     """Lower a plan to the program that each rank runs.
 
-    Graphs are built lazily, when `LocalProgram.graph_module` first needs them: one for each set of local shapes.
+    Programs are built lazily, when `LocalProgram.graph` first needs them: one for each set of local shapes.
 
     Args:
         plan: the plan.
         rules: the rules that the plan was made with.
         name: the name of the function.
         input_names: a name for each input; by default those of the plan's values.
-        passes: the passes that `optimize` applies to each graph, in order; by default `PASSES`, or `UNEVEN_PASSES` if
-            local shapes differ between ranks.
+        passes: the passes over each rank's program, in order; by default `PASSES`.
 
     Returns:
         The programs of all ranks.
     """
-    uneven = _uneven_specs(plan)
-    chosen = (UNEVEN_PASSES if uneven else PASSES) if passes is None else passes
     names = tuple(input_names or (value.name for value in plan.graph.inputs))
 
-    def build(coordinate: Coordinate) -> fx.GraphModule:
-        graph, constants = emit(plan, rules, names, coordinate)
-        # Lazy: runtimes read the graph, so torch generates its own Python code only on demand.
-        return _LazyGraphModule(constants, optimize(graph, chosen), "LocalProgram")
+    def build(coordinate: Coordinate) -> Graph:
+        graph = emit(plan, rules, names, coordinate)
+        for run in PASSES if passes is None else passes:
+            graph = run(graph)
+        return graph.verify()
 
     return LocalProgram(
         name=name,
         mesh=plan.mesh,
         input_specs=tuple(plan.specs[value] for value in plan.graph.inputs),
         output_specs=tuple(plan.specs[value] for value in plan.graph.outputs),
-        uneven=uneven,
+        uneven=_uneven_specs(plan),
         build=build,
     )
 

@@ -1,4 +1,4 @@
-"""The product of lowering: for each rank an `fx.GraphModule` over local tensors."""
+"""The product of lowering: for each rank a program over local tensors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-import torch.fx as fx
+from torch.fx import GraphModule
 
 from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.single_threaded import single_threaded
 from spmd.core.spec import DTensorSpec
-from spmd.ir.graph import Source
+from spmd.ir.effects import Effect
+from spmd.ir.graph import Graph, Operation, Source
 from spmd.ir.printing import program_text
+from spmd.lowering.fx_module import fx_module
 
 
 @attrs.frozen
@@ -58,23 +60,30 @@ class LocalProgram:
     input_specs: tuple[DTensorSpec, ...]
     output_specs: tuple[DTensorSpec, ...]
     uneven: tuple[DTensorSpec, ...]
-    build: Callable[[Coordinate], fx.GraphModule]
-    _modules: dict[Any, fx.GraphModule] = attrs.field(factory=dict, init=False)
+    build: Callable[[Coordinate], Graph]
+    _graphs: dict[Any, Graph] = attrs.field(factory=dict, init=False)
 
-    def graph_module(self, coordinate: Coordinate | None = None) -> fx.GraphModule:
+    def graph(self, coordinate: Coordinate | None = None) -> Graph:
         """The program of the rank at `coordinate` (zero by default); ranks with equal local shapes share one object."""
         coordinate = coordinate or (0,) * len(self.mesh.names)
         key = tuple(spec.local_shape(coordinate) for spec in self.uneven)
-        if key not in self._modules:
+        if key not in self._graphs:
             with single_threaded():
-                self._modules[key] = self.build(coordinate)
-        return self._modules[key]
+                self._graphs[key] = self.build(coordinate)
+        return self._graphs[key]
+
+    def graph_module(self, coordinate: Coordinate | None = None) -> GraphModule:
+        """The program of the rank at `coordinate` (zero by default) as a new `torch.fx.GraphModule`.
+
+        It takes and returns local tensors. Collectives are calls of the primitives, `torch.ops.spmd`, which only a
+        runtime can run.
+        """
+        return fx_module(self.graph(coordinate), self.name)
 
     @property
     def collectives(self) -> tuple[LocalCollective, ...]:
         """Every collective of the rank at coordinate zero, in order of execution."""
-        nodes = self.graph_module().graph.nodes
-        return tuple(_collective(node) for node in nodes if is_collective(node))
+        return tuple(_collective(operation) for operation in self.graph().operations if is_collective(operation))
 
     def as_text(self) -> str:
         """The program as readable Python.
@@ -84,8 +93,8 @@ class LocalProgram:
         """
         ranks = "of coordinate zero; shapes differ between ranks" if self.uneven else "of every rank"
         header = [f"{self.mesh}: the program {ranks}"]
-        remark = lambda node: str(_collective(node)) if is_collective(node) else None  # noqa: E731
-        return program_text(self.name, self.graph_module().graph, header, remark)
+        remark = lambda operation: str(_collective(operation)) if is_collective(operation) else None  # noqa: E731
+        return program_text(self.name, self.graph(), header, remark)
 
     __str__ = as_text
 
@@ -97,16 +106,16 @@ class LocalProgram:
         return dict(Counter(collective.kind for collective in self.collectives))
 
 
-def _collective(node: fx.Node) -> LocalCollective:
-    kind, axes = COLLECTIVES[node.target].value, tuple(node.args[-1])  # type: ignore[index, arg-type]
-    return LocalCollective(kind, axes, node.meta["bytes"], node.meta["cause"], node.meta["source"])
+def _collective(operation: Operation) -> LocalCollective:
+    kind, axes, notes = COLLECTIVES[operation.op].value, tuple(operation.args[-1]), operation.annotations
+    return LocalCollective(kind, axes, notes.bytes, notes.cause, operation.source)
 
 
-def is_collective(node: fx.Node) -> bool:
-    """Whether a node calls a collective."""
-    return node.op == "call_function" and node.target in COLLECTIVES
+def is_collective(operation: Operation) -> bool:
+    """Whether an operation calls a collective."""
+    return operation.effect is Effect.COLLECTIVE
 
 
-def is_primitive(node: fx.Node) -> bool:
-    """Whether a node calls a primitive of `spmd.collectives`: a collective or a local operator in namespace `spmd`."""
-    return node.op == "call_function" and getattr(node.target, "namespace", None) == "spmd"
+def is_primitive(operation: Operation) -> bool:
+    """Whether an operation calls a primitive of `spmd.collectives`: a collective or a local operator in `spmd`."""
+    return getattr(operation.op, "namespace", None) == "spmd"

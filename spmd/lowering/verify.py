@@ -6,42 +6,33 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spmd.core.mesh import Coordinate
 from spmd.core.spec import TensorMeta
 from spmd.errors import PlanError
-from spmd.lowering.passes.clean import (
-    drop_dead_local_nodes,
-    drop_dead_nodes,
-    drop_identities,
-    is_random_node,
-    merge_reshapes,
-    share_local_subexpressions,
-)
-from spmd.lowering.program import LocalProgram, is_primitive
+from spmd.ir.graph import Graph, Operation, Value, iterate_leaves, map_leaves
+from spmd.ir.simplify import eliminate_dead
+from spmd.lowering.passes import simplify_local
+from spmd.lowering.program import LocalProgram, is_collective
 
 
 def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = None) -> LocalProgram:
     """Check the programs of all ranks, or of the given ones, and return the program.
 
     Raises:
-        PlanError: a node that does nothing, a local shape or dtype that the operator does not produce, inputs or
-            outputs that do not have the shapes of their specs, or ranks whose sequences of primitives and random
-            operators differ.
-        RuntimeError: a malformed graph, from `fx.Graph.lint`.
+        PlanError: an operation that does nothing, a local shape or dtype that the operator does not produce, inputs or
+            outputs that do not have the shapes of their specs, or ranks whose sequences of operations with effects
+            differ.
+        TraceError: a value that is used before it is defined, or defined twice.
     """
     sequences = {}
     for coordinate in program.mesh.coordinates() if coordinates is None else coordinates:
-        module = program.graph_module(coordinate)
-        module.graph.lint()
-        _check_no_idle_nodes(module.graph, bool(program.uneven))
-        _check_boundary(program, module.graph, coordinate)
-        _check_metas(module)
-        sequences[coordinate] = [
-            _stop(node) for node in module.graph.nodes if is_primitive(node) or is_random_node(node)
-        ]
+        graph = program.graph(coordinate).verify()
+        _check_no_idle_operations(graph)
+        _check_boundary(program, graph, coordinate)
+        _check_metas(graph)
+        sequences[coordinate] = [_stop(operation) for operation in graph.operations if operation.effect is not None]
     first, *others = sequences
     for other in others:
         if sequences[other] != sequences[first]:
@@ -51,53 +42,48 @@ def verify(program: LocalProgram, coordinates: Iterable[Coordinate] | None = Non
     return program
 
 
-def _stop(node: fx.Node) -> tuple[str, Any]:
-    """What all ranks must run in the same order: a primitive's name and mesh axes, or a random operator's name."""
-    name = node.target._schema.name  # type: ignore[union-attr]
-    return name, tuple(node.args[-1]) if is_primitive(node) else ()  # type: ignore[arg-type]
+def _stop(operation: Operation) -> tuple[str, Any]:
+    """What all ranks must run in the same order: an operator's name and, for a collective, its mesh axes."""
+    return operation.op._schema.name, tuple(operation.args[-1]) if is_collective(operation) else ()
 
 
-def _check_no_idle_nodes(graph: fx.Graph, uneven: bool) -> None:
-    dead = drop_dead_local_nodes if uneven else drop_dead_nodes
-    for clean in (dead, merge_reshapes, drop_identities, share_local_subexpressions, dead):
-        copy = fx.Graph()
-        copy.output(copy.graph_copy(graph, {}))
-        clean(copy)
-        if len(copy.nodes) != len(graph.nodes):
-            kept = {node.name for node in copy.nodes}
-            idle = [node.format_node() for node in graph.nodes if node.name not in kept and node.op != "output"]
-            raise PlanError(f"The local program has nodes that do nothing ({clean.__name__}): {idle[:3]}.")
+def _check_no_idle_operations(graph: Graph) -> None:
+    for clean in (eliminate_dead, simplify_local):
+        left = clean(graph).operations
+        if len(left) != len(graph.operations):
+            kept = {value for operation in left for value in operation.tensors}
+            idle = [operation for operation in graph.operations if kept.isdisjoint(operation.tensors)]
+            raise PlanError(f"The local program has operations that do nothing ({clean.__name__}): {idle[:3]}.")
 
 
-def _check_boundary(program: LocalProgram, graph: fx.Graph, coordinate: Coordinate) -> None:
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    outputs = next(iter(reversed(graph.nodes))).args[0]
-    for nodes, specs in ((inputs, program.input_specs), (outputs, program.output_specs)):
-        for node, spec in zip(nodes, specs, strict=True):
+def _check_boundary(program: LocalProgram, graph: Graph, coordinate: Coordinate) -> None:
+    for values, specs in ((graph.inputs, program.input_specs), (graph.outputs, program.output_specs)):
+        for value, spec in zip(values, specs, strict=True):
             expected = TensorMeta(spec.local_shape(coordinate), spec.meta.dtype)
-            if node.meta["val"] != expected:
-                raise PlanError(f"{node.name} is {node.meta['val']} at {coordinate}, expected {expected} from {spec}.")
+            if value.meta != expected:
+                raise PlanError(f"{value.name} is {value.meta} at {coordinate}, expected {expected} from {spec}.")
 
 
-def _check_metas(module: fx.GraphModule) -> None:
-    """Recompute every node on fake tensors and compare with its meta."""
-    values: dict[fx.Node, Any] = {}
+def _check_metas(graph: Graph) -> None:
+    """Run every operation on fake tensors and compare the results with their metas."""
+    tensors: dict[Value, torch.Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
-            elif node.op == "get_attr":
-                values[node] = mode.from_tensor(getattr(module, node.target))
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
-                _check_meta(node, values[node])
+        for value in graph.inputs:
+            tensors[value] = torch.empty(value.meta.shape, dtype=value.meta.dtype)
+        for value, tensor in graph.constants:
+            tensors[value] = mode.from_tensor(tensor)
+        for operation in graph.operations:
+            args, kwargs = map_leaves(
+                lambda leaf: tensors[leaf] if isinstance(leaf, Value) else leaf,
+                (operation.args, dict(operation.kwargs)),
+            )
+            found = list(iterate_leaves(operation.op(*args, **kwargs)))
+            for result, tensor in zip(operation.results, found, strict=True):
+                if result is not None:
+                    _check_meta(operation, result, tensor)
+                    tensors[result] = tensor
 
 
-def _check_meta(node: fx.Node, value: Any) -> None:
-    expected = node.meta["val"]
-    metas = tuple(expected) if isinstance(expected, tuple) else (expected,)
-    found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    for meta, tensor in zip(metas, found, strict=True):
-        if meta is not None and TensorMeta.of(tensor) != meta:
-            raise PlanError(f"{node.format_node()} gives {TensorMeta.of(tensor)}, but the program says {meta}.")
+def _check_meta(operation: Operation, result: Value, tensor: torch.Tensor) -> None:
+    if TensorMeta.of(tensor) != result.meta:
+        raise PlanError(f"{operation!r} produces {TensorMeta.of(tensor)}, but the program says {result.meta}.")

@@ -9,7 +9,6 @@ import torch
 
 from spmd.collectives.distributed.agreement import check_agreement, describe
 from spmd.core.mesh import Mesh
-from spmd.lowering.passes.clean import is_random_node
 from spmd.lowering.program import LocalProgram
 
 
@@ -33,7 +32,7 @@ def check_same_program(program: LocalProgram) -> None:
         dict(_claims(program)),
         "All ranks must call the same function with arguments of the same shapes, dtypes and specs, in the same order.",
     )
-    if any(is_random_node(node) for node in program.graph_module().graph.nodes):
+    if any(operation.is_random for operation in program.graph().operations):
         state = torch.cuda.get_rng_state() if program.mesh.device.type == "cuda" else torch.get_rng_state()
         check_agreement(
             call,
@@ -49,13 +48,11 @@ def _claims(program: LocalProgram) -> Iterator[tuple[str, str]]:
     The text is that of coordinate zero on every rank; where shards are uneven, other coordinates follow from the specs.
     """
     yield "The function", program.name
-    module = program.graph_module()
-    inputs = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-    for name, spec in zip(inputs, program.input_specs, strict=True):
-        yield f"Argument {name} of {program.name}", str(spec)
+    graph = program.graph()
+    for value, spec in zip(graph.inputs, program.input_specs, strict=True):
+        yield f"Argument {value.name} of {program.name}", str(spec)
     for number, spec in enumerate(program.output_specs):
         yield f"Result {number} of {program.name}", str(spec)
     yield f"The program of {program.name}", program.as_text()
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            yield f"Constant {node.name} of {program.name}", describe(getattr(module, node.target))
+    for value, tensor in graph.constants:
+        yield f"Constant {value.name} of {program.name}", describe(tensor)

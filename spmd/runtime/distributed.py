@@ -29,7 +29,7 @@ class DistributedProgram:
     def __init__(self, program: LocalProgram) -> None:
         check_same_program(program)
         (coordinate,) = program.mesh.held_coordinates
-        generated = generate(overlap(program.graph_module(coordinate), program.mesh, coordinate), lockstep=False)
+        generated = generate(overlap(program.graph(coordinate), program.mesh, coordinate))
         self._function, self.source = generated.function, generated.source
 
     def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:

@@ -14,127 +14,115 @@ from collections.abc import Sequence
 
 import attrs
 import torch
-import torch.fx as fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from spmd.collectives.distributed.exchange import Exchange, bind
 from spmd.core.mesh import Coordinate, Mesh
-from spmd.core.spec import TensorMeta
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.lowering.program import is_primitive
 
 RESHAPE = torch.ops.aten.reshape.default
 
 
-def overlap(module: fx.GraphModule, mesh: Mesh, coordinate: Coordinate) -> fx.GraphModule:
-    """Split the collectives of a lowered program into starts and finishes.
+def overlap(graph: Graph, mesh: Mesh, coordinate: Coordinate) -> Graph:
+    """Split the collectives of a rank's program into starts and finishes.
 
     Args:
-        module: the lowered program of the rank, which is not changed.
+        graph: the program.
         mesh: a distributed mesh.
         coordinate: the mesh coordinate of this process's rank.
 
     Returns:
-        A new module, in which every primitive is bound to what this rank does for it.
+        A program in which every primitive is bound to what this rank does for it.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    sink_views(graph)
-    for node in graph.nodes:
-        if is_primitive(node):
-            _bind(node, mesh, coordinate)
-    return _LazyGraphModule(module, split_exchanges(graph), "RankProgram")
+    operations = [_bind(o, mesh, coordinate) if is_primitive(o) else o for o in sink_views(graph).operations]
+    return split_exchanges(attrs.evolve(graph, operations=tuple(operations)))
 
 
-def sink_views(graph: fx.Graph) -> None:
+def sink_views(graph: Graph) -> Graph:
     """Move reshapes of a primitive's result down to their first use, because a reshape waits for the collective."""
-    for node in reversed(list(graph.nodes)):
-        if node.target is RESHAPE and node.users and _is_result(node.args[0]):
-            min(node.users).prepend(node)
+    results = {value for operation in graph.operations if is_primitive(operation) for value in operation.tensors}
+    for operation in graph.operations:
+        if operation.op is RESHAPE and operation.args[0] in results:
+            results.update(operation.tensors)
+    users: dict[Value, list[Operation]] = {}
+    order: list[Operation] = []  # from the last operation to the first
+    for operation in reversed(graph.operations):
+        position = len(order)
+        if operation.op is RESHAPE and operation.tensors[0] in results:
+            position = max((order.index(user) + 1 for user in users.get(operation.tensors[0], ())), default=0)
+        order.insert(position, operation)
+        for operand in operation.operands:
+            users.setdefault(operand, []).append(operation)
+    return attrs.evolve(graph, operations=tuple(reversed(order)))
 
 
-def _is_result(node: fx.Node) -> bool:
-    """Whether a node is the result of a primitive, or a reshape of it."""
-    while node.target is RESHAPE:
-        node = node.args[0]  # type: ignore[assignment]
-    return is_primitive(node)
-
-
-def _bind(node: fx.Node, mesh: Mesh, coordinate: Coordinate) -> None:
-    """Replace a primitive by this rank's implementation of it, with all arguments but the operand bound."""
-    operands = node.all_input_nodes
-    meta: TensorMeta | None = operands[0].meta["val"] if operands else None
-    arguments, source = tuple(node.args[len(operands) :]), node.meta.get("source")
-    cause = f"{node.meta.get('cause', '')}{f' at {source}' if source else ''}"
-    node.target = bind(node.target, mesh, coordinate, meta, arguments, cause)  # type: ignore[arg-type, assignment]
-    node.args = tuple(operands)
+def _bind(operation: Operation, mesh: Mesh, coordinate: Coordinate) -> Operation:
+    """A primitive as this rank's implementation of it, with all arguments but the operand bound."""
+    operands = operation.operands
+    source = operation.source
+    cause = f"{operation.annotations.cause}{f' at {source}' if source else ''}"
+    meta = operands[0].meta if operands else None
+    bound = bind(operation.op, mesh, coordinate, meta, tuple(operation.args[len(operands) :]), cause)
+    return attrs.evolve(operation, op=bound, args=operands)
 
 
 @attrs.frozen
 class _Window:
-    """Where a collective is in flight: positions of the nodes before which its start and its finish are inserted."""
+    """Where a collective is in flight: positions of the operations before which its start and its finish stand."""
 
     start: int
     finish: int
 
 
-def split_exchanges(graph: fx.Graph) -> fx.Graph:
-    """A new graph in which every call of an `Exchange` is split into a start and, later, a finish."""
-    nodes = list(graph.nodes)
-    exchanges = [node for node in nodes if isinstance(node.target, Exchange)]
+def split_exchanges(graph: Graph) -> Graph:
+    """A program in which every call of an `Exchange` is split into a start and, later, a finish."""
+    exchanges = [operation for operation in graph.operations if isinstance(operation.op, Exchange)]
     starts, finishes = defaultdict(list), defaultdict(list)
-    for node, window in zip(exchanges, _windows(nodes, exchanges), strict=True):
-        starts[window.start].append(node)
-        finishes[window.finish].append(node)
-    writer = _Writer()
-    for position, node in enumerate(nodes):
-        waiting = finishes[position]
+    for operation, window in zip(exchanges, _windows(graph, exchanges), strict=True):
+        starts[window.start].append(operation)
+        finishes[window.finish].append(operation)
+    pending: dict[Operation, Value] = {}
+    results = {operation.tensors[0] for operation in exchanges}
+    operations: list[Operation] = []
+
+    def start(operation: Operation) -> None:
+        result = operation.tensors[0]
+        pending[operation] = Value(f"{result.name}_start", result.meta)
+        operations.append(attrs.evolve(operation, op=operation.op.start, results=(pending[operation],)))
+
+    def finish(waiting: list[Operation]) -> None:
+        for operation in waiting:
+            operations.append(attrs.evolve(operation, op=operation.op.finish, args=(pending.pop(operation),)))
+        waiting.clear()
+
+    def before(position: int) -> None:
         for exchange in starts[position]:
-            if isinstance(exchange.args[0].target, Exchange):  # the operand may be the result of a pending one
-                writer.finish(waiting)
-            writer.start(exchange)
-        writer.finish(waiting)
-        if not isinstance(node.target, Exchange):
-            writer.copy(node)
-    writer.graph.lint()
-    return writer.graph
+            if exchange.operands[0] in results:  # the operand may be the result of a pending one
+                finish(finishes[position])
+            start(exchange)
+        finish(finishes[position])
+
+    for position, operation in enumerate(graph.operations):
+        before(position)
+        if not isinstance(operation.op, Exchange):
+            operations.append(operation)
+    before(len(graph.operations))
+    return attrs.evolve(graph, operations=tuple(operations)).verify()
 
 
-def _windows(nodes: Sequence[fx.Node], exchanges: Sequence[fx.Node]) -> list[_Window]:
-    position = {node: index for index, node in enumerate(nodes)}
+def _windows(graph: Graph, exchanges: Sequence[Operation]) -> list[_Window]:
+    made = {value: index for index, o in enumerate(graph.operations) for value in o.tensors}
+    used: dict[Value, int] = {}
+    for index, operation in reversed(list(enumerate(graph.operations))):
+        used.update(dict.fromkeys(operation.operands, index))
+    position = {operation: index for index, operation in enumerate(graph.operations)}
+    results = {operation.tensors[0] for operation in exchanges}
     windows: list[_Window] = []
-    for node in exchanges:
-        operand, here = node.all_input_nodes[0], position[node]
-        start = here
-        if not isinstance(operand.target, Exchange):
-            start = position[operand] + 1
+    for operation in exchanges:
+        operand, start = operation.operands[0], position[operation]
+        if operand not in results:
+            here, start = start, made.get(operand, -1) + 1
             if windows:
                 start = max(start, windows[-1].start, min(here, windows[-1].finish))
-        windows.append(_Window(start, min((position[user] for user in node.users), default=len(nodes) - 1)))
+        windows.append(_Window(start, used.get(operation.tensors[0], len(graph.operations))))
     return windows
-
-
-class _Writer:
-    """The graph under construction, and its node for each node of the old graph."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self._written: dict[fx.Node, fx.Node] = {}
-        self._pending: dict[fx.Node, fx.Node] = {}
-
-    def copy(self, node: fx.Node) -> None:
-        self._written[node] = self.graph.node_copy(node, self._written.__getitem__)
-
-    def start(self, node: fx.Node) -> None:
-        exchange: Exchange = node.target  # type: ignore[assignment]
-        operand = self._written[node.all_input_nodes[0]]
-        pending = self.graph.create_node("call_function", exchange.start, (operand,), name=f"{node.name}_start")
-        pending.meta = {key: value for key, value in node.meta.items() if key != "spec"}
-        self._pending[node] = pending
-
-    def finish(self, waiting: list[fx.Node]) -> None:
-        for node in waiting:
-            exchange: Exchange = node.target  # type: ignore[assignment]
-            arguments = (self._pending.pop(node),)
-            self._written[node] = self.graph.create_node("call_function", exchange.finish, arguments, name=node.name)
-            self._written[node].meta = dict(node.meta)
-        waiting.clear()

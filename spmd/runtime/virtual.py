@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from spmd.collectives import virtual
+from spmd.core.mesh import Mesh
+from spmd.errors import DivergenceError
+from spmd.ir.effects import Effect, effect_of
 from spmd.lowering.program import LocalProgram
-from spmd.runtime.codegen import SuspensionPoint, generate, name_origin
+from spmd.runtime.codegen import generate, name_origin
 from spmd.runtime.torch_settings import run_isolated
+
+Rank: TypeAlias = Generator[tuple[Any, Any, Any], Any, None]
+"""A rank's program that is running; see `spmd.runtime.codegen.RankProgram`."""
 
 
 class VirtualProgram:
     """A local program, compiled for every rank of a virtual mesh.
 
-    Ranks run one after the other up to a primitive, which is then computed by one function over the operands of all
-    ranks. Random numbers are drawn once and shared by all ranks. A value is freed after its last use on its rank.
+    Ranks run one after the other up to an operation with an effect. A collective is then computed by one function over
+    the operands of all ranks. Random numbers are drawn once and shared by all ranks. A value is freed after its last
+    use on its rank.
     """
 
-    __slots__ = ("_functions", "_mesh", "_stops")
+    __slots__ = ("_functions", "_mesh")
 
     def __init__(self, program: LocalProgram) -> None:
         generated = {}
         for coordinate in program.mesh.coordinates():
-            module = program.graph_module(coordinate)
-            if module not in generated:
-                generated[module] = generate(module)
+            graph = program.graph(coordinate)
+            if graph not in generated:
+                generated[graph] = generate(graph, program.mesh)
         self._mesh = program.mesh
-        ranks = [generated[program.graph_module(coordinate)] for coordinate in program.mesh.coordinates()]
-        self._functions = [rank.function for rank in ranks]
-        self._stops = ranks[0].stops
+        self._functions = [generated[program.graph(where)].function for where in program.mesh.coordinates()]
 
     def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
         """Run the program once on all ranks.
@@ -50,29 +55,56 @@ class VirtualProgram:
             raise
 
     def _run(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-        mesh = self._mesh
-        ranks = self._start(inputs)
-        calls = [(next(rank), _NO_KWARGS) for rank in ranks]
-        for stop in self._stops:
-            results = virtual.run(stop.op, mesh, calls) if stop.op in virtual.KERNELS else _draw(stop, calls)
-            del calls  # frees the operands of a collective before the ranks go on
-            results.reverse()
-            calls = [(rank.send(results), _NO_KWARGS) for rank in ranks]
-        return list(zip(*(outputs for outputs, _ in calls), strict=True))
+        return list(zip(*run_in_lockstep(self._mesh, self._start(inputs)), strict=True))
 
-    def _start(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[Generator[tuple[Any, ...], Any, None]]:
+    def _start(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[Rank]:
         """Start the programs of all ranks, which then hold the runtime's only references to the inputs."""
         locals_of_ranks = zip(*inputs, strict=True) if inputs else ((),) * self._mesh.size
-        ranks = [function(list(shards)) for function, shards in zip(self._functions, locals_of_ranks, strict=True)]
+        started = zip(self._functions, locals_of_ranks, range(self._mesh.size), strict=True)
+        ranks = [function(list(shards), rank) for function, shards, rank in started]
         inputs.clear()
         return ranks
 
 
-def _draw(stop: SuspensionPoint, calls: Sequence[tuple[tuple[Any, ...], Mapping[str, object]]]) -> list[Any]:
-    """Call a random operator once for all ranks: it draws the global tensor, so all ranks have the same arguments."""
-    arguments = calls[0][0]
-    count = len(arguments) - len(stop.keywords)
-    return [stop.op(*arguments[:count], **dict(zip(stop.keywords, arguments[count:], strict=True)))] * len(calls)
+def run_in_lockstep(mesh: Mesh, ranks: Sequence[Rank]) -> list[tuple[torch.Tensor, ...]]:
+    """Run the programs of all ranks to their ends.
+
+    Args:
+        mesh: the mesh.
+        ranks: the programs, started, in rank order.
+
+    Returns:
+        The outputs of each rank.
+
+    Raises:
+        DivergenceError: ranks call different operators with effects, or different numbers of them.
+    """
+    op, calls = _step([next(rank) for rank in ranks])
+    while op is not None:
+        results = _run(op, mesh, calls)
+        del calls  # frees the operands of a collective before the ranks go on
+        results.reverse()
+        op, calls = _step([rank.send(results) for rank in ranks])
+    return [outputs for outputs, _ in calls]
 
 
-_NO_KWARGS: dict[str, object] = {}
+def _step(yielded: Sequence[tuple[Any, Any, Any]]) -> tuple[Any, list[tuple[Any, Any]]]:
+    """The operator that all ranks call next, and the arguments and keyword arguments of each."""
+    op = yielded[0][0]
+    for other, _, _ in yielded:
+        if other is not op:
+            raise DivergenceError(
+                f"Ranks run different programs: one calls {op or 'nothing more'} where another calls "
+                f"{other or 'nothing more'}. Collectives and random operators must be the same on all ranks."
+            )
+    return op, [(args, kwargs) for _, args, kwargs in yielded]
+
+
+def _run(op: Any, mesh: Mesh, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The result of an operator with an effect on every rank."""
+    if op in virtual.KERNELS:
+        return virtual.run(op, mesh, calls)
+    args, kwargs = calls[0]
+    if effect_of(op, args, kwargs) is Effect.RANDOM:  # it draws the global tensor, so all ranks have the same arguments
+        return [op(*args, **kwargs)] * len(calls)
+    return [op(*args, **kwargs) for args, kwargs in calls]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.ir.graph import iterate_leaves
-from spmd.lowering.passes.clean import is_random_node
-from spmd.lowering.program import LocalProgram, is_primitive
+from spmd.ir.graph import Operation, iterate_leaves
+from spmd.lowering.program import LocalProgram
 from spmd.runtime.codegen import generate
 
 
@@ -42,43 +40,29 @@ class _Counter(TorchDispatchMode):
 def peak_bytes(program: LocalProgram, donated: frozenset[int] = frozenset()) -> int:
     """The most bytes that the program of the rank at coordinate zero holds at once, measured by running it alone.
 
-    Arguments are tensors of ones. Collectives do not run: each result is a new tensor of zeros. `shard` returns a slice
-    of its operand, as in a runtime. Buffers inside kernels are not counted.
+    Arguments are tensors of ones. Collectives do not run: each result is a new tensor of zeros. Buffers inside kernels
+    are not counted.
 
     Args:
         program: a program with even shards, or one whose largest shards are those of coordinate zero.
         donated: positions of the arguments that the caller does not hold.
     """
-    module = program.graph_module()
-    generated = generate(module)
-    nodes = list(module.graph.nodes)
-    inputs = [_ones(node) for node in nodes if node.op == "placeholder"]
+    graph = program.graph()
+    inputs = [torch.ones(value.meta.shape, dtype=value.meta.dtype) for value in graph.inputs]
     held = [tensor for position, tensor in enumerate(inputs) if position not in donated]
-    constants = [getattr(module, node.target) for node in nodes if node.op == "get_attr"]
-    stops = [node for node in nodes if is_primitive(node) or is_random_node(node)]
-    with torch.no_grad(), _Counter([*inputs, *constants]) as counter:
-        rank = generated.function(inputs)
+    stops = iter([operation for operation in graph.operations if operation.effect is not None])
+    with torch.no_grad(), _Counter([*inputs, *(tensor for _, tensor in graph.constants)]) as counter:
+        rank = generate(graph, program.mesh).function(inputs, 0)
         waiting = [next(rank)]
-        for node, stop in zip(stops, generated.stops, strict=True):
-            result = [_made_up(node, stop.op, stop.keywords, waiting.pop())]
+        while waiting[0][0] is not None:
+            result = [_made_up(next(stops), *waiting.pop())]
             waiting.append(rank.send(result))
     del held
     return counter.peak
 
 
-def _ones(node: fx.Node) -> torch.Tensor:
-    return torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype)
-
-
-def _made_up(node: fx.Node, op: Callable[..., Any], keywords: Sequence[str], arguments: tuple[Any, ...]) -> Any:
-    if not is_primitive(node):
-        count = len(arguments) - len(keywords)
-        return op(*arguments[:count], **dict(zip(keywords, arguments[count:], strict=True)))
-    name = node.target._schema.name  # type: ignore[union-attr]
-    if name == "spmd::pcast":
-        return arguments[0]
-    if name == "spmd::shard":
-        x, dim, size, _ = arguments
-        return x.narrow(dim, 0, size).contiguous()
-    meta = node.meta["val"]
-    return torch.zeros(meta.shape, dtype=meta.dtype)
+def _made_up(operation: Operation, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if operation.is_random:
+        return op(*args, **kwargs)
+    (result,) = operation.tensors
+    return torch.zeros(result.meta.shape, dtype=result.meta.dtype)

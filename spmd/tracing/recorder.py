@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,33 +20,13 @@ from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import Operation, Source, Value, iterate_leaves
 from spmd.ir.list_operators import list_decomposition
+from spmd.ir.names import Namer
 from spmd.ir.random_operators import TEMPLATED, is_random
 from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, overlaps, places
 from spmd.tracing.source import user_source
 
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
-
-
-class Namer:
-    """Generates names that are valid in Python and unique in a graph: `mm`, `mm_1`, ..."""
-
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        self._taken = set(taken)
-        self._counts: dict[str, int] = {}
-
-    def fresh(self, hint: str) -> str:
-        """A new unique name based on `hint`."""
-        base = re.sub(r"\W+", "_", hint).strip("_") or "value"
-        base = f"_{base}" if base[0].isdigit() else base
-        count = self._counts.get(base, 0)
-        name = f"{base}_{count}" if count else base
-        while name in self._taken:
-            count += 1
-            name = f"{base}_{count}"
-        self._counts[base] = count + 1
-        self._taken.add(name)
-        return name
 
 
 class Recorder(FakeTensorMode):

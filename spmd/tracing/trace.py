@@ -26,12 +26,13 @@ from spmd.core.pytree import leaf_remedy, tree_flatten, tree_leaves
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value
+from spmd.ir.names import Namer
 from spmd.tracing.assignments import fill_masked
 from spmd.tracing.differentiable import DIFFERENTIABLE
 from spmd.tracing.effects import Generators, refuse_changes, refuse_rebinding
 from spmd.tracing.functionalization import Functionalization
 from spmd.tracing.nested_tracers import nested_tracers, refuse_subgraph
-from spmd.tracing.recorder import Namer, Recorder, where
+from spmd.tracing.recorder import Recorder, where
 from spmd.tracing.source import SourceTracker, user_source
 from spmd.tracing.torch_state import restored
 

@@ -5,8 +5,7 @@ import attrs
 import optree.dataclasses
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spmd.collectives import (
     all_gather,
@@ -24,10 +23,12 @@ from spmd.collectives import (
     shard_offset,
 )
 from spmd.collectives.primitives import PRIMITIVES, inverse_permutation
-from spmd.collectives.virtual import KERNELS, run
 from spmd.core.mesh import make_mesh
 from spmd.core.spec import chunk_bounds
 from spmd.errors import SpmdError
+from spmd.runtime.codegen import generate
+from spmd.runtime.virtual import run_in_lockstep
+from spmd.tracing.trace import trace_flat
 
 MESH = make_mesh({"x": 2, "y": 3}, runtime="virtual")
 LINE = make_mesh({"y": 3}, runtime="virtual")
@@ -35,30 +36,33 @@ AXES = ["x", "y", ("x", "y"), ("y", "x")]
 ops = torch.ops.spmd
 
 
-def trace(function, mesh, args, mode="fake"):
+def trace(function, mesh, args):
+    """A function of pytrees as a program of one rank, and a function from its outputs to the pytree of results."""
+    leaves, tree = tree_flatten(args)
+    found = []
+
+    def flat(*tensors):
+        found[:] = tree_flatten(function(*tree_unflatten(tensors, tree)))
+        return [leaf for leaf in found[0] if isinstance(leaf, torch.Tensor)]
+
+    def result(outputs):
+        rest = iter(outputs)
+        leaves, tree = found
+        return tree_unflatten([next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
+
     with axis_environment(mesh.axes):
-        return make_fx(function, tracing_mode=mode)(*args)
+        return trace_flat(flat, leaves), result
 
 
-def lockstep(function, mesh, arguments, mode="fake"):
-    """What each rank computes: the per-rank programs, traced one by one, run node by node on all ranks together."""
-    programs = [trace(function, mesh, args, mode) for args in arguments]
-    inputs = [iter(torch.utils._pytree.tree_leaves(args)) for args in arguments]
-    values = [{} for _ in programs]
-    for nodes in zip(*(program.graph.nodes for program in programs), strict=True):
-        calls = [map_arg((n.args, dict(n.kwargs)), known.__getitem__) for n, known in zip(nodes, values, strict=True)]
-        if nodes[0].op == "placeholder":
-            results = [next(leaves) for leaves in inputs]
-        elif nodes[0].op == "get_attr":
-            results = [getattr(program, n.target) for n, program in zip(nodes, programs, strict=True)]
-        elif nodes[0].op == "output":
-            return [args[0] for args, _ in calls]
-        elif nodes[0].target in KERNELS:
-            results = run(nodes[0].target, mesh, calls)
-        else:
-            results = [nodes[0].target(*args, **kwargs) for args, kwargs in calls]
-        for node, known, result in zip(nodes, values, results, strict=True):
-            known[node] = result
+def lockstep(function, mesh, arguments):
+    """What each rank computes: the programs of the ranks, traced one by one, run on all ranks together."""
+    programs = [trace(function, mesh, args) for args in arguments]
+    ranks = [
+        generate(graph, mesh).function(tree_flatten(args)[0], rank)
+        for rank, ((graph, _), args) in enumerate(zip(programs, arguments, strict=True))
+    ]
+    outputs = run_in_lockstep(mesh, ranks)
+    return [result(leaves) for leaves, (_, result) in zip(outputs, programs, strict=True)]
 
 
 @attrs.frozen
@@ -418,26 +422,26 @@ CALLS = {
 }  # fmt: skip
 
 
-def collectives_of(program):
-    return [node.target for node in program.graph.nodes if node.op == "call_function" and node.target in KERNELS]
+def primitives_of(function, *args):
+    graph, _ = trace(function, MESH, args)
+    return [operation.op for operation in graph.operations if operation.op.namespace == "spmd"]
 
 
-@pytest.mark.parametrize("mode", ["fake", "real"])
 @pytest.mark.parametrize("primitive", PRIMITIVES, ids=lambda primitive: primitive.name)
-def test_a_primitive_traces_to_one_node_and_its_gradient_to_its_transpose(primitive, mode):
+def test_a_primitive_is_one_operation_and_its_gradient_its_transpose(primitive):
     call = lambda x: primitive.op(x, *CALLS[primitive.name])  # noqa: E731
     expected = [primitive.op, getattr(ops, TRANSPOSES[primitive.name]).default]
-    assert expected[:1] == collectives_of(make_fx(call, tracing_mode=mode)(torch.randn(4, 2)))
-    gradient = torch.func.grad(lambda x: call(x).sum())
-    assert expected == collectives_of(make_fx(gradient, tracing_mode=mode)(torch.randn(4, 2)))
+    assert expected[:1] == primitives_of(call, torch.randn(4, 2))
+    assert expected == primitives_of(torch.func.grad(lambda x: call(x).sum()), torch.randn(4, 2))
 
 
 def test_autograd_outside_of_torch_func():
     def gradient(x):
+        x = x.detach().requires_grad_()
         return torch.autograd.grad(psum(x, "x").sum() ** 2, x)[0]
 
     mesh = make_mesh({"x": 2}, runtime="virtual")
-    xs = [torch.tensor([value], requires_grad=True) for value in (1.0, 4.0)]
+    xs = [torch.tensor([value]) for value in (1.0, 4.0)]
     assert [[10.0], [10.0]] == [g.tolist() for g in lockstep(gradient, mesh, [(x,) for x in xs])]
 
 
@@ -455,7 +459,7 @@ def test_no_grad_stops_gradients_of_all_levels():
 
 
 def test_constants_are_not_folded_at_tracing():
-    results = lockstep(lambda x: x + psum(torch.tensor(1.0), ("x", "y")), MESH, [(torch.zeros(()),)] * 6, mode="real")
+    results = lockstep(lambda x: x + psum(torch.tensor(1.0), ("x", "y")), MESH, [(torch.zeros(()),)] * 6)
     assert [6.0] * 6 == [result.item() for result in results]
 
 
@@ -518,8 +522,8 @@ ERRORS = {
     "pcast: 'to' must be 'varying' (got 'reduced')": lambda x: pcast(x, "y", to="reduced"),
     "spmd::all_reduce was called outside of a runtime": lambda x: psum(x, "y"),
     "spmd::axis_index was called outside of a runtime": lambda x: axis_index("y"),
-    "spmd::reduce_scatter can be differentiated for op='sum' only": make_fx(
-        torch.func.grad(lambda x: ops.reduce_scatter(x, "max", 0, 2, ["x"]).sum())
+    "spmd::reduce_scatter can be differentiated for op='sum' only": lambda x: primitives_of(
+        torch.func.grad(lambda x: ops.reduce_scatter(x, "max", 0, 2, ["x"]).sum()), x
     ),
 }
 
@@ -532,8 +536,7 @@ def test_errors(text):
 
 
 def test_no_axes_mean_no_collective():
-    program = trace(lambda x: (psum(x, ()), pcast(x, ())), MESH, (torch.ones(2),))
-    assert [] == collectives_of(program)
+    assert [] == primitives_of(lambda x: (psum(x, ()), pcast(x, ())), torch.ones(2))
 
 
 def test_inverse_permutation():

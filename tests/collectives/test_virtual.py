@@ -40,7 +40,7 @@ def test_ranks_that_disagree_are_found():
         run(ops.all_reduce.default, MESH, calls(*[(one, "sum", ["x"])] * 5, (one, "sum", ["y"])))
     with pytest.raises(SpmdError, match=r"needs one call for each of the 2 ranks of Mesh\(x=2\) \(got 1\)"):
         run(ops.all_reduce.default, mesh, calls((one, "sum", ["x"])))
-    with pytest.raises(SpmdError, match=r"aten\.add\.Tensor is not a collective primitive"):
+    with pytest.raises(SpmdError, match=r"aten\.add\.Tensor is not a primitive"):
         run(torch.ops.aten.add.Tensor, mesh, calls((one, one), (one, one)))
 
 

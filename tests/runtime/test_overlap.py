@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import torch
-import torch.fx as fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from spmd.collectives.distributed.exchange import Exchange
+from spmd.core.spec import TensorMeta
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.runtime.codegen import generate
-from spmd.runtime.overlap import split_exchanges
+from spmd.runtime.overlap import RESHAPE, sink_views, split_exchanges
 
 
 class Story:
-    """A graph of values that are numbers, and what happens as it runs."""
+    """A program of values that are numbers, and what happens as it runs."""
 
     def __init__(self) -> None:
-        self.graph = fx.Graph()
+        self.inputs: list[Value] = []
+        self.operations: list[Operation] = []
         self.events: list[str] = []
-        self._finished: list[str] = []
 
-    def input(self) -> fx.Node:
-        return self.graph.placeholder(f"x{len(self.graph.nodes)}")
+    def value(self, name: str) -> Value:
+        return Value(name, TensorMeta((), torch.float32))
 
-    def use(self, name: str, *operands: fx.Node) -> fx.Node:
+    def input(self) -> Value:
+        self.inputs.append(self.value(f"x{len(self.inputs)}"))
+        return self.inputs[-1]
+
+    def use(self, name: str, *operands: Value) -> Value:
         def run(*values: int) -> int:
             self.events.append(name)
             return sum(values) + 1
 
-        return self.graph.call_function(run, operands)
+        return self.call(run, operands)
 
-    def collective(self, name: str, operand: fx.Node) -> fx.Node:
+    def call(self, op: object, operands: tuple[Value, ...]) -> Value:
+        result = self.value(f"v{len(self.operations)}")
+        self.operations.append(Operation(op, operands, {}, (result,)))
+        return result
+
+    def collective(self, name: str, operand: Value) -> Value:
         story = self
 
         class Told(Exchange):
@@ -41,13 +50,11 @@ class Story:
                 story.events.append(f"finish {name}")
                 return pending * 10
 
-        exchange = Told(torch.ops._c10d_functional.all_reduce.default, (), lambda x: x, lambda x: x)
-        return self.graph.create_node("call_function", exchange, (operand,), name="exchange")
+        return self.call(Told(torch.ops._c10d_functional.all_reduce.default, (), lambda x: x, lambda x: x), (operand,))
 
-    def run(self, *results: fx.Node, inputs: list[int]) -> tuple[int, ...]:
-        self.graph.output(tuple(results))
-        module = _LazyGraphModule({}, split_exchanges(self.graph))
-        return generate(module, lockstep=False).function(inputs)
+    def run(self, *results: Value, inputs: list[int]) -> tuple[int, ...]:
+        graph = Graph(tuple(self.inputs), (), tuple(self.operations), results)
+        return generate(split_exchanges(graph)).function(inputs)
 
 
 def test_a_collective_is_under_way_while_its_result_is_not_wanted():
@@ -99,3 +106,17 @@ def test_what_nobody_wants_is_finished_too():
     story.collective("g", x)
     assert (2,) == story.run(story.use("a", x), inputs=[1])
     assert ["start g", "a", "finish g"] == story.events
+
+
+def test_a_reshape_of_what_a_collective_gives_stands_before_its_first_use():
+    """Also a reshape of a reshape, whose user stands after another user of the first one."""
+    story = Story()
+    x = story.input()
+    gathered = story.call(torch.ops.spmd.all_gather.default, (x, 0, 4, ["x"]))
+    first = story.call(RESHAPE, (gathered, [2, 2]))
+    second = story.call(RESHAPE, (first, [4]))
+    a = story.use("a", x)
+    b = story.use("b", a, first)
+    c = story.use("c", b, second)
+    graph = sink_views(Graph((x,), (), tuple(story.operations), (c,)).verify()).verify()
+    assert [gathered, a, first, b, second, c] == [operation.tensors[0] for operation in graph.operations]

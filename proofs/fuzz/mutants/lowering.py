@@ -16,20 +16,12 @@ from spmd.rules.builders import pointwise
 _EMIT, _STEPS, _CANDIDATES = "spmd.lowering.emit", "spmd.lowering.steps", "spmd.plan.search.candidates"
 
 
-def _planned_body(emitter: _Emitter, operation: Any) -> Any:
+def _planned_implementation(emitter: _Emitter, operation: Any) -> Any:
     return local_implementation(emitter.plan.strategies.get(operation, {}))
 
 
 def _reversed_axes(found: Any) -> Any:
     return None if found is None else (found[0], found[1][::-1])
-
-
-def _drawn_apart(stop: Any, calls: Any) -> list[Any]:
-    def draw(arguments: Any) -> Any:
-        count = len(arguments) - len(stop.keywords)
-        return stop.op(*arguments[:count], **dict(zip(stop.keywords, arguments[count:], strict=True)))
-
-    return [draw(arguments) for arguments, _ in calls]
 
 
 def _any_order(carry: Any) -> Any:
@@ -51,7 +43,7 @@ MUTANTS = (
     mutant(
         "empty shards",
         "the operator runs on empty shards, where its rule has another computation",
-        replaced(_Emitter, "body", _planned_body),
+        replaced(_Emitter, "local_implementation", _planned_implementation),
     ),
     mutant(
         "uneven ranks",
@@ -121,7 +113,7 @@ MUTANTS = (
     mutant(
         "draws: each rank",
         "every rank draws random numbers of its own",
-        replaced("spmd.runtime.virtual", "_draw", _drawn_apart),
+        replaced("spmd.runtime.virtual", "effect_of", lambda op, args, kwargs: None),
         within="dropout rand_like randn_like bernoulli randperm rand rand_twice rand_unused rand_inplace",
     ),
     mutant(

@@ -8,22 +8,23 @@ from unittest import mock
 
 import attrs
 import torch
-import torch.fx as fx
 
 from proofs.fuzz.mutants.mutant import Patch, mutant, replaced, returning, with_entry
+from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation
-from spmd.lowering.passes import clean, shards
+from spmd.lowering.passes import shards
 from spmd.tracing.canonicalize import decompositions
 from spmd.tracing.overlapping import OverlappingViews
 
 aten = torch.ops.aten
 
 _MASKED = "inplace_mask inplace_mask_rows inplace_mask_mapped inplace_mask_value"
-_CANONICALIZE, _FORMS, _FILLS, _CLEAN = (
+_CANONICALIZE, _FORMS, _FILLS, _SIMPLIFY, _LOWER = (
     "spmd.tracing.canonicalize.canonicalize",
     "spmd.tracing.canonicalize.normal_forms",
     "spmd.tracing.canonicalize.constant_folding",
-    "spmd.lowering.passes.clean",
+    "spmd.ir.simplify",
+    "spmd.lowering.lower",
 )
 
 
@@ -37,19 +38,26 @@ def _instead(owner: str, table: str, name: str, other: Callable[..., Any]) -> Pa
     return Patch(owner, table, lambda passes: tuple(other if run.__name__ == name else run for run in passes))
 
 
-def _blind_to_draws(name: str) -> Patch:
-    """Make a canonicalization pass treat random operators as deterministic ones."""
+def _blind_to_draws(owner: str, table: str, name: str) -> Patch:
+    """Make a pass treat random operators as deterministic ones."""
 
     def change(passes: Sequence[Callable[[Graph], Graph]]) -> tuple[Callable[[Graph], Graph], ...]:
-        (chosen,) = (run for run in passes if run.__name__ == name)
+        effect = Operation.effect
 
-        def blind(graph: Graph) -> Graph:
-            with mock.patch.object(Operation, "is_random", property(lambda operation: False)):
-                return chosen(graph)
+        def without_draws(operation: Operation) -> Effect | None:
+            found: Effect | None = effect.__get__(operation)
+            return None if found is Effect.RANDOM else found
 
-        return tuple(blind if run is chosen else run for run in passes)
+        def blind(run: Callable[[Graph], Graph]) -> Callable[[Graph], Graph]:
+            def blinded(graph: Graph) -> Graph:
+                with mock.patch.object(Operation, "effect", property(without_draws)):
+                    return run(graph)
 
-    return Patch(_CANONICALIZE, "PASSES", change)
+            return blinded
+
+        return tuple(blind(run) if run.__name__ == name else run for run in passes)
+
+    return Patch(owner, table, change)
 
 
 def _mean_of_all(x: torch.Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> torch.Tensor:
@@ -79,8 +87,8 @@ def _freeze(tree: Any) -> Any:
 
 
 def _composed_backwards(join: Callable[..., Operation]) -> Callable[..., Operation]:
-    def change(operation: Operation, producers: Any) -> Operation:
-        joined = join(operation, producers)
+    def change(operation: Operation, producers: Any, any_shapes: bool) -> Operation:
+        joined = join(operation, producers, any_shapes)
         if joined is operation or joined.op is not aten.permute.default:
             return joined
         order = list(joined.args[1])
@@ -89,41 +97,24 @@ def _composed_backwards(join: Callable[..., Operation]) -> Callable[..., Operati
     return change
 
 
-def _merge_reshapes(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.target is aten.reshape.default and node.args[0].target is aten.reshape.default:
-            node.args = node.args[0].args
+def _inner_shapes(join: Callable[..., Operation]) -> Callable[..., Operation]:
+    def change(operation: Operation, producers: Any, any_shapes: bool) -> Operation:
+        before = producers.get(operation.args[0]) if operation.op is aten.reshape.default else None
+        if before is None or before.op is not operation.op:
+            return join(operation, producers, any_shapes)
+        return attrs.evolve(operation, args=before.args)
+
+    return change
 
 
-def _share_without_options(graph: fx.Graph) -> None:
-    seen: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if (
-            node.op == "call_function"
-            and getattr(node.target, "namespace", "") == "aten"
-            and not clean.is_random_node(node)
-        ):
-            first = seen.setdefault((node.target, clean._hashable(node.args)), node)
-            if first is not node:
-                clean._replace(graph, node, first)
-
-
-def _shard_factories(graph: fx.Graph) -> None:
-    shards.shard_factories(graph)
-    for node in graph.nodes:
-        if node.target is aten.full.default:
-            node.kwargs = {}
+def _shard_factories(graph: Graph) -> Graph:
+    made = shards.shard_factories(graph)
+    operations = (attrs.evolve(o, kwargs={}) if o.op is aten.full.default else o for o in made.operations)
+    return attrs.evolve(made, operations=tuple(operations))
 
 
 def _inverted(index: Any) -> Any:
     return ~index if isinstance(index, torch.Tensor) and index.dtype == torch.bool else index
-
-
-def _both(name: str, uneven_name: str, other: Callable[..., Any]) -> tuple[Patch, Patch]:
-    return (
-        _instead("spmd.lowering.lower", "PASSES", name, other),
-        _instead("spmd.lowering.lower", "UNEVEN_PASSES", uneven_name, other),
-    )
 
 
 MUTANTS = (
@@ -192,31 +183,36 @@ MUTANTS = (
     mutant(
         "simplify: options",
         "operations that differ in keyword arguments are computed once",
-        replaced(_CANONICALIZE, "_key", _keyed_without_options),
+        replaced(_SIMPLIFY, "_key", _keyed_without_options),
     ),
     mutant(
         "simplify: chain",
         "a permutation of a permutation is joined in the wrong order",
-        Patch(_CANONICALIZE, "_join_chain", _composed_backwards),
+        Patch(_SIMPLIFY, "_join_chain", _composed_backwards),
         within="aten.permute.default",
     ),
     mutant(
         "simplify: identity",
         "a flip, which keeps the shape, is taken for an operation that does nothing",
-        Patch(_CANONICALIZE, "_RESHAPERS", lambda ops: ops | {aten.flip.default}),
+        Patch(_SIMPLIFY, "_RESHAPERS", lambda ops: ops | {aten.flip.default}),
         within="aten.flip.default",
     ),
     mutant(
         "simplify: neutral number",
         "an addition of 1 is taken for an operation that does nothing",
-        Patch(_CANONICALIZE, "_ONE_IS_NEUTRAL", lambda ops: ops | {aten.add.Tensor}),
+        Patch(_SIMPLIFY, "_ONE_IS_NEUTRAL", lambda ops: ops | {aten.add.Tensor}),
         within="aten.add.Tensor",
     ),
-    mutant("simplify: draws", "two equal draws are made once", _blind_to_draws("simplify"), within="rand_twice"),
+    mutant(
+        "simplify: draws",
+        "two equal draws are made once",
+        _blind_to_draws(_CANONICALIZE, "PASSES", "simplify"),
+        within="rand_twice",
+    ),
     mutant(
         "eliminate_dead: draws",
         "a draw that nobody reads is dropped",
-        _blind_to_draws("eliminate_dead"),
+        _blind_to_draws(_CANONICALIZE, "PASSES", "eliminate_dead"),
         within="rand_unused",
     ),
     mutant(
@@ -308,37 +304,37 @@ MUTANTS = (
     mutant(
         "merge_reshapes: source",
         "a reshape of a reshape is the inner one",
-        *_both("merge_reshapes", "merge_reshapes", _merge_reshapes),
+        Patch(_SIMPLIFY, "_join_chain", _inner_shapes),
         within="aten.view.default",
     ),
     mutant(
-        "drop_identities: shape only",
-        "a permutation that keeps the shape is dropped",
-        Patch(_CLEAN, "_VIEWS", lambda ops: (*ops, aten.permute.default)),
+        "simplify: shape only",
+        "a permutation that keeps the shape is taken for an operation that does nothing",
+        Patch(_SIMPLIFY, "_RESHAPERS", lambda ops: ops | {aten.permute.default}),
         within="aten.permute.default",
     ),
     mutant(
-        "share: options",
-        "calls of a rank's program that differ in keyword arguments are made once",
-        *_both("share_common_subexpressions", "share_local_subexpressions", _share_without_options),
+        "simplify_local: draws",
+        "two equal draws are made once in a rank's program",
+        _blind_to_draws(_LOWER, "PASSES", "simplify_local"),
+        within="rand_twice",
     ),
     mutant(
-        "share: draws",
-        "draws are shared in a rank's program, and dropped if nobody reads them",
-        replaced(_CLEAN, "is_random_node", lambda node: False),
-        within="rand_twice rand_unused",
+        "eliminate_dead: draws of a rank",
+        "a draw that nobody reads is dropped from a rank's program",
+        _blind_to_draws(_LOWER, "PASSES", "eliminate_dead"),
+        within="rand_unused",
     ),
     mutant(
         "shard_factories: dtype",
         "a shard of a tensor of one number has the default dtype",
-        _instead("spmd.lowering.lower", "PASSES", "shard_factories", _shard_factories),
+        _instead(_LOWER, "PASSES", "shard_factories", _shard_factories),
         within="aten.full.default",
     ),
     mutant(
         "insert_layout_copies: left out",
         "no operand is copied to the memory layout that its kernel needs",
-        _without("spmd.lowering.lower", "PASSES", "insert_layout_copies"),
-        _without("spmd.lowering.lower", "UNEVEN_PASSES", "insert_layout_copies"),
+        _without(_LOWER, "PASSES", "insert_layout_copies"),
         within="aten.native_group_norm.default aten.view_as_complex.default",
     ),
 )

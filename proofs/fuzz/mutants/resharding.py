@@ -15,12 +15,18 @@ from proofs.fuzz.mutants.mutant import Change, Patch, mutant, replaced, with_ent
 from spmd.collectives.group import Group
 from spmd.collectives.resharding import Step
 from spmd.collectives.traffic import StepKind
+from spmd.core.spec import TensorMeta
 
-_MOVES, _VIRTUAL = "spmd.collectives.moves", "spmd.collectives.virtual"
+_MOVES, _VIRTUAL, _LOCAL = "spmd.collectives.moves", "spmd.collectives.virtual", "spmd.collectives.local"
+
+
+def _local(name: str, kernel: Callable[..., Callable[..., Tensor]]) -> Patch:
+    """A patch of the primitive of a name, which does not communicate."""
+    return with_entry(_LOCAL, "LOCALS", getattr(torch.ops.spmd, name).default, kernel)
 
 
 def _kernel(name: str, change: Change) -> Patch:
-    """A patch of the primitive of a name that changes its results on the ranks of a group."""
+    """A patch of the collective of a name that changes its results on the ranks of a group."""
     op = getattr(torch.ops.spmd, name).default
 
     def changed(kernels: Any) -> Any:
@@ -50,13 +56,11 @@ def _without_last(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda op, tensors: reduce(op, tensors[: max(1, len(tensors) - 1)])
 
 
-def _first_chunk(group: Group, calls: Sequence[Any]) -> list[Tensor]:
-    bounds = group.bounds(calls[0][0].shape[calls[0][1]])
-    return [x.narrow(dim, 0, stop - start) for (x, dim, *_), (start, stop) in zip(calls, bounds, strict=True)]
-
-
-def _even_offsets(group: Group, calls: Sequence[Any]) -> list[Tensor]:
-    return [torch.tensor(calls[0][0] * index // group.size) for index in range(group.size)]
+def _next_chunk(group: Group, index: int, operand: TensorMeta, dim: int, size: int) -> Callable[..., Tensor]:
+    bounds = group.bounds(operand.shape[dim])
+    start, stop = bounds[(index + 1) % group.size]
+    start = start if stop - start == size else bounds[index][0]
+    return lambda x: x.narrow(dim, start, size).contiguous()
 
 
 def _split_first(arguments: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -110,30 +114,30 @@ MUTANTS = (
     mutant(
         "shard: chunk",
         "every rank takes the first chunk",
-        with_entry(_VIRTUAL, "KERNELS", torch.ops.spmd.shard.default, _first_chunk),
+        _local("shard", lambda group, index, operand, dim, size: lambda x: x.narrow(dim, 0, size)),
     ),
-    mutant("shard: next", "every rank takes the next rank's chunk", _kernel("shard", _turned)),
+    mutant("shard: next", "every rank takes the next rank's chunk", _local("shard", _next_chunk)),
     mutant(
         "to_partial: replicas",
         "every rank holds the value of which only the first should",
-        _kernel("to_partial", lambda results: [results[0]] * len(results)),
+        _local("to_partial", lambda group, index, operand, op: lambda x: x),
         within="spmd.redistribute.default",
     ),
     mutant(
         "to_partial: neutral",
         "the other ranks of a maximum or a minimum hold zeros",
-        replaced(_VIRTUAL, "neutral_element", lambda op, dtype: 0),
+        replaced(_LOCAL, "neutral_element", lambda op, dtype: 0),
         within="aten.amax.default aten.amin.default aten.max.default aten.min.default spmd.redistribute.default",
     ),
     mutant(
         "shard_offset: even",
         "every shard begins where equal chunks would",
-        with_entry(_VIRTUAL, "KERNELS", torch.ops.spmd.shard_offset.default, _even_offsets),
+        _local("shard_offset", lambda group, index, size: lambda: torch.tensor(size * index // group.size)),
     ),
     mutant(
         "axis_index: reversed",
         "ranks are numbered from the last",
-        _kernel("axis_index", lambda results: results[::-1]),
+        _local("axis_index", lambda group, index: lambda: torch.tensor(group.size - 1 - index)),
         within="aten.cumsum.default aten.cumprod.default aten.logcumsumexp.default",
     ),
     mutant(

@@ -10,19 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
 from spmd.collectives.distributed.flat_chunks import FlatChunks, pad, resized
 from spmd.collectives.distributed.process_groups import Member, member
 from spmd.collectives.distributed.transport_dtypes import TransportDtype, moved, reduced
+from spmd.collectives.local import LOCALS, Local
 from spmd.core.mesh import Coordinate, Mesh
-from spmd.core.placement import neutral_element
 from spmd.core.spec import TensorMeta
 from spmd.job.collective_scope import CollectiveScope
 
@@ -65,10 +64,6 @@ class Exchange:
         return self.finish(self.start(x))
 
 
-Local: TypeAlias = Callable[..., Tensor]
-"""A primitive that does not communicate: a function of its operand, if it has one."""
-
-
 def bind(
     op: torch._ops.OpOverload,
     mesh: Mesh,
@@ -97,10 +92,9 @@ def bind(
     """
     *rest, axes = arguments
     place = member(mesh, tuple(axes), coordinate, communicates=op in _EXCHANGES)
-    if operand is None:
-        return _constant(_INDICES[op](place, *rest))
-    if op in _LOCALS:
-        return _LOCALS[op](place, operand, *rest)
+    if op in LOCALS:
+        return LOCALS[op](place.group, place.index, *([] if operand is None else [operand]), *rest)
+    assert operand is not None
     if place.group.size == 1:
         return _alone(op, operand, rest)
     kind = op._schema.name.removeprefix("spmd::")
@@ -241,36 +235,3 @@ def _alone(op: torch._ops.OpOverload, operand: TensorMeta, rest: list[Any]) -> L
     if op is torch.ops.spmd.permute.default and rest[0] == [-1]:
         return lambda x: x.new_zeros(rest[1])
     return lambda x: x.contiguous()
-
-
-def _shard(place: Member, operand: TensorMeta, dim: int, size: int) -> Local:
-    start, stop = place.group.bounds(operand.shape[dim])[place.index]
-    return lambda x: x.narrow(dim, start, stop - start).contiguous()
-
-
-def _to_partial(place: Member, operand: TensorMeta, op: str) -> Local:
-    if place.index == 0:
-        return lambda x: x.contiguous()
-    neutral = neutral_element(op, operand.dtype)  # type: ignore[arg-type]
-    return lambda x: torch.full_like(x, neutral, memory_format=torch.contiguous_format)
-
-
-_LOCALS: Mapping[torch._ops.OpOverload, Callable[..., Local]] = MappingProxyType(
-    {
-        torch.ops.spmd.pcast.default: lambda place, operand: lambda x: x,
-        torch.ops.spmd.shard.default: _shard,
-        torch.ops.spmd.to_partial.default: _to_partial,
-    }
-)
-
-_INDICES: Mapping[torch._ops.OpOverload, Callable[..., int]] = MappingProxyType(
-    {
-        torch.ops.spmd.axis_index.default: lambda place: place.index,
-        torch.ops.spmd.shard_offset.default: lambda place, size: place.group.bounds(size)[place.index][0],
-    }
-)
-
-
-def _constant(value: int) -> Local:
-    tensor = torch.tensor(value)
-    return lambda: tensor

@@ -4,39 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import torch
-import torch.fx as fx
 
+from spmd.ir.graph import Graph, Operation, Source, Value
+from spmd.ir.names import Namer
 from spmd.rules.layouts import Need, lay_out
 
 
-def insert_layout_copies(graph: fx.Graph) -> None:
+def insert_layout_copies(graph: Graph) -> Graph:
     """Insert `contiguous` or `rows` before operators whose kernels need an operand in that memory layout.
 
     Local strides depend on the plan and on the shards that the caller passes, so whether to copy is decided at run
     time: a tensor that already has the layout is returned as it is.
     """
-    made: dict[tuple[fx.Node, Need], fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
+    namer = Namer(graph.names)
+    specs = dict(graph.specs)
+    made: dict[tuple[Value, Need], Value] = {}
+    operations: list[Operation] = []
+    for operation in graph.operations:
 
-        def copy(leaf: Any, needed: Need, node: fx.Node = node) -> Any:
-            if not isinstance(leaf, fx.Node):
+        def copy(leaf: Any, needed: Need, source: Source | None = operation.source) -> Any:
+            if not isinstance(leaf, Value):
                 return leaf
             if (leaf, needed) not in made:
-                made[leaf, needed] = _insert(graph, node, leaf, needed)
+                result = Value(namer.fresh(f"{leaf.name}_{needed.name.lower()}"), leaf.meta)
+                specs.update({result: specs[leaf]} if leaf in specs else {})
+                operations.append(Operation(COPIES[needed], (leaf,), {}, (result,), source))
+                made[leaf, needed] = result
             return made[leaf, needed]
 
-        node.args, node.kwargs = lay_out(node.target, node.args, node.kwargs, copy)
-
-
-def _insert(graph: fx.Graph, before: fx.Node, operand: fx.Node, needed: Need) -> fx.Node:
-    with graph.inserting_before(before):
-        name = f"{operand.name}_{needed.name.lower()}"
-        copy = graph.create_node("call_function", COPIES[needed], (operand,), name=name)
-    copy.meta = {key: value for key, value in operand.meta.items() if key in ("val", "spec", "source")}
-    return copy
+        if isinstance(operation.op, torch._ops.OpOverload):
+            args, kwargs = lay_out(operation.op, operation.args, operation.kwargs, copy)
+            if args is not operation.args or kwargs is not operation.kwargs:
+                operation = attrs.evolve(operation, args=args, kwargs=kwargs)
+        operations.append(operation)
+    return attrs.evolve(graph, operations=tuple(operations), specs=specs) if made else graph
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:

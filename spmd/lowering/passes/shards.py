@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
-import torch.fx as fx
+
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.names import Namer
+
+FULL, SHARD = torch.ops.aten.full.default, torch.ops.spmd.shard.default
 
 
-def shard_factories(graph: fx.Graph) -> None:
+def shard_factories(graph: Graph) -> Graph:
     """Replace a shard of an `aten.full` by an `aten.full` of the shard's shape."""
-    for node in list(graph.nodes):
-        if node.target is torch.ops.spmd.shard.default and node.args[0].target is torch.ops.aten.full.default:
-            full = node.args[0]
-            with graph.inserting_before(node):
-                smaller = graph.create_node(
-                    "call_function",
-                    full.target,
-                    (list(node.meta["val"].shape), *full.args[1:]),
-                    dict(full.kwargs),
-                    name=full.name,
-                )
-            smaller.meta.update(node.meta)
-            node.replace_all_uses_with(smaller)
-            graph.erase_node(node)
+    fulls = {operation.tensors[0]: operation for operation in graph.operations if operation.op is FULL}
+    if not any(operation.op is SHARD and operation.args[0] in fulls for operation in graph.operations):
+        return graph
+    namer = Namer(graph.names)
+    replaced: dict[Value, Value] = {}
+    operations: list[Operation] = []
+    for operation in graph.operations:
+        operation = operation.substitute(replaced)
+        full = fulls.get(operation.args[0]) if operation.op is SHARD else None
+        if full is not None:
+            (old,) = operation.tensors
+            replaced[old] = Value(namer.numbered("full"), old.meta)
+            args = (list(old.meta.shape), *full.args[1:])
+            operation = attrs.evolve(operation, op=FULL, args=args, kwargs=full.kwargs, results=(replaced[old],))
+        operations.append(operation)
+    return attrs.evolve(
+        graph,
+        operations=tuple(operations),
+        outputs=tuple(replaced.get(value, value) for value in graph.outputs),
+        specs={replaced.get(value, value): spec for value, spec in graph.specs.items()},
+    )

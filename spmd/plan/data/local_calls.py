@@ -12,9 +12,7 @@ from typing import Any
 
 import attrs
 import torch
-import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.collectives.bytes_sent import max_bytes_sent
@@ -24,12 +22,14 @@ from spmd.core.mesh import Mesh
 from spmd.core.placement import Placement
 from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
-from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.simplify import eliminate_dead
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.layout import regroup
 from spmd.rules import find_rule
 from spmd.rules.rule import Body, Rule
 from spmd.rules.strategy import Strategy
+from spmd.tracing.trace import trace_flat
 
 _OF_THE_RANK = (torch.ops.spmd.axis_index.default, torch.ops.spmd.shard_offset.default)
 """Primitives that take no tensor and return an integer that depends on the rank."""
@@ -109,14 +109,35 @@ class LocalCall:
         return [torch.empty(metas[n].shape, dtype=metas[n].dtype, device=device) for n in range(len(metas))]
 
 
-@lru_cache(maxsize=512)
-def trace_local_call(use: LocalCall) -> fx.GraphModule:
-    """What one rank computes, as a graph over the operation's distinct operands in order of first appearance.
+@attrs.frozen(eq=False)
+class LocalTrace:
+    """What one rank computes in a local implementation.
 
-    Equal calls share one graph, which must not be changed.
+    Args:
+        graph: the program; its inputs are the operation's distinct operands, in order of first appearance.
+        results: the values of the operation's results; None for those that the implementation leaves out.
     """
-    with FakeTensorMode(), axis_environment(use.mesh.axes):
-        return make_fx(use, tracing_mode="real")(*use.operands(use.mesh.device))
+
+    graph: Graph
+    results: tuple[Value | None, ...]
+
+
+@lru_cache(maxsize=512)
+def trace_local_call(call: LocalCall) -> LocalTrace:
+    """The local implementation as a program; equal calls share one."""
+    held: list[bool] = []
+
+    def present(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        results = call(*tensors)
+        held[:] = [result is not None for result in results]
+        return [result for result in results if result is not None]
+
+    with FakeTensorMode():
+        operands = call.operands(call.mesh.device)
+    with axis_environment(call.mesh.axes):
+        graph = eliminate_dead(trace_flat(present, operands))
+    values = iter(graph.outputs)
+    return LocalTrace(graph, tuple(next(values) if has else None for has in held))
 
 
 @lru_cache(maxsize=4096)

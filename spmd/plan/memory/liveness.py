@@ -15,7 +15,6 @@ from typing import Any
 
 import attrs
 import torch
-import torch.fx as fx
 
 from spmd.collectives.resharding import Step, StepKind, redistribution
 from spmd.core.mesh import Mesh
@@ -154,6 +153,7 @@ class _Recorder:
         self.events: list[Event] = []
         self.buffers: dict[Value, Buffer] = {}
         self.layouts: dict[Value, _Strided] = {}
+        self.inside: set[Value] = set()  # values inside local implementations
 
         self.fills = self.sharded_constants()
 
@@ -167,17 +167,13 @@ class _Recorder:
         return Liveness(tuple(self.events), inputs, outputs, constants, self.buffers)
 
     def sharded_constants(self) -> frozenset[Value]:
-        """Results of `aten.full` of which ranks only read shards: lowering creates these instead of the full tensor.
-
-        Lowering does so only if all ranks run the same program, that is, if all shards are even.
-        """
+        """Results of `aten.full` of which ranks only read shards: lowering creates these instead of the full tensor."""
         made = {operation.tensors[0] for operation in self.graph.operations if operation.op is aten.full.default}
         made.difference_update(self.graph.outputs)
         for operation in self.graph.operations if made else ():
             if not self.cuts(operation):
                 made.difference_update(operation.operands)
-        values = self.graph.inputs + tuple(value for operation in self.graph.operations for value in operation.tensors)
-        return frozenset(made) if made and all(self.layout(value).spec.is_even for value in values) else frozenset()
+        return frozenset(made)
 
     def cuts(self, operation: Operation) -> bool:
         """Whether an operation is a redistribution that only slices, without communication."""
@@ -191,12 +187,14 @@ class _Recorder:
         return runs_local_implementation(operation, self.strategies.get(operation, {}), self.rules)
 
     def local(self, value: Value, without: Sequence[str] = ()) -> TensorMeta:
+        if value in self.inside:
+            return value.meta
         layout = self.layout(value)
         return TensorMeta((layout.without(without) if without else layout).shape(self.zero), value.meta.dtype)
 
     def allocate(self, value: Value, layout: _Strided | None = None) -> Buffer:
         self.layouts[value] = layout or _Strided.contiguous(self.local(value))
-        self.buffers[value] = Buffer(value, self.layouts[value].meta)
+        self.buffers[value] = Buffer(None if value in self.inside else value, self.layouts[value].meta)
         return self.buffers[value]
 
     def alias(self, value: Value, other: Value, layout: _Strided) -> None:
@@ -314,30 +312,21 @@ class _Recorder:
         rule = find_rule(operation.op, self.rules)
         size_argument = None if rule is None else rule.size_argument
         unsharded = lambda value: self.local(value, axes)  # noqa: E731
-        module = trace_local_call(LocalCall.of(body, axes, operation, self.mesh, self.local, unsharded, size_argument))
-        storages: dict[int, Buffer] = {}
-        operands = iter(dict.fromkeys(operation.operands))
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                storages[_storage(node.meta["val"])] = self.buffers[next(operands)]
-            elif node.op == "output":
-                results = node.args[0]
-            elif node.op == "call_function" and _tensors(node):
-                self.node(operation, node, storages)
-        for value, result in zip(operation.results, results, strict=True):
-            if value is not None:
+        traced = trace_local_call(LocalCall.of(body, axes, operation, self.mesh, self.local, unsharded, size_argument))
+        graph = traced.graph
+        for inner_value, operand in zip(graph.inputs, dict.fromkeys(operation.operands), strict=True):
+            self.layouts[inner_value] = _Strided.contiguous(inner_value.meta)
+            self.buffers[inner_value] = self.buffers[operand]
+        for inner_value, _ in graph.constants:
+            self.layouts[inner_value] = _Strided.contiguous(inner_value.meta)
+            self.buffers[inner_value] = Buffer(None, inner_value.meta)
+        self.inside.update(value for inner in graph.operations for value in inner.tensors)
+        for inner in graph.operations:
+            self.event(operation, [self.buffers[value] for value in inner.operands], self.call(inner))
+        for value, result in zip(operation.results, traced.results, strict=True):
+            if value is not None and result is not None:
                 self.layouts[value] = _Strided.contiguous(self.local(value))
-                self.buffers[value] = storages[_storage(result.meta["val"])]
-
-    def node(self, operation: Operation, node: fx.Node, storages: dict[int, Buffer]) -> None:
-        operands = [tensor for source in node.all_input_nodes for tensor in _tensors(source)]
-        reads = [storages[_storage(tensor)] for tensor in operands if _storage(tensor) in storages]
-        writes = []
-        for tensor in _tensors(node):
-            if _storage(tensor) not in storages:
-                storages[_storage(tensor)] = Buffer(None, TensorMeta.of(tensor))
-                writes.append(storages[_storage(tensor)])
-        self.event(operation, reads, writes)
+                self.buffers[value] = self.buffers[result]
 
 
 @attrs.frozen
@@ -385,8 +374,3 @@ def _run_on_meta(call: _Call) -> tuple[_Result, ...] | None:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    return [leaf for leaf in iterate_leaves(value) if isinstance(leaf, torch.Tensor)]

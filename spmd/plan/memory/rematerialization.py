@@ -15,8 +15,9 @@ import attrs
 import torch
 
 from spmd.core.spec import DTensorSpec
-from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
+from spmd.ir.graph import Graph, Operation, Value, freeze
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.simplify import eliminate_dead
 from spmd.plan.memory.liveness import Buffer, Liveness
 
 
@@ -120,38 +121,18 @@ def rewrite(graph: Graph, liveness: Liveness, peak: Operation, chosen: Sequence[
     operations: list[Operation] = []
     for index, operation in enumerate(graph.operations):
         operations += inserted.get(index, [])
-        placed = _substitute(operation, second) if index > at else operation
+        placed = operation.substitute(second) if index > at else operation
         origins[placed] = operation
         operations.append(placed)
-    live = _without_unused(operations, graph.outputs)
-    return Rewritten(tuple(live), origins, {new: old for old, new in second.items()})
+    live = eliminate_dead(attrs.evolve(graph, operations=tuple(operations))).operations  # some views are not used
+    return Rewritten(live, origins, {new: old for old, new in second.items()})
 
 
 def _copy(operation: Operation, second: dict[Value, Value]) -> Operation:
     results = tuple(None if value is None else Value(f"{value.name}_again", value.meta) for value in operation.results)
-    copy = attrs.evolve(_substitute(operation, second), results=results)
+    copy = attrs.evolve(operation.substitute(second), results=results)
     second.update((old, new) for old, new in zip(operation.results, results, strict=True) if old and new)
     return copy
-
-
-def _substitute(operation: Operation, second: Mapping[Value, Value]) -> Operation:
-    if not any(value in second for value in operation.operands):
-        return operation
-    replace = lambda leaf: second.get(leaf, leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
-    return attrs.evolve(
-        operation, args=map_leaves(replace, operation.args), kwargs=map_leaves(replace, dict(operation.kwargs))
-    )
-
-
-def _without_unused(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
-    """The operations whose results are used; some copies of views are not."""
-    needed = set(outputs)
-    kept = []
-    for operation in reversed(operations):
-        if operation.is_random or not needed.isdisjoint(operation.tensors):
-            needed.update(operation.operands)
-            kept.append(operation)
-    return kept[::-1]
 
 
 def repetitions(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> dict[Operation, int]:

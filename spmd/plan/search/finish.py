@@ -54,7 +54,7 @@ def _without_noop_markers(
     kept: dict[Operation, Operation] = {}
 
     for operation in graph.operations:
-        placed = operation.with_operands(lambda value: same.get(value, value))
+        placed = operation.substitute(same)
         if operation.op in _MARKERS and _changes_nothing(placed, draft, specs):
             same[operation.tensors[0]] = placed.operands[0]
         else:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd.collectives.environment import axis_environment
-from spmd.collectives.virtual import KERNELS, run
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Partial, Placement, Reduction, Replicate, Shard, neutral_element
 from spmd.core.spec import TensorMeta, chunk_bounds
-from spmd.errors import RuleError, SpmdError
+from spmd.errors import SpmdError
 from spmd.ir.call import Call
+from spmd.ir.graph import Graph
 from spmd.rules.rule import Body, FactorDims, Factors, Rule
 from spmd.rules.strategy import Strategy
+from spmd.runtime.codegen import generate
+from spmd.runtime.virtual import run_in_lockstep
+from spmd.tracing.trace import trace_flat
 
 AXIS = "axis"
 """The name of the one mesh axis that strategies are executed on."""
@@ -193,56 +195,26 @@ def run_body(
     """Run a local implementation on all ranks in lock step, from every rank's call (see `Body`) and local arguments.
 
     Raises:
-        RuleError: ranks run different collectives, or different numbers of them.
+        DivergenceError: ranks run different collectives, or different numbers of them.
     """
     mesh = Mesh((AXIS,), (len(arguments),))
-    tensors = [tensors_of((*args, *kwargs.values())) for args, kwargs in arguments]
-    programs = [_traced(body, call, *given, mesh) for call, given in zip(calls, arguments, strict=True)]
-    ranks = [_steps(program, given) for program, given in zip(programs, tensors, strict=True)]
-    answers: list[Any] = [None] * len(ranks)
-    while True:
-        requests, finished = [], []
-        for rank, answer in zip(ranks, answers, strict=True):
-            try:
-                requests.append(rank.send(answer))
-            except StopIteration as stop:
-                finished.append(tensors_of(stop.value))
-        if len(finished) == len(ranks):
-            return finished
-        if finished or len({op for op, _, _ in requests}) != 1:
-            raise RuleError(f"The local body of {calls[0].op} takes different collectives on different ranks.")
-        answers = run(requests[0][0], mesh, [(args, kwargs) for _, args, kwargs in requests])
-
-
-def _traced(body: Body, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> torch.fx.GraphModule:
-    def function(*tensors: Tensor) -> Any:
-        given = iter(tensors)
-        replace = lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf  # noqa: E731
-        result = body(mesh.names, call, *_map(replace, args), **_map(replace, kwargs))
-        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
     with axis_environment(mesh.axes):
-        return make_fx(function, tracing_mode="fake")(*tensors_of((*args, *kwargs.values())))
+        traces = [_traced(body, mesh, call, *given) for call, given in zip(calls, arguments, strict=True)]
+    ranks = [
+        generate(graph, mesh).function(list(tensors_of((*args, *kwargs.values()))), rank)
+        for rank, (graph, (args, kwargs)) in enumerate(zip(traces, arguments, strict=True))
+    ]
+    return run_in_lockstep(mesh, ranks)
 
 
-_Request: TypeAlias = tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]
+def _traced(body: Body, mesh: Mesh, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """The results that are tensors of a local implementation on one rank, as a program."""
 
+    def function(*tensors: Tensor) -> Sequence[Tensor]:
+        given = iter(tensors)
+        return tensors_of(body(mesh.names, call, *replace_tensors(args, given), **replace_tensors(kwargs, given)))
 
-def _steps(module: torch.fx.GraphModule, tensors: Sequence[Tensor]) -> Generator[_Request, Tensor, Any]:
-    """Interpret a graph; each collective is yielded, and its result is sent back into the generator."""
-    given = iter(tensors)
-    values: dict[torch.fx.Node, Any] = {}
-    for node in module.graph.nodes:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        if node.op == "placeholder":
-            values[node] = next(given)
-        elif node.op == "get_attr":
-            values[node] = getattr(module, node.target)
-        elif node.op == "output":
-            return args[0]
-        else:
-            values[node] = (yield node.target, args, kwargs) if node.target in KERNELS else node.target(*args, **kwargs)
-    raise RuleError("A traced body has no output.")
+    return trace_flat(function, tensors_of((*args, *kwargs.values())))
 
 
 def mismatch(

@@ -12,8 +12,9 @@ import torch
 
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Source, Value, iterate_leaves, map_leaves
+from spmd.ir.names import Namer
 from spmd.tracing.canonicalize.fused_optimizers import FUSED
-from spmd.tracing.recorder import Namer, Recorder
+from spmd.tracing.recorder import Recorder
 
 OpOverload = torch._ops.OpOverload
 Body = Callable[..., Any]
@@ -39,11 +40,11 @@ def expand_operations(graph: Graph, find: Callable[[Operation], Body | None]) ->
     A decomposition is a function with the operator's arguments and results. An operation stays if its decomposition is
     not implemented for its arguments, returns other shapes or dtypes, or uses torch's `prims` operators.
     """
-    recorder = Recorder(_namer(graph), lambda: source)
+    recorder = Recorder(Namer(graph.names), lambda: source)
     replaced: dict[Value, Value] = {}
     source: Source | None = None
     for operation in graph.operations:
-        operation = substitute(operation, replaced)
+        operation = operation.substitute(replaced)
         body = find(operation)
         if body is not None:
             source = operation.source
@@ -58,22 +59,6 @@ def expand_operations(graph: Graph, find: Callable[[Operation], Body | None]) ->
         operations=tuple(recorder.operations),
         outputs=tuple(replaced.get(value, value) for value in graph.outputs),
     )
-
-
-def substitute(operation: Operation, replaced: Mapping[Value, Value]) -> Operation:
-    """The operation with its operands replaced."""
-    if not any(operand in replaced for operand in operation.operands):
-        return operation
-    swap = lambda leaf: replaced.get(leaf, leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
-    return attrs.evolve(
-        operation, args=map_leaves(swap, operation.args), kwargs=map_leaves(swap, dict(operation.kwargs))
-    )
-
-
-def _namer(graph: Graph) -> Namer:
-    values = [*graph.inputs, *(value for value, _ in graph.constants)]
-    values += [value for operation in graph.operations for value in operation.tensors]
-    return Namer(value.name for value in values)
 
 
 def _record_body(recorder: Recorder, operation: Operation, body: Body) -> dict[Value, Value] | None:

@@ -10,6 +10,7 @@ import torch
 
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.simplify import makes_channels_last
 
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
@@ -120,14 +121,6 @@ def _positive_dims(operation: Operation) -> Operation:
 
 def _restores_shape(op: OpOverload) -> bool:
     return any(parameter.name == "input_sizes" for parameter in op._schema.arguments)
-
-
-def makes_channels_last(operation: Operation) -> bool:
-    """Whether an operation copies its operand to channels-last memory, the only memory format that programs keep."""
-    formats = (torch.channels_last, torch.channels_last_3d)
-    return (
-        operation.op in (aten.clone.default, aten._to_copy.default) and operation.kwargs.get("memory_format") in formats
-    )
 
 
 def _each(form: _Form, *ops: OpOverload) -> dict[OpOverload, _Form]:

@@ -1,0 +1,71 @@
+"""The primitives that do not communicate, as functions of one rank; both runtimes run these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
+from spmd.collectives.group import Group, group_of
+from spmd.core.mesh import Mesh
+from spmd.core.placement import neutral_element
+from spmd.core.spec import TensorMeta
+
+Local: TypeAlias = Callable[..., Tensor]
+"""One call of such a primitive on one rank: a function of its operand, if it has one."""
+
+
+def _shard(group: Group, index: int, operand: TensorMeta, dim: int, size: int) -> Local:
+    start, stop = group.bounds(operand.shape[dim])[index]
+    return lambda x: x.narrow(dim, start, stop - start).contiguous()
+
+
+def _to_partial(group: Group, index: int, operand: TensorMeta, op: str) -> Local:
+    if index == 0:
+        return lambda x: x.contiguous()
+    neutral = neutral_element(op, operand.dtype)  # type: ignore[arg-type]
+    return lambda x: torch.full_like(x, neutral, memory_format=torch.contiguous_format)
+
+
+def _constant(value: int) -> Local:
+    tensor = torch.tensor(value)
+    return lambda: tensor
+
+
+LOCALS: Mapping[torch._ops.OpOverload, Callable[..., Local]] = MappingProxyType(
+    {
+        torch.ops.spmd.pcast.default: lambda group, index, operand: lambda x: x,
+        torch.ops.spmd.shard.default: _shard,
+        torch.ops.spmd.to_partial.default: _to_partial,
+        torch.ops.spmd.axis_index.default: lambda group, index: _constant(index),
+        torch.ops.spmd.shard_offset.default: lambda group, index, size: _constant(group.bounds(size)[index][0]),
+    }
+)
+"""For each primitive, what the rank with an index in a group runs for an operand and the other arguments but the axes.
+"""
+
+
+def run_local(op: torch._ops.OpOverload, mesh: Mesh, rank: int, *args: Any) -> Tensor:
+    """Run one call of a primitive on one rank.
+
+    Args:
+        op: a primitive in `LOCALS`.
+        mesh: the mesh.
+        rank: the rank's number.
+        args: the arguments of the call.
+
+    >>> from spmd.core.mesh import make_mesh
+    >>> mesh = make_mesh({"x": 2}, runtime="virtual")
+    >>> run_local(torch.ops.spmd.shard.default, mesh, 1, torch.arange(4), 0, 2, ["x"])
+    tensor([2, 3])
+    """
+    *given, axes = args
+    group, index = group_of(mesh, tuple(axes), rank)
+    if given and isinstance(given[0], Tensor):
+        x, *rest = given
+        return LOCALS[op](group, index, TensorMeta.of(x), *rest)(x)
+    return LOCALS[op](group, index, *given)()

@@ -1,0 +1,153 @@
+"""Rewrites of any program, global or of a rank: dead code, identities, common subexpressions, chains of views."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.ir.graph import Graph, Operation, Value, freeze
+
+aten = torch.ops.aten
+
+
+def eliminate_dead(graph: Graph) -> Graph:
+    """Remove unused operations and constants, except operations with effects."""
+    live = set(graph.outputs)
+    kept = []
+    for operation in reversed(graph.operations):
+        if live.isdisjoint(operation.tensors) and operation.effect is None:
+            continue
+        live.update(operation.operands)
+        kept.append(operation)
+    constants = tuple((value, tensor) for value, tensor in graph.constants if value in live)
+    return attrs.evolve(graph, constants=constants, operations=tuple(reversed(kept)))
+
+
+def simplify(graph: Graph, *, any_shapes: bool = False) -> Graph:
+    """Remove identity operations and common subexpressions, and join chains of views and of permutations.
+
+    Args:
+        graph: the program. Operations of a group (`Operation.group`) and those with effects stay as they are.
+        any_shapes: whether a view of a view is always one view. If not, the ends must have all dim boundaries of the
+            shape between them: a sharding may need the dims in between.
+    """
+    replaced: dict[Value, Value] = {}
+    producers: dict[Value, Operation] = {}
+    seen: dict[Any, Operation] = {}
+    operations: list[Operation] = []
+    for operation in graph.operations:
+        operation = _join_chain(operation.substitute(replaced), producers, any_shapes)
+        same = _identity(operation)
+        if same is not None:
+            replaced[operation.tensors[0]] = same
+            continue
+        unique = operation.group is not None or operation.effect is not None
+        twin = operation if unique else seen.setdefault(_key(operation), operation)
+        if twin is not operation:
+            pairs = zip(operation.results, twin.results, strict=True)
+            replaced.update((old, new) for old, new in pairs if old is not None and new is not None)
+            continue
+        producers.update(dict.fromkeys(operation.tensors, operation))
+        operations.append(operation)
+    outputs = tuple(replaced.get(value, value) for value in graph.outputs)
+    return attrs.evolve(graph, operations=tuple(operations), outputs=outputs, specs=_specs(graph, replaced))
+
+
+def _specs(graph: Graph, replaced: Mapping[Value, Value]) -> Mapping[Value, object]:
+    """The specs of a program; a value without one takes that of a value that it replaces."""
+    if not graph.specs:
+        return graph.specs
+    taken: dict[Value, object] = {}
+    for old, new in replaced.items():
+        if old in graph.specs:
+            taken.setdefault(new, graph.specs[old])
+    return {**taken, **graph.specs}
+
+
+_COPIES = {
+    aten.detach.default, aten.alias.default, aten.clone.default, aten.lift.default, aten.lift_fresh.default,
+    aten.lift_fresh_copy.default, aten.contiguous.default, aten.detach_copy.default, aten.alias_copy.default,
+}  # fmt: skip
+"""Return their operand unchanged: in a functional program a copy is equivalent to the original."""
+
+
+def declare_identity(op: torch._ops.OpOverload) -> None:
+    """Declare that an operator returns its first operand unchanged."""
+    _COPIES.add(op)
+
+
+_RESHAPERS = frozenset({
+    aten.view.default, aten.reshape.default, aten.expand.default, aten._to_copy.default, aten.slice.Tensor,
+    aten.repeat.default,
+})  # fmt: skip
+"""Return their operand unchanged if the result has its shape and dtype."""
+
+_ONE_IS_NEUTRAL = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar})
+"""Return their first operand unchanged if the second is the number 1 and the result has its shape and dtype."""
+
+
+def makes_channels_last(operation: Operation) -> bool:
+    """Whether an operation copies its operand to channels-last memory, the only memory format that programs keep."""
+    formats = (torch.channels_last, torch.channels_last_3d)
+    return (
+        operation.op in (aten.clone.default, aten._to_copy.default) and operation.kwargs.get("memory_format") in formats
+    )
+
+
+def _identity(operation: Operation) -> Value | None:
+    """The operand that an operation returns unchanged; None if it does not."""
+    if not operation.args or not isinstance(operation.args[0], Value) or len(operation.tensors) != 1:
+        return None
+    operand, meta = operation.args[0], operation.tensors[0].meta
+    if makes_channels_last(operation):
+        return None
+    if operation.op in _COPIES:
+        return operand
+    if operation.op in _RESHAPERS and operand.meta == meta:
+        return operand
+    if operation.op in _ONE_IS_NEUTRAL and operation.group is None and operation.args[1] == 1 and operand.meta == meta:
+        return operand
+    if operation.op is aten.permute.default and list(operation.args[1]) == list(range(meta.ndim)):
+        return operand
+    if operation.op is aten.slice_scatter.default and operation.args[1].meta == meta:
+        return operation.args[1]  # type: ignore[no-any-return]
+    return None
+
+
+_CHAINS = frozenset({aten.view.default, aten.reshape.default, aten.permute.default})
+"""Operators of which a call on the result of another call is one call."""
+
+
+def _join_chain(operation: Operation, producers: Mapping[Value, Operation], any_shapes: bool) -> Operation:
+    while operation.op in _CHAINS:
+        before = producers.get(operation.args[0])
+        if before is None or before.op is not operation.op:
+            break
+        source, target = before.args[0], operation.args[1]
+        if operation.op is aten.permute.default:
+            target = [before.args[1][dim] for dim in target]
+        elif not any_shapes and not _keeps_dims(source.meta.shape, before.args[1], target):
+            break
+        operation = attrs.evolve(operation, args=(source, target))
+    return operation
+
+
+def _keeps_dims(source: Sequence[int], middle: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether every dim boundary of `middle` is one of `source` or `target`, or these two are the same shape."""
+    if tuple(source) == tuple(target):
+        return True
+    return _boundaries(middle) <= _boundaries(source) | _boundaries(target)
+
+
+def _boundaries(shape: Sequence[int]) -> set[int]:
+    """The dim boundaries of a shape: for each dim, the number of elements in it and the dims inside it."""
+    return set(itertools.accumulate(reversed(shape), lambda size, dim: size * dim))
+
+
+def _key(operation: Operation) -> Any:
+    kwargs = freeze(dict(operation.kwargs))
+    return operation.op, freeze(operation.args), kwargs, operation.annotations.repetition
