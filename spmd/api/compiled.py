@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from spmd.api.distribute import check_placeable, check_same, place
 from spmd.api.dtensor import DTensor, release_donated, wrap
-from spmd.api.never_gathered import never_gathered_inputs
 from spmd.api.options import Options
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Runtime, use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
-from spmd.core.single_threaded import single_threaded
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError, TraceError
-from spmd.inspect.plan import Plan
-from spmd.lowering.lower import LocalProgram, lower
-from spmd.plan import Request, plan
-from spmd.plan.machine.machine import Machine
-from spmd.plan.memory.limit import check_fits
-from spmd.rules import find_rule
+from spmd.lowering.program import LocalProgram
 from spmd.runtime import DistributedProgram, VirtualProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import isolated, torch_settings
-from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 from spmd.tracing.trace import Traced, trace
+
+if TYPE_CHECKING:
+    from spmd.inspect.plan import Plan
 
 Shards = tuple[torch.Tensor, ...]
 
@@ -101,43 +96,16 @@ class Compiled:
             PlanError: no plan fits in the memory limit, the plan sends more than `comms` allows, or a given plan was
                 made for another program, mesh or specs.
         """
-        rules, graph = self.options.rules, self.traced.graph
-        with single_threaded(), isolated():
-            graph = canonicalize(graph, lambda op: find_rule(op, rules) is None)
-        found = self._answer(
-            Request(
-                graph,
-                self.mesh,
-                self.in_specs,
-                self.out_specs,
-                rules=rules,
-                machine=self.options.machine or Machine(),
-                donated=self._donated,
-                memory_limit=self.options.memory_limit,
-                keep_sharded=never_gathered_inputs(
-                    self.options.keep_sharded,
-                    self.traced.input_paths,
-                    [value.name for value in graph.inputs],
-                    self.mesh,
-                ),
-                input_paths=self.traced.input_paths,
-            )
-        )
-        self.options.comms.check(found, self.traced.name)
-        return found
+        from spmd.api.stages import make_plan  # at the first plan, not by `import spmd`
 
-    def _answer(self, request: Request) -> Plan:
-        given = self.options.plan
-        if given is None:
-            return Plan.of(plan(request))
-        return check_fits(given.transfer(request) if isinstance(given, Plan) else Plan.load(given, request))
+        return make_plan(self.traced, self.mesh, self.in_specs, self.out_specs, self._donated, self.options)
 
     @functools.cached_property
     def program(self) -> LocalProgram:
         """The lowered program that each rank runs."""
-        planned = self.plan
-        with isolated():
-            return lower(planned, rules=self.options.rules, name=self.traced.name)
+        from spmd.api.stages import make_program
+
+        return make_program(self.plan, self.traced.name, self.options)
 
     @functools.cached_property
     def executable(self) -> DistributedProgram | VirtualProgram:

@@ -16,11 +16,7 @@ from spmd.collectives.distributed.agreement import failing_together, spans_proce
 from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
 from spmd.errors import MeshError, PlanError, TraceError
-from spmd.inspect.plan import Plan
-from spmd.lowering.lower import LocalProgram
-from spmd.plan.machine.machine import Machine
-from spmd.rules import RULES
-from spmd.rules.rule import Rule
+from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.constrain import constrain
@@ -28,6 +24,10 @@ from spmd.tracing.trace import Traced, is_tracing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from spmd.inspect.plan import Plan
+    from spmd.plan.machine.machine import Machine
+    from spmd.rules.rule import Rule
 
 _MISSING: Any = object()
 
@@ -269,7 +269,7 @@ def jit(
         comms=comms,
         backend=backend,
         machine=machine,
-        rules=RULES if rules is None else rules,
+        rules=rules,
         memory_limit=memory_limit,
         plan=plan,
         keep_sharded=keep_sharded,
