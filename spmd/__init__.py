@@ -3,10 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from spmd import collectives, optim, rules
+from spmd import collectives, optim
 from spmd.api.distribute import distribute, from_process_data
 from spmd.api.dtensor import DTensor
-from spmd.api.interop import from_torch_dtensor, to_torch_dtensor
 from spmd.api.jit import jit
 from spmd.core.mesh import Mesh, make_mesh, use_mesh
 from spmd.core.placement import Partial, Replicate, Shard
@@ -23,11 +22,12 @@ from spmd.errors import (
 )
 from spmd.job.launch import launch
 from spmd.job.process import init, is_distributed, process_count, process_index
-from spmd.plan import Machine
 from spmd.tracing.constrain import constrain, reshard
 
 if TYPE_CHECKING:
-    from spmd import checkpoint
+    from spmd import checkpoint, rules
+    from spmd.api.interop import from_torch_dtensor, to_torch_dtensor
+    from spmd.plan import Machine
 
 __version__ = "0.1.0"
 
@@ -70,10 +70,22 @@ __all__ = [
 ]
 
 
+_SUBMODULES = ("checkpoint", "inspect", "plan", "rules")
+_HOMES = {
+    "Machine": "spmd.plan",
+    "from_torch_dtensor": "spmd.api.interop",
+    "to_torch_dtensor": "spmd.api.interop",
+}
+"""What `import spmd` leaves out: the first plan imports the planner, the rules and the lowering, which are half of the
+package, and torch.distributed.checkpoint takes half a second."""
+
+
 def __getattr__(name: str) -> Any:
-    """Import `spmd.checkpoint` at its first use, because importing torch.distributed.checkpoint takes half a second."""
-    if name == "checkpoint":
-        return importlib.import_module("spmd.checkpoint")
+    """Import what `import spmd` leaves out, at its first use."""
+    if name in _SUBMODULES:
+        return importlib.import_module(f"spmd.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

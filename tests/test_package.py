@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -28,10 +29,17 @@ def test_every_public_name_exists():
     assert [] == [name for name in spmd.__all__ if not hasattr(spmd, name)]
 
 
+def run_program(program):
+    """The lines that a program prints in a fresh interpreter."""
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+
+
 def test_import_brings_in_no_heavy_module_of_torch():
     # How long the import takes is measured in benchmarks/import_time.py.
-    code = "import torch, sys; before = set(sys.modules); import spmd; print(*(set(sys.modules) - before))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    imported = "import spmd, spmd.api.stages, spmd.api.interop"
+    code = f"import torch, sys; before = set(sys.modules); {imported}; print(*(set(sys.modules) - before))"
+    (names,) = run_program(code)
     heavy = (
         "torch._dynamo",
         "torch._inductor",
@@ -43,7 +51,61 @@ def test_import_brings_in_no_heavy_module_of_torch():
         "hypothesis",
         "scipy",
     )
-    assert [] == [name for name in run.stdout.split() if name.startswith(heavy)]
+    assert [] == [name for name in names.split() if name.startswith(heavy)]
+
+
+def test_the_planner_is_imported_at_the_first_plan():
+    lines = run_program(
+        """
+        import sys, torch, spmd
+        def seen(): print(*(f"spmd.{name}" in sys.modules for name in ("rules", "plan", "inspect", "lowering.lower")))
+        seen()
+        print(dir(spmd) == spmd.__all__)
+        double = spmd.jit(lambda x: x + x, spmd.P(), spmd.P(), mesh=spmd.make_mesh({"x": 2}, runtime="virtual"))
+        double.trace(torch.ones(2))
+        seen()
+        double.plan(torch.ones(2))
+        seen()
+        """
+    )
+    assert ["False False False False", "True", "False False False False", "True True True True"] == lines
+
+
+def test_every_public_name_is_there_at_once():
+    lines = run_program(
+        """
+        import spmd
+        print(*(name for name in (*spmd.__all__, "inspect", "plan") if not hasattr(spmd, name)))
+        from spmd import *
+        print(Machine is spmd.Machine, rules.RULES is spmd.rules.RULES)
+        """
+    )
+    assert ["", "True True"] == lines
+
+
+def test_the_first_plan_imports_nothing_that_depends_on_modes():
+    # It may come under a mode of the caller's, such as a default device, which must not change what is imported.
+    lines = run_program(
+        """
+        import torch, spmd
+        from torch.overrides import TorchFunctionMode
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Functions(TorchFunctionMode):
+            def __torch_function__(self, function, types, args=(), kwargs=None):
+                print(function)
+                return function(*args, **(kwargs or {}))
+
+        class Operators(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                print(function)
+                return function(*args, **(kwargs or {}))
+
+        with Functions(), Operators():
+            import spmd.api.stages, spmd.api.interop
+        """
+    )
+    assert [] == lines
 
 
 def test_the_package_imports_only_what_it_declares():

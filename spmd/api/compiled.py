@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from spmd.api.distribute import check_placeable, check_same, place
 from spmd.api.dtensor import DTensor, release_donated, wrap
-from spmd.api.never_gathered import never_gathered_inputs
 from spmd.api.options import Options
+from spmd.api.signature import Signature, split, with_dynamic
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
-from spmd.core.mesh import Mesh, Runtime, use_mesh
-from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, tree_map, tree_structure
-from spmd.core.single_threaded import single_threaded
+from spmd.core.mesh import Runtime, use_mesh
+from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError, TraceError
-from spmd.inspect.plan import Plan
-from spmd.lowering.lower import LocalProgram, lower
-from spmd.plan import Request, plan
-from spmd.plan.machine.machine import Machine
-from spmd.plan.memory.limit import check_fits
-from spmd.rules import find_rule
+from spmd.lowering.program import LocalProgram
 from spmd.runtime import DistributedProgram, VirtualProgram
+from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import isolated, torch_settings
-from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 from spmd.tracing.trace import Traced, trace
+
+if TYPE_CHECKING:
+    from spmd.inspect.plan import Plan
 
 Shards = tuple[torch.Tensor, ...]
 
@@ -54,21 +51,22 @@ class Compiled:
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
+        signature: Signature,
         in_specs: Any,
         out_specs: Any,
-        mesh: Mesh,
         options: Options,
     ) -> None:
-        self.mesh, self.options = mesh, options
-        self._function, self._args, self._out_specs = function, _abstract(args, mesh, options), out_specs
-        dynamic = _dynamic(args, options)
+        self.mesh, self.options = signature.mesh, options
+        self._function, self._out_specs, self._signature = function, out_specs, signature
+        self._donated = signature.donated(options)
+        _, dynamic = split(args, options.static_argnums)
         for leaf in tree_leaves(dynamic):
             _refuse_transformed(leaf)
         of = "the arguments that are not static" if options.static_argnums else "the arguments"
-        self.in_specs = tuple(leaf_specs(in_specs, dynamic, mesh, what="in_specs", of=of))
-        self.donated = _donated(args, options)
-        self._tree = tree_structure(dynamic)
-        self._settings = torch_settings()
+        self.in_specs = tuple(leaf_specs(in_specs, dynamic, self.mesh, what="in_specs", of=of))
+        stand_ins = [_Leaf(spec.meta, self.mesh.device) for spec in self.in_specs]  # so that no tensor is kept alive
+        self._args = with_dynamic(args, signature.static, signature.tree.unflatten(stand_ins))
+        self._key = signature.key
         self._has_run = False
         self._seen = list(self.in_specs)  # last spec object of each argument: `is` is faster
 
@@ -76,7 +74,8 @@ class Compiled:
     def traced(self) -> Traced:
         """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
         with use_mesh(self.mesh):
-            traced = trace(self._function, self._args, static_argnums=self.options.static_argnums)
+            static_argnums = [number for number, _ in self._signature.static]
+            traced = trace(self._function, self._args, static_argnums=static_argnums)
         constants = tuple((value, _copy(tensor)) for value, tensor in traced.graph.constants)
         return attrs.evolve(traced, graph=attrs.evolve(traced.graph, constants=constants))
 
@@ -97,43 +96,16 @@ class Compiled:
             PlanError: no plan fits in the memory limit, the plan sends more than `comms` allows, or a given plan was
                 made for another program, mesh or specs.
         """
-        rules, graph = self.options.rules, self.traced.graph
-        with single_threaded(), isolated():
-            graph = canonicalize(graph, lambda op: find_rule(op, rules) is None)
-        found = self._answer(
-            Request(
-                graph,
-                self.mesh,
-                self.in_specs,
-                self.out_specs,
-                rules=rules,
-                machine=self.options.machine or Machine(),
-                donated=self.donated,
-                memory_limit=self.options.memory_limit,
-                keep_sharded=never_gathered_inputs(
-                    self.options.keep_sharded,
-                    self.traced.input_paths,
-                    [value.name for value in graph.inputs],
-                    self.mesh,
-                ),
-                input_paths=self.traced.input_paths,
-            )
-        )
-        self.options.comms.check(found, self.traced.name)
-        return found
+        from spmd.api.stages import make_plan  # at the first plan, not by `import spmd`
 
-    def _answer(self, request: Request) -> Plan:
-        given = self.options.plan
-        if given is None:
-            return Plan.of(plan(request))
-        return check_fits(given.transfer(request) if isinstance(given, Plan) else Plan.load(given, request))
+        return make_plan(self.traced, self.mesh, self.in_specs, self.out_specs, self._donated, self.options)
 
     @functools.cached_property
     def program(self) -> LocalProgram:
         """The lowered program that each rank runs."""
-        planned = self.plan
-        with isolated():
-            return lower(planned, rules=self.options.rules, name=self.traced.name)
+        from spmd.api.stages import make_program
+
+        return make_program(self.plan, self.traced.name, self.options)
 
     @functools.cached_property
     def executable(self) -> DistributedProgram | VirtualProgram:
@@ -147,23 +119,38 @@ class Compiled:
             return (DistributedProgram if self.mesh.runtime is Runtime.DISTRIBUTED else VirtualProgram)(program)
 
     def __repr__(self) -> str:
-        return f"Compiled({self.traced.name} for {self._tree} on {self.mesh})"
+        return f"Compiled({self.traced.name} for {self._signature.tree} on {self.mesh})"
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether `prepare` has been called."""
-        return "executable" in self.__dict__
+    def prepare(self, leaves: Sequence[Any] | None = None) -> None:
+        """Make all that a call needs, and check its arguments; on a distributed mesh a collective call.
 
-    def check(self, leaves: Sequence[Any] | None) -> None:
-        """Make the program and check the arguments, without communication.
+        Ranks compare programs once. An error on one rank before they compare anything is raised on all ranks.
 
         Args:
-            leaves: the flattened arguments; None to make the program only.
+            leaves: the flattened arguments; None to check none.
 
         Raises:
+            DivergenceError: the ranks have different programs.
             MeshError: an abstract mesh, on which nothing can run, or a DTensor on another mesh.
             ShardingError: a DTensor whose spec differs, or an argument that is no tensor with data.
         """
+        first = "executable" not in self.__dict__
+        call = first_run(self.mesh) if first else self._call
+        with failing_together(call, (first or self._compares(leaves or ())) and spans_processes(self.mesh)):
+            self._check_call(leaves)
+        self._executable, self._results, self._out_tree = self.executable, self.out_specs, self.traced.out_tree
+
+    @property
+    def _call(self) -> str:
+        """A call, in messages."""
+        return f"a call of {self.traced.name} on {self.mesh}"
+
+    def _compares(self, leaves: Sequence[Any]) -> bool:
+        """Whether ranks compare the arguments of a call: in the first one, and plain tensors."""
+        return not self._has_run or not all(isinstance(leaf, DTensor) for leaf in leaves)
+
+    def _check_call(self, leaves: Sequence[Any] | None) -> None:
+        """Make the program and check the arguments, without communication."""
         if self.mesh.runtime is Runtime.ABSTRACT:
             raise MeshError(
                 f"{self.mesh} is abstract: a function can be planned and lowered for it, not run. "
@@ -173,10 +160,6 @@ class Compiled:
         for leaf, spec, path in zip(leaves or (), self.in_specs, self.traced.input_paths, strict=leaves is not None):
             _check(leaf, spec, f"argument {path}")
 
-    def prepare(self) -> None:
-        """Make all that a call needs; on a distributed mesh a collective call, in which ranks compare programs."""
-        self._executable, self._results, self._out_tree = self.executable, self.out_specs, self.traced.out_tree
-
     def __call__(self, *args: Any) -> Any:
         """Run with arguments of this signature.
 
@@ -184,10 +167,12 @@ class Compiled:
             TraceError: arguments of another structure, or settings of torch other than those of compilation.
             DivergenceError, MeshError, ShardingError: as `place`.
         """
-        leaves, tree = tree_flatten(_dynamic(args, self.options))
-        if tree != self._tree:
-            raise TraceError(f"Compiled for arguments {self._tree} (got {tree}). Call the jitted function instead.")
-        if torch_settings() != self._settings:
+        _, dynamic = split(args, self.options.static_argnums)
+        leaves, tree = tree_flatten(dynamic)
+        held = self._signature
+        if tree != held.tree:
+            raise TraceError(f"Compiled for arguments {held.tree} (got {tree}). Call the jitted function instead.")
+        if torch_settings() != held.settings:
             raise TraceError(
                 f"{self!r} was compiled under other settings of torch: autocast, the default dtype or device, function "
                 "modes, the deterministic mode or the choice of kernels differ now. Call the jitted function instead, "
@@ -195,8 +180,10 @@ class Compiled:
             )
         return self.run(self.place(leaves), leaves)
 
-    def match(self, leaves: Sequence[Any]) -> list[Shards] | None:
-        """The shards of the arguments, if their specs, shapes and dtypes are those of this signature; else None."""
+    def match(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> list[Shards] | None:
+        """The shards of a call's arguments, if its `Signature.key`, specs, shapes and dtypes are these; else None."""
+        if key != self._key:
+            return None
         shards = []
         for index, leaf in enumerate(leaves):
             if type(leaf) is DTensor:
@@ -219,17 +206,14 @@ class Compiled:
         On a distributed mesh ranks compare their plain tensors here. `match`, which later calls use, does not.
 
         Raises:
-            DivergenceError: a plain tensor that differs between ranks.
-            MeshError, ShardingError: as `check`.
+            DivergenceError: a plain tensor that differs between ranks, or as `prepare`.
+            MeshError, ShardingError: as `prepare`.
         """
-        call = f"a call of {self.traced.name} on {self.mesh}"
-        compares = not self._has_run or not all(isinstance(leaf, DTensor) for leaf in leaves)
-        with failing_together(call, compares and spans_processes(self.mesh)):
-            self.check(leaves)
-        self.prepare()
+        compares = self._compares(leaves)
+        self.prepare(leaves)
         names = [f"argument {path}" for path in self.traced.input_paths]
         if compares:
-            check_same(call, self.mesh, names, leaves)
+            check_same(self._call, self.mesh, names, leaves)
         self._has_run = True
         return [
             leaf._shards if isinstance(leaf, DTensor) else place(leaf, spec, name)._shards
@@ -243,49 +227,10 @@ class Compiled:
             shards: the shards of all arguments; the list is emptied.
             leaves: the flattened arguments; those that are donated lose their shards.
         """
-        for index in self.donated:
+        for index in self._donated:
             release_donated(leaves[index])
         results = self._executable(shards)
         return self._out_tree.unflatten(list(map(wrap, self._results, results)))
-
-
-def _donated(args: tuple[Any, ...], options: Options) -> frozenset[int]:
-    """The positions of the donated tensors among all tensors of the dynamic arguments."""
-    static, donated = (
-        {number % len(args) for number in numbers} if args else set()
-        for numbers in (options.static_argnums, options.donate_argnums)
-    )
-    if static & donated:
-        raise TraceError(
-            f"Argument {min(static & donated)} is both in static_argnums={options.static_argnums} and in "
-            f"donate_argnums={options.donate_argnums}. Static arguments hold no tensors that could be donated."
-        )
-    found: list[int] = []
-    position = 0
-    for number, arg in enumerate(args):
-        if number in static:
-            continue
-        count = len(tree_leaves(arg))
-        found += range(position, position + count) if number in donated else ()
-        position += count
-    return frozenset(found)
-
-
-def _dynamic(args: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    static = {number % len(args) for number in options.static_argnums} if args else set()
-    return tuple(arg for number, arg in enumerate(args) if number not in static)
-
-
-def _abstract(args: tuple[Any, ...], mesh: Mesh, options: Options) -> tuple[Any, ...]:
-    """The arguments with `_Leaf`s for tensors, so that a signature keeps no tensors alive."""
-    static = {number % len(args) for number in options.static_argnums} if args else set()
-
-    def leaf(value: Any) -> Any:
-        if hasattr(value, "shape") and isinstance(getattr(value, "dtype", None), torch.dtype):
-            return _Leaf(TensorMeta(tuple(value.shape), value.dtype), mesh.device)
-        return value
-
-    return tuple(arg if number in static else tree_map(leaf, arg) for number, arg in enumerate(args))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,22 +8,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-
 from spmd.api.compiled import Compiled
 from spmd.api.never_gathered import KeepSharded
 from spmd.api.options import Comms, JitOptions, Options
-from spmd.api.static_arguments import static_key
+from spmd.api.signature import Signature, is_tensor, split, with_dynamic
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
-from spmd.core.spec import TensorMeta
 from spmd.errors import MeshError, PlanError, TraceError
-from spmd.inspect.plan import Plan
-from spmd.lowering.lower import LocalProgram
-from spmd.plan.machine.machine import Machine
-from spmd.rules import RULES
-from spmd.rules.rule import Rule
+from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.constrain import constrain
@@ -31,6 +24,10 @@ from spmd.tracing.trace import Traced, is_tracing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from spmd.inspect.plan import Plan
+    from spmd.plan.machine.machine import Machine
+    from spmd.rules.rule import Rule
 
 _MISSING: Any = object()
 
@@ -49,8 +46,8 @@ class Jitted:
         functools.update_wrapper(self, function)
         self._function, self._in_specs, self._out_specs = function, in_specs, out_specs
         self._mesh, self._options = None if mesh is None else check_mesh(mesh), options
-        self._compiled: dict[Any, Compiled] = {}
-        self._last: tuple[Any, Compiled] | None = None
+        self._compiled: dict[Signature, Compiled] = {}
+        self._last: Compiled | None = None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run the function on the mesh.
@@ -79,40 +76,40 @@ class Jitted:
         if is_tracing():
             return self._inline(args)
         mesh = current_mesh(self._mesh)
-        static, dynamic = self._split(args)
+        static, dynamic = split(args, self._options.static_argnums)
         leaves, tree = tree_flatten(dynamic)
-        state = torch_settings()
-        if self._last is not None:
-            key, compiled = self._last
-            if key == (state, mesh, static, tree):
-                shards = compiled.match(leaves)
-                if shards is not None:
-                    return compiled.run(shards, leaves)
-        compiled = self._prepared(args, mesh, leaves)
+        last = self._last
+        if last is not None:
+            shards = last.match((torch_settings(), mesh, static, tree), leaves)
+            if shards is not None:
+                return last.run(shards, leaves)
+        compiled = self._lookup_together(args, mesh)
         result = compiled.run(compiled.place(leaves), leaves)
-        self._last = (state, mesh, static, tree), compiled
+        self._last = compiled
         return result
 
     def trace(self, *args: Any, **keywords: Any) -> Traced:
         """The function as a flat program of functional operators over global tensors."""
-        return self._signature(args, keywords).traced
+        return self._stages(args, keywords).traced
 
     def plan(self, *args: Any, **keywords: Any) -> Plan:
         """The plan: a spec for every value, and every collective with its cause."""
-        return self._signature(args, keywords).plan
+        return self._stages(args, keywords).plan
 
     def lower(self, *args: Any, **keywords: Any) -> LocalProgram:
         """The program that each rank runs; `print(f.lower(*args).as_text())` shows it."""
-        return self._signature(args, keywords).program
+        return self._stages(args, keywords).program
 
     def compile(self, *args: Any, **keywords: Any) -> Compiled:
         """The compiled function for such arguments, which can be called; on a distributed mesh a collective call."""
-        return self._prepared(self._positional(args, keywords), current_mesh(self._mesh))
+        compiled = self._lookup_together(self._positional(args, keywords), current_mesh(self._mesh))
+        compiled.prepare()
+        return compiled
 
     def __repr__(self) -> str:
         return f"spmd.jit({getattr(self._function, '__qualname__', self._function)})"
 
-    def _signature(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
+    def _stages(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
         return self._lookup(self._positional(args, keywords), current_mesh(self._mesh))
 
     def _positional(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
@@ -141,48 +138,30 @@ class Jitted:
         except TypeError as error:
             raise TraceError(f"{self!r} takes {signature}: {error}.") from None
 
-    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The static arguments, as part of a cache key, and the dynamic ones."""
-        if not self._options.static_argnums:
-            return (), args
-        numbers = _positions(self._options.static_argnums, len(args), "static_argnums")
-        static = tuple((number, static_key(args[number])) for number in numbers)
-        return static, tuple(arg for number, arg in enumerate(args) if number not in numbers)
-
     def _lookup(self, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
-        static, dynamic = self._split(args)
-        leaves, tree = tree_flatten(dynamic)
-        metas = tuple(TensorMeta(tuple(leaf.shape), leaf.dtype) if is_tensor(leaf) else None for leaf in leaves)
-        key = (torch_settings(), mesh, static, tree, metas)
+        """What is compiled for the signature of a call; a new one is checked, and compiled stage by stage when used."""
+        signature = Signature.of(args, mesh, self._options)
         try:
-            found = self._compiled.get(key)
+            found = self._compiled.get(signature)
         except TypeError:
             raise TraceError(
-                f"Static arguments of {self!r} must be hashable (got {[args[number] for number, _ in static]}). "
-                "Pass tuples for lists, or pass tensors as dynamic arguments."
+                f"Static arguments of {self!r} must be hashable (got {[args[number] for number, _ in signature.static]}"
+                "). Pass tuples for lists, or pass tensors as dynamic arguments."
             ) from None
         if found is None:
-            self._check_call(args, [number for number, _ in static])
-            found = Compiled(self._function, args, self._in_specs, self._out_specs, mesh, self._options)
-            self._compiled[key] = found
+            self._bind(args, {}, follow_wrapped=False)  # its own: a decorator may change the arguments
+            self._refuse_static_tensors(args, signature)
+            found = Compiled(self._function, args, signature, self._in_specs, self._out_specs, self._options)
+            self._compiled[signature] = found
         return found
 
-    def _prepared(self, args: tuple[Any, ...], mesh: Mesh, leaves: Sequence[Any] | None = None) -> Compiled:
-        """A signature that is ready to run; for a new one, the ranks of a distributed mesh compare their programs.
-
-        An error on one rank before that, in the user's function or in planning, is raised on all ranks.
-        """
+    def _lookup_together(self, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
+        """As `_lookup`, in a call that all ranks make: an error on one rank is raised on all ranks."""
         with failing_together(first_run(mesh), spans_processes(mesh)):
-            compiled = self._lookup(args, mesh)
-            if not compiled.is_prepared:
-                compiled.check(leaves)
-        compiled.prepare()
-        return compiled
+            return self._lookup(args, mesh)
 
-    def _check_call(self, args: tuple[Any, ...], static: Sequence[int]) -> None:
-        self._bind(args, {}, follow_wrapped=False)  # its own: a decorator may change the arguments
-        _positions(self._options.donate_argnums, len(args), "donate_argnums")
-        for number in static:
+    def _refuse_static_tensors(self, args: tuple[Any, ...], signature: Signature) -> None:
+        for number, _ in signature.static:
             if any(is_tensor(leaf) for leaf in tree_leaves(args[number])):
                 raise TraceError(
                     f"Static argument {number} of {self!r} holds a tensor (got {type(args[number]).__name__}): every "
@@ -197,29 +176,16 @@ class Jitted:
                 f"{self!r} was made for {self._mesh} and is called in a function under jit on {outer}. "
                 "Functions that call each other share one mesh."
             )
-        static, dynamic = self._split(args)
-        placed = iter(_constrain(self._in_specs, dynamic, "in_specs", "the arguments"))
-        numbers = {number for number, _ in static}
-        result = self._function(*(arg if number in numbers else next(placed) for number, arg in enumerate(args)))
+        static, dynamic = split(args, self._options.static_argnums)
+        placed = _constrain(self._in_specs, dynamic, "in_specs", "the arguments")
+        result = self._function(*with_dynamic(args, static, placed))
         return _constrain(self._out_specs, result, "out_specs", "the result")
-
-
-def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf has a shape and a torch dtype: a tensor, or a stand-in such as `TensorMeta`."""
-    return hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype)
 
 
 def _constrain(specs: Any, tree: Any, what: str, of: str) -> Any:
     leaves, structure = tree_flatten(tree)
     prefix = broadcast_prefix(specs, tree, what=what, of=of)
     return structure.unflatten([constrain(leaf, spec) for leaf, spec in zip(leaves, prefix, strict=True)])
-
-
-def _positions(numbers: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    for number in numbers:
-        if not -count <= number < count:
-            raise TraceError(f"{what}={tuple(numbers)} names argument {number}, but the call has {count} arguments.")
-    return tuple(sorted(number % count for number in numbers))
 
 
 @overload
@@ -289,6 +255,7 @@ def jit(
         TraceError: `static_argnums` or `donate_argnums` are not integers.
         MeshError: `mesh` is not a mesh.
 
+    >>> import torch
     >>> from spmd import P, make_mesh
     >>> mesh = make_mesh({"data": 2}, runtime="virtual")
     >>> double = jit(lambda x: x + x, P("data"), P("data"), mesh=mesh)
@@ -302,7 +269,7 @@ def jit(
         comms=comms,
         backend=backend,
         machine=machine,
-        rules=RULES if rules is None else rules,
+        rules=rules,
         memory_limit=memory_limit,
         plan=plan,
         keep_sharded=keep_sharded,

@@ -1,22 +1,27 @@
-"""The options of `jit`: their types and their validation."""
+"""The options of `jit`: their types and their validation.
+
+The classes of plans, machines and rules are imported for an option that is given, not by `import spmd`.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import NoneType
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import attrs
+from attrs.validators import optional
 
 from spmd.api.never_gathered import KeepSharded, parse_keep_sharded
 from spmd.core.mesh import Mesh
 from spmd.core.quantity import parse_bytes
 from spmd.errors import PlanError, RuleError, TraceError
-from spmd.inspect.plan import Plan
-from spmd.inspect.questions.budget import Budget, parse_budget
-from spmd.plan.machine.machine import Machine
-from spmd.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from spmd.inspect.plan import Plan
+    from spmd.inspect.questions.budget import Budget
+    from spmd.plan.machine.machine import Machine
+    from spmd.rules.rule import Rule
 
 Comms = Literal["allow", "error"] | Mapping[str, int | str]
 """Limits of communication: `"allow"` has none, `"error"` forbids it, a mapping limits count or bytes by kind."""
@@ -59,20 +64,36 @@ def _check_backend(_: Any, attribute: attrs.Attribute[str], value: str) -> None:
 
 
 def _check_machine(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, (Machine, NoneType)):
+    from spmd.plan.machine.machine import Machine
+
+    if not isinstance(value, Machine):
         raise PlanError(f"machine must be a spmd.Machine (got {value!r}).")
 
 
 def _check_plan(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, (Plan, str, os.PathLike, NoneType)):
+    if isinstance(value, (str, os.PathLike)):
+        return
+    from spmd.inspect.plan import Plan
+
+    if not isinstance(value, Plan):
         raise PlanError(f"plan must be a path or a spmd.inspect.Plan (got {value!r:.80}).")
 
 
 def _check_rules(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    from spmd.rules.rule import Rule
+
     if not isinstance(value, Mapping) or not all(isinstance(rule, Rule) for rule in value.values()):
         raise RuleError(
             f"rules must map operators to spmd.rules.Rule (got {value!r:.80}). Write spmd.rules.RULES | {{op: rule}}."
         )
+
+
+def _budget(comms: Comms) -> Budget | None:
+    if comms == "allow":
+        return None
+    from spmd.inspect.questions.budget import parse_budget
+
+    return parse_budget(comms)
 
 
 def _memory_limit(limit: int | str | None) -> int | None:
@@ -85,10 +106,10 @@ class Options:
 
     static_argnums: tuple[int, ...] = attrs.field(converter=_argnums)
     donate_argnums: tuple[int, ...] = attrs.field(converter=_argnums)
-    comms: Budget = attrs.field(converter=parse_budget)
+    comms: Budget | None = attrs.field(converter=_budget)
     backend: str = attrs.field(validator=_check_backend)
-    machine: Machine | None = attrs.field(validator=_check_machine)
-    rules: Mapping[Any, Rule] = attrs.field(validator=_check_rules)
+    machine: Machine | None = attrs.field(validator=optional(_check_machine))
+    rules: Mapping[Any, Rule] | None = attrs.field(validator=optional(_check_rules))
     memory_limit: int | None = attrs.field(default=None, converter=_memory_limit)
-    plan: Plan | str | os.PathLike[str] | None = attrs.field(default=None, validator=_check_plan)
+    plan: Plan | str | os.PathLike[str] | None = attrs.field(default=None, validator=optional(_check_plan))
     keep_sharded: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=None, converter=parse_keep_sharded)

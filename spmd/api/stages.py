@@ -1,0 +1,79 @@
+"""The stages of compilation from a traced function to the program of a rank.
+
+`Compiled` imports this module at the first plan: the planner, the rules and the lowering are half of the package, and
+`import spmd` does not need them.
+"""
+
+from __future__ import annotations
+
+from spmd.api.never_gathered import never_gathered_inputs
+from spmd.api.options import Options
+from spmd.core.mesh import Mesh
+from spmd.core.single_threaded import single_threaded
+from spmd.core.spec import DTensorSpec
+from spmd.inspect.plan import Plan
+from spmd.lowering.lower import LocalProgram, lower
+from spmd.plan import Request, plan
+from spmd.plan.machine.machine import Machine
+from spmd.plan.memory.limit import check_fits
+from spmd.rules import RULES, find_rule
+from spmd.runtime.torch_settings import isolated
+from spmd.tracing.canonicalize.canonicalize import canonicalize
+from spmd.tracing.trace import Traced
+
+
+def make_plan(
+    traced: Traced,
+    mesh: Mesh,
+    in_specs: tuple[DTensorSpec, ...],
+    out_specs: tuple[DTensorSpec, ...],
+    donated: frozenset[int],
+    options: Options,
+) -> Plan:
+    """The plan of a traced function.
+
+    Args:
+        traced: the function.
+        mesh: the mesh.
+        in_specs: the spec of each input.
+        out_specs: the spec of each output.
+        donated: the positions of the donated inputs.
+        options: those of `jit`.
+
+    Raises:
+        PlanError: no plan fits in the memory limit, the plan sends more than `comms` allows, or a given plan was made
+            for another program, mesh or specs.
+    """
+    rules = RULES if options.rules is None else options.rules
+    with single_threaded(), isolated():
+        graph = canonicalize(traced.graph, lambda op: find_rule(op, rules) is None)
+    names = [value.name for value in graph.inputs]
+    request = Request(
+        graph,
+        mesh,
+        in_specs,
+        out_specs,
+        rules=rules,
+        machine=options.machine or Machine(),
+        donated=donated,
+        memory_limit=options.memory_limit,
+        keep_sharded=never_gathered_inputs(options.keep_sharded, traced.input_paths, names, mesh),
+        input_paths=traced.input_paths,
+    )
+    found = _answer(request, options)
+    if options.comms is not None:
+        options.comms.check(found, traced.name)
+    return found
+
+
+def _answer(request: Request, options: Options) -> Plan:
+    given = options.plan
+    if given is None:
+        return Plan.of(plan(request))
+    return check_fits(given.transfer(request) if isinstance(given, Plan) else Plan.load(given, request))
+
+
+def make_program(planned: Plan, name: str, options: Options) -> LocalProgram:
+    """The lowered program that each rank runs, with a given name."""
+    with isolated():
+        return lower(planned, rules=RULES if options.rules is None else options.rules, name=name)
