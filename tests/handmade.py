@@ -14,8 +14,9 @@ from spmd.core.mesh import Mesh
 from spmd.core.placement import Replicate
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.inspect.plan import Plan
-from spmd.ir.graph import Graph, Operation, Source, Value
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.source import Source
 from spmd.lowering.lower import LocalProgram, lower
 from spmd.lowering.verify import verify
 from spmd.plan.data.request import Request

@@ -24,6 +24,7 @@ ROOMS = (
     "tracing.canonicalize",
     "plan.machine",
     "plan.data",
+    "plan.local",
     "plan.solver",
     "plan.cost",
     "plan.memory",

@@ -105,7 +105,7 @@ class Compiled:
         """The lowered program that each rank runs."""
         from spmd.api.stages import make_program
 
-        return make_program(self.plan, self.traced.name, self.options)
+        return make_program(self.plan, self.traced.name)
 
     @functools.cached_property
     def executable(self) -> DistributedProgram | VirtualProgram:
@@ -164,12 +164,14 @@ class Compiled:
         """Run with arguments of this signature.
 
         Raises:
-            TraceError: arguments of another structure, or settings of torch other than those of compilation.
+            TraceError: other static arguments, another structure, or other settings of torch than those of compilation.
             DivergenceError, MeshError, ShardingError: as `place`.
         """
-        _, dynamic = split(args, self.options.static_argnums)
+        static, dynamic = split(args, self.options.static_argnums)
         leaves, tree = tree_flatten(dynamic)
         held = self._signature
+        if static != held.static:
+            raise TraceError(f"{self!r} was compiled for other static arguments. Call the jitted function instead.")
         if tree != held.tree:
             raise TraceError(f"Compiled for arguments {held.tree} (got {tree}). Call the jitted function instead.")
         if torch_settings() != held.settings:

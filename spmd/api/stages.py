@@ -73,7 +73,7 @@ def _answer(request: Request, options: Options) -> Plan:
     return check_fits(given.transfer(request) if isinstance(given, Plan) else Plan.load(given, request))
 
 
-def make_program(planned: Plan, name: str, options: Options) -> LocalProgram:
+def make_program(planned: Plan, name: str) -> LocalProgram:
     """The lowered program that each rank runs, with a given name."""
     with isolated():
-        return lower(planned, rules=RULES if options.rules is None else options.rules, name=name)
+        return lower(planned, name=name)

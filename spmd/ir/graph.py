@@ -7,7 +7,6 @@ Everything here is immutable. Values and operations compare by identity: values 
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -19,23 +18,12 @@ import torch
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.call import Call
+from spmd.ir.comm import Comm
 from spmd.ir.effects import Effect, effect_of
+from spmd.ir.source import Source
 
 Operator: TypeAlias = torch._ops.OpOverload | Callable[..., Any]
 """What an operation calls: an operator of torch; in a rank's program also a Python function of tensors."""
-
-
-@attrs.frozen
-class Source:
-    """The line of the user's code that an operation comes from; a backward operation has that of its forward one."""
-
-    file: str
-    line: int
-    code: str = ""
-    backward: bool = False
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}{' (backward)' if self.backward else ''}"
 
 
 @attrs.frozen(eq=False)
@@ -54,15 +42,13 @@ class Annotations:
     """What lowering knows of an operation in a rank's program, beside the call itself.
 
     Args:
-        cause: of a collective: the producer and the consumer for which it runs, or the operator that it is a part of.
-        bytes: of a collective: the most bytes that any rank sends.
+        comm: of a collective: its record.
         repetition: the number of earlier computations of a rematerialized value; equal calls with different numbers are
             not merged.
         tuple_name: the name of the tuple of results in the program's text, if the operator returns a tuple.
     """
 
-    cause: str = ""
-    bytes: float = 0.0
+    comm: Comm | None = None
     repetition: int = 0
     tuple_name: str = ""
 

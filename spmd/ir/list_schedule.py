@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.ir.graph import Operation, Value
+from spmd.ir.graph import Operation, Value, iterate_leaves
 from spmd.ir.list_operators import join_elements
 
 
@@ -31,6 +31,19 @@ class Unit:
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        """The distinct tensor arguments, in order of first appearance."""
+        leaves = iterate_leaves((self.args, dict(self.kwargs)))
+        return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Value)))
+
+    @property
+    def results(self) -> tuple[Value | None, ...]:
+        """The results, in order; None where the operator returns None."""
+        if len(self.operations) == 1:
+            return self.operations[0].results
+        return tuple(operation.results[0] for operation in self.operations)
 
 
 def schedule(operations: Sequence[Operation], alone: frozenset[Operation] = frozenset()) -> tuple[Unit, ...]:

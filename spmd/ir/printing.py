@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value
 
 _UNINTERESTING = ("device", "layout", "pin_memory", "memory_format")
@@ -28,16 +29,13 @@ def operator_name(op: Any) -> str:
     return str(name).split("::")[-1].lstrip("_")
 
 
-def program_text(
-    name: str, graph: Graph, header: Sequence[str], communication: Callable[[Operation], str | None]
-) -> str:
+def program_text(name: str, graph: Graph, header: Sequence[str]) -> str:
     """A rank's program as a Python function.
 
     Args:
         name: the function's name.
         graph: the program.
         header: lines to print as comments above the function.
-        communication: returns the comment for a collective, and None for any other operation.
     """
     lines = [f"# {line}" for line in header]
     lines.append(f"def {name}({'' if graph.inputs else '):'}")
@@ -47,8 +45,8 @@ def program_text(
     lines += [f"    {value.name} = self.{value.name}  # {_description(value, graph)}" for value, _ in graph.constants]
     used = {*graph.outputs, *(operand for operation in graph.operations for operand in operation.operands)}
     for operation in graph.operations:
-        remark = communication(operation)
-        arrow = f"  ← {remark}" if remark else ""
+        comm = operation.annotations.comm
+        arrow = f"  ← {_remark(comm)}" if comm is not None else ""
         if operation.returns_tuple:
             label = operation.annotations.tuple_name
             lines.append(f"    {label} = {_expression(operation)}  # {len(operation.results)} tensors{arrow}")
@@ -61,6 +59,12 @@ def program_text(
             (value,) = operation.tensors
             lines.append(f"    {value.name} = {_expression(operation)}  # {_description(value, graph)}{arrow}")
     return "\n".join([*lines, f"    return {_argument(graph.outputs)}"])
+
+
+def _remark(comm: Comm) -> str:
+    """Why a collective runs, where, and what it sends."""
+    where = f" at {comm.source}" if comm.source else ""
+    return f"{comm.cause}{where}; {comm.kind} over {', '.join(comm.axes)}, {comm.bytes:,.0f} bytes"
 
 
 def _description(value: Value, graph: Graph) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate
@@ -12,18 +11,15 @@ from spmd.ir.graph import Graph
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.lowering.emit import emit
 from spmd.lowering.passes import PASSES
-from spmd.lowering.program import LocalCollective, LocalProgram
+from spmd.lowering.program import LocalProgram
 from spmd.plan.data.plan import PlanData
-from spmd.rules import RULES
-from spmd.rules.rule import Rule
 
-__all__ = ["LocalCollective", "LocalProgram", "lower"]
+__all__ = ["LocalProgram", "lower"]
 
 
 def lower(
     plan: PlanData,
     *,
-    rules: Mapping[Any, Rule] = RULES,
     name: str = "program",
     input_names: Sequence[str] | None = None,
     passes: Sequence[Callable[[Graph], Graph]] | None = None,
@@ -34,7 +30,6 @@ def lower(
 
     Args:
         plan: the plan.
-        rules: the rules that the plan was made with.
         name: the name of the function.
         input_names: a name for each input; by default those of the plan's values.
         passes: the passes over each rank's program, in order; by default `PASSES`.
@@ -45,7 +40,7 @@ def lower(
     names = tuple(input_names or (value.name for value in plan.graph.inputs))
 
     def build(coordinate: Coordinate) -> Graph:
-        graph = emit(plan, rules, names, coordinate)
+        graph = emit(plan, names, coordinate)
         for run in PASSES if passes is None else passes:
             graph = run(graph)
         return graph.verify()

@@ -9,38 +9,14 @@ from typing import Any
 import attrs
 from torch.fx import GraphModule
 
-from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.single_threaded import single_threaded
 from spmd.core.spec import DTensorSpec
+from spmd.ir.comm import Comm
 from spmd.ir.effects import Effect
-from spmd.ir.graph import Graph, Operation, Source
+from spmd.ir.graph import Graph, Operation
 from spmd.ir.printing import program_text
 from spmd.lowering.fx_module import fx_module
-
-
-@attrs.frozen
-class LocalCollective:
-    """One collective of a local program.
-
-    Args:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute.
-        axes: the mesh axes that it spans.
-        bytes: sent by the rank that sends most, as in `spmd.plan.data.comm.Comm`.
-        cause: the value's producer and consumer with the specs that they produce and require; for a collective in a
-            local implementation, its operator.
-        source: the user's line; None if it is not known.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: float
-    cause: str
-    source: Source | None
-
-    def __str__(self) -> str:
-        where = f" at {self.source}" if self.source else ""
-        return f"{self.cause}{where}; {self.kind} over {', '.join(self.axes)}, {self.bytes:,.0f} bytes"
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -81,9 +57,10 @@ class LocalProgram:
         return fx_module(self.graph(coordinate), self.name)
 
     @property
-    def collectives(self) -> tuple[LocalCollective, ...]:
+    def collectives(self) -> tuple[Comm, ...]:
         """Every collective of the rank at coordinate zero, in order of execution."""
-        return tuple(_collective(operation) for operation in self.graph().operations if is_collective(operation))
+        comms = (operation.annotations.comm for operation in self.graph().operations)
+        return tuple(comm for comm in comms if comm is not None)
 
     def as_text(self) -> str:
         """The program as readable Python.
@@ -93,8 +70,7 @@ class LocalProgram:
         """
         ranks = "of coordinate zero; shapes differ between ranks" if self.uneven else "of every rank"
         header = [f"{self.mesh}: the program {ranks}"]
-        remark = lambda operation: str(_collective(operation)) if is_collective(operation) else None  # noqa: E731
-        return program_text(self.name, self.graph(), header, remark)
+        return program_text(self.name, self.graph(), header)
 
     __str__ = as_text
 
@@ -104,11 +80,6 @@ class LocalProgram:
     def count(self) -> dict[str, int]:
         """The number of collectives of each kind, by kind."""
         return dict(Counter(collective.kind for collective in self.collectives))
-
-
-def _collective(operation: Operation) -> LocalCollective:
-    kind, axes, notes = COLLECTIVES[operation.op].value, tuple(operation.args[-1]), operation.annotations
-    return LocalCollective(kind, axes, notes.bytes, notes.cause, operation.source)
 
 
 def is_collective(operation: Operation) -> bool:

@@ -3,7 +3,7 @@
 Imports `tracing`, `rules` and the packages below them. Reports about finished plans are in `spmd.inspect`.
 """
 
-from spmd.plan.data.comm import Comm
+from spmd.ir.comm import Comm
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.machine.machine import Machine

@@ -59,8 +59,8 @@ def sink_views(graph: Graph) -> Graph:
 def _bind(operation: Operation, mesh: Mesh, coordinate: Coordinate) -> Operation:
     """A primitive as this rank's implementation of it, with all arguments but the operand bound."""
     operands = operation.operands
-    source = operation.source
-    cause = f"{operation.annotations.cause}{f' at {source}' if source else ''}"
+    comm, source = operation.annotations.comm, operation.source
+    cause = f"{comm.cause if comm else ''}{f' at {source}' if source else ''}"
     meta = operands[0].meta if operands else None
     bound = bind(operation.op, mesh, coordinate, meta, tuple(operation.args[len(operands) :]), cause)
     return attrs.evolve(operation, op=bound, args=operands)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from spmd.errors import TraceError
-from spmd.ir.graph import Source
+from spmd.ir.source import Source
 from spmd.tracing.recorder import where
 from spmd.tracing.source import source_at, user_source
 from spmd.tracing.torch_state import GENERATOR, TorchState, generators, same_states

@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
-from spmd.ir.graph import Operation, Source, Value, iterate_leaves
+from spmd.ir.graph import Operation, Value, iterate_leaves
 from spmd.ir.list_operators import list_decomposition
 from spmd.ir.names import Namer
 from spmd.ir.random_operators import TEMPLATED, is_random
+from spmd.ir.source import Source
 from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, overlaps, places
 from spmd.tracing.source import user_source
 

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 import attrs
 import torch
 
-from spmd.ir.graph import Source
+from spmd.ir.source import Source
 from spmd.user_code import is_user_file
 
 

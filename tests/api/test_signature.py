@@ -131,3 +131,11 @@ def test_an_argument_that_cannot_be_placed_is_refused_in_the_first_call_and_in_l
             double(wrong)
         double(torch.zeros(4))
     assert 3 == len(checked)
+
+
+def test_what_is_compiled_for_a_static_argument_refuses_another() -> None:
+    scaled = spmd.jit(lambda x, n: x * n, P("x"), P("x"), mesh=MESH, static_argnums=1)
+    compiled = scaled.compile(torch.ones(4), 3)
+    assert [3.0] * 4 == compiled(torch.ones(4), 3).full_tensor().tolist()
+    with pytest.raises(spmd.TraceError, match="was compiled for other static arguments"):
+        compiled(torch.ones(4), 4)

@@ -4,7 +4,8 @@ from interpreter import evaluate
 
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
-from spmd.ir.graph import Graph, Operation, Source, Value, iterate_leaves, map_leaves
+from spmd.ir.graph import Graph, Operation, Value, iterate_leaves, map_leaves
+from spmd.ir.source import Source
 
 aten = torch.ops.aten
 META = TensorMeta((2, 3), torch.float32)

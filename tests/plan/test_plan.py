@@ -18,7 +18,8 @@ from spmd import P, TensorMeta
 from spmd.inspect import Plan
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.cost.flops import flops
-from spmd.plan.data.local_calls import LocalCall, trace_local_call
+from spmd.plan.local.calls import LocalCall
+from spmd.plan.local.fragments import local_fragment
 from spmd.plan.solver.elimination import TooWideError, minimize
 
 WIDTH, TOKENS, RANKS = 4096, 1024, 8
@@ -338,7 +339,7 @@ def test_equal_uses_of_a_body_share_one_trace() -> None:
     def trace(first: Value, second: Value) -> Graph:
         result = Value("result", first.meta)
         operation = Operation(torch.ops.aten.add.Tensor, (first, second), {}, (result,))
-        return trace_local_call(LocalCall.of(body, ("x",), operation, mesh, lambda v: v.meta, lambda v: v.meta)).graph
+        return local_fragment(LocalCall.of(body, ("x",), operation, mesh, lambda v: v.meta, lambda v: v.meta)).graph
 
     mesh = spmd.make_mesh({"x": 2}, runtime="virtual")
     x, y, z = (Value(name, TensorMeta((size,), torch.float32)) for name, size in (("x", 3), ("y", 3), ("z", 1)))

@@ -10,10 +10,10 @@ from typing import Any
 from proofs.fuzz.mutants.mutant import Patch, mutant, replaced, returning
 from spmd.lowering.emit import _Emitter
 from spmd.plan.data.layout import Layout
-from spmd.plan.data.local_calls import local_implementation
+from spmd.plan.local.calls import local_implementation
 from spmd.rules.builders import pointwise
 
-_EMIT, _STEPS, _CANDIDATES = "spmd.lowering.emit", "spmd.lowering.steps", "spmd.plan.search.candidates"
+_EMIT, _STEPS, _CANDIDATES = "spmd.lowering.emit", "spmd.plan.local.steps", "spmd.plan.search.candidates"
 
 
 def _planned_implementation(emitter: _Emitter, operation: Any) -> Any:

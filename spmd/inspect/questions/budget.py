@@ -11,7 +11,7 @@ import attrs
 from spmd.collectives.traffic import StepKind
 from spmd.core.quantity import parse_bytes
 from spmd.errors import PlanError
-from spmd.plan.data.comm import Comm
+from spmd.ir.comm import Comm
 from spmd.plan.data.plan import PlanData
 
 if TYPE_CHECKING:

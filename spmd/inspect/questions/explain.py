@@ -18,8 +18,9 @@ from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
 from spmd.inspect.questions.replay import Figures, Replay, replay, states_of
 from spmd.inspect.saving.document import defined_values, unique_names
-from spmd.ir.graph import Operation, Source, Value
+from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.ir.source import Source
 from spmd.plan.data.draft import Draft, logical_meta, spec_of
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.plan import PlanData

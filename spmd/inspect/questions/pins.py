@@ -14,10 +14,10 @@ from spmd.core.spec import DTensorSpec, P
 from spmd.errors import PlanError
 from spmd.inspect.questions.explain import Explainer
 from spmd.inspect.questions.replay import states_of
+from spmd.ir.comm import Comm
 from spmd.ir.graph import Operation, Value, map_leaves
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.account import account
-from spmd.plan.data.comm import Comm
 from spmd.plan.data.draft import logical_meta, spec_of
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request

@@ -26,9 +26,9 @@ from spmd.errors import PlanError
 from spmd.inspect.layers.layers import Layers, find_layers
 from spmd.inspect.saving.images import find_origins
 from spmd.inspect.saving.schema import Document, find_wrong
+from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, map_leaves
 from spmd.plan.cost.account import account
-from spmd.plan.data.comm import Comm
 from spmd.plan.data.plan import PlanData
 from spmd.plan.memory.peak import memory_of
 from spmd.rules.strategy import Strategy

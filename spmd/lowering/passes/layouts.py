@@ -7,8 +7,9 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.ir.graph import Graph, Operation, Source, Value
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.names import Namer
+from spmd.ir.source import Source
 from spmd.rules.layouts import Need, lay_out
 
 

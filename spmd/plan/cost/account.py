@@ -9,16 +9,15 @@ import attrs
 from spmd.collectives.resharding import redistribution
 from spmd.core.placement import Placement, Replicate
 from spmd.core.spec import DTensorSpec
+from spmd.ir.comm import Comm
 from spmd.ir.graph import Operation, Value
-from spmd.ir.list_schedule import schedule
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.causes import Cause
-from spmd.plan.data.comm import Comm
 from spmd.plan.data.dataflow import fused_values
 from spmd.plan.data.draft import Draft
-from spmd.plan.data.local_calls import local_collectives, runs_local_implementation
 from spmd.plan.data.plan import PlanData
+from spmd.plan.local.calls import local_collectives, scheduled
 
 
 @attrs.frozen
@@ -55,9 +54,7 @@ def account(plan: PlanData) -> Account:
 
 def _executed(plan: PlanData) -> Iterator[Operation]:
     """The operations in the order in which a rank runs them; those of one list operator (`_foreach_*`) are adjacent."""
-    rules, operations = plan.request.rules, plan.graph.operations
-    alone = frozenset(o for o in operations if runs_local_implementation(o, plan.strategies.get(o, {}), rules))
-    for unit in schedule(operations, alone):
+    for unit in scheduled(plan):
         yield from unit.operations
 
 

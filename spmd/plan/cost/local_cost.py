@@ -15,7 +15,7 @@ from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.cost.flops import arithmetic_dtype, flops
 from spmd.plan.data.draft import Draft, States, flat_shape, shrink
-from spmd.plan.data.local_calls import local_collectives
+from spmd.plan.local.calls import local_collectives
 from spmd.plan.machine.machine import Machine
 from spmd.rules.strategy import Strategy
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import attrs
 
-from spmd.ir.graph import Graph, Operation, Source, Value
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.source import Source
 from spmd.plan.data.layout import Layout
 
 _MARKERS = (REDISTRIBUTE, RELABEL)

@@ -12,10 +12,11 @@ from typing_extensions import Self
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
-from spmd.ir.graph import Graph, Operation, Source, Value
+from spmd.ir.comm import Comm
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.source import Source
 from spmd.plan.data.causes import Cause, find_causes
-from spmd.plan.data.comm import Comm
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.request import Request
 from spmd.rules.strategy import Strategy

@@ -124,7 +124,7 @@ def _lower_peaks(plan: PlanData) -> PlanData:
     costs = _costs_of_a_second_run(plan)
     best, least = plan, memory_of(plan).peak
     for _ in range(_ROUNDS):
-        liveness = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
+        liveness = record(plan)
         memory = measure(liveness, plan.request.donated, lambda operation: operation.source)
         if memory.peak < least:
             best, least = plan, memory.peak

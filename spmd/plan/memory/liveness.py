@@ -8,34 +8,28 @@ and collectives, and results that lowering shares between the local implementati
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import attrs
 import torch
 
-from spmd.collectives.resharding import Step, StepKind, redistribution
+from spmd.collectives.local import LOCALS, run_local
+from spmd.collectives.resharding import StepKind, redistribution
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
-from spmd.ir.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
-from spmd.ir.list_schedule import Unit, schedule
-from spmd.ir.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.data.layout import Layout
-from spmd.plan.data.local_calls import (
-    LocalCall,
-    local_implementation,
-    runs_local_implementation,
-    trace_local_call,
-    with_local_size,
-)
-from spmd.rules import find_rule
+from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.list_schedule import Unit
+from spmd.ir.markers import REDISTRIBUTE
+from spmd.plan.data.plan import PlanData
+from spmd.plan.local.calls import scheduled
+from spmd.plan.local.fragments import RESHAPE, Fragments
 from spmd.rules.layouts import Need, lay_out
-from spmd.rules.rule import Rule
-from spmd.rules.strategy import Strategy
 
 aten = torch.ops.aten
+
+TO_PARTIAL = torch.ops.spmd.to_partial.default
 
 _IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
 """Operators that lowering removes, because a functional program needs no copies."""
@@ -87,23 +81,9 @@ class Liveness:
     buffers: dict[Value, Buffer]
 
 
-def record(
-    graph: Graph,
-    mesh: Mesh,
-    layout: Callable[[Value], Layout],
-    strategies: Mapping[Operation, Mapping[str, Strategy]],
-    rules: Mapping[torch._ops.OpOverload, Rule],
-) -> Liveness:
-    """The liveness of a planned program.
-
-    Args:
-        graph: the program, with redistributions as explicit operations.
-        mesh: the mesh.
-        layout: the layout of each value.
-        strategies: the strategies of every operation, by mesh axis.
-        rules: the sharding rules.
-    """
-    return _Recorder(graph, mesh, layout, strategies, rules).run()
+def record(plan: PlanData) -> Liveness:
+    """The liveness of the program of a plan."""
+    return _Recorder(plan).run()
 
 
 @attrs.frozen
@@ -140,84 +120,82 @@ class _Result:
 
 
 class _Recorder:
-    def __init__(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        layout: Callable[[Value], Layout],
-        strategies: Mapping[Operation, Mapping[str, Strategy]],
-        rules: Mapping[torch._ops.OpOverload, Rule],
-    ) -> None:
-        self.graph, self.mesh, self.layout, self.strategies, self.rules = graph, mesh, layout, strategies, rules
-        self.zero = (0,) * len(mesh.names)
+    def __init__(self, plan: PlanData) -> None:
+        self.plan = plan
+        self.zero = (0,) * len(plan.mesh.names)
+        self.fragments = Fragments(plan, self.zero)
         self.events: list[Event] = []
         self.buffers: dict[Value, Buffer] = {}
         self.layouts: dict[Value, _Strided] = {}
-        self.inside: set[Value] = set()  # values inside local implementations
-
         self.fills = self.sharded_constants()
 
     def run(self) -> Liveness:
-        graph = self.graph
-        inputs = tuple(self.allocate(value) for value in graph.inputs)
-        constants = tuple(self.allocate(value) for value, _ in graph.constants)
-        for unit in schedule(graph.operations, frozenset(filter(self.runs_local_implementation, graph.operations))):
+        graph = self.plan.graph
+        inputs = tuple(self.given(value) for value in graph.inputs)
+        constants = tuple(self.given(value) for value, _ in graph.constants)
+        for unit in scheduled(self.plan):
             self.unit(unit)
         outputs = tuple(self.buffers[value] for value in graph.outputs)
         return Liveness(tuple(self.events), inputs, outputs, constants, self.buffers)
 
     def sharded_constants(self) -> frozenset[Value]:
         """Results of `aten.full` of which ranks only read shards: lowering creates these instead of the full tensor."""
-        made = {operation.tensors[0] for operation in self.graph.operations if operation.op is aten.full.default}
-        made.difference_update(self.graph.outputs)
-        for operation in self.graph.operations if made else ():
-            if not self.cuts(operation):
+        operations = self.plan.graph.operations
+        made = {operation.tensors[0] for operation in operations if operation.op is aten.full.default}
+        made.difference_update(self.plan.graph.outputs)
+        for operation in operations if made else ():
+            if not self.only_slices(operation):
                 made.difference_update(operation.operands)
         return frozenset(made)
 
-    def cuts(self, operation: Operation) -> bool:
-        """Whether an operation is a redistribution that only slices, without communication."""
+    def only_slices(self, operation: Operation) -> bool:
+        """Whether an operation is a redistribution without communication."""
         if operation.op is not REDISTRIBUTE:
             return False
         (value,), (result,) = operation.operands, operation.tensors
-        steps = redistribution(self.layout(value).spec, self.layout(result).spec)
+        steps = redistribution(self.plan.specs[value], self.plan.specs[result])
         return all(step.kind is StepKind.SHARD for step in steps)
 
-    def runs_local_implementation(self, operation: Operation) -> bool:
-        return runs_local_implementation(operation, self.strategies.get(operation, {}), self.rules)
+    def given(self, value: Value) -> Buffer:
+        """The buffer of an input or a constant."""
+        meta = self.fragments.local(value)
+        return self.hold(value, _Strided.contiguous(meta), Buffer(value, meta))
 
-    def local(self, value: Value, without: Sequence[str] = ()) -> TensorMeta:
-        if value in self.inside:
-            return value.meta
-        layout = self.layout(value)
-        return TensorMeta((layout.without(without) if without else layout).shape(self.zero), value.meta.dtype)
-
-    def allocate(self, value: Value, layout: _Strided | None = None) -> Buffer:
-        self.layouts[value] = layout or _Strided.contiguous(self.local(value))
-        self.buffers[value] = Buffer(None if value in self.inside else value, self.layouts[value].meta)
-        return self.buffers[value]
-
-    def alias(self, value: Value, other: Value, layout: _Strided) -> None:
-        self.layouts[value], self.buffers[value] = layout, self.buffers[other]
+    def hold(self, value: Value, layout: _Strided, buffer: Buffer) -> Buffer:
+        self.layouts[value], self.buffers[value] = layout, buffer
+        return buffer
 
     def event(self, operation: Operation, reads: Iterable[Buffer], writes: Iterable[Buffer]) -> None:
         self.events.append(Event(operation, tuple(dict.fromkeys(reads)), tuple(writes)))
 
     def unit(self, unit: Unit) -> None:
-        operation = unit.operations[0]
-        if operation.op is RELABEL:
-            (value,), (result,) = operation.operands, operation.tensors
-            self.alias(result, value, self.layouts[value])
-        elif operation.op is REDISTRIBUTE:
-            self.redistribute(operation)
-        elif local_implementation(self.strategies.get(operation, {})) is not None:
-            self.body(operation)
-        else:
-            reads = [buffer for member in unit.operations for buffer in self.operands(member)]
-            writes = [buffer for member in unit.operations for buffer in self.call(member)]
-            self.event(operation, reads, writes)
+        """Record the operations of a call's fragment."""
+        first = unit.operations[0]
+        fragment = self.fragments.of(unit)
+        graph = fragment.graph
+        results = [
+            (value, local) for value, local in zip(unit.results, fragment.results, strict=True) if value and local
+        ]
+        if first.op is aten.full.default and first.tensors[0] in self.fills:
+            ((value, local),) = results
+            self.hold(value, _Strided.contiguous(local.meta), Buffer(value, TensorMeta((0,), local.meta.dtype)))
+            self.event(first, [], [])
+            return
+        if first.op is REDISTRIBUTE and first.operands[0] in self.fills:
+            self.event(first, [], [self.given(first.tensors[0])])
+            return
+        for local, value in zip(graph.inputs, unit.operands, strict=True):
+            self.hold(local, self.layouts[value], self.buffers[value])
+        for local, _ in graph.constants:
+            self.hold(local, _Strided.contiguous(local.meta), Buffer(None, local.meta))
+        named = {} if self.fragments.local_implementation(first) else {local: value for value, local in results}
+        for operation in graph.operations:
+            reads = self.operands(operation, first)
+            self.event(first, reads, self.call(operation, named))
+        for value, local in results:
+            self.hold(value, self.layouts[local], self.buffers[local])
 
-    def operands(self, operation: Operation) -> list[Buffer]:
+    def operands(self, operation: Operation, planned: Operation) -> list[Buffer]:
         """The buffers that an operator reads; an operand whose strides its kernel does not support is copied first."""
         needs: dict[Value, Need] = {}
 
@@ -225,43 +203,37 @@ class _Recorder:
             if isinstance(leaf, Value):
                 needs[leaf] = needed
 
-        if operation.op is not aten.view.default:  # lowering reshapes
-            lay_out(operation.op, operation.args, operation.kwargs, note)
+        lay_out(operation.op, operation.args, operation.kwargs, note)
         found = []
         for value in dict.fromkeys(operation.operands):
             buffer, layout = self.buffers[value], self.layouts[value]
-            if not needs.get(value, Need.ANY).is_met(layout.tensor()):
+            if value in needs and not needs[value].is_met(layout.tensor()):
                 copy = Buffer(None, layout.meta)
-                self.event(operation, [buffer], [copy])
+                self.event(planned, [buffer], [copy])
                 buffer = copy
             found.append(buffer)
         return found
 
-    def call(self, operation: Operation) -> list[Buffer]:
-        """The buffers that an operator allocates when it runs on local tensors."""
+    def call(self, operation: Operation, named: Mapping[Value, Value]) -> list[Buffer]:
+        """The buffers that an operator allocates; `named` has the values of the plan for those that stand for one."""
         writes = []
         operands = operation.operands
         for value, result in zip(operation.tensors, self.results(operation), strict=True):
-            if value in self.fills:
-                self.layouts[value], self.buffers[value] = (
-                    result.layout,
-                    Buffer(value, TensorMeta((0,), value.meta.dtype)),
-                )
-            elif result.view_of is None:
-                writes.append(self.allocate(value, result.layout))
+            if result.view_of is None:
+                writes.append(self.hold(value, result.layout, Buffer(named.get(value), value.meta)))
             else:
-                self.alias(value, operands[result.view_of], result.layout)
+                self.hold(value, result.layout, self.buffers[operands[result.view_of]])
         return writes
 
     def results(self, operation: Operation) -> tuple[_Result, ...]:
         operands = operation.operands
-        metas = tuple(map(self.local, operation.tensors))
+        metas = tuple(value.meta for value in operation.tensors)
         fresh = tuple(_Result(_Strided.contiguous(meta)) for meta in metas)
-        if not operands:
+        if not operands or operation.effect is not None or operation.op is TO_PARTIAL:
             return fresh
         first = self.layouts[operands[0]]
         same = len(metas) == 1 and metas[0] == first.meta
-        if same and (operation.op in _IDENTITIES or operation.op in (aten.view.default, aten.expand.default)):
+        if same and (operation.op in _IDENTITIES or operation.op in (RESHAPE, aten.expand.default)):
             return (_Result(first, 0),)
         layouts = [self.layouts[value] for value in operands]
         if torch.Tag.pointwise in operation.op.tags and all(layout.is_contiguous for layout in layouts):
@@ -271,62 +243,8 @@ class _Recorder:
             lambda leaf: _Operand(next(numbers)) if isinstance(leaf, Value) else leaf,
             (operation.args, dict(operation.kwargs)),
         )
-        rule = find_rule(operation.op, self.rules)
-        if rule is not None and rule.size_argument is not None:
-            arguments = (with_local_size(arguments[0], rule.size_argument, metas[0].shape), arguments[1])
         call = _Call(operation.op, freeze(arguments), tuple(layouts), metas, arguments)
-        return _run_on_meta(call) or fresh
-
-    def redistribute(self, operation: Operation) -> None:
-        """Record the events of every step of a redistribution; the buffer of the last step is that of the result."""
-        (value,), (result,) = operation.operands, operation.tensors
-        if value in self.fills:
-            self.event(operation, [], [self.allocate(result)])
-            return
-        buffer, contiguous = self.buffers[value], self.layouts[value].is_contiguous
-        for step in redistribution(self.layout(value).spec, self.layout(result).spec):
-            before = buffer
-            if not (contiguous and self.is_view(step)):
-                shape = step.target.local_shape(self.zero)
-                buffer = Buffer(None, TensorMeta(shape, value.meta.dtype))
-            contiguous = True
-            self.event(operation, [before], [] if buffer is before else [buffer])
-        layout = _Strided.contiguous(self.local(result))
-        if buffer is self.buffers[value]:
-            self.alias(result, value, layout)
-            return
-        event = self.events.pop()
-        made = self.allocate(result, layout)
-        self.event(operation, event.reads, [made] if event.writes else [])
-
-    def is_view(self, step: Step) -> bool:
-        """Whether a step on a contiguous tensor is a view of it: a slice along the leading dim that is not 1."""
-        leading = step.source.local_shape(self.zero)[: step.dims[0]] if step.dims else ()
-        return step.kind is StepKind.SHARD and math.prod(leading) == 1
-
-    def body(self, operation: Operation) -> None:
-        """Record the events of the operators in a local implementation, traced on contiguous tensors."""
-        found = local_implementation(self.strategies[operation])
-        assert found is not None
-        body, axes = found
-        rule = find_rule(operation.op, self.rules)
-        size_argument = None if rule is None else rule.size_argument
-        unsharded = lambda value: self.local(value, axes)  # noqa: E731
-        traced = trace_local_call(LocalCall.of(body, axes, operation, self.mesh, self.local, unsharded, size_argument))
-        graph = traced.graph
-        for inner_value, operand in zip(graph.inputs, dict.fromkeys(operation.operands), strict=True):
-            self.layouts[inner_value] = _Strided.contiguous(inner_value.meta)
-            self.buffers[inner_value] = self.buffers[operand]
-        for inner_value, _ in graph.constants:
-            self.layouts[inner_value] = _Strided.contiguous(inner_value.meta)
-            self.buffers[inner_value] = Buffer(None, inner_value.meta)
-        self.inside.update(value for inner in graph.operations for value in inner.tensors)
-        for inner in graph.operations:
-            self.event(operation, [self.buffers[value] for value in inner.operands], self.call(inner))
-        for value, result in zip(operation.results, traced.results, strict=True):
-            if value is not None and result is not None:
-                self.layouts[value] = _Strided.contiguous(self.local(value))
-                self.buffers[value] = self.buffers[result]
+        return _run_on_meta(call, self.plan.mesh if operation.op in LOCALS else None) or fresh
 
 
 @attrs.frozen
@@ -346,8 +264,11 @@ class _Call:
 
 
 @lru_cache(maxsize=16384)
-def _run_on_meta(call: _Call) -> tuple[_Result, ...] | None:
-    """The strides of the results and which are views; None if the operator does not run on meta tensors."""
+def _run_on_meta(call: _Call, mesh: Mesh | None) -> tuple[_Result, ...] | None:
+    """The strides of the results and which are views; None if the operator does not run on meta tensors.
+
+    The mesh is that of a primitive without communication, which runs as on the first rank.
+    """
     operands = [layout.tensor() for layout in call.operands]
 
     def concrete(leaf: Any) -> Any:
@@ -357,7 +278,7 @@ def _run_on_meta(call: _Call) -> tuple[_Result, ...] | None:
 
     args, kwargs = map_leaves(concrete, call.arguments)
     try:
-        made = args[0].reshape(args[1]) if call.op is aten.view.default else call.op(*args, **kwargs)
+        made = call.op(*args, **kwargs) if mesh is None else run_local(call.op, mesh, 0, *args)
     except (NotImplementedError, RuntimeError):
         return None
     tensors = [leaf for leaf in iterate_leaves(made) if leaf is not None]

@@ -15,7 +15,8 @@ from itertools import accumulate
 import attrs
 
 from spmd.core.spec import TensorMeta
-from spmd.ir.graph import Operation, Source, Value
+from spmd.ir.graph import Operation, Value
+from spmd.ir.source import Source
 from spmd.plan.data.plan import PlanData
 from spmd.plan.memory.liveness import Buffer, Liveness, record
 
@@ -111,7 +112,7 @@ _found: weakref.WeakKeyDictionary[PlanData, Memory] = weakref.WeakKeyDictionary(
 def memory_of(plan: PlanData) -> Memory:
     """The memory of the rank with the largest shards under a plan: the peak, its operation, and the tensors held."""
     if plan not in _found:
-        liveness = record(plan.graph, plan.mesh, plan.layout, plan.strategies, plan.request.rules)
+        liveness = record(plan)
         _found[plan] = measure(liveness, plan.request.donated, plan.source)
     return _found[plan]
 

@@ -15,8 +15,9 @@ import torch
 
 from spmd.core.mesh import Mesh
 from spmd.core.spec import Dims, DTensorSpec
-from spmd.ir.graph import Graph, Operation, Source, Value
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.ir.source import Source
 from spmd.plan.data.draft import flat_shape, logical_meta, physical_shape
 from spmd.rules.strategy import LogicalShape
 from spmd.tracing.constrain import parse_spec

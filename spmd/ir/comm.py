@@ -1,10 +1,10 @@
-"""One collective of a plan."""
+"""The record of a collective: of a plan, and of the program of a rank."""
 
 from __future__ import annotations
 
 import attrs
 
-from spmd.ir.graph import Source
+from spmd.ir.source import Source
 
 
 @attrs.frozen

@@ -1,4 +1,4 @@
-"""The local implementations of rules (`spmd.rules.rule.Body`), called or traced for one operation.
+"""The local implementations of rules (`spmd.rules.rule.Body`), called, traced or counted for one operation.
 
 A local implementation is what a rank runs in place of the operator where the operator alone, on local tensors, would
 not compute the shard of the result. It may call collectives.
@@ -23,9 +23,11 @@ from spmd.core.placement import Placement
 from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
 from spmd.ir.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.list_schedule import Unit, schedule
 from spmd.ir.simplify import eliminate_dead
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.layout import regroup
+from spmd.plan.data.plan import PlanData
 from spmd.rules import find_rule
 from spmd.rules.rule import Body, Rule
 from spmd.rules.strategy import Strategy
@@ -109,22 +111,11 @@ class LocalCall:
         return [torch.empty(metas[n].shape, dtype=metas[n].dtype, device=device) for n in range(len(metas))]
 
 
-@attrs.frozen(eq=False)
-class LocalTrace:
-    """What one rank computes in a local implementation.
+def trace_local_call(call: LocalCall) -> tuple[Graph, tuple[Value | None, ...]]:
+    """A local implementation as a program over the distinct operands, and the values of the operation's results.
 
-    Args:
-        graph: the program; its inputs are the operation's distinct operands, in order of first appearance.
-        results: the values of the operation's results; None for those that the implementation leaves out.
+    A result that the implementation leaves out is None.
     """
-
-    graph: Graph
-    results: tuple[Value | None, ...]
-
-
-@lru_cache(maxsize=512)
-def trace_local_call(call: LocalCall) -> LocalTrace:
-    """The local implementation as a program; equal calls share one."""
     held: list[bool] = []
 
     def present(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -137,7 +128,7 @@ def trace_local_call(call: LocalCall) -> LocalTrace:
     with axis_environment(call.mesh.axes):
         graph = eliminate_dead(trace_flat(present, operands))
     values = iter(graph.outputs)
-    return LocalTrace(graph, tuple(next(values) if has else None for has in held))
+    return graph, tuple(next(values) if has else None for has in held)
 
 
 @lru_cache(maxsize=4096)
@@ -196,6 +187,13 @@ def runs_local_implementation(
     """
     rule = find_rule(operation.op, rules)
     return local_implementation(chosen) is not None or (rule is not None and rule.empty is not None)
+
+
+def scheduled(plan: PlanData) -> tuple[Unit, ...]:
+    """The calls that a rank makes, in order: those of one list operator (`_foreach_*`) are one call."""
+    rules, operations = plan.request.rules, plan.graph.operations
+    alone = frozenset(o for o in operations if runs_local_implementation(o, plan.strategies.get(o, {}), rules))
+    return schedule(operations, alone)
 
 
 def local_collectives(

@@ -1,0 +1,155 @@
+"""Fragments: the program that a rank runs for one operation of a plan.
+
+Lowering joins the fragments of all operations to the program of a rank; the memory of a plan is that of its fragments.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.collectives.bytes_sent import max_bytes_sent
+from spmd.collectives.primitives import COLLECTIVES
+from spmd.collectives.resharding import redistribution
+from spmd.core.mesh import Coordinate, Mesh
+from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.ir.comm import Comm
+from spmd.ir.graph import Annotations, Graph, Operation, Value, map_leaves
+from spmd.ir.list_schedule import Unit
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.data.layout import Layout
+from spmd.plan.data.plan import PlanData
+from spmd.plan.local.calls import LocalCall, local_implementation, trace_local_call, with_local_size
+from spmd.plan.local.steps import localize_step
+from spmd.rules import find_rule
+from spmd.rules.rule import Body
+from spmd.rules.strategy import LogicalShape
+
+RESHAPE = torch.ops.aten.reshape.default
+_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+"""Views that are lowered to `aten.reshape`: a shard may have other strides than the global tensor, or than the operands
+with which a local implementation was traced."""
+
+
+@attrs.frozen(eq=False)
+class Fragment:
+    """The program of a rank for one call in a plan; equal calls may share one.
+
+    Args:
+        graph: the program; its inputs are the distinct operands (`Unit.operands`). Its collectives have a
+            record without cause and predicted time.
+        results: the values of the call's results; None for those that it does not make.
+    """
+
+    graph: Graph
+    results: tuple[Value | None, ...]
+
+
+class Fragments:
+    """The fragments of a plan for the rank at a coordinate."""
+
+    def __init__(self, plan: PlanData, coordinate: Coordinate) -> None:
+        self.plan, self.coordinate = plan, coordinate
+
+    def local(self, value: Value) -> TensorMeta:
+        """The meta of the local tensor of a value."""
+        return TensorMeta(self.plan.layout(value).shape(self.coordinate), value.meta.dtype)
+
+    def of(self, unit: Unit) -> Fragment:
+        """The fragment of a call."""
+        operation = unit.operations[0]
+        if operation.op is RELABEL:
+            value = Value("x", self.local(operation.operands[0]))
+            return Fragment(Graph((value,), (), (), (value,)), (value,))
+        if operation.op is REDISTRIBUTE:
+            (operand,), (result,) = operation.operands, operation.tensors
+            specs = self.plan.specs[operand], self.plan.specs[result]
+            return _redistribution(*specs, self.plan.logical[result], self.coordinate)
+        found = self.local_implementation(operation)
+        return self._operator(unit) if found is None else self._traced(operation, *found)
+
+    def local_implementation(self, operation: Operation) -> tuple[Body, tuple[str, ...]] | None:
+        """The local implementation that this rank runs and its mesh axes, major first; None for the operator itself."""
+        planned = local_implementation(self.plan.strategies.get(operation, {}))
+        rule = find_rule(operation.op, self.plan.request.rules)
+        if planned is not None or rule is None or rule.empty is None:
+            return planned
+        return None if all(self.local(value).numel for value in operation.operands) else (rule.empty, ())
+
+    def _operator(self, unit: Unit) -> Fragment:
+        """The operator itself, on local tensors and with local sizes."""
+        inputs = {value: Value(value.name, self.local(value)) for value in unit.operands}
+        local = lambda leaf: inputs[leaf] if isinstance(leaf, Value) else leaf  # noqa: E731
+        args, kwargs = map_leaves(local, unit.args), map_leaves(local, dict(unit.kwargs))
+        results = tuple(None if value is None else Value(value.name, self.local(value)) for value in unit.results)
+        rule = find_rule(unit.op, self.plan.request.rules)
+        if rule is not None and rule.size_argument is not None:
+            assert results[0] is not None
+            args = with_local_size(args, rule.size_argument, results[0].meta.shape)
+        call = Operation(RESHAPE if unit.op in _VIEWS else unit.op, args, kwargs, results, unit.operations[0].source)
+        return Fragment(Graph(tuple(inputs.values()), (), (call,), call.tensors), results)
+
+    def _traced(self, operation: Operation, body: Body, axes: tuple[str, ...]) -> Fragment:
+        """A local implementation."""
+
+        def unsharded(value: Value) -> TensorMeta:
+            return TensorMeta(self.plan.layout(value).without(axes).shape(self.coordinate), value.meta.dtype)
+
+        rule = find_rule(operation.op, self.plan.request.rules)
+        size_argument = None if rule is None else rule.size_argument
+        return local_fragment(LocalCall.of(body, axes, operation, self.plan.mesh, self.local, unsharded, size_argument))
+
+
+@lru_cache(maxsize=512)
+def local_fragment(call: LocalCall) -> Fragment:
+    """The fragment of a call of a local implementation; equal calls share one."""
+    graph, results = trace_local_call(call)
+    operations = tuple(_lowered(operation, call.mesh) for operation in graph.operations)
+    return Fragment(attrs.evolve(graph, operations=operations), results)
+
+
+def _lowered(operation: Operation, mesh: Mesh) -> Operation:
+    """An operation of a local implementation, with the record of its collective if it is one."""
+    if operation.op in _VIEWS:
+        return attrs.evolve(operation, op=RESHAPE)
+    if operation.op not in COLLECTIVES:
+        return operation
+    kind, (operand, *rest, axes) = COLLECTIVES[operation.op], operation.args
+    counts, held = tuple(map(mesh.axis_size, axes)), operand.meta
+    sent = max_bytes_sent(kind, counts, held.shape, held.dtype.itemsize, rest)
+    return attrs.evolve(operation, annotations=_collective(kind.value, axes, sent))
+
+
+def _collective(kind: str, axes: Any, sent: float) -> Annotations:
+    return Annotations(Comm(kind, tuple(axes), sent, 0.0, "", None))
+
+
+@lru_cache(maxsize=16384)
+def _redistribution(source: DTensorSpec, target: DTensorSpec, atoms: LogicalShape, coordinate: Coordinate) -> Fragment:
+    """The steps from one spec to another, each over physical dims where possible."""
+    dtype = source.meta.dtype
+    start = here = Value("x", TensorMeta(Layout(source, atoms).shape(coordinate), dtype))
+    specs: dict[Value, object] = {start: Layout(source, atoms)}
+    operations: list[Operation] = []
+
+    def call(op: Any, args: tuple[Any, ...], shape: tuple[int, ...], layout: Any, notes: Annotations) -> Value:
+        result = Value("x", TensorMeta(shape, dtype))
+        specs[result] = layout
+        operations.append(Operation(op, args, {}, (result,), annotations=notes))
+        return result
+
+    def reshape(x: Value, shape: tuple[int, ...]) -> Value:
+        return x if x.meta.shape == shape else call(RESHAPE, (x, list(shape)), shape, specs[x], Annotations())
+
+    for step in redistribution(source, target):
+        local = localize_step(step, atoms, coordinate)
+        here = reshape(here, local.view)
+        notes = _collective(step.kind.value, step.axes, step.bytes) if step.is_collective else Annotations()
+        arguments = (here, *local.step.arguments(coordinate))
+        shape = local.step.target.local_shape(coordinate)
+        here = call(local.step.primitive, arguments, shape, Layout(step.target, atoms), notes)
+    here = reshape(here, Layout(target, atoms).shape(coordinate))
+    return Fragment(Graph((start,), (), tuple(operations), (here,), specs), (here,))
