@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from proofs.fuzz.rounding import OtherRounding
-from proofs.fuzz.tensors import Recipe, agrees, nudged
+from proofs.fuzz.tensors import Recipe, agrees, in_order, nudged
 from spmd.core.spec import P
 from spmd.tracing.trace import is_tracing
 
@@ -59,8 +59,8 @@ class Environment:
         """Add a tensor; an argument is made contiguous, as in a jitted function."""
         value = eval(recipe.text(), self.values)
         moved = nudged(value)
-        self.values[name] = value.contiguous() if argument else value
-        self._moved[name] = moved.contiguous() if argument else moved
+        self.values[name] = in_order(value) if argument else value
+        self._moved[name] = in_order(moved) if argument else moved
         self._done.append((name, (recipe, argument)))  # type: ignore[arg-type]
 
     def evaluate(self, expression: str) -> Any:

@@ -112,7 +112,8 @@ class Program:
             f"spread({argument.name}_parts, {argument.spec!r})" if argument.spec.partial else argument.name
             for argument in self.arguments
         )
-        plain = ", ".join(f"{argument.name}.contiguous()" for argument in self.arguments)
+        in_order = "clone(memory_format=torch.contiguous_format)"
+        plain = ", ".join(f"{argument.name}.{in_order}" for argument in self.arguments)
         reference = "reference" if self.transform.has_reference else "program"
         imports = [
             f"# python -m proofs.fuzz --seed {self.seed}",

@@ -27,6 +27,11 @@ class Kind(str, Enum):
 _KINDS = {getattr(torch, kind.value): kind for kind in Kind}
 
 
+def in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of a new tensor, also of dims of length 1: some kernels depend on these, too."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 class Layout(str, Enum):
     """The memory layout of a tensor."""
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, maybe_get_level
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -21,13 +22,34 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attention by fused kernels outside of transforms and under one grad only.
+    """Attention by fused kernels, unless a transform acts on the operands that these kernels do not support.
 
-    The fused kernels have no forward mode, no second derivative and no vmap rule.
+    They have no forward mode, no second derivative and no vmap rule. Elsewhere they are what torch calls: later random
+    numbers depend on the strides of their results.
     """
-    fused = [level.key() for level in get_interpreter_stack() or ()] in ([], [TransformType.Grad])
+    operands = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+    fused = _transforms(operands) in ([], [TransformType.Grad])
     with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def _transforms(tensors: Sequence[torch.Tensor]) -> list[TransformType]:
+    """The transforms that act on one of the tensors, innermost first."""
+    if not get_interpreter_stack():
+        return []
+    interpreter = retrieve_current_functorch_interpreter()
+    wrapped = [tensor for tensor in tensors if maybe_get_level(tensor) == interpreter.level()]
+    acts = any(_is_transformed(interpreter.key(), tensor) for tensor in wrapped)
+    inner = [get_unwrapped(tensor) if maybe_get_level(tensor) == interpreter.level() else tensor for tensor in tensors]
+    with interpreter.lower():
+        return [interpreter.key()] * acts + _transforms(inner)
+
+
+def _is_transformed(transform: TransformType, tensor: torch.Tensor) -> bool:
+    """Whether the innermost transform acts on a tensor that it has wrapped."""
+    if transform == TransformType.Grad:
+        return tensor.requires_grad
+    return transform != TransformType.Jvp or torch._VF._unpack_dual(tensor, level=0)[1] is not None  # type: ignore[attr-defined]
 
 
 DIFFERENTIABLE: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(

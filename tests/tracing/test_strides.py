@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import spmd
 from spmd import P
@@ -110,6 +111,54 @@ def test_draws_after_normal(normal):
     def function(x):
         return torch.rand_like(normal(x.t()))
 
+    torch.manual_seed(0)
+    expected = function(X)
+    torch.manual_seed(0)
+    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(X).full_tensor(), expected)
+
+
+RESULTS = {
+    "a number to a power": lambda y: 2.0**y,
+    "a logarithm of a sigmoid": F.logsigmoid,
+    "division by one number": lambda y: torch.div(y, torch.tensor(0.5), rounding_mode="floor"),
+    "division by a row": lambda y: torch.div(y, y[:1] + 2, rounding_mode="floor"),
+    "division by a column": lambda y: torch.div(y, y[:, :1].abs() + 2, rounding_mode="floor"),
+    "division of a contiguous tensor": lambda y: torch.div(X, y, rounding_mode="floor"),
+    "division by a contiguous tensor": lambda y: torch.div(y, X, rounding_mode="floor"),
+    "division to zero": lambda y: torch.div(y, torch.tensor(0.5), rounding_mode="trunc"),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_draws_after_a_pointwise_operator(name):
+    def function(x):
+        result = RESULTS[name]((x + 0).t().contiguous().t())
+        return result + torch.randn_like(result)
+
+    torch.manual_seed(0)
+    expected = function(X)
+    torch.manual_seed(0)
+    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(X).full_tensor(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward-mode differentiation
+@pytest.mark.parametrize("transform", ["none", "grad", "jvp", "jvp of grad", "vmap"])
+def test_draws_after_gradients_of_attention(transform):
+    """Attention is what torch computes on one device, whatever transform acts on other values."""
+    q = torch.randn(2, 2, 3, 2)
+
+    def noise(x):
+        attend = lambda q: F.scaled_dot_product_attention(q, q[:, :, :1], q[:, :, :1]).sin().sum()  # noqa: E731
+        gradient = torch.func.grad(attend)(q)
+        return (gradient * torch.randn_like(gradient)).sum() * x.sum()
+
+    function = {
+        "none": noise,
+        "grad": torch.func.grad(noise),
+        "jvp": lambda x: torch.func.jvp(noise, (x,), (x,))[1],
+        "jvp of grad": lambda x: torch.func.jvp(torch.func.grad(noise), (x,), (x.cos(),))[0],
+        "vmap": torch.func.vmap(noise, randomness="same"),
+    }[transform]
     torch.manual_seed(0)
     expected = function(X)
     torch.manual_seed(0)
