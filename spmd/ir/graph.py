@@ -91,7 +91,7 @@ class Operation:
     @property
     def name(self) -> str:
         """The operator's name without its overload: `mm`."""
-        return self.op.overloadpacket.__name__  # type: ignore[no-any-return]
+        return getattr(self.op, "overloadpacket", self.op).__name__  # type: ignore[no-any-return]
 
     @property
     def is_view(self) -> bool:
