@@ -24,6 +24,7 @@ from spmd.ir.names import Namer
 from spmd.ir.random_operators import TEMPLATED, is_random
 from spmd.ir.source import Source
 from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, overlaps, places
+from spmd.tracing.result_strides import with_kernel_strides
 from spmd.tracing.source import user_source
 
 OpOverload = torch._ops.OpOverload
@@ -148,6 +149,8 @@ class Recorder(FakeTensorMode):
         try:
             with self._propagation():
                 outputs = super().__torch_dispatch__(func, types, fake_args, fake_kwargs)
+                with self:
+                    outputs = with_kernel_strides(func, fake_args, outputs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise _data_dependent(func, error, source) from None
         self._record(func, arguments, options, outputs, source)

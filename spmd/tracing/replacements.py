@@ -64,17 +64,6 @@ def _expand(x: torch.Tensor, size: Sequence[int], *, implicit: bool = False) -> 
     return x[(None,) * added] if added else aten.alias.default(x)
 
 
-def _floor_divide(x: torch.Tensor, other: Any, *, rounding_mode: str | None) -> Any:
-    """Division rounded down, with operands in one memory order: torch's meta kernel ignores different ones."""
-    if rounding_mode != "floor" or not isinstance(other, torch.Tensor):
-        return NotImplemented
-    like = torch.add(x, other)
-    if x.stride() == other.stride() == like.stride():
-        return NotImplemented
-    given = (torch.empty_like(like).copy_(operand) for operand in (x, other))
-    return aten.div.Tensor_mode(*given, rounding_mode=rounding_mode)
-
-
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
     """The loss of one sample without a batch dim, for which torch's meta kernel returns a wrong number of dims."""
     if x.ndim > 1:
@@ -102,14 +91,11 @@ _STRIDES = (
     ((0, 1), _in_memory_format, (aten.native_batch_norm_backward.default,)),
     ((0, 1, 5), _in_memory_format, (aten.native_layer_norm_backward.default,)),
     ((0, 1), torch.Tensor.contiguous, (aten.normal.float_Tensor, aten.normal.Tensor_Tensor)),
-    ((0,), torch.Tensor.contiguous, (aten.log_sigmoid_forward.default,)),
-    ((1,), torch.Tensor.contiguous, (aten.pow.Scalar,)),
 )  # fmt: skip
 """Positions of operands, the conversion of their strides, and the operators; see `_restrided`."""
 
 REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: _bernoulli,
-    aten.div.Tensor_mode: _floor_divide,
     aten.expand.default: _expand,
     aten.lerp_.Scalar: _lerp,
     aten.lerp_.Tensor: _lerp,

@@ -1,5 +1,7 @@
 """What is written to keeps its strides: the numbers of a draw that goes by them are those of one device."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,28 +119,50 @@ def test_draws_after_normal(normal):
     torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(X).full_tensor(), expected)
 
 
+def orders(*shape):
+    """Tensors of a shape, in different memory orders."""
+    for order in itertools.permutations(range(len(shape))):
+        yield torch.rand([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+
+
+ROUNDED = {"rounding_mode": "floor"}
 RESULTS = {
-    "a number to a power": lambda y: 2.0**y,
-    "a logarithm of a sigmoid": F.logsigmoid,
-    "division by one number": lambda y: torch.div(y, torch.tensor(0.5), rounding_mode="floor"),
-    "division by a row": lambda y: torch.div(y, y[:1] + 2, rounding_mode="floor"),
-    "division by a column": lambda y: torch.div(y, y[:, :1].abs() + 2, rounding_mode="floor"),
-    "division of a contiguous tensor": lambda y: torch.div(X, y, rounding_mode="floor"),
-    "division by a contiguous tensor": lambda y: torch.div(y, X, rounding_mode="floor"),
-    "division to zero": lambda y: torch.div(y, torch.tensor(0.5), rounding_mode="trunc"),
+    "pow": lambda x, y: 2.0**y,
+    "logsigmoid": lambda x, y: F.logsigmoid(y),
+    "div": lambda x, y: torch.div(x, y, **ROUNDED),
+    "div by a number": lambda x, y: torch.div(y, torch.tensor(0.5), **ROUNDED),
+    "div by a row": lambda x, y: torch.div(y, y[:1] + 2, **ROUNDED),
+    "div by a column": lambda x, y: torch.div(y, y[:, :1] + 2, **ROUNDED),
+    "floor_divide": torch.floor_divide,
+    "copysign": torch.copysign,
+    "xlogy": torch.xlogy,
+    "xlog1py": torch.special.xlog1py,
+    "bce": lambda x, y: F.binary_cross_entropy(x, y, reduction="none"),
+    "channel_shuffle": lambda x, y: torch.channel_shuffle(y[None].movedim(2, 1), 2),
+    **{
+        f"gradient of {function.__name__}": lambda x, y, f=function: torch.func.vjp(f, x)[1](y)[0]
+        for function in (F.hardswish, F.hardsigmoid, F.hardtanh, F.elu, F.softplus, F.silu, F.gelu, torch.logit)
+    },
+    **{
+        f"gradient of {loss.__name__}": lambda x, y, f=loss: torch.func.grad(f)(x, y)
+        for loss in (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy)
+    },
 }
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_draws_after_a_pointwise_operator(name):
-    def function(x):
-        result = RESULTS[name]((x + 0).t().contiguous().t())
-        return result + torch.randn_like(result)
+def test_draws_after_results_of_operands_in_different_orders(name):
+    pairs = [*itertools.product(orders(2, 4, 3), orders(2, 4, 3))]
+
+    def function(z):
+        results = [RESULTS[name](x, y) for x, y in pairs]
+        return [result + torch.randn_like(result) * z.sum() for result in results]
 
     torch.manual_seed(0)
     expected = function(X)
     torch.manual_seed(0)
-    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(X).full_tensor(), expected)
+    for actual, wanted in zip(spmd.jit(function, P("data"), P(), mesh=MESH)(X), expected, strict=True):
+        torch.testing.assert_close(actual.full_tensor(), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward-mode differentiation
