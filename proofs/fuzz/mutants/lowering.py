@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from proofs.fuzz.mutants.mutant import Patch, mutant, replaced, returning
-from spmd.lowering.emit import _Emitter
 from spmd.plan.data.layout import Layout
 from spmd.plan.local.calls import local_implementation
+from spmd.plan.local.fragments import Fragments
 from spmd.rules.builders import pointwise
 
-_EMIT, _STEPS, _CANDIDATES = "spmd.lowering.emit", "spmd.plan.local.steps", "spmd.plan.search.candidates"
+_FRAGMENTS, _STEPS, _CANDIDATES = "spmd.plan.local.fragments", "spmd.plan.local.steps", "spmd.plan.search.candidates"
 
 
-def _planned_implementation(emitter: _Emitter, operation: Any) -> Any:
-    return local_implementation(emitter.plan.strategies.get(operation, {}))
+def _planned_implementation(fragments: Fragments, operation: Any) -> Any:
+    return local_implementation(fragments.plan.strategies.get(operation, {}))
 
 
 def _reversed_axes(found: Any) -> Any:
@@ -38,12 +38,12 @@ MUTANTS = (
     mutant(
         "sizes",
         "size arguments of views, of `expand` and of factories stay those of the whole tensor",
-        replaced(_EMIT, "with_local_size", lambda args, position, shape: args),
+        replaced(_FRAGMENTS, "with_local_size", lambda args, position, shape: args),
     ),
     mutant(
         "empty shards",
         "the operator runs on empty shards, where its rule has another computation",
-        replaced(_Emitter, "local_implementation", _planned_implementation),
+        replaced(Fragments, "local_implementation", _planned_implementation),
     ),
     mutant(
         "uneven ranks",
@@ -53,7 +53,7 @@ MUTANTS = (
     mutant(
         "bodies: axes",
         "a local body over several axes takes them minor first",
-        returning(_EMIT, "local_implementation", _reversed_axes),
+        returning(_FRAGMENTS, "local_implementation", _reversed_axes),
     ),
     mutant(
         "bodies: whole operands",
