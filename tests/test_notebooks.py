@@ -6,6 +6,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SLOW = {"02_planning"}
+"""Notebooks of more than 10 seconds: this one plans steps of Llama models of several sizes and layouts."""
 
 
 def test_there_are_notebooks():
@@ -18,7 +20,11 @@ def test_outputs_are_stripped(path):
     assert [cell.id for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if path.stem in SLOW else ()) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_notebook_runs(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)

@@ -92,6 +92,7 @@ def test_a_run_resumes_to_the_same_losses(workers, tmp_path):
     assert found[0][0] == pytest.approx(elsewhere, abs=1e-6, rel=0)
 
 
+@pytest.mark.slow  # torchrun starts two ranks twice, and waits before it restarts them
 def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(workers, tmp_path):
     script, results = Path(restarted_run.__file__), tmp_path / "losses"
     expected, _ = workers.run(restarted_run.run, str(tmp_path / "whole"), ranks=2)
@@ -137,13 +138,15 @@ def test_a_folder_for_every_rank_is_a_mistake(workers):
 
 
 @pytest.mark.faults
-def test_whichever_rank_is_killed_a_save_leaves_one_whole(tmp_path):
+# Slow with many kills: each of them takes two new processes and their time limit.
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_whichever_rank_is_killed_a_save_leaves_one_whole(tmp_path, kills):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spmd.checkpoint"])
     folder, moments = tmp_path / "checkpoint", random.Random(0)
     mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
     number = 0
-    for attempt in range(10):
+    for attempt in range(kills):
         done, sender = context.Pipe(duplex=False)
         store = (tmp_path / f"store{attempt}").as_uri()
         ranks = [

@@ -129,7 +129,8 @@ def test_ranks_that_part_after_the_first_run_say_where_they_are(context, case, p
         assert re.match("DivergenceError: Ranks wait for each other in different places: .*" + pattern, end), end
 
 
-@pytest.mark.parametrize("missing", [0, 2])
+# Slow without rank 0: the others wait for its store, and then for torch to give up.
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_does_not_start_is_named(context, missing):
     for end in run_job(context, cases.steps, ranks=others(missing), timeout=cases.START).values():
         message = "could not start .* Is rank 0 there" if missing == 0 else "rank 2 did not"

@@ -170,7 +170,7 @@ def test_wrong_results_hangs_and_crashes_are_told_apart() -> None:
         _Entry("crash", lambda x: os._exit(3)),
     ]
     assert_right(sweep_entry(made[0], Setup({"x": 2})))  # what every process needs, once
-    found = {outcome.name: outcome for outcome in sweep(made, Setup({"x": 2}), jobs=2, seconds=12)}
+    found = {outcome.name: outcome for outcome in sweep(made, Setup({"x": 2}), jobs=2, seconds=6)}
     statuses = {name: outcome.status for name, outcome in found.items()}
     assert {"right": Status.PASS, "wrong": Status.WRONG, "hang": Status.HANG, "crash": Status.CRASH} == statuses
     assert "the process ended with 3" == found["crash"].reason
