@@ -7,6 +7,7 @@ specs. A rank runs the list operator: one call for hundreds of parameters.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,11 +93,15 @@ def _shared(operation: Operation) -> Any:
 
 
 def _order(units: Sequence[Unit], position: Mapping[Operation, int]) -> tuple[Unit, ...] | None:
-    """A topological order that follows the original order where it can; None if there is a cycle."""
+    """A topological order that follows the original order where it can, and for effects; None if there is a cycle."""
     producer = {value: index for index, unit in enumerate(units) for op in unit.operations for value in op.tensors}
     needs = [
         {producer[value] for op in unit.operations for value in op.operands if value in producer} for unit in units
     ]
+    effects = [index for index, unit in enumerate(units) if any(o.effect is not None for o in unit.operations)]
+    effects.sort(key=lambda index: position[units[index].operations[0]])
+    for before, after in itertools.pairwise(effects):
+        needs[after].add(before)
     users: dict[int, list[int]] = {}
     for index, needed in enumerate(needs):
         for other in needed:

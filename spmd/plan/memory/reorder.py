@@ -18,7 +18,7 @@ def by_results(graph: Graph) -> dict[Operation, Operation]:
     """The operations in their new order, as a mapping from each old operation to its new one.
 
     List operators (`_foreach_*`), which need all their elements at once, are split into one operation per element:
-    the new operations have no `group`. Random operators keep their order, because they share a generator.
+    the new operations have no `group`. Operations with effects keep their order.
     """
     position = {operation: index for index, operation in enumerate(graph.operations)}
     needs = _needs(graph)
@@ -33,15 +33,15 @@ def by_results(graph: Graph) -> dict[Operation, Operation]:
 
 
 def _needs(graph: Graph) -> dict[Operation, list[Operation]]:
-    """The operations that must precede each: its operands' producers and, for a random one, the previous random one."""
+    """The operations that must precede each: its operands' producers and, for one with an effect, the previous such."""
     producers: dict[Value, Operation] = {}
     needs: dict[Operation, list[Operation]] = {}
-    draw: Operation | None = None
+    last: Operation | None = None
     for operation in graph.operations:
         needs[operation] = [producers[value] for value in operation.operands if value in producers]
-        if operation.is_random:
-            needs[operation] += [draw] if draw is not None else []
-            draw = operation
+        if operation.effect is not None:
+            needs[operation] += [last] if last is not None else []
+            last = operation
         producers.update(dict.fromkeys(operation.tensors, operation))
     return needs
 
