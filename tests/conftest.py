@@ -1,10 +1,12 @@
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import hypothesis
 import pytest
 import torch
-from workers import Workers
+from workers import Workers, call_on_mesh
 
 # Deadlines measure the machine, not the code. A failing example is printed as code, so no database of them is kept.
 hypothesis.settings.register_profile("suite", deadline=None, database=None, print_blob=True)
@@ -20,6 +22,22 @@ def _seed() -> None:
 def workers() -> Iterator[Workers]:
     with Workers() as started:
         yield started
+
+
+OnRanks: TypeAlias = Callable[..., list[Any]]
+"""`on_ranks(function, axes, *args)`: calls `function(*args, mesh)` on a mesh of these axes, in every process of it."""
+
+
+@pytest.fixture(params=["virtual", "distributed"])
+def on_ranks(request: pytest.FixtureRequest, workers: Workers) -> OnRanks:
+    """Runs a test on virtual ranks and on processes; the function must be one that workers can import."""
+
+    def run(function: Callable[..., Any], axes: dict[str, int], *args: Any) -> list[Any]:
+        if request.param == "virtual":
+            return [call_on_mesh(function, axes, "virtual", *args)]
+        return workers.run(call_on_mesh, function, axes, "distributed", *args, ranks=math.prod(axes.values()))
+
+    return run
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

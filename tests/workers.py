@@ -22,6 +22,13 @@ CALL_TIMEOUT = 300.0
 """Seconds after which a call that does not come back is given up, and the workers with it."""
 
 
+def call_on_mesh(function: Callable[..., Any], axes: dict[str, int], runtime: str, *args: Any) -> Any:
+    """`function(*args, mesh)` with a new mesh."""
+    from spmd.core.mesh import make_mesh
+
+    return function(*args, make_mesh(axes, runtime=runtime))
+
+
 class WorkerError(Exception):
     """A function failed in a worker; the message has its rank and its traceback."""
 

@@ -1,0 +1,13 @@
+"""Every case on virtual ranks, and with a process for each rank."""
+
+from __future__ import annotations
+
+import pytest
+import runtime_cases
+from conftest import OnRanks
+
+
+@pytest.mark.parametrize("axes", [{"x": 2, "y": 2}, {"x": 1, "y": 3}], ids=str)
+@pytest.mark.parametrize("name", runtime_cases.CASES)
+def test_values_are_those_of_one_device(on_ranks: OnRanks, name: str, axes: dict[str, int]) -> None:
+    on_ranks(runtime_cases.run, axes, name)

@@ -1,0 +1,165 @@
+"""What a jitted function does on a mesh, whatever its runtime: each case compares with the function on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+import torch.nn.functional as F
+
+from spmd import P, distribute, jit
+from spmd.core.mesh import Mesh
+from spmd.errors import SpmdError
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check(mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any, **options: Any) -> Any:
+    """Call a function twice on the mesh and on one device, with the same seeds, and compare; returns the results."""
+    step = jit(function, in_specs, out_specs, mesh=mesh, **options)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected = optree.tree_leaves(function(*args))
+        torch.manual_seed(seed)
+        results = step(*args)
+        for actual, wanted in zip(optree.tree_leaves(results), expected, strict=True):
+            torch.testing.assert_close(actual.full_tensor(), wanted, rtol=1e-5, atol=1e-6)
+    return results
+
+
+def gradients_of_uneven_shards(mesh: Mesh) -> None:
+    loss = lambda w, x: torch.tanh(x @ w).square().mean()  # noqa: E731
+    gradients = torch.func.grad_and_value(loss, argnums=(0, 1))
+    check(mesh, gradients, (P(None, "y"), P("x", "y")), ((P("x"), P("y")), P()), normal(5, 3), normal(7, 5))
+
+
+def empty_shards(mesh: Mesh) -> None:
+    function = lambda x: (x.sum(0), x.amax(1), torch.func.grad(lambda x: x.logsumexp(0).sum())(x))  # noqa: E731
+    check(mesh, function, P(("x", "y")), (P(), P("x"), P("y")), normal(1, 5))
+
+
+def draws_in_program_order(mesh: Mesh) -> None:
+    def function(x: torch.Tensor) -> Any:
+        first = torch.rand_like(x)
+        torch.rand(3)  # nobody reads it
+        return F.dropout(x.t(), 0.3), first + torch.randn(6, 4), torch.randperm(6)
+
+    check(mesh, function, P("x", "y"), (P("y"), P("x"), P()), normal(6, 4))
+
+
+def several_results(mesh: Mesh) -> None:
+    def function(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        normed, mean, _ = torch.native_layer_norm(x, [6], weight, None, 1e-5)
+        top, _ = x.topk(2, 1)
+        left, _, right = x.split(2, 1)
+        return normed, mean, top, left * right
+
+    check(mesh, function, (P("x", "y"), P("y")), (P("x"), P(), P("y"), P("x")), normal(4, 6), normal(6))
+
+
+def local_implementations(mesh: Mesh) -> None:
+    """Operators that are not themselves on a shard: softmax, scans, lookups, losses over the dim that is sharded."""
+    ids = torch.tensor([[0, 5], [9, 3], [7, 7]])
+
+    def function(table: torch.Tensor) -> Any:
+        rows = F.embedding(ids, table)
+        return F.cross_entropy(rows.view(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])), table.cumsum(0), table.argmax(0)
+
+    gradient = lambda table: torch.func.grad(lambda table: function(table)[0])(table)  # noqa: E731
+    check(mesh, function, P(("x", "y")), (P(), P("y"), P()), normal(10, 4))
+    check(mesh, gradient, P("x", "y"), P("x", "y"), normal(10, 4))
+
+
+def closed_over_tensors(mesh: Mesh) -> None:
+    """A result that is one is a copy."""
+    table = normal(4, 3)
+    before = table.clone()
+    _, same = check(mesh, lambda x: (x * table, table), P("x"), (P("x"), P()), normal(4, 3, seed=1))
+    same.full_tensor().zero_()
+    assert torch.equal(before, table)
+    check(mesh, lambda x: (x * table, table), P("x"), (P("x"), P()), normal(4, 3, seed=1))
+
+
+def lists_of_tensors(mesh: Mesh) -> None:
+    """List operators, over tensors of different specs; some of their operands are shared."""
+    params = [normal(4, 6), normal(6), normal(8, 2)]
+    grads = [normal(4, 6, seed=1), normal(6, seed=1), normal(8, 2, seed=1)]
+
+    def function(params: list[torch.Tensor], grads: list[torch.Tensor]) -> Any:
+        scaled = torch._foreach_mul(grads, [0.5, 2.0, -1.0])
+        moved = torch._foreach_add(params, scaled, alpha=0.1)
+        return moved, torch._foreach_addcmul(moved, params, grads), torch._foreach_norm(grads)
+
+    specs = [P("x"), P(), P("x", "y")]
+    check(mesh, function, (specs, specs), (tuple(specs), tuple(specs), P()), params, grads)
+
+
+def reshapes_of_shards(mesh: Mesh) -> None:
+    def function(x: torch.Tensor) -> Any:
+        flat = x.reshape(12, 4)
+        return flat @ flat.t(), x.transpose(0, 1).reshape(3, 16), x.movedim(2, 0).contiguous().view(-1)
+
+    check(mesh, function, P("x", None, "y"), (P("x", "y"), P("y"), P("x")), normal(4, 3, 4))
+
+
+def kernels_that_read_strides(mesh: Mesh) -> None:
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        q = q.transpose(-1, -2).contiguous()
+        return F.scaled_dot_product_attention(q, q, q)
+
+    gradient = torch.func.grad(lambda q: attend(q).sin().sum())
+    check(mesh, lambda q: (attend(q), gradient(q)), P("x", "y"), (P("x", "y"), P("y")), normal(4, 2, 8, 6))
+
+
+def training_steps(mesh: Mesh) -> None:
+    """State that goes from step to step on the mesh, against the same on one device."""
+
+    def function(state: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+            return (torch.relu(x @ params["a"]) @ params["b"]).square().mean()
+
+        grads, value = torch.func.grad_and_value(loss)(state)
+        return optree.tree_map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    specs = {"a": P("x", "y"), "b": P("y")}
+    state = {"a": normal(6, 8), "b": normal(8, 2)}
+    step = jit(function, (specs, P("x")), (specs, P()), mesh=mesh, donate_argnums=0)
+    placed = {name: distribute(value, specs[name], mesh) for name, value in state.items()}
+    for number in range(3):
+        x = normal(10, 6, seed=number)
+        given = placed
+        placed, actual = step(placed, distribute(x, P("x"), mesh))
+        state, expected = function(state, x)
+        torch.testing.assert_close(actual.full_tensor(), expected)
+        try:
+            given["a"].full_tensor()
+        except SpmdError:
+            continue
+        raise AssertionError("a donated argument can be read")
+
+
+def redistributions(mesh: Mesh) -> None:
+    x = normal(7, 5)
+    placed = distribute(x, P("x", "y"), mesh)
+    for spec in (P("y", "x"), P(("y", "x")), P(), P(None, ("x", "y")), P("y"), P("x", "y")):
+        placed = placed.redistribute(spec)
+        assert torch.equal(x, placed.full_tensor())
+
+
+CASES: dict[str, Callable[[Mesh], None]] = {
+    case.__name__: case
+    for case in (
+        gradients_of_uneven_shards, empty_shards, draws_in_program_order, several_results, local_implementations,
+        closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
+        redistributions,
+    )
+}  # fmt: skip
+
+
+def run(name: str, mesh: Mesh) -> None:
+    """Run a case."""
+    CASES[name](mesh)
