@@ -106,7 +106,7 @@ def test_meshes_that_differ() -> None:
     other = spmd.make_mesh({"data": 8}, runtime="virtual")
     f = spmd.jit(identity, (P("data"), P()), P(), mesh=MESH)
     value = spmd.distribute(torch.ones(8), P("data"), other)
-    message = r"argument 0 f32\[8\] lies on Mesh\(data=8\), but the function runs on Mesh\(data=2, model=4\)"
+    message = r"argument 0 f32\[8\] is on Mesh\(data=8\), but the function runs on Mesh\(data=2, model=4\)"
     with pytest.raises(spmd.MeshError, match=message):
         f(value, torch.ones(2))
 
@@ -178,7 +178,7 @@ def test_communication_where_it_is_forbidden() -> None:
         f(torch.ones(4))
     first, comm, pin, remedy = str(caught.value).splitlines()
     assert first == "comms='error' forbids what the plan of total does:"
-    assert comm.startswith("  all_reduce over data, 4 bytes: sum gives P(partial={'data': 'sum'}),")
+    assert comm.startswith("  all_reduce over data, 4 bytes: sum produces P(partial={'data': 'sum'}),")
     assert comm.endswith(f"at {line_of(total, 'x.exp().sum()')}")
     assert pin == "    to avoid it, give result 0 out_specs P(partial={'data': 'sum'}): -0.5 us and -4 bytes a step"
     assert remedy.endswith("or allow it: comms='allow'.")

@@ -200,7 +200,7 @@ def test_every_collective_has_a_cause_and_a_line_of_the_example(name):
     collectives = (*plan.comms, *step.lower(state, (tokens, tokens)).collectives)
     assert collectives
     for collective in collectives:
-        assert re.fullmatch(r".+ gives P\(.*\), .+ wants P\(.*\)|\w+ over a sharded dim", collective.cause)
+        assert re.fullmatch(r".+ (produces|has) P\(.*\), .+ requires P\(.*\)|\w+ over a sharded dim", collective.cause)
         assert Path(collective.source.file).name in ("gpt.py", "training.py")
         assert collective.source.line > 0
     inside = [comm for comm in plan.comms if "over a sharded dim" in comm.cause]

@@ -257,7 +257,7 @@ def _check(leaf: Any, spec: DTensorSpec, name: str) -> None:
         return
     if leaf.mesh != spec.mesh:
         raise MeshError(
-            f"{name} {spec.meta} lies on {leaf.mesh}, but the function runs on {spec.mesh}. Place it with "
+            f"{name} {spec.meta} is on {leaf.mesh}, but the function runs on {spec.mesh}. Place it with "
             "spmd.distribute(value.full_tensor(), spec, mesh)."
         )
     if leaf.spec != spec:

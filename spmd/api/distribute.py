@@ -157,7 +157,7 @@ def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> 
     if isinstance(value, DTensor):
         if value.mesh != spec.mesh:
             raise MeshError(
-                f"{where} {value.spec} lies on {value.mesh} and not on {spec.mesh}. Assemble it first: .full_tensor()."
+                f"{where} {value.spec} is on {value.mesh} and not on {spec.mesh}. Assemble it first: .full_tensor()."
             )
         return value.redistribute(spec.pspec)
     check_placeable(value, spec, where)

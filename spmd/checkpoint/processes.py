@@ -119,7 +119,7 @@ def processes_of(call: str, meshes: Iterable[Mesh]) -> Processes:
     runtimes = {mesh.runtime for mesh in meshes}
     if len(runtimes) > 1:
         names = " and ".join(sorted(runtime.value for runtime in runtimes))
-        raise MeshError(f"The leaves of a checkpoint must lie on meshes of one runtime (got {names}). Save them apart.")
+        raise MeshError(f"The leaves of a checkpoint must be on meshes of one runtime (got {names}). Save them apart.")
     alone = Runtime.VIRTUAL in runtimes or not dist.is_available() or not dist.is_initialized()
     if alone:
         return Processes(call, None)

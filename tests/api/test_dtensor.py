@@ -162,9 +162,7 @@ def test_distribute_refuses(tree, specs, text):
 
 def test_meshes_must_be_there_and_agree():
     value = distribute(torch.ones(2), P(), ONE)
-    with pytest.raises(
-        MeshError, match=r"leaf f32\[2\] P\(\) lies on Mesh\(data=1\) and not on Mesh\(data=2, model=3\)"
-    ):
+    with pytest.raises(MeshError, match=r"leaf f32\[2\] P\(\) is on Mesh\(data=1\) and not on Mesh\(data=2, model=3\)"):
         distribute(value, P(), MESH)
     with pytest.raises(MeshError, match="No mesh was given"):
         distribute(torch.ones(2), P())

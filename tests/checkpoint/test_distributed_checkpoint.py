@@ -115,7 +115,7 @@ ERRORS = {
     "leaves": r"DivergenceError: leaf extra differs between ranks: nothing on ranks 0, 2, 3; 1 on rank 1",
     "path": r"DivergenceError: the path differs between ranks: \S+ on ranks 0, 1, 3; \S+-2 on rank 2",
     "one leaf": r"CheckpointError: (Rank 3 of 4 failed: )?Leaf step must be a tensor, a number or text",
-    "runtimes": r"MeshError: The leaves of a checkpoint must lie on meshes of one runtime \(got distributed",
+    "runtimes": r"MeshError: The leaves of a checkpoint must be on meshes of one runtime \(got distributed",
     "partial": r"ShardingError: Leaf w .* holds final values",
     "missing": r"(?s)CheckpointError: The checkpoint in .* is not like what is wanted:\n  v: missing\nIt has besides",
     "no checkpoint": r"CheckpointError: (Rank 2 of 4 failed: )?There is no checkpoint in \S+-2:",

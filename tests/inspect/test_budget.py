@@ -55,7 +55,7 @@ def test_plans_over_the_budget_are_refused_with_the_lines(comms: Any, allowed: s
     lines = str(caught.value).splitlines()
     assert f"comms={comms} forbids what the plan of pair does:" == lines[0]
     assert f"  all_reduce: 1 with 786,432 bytes, allowed {allowed}:" == lines[1]
-    assert lines[2].startswith("  all_reduce over model, 786,432 bytes: mm gives P(partial={'model': 'sum'}), ")
+    assert lines[2].startswith("  all_reduce over model, 786,432 bytes: mm produces P(partial={'model': 'sum'}), ")
     assert lines[2].endswith(f", at test_budget.py:{LINE + 2}")
     assert lines[3].startswith("    to avoid it, ")
     assert "allow it: comms='allow'." in lines[-1]

@@ -46,7 +46,7 @@ def test_values_collectives_and_figures_that_differ_are_listed() -> None:
     lines = str(found).splitlines()
     assert "bytes sent      288 -> 144" == lines[1]
     assert "  relu f32[64,48]: P('data') -> P(None, 'data')" in lines
-    assert any(line.startswith("  - all_reduce over data, 288 bytes: sum gives P(partial=") for line in lines)
+    assert any(line.startswith("  - all_reduce over data, 288 bytes: sum produces P(partial=") for line in lines)
     assert any(line.startswith("  + all_gather over data, 144 bytes: ") for line in lines)
     assert all(line.endswith(f"at test_difference.py:{LINE}") for line in lines if line.startswith(("  - ", "  + ")))
 
@@ -74,7 +74,7 @@ def test_collectives_that_repeat_are_counted() -> None:
     gone, new = planned(machine=machine).diff(planned(function=twice, machine=machine)).comms
     assert (1, 0, 0, 2) == (gone.before, gone.after, new.before, new.after)
     assert str(new).startswith(
-        "+ 2 x all_reduce over data, 192 bytes: sum gives P(partial={'data': 'sum'}), the result"
+        "+ 2 x all_reduce over data, 192 bytes: sum produces P(partial={'data': 'sum'}), the result"
     )
 
 

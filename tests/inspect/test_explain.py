@@ -39,7 +39,7 @@ def test_an_explanation_has_alternatives_neighbours_and_pins() -> None:
     ]
     assert replicate.replanned is not None
     assert 72.0 + 96.0 - 72.0 == replicate.replanned.bytes  # the all_reduce of 72 bytes is saved
-    assert f"relu wants P('data') at test_explain.py:{layer.__code__.co_firstlineno + 1}" in str(found)
+    assert f"relu requires P('data') at test_explain.py:{layer.__code__.co_firstlineno + 1}" in str(found)
     assert "operand w (in_specs) is P('model'), taken as P('model')" in str(found)
     assert found.operation is not None
     assert str(found) == str(layer_plan().explain(found.operation.name, exact=True))

@@ -29,7 +29,7 @@ def test_text_of_a_matmul() -> None:
         "):\n"
         "    mm_1 = mm(x, params_w)  # f32[2,5] P('d', partial={'m': 'sum'})\n"
         "    all_reduce_1 = all_reduce(mm_1, 'sum', ['m'])  # f32[2,5] P('d')  "
-        "← mm gives P('d', partial={'m': 'sum'}), sin wants P('d') at model.py:3; all_reduce over m, 40 bytes\n"
+        "← mm produces P('d', partial={'m': 'sum'}), sin requires P('d') at model.py:3; all_reduce over m, 40 bytes\n"
         "    sin_1 = sin(all_reduce_1)  # f32[2,5] P('d')\n"
         "    return (sin_1,)"
     )

@@ -83,7 +83,7 @@ class Difference:
             f"bytes sent      {sent:,.0f} -> {more:,.0f}",
             f"bytes held      {held:,} -> {holds:,}",
         ]
-        lines += _listed(f"values that lie otherwise ({len(self.values)}):", self.values)
+        lines += _listed(f"values with another sharding ({len(self.values)}):", self.values)
         lines += _listed(f"collectives that differ ({len(self.comms)}):", self.comms)
         return "\n".join(lines)
 

@@ -120,7 +120,7 @@ class Neighbour:
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""
         if self.has is None:
-            return f"{self.name} wants {self.wants}{where}"
+            return f"{self.name} requires {self.wants}{where}"
         return f"operand {self.name} is {self.has}, taken as {self.wants}{where}"
 
 

@@ -44,10 +44,10 @@ def find_causes(graph: Graph, layout: Callable[[Value], Layout]) -> dict[Operati
             (operand,), (result,) = operation.operands, operation.tensors
             origin, giver = _producer_of(operand, producers)
             taker = _consumer_of(result, users)
-            gives = f"input {origin.name}" if giver is None else giver.name
-            wants = "the result" if taker is None else taker.name
+            produced = f"input {origin.name} has" if giver is None else f"{giver.name} produces"
+            required = "the result" if taker is None else taker.name
             sources = (party.source for party in (operation, taker, giver) if party is not None)
-            text = f"{gives} gives {layout(operand)}, {wants} wants {layout(result)}"
+            text = f"{produced} {layout(operand)}, {required} requires {layout(result)}"
             causes[operation] = Cause(text, next(filter(None, sources), None))
     return causes
 
