@@ -31,12 +31,14 @@ class Flow:
     """Strategies with Partial operands: `through` maps the reduction of a group's arguments to that of the results.
 
     `times` names an argument whose sign decides: if it is negative, max and min of the results are exchanged; if it is
-    zero, complex or a tensor, there are no strategies.
+    zero, complex or a tensor, there are no strategies. `arithmetic` says that integers may overflow: ranks that hold
+    nothing of a maximum or minimum hold the least or largest integer, so integers have no strategies for these.
     """
 
     groups: tuple[str, ...]
     through: Through
     times: str | None = None
+    arithmetic: bool = False
 
     def __call__(self, call: Call) -> Iterator[Row]:
         """The rows of one call."""
@@ -47,6 +49,8 @@ class Flow:
         for group in self.groups:
             words, _, results = group.partition(":")
             for source, target in through:
+                if self.arithmetic and source != "sum" and _holds_integers(call, words.split()):
+                    continue
                 row = _row(call, words.split(), source, target, {int(index) for index in results.split()})
                 if row is not None:
                     yield row
@@ -60,24 +64,26 @@ def linear(*groups: str) -> Flow:
     return Flow(groups, _SUM)
 
 
-def increasing(*groups: str, times: str | None = None) -> Flow:
+def increasing(*groups: str, times: str | None = None, arithmetic: bool = False) -> Flow:
     """Partial max stays max, and min stays min, through an operator that is nondecreasing in a group's arguments.
 
     Args:
         groups: groups of argument names.
         times: the name of an argument whose sign decides: where it is negative, max becomes min and min max.
+        arithmetic: whether integers may overflow.
     """
-    return Flow(groups, _UP, times)
+    return Flow(groups, _UP, times, arithmetic)
 
 
-def decreasing(*groups: str, times: str | None = None) -> Flow:
+def decreasing(*groups: str, times: str | None = None, arithmetic: bool = False) -> Flow:
     """Partial max becomes min, and min max, through an operator that is nonincreasing in a group's arguments.
 
     Args:
         groups: groups of argument names.
         times: the name of an argument whose sign decides: where it is negative, max stays max and min stays min.
+        arithmetic: whether integers may overflow.
     """
-    return Flow(groups, _DOWN, times)
+    return Flow(groups, _DOWN, times, arithmetic)
 
 
 def carry(*groups: str) -> Flow:
@@ -122,10 +128,29 @@ def _row(call: Call, group: list[str], source: Reduction, target: Reduction | No
         infinite = [dtype.is_floating_point for dtype in dtypes]  # an empty shard contributes an infinity
         if any(infinite) and not all(_has_infinity(call.results[i].dtype) for i in results):
             return None
+        if not all(_holds(call.results[i].dtype, dtype) for i in results for dtype in dtypes):
+            return None
         if to_bool or any(dtype.is_complex for dtype in (*dtypes, *(call.results[i].dtype for i in results))):
             return None
     placed = Replicate() if target is None else Partial(target)
     return Row(operands, tuple(placed if i in results else Replicate() for i in range(len(call.results))))
+
+
+def _holds_integers(call: Call, group: list[str]) -> bool:
+    named = zip(operand_names(call), call.operands, strict=True)
+    return any(name in group and _is_integer(meta.dtype) for name, meta in named)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _holds(target: torch.dtype, source: torch.dtype) -> bool:
+    """Whether a conversion between integers wraps none around; true for all other dtypes."""
+    if not (_is_integer(target) and _is_integer(source)):
+        return True
+    held, given = torch.iinfo(target), torch.iinfo(source)
+    return held.min <= given.min and given.max <= held.max
 
 
 def _has_infinity(dtype: torch.dtype) -> bool:

@@ -28,7 +28,7 @@ def _between(text: str, reduction: Reduction = "sum", result: Reduction | None =
         plain = {name: f"{stacked}.{_REDUCED[reduction]}(0)" for name, stacked in parts.items()}
         pending = {name: _pending(stacked, axis, reduction) for name, stacked in parts.items()}
         found = f"spmd.reshard({text.format(y=y, **pending)}, {P(partial={axis: result or reduction})!r})"
-        return f"({found} if is_tracing() else {text.format(y=y, **plain)})"
+        return f"({found} if is_tracing() else ({text.format(y=y, **plain)}).clone())"
 
     return operator
 

@@ -22,7 +22,8 @@ def _steered(build: Callable[[_Place], str]) -> str:
 
 
 def _either(traced: str, plain: str) -> str:
-    return f"({traced} if is_tracing() else {plain})"
+    """One expression in a trace and another on one device, which is a copy, too: `constrain` returns a new tensor."""
+    return f"({traced} if is_tracing() else ({plain}).clone())"
 
 
 def _constrained(text: object, spec: P) -> str:

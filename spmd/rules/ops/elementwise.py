@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from spmd.rules.builders import pointwise
 from spmd.rules.notation import Rows
 from spmd.rules.partial import carry, decreasing, ignores, increasing, keeps_max, keeps_min, linear
@@ -34,15 +36,17 @@ def _if_positive(flow: Rows, *names: str) -> Rows:
     return lambda call: flow(call) if all(call.argument(name) > 0 for name in names) else iter(())
 
 
+_up, _down = functools.partial(increasing, arithmetic=True), functools.partial(decreasing, arithmetic=True)
+
 POINTWISE = table({
-    "add.Tensor add.Scalar": pointwise(linear("self other"), increasing("self"), increasing("other", times="alpha")),
-    "sub.Tensor sub.Scalar": pointwise(linear("self other"), increasing("self"), decreasing("other", times="alpha")),
-    "rsub.Tensor rsub.Scalar": pointwise(linear("self other"), increasing("other"), decreasing("self", times="alpha")),
-    "mul.Tensor mul.Scalar": pointwise(linear("self", "other"), increasing("self", times="other")),
+    "add.Tensor add.Scalar": pointwise(linear("self other"), _up("self"), _up("other", times="alpha")),
+    "sub.Tensor sub.Scalar": pointwise(linear("self other"), _up("self"), _down("other", times="alpha")),
+    "rsub.Tensor rsub.Scalar": pointwise(linear("self other"), _up("other"), _down("self", times="alpha")),
+    "mul.Tensor mul.Scalar": pointwise(linear("self", "other"), _up("self", times="other")),
     "div.Tensor div.Scalar": pointwise(linear("self"), increasing("self", times="other")),
-    "neg": pointwise(linear("self"), decreasing("self")),
-    "addcmul": pointwise(linear("self tensor1", "self tensor2"), increasing("self")),
-    "addcdiv": pointwise(linear("self tensor1"), increasing("self")),
+    "neg": pointwise(linear("self"), _down("self")),
+    "addcmul": pointwise(linear("self tensor1", "self tensor2"), _up("self")),
+    "addcdiv": pointwise(linear("self tensor1"), _up("self")),
     "xlogy.Tensor special_xlog1py": pointwise(linear("self")),
     "leaky_relu": pointwise(_if_positive(increasing("self"), "negative_slope")),
     "celu": pointwise(_if_positive(increasing("self"), "alpha")),

@@ -11,7 +11,7 @@ from spmd.rules.rule import Rule, table
 
 def _product_plus(pattern: str, *rows: Rows, sum: str = "k") -> Rule:
     """The rule of a product to which the first operand, times `beta`, is added."""
-    rows = (increasing("self", times="beta"), *rows)
+    rows = (increasing("self", times="beta", arithmetic=True), *rows)
     # Added to an empty shard, a bias of length 1 would make a row.
     return factors(pattern, *rows, sum=sum, additive="self", empty=empty_results)
 
