@@ -56,7 +56,9 @@ def shrink(program: Program, check: Check, most: int = 600) -> Program:
 def _same(found: Outcome | None, failure: Outcome) -> bool:
     if found is None or found.status is not failure.status:
         return False
-    return failure.status in (Status.WRONG, Status.COMMS, Status.HANG) or found.kind == failure.kind
+    if failure.status is Status.WRONG:  # other values, or another dtype, ...
+        return found.kind.split()[:1] == failure.kind.split()[:1]
+    return failure.status in (Status.COMMS, Status.HANG) or found.kind == failure.kind
 
 
 def _pruned(program: Program) -> Program:
