@@ -14,16 +14,12 @@ _Place = Callable[[object, P], str]
 
 
 def _steered(build: Callable[[_Place], str]) -> str:
-    """An expression in which `build` constrains values; on one device there are no constraints.
-
-    `build` must not return a view of a value: the result of `constrain` shares no memory with its operand.
-    """
-    return _either(build(_constrained), build(lambda text, spec: f"{text}"))
+    """An expression in which `build` constrains values; on one device it copies them, as `constrain` does."""
+    return _either(build(_constrained), build(lambda text, spec: f"({text}).clone()"))
 
 
 def _either(traced: str, plain: str) -> str:
-    """One expression in a trace and another on one device, which is a copy, too: `constrain` returns a new tensor."""
-    return f"({traced} if is_tracing() else ({plain}).clone())"
+    return f"({traced} if is_tracing() else {plain})"
 
 
 def _constrained(text: object, spec: P) -> str:
