@@ -36,6 +36,8 @@ class Unit:
     @property
     def operands(self) -> tuple[Value, ...]:
         """The distinct tensor arguments, in order of first appearance."""
+        if len(self.operations) == 1:
+            return tuple(dict.fromkeys(self.operations[0].operands))
         leaves = iterate_leaves((self.args, dict(self.kwargs)))
         return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Value)))
 

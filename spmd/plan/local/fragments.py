@@ -6,7 +6,7 @@ Lowering joins the fragments of all operations to the program of a rank; the mem
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -48,18 +48,37 @@ class Fragment:
     results: tuple[Value | None, ...]
 
 
-class Fragments:
-    """The fragments of a plan for the rank at a coordinate."""
+Known: TypeAlias = dict[tuple[Operation, ...], Fragment]
+"""The fragments of operations that plans of one program share: their values have the same specs in all of them."""
 
-    def __init__(self, plan: PlanData, coordinate: Coordinate) -> None:
+
+class Fragments:
+    """The fragments of a plan for the rank at a coordinate.
+
+    Args:
+        plan: the plan.
+        coordinate: the mesh coordinate of the rank.
+        known: fragments that are known already; new ones are added.
+    """
+
+    def __init__(self, plan: PlanData, coordinate: Coordinate, known: Known | None = None) -> None:
         self.plan, self.coordinate = plan, coordinate
+        self._known: Known = {} if known is None else known
+        self._locals: dict[Value, TensorMeta] = {}
 
     def local(self, value: Value) -> TensorMeta:
         """The meta of the local tensor of a value."""
-        return TensorMeta(self.plan.layout(value).shape(self.coordinate), value.meta.dtype)
+        if value not in self._locals:
+            self._locals[value] = TensorMeta(self.plan.layout(value).shape(self.coordinate), value.meta.dtype)
+        return self._locals[value]
 
     def of(self, unit: Unit) -> Fragment:
         """The fragment of a call."""
+        if unit.operations not in self._known:
+            self._known[unit.operations] = self._make(unit)
+        return self._known[unit.operations]
+
+    def _make(self, unit: Unit) -> Fragment:
         operation = unit.operations[0]
         if operation.op is RELABEL:
             value = Value("x", self.local(operation.operands[0]))

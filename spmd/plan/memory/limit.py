@@ -20,6 +20,7 @@ from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
+from spmd.plan.local.fragments import Known
 from spmd.plan.memory.liveness import Buffer, Liveness, record
 from spmd.plan.memory.peak import measure, memory_of
 from spmd.plan.memory.rematerialization import Rematerialization, Rewritten, candidates, rewrite
@@ -123,8 +124,9 @@ def _lower_peaks(plan: PlanData) -> PlanData:
     assert limit is not None
     costs = _costs_of_a_second_run(plan)
     best, least = plan, memory_of(plan).peak
+    known: Known = {}
     for _ in range(_ROUNDS):
-        liveness = record(plan)
+        liveness = record(plan, known)
         memory = measure(liveness, plan.request.donated, lambda operation: operation.source)
         if memory.peak < least:
             best, least = plan, memory.peak

@@ -24,7 +24,7 @@ from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
-from spmd.plan.local.fragments import RESHAPE, Fragments
+from spmd.plan.local.fragments import RESHAPE, Fragments, Known
 from spmd.rules.layouts import Need, lay_out
 
 aten = torch.ops.aten
@@ -81,9 +81,9 @@ class Liveness:
     buffers: dict[Value, Buffer]
 
 
-def record(plan: PlanData) -> Liveness:
-    """The liveness of the program of a plan."""
-    return _Recorder(plan).run()
+def record(plan: PlanData, known: Known | None = None) -> Liveness:
+    """The liveness of the program of a plan; `known` is as in `Fragments`."""
+    return _Recorder(plan, known).run()
 
 
 @attrs.frozen
@@ -120,10 +120,9 @@ class _Result:
 
 
 class _Recorder:
-    def __init__(self, plan: PlanData) -> None:
+    def __init__(self, plan: PlanData, known: Known | None) -> None:
         self.plan = plan
-        self.zero = (0,) * len(plan.mesh.names)
-        self.fragments = Fragments(plan, self.zero)
+        self.fragments = Fragments(plan, (0,) * len(plan.mesh.names), known)
         self.events: list[Event] = []
         self.buffers: dict[Value, Buffer] = {}
         self.layouts: dict[Value, _Strided] = {}
