@@ -78,7 +78,7 @@ TENSOR_ERRORS = {
     "from_local": r"ShardingError: Shard of rank 0 must be f32\[3\] for a global tensor f32\[9\] .* \(got f32\[2\]\)",
     "dtype": r"ShardingError: Shard of rank 3 must be f32\[2\] for a global tensor f32\[8\] .* \(got i64\[2\]\)",
     "parts": r"ShardingError: Shard of rank 0 must be f32\[3\] for a global tensor f32\[9\] .* \(got f32\[2\]\)",
-    "mesh": r"MeshError: argument 0 f32\[4\] lies on Mesh\(x=2, y=2\), but the function runs on Mesh\(x=4\)",
+    "mesh": r"MeshError: argument 0 f32\[4\] is on Mesh\(x=2, y=2\), but the function runs on Mesh\(x=4\)",
     "size": r"MeshError: Mesh\(x=3\) has 3 ranks, but the job has 4 processes\. Choose axes whose product is 4",
     "abstract": r"MeshError: An abstract mesh holds no data",
     "init": r"MeshError: init\(timeout=\.\.\.\) came after torch\.distributed was started",

@@ -158,7 +158,7 @@ def test_every_collective_has_a_cause_and_a_line() -> None:
     for comm in plan.comms:
         assert comm.source is not None
         assert os.path.basename(comm.source.file) == "test_plan.py"
-        assert "wants" in comm.cause or "over a sharded dim" in comm.cause
+        assert "requires" in comm.cause or "over a sharded dim" in comm.cause
         assert comm.seconds > 0
 
 

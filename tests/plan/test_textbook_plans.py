@@ -33,7 +33,7 @@ def test_the_workload_sends_no_more_than_the_textbook_and_jax(strategy: str) -> 
 @pytest.mark.parametrize("strategy", layouts.STRATEGIES)
 def test_every_collective_of_the_workload_has_a_cause_and_a_line(strategy: str) -> None:
     for comm in workload_plan(strategy).comms:
-        assert "wants" in comm.cause or "over a sharded dim" in comm.cause
+        assert "requires" in comm.cause or "over a sharded dim" in comm.cause
         assert comm.source is not None
         assert comm.source.line > 0
         assert comm.source.file.endswith(("gpt.py", "training.py", "layouts.py")), comm
