@@ -200,6 +200,7 @@ def test_the_command_writes_what_it_finds(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.rules
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # when calls are loaded
 def test_the_table_is_what_all_calls_show(tmp_path: Path) -> None:
     main(["--layouts", "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())

@@ -31,6 +31,12 @@ def _affine_rows(call: Call) -> Iterator[Row]:
     yield from increasing("bias:0")(call)
 
 
+def _unread_statistics(call: Call) -> Iterator[Row]:
+    """The gradient reads the statistics of the batch in training, and the running ones otherwise."""
+    names = ("running_mean", "running_var") if call.argument("train") else ("save_mean", "save_invstd")
+    yield from ignores(*names)(call)
+
+
 def _scaled(call: Call) -> Iterator[Row]:
     """The gradient of the input is linear in the weight; the other gradients do not depend on it."""
     yield from (linear("weight:0") if call.argument("output_mask")[0] else ignores("weight"))(call)
@@ -236,5 +242,7 @@ NORMALIZATION = table({
     "native_batch_norm _native_batch_norm_legit.no_stats": _CHANNELS,
     "_native_batch_norm_legit_functional": rule(_per_channel, _affine_rows, _running, empty=empty_results),
     "_native_batch_norm_legit_no_training _batch_norm_with_update_functional": _CHANNELS,
-    "native_batch_norm_backward": rule(_per_channel, linear("grad_out"), _scaled, empty=_plain_gradients),
+    "native_batch_norm_backward": rule(
+        _per_channel, linear("grad_out"), _scaled, _unread_statistics, empty=_plain_gradients
+    ),
 })  # fmt: skip
