@@ -13,7 +13,7 @@ import torch
 from proofs.op_sweep.cases import Case, Function, dense_cases, is_differentiable, with_every_gradient
 from proofs.op_sweep.placements import apart
 from spmd.rules.check.execute import FAILURES
-from spmd.rules.check.strides import Layout, layouts
+from spmd.rules.check.strides import MemoryLayout, layouts
 
 _SEARCHED = 100
 """The most calls of an entry that are considered."""
@@ -90,13 +90,13 @@ def restrided(case: Case, positions: Sequence[int], number: int, copied: bool) -
     return attrs.evolve(case.mapped(viewed), label=label, tensors=held)
 
 
-def _view(layout: Layout, copied: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def _view(layout: MemoryLayout, copied: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     if not copied:
         return layout.view
     return lambda held: layout.view(held).clone(memory_format=torch.contiguous_format)
 
 
-def _layout(tensor: torch.Tensor, number: int) -> Layout | None:
+def _layout(tensor: torch.Tensor, number: int) -> MemoryLayout | None:
     """One of the layouts that a tensor can have, by number; None if it can have no other layout."""
     options = list(layouts(tensor)) if tensor.ndim and tensor.layout is torch.strided else []
     kinds = [[option for option in options if option.name.startswith(kind)] for kind in _KINDS]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from spmd.api.compiled import Compiled
 from spmd.api.never_gathered import KeepSharded
 from spmd.api.options import Comms, JitOptions, Options
-from spmd.api.signature import Signature, is_tensor, split, with_dynamic
+from spmd.api.signature import Signature, split, with_dynamic
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
+from spmd.core.spec import has_meta
 from spmd.errors import MeshError, PlanError, TraceError
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
@@ -162,7 +163,7 @@ class Jitted:
 
     def _refuse_static_tensors(self, args: tuple[Any, ...], signature: Signature) -> None:
         for number, _ in signature.static:
-            if any(is_tensor(leaf) for leaf in tree_leaves(args[number])):
+            if any(has_meta(leaf) for leaf in tree_leaves(args[number])):
                 raise TraceError(
                     f"Static argument {number} of {self!r} holds a tensor (got {type(args[number]).__name__}): every "
                     "new one would be a new program. Pass it as a dynamic argument, or close over it."

@@ -7,13 +7,12 @@ from typing import Any, TypeAlias
 
 import attrs
 import optree
-import torch
 
 from spmd.api.options import Options
 from spmd.api.static_arguments import static_key
 from spmd.core.mesh import Mesh
 from spmd.core.pytree import tree_flatten
-from spmd.core.spec import TensorMeta
+from spmd.core.spec import TensorMeta, has_meta
 from spmd.errors import TraceError
 from spmd.runtime.torch_settings import torch_settings
 
@@ -48,7 +47,7 @@ class Signature:
         """
         static, dynamic = split(args, options.static_argnums)
         leaves, tree = tree_flatten(dynamic)
-        metas = tuple(TensorMeta(tuple(leaf.shape), leaf.dtype) if is_tensor(leaf) else None for leaf in leaves)
+        metas = tuple(TensorMeta.of(leaf) if has_meta(leaf) else None for leaf in leaves)
         return cls(torch_settings(), mesh, static, tree, metas)
 
     @property
@@ -101,11 +100,6 @@ def with_dynamic(args: tuple[Any, ...], static: Static, dynamic: Iterable[Any]) 
     """
     numbers, values = {number for number, _ in static}, iter(dynamic)
     return tuple(arg if number in numbers else next(values) for number, arg in enumerate(args))
-
-
-def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf has a shape and a torch dtype: a tensor, or a stand-in such as `TensorMeta`."""
-    return hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype)
 
 
 def _positions(numbers: Sequence[int], count: int, what: str) -> tuple[int, ...]:

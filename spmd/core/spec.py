@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import NoneType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -73,6 +73,11 @@ class TensorMeta:
     def __str__(self) -> str:
         name = _DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
         return f"{name}[{','.join(map(str, self.shape))}]"
+
+
+def has_meta(leaf: Any) -> bool:
+    """Whether a leaf has a shape and a torch dtype: a tensor, or a stand-in such as `TensorMeta`."""
+    return hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype)
 
 
 @attrs.frozen(init=False)

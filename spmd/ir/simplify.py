@@ -31,7 +31,7 @@ def simplify(graph: Graph, *, any_shapes: bool = False) -> Graph:
     """Remove identity operations and common subexpressions, and join chains of views and of permutations.
 
     Args:
-        graph: the program. Operations of a group (`Operation.group`) and those with effects stay as they are.
+        graph: the program. Operations of a group (`Operation.group`) and those with effects are never merged.
         any_shapes: whether a view of a view is always one view. If not, the ends must have all dim boundaries of the
             shape between them: a sharding may need the dims in between.
     """

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
-import re
-from collections.abc import Sequence
-
 import attrs
 import torch
 
@@ -15,14 +11,14 @@ from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.ir.names import Namer
 from spmd.ir.printing import operator_name
+from spmd.lowering.repetitions import repetitions
 from spmd.plan.data.causes import Cause
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
 from spmd.plan.local.fragments import Fragments
-from spmd.plan.memory.rematerialization import repetitions
 
 
-def emit(plan: PlanData, input_names: Sequence[str], coordinate: Coordinate) -> Graph:
+def emit(plan: PlanData, coordinate: Coordinate) -> Graph:
     """Emit the program of the rank at `coordinate`, not yet optimized.
 
     Its values are local tensors; `specs` has the Layout of those that stand for a value of the plan. Collectives and
@@ -30,14 +26,10 @@ def emit(plan: PlanData, input_names: Sequence[str], coordinate: Coordinate) -> 
 
     Args:
         plan: the plan.
-        input_names: for each input, a name or a path (`params['w']`), from which the input's value is named.
         coordinate: the mesh coordinate of the rank.
     """
     emitter, graph = _Emitter(plan, coordinate), plan.graph
-    inputs = tuple(
-        emitter.define(value, emitter.namer.parameter(_identifier(name)))
-        for value, name in zip(graph.inputs, input_names, strict=True)
-    )
+    inputs = tuple(emitter.define(value, emitter.namer.parameter(value.name)) for value in graph.inputs)
     for index, (value, tensor) in enumerate(graph.constants):
         emitter.constants.append((emitter.define(value, emitter.namer.fresh(f"constant_{index}")), tensor))
     for unit in scheduled(plan):
@@ -104,9 +96,3 @@ class _Emitter:
         if planned.op is REDISTRIBUTE:
             return self.plan.causes[planned]
         return Cause(f"{operator_name(planned.op)} over a sharded dim", planned.source)
-
-
-def _identifier(path: str) -> str:
-    """A Python identifier from a path: `params_w` from `params['w']`."""
-    name = re.sub(r"\W+", "_", path).strip("_")
-    return name if name.isidentifier() and not keyword.iskeyword(name) else f"arg_{name}"

@@ -21,7 +21,6 @@ def lower(
     plan: PlanData,
     *,
     name: str = "program",
-    input_names: Sequence[str] | None = None,
     passes: Sequence[Callable[[Graph], Graph]] | None = None,
 ) -> LocalProgram:
     """Lower a plan to the program that each rank runs.
@@ -31,16 +30,14 @@ def lower(
     Args:
         plan: the plan.
         name: the name of the function.
-        input_names: a name for each input; by default those of the plan's values.
         passes: the passes over each rank's program, in order; by default `PASSES`.
 
     Returns:
         The programs of all ranks.
     """
-    names = tuple(input_names or (value.name for value in plan.graph.inputs))
 
     def build(coordinate: Coordinate) -> Graph:
-        graph = emit(plan, names, coordinate)
+        graph = emit(plan, coordinate)
         for run in PASSES if passes is None else passes:
             graph = run(graph)
         return graph.verify()

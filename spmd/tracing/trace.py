@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.core.pytree import leaf_remedy, tree_flatten, tree_leaves
-from spmd.core.spec import TensorMeta
+from spmd.core.spec import TensorMeta, has_meta
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value
 from spmd.ir.names import Namer
@@ -300,9 +300,9 @@ def _device(leaf: Any) -> torch.device:
 
 
 def _check_leaf(leaf: Any, path: str) -> None:
-    if hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype):
-        return
-    raise TraceError(f"Argument {path} must be a tensor (got {type(leaf).__name__} {leaf!r:.60}). {leaf_remedy(leaf)}")
+    if not has_meta(leaf):
+        got = f"{type(leaf).__name__} {leaf!r:.60}"
+        raise TraceError(f"Argument {path} must be a tensor (got {got}). {leaf_remedy(leaf)}")
 
 
 def _check_result(leaf: Any, path: str) -> None:

@@ -7,15 +7,12 @@ operands must then be held until that point, which costs memory unless they are 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
 
-from spmd.core.spec import DTensorSpec
-from spmd.ir.graph import Graph, Operation, Value, freeze
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.ir.simplify import eliminate_dead
 from spmd.plan.memory.liveness import Buffer, Liveness
@@ -133,25 +130,3 @@ def _copy(operation: Operation, second: dict[Value, Value]) -> Operation:
     copy = attrs.evolve(operation.substitute(second), results=results)
     second.update((old, new) for old, new in zip(operation.results, results, strict=True) if old and new)
     return copy
-
-
-def repetitions(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> dict[Operation, int]:
-    """The cheap operations that are identical to earlier ones, each with the number of those before it.
-
-    Operations are identical if operator, arguments and result spec are equal. A plan has several only where it
-    rematerializes, so common-subexpression elimination must not merge them.
-
-    Args:
-        graph: a planned program.
-        specs: the spec of every value.
-    """
-    seen: Counter[Any] = Counter()
-    found = {}
-    for operation in graph.operations:
-        if operation.group is not None or not is_cheap(operation):
-            continue
-        key = operation.op, freeze(operation.args), freeze(dict(operation.kwargs)), specs[operation.tensors[0]]
-        if seen[key]:
-            found[operation] = seen[key]
-        seen[key] += 1
-    return found

@@ -111,7 +111,7 @@ def physical_shape(grouping: Grouping, placement: Placement, ranks: int, rank: i
     return tuple(math.prod(next(sizes) for _ in group) for group in grouping)
 
 
-def split(
+def split_placement(
     value: Tensor, grouping: Grouping, placement: Placement, ranks: int, generator: torch.Generator
 ) -> list[Tensor]:
     """Every rank's shard of `value`; for a Partial, random unequal parts of both signs that reduce to `value`."""

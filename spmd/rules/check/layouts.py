@@ -12,7 +12,7 @@ from torch import Tensor
 from spmd.core.spec import TensorMeta
 from spmd.rules.check.execute import FAILURES, replace_tensors, tensors_of
 from spmd.rules.check.expected import Expected, perturbed
-from spmd.rules.check.strides import Layout, layouts, rare_layouts
+from spmd.rules.check.strides import MemoryLayout, layouts, rare_layouts
 from spmd.rules.layouts import OF_SOME_PROCESSORS, Need, need
 
 _Call: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
@@ -240,7 +240,7 @@ class _Example:
         return None
 
 
-def _layouts(tensors: Sequence[Tensor]) -> Iterator[tuple[Layout, dict[int, Tensor]]]:
+def _layouts(tensors: Sequence[Tensor]) -> Iterator[tuple[MemoryLayout, dict[int, Tensor]]]:
     """Each operand alone in each of its layouts, then all operands that can have a layout together in it."""
     options = [{layout.name: layout for layout in (*layouts(tensor), *rare_layouts(tensor))} for tensor in tensors]
     for position, option in enumerate(options):

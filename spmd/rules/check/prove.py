@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.rules.check.execute import FAILURES, Example, Grouping, execute, logical_shapes, mismatch, split
+from spmd.rules.check.execute import FAILURES, Example, Grouping, execute, logical_shapes, mismatch, split_placement
 from spmd.rules.check.report import Finding, Report
 from spmd.rules.check.search import is_implied, physical, search
 from spmd.rules.rule import Rule
@@ -95,7 +95,7 @@ def _try(
     """What is wrong with one strategy on this number of ranks; None if it is right."""
     generator = torch.Generator().manual_seed(ranks)
     placed = zip(example.tensors, shapes[0], strategy.operands, strict=True)
-    shards = [split(tensor, grouping, placement, ranks, generator) for tensor, grouping, placement in placed]
+    shards = [split_placement(tensor, grouping, placement, ranks, generator) for tensor, grouping, placement in placed]
     try:
         local = execute(example, rule, strategy, shards, shapes[1], ranks)
     except FAILURES as error:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
-from spmd.rules.check.execute import FAILURES, Example, Grouping, execute, mismatch, split
+from spmd.rules.check.execute import FAILURES, Example, Grouping, execute, mismatch, split_placement
 from spmd.rules.check.values import redrawn
 from spmd.rules.rule import Rule
 from spmd.rules.strategy import Strategy
@@ -174,7 +174,7 @@ def _right(
     """For every result, those candidates for which the plain operator on the ranks' operands is right."""
     generator = torch.Generator().manual_seed(100 * ranks + draw)
     shards = [
-        split(tensor, _whole(tensor), placement, ranks, generator)
+        split_placement(tensor, _whole(tensor), placement, ranks, generator)
         for tensor, placement in zip(example.tensors, operands, strict=True)
     ]
     strategy = Strategy(operands, (candidates[0][0], *(Replicate() for _ in candidates[1:])))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @attrs.frozen(eq=False)
-class Layout:
+class MemoryLayout:
     """A memory layout that a tensor can have: a view of another, contiguous tensor.
 
     Args:
@@ -31,7 +31,7 @@ class Layout:
         return self.view(self.hold(tensor))
 
 
-def layouts(tensor: Tensor) -> Iterator[Layout]:
+def layouts(tensor: Tensor) -> Iterator[MemoryLayout]:
     """The usual layouts that a tensor of this shape can have, except the contiguous one.
 
     >>> [layout.name for layout in layouts(torch.ones(3))]
@@ -54,14 +54,14 @@ def layouts(tensor: Tensor) -> Iterator[Layout]:
         yield _sliced("padded rows", shape, -1, slice(1, shape[-1] + 1), shape[-1] + 3)
     count = tensor.numel()
     flat = _sliced("offset", (count,), 0, slice(1, count + 1), count + 3)
-    yield Layout("offset", lambda x: flat.hold(x.reshape(-1)), lambda held: flat.view(held).view(shape))
+    yield MemoryLayout("offset", lambda x: flat.hold(x.reshape(-1)), lambda held: flat.view(held).view(shape))
     long = [dim for dim, size in enumerate(shape) if size > 1]
     yield from (_expanded(f"expanded along {dim}", shape, [dim]) for dim in long)
     if len(long) > 1:
         yield _expanded("expanded from one element", shape, long)
 
 
-def rare_layouts(tensor: Tensor) -> Iterator[Layout]:
+def rare_layouts(tensor: Tensor) -> Iterator[MemoryLayout]:
     """More layouts, for which some torch operators compute other values than for contiguous tensors.
 
     In the layout `windows`, made by `unfold`, elements share memory.
@@ -75,16 +75,16 @@ def rare_layouts(tensor: Tensor) -> Iterator[Layout]:
         rows, width = tensor.shape[0], tensor.shape[-1]
         last = slice(rows - 1, rows)
         hold = lambda x: torch.cat([x[..., 0], x[last, ..., 1:].movedim(-1, 0).flatten(0, 1)])  # noqa: E731
-        yield Layout("windows", hold, lambda held: held.unfold(0, width, 1), is_expanded=True)
+        yield MemoryLayout("windows", hold, lambda held: held.unfold(0, width, 1), is_expanded=True)
 
 
-def _ordered(name: str, order: Sequence[int]) -> Layout:
+def _ordered(name: str, order: Sequence[int]) -> MemoryLayout:
     """The layout in which dims are stored in this order, major first."""
     back = [order.index(dim) for dim in range(len(order))]
-    return Layout(name, lambda x: _contiguous(x.permute(tuple(order))), lambda held: held.permute(back))
+    return MemoryLayout(name, lambda x: _contiguous(x.permute(tuple(order))), lambda held: held.permute(back))
 
 
-def _sliced(name: str, shape: Sequence[int], dim: int, part: slice, size: int) -> Layout:
+def _sliced(name: str, shape: Sequence[int], dim: int, part: slice, size: int) -> MemoryLayout:
     """The layout of a slice of a larger tensor, whose other elements must not be read.
 
     The other elements are nan, so that reading one shows in the results. For integers, which may be positions, they are
@@ -101,12 +101,12 @@ def _sliced(name: str, shape: Sequence[int], dim: int, part: slice, size: int) -
         held[tuple(index)].copy_(x)
         return held
 
-    return Layout(name, hold, lambda held: held[tuple(index)])
+    return MemoryLayout(name, hold, lambda held: held[tuple(index)])
 
 
-def _expanded(name: str, shape: Sequence[int], dims: Sequence[int]) -> Layout:
+def _expanded(name: str, shape: Sequence[int], dims: Sequence[int]) -> MemoryLayout:
     first = tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(len(shape)))
-    return Layout(name, lambda x: _contiguous(x[first]), lambda held: held.expand(tuple(shape)), is_expanded=True)
+    return MemoryLayout(name, lambda x: _contiguous(x[first]), lambda held: held.expand(tuple(shape)), is_expanded=True)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
