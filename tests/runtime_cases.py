@@ -150,12 +150,18 @@ def redistributions(mesh: Mesh) -> None:
         assert torch.equal(x, placed.full_tensor())
 
 
+def free_results(mesh: Mesh) -> None:
+    """Their specs are the planner's choice, the same on every rank."""
+    function = lambda x, w: (x @ w, (x @ w).flatten(0, 1), torch.func.grad(lambda w: (x @ w).square().sum())(w), x)  # noqa: E731
+    check(mesh, function, (P("x", "y"), P(None, None, "y")), None, normal(3, 2, 6), normal(3, 6, 5))
+
+
 CASES: dict[str, Callable[[Mesh], None]] = {
     case.__name__: case
     for case in (
         gradients_of_uneven_shards, empty_shards, draws_in_program_order, several_results, local_implementations,
         closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
-        redistributions,
+        redistributions, free_results,
     )
 }  # fmt: skip
 

@@ -228,7 +228,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_missing_specs() -> None:
-    with pytest.raises(spmd.PlanError, match=r"jit takes in_specs and out_specs.*Write @spmd.jit\(in_specs, "):
+    with pytest.raises(spmd.PlanError, match=r"jit takes in_specs and perhaps out_specs.*Write @spmd.jit\(in_specs, "):
         spmd.jit(identity)
 
 

@@ -18,7 +18,7 @@ from proofs.joint.choices import all_choices, choice_seconds
 from proofs.joint.moves import Acquired, Moves, State, find_acquired, find_moves
 from spmd.errors import PlanError
 from spmd.ir.graph import Operation, Value
-from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.ir.markers import FREE, PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.data.dataflow import fused_values
 from spmd.plan.data.draft import flat_shape
 from spmd.plan.data.plan import PlanData
@@ -75,7 +75,8 @@ class JointProblem:
 
     def cost_of(self, plan: PlanData) -> float:
         """The least cost with a plan's strategies: its predicted time, or less if its reshards are not the cheapest."""
-        mine = [operation for operation in self.draft.graph.operations if operation not in self.draft.pinned]
+        given = self.draft.pinned
+        mine = [o for o in self.draft.graph.operations if o not in given and o.op is not FREE]
         its = [operation for operation in plan.graph.operations if operation.op not in (PIN, REDISTRIBUTE, RELABEL)]
         allowed = [slice(count) for count in self.domains]
         for operation, same in zip(mine, its, strict=True):

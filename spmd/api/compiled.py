@@ -80,11 +80,20 @@ class Compiled:
         return attrs.evolve(traced, graph=attrs.evolve(traced.graph, constants=constants))
 
     @functools.cached_property
-    def out_specs(self) -> tuple[DTensorSpec, ...]:
-        """The spec of every result; if equal to an argument's, it is the same object, which `match` compares faster."""
+    def given_out_specs(self) -> tuple[DTensorSpec | None, ...]:
+        """The spec of every result by the user's `out_specs`; None for one that the planner chooses."""
         metas = [value.meta for value in self.traced.graph.outputs]
         tree = self.traced.out_tree.unflatten(metas)
-        specs = leaf_specs(self._out_specs, tree, self.mesh, what="out_specs", item="result", of="the result")
+        of = "the result"
+        return tuple(
+            leaf_specs(self._out_specs, tree, self.mesh, what="out_specs", item="result", of=of, optional=True)
+        )
+
+    @functools.cached_property
+    def out_specs(self) -> tuple[DTensorSpec, ...]:
+        """The spec of every result; if equal to an argument's, it is the same object, which `match` compares faster."""
+        chosen = self.program.output_specs
+        specs = (given or spec for given, spec in zip(self.given_out_specs, chosen, strict=True))
         known = {spec: spec for spec in self.in_specs}
         return tuple(known.setdefault(spec, spec) for spec in specs)
 
@@ -98,7 +107,7 @@ class Compiled:
         """
         from spmd.api.stages import make_plan  # at the first plan, not by `import spmd`
 
-        return make_plan(self.traced, self.mesh, self.in_specs, self.out_specs, self._donated, self.options)
+        return make_plan(self.traced, self.mesh, self.in_specs, self.given_out_specs, self._donated, self.options)
 
     @functools.cached_property
     def program(self) -> LocalProgram:

@@ -178,33 +178,39 @@ class Jitted:
                 "Functions that call each other share one mesh."
             )
         static, dynamic = split(args, self._options.static_argnums)
-        placed = _constrain(self._in_specs, dynamic, "in_specs", "the arguments")
+        placed = _constrain(self._in_specs, dynamic, what="in_specs", of="the arguments")
         result = self._function(*with_dynamic(args, static, placed))
-        return _constrain(self._out_specs, result, "out_specs", "the result")
+        return _constrain(self._out_specs, result, what="out_specs", of="the result", optional=True)
 
 
-def _constrain(specs: Any, tree: Any, what: str, of: str) -> Any:
+def _constrain(specs: Any, tree: Any, *, what: str, of: str, optional: bool = False) -> Any:
     leaves, structure = tree_flatten(tree)
-    prefix = broadcast_prefix(specs, tree, what=what, of=of)
-    return structure.unflatten([constrain(leaf, spec) for leaf, spec in zip(leaves, prefix, strict=True)])
+    prefix = broadcast_prefix(specs, tree, what=what, of=of, optional=optional)
+    return structure.unflatten(
+        [leaf if spec is None else constrain(leaf, spec) for leaf, spec in zip(leaves, prefix, strict=True)]
+    )
 
 
 @overload
-def jit(in_specs: Any, out_specs: Any, /, **options: Unpack[JitOptions]) -> Callable[[Callable[..., Any]], Jitted]: ...
+def jit(
+    function: Callable[..., Any], in_specs: Any, out_specs: Any = ..., /, **options: Unpack[JitOptions]
+) -> Jitted: ...
 
 
 @overload
-def jit(function: Callable[..., Any], in_specs: Any, out_specs: Any, /, **options: Unpack[JitOptions]) -> Jitted: ...
+def jit(
+    in_specs: Any, out_specs: Any = ..., /, **options: Unpack[JitOptions]
+) -> Callable[[Callable[..., Any]], Jitted]: ...
 
 
 @overload
-def jit(*function: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Unpack[JitOptions]) -> Any: ...
+def jit(*function: Callable[..., Any], in_specs: Any, out_specs: Any = ..., **options: Unpack[JitOptions]) -> Any: ...
 
 
 def jit(
     *positional: Any,
     in_specs: Any = _MISSING,
-    out_specs: Any = _MISSING,
+    out_specs: Any = None,
     mesh: Mesh | None = None,
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
@@ -225,7 +231,8 @@ def jit(
     Args:
         in_specs: a pytree prefix of the tuple of arguments that are not static. Its leaves are `P`s, or tuples of one
             placement for each mesh axis.
-        out_specs: a pytree prefix of the result, with the same leaves.
+        out_specs: a pytree prefix of the result, with the same leaves. None, here or inside the tree, leaves the spec
+            of these results to the planner: whatever is cheapest, with no reduction pending.
         mesh: the mesh; by default that of `use_mesh` when the function is called.
         static_argnums: positions of arguments without tensors, which must be hashable; each new value is a new program.
         donate_argnums: positions of arguments that the caller does not use again: their memory is freed at their last
@@ -287,11 +294,11 @@ def _parse(positional: tuple[Any, ...], in_specs: Any, out_specs: Any) -> tuple[
     function = rest.pop(0) if rest and callable(rest[0]) else None
     if rest and in_specs is _MISSING:
         in_specs = rest.pop(0)
-    if rest and out_specs is _MISSING:
+    if rest and out_specs is None:
         out_specs = rest.pop(0)
-    if rest or in_specs is _MISSING or out_specs is _MISSING:
+    if rest or in_specs is _MISSING:
         raise PlanError(
-            f"jit takes in_specs and out_specs, after the function if it is given (got {len(positional)} positional "
-            "arguments). Write @spmd.jit(in_specs, out_specs) or spmd.jit(f, in_specs, out_specs)."
+            f"jit takes in_specs and perhaps out_specs, after the function if it is given (got {len(positional)} "
+            "positional arguments). Write @spmd.jit(in_specs, out_specs) or spmd.jit(f, in_specs, out_specs)."
         )
     return function, in_specs, out_specs

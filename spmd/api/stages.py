@@ -26,7 +26,7 @@ def make_plan(
     traced: Traced,
     mesh: Mesh,
     in_specs: tuple[DTensorSpec, ...],
-    out_specs: tuple[DTensorSpec, ...],
+    out_specs: tuple[DTensorSpec | None, ...],
     donated: frozenset[int],
     options: Options,
 ) -> Plan:
@@ -36,7 +36,7 @@ def make_plan(
         traced: the function.
         mesh: the mesh.
         in_specs: the spec of each input.
-        out_specs: the spec of each output.
+        out_specs: the spec of each output; None for one that the planner chooses.
         donated: the positions of the donated inputs.
         options: those of `jit`.
 

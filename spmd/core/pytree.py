@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import optree
 import torch
@@ -69,7 +69,21 @@ def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSp
     return [path_text(accessor) for accessor in accessors], leaves, structure
 
 
-def broadcast_prefix(prefix: Any, tree: Any, *, what: str, of: str = "the arguments") -> list[SpecLike]:
+@overload
+def broadcast_prefix(
+    prefix: Any, tree: Any, *, what: str, of: str = ..., optional: Literal[False] = ...
+) -> list[SpecLike]: ...
+
+
+@overload
+def broadcast_prefix(
+    prefix: Any, tree: Any, *, what: str, of: str = ..., optional: bool
+) -> Sequence[SpecLike | None]: ...
+
+
+def broadcast_prefix(
+    prefix: Any, tree: Any, *, what: str, of: str = "the arguments", optional: bool = False
+) -> Sequence[SpecLike | None]:
     """The spec of every leaf of `tree`, in optree's order, from a pytree prefix of specs.
 
     Args:
@@ -77,6 +91,7 @@ def broadcast_prefix(prefix: Any, tree: Any, *, what: str, of: str = "the argume
         tree: any pytree; only its structure matters.
         what: what the prefix is, for messages: `"in_specs"`.
         of: what the tree is, for messages.
+        optional: whether None stands for leaves without a spec.
 
     Raises:
         ShardingError: the prefix does not match the tree; the message has the path and both structures.
@@ -85,7 +100,7 @@ def broadcast_prefix(prefix: Any, tree: Any, *, what: str, of: str = "the argume
     [P(), P(), P('data')]
     """
     try:
-        return _broadcast(prefix, tree, optree.PyTreeAccessor())
+        return _broadcast(prefix, tree, optree.PyTreeAccessor(), optional)
     except _MismatchError as mismatch:
         where = path_text(mismatch.accessor)
         raise ShardingError(
@@ -94,20 +109,42 @@ def broadcast_prefix(prefix: Any, tree: Any, *, what: str, of: str = "the argume
         ) from None
 
 
+@overload
 def leaf_specs(
-    prefix: Any, tree: Any, mesh: Mesh, *, what: str, item: str = "argument", of: str = "the arguments"
-) -> list[DTensorSpec]:
+    prefix: Any, tree: Any, mesh: Mesh, *, what: str, item: str = ..., of: str = ..., optional: Literal[False] = ...
+) -> list[DTensorSpec]: ...
+
+
+@overload
+def leaf_specs(
+    prefix: Any, tree: Any, mesh: Mesh, *, what: str, item: str = ..., of: str = ..., optional: bool
+) -> Sequence[DTensorSpec | None]: ...
+
+
+def leaf_specs(
+    prefix: Any,
+    tree: Any,
+    mesh: Mesh,
+    *,
+    what: str,
+    item: str = "argument",
+    of: str = "the arguments",
+    optional: bool = False,
+) -> Sequence[DTensorSpec | None]:
     """The DTensorSpec of every leaf (anything with shape and dtype) of `tree`, from a pytree prefix of specs.
+
+    The arguments are those of `broadcast_prefix`, and how messages call a leaf.
 
     Raises:
         ShardingError: the prefix does not match the tree, a leaf is not a tensor, or a spec does not fit its leaf; the
             message names the leaf.
     """
-    specs = broadcast_prefix(prefix, tree, what=what, of=of)
+    specs = broadcast_prefix(prefix, tree, what=what, of=of, optional=optional)
     paths, leaves, _ = flatten_with_paths(tree)
+    names = [f"{item} {path}".rstrip() for path in paths]
     return [
-        make_spec(mesh, spec, leaf_meta(leaf, f"{item} {path}".rstrip()), where=f"{item} {path}".rstrip())
-        for spec, leaf, path in zip(specs, leaves, paths, strict=True)
+        None if spec is None else make_spec(mesh, spec, leaf_meta(leaf, name), where=name)
+        for spec, leaf, name in zip(specs, leaves, names, strict=True)
     ]
 
 
@@ -181,8 +218,8 @@ class _MismatchError(Exception):
         self.reason = reason
 
 
-def _broadcast(prefix: Any, tree: Any, accessor: optree.PyTreeAccessor) -> list[SpecLike]:
-    if is_spec(prefix):
+def _broadcast(prefix: Any, tree: Any, accessor: optree.PyTreeAccessor, optional: bool) -> Sequence[SpecLike | None]:
+    if is_spec(prefix) or (prefix is None and optional):
         return [prefix] * tree_structure(tree).num_leaves
     if prefix is None and tree is None:
         return []
@@ -193,9 +230,9 @@ def _broadcast(prefix: Any, tree: Any, accessor: optree.PyTreeAccessor) -> list[
     wanted, given = _children(tree), _children(prefix)
     if not _same_container(prefix, tree) or wanted.keys() != given.keys():
         raise _MismatchError(accessor, f"expected one spec or {_container(tree)} (got {_container(prefix)}).")
-    specs = []
+    specs: list[SpecLike | None] = []
     for key, (entry, child) in wanted.items():
-        specs += _broadcast(given[key][1], child, accessor + optree.PyTreeAccessor((entry,)))
+        specs += _broadcast(given[key][1], child, accessor + optree.PyTreeAccessor((entry,)), optional)
     return specs
 
 

@@ -11,6 +11,7 @@ import torch
 torch.library.define("spmd::redistribute", "(Tensor x) -> Tensor")
 torch.library.define("spmd::relabel", "(Tensor x) -> Tensor")
 torch.library.define("spmd::pin", "(Tensor x) -> Tensor")
+torch.library.define("spmd::free", "(Tensor(a) x) -> Tensor(a)")
 
 REDISTRIBUTE: torch._ops.OpOverload = torch.ops.spmd.redistribute.default
 """`redistribute(x)`: a reshard: the same global tensor, with the plan's spec of the result instead of that of `x`."""
@@ -20,3 +21,7 @@ RELABEL: torch._ops.OpOverload = torch.ops.spmd.relabel.default
 
 PIN: torch._ops.OpOverload = torch.ops.spmd.pin.default
 """`pin(x)`: the same global tensor, which must have a given spec here; planning removes it from the finished plan."""
+
+FREE: torch._ops.OpOverload = torch.ops.spmd.free.default
+"""`free(x)`: the same global tensor as a result without a given spec: it has any that a `P` expresses, with no pending
+reduction. Planning replaces it in the finished plan."""

@@ -86,7 +86,7 @@ class Case:
         mesh: the mesh.
         arguments: the arguments as DTensors on the mesh.
         whole: the same arguments as plain tensors.
-        out_specs: a spec for every result.
+        out_specs: a spec for every result; None for one that the planner chooses.
         machine: the machine for the planner.
     """
 
@@ -94,7 +94,7 @@ class Case:
     mesh: Mesh
     arguments: tuple[DTensor, ...]
     whole: tuple[torch.Tensor, ...] = attrs.field(repr=False)
-    out_specs: tuple[P, ...]
+    out_specs: tuple[P | None, ...]
     machine: Machine
 
     def jitted(self) -> Jitted:
@@ -137,7 +137,8 @@ def cases(draw: st.DrawFn, max_steps: int = 6, max_size: int = 6) -> Case:
     out_specs = []
     for result in results:
         reductions = tuple(op for op in REDUCTIONS if supports_reduction(op, result.dtype))
-        out_specs.append(draw(pspecs(mesh.names, result.ndim, reductions)))
+        given = pspecs(mesh.names, result.ndim, reductions)
+        out_specs.append(draw(st.one_of(given, given, st.none())))
     return Case(program, mesh, tuple(arguments), tuple(wholes), tuple(out_specs), draw(st.sampled_from(MACHINES)))
 
 

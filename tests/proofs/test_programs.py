@@ -29,9 +29,9 @@ def check(case: Case) -> None:
         results = step(*case.arguments)
     assert [] == comms_differences(step.plan(*case.arguments), traffic)
     expected = case.program(*case.whole)
-    assert list(case.out_specs) == [result.spec.pspec for result in results]
-    for result, truth in zip(results, expected, strict=True):
+    for result, truth, spec in zip(results, expected, case.out_specs, strict=True):
         assert isinstance(result, DTensor)
+        assert result.spec.pspec == spec if spec is not None else not result.spec.partial
         assert agree(result.full_tensor(), truth), (result.full_tensor(), truth)
 
 
@@ -68,7 +68,8 @@ def test_cases_are_varied() -> None:
     def draw(case: Case) -> None:
         seen.update(step.operator for step in case.program.steps)
         seen.update(case.mesh.names)
-        for spec in (*(argument.spec.pspec for argument in case.arguments), *case.out_specs):
+        seen.update("free" for spec in case.out_specs if spec is None)
+        for spec in (*(argument.spec.pspec for argument in case.arguments), *filter(None, case.out_specs)):
             seen.update(op for _, op in spec.partial)
             seen.update(("axes", len(axes)) for axes in spec.dims)
         seen.update("uneven" for argument in case.arguments if not argument.spec.is_even)
@@ -76,7 +77,18 @@ def test_cases_are_varied() -> None:
         seen.update("0-d" for argument in case.arguments if not argument.ndim)
 
     draw()
-    wanted = {*OPERATORS, *SHARDING, *AXIS_NAMES, *REDUCTIONS, ("axes", 1), ("axes", 2), "uneven", "empty", "0-d"}
+    wanted = {
+        *OPERATORS,
+        *SHARDING,
+        *AXIS_NAMES,
+        *REDUCTIONS,
+        ("axes", 1),
+        ("axes", 2),
+        "uneven",
+        "empty",
+        "0-d",
+        "free",
+    }
     assert set() == wanted - seen
 
 

@@ -19,7 +19,7 @@ from spmd.errors import PlanError
 from spmd.inspect.questions.replay import Figures, Replay, replay, states_of
 from spmd.inspect.saving.document import defined_values, unique_names
 from spmd.ir.graph import Operation, Value
-from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.ir.markers import FREE, PIN, REDISTRIBUTE, RELABEL
 from spmd.ir.source import Source
 from spmd.plan.data.draft import Draft, logical_meta, spec_of
 from spmd.plan.data.layout import Layout
@@ -27,7 +27,7 @@ from spmd.plan.data.plan import PlanData
 from spmd.plan.search.prepare import prepare
 from spmd.rules.strategy import Strategy
 
-_MARKERS = (PIN, REDISTRIBUTE, RELABEL)
+_MARKERS = (FREE, PIN, REDISTRIBUTE, RELABEL)
 
 
 @attrs.frozen
@@ -411,9 +411,17 @@ class _Axis:
             if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
                 yield from self.takers(operation.tensors[0])  # a redistribution along another axis
                 continue
-            name = _pin(self.draft, operation).what if operation in self.draft.pinned else operation.name
+            name = self.consumer(operation)
             for state in use.wanted(self.replay.choice.strategies[operation]):
                 yield Neighbour(name, None, self.text(value, state), operation.source)
+
+    def consumer(self, operation: Operation) -> str:
+        """The name of an operation that consumes a value."""
+        if operation in self.draft.pinned:
+            return _pin(self.draft, operation).what
+        if operation.op is FREE:
+            return f"result {self.draft.graph.outputs.index(operation.tensors[0])}"
+        return operation.name
 
     def root(self, value: Value) -> Value:
         """The value before redistributions along other axes."""

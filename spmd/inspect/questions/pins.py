@@ -21,7 +21,7 @@ from spmd.plan.cost.account import account
 from spmd.plan.data.draft import logical_meta, spec_of
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
-from spmd.plan.search.boundary import carry_over, physical_dims
+from spmd.plan.search.boundary import expressed
 from spmd.plan.search.orders import plan as search
 from spmd.tracing.constrain import encode_spec
 
@@ -154,16 +154,14 @@ def _output_trial(plan: PlanData, position: int, held: Value) -> Iterator[_Trial
     spec, request = _pspec(plan, held, plan.specs[held]), plan.request
     if spec is not None:
         specs = list(request.output_specs)
-        specs[position] = DTensorSpec.make(plan.mesh, spec, specs[position].meta)
+        specs[position] = DTensorSpec.make(plan.mesh, spec, request.graph.outputs[position].meta)
         yield _Trial(attrs.evolve(request, output_specs=specs), 0.0, f"give result {position} out_specs {spec!r}", "")
 
 
 def _pspec(plan: PlanData, value: Value, spec: DTensorSpec) -> P | None:
     """A spec over logical dims as a user would write it; None if no `P` expresses it."""
-    logical = plan.logical[value]
-    written = P(*physical_dims(spec.dims, logical), partial=dict(spec.partial))
-    made = DTensorSpec.make(plan.mesh, written, value.meta)
-    return written if carry_over(made, logical, plan.order) == spec else None
+    physical = expressed(spec, value.meta, plan.logical[value], plan.order)
+    return None if physical is None else physical.pspec
 
 
 def constrained(request: Request, value: Value, spec: P) -> Request:

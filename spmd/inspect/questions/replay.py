@@ -14,6 +14,7 @@ from spmd.plan.cost.account import sends
 from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.plan import PlanData
+from spmd.plan.search.boundary import carry_over
 from spmd.plan.search.candidates import all_candidates
 from spmd.plan.search.hubs import Move, hub_choices, plan_moves
 from spmd.plan.search.insert_reshards import insert_reshards
@@ -103,12 +104,25 @@ def replay(plan: PlanData, prepared: Prepared, axis: str) -> Replay:
     decided = {value: chosen for operation, chosen in plan.strategies.items() for value in operation.tensors}
     machine = plan.request.machine
     draft = prepared.draft(plan.order)
+    decided |= _free_outputs(plan, draft)
     for other in plan.order:
         if other != axis:
             problem = AxisProblem(draft, other, machine, only=_decided(draft, decided, other))
             draft = insert_reshards(draft, other, problem.solve())
     problem = AxisProblem(draft, axis, machine, only=_decided(draft, decided, axis))
     return Replay(problem, all_candidates(draft, axis), problem.solve())
+
+
+def _free_outputs(plan: PlanData, draft: Draft) -> dict[Value, Mapping[str, Strategy]]:
+    """The strategies of the outputs whose specs the planner chose."""
+    found: dict[Value, Mapping[str, Strategy]] = {}
+    pairs = zip(draft.graph.outputs, plan.graph.outputs, plan.request.output_specs, strict=True)
+    for value, planned, given in pairs:
+        if given is None:
+            spec = carry_over(plan.specs[planned], draft.logical[value], plan.order)
+            states = {axis: spec.placement(axis) for axis in plan.order}
+            found[value] = {axis: Strategy((state,), (state,), label=str(state)) for axis, state in states.items()}
+    return found
 
 
 def _decided(draft: Draft, decided: Mapping[Value, Mapping[str, Strategy]], axis: str) -> dict[Operation, Strategy]:

@@ -104,10 +104,13 @@ class _Check:
         results, own, specs = self.plan.graph.outputs, self.program.outputs, self.request.output_specs
         if len(results) != len(own):
             raise wrong(f"it has {len(results)} results, expected {len(own)}")
-        for number, (value, result, spec) in enumerate(zip(results, own, specs, strict=True)):
+        for number, (value, result, given) in enumerate(zip(results, own, specs, strict=True)):
             if result not in self.origins.values[value]:
                 raise wrong(f"result {number} is {value!r}, which is not {result!r}")
-            self.check_given(value, spec, f"result {number}")
+            if given is not None:
+                self.check_given(value, given, f"result {number}")
+            elif self.plan.logical[value] != physical_shape(value.meta) or self.plan.specs[value].partial:
+                raise wrong(f"result {number} {value!r} is {self.plan.specs[value]}, expected a P without partial")
 
     def check_given(self, value: Value, spec: DTensorSpec, what: str) -> None:
         given = without_trivial_axes(spec)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
@@ -16,8 +17,8 @@ from spmd.rules import RULES
 from spmd.rules.rule import Rule
 
 
-def _specs(specs: Sequence[DTensorSpec]) -> tuple[DTensorSpec, ...]:
-    return tuple(specs)
+def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(items)
 
 
 _NONE_NEVER_GATHERED: Mapping[int, frozenset[str]] = MappingProxyType({})
@@ -30,7 +31,8 @@ class Request:
     Args:
         graph: the program over global tensors, in canonical form.
         mesh: the mesh.
-        input_specs, output_specs: the spec of every input and output, over physical dims.
+        input_specs: the spec of every input, over physical dims.
+        output_specs: the spec of every output; None for an output whose spec the planner chooses.
         rules: the sharding rule of every operator that has one.
         machine: the machine's cost constants.
         memory_limit: the most bytes that a rank may hold at once; None for no limit.
@@ -41,8 +43,8 @@ class Request:
 
     graph: Graph
     mesh: Mesh
-    input_specs: tuple[DTensorSpec, ...] = attrs.field(converter=_specs)
-    output_specs: tuple[DTensorSpec, ...] = attrs.field(converter=_specs)
+    input_specs: tuple[DTensorSpec, ...] = attrs.field(converter=_as_tuple)
+    output_specs: tuple[DTensorSpec | None, ...] = attrs.field(converter=_as_tuple)
     rules: Mapping[torch._ops.OpOverload, Rule] = RULES
     machine: Machine = attrs.field(factory=Machine)
     memory_limit: int | None = None

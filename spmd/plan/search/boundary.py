@@ -4,6 +4,8 @@ A physical spec shards a physical dim into contiguous chunks. If the dim has sev
 the leading atoms only as far as the mesh axes divide them. Also, the planner nests mesh axes that share a dim in
 planning order, and a physical spec may nest them in another one. Axes that cannot be carried over to the logical spec
 are gathered by an explicit redistribution, which is priced as any other.
+
+The planner chooses the spec of an output without a given one (`FREE`), among those that a physical spec expresses.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import attrs
 import torch
 
 from spmd.core.mesh import Mesh
-from spmd.core.spec import Dims, DTensorSpec
+from spmd.core.spec import Dims, DTensorSpec, TensorMeta
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.ir.markers import FREE, PIN, REDISTRIBUTE, RELABEL
 from spmd.ir.source import Source
 from spmd.plan.data.draft import flat_shape, logical_meta, physical_shape
 from spmd.rules.strategy import LogicalShape
@@ -85,6 +87,12 @@ def physical_dims(dims: Dims, logical: LogicalShape) -> Dims:
     return tuple(found)
 
 
+def expressed(spec: DTensorSpec, meta: TensorMeta, logical: LogicalShape, order: Sequence[str]) -> DTensorSpec | None:
+    """The physical spec that a spec over the logical shape is, for a planning `order`; None if no `P` expresses it."""
+    physical = DTensorSpec(spec.mesh, physical_dims(spec.dims, logical), spec.partial, meta)
+    return physical if carry_over(physical, logical, order) == spec else None
+
+
 class _Writer:
     """Builds the program of a `WithEdges`, operation by operation."""
 
@@ -135,6 +143,12 @@ class _Writer:
         self.emit(REDISTRIBUTE, plain, moved, (physical, spec), source)
         return moved
 
+    def free(self, value: Value) -> Value:
+        """Emit the operation that stands for an output without a given spec; returns the output."""
+        result = self.derived(value, "free", self.logical[value])
+        self.operations.append(Operation(FREE, (value,), {}, (result,)))
+        return result
+
     def constrain(self, operation: Operation, spec: DTensorSpec) -> None:
         """Replace a constraint by operations whose result has exactly the constraint's spec."""
         (value,), (result,) = operation.operands, operation.tensors
@@ -150,7 +164,7 @@ def bound(
     logical: Mapping[Value, LogicalShape],
     mesh: Mesh,
     input_specs: Sequence[DTensorSpec],
-    output_specs: Sequence[DTensorSpec],
+    output_specs: Sequence[DTensorSpec | None],
     order: Sequence[str],
 ) -> WithEdges:
     """Make the specs of inputs, outputs and constraints explicit, for one order of planning.
@@ -159,7 +173,7 @@ def bound(
         graph: the program.
         logical: the atoms of its values.
         mesh: the mesh.
-        input_specs, output_specs: physical specs.
+        input_specs, output_specs: physical specs; None for an output whose spec the planner chooses.
         order: all mesh axes of more than one rank in planning order; the first is the major one.
     """
     writer = _Writer(mesh, logical, order)
@@ -186,8 +200,8 @@ def bound(
         else:
             writer.operations.append(operation)
     outputs = tuple(
-        writer.leave(value, spec)
-        for value, spec in zip(graph.outputs, map(without_trivial_axes, output_specs), strict=True)
+        writer.free(value) if spec is None else writer.leave(value, without_trivial_axes(spec))
+        for value, spec in zip(graph.outputs, output_specs, strict=True)
     )
     bounded = Graph(tuple(inputs), graph.constants, tuple(writer.operations), outputs)
     return WithEdges(bounded.verify(), writer.logical, writer.pinned, given)

@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
-from spmd.ir.markers import REDISTRIBUTE
-from spmd.plan.data.draft import Draft
+from spmd.ir.markers import FREE, REDISTRIBUTE
+from spmd.plan.data.draft import Draft, logical_meta, spec_of
+from spmd.plan.search.boundary import expressed
 from spmd.rules.strategy import LOCAL_BODY, Strategy
 
 
@@ -49,6 +50,9 @@ def _cache_key(draft: Draft, operation: Operation, axis: str) -> Hashable:
         (operand,), (result,) = operation.operands, operation.tensors
         states = tuple(tuple(draft.states[value].items()) for value in (operand, result))
         return REDISTRIBUTE, draft.logical[operand], states
+    if operation.op is FREE:
+        (operand,) = operation.operands
+        return FREE, operand.meta, draft.logical[operand], tuple(draft.states.get(operand, {}).items())
     # Identical calls share one options object; the placements of their tensors follow from their strategies.
     chosen = tuple(map(id, draft.strategies.get(operation, {}).values()))
     return id(draft.options.get(operation)), chosen, len(operation.operands), len(operation.tensors)
@@ -75,6 +79,8 @@ def candidates(draft: Draft, operation: Operation, axis: str, whole: bool) -> tu
         return (_known((source.placement(axis),), (target.placement(axis),), "given"),)
     if operation.op is REDISTRIBUTE:
         return _pass_through(draft, operation)
+    if operation.op is FREE and not whole:
+        return _free(draft, operation, axis)
     if operation not in draft.options or whole:
         return (_known((Replicate(),) * len(operation.operands), (Replicate(),) * len(operation.tensors), "replicate"),)
     values = (*operation.operands, *operation.tensors)
@@ -132,4 +138,17 @@ def _pass_through(draft: Draft, operation: Operation) -> tuple[Strategy, ...]:
     kept: list[Placement] = [Replicate()]
     kept += [Shard(dim) for dim, size in enumerate(draft.local_sizes(operand)) if dim not in cut and size > 1]
     kept += [Partial(op) for op in REDUCTIONS if reduced <= {op} and _has_same_reduction(draft, operand, Partial(op))]
+    return tuple(_known((state,), (state,), str(state)) for state in kept)
+
+
+def _free(draft: Draft, operation: Operation, axis: str) -> tuple[Strategy, ...]:
+    """The strategies of an output without a given spec: replicated, or any dim sharded so that a `P` expresses it."""
+    (value,) = operation.operands
+    logical, planned = draft.logical[value], draft.states.get(value, {})
+    meta = logical_meta(value.meta, logical)
+    kept: list[Placement] = [Replicate()]
+    for dim, size in enumerate(draft.local_sizes(value)):
+        spec = spec_of(draft.mesh, {**planned, axis: Shard(dim)}, meta)
+        if size > 1 and expressed(spec, value.meta, logical, (*planned, axis)) is not None:
+            kept.append(Shard(dim))
     return tuple(_known((state,), (state,), str(state)) for state in kept)

@@ -9,11 +9,12 @@ import attrs
 
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.ir.markers import FREE, PIN, REDISTRIBUTE, RELABEL
 from spmd.plan.cost.account import account
-from spmd.plan.data.draft import Draft, flat_shape
+from spmd.plan.data.draft import Draft, flat_shape, physical_shape
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
+from spmd.plan.search.boundary import expressed
 from spmd.plan.search.scatter import scatter_reductions
 
 _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
@@ -21,6 +22,7 @@ _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
 
 def finish(draft: Draft, request: Request) -> PlanData:
     """The plan of a draft in which all mesh axes are planned."""
+    draft = _with_free_outputs(draft)
     specs = draft.specs()
     graph, kept = _without_noop_markers(draft.graph, draft, specs)
     graph = scatter_reductions(graph, specs)
@@ -44,6 +46,23 @@ def finish(draft: Draft, request: Request) -> PlanData:
     )
     found = account(plan)
     return attrs.evolve(plan, comms=found.all_comms, seconds=found.total)
+
+
+def _with_free_outputs(draft: Draft) -> Draft:
+    """The draft in which outputs without a given spec have, over their physical dims, the one that was chosen."""
+    replaced: dict[Operation, Operation] = {}
+    logical, pinned = dict(draft.logical), dict(draft.pinned)
+    for operation in draft.graph.operations:
+        if operation.op is FREE:
+            (value,), (result,) = operation.operands, operation.tensors
+            chosen = draft.spec(result)
+            physical = expressed(chosen, value.meta, logical[value], draft.planned)
+            assert physical is not None, "candidates of a free output are specs that a P expresses"
+            replaced[operation] = relabel = attrs.evolve(operation, op=RELABEL)
+            logical[result], pinned[relabel] = physical_shape(value.meta), (chosen, physical)
+    operations = tuple(replaced.get(operation, operation) for operation in draft.graph.operations)
+    graph = attrs.evolve(draft.graph, operations=operations)
+    return attrs.evolve(draft, graph=graph, logical=logical, pinned=pinned) if replaced else draft
 
 
 def _without_noop_markers(
