@@ -12,24 +12,22 @@ import torch
 from spmd.api.distribute import check_placeable, check_same, place
 from spmd.api.dtensor import DTensor, release_donated, wrap
 from spmd.api.options import Options
+from spmd.api.program import Program, Shards
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
-from spmd.core.mesh import Runtime, use_mesh
+from spmd.core.mesh import use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError, TraceError
 from spmd.lowering.program import LocalProgram
-from spmd.runtime import DistributedProgram, VirtualProgram
 from spmd.runtime.agreement import first_run
-from spmd.runtime.torch_settings import isolated, torch_settings
+from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 from spmd.tracing.trace import Traced, trace
 
 if TYPE_CHECKING:
     from spmd.inspect.plan import Plan
-
-Shards = tuple[torch.Tensor, ...]
 
 
 class _Leaf:
@@ -44,7 +42,7 @@ class _Leaf:
 class Compiled:
     """A jitted function for one structure, and one shape and dtype of each argument.
 
-    It is called with such arguments. `traced`, `plan`, `program` and `executable` are the stages of compilation.
+    It is called with such arguments. `traced`, `plan`, and `program` are the stages of compilation.
     """
 
     def __init__(
@@ -80,52 +78,23 @@ class Compiled:
         return attrs.evolve(traced, graph=attrs.evolve(traced.graph, constants=constants))
 
     @functools.cached_property
-    def given_out_specs(self) -> tuple[DTensorSpec | None, ...]:
-        """The spec of every result by the user's `out_specs`; None for one that the planner chooses."""
+    def staged(self) -> Program:
+        """The traced function with its specs: the later stages."""
         metas = [value.meta for value in self.traced.graph.outputs]
         tree = self.traced.out_tree.unflatten(metas)
         of = "the result"
-        return tuple(
-            leaf_specs(self._out_specs, tree, self.mesh, what="out_specs", item="result", of=of, optional=True)
-        )
+        given = leaf_specs(self._out_specs, tree, self.mesh, what="out_specs", item="result", of=of, optional=True)
+        return Program(self.traced, self.mesh, self.in_specs, tuple(given), self._donated, self.options)
 
-    @functools.cached_property
-    def out_specs(self) -> tuple[DTensorSpec, ...]:
-        """The spec of every result; if equal to an argument's, it is the same object, which `match` compares faster."""
-        chosen = self.program.output_specs
-        specs = (given or spec for given, spec in zip(self.given_out_specs, chosen, strict=True))
-        known = {spec: spec for spec in self.in_specs}
-        return tuple(known.setdefault(spec, spec) for spec in specs)
-
-    @functools.cached_property
+    @property
     def plan(self) -> Plan:
-        """The plan: a spec for every value, and the collectives.
+        """The plan: a spec for every value, and the collectives; errors as `Program.plan`."""
+        return self.staged.plan
 
-        Raises:
-            PlanError: no plan fits in the memory limit, the plan sends more than `comms` allows, or a given plan was
-                made for another program, mesh or specs.
-        """
-        from spmd.api.stages import make_plan  # at the first plan, not by `import spmd`
-
-        return make_plan(self.traced, self.mesh, self.in_specs, self.given_out_specs, self._donated, self.options)
-
-    @functools.cached_property
+    @property
     def program(self) -> LocalProgram:
         """The lowered program that each rank runs."""
-        from spmd.api.stages import make_program
-
-        return make_program(self.plan, self.traced.name)
-
-    @functools.cached_property
-    def executable(self) -> DistributedProgram | VirtualProgram:
-        """The program, compiled for the mesh's runtime; on a distributed mesh this is a collective call.
-
-        Raises:
-            DivergenceError: the ranks of a distributed mesh have different programs.
-        """
-        program = self.program
-        with isolated():
-            return (DistributedProgram if self.mesh.runtime is Runtime.DISTRIBUTED else VirtualProgram)(program)
+        return self.staged.local
 
     def __repr__(self) -> str:
         return f"Compiled({self.traced.name} for {self._signature.tree} on {self.mesh})"
@@ -143,11 +112,12 @@ class Compiled:
             MeshError: an abstract mesh, on which nothing can run, or a DTensor on another mesh.
             ShardingError: a DTensor whose spec differs, or an argument that is no tensor with data.
         """
-        first = "executable" not in self.__dict__
+        first = "staged" not in self.__dict__ or not self.staged.is_ready
         call = first_run(self.mesh) if first else self._call
         with failing_together(call, (first or self._compares(leaves or ())) and spans_processes(self.mesh)):
             self._check_call(leaves)
-        self._executable, self._results, self._out_tree = self.executable, self.out_specs, self.traced.out_tree
+        self._executable, self._results = self.staged.executable, self.staged.out_specs
+        self._out_tree = self.traced.out_tree
 
     @property
     def _call(self) -> str:
@@ -160,12 +130,7 @@ class Compiled:
 
     def _check_call(self, leaves: Sequence[Any] | None) -> None:
         """Make the program and check the arguments, without communication."""
-        if self.mesh.runtime is Runtime.ABSTRACT:
-            raise MeshError(
-                f"{self.mesh} is abstract: a function can be planned and lowered for it, not run. "
-                "Use make_mesh(..., runtime='virtual')."
-            )
-        self.program  # noqa: B018  # compiles at the first access
+        self.staged.check_runs()
         for leaf, spec, path in zip(leaves or (), self.in_specs, self.traced.input_paths, strict=leaves is not None):
             _check(leaf, spec, f"argument {path}")
 

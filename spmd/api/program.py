@@ -1,0 +1,128 @@
+"""One flat program on a mesh: the stages of its compilation, each computed at its first use, and its execution."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from spmd.api.dtensor import DTensor, wrap
+from spmd.api.options import Options
+from spmd.collectives.distributed.agreement import failing_together, spans_processes
+from spmd.core.mesh import Mesh, Runtime
+from spmd.core.spec import DTensorSpec
+from spmd.errors import MeshError
+from spmd.lowering.program import LocalProgram
+from spmd.runtime import DistributedProgram, VirtualProgram
+from spmd.runtime.agreement import first_run
+from spmd.runtime.torch_settings import isolated
+from spmd.tracing.trace import Traced
+
+if TYPE_CHECKING:
+    from spmd.inspect.plan import Plan
+
+Shards: TypeAlias = tuple[torch.Tensor, ...]
+"""The shards of a tensor that this process holds, in rank order."""
+
+
+class Program:
+    """A traced function on a mesh, with the specs of its inputs and outputs.
+
+    Args:
+        traced: the function.
+        mesh: the mesh.
+        in_specs: the spec of every input.
+        given_out_specs: the spec of every output; None for one that the planner chooses.
+        donated: the positions of the donated inputs.
+        options: those of `jit`.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        mesh: Mesh,
+        in_specs: tuple[DTensorSpec, ...],
+        given_out_specs: tuple[DTensorSpec | None, ...],
+        donated: frozenset[int],
+        options: Options,
+    ) -> None:
+        self.traced, self.mesh, self.options = traced, mesh, options
+        self.in_specs, self.given_out_specs, self.donated = in_specs, given_out_specs, donated
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan: a spec for every value, and the collectives.
+
+        Raises:
+            PlanError: no plan fits in the memory limit, the plan sends more than `comms` allows, or a given plan was
+                made for another program, mesh or specs.
+        """
+        from spmd.api.stages import make_plan  # at the first plan, not by `import spmd`
+
+        return make_plan(self.traced, self.mesh, self.in_specs, self.given_out_specs, self.donated, self.options)
+
+    @functools.cached_property
+    def local(self) -> LocalProgram:
+        """The lowered program that each rank runs."""
+        from spmd.api.stages import make_program
+
+        return make_program(self.plan, self.traced.name)
+
+    @functools.cached_property
+    def out_specs(self) -> tuple[DTensorSpec, ...]:
+        """The spec of every output; one equal to an input's is the same object, which a later call compares faster."""
+        specs = (given or chosen for given, chosen in zip(self.given_out_specs, self.local.output_specs, strict=True))
+        known = {spec: spec for spec in self.in_specs}
+        return tuple(known.setdefault(spec, spec) for spec in specs)
+
+    @functools.cached_property
+    def executable(self) -> DistributedProgram | VirtualProgram:
+        """The program, compiled for the mesh's runtime; on a distributed mesh this is a collective call.
+
+        Raises:
+            DivergenceError: the ranks of a distributed mesh have different programs.
+        """
+        program = self.local
+        with isolated():
+            return (DistributedProgram if self.mesh.runtime is Runtime.DISTRIBUTED else VirtualProgram)(program)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is compiled for the runtime."""
+        return "executable" in self.__dict__
+
+    def prepare(self) -> None:
+        """Compile it for the runtime; on a distributed mesh the first time is a collective call.
+
+        Ranks compare programs once. An error on one rank before they compare anything is raised on all ranks.
+
+        Raises:
+            DivergenceError: the ranks have different programs.
+            MeshError: an abstract mesh, on which nothing can run.
+        """
+        if not self.is_ready:
+            with failing_together(first_run(self.mesh), spans_processes(self.mesh)):
+                self.check_runs()
+            self.executable  # noqa: B018  # compiles at the first access
+
+    def check_runs(self) -> None:
+        """Lower the program, without communication; MeshError on an abstract mesh."""
+        if self.mesh.runtime is Runtime.ABSTRACT:
+            raise MeshError(
+                f"{self.mesh} is abstract: a function can be planned and lowered for it, not run. "
+                "Use make_mesh(..., runtime='virtual')."
+            )
+        self.local  # noqa: B018  # lowers at the first access
+
+    def __call__(self, shards: list[Shards]) -> list[DTensor]:
+        """Run the program.
+
+        Args:
+            shards: the shards of all inputs; the list is emptied.
+
+        Returns:
+            The outputs.
+        """
+        self.prepare()
+        return list(map(wrap, self.out_specs, self.executable(shards)))
