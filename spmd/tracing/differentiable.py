@@ -1,4 +1,7 @@
-"""Replacements for torch functions that do not support all `torch.func` transforms."""
+"""Replacements for torch functions that do not support all `torch.func` transforms, or choose other kernels in a trace.
+
+Later random numbers depend on the strides of results, so these must be those of the kernels of one device.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """`F.one_hot`; torch's reads the values of its argument under grad and jvp."""
     if num_classes < 0:
         return F.one_hot(tensor, num_classes)
-    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long().contiguous()
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -31,6 +34,25 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     fused = _transforms(operands) in ([], [TransformType.Grad])
     with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def _max_pool1d(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`F.max_pool1d`; where no gradient is taken, torch has a kernel of its own, whose results are contiguous."""
+    result = F.max_pool1d(x, *args, **kwargs)
+    return result if isinstance(result, tuple) or _transforms([x]) else result.contiguous()
+
+
+def _interpolate(
+    x: torch.Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """`F.interpolate`; its decomposition for nearest neighbours gives other strides than its kernels."""
+    result = F.interpolate(x, size, scale_factor, mode, *args, **kwargs)
+    return result.contiguous() if x.ndim == 3 and mode.startswith("nearest") else result
+
+
+def _resize_as(x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`x.resize_as_(other)`, which does nothing if the shapes are equal; in a trace it would change strides."""
+    return x if x.shape == other.shape and not kwargs else x.resize_as_(other, **kwargs)
 
 
 def _transforms(tensors: Sequence[torch.Tensor]) -> list[TransformType]:
@@ -53,6 +75,13 @@ def _is_transformed(transform: TransformType, tensor: torch.Tensor) -> bool:
 
 
 DIFFERENTIABLE: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
-    {F.one_hot: _one_hot, F.scaled_dot_product_attention: _attention}
+    {
+        F.one_hot: _one_hot,
+        F.scaled_dot_product_attention: _attention,
+        F.max_pool1d: _max_pool1d,
+        F.interpolate: _interpolate,
+        torch.Tensor.resize_as_: _resize_as,
+        torch.resize_as_: _resize_as,
+    }
 )
 """The replacement for each torch function."""

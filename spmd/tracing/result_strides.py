@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from spmd.ir.graph import iterate_leaves
 
@@ -24,14 +25,78 @@ def _contiguous(*operands: torch.Tensor) -> torch.Tensor:
 
 
 def _elementwise(*operands: torch.Tensor) -> torch.Tensor:
-    """The order of the first operand that has one, as of all kernels by TensorIterator."""
-    return torch.add(*operands) if len(operands) == 2 else operands[0]
+    """The order of TensorIterator over the operands, broadcast."""
+    shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
+    return _in_order(shape, [_broadcast_strides(operand, shape) for operand in operands])
 
 
 def _channels_last(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """The memory format of the first operand."""
-    last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return x if last else x.contiguous()
+    return x.contiguous(memory_format=suggest_memory_format(x))
+
+
+def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The order of `x[indices]`: that of TensorIterator over `x` and the indices, broadcast to the result's shape."""
+    places = [place for place, index in enumerate(indices) if index is not None]
+    given = torch.broadcast_tensors(*[index for index in indices if index is not None])
+    before, count, ndim = places[0], len(places), given[0].ndim
+    if places != list(range(before, before + count)):  # then the dims of the indices come first
+        x, before = x.permute([*places, *(dim for dim in range(x.ndim) if dim not in places)]), 0
+    after = before + count
+    shape = (*x.shape[:before], *given[0].shape, *x.shape[after:])
+    strides: list[Sequence[int]] = [(*x.stride()[:before], *[0] * ndim, *x.stride()[after:])]
+    for index in given:
+        placed = index.reshape((*[1] * before, *index.shape, *[1] * (x.ndim - after)))
+        strides.append(_broadcast_strides(placed, shape))
+    return _in_order(shape, strides)
+
+
+def _rolled(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
+    """The memory format of `x`; contiguous if all of it is rolled as one dim."""
+    return torch.empty_like(_channels_last(x) if dims else x.contiguous())
+
+
+def _broadcast_strides(operand: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of an operand, which are 0 in dims along which it is broadcast."""
+    new = len(shape) - operand.ndim
+    sizes = zip(operand.stride(), operand.shape, shape[new:], strict=True)
+    return (*[0] * new, *(0 if own == 1 != size else stride for stride, own, size in sizes))
+
+
+def _in_order(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> torch.Tensor:
+    """A tensor of a shape, as TensorIterator allocates it for operands with these strides."""
+    order = _iteration_order(shape, strides)
+    made = torch.empty([shape[dim] for dim in order], device="meta")
+    return made.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def _iteration_order(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
+    """The dims from the outermost to the innermost, as TensorIterator sorts them: an insertion sort, in which the first
+    operand decides that is not broadcast along either dim.
+    """
+
+    def compare(first: int, second: int) -> int:
+        """1 if `first` is outside of `second`, -1 if it is inside, 0 if no operand decides."""
+        for held in strides:
+            if not held[first] or not held[second]:
+                continue
+            if held[first] != held[second]:
+                return 1 if held[first] > held[second] else -1
+            if shape[first] > shape[second]:
+                return 1
+        return 0
+
+    order = list(range(len(shape)))[::-1]
+    for start in range(1, len(shape)):
+        moving = start
+        for place in range(start - 1, -1, -1):
+            found = compare(order[place], order[moving])
+            if found > 0:
+                order[place], order[moving] = order[moving], order[place]
+                moving = place
+            elif found < 0:
+                break
+    return order[::-1]
 
 
 def _all(like: _Like, *ops: torch._ops.OpOverload) -> dict[torch._ops.OpOverload, _Like]:
@@ -49,27 +114,43 @@ _LIKE: Mapping[torch._ops.OpOverload, _Like] = {
         aten.div.Tensor_mode, aten.floor_divide.default, aten.copysign.Tensor, aten.xlogy.Tensor,
         aten.special_xlog1py.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default,
         aten.hardtanh_backward.default, aten.elu_backward.default, aten.softplus_backward.default,
-        aten.logit_backward.default,
+        aten.logit_backward.default, aten.heaviside.default, aten.lcm.default, aten.logaddexp.default,
+        aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
     ),
+    aten.native_dropout_backward.default: _elementwise,
     **_all(
         _channels_last,
         aten.channel_shuffle.default, aten.native_channel_shuffle.default, aten.max_unpool2d.default,
     ),
+    **_all(lambda scores, target, *others: target.contiguous(), aten.nll_loss2d_forward.default),
+    **_all(lambda x, *others: x.contiguous(), aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar),
     aten.log_sigmoid_forward.default: _contiguous,
     aten.binary_cross_entropy.default: lambda x, *others: x,
     aten.binary_cross_entropy_backward.default: lambda grad, x, *others: x,
 }  # fmt: skip
 
 
+_BY_ARGUMENTS: Mapping[torch._ops.OpOverload, _Like] = {
+    aten.index.Tensor: _indexed,
+    aten._unsafe_index.Tensor: _indexed,
+    aten.roll.default: _rolled,
+}
+"""From all arguments of a call, a tensor with the strides of the result."""
+
+
 def with_kernel_strides(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     """The fake results of an operator with the strides of its CPU kernel; the same tensors if they have them."""
-    like = _LIKE.get(func)
-    if like is None:
+    if func not in _LIKE and func not in _BY_ARGUMENTS:
         return outputs
     operands = [leaf for leaf in iterate_leaves(tuple(args)) if isinstance(leaf, torch.Tensor)]
     if any(operand.device.type != "cpu" for operand in operands):
         return outputs
-    wanted = torch.empty_like(like(*operands))  # dense, in the same order
+    if func in _LIKE:
+        wanted = torch.empty_like(_LIKE[func](*operands))  # dense, in the same order
+    elif any(operand.dtype in (torch.bool, torch.uint8) for operand in operands[1:]):
+        return outputs  # masks count as the indices of what is true
+    else:
+        wanted = _BY_ARGUMENTS[func](*args)
 
     def placed(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.ndim != wanted.ndim:

@@ -165,6 +165,44 @@ def test_draws_after_results_of_operands_in_different_orders(name):
         torch.testing.assert_close(actual.full_tensor(), wanted)
 
 
+INDEXED = {
+    "rows": lambda x, i: x[i],
+    "an inner dim": lambda x, i: x[:, i],
+    "two dims": lambda x, i: x[i, i.flip(0)],
+    "dims apart": lambda x, i: x[i, :, i],
+    "a new dim": lambda x, i: x[None, i],
+    "indices that broadcast": lambda x, i: x[i[:1], i],
+    "one_hot": lambda x, i: F.one_hot(i, 3).double(),
+    "isin": lambda x, i: torch.isin(i, torch.tensor([1])).double(),
+    "nll_loss": lambda x, i: F.nll_loss(x[:, :, None].expand(3, 3, 2, 3), i[None].expand(3, 2, 3), reduction="none"),
+    "resize_as_": lambda x, i: x.clone().resize_as_(x.t() if x.ndim == 2 else x.movedim(0, 1)),
+    "roll": lambda x, i: x[None].movedim(-1, 1).roll(1, 2),
+    "roll of all": lambda x, i: x[None].movedim(-1, 1).roll(1),
+    "logical_or": lambda x, i: torch.logical_or(x[:, :1], x[:1]).double(),
+    "logaddexp": lambda x, i: torch.logaddexp(x[:, :1], x[:1]),
+    "nearest neighbours": lambda x, i: F.interpolate(x, scale_factor=1.7),
+    "nearest neighbours of images": lambda x, i: F.interpolate(x[None], scale_factor=1.7),
+    "linear interpolation": lambda x, i: F.interpolate(x, scale_factor=1.7, mode="linear"),
+    "max_pool1d": lambda x, i: F.max_pool1d(x, 2, 1),
+    "gradient of max_pool1d": lambda x, i: torch.func.grad(lambda x: F.max_pool1d(x, 2, 1).sin().sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_draws_after_results_of_indices_in_different_orders(name):
+    pairs = [*itertools.product(orders(3, 3, 3), ((index * 3).long() for index in orders(2, 3)))]
+
+    def function(z):
+        results = [INDEXED[name](x, i) for x, i in pairs]
+        return [result + torch.randn_like(result) * z.sum() for result in results]
+
+    torch.manual_seed(0)
+    expected = function(X)
+    torch.manual_seed(0)
+    for actual, wanted in zip(spmd.jit(function, P("data"), P(), mesh=MESH)(X), expected, strict=True):
+        torch.testing.assert_close(actual.full_tensor(), wanted)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward-mode differentiation
 @pytest.mark.parametrize("transform", ["none", "grad", "jvp", "jvp of grad", "vmap"])
 def test_draws_after_gradients_of_attention(transform):
