@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from spmd import collectives, optim
 from spmd.api.distribute import distribute, from_process_data
 from spmd.api.dtensor import DTensor
+from spmd.api.eager import implicit_replication
 from spmd.api.jit import jit
 from spmd.core.mesh import Mesh, make_mesh, use_mesh
 from spmd.core.placement import Partial, Replicate, Shard
@@ -55,6 +56,7 @@ __all__ = [
     "distribute",
     "from_process_data",
     "from_torch_dtensor",
+    "implicit_replication",
     "init",
     "is_distributed",
     "jit",

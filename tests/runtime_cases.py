@@ -9,7 +9,7 @@ import optree
 import torch
 import torch.nn.functional as F
 
-from spmd import P, distribute, jit
+from spmd import DTensor, P, distribute, jit
 from spmd.core.mesh import Mesh
 from spmd.errors import SpmdError
 
@@ -156,12 +156,40 @@ def free_results(mesh: Mesh) -> None:
     check(mesh, function, (P("x", "y"), P(None, None, "y")), None, normal(3, 2, 6), normal(3, 6, 5))
 
 
+def operators_outside_jit(mesh: Mesh) -> None:
+    """A stock layer and optimizer on DTensors, with writes and reads."""
+
+    def train(weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) -> Any:
+        weight.requires_grad_(), bias.requires_grad_()
+        optimizer, losses = torch.optim.AdamW([weight, bias], 0.1), []
+        for _ in range(2):
+            loss = F.linear(x, weight, bias).relu().square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_([weight, bias], 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        with torch.no_grad():
+            weight[0] = 1.0
+            weight.t()[1].add_(bias)
+        return torch.tensor(losses), weight.detach(), bias.detach(), F.dropout(weight.detach(), 0.5)
+
+    args = normal(5, 3), normal(5, seed=1), normal(7, 3, seed=2)
+    torch.manual_seed(0)
+    expected = train(*(arg.clone() for arg in args))
+    torch.manual_seed(0)
+    results = train(*distribute(args, (P("x"), P(), P(("x", "y"))), mesh))
+    for actual, wanted in zip(results, expected, strict=True):
+        whole = actual.full_tensor() if isinstance(actual, DTensor) else actual
+        torch.testing.assert_close(whole, wanted, rtol=1e-5, atol=1e-6)
+
+
 CASES: dict[str, Callable[[Mesh], None]] = {
     case.__name__: case
     for case in (
         gradients_of_uneven_shards, empty_shards, draws_in_program_order, several_results, local_implementations,
         closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
-        redistributions, free_results,
+        redistributions, free_results, operators_outside_jit,
     )
 }  # fmt: skip
 

@@ -10,9 +10,9 @@ import attrs
 import torch
 
 from spmd.api.distribute import check_placeable, check_same, place
-from spmd.api.dtensor import DTensor, release_donated, wrap
+from spmd.api.dtensor import DTensor, Shards, release_donated, wrap
 from spmd.api.options import Options
-from spmd.api.program import Program, Shards
+from spmd.api.program import Program, StandIn
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import use_mesh
@@ -28,15 +28,6 @@ from spmd.tracing.trace import Traced, trace
 
 if TYPE_CHECKING:
     from spmd.inspect.plan import Plan
-
-
-class _Leaf:
-    """A stand-in for a tensor in tracing: its shape and dtype, on the mesh's device."""
-
-    __slots__ = ("device", "dtype", "shape")
-
-    def __init__(self, meta: TensorMeta, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = meta.shape, meta.dtype, device
 
 
 class Compiled:
@@ -62,7 +53,7 @@ class Compiled:
             _refuse_transformed(leaf)
         of = "the arguments that are not static" if options.static_argnums else "the arguments"
         self.in_specs = tuple(leaf_specs(in_specs, dynamic, self.mesh, what="in_specs", of=of))
-        stand_ins = [_Leaf(spec.meta, self.mesh.device) for spec in self.in_specs]  # so that no tensor is kept alive
+        stand_ins = [StandIn(spec.meta, self.mesh.device) for spec in self.in_specs]
         self._args = with_dynamic(args, signature.static, signature.tree.unflatten(stand_ins))
         self._key = signature.key
         self._has_run = False

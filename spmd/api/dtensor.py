@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, SupportsIndex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -15,27 +15,25 @@ from spmd.collectives.distributed.agreement import gather, spans_processes
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate, Mesh, Runtime
 from spmd.core.placement import Placement
-from spmd.core.pytree import (
-    SpecLike,
-    make_spec,
-    tree_leaves,
-)
+from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.shards import join
 from spmd.core.spec import DTensorSpec, P, TensorMeta
-from spmd.errors import ShardingError, TraceError
+from spmd.errors import ShardingError
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.tracing.recorder import where as place_text
-from spmd.tracing.trace import is_tracing
 
-aten = torch.ops.aten
+Shards: TypeAlias = tuple[torch.Tensor, ...]
+"""The shards of a tensor that this process holds, in rank order."""
+
+Operators = TypeVar("Operators", bound=Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any])
 
 
 class DTensor(torch.Tensor):
     """A global tensor on a mesh: a spec, and the shards that this process holds.
 
-    Shape, dtype and device are those of the global tensor. A DTensor is immutable and has no gradient. `distribute` and
-    `DTensor.from_local` make one, functions under `spmd.jit` compute on it, and `full_tensor()`, `shards`, or `item()`
-    (of one replicated element) read it.
+    Shape, dtype and device are those of the global tensor. `distribute` and `DTensor.from_local` make one, functions
+    under `spmd.jit` and torch's operators (`spmd.api.eager`) compute on it; `full_tensor()`, `numpy()`, `item()` and
+    such assemble its values, and `shards` reads them as they lie. Its spec never changes.
 
     The idea is JAX's global `jax.Array`; the name is torch's.
 
@@ -48,10 +46,12 @@ class DTensor(torch.Tensor):
     ((tensor([0, 1]), tensor([2])), tensor([0, 1, 2]))
     """
 
-    __slots__ = ("_shards", "_spec")
+    __slots__ = ("_family", "_gone", "_shards", "_spec")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _spec: DTensorSpec
     _shards: tuple[torch.Tensor, ...]
+    _family: Any  # aliases and views (spmd.api.families); None if there are none
+    _gone: tuple[str, str]  # why it has no shards: in a word, and what to do
 
     def __new__(cls, *args: object, **kwargs: object) -> DTensor:
         """Raise a TypeError: a constructor would not validate the shards."""
@@ -171,40 +171,24 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves its own untyped
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the few operators that only read a DTensor (detach, alias, item); raise an error for all others."""
-        if func in (aten.detach.default, aten.alias.default):
-            return wrap(args[0]._spec, args[0]._shards)
-        if func is aten._local_scalar_dense.default:
-            return _scalar(args[0])
-        arguments: Any = (args, dict(kwargs or {}))
-        value = next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, DTensor))
-        if is_tracing():
-            raise TraceError(
-                f"{func} at {place_text()} was called on {value}, which the function under spmd.jit closes over. "
-                "Pass it as an argument."
-            )
-        raise ShardingError(
-            f"{func} was called on {value} outside spmd.jit, at {place_text()}. Put the computation in a function "
-            "under spmd.jit, or take the whole tensor by .full_tensor()."
-        )
+        """Run an operator on DTensors (`spmd.api.eager`)."""
+        return _run_operator(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:  # only for attributes that are missing
+        if name == "_family":
+            return None
         if name == "_shards":
-            raise ShardingError(
-                f"A DTensor {self._spec} was read at {place_text()}, after it was donated to a jitted function. Use "
-                "what the function returned, or leave the argument out of donate_argnums."
-            )
+            raise ShardingError(f"A DTensor {self._spec} was read at {place_text()}, after {self._gone[1]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"DTensors are immutable (tried to set {name!r}).")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"DTensors are immutable (tried to delete {name!r}).")
+        if name in _FIXED:
+            raise AttributeError(f"The {name} of a DTensor cannot be set. {_FIXED[name]}")
+        super().__setattr__(name, value)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's is untyped
         if not _holds_shards(self):
-            return f"DTensor({self._spec} on {self.mesh}, donated)"
+            return f"DTensor({self._spec} on {self.mesh}, {self._gone[0]})"
         shapes = [f"[{','.join(map(str, shard.shape))}]" for shard in self._shards]
         counts = [(shape, len(list(group))) for shape, group in itertools.groupby(shapes)]
         shown = " ".join(shape if count == 1 else f"{count}x{shape}" for shape, count in counts)
@@ -238,23 +222,55 @@ class DTensor(torch.Tensor):
     def _refuse(self, *args: object, method: str, remedy: str, **kwargs: object) -> NoReturn:
         raise ShardingError(f"{method}() was called on {self}. {remedy}")
 
+    def tolist(self) -> Any:
+        """The values as nested lists; assembled, as by `full_tensor`."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a numpy array; assembled, as by `full_tensor`.
+
+        Raises:
+            RuntimeError: it requires a gradient, and not `force`; as torch's.
+        """
+        if self.requires_grad and not force:
+            raise RuntimeError("A DTensor that requires grad has no numpy(). Use .detach().numpy().")
+        return self.full_tensor().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype, copy=False)
+
     _READ = "Take the whole tensor first: .full_tensor()."
-    _GRAD = "DTensors carry no gradient: differentiate with torch.func inside spmd.jit."
-    tolist = functools.partialmethod(_refuse, method="tolist", remedy=_READ)
-    numpy = functools.partialmethod(_refuse, method="numpy", remedy=_READ)
     __dlpack__ = functools.partialmethod(_refuse, method="__dlpack__", remedy=_READ)
     data_ptr = functools.partialmethod(_refuse, method="data_ptr", remedy=_READ)
     storage = functools.partialmethod(_refuse, method="storage", remedy=_READ)
     untyped_storage = functools.partialmethod(_refuse, method="untyped_storage", remedy=_READ)
     share_memory_ = functools.partialmethod(_refuse, method="share_memory_", remedy=_READ)
-    backward = functools.partialmethod(_refuse, method="backward", remedy=_GRAD)
-    requires_grad_ = functools.partialmethod(_refuse, method="requires_grad_", remedy=_GRAD)
-    register_hook = functools.partialmethod(_refuse, method="register_hook", remedy=_GRAD)
+
+
+_FIXED = {
+    **dict.fromkeys(("spec", "placements", "mesh"), "Use .redistribute(spec)."),
+    **dict.fromkeys(("shards",), "Use DTensor.from_local(shards, mesh, spec)."),
+    **dict.fromkeys(("_spec", "_shards"), "It is private."),
+    "data": "Write in place, x.copy_(y), under torch.no_grad().",
+}
+"""Attributes that cannot be set, and what to do instead."""
+
+_run_operator: Any = None
+
+
+def dispatch_operators_to(function: Operators) -> Operators:
+    """Let a function run all operators on DTensors: it is called with the operator and its arguments."""
+    global _run_operator
+    _run_operator = function
+    return function
 
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _set_spec = DTensor.__dict__["_spec"].__set__
 _set_shards = DTensor.__dict__["_shards"].__set__
+_set_gone = DTensor.__dict__["_gone"].__set__
+_set_family = DTensor.__dict__["_family"].__set__
 _delete_shards = DTensor.__dict__["_shards"].__delete__
 
 
@@ -269,7 +285,35 @@ def _holds_shards(value: DTensor) -> bool:
 def release_donated(leaf: Any) -> None:
     """Drop the shards of a donated DTensor, which cannot be read from then on; other leaves stay as they are."""
     if isinstance(leaf, DTensor) and _holds_shards(leaf):
-        _delete_shards(leaf)
+        lose_shards(leaf, "donated", _DONATED)
+
+
+_DONATED = (
+    "it was donated to a jitted function. Use what the function returned, or leave the argument out of donate_argnums."
+)
+
+
+def lose_shards(value: DTensor, state: str, reason: str) -> None:
+    """Drop the shards of a DTensor; reading them is an error.
+
+    Args:
+        value: the DTensor.
+        state: what it is from then on, in its `repr`.
+        reason: for the error: what happened, and what to do.
+    """
+    if _holds_shards(value):
+        _delete_shards(value)
+        _set_gone(value, (state, reason))
+
+
+def replace_shards(value: DTensor, shards: Shards) -> None:
+    """Give a DTensor other shards that fit its spec."""
+    _set_shards(value, shards)
+
+
+def set_family(value: DTensor, family: object) -> None:
+    """Make a DTensor a member of a family."""
+    _set_family(value, family)
 
 
 def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
@@ -280,15 +324,6 @@ def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
     _set_spec(value, spec)
     _set_shards(value, shards)
     return value
-
-
-def _scalar(value: DTensor) -> Any:
-    if not value.spec.is_replicated:
-        raise ShardingError(
-            f"Only a value that every rank holds converts to a Python number (got {value}). "
-            "Make it so in out_specs, P(), or assemble it first: .full_tensor().item()."
-        )
-    return value.shards[0].item()
 
 
 @attrs.frozen

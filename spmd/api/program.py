@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
-from spmd.api.dtensor import DTensor, wrap
+from spmd.api.dtensor import DTensor, Shards, wrap
 from spmd.api.options import Options
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, Runtime
-from spmd.core.spec import DTensorSpec
+from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError
 from spmd.lowering.program import LocalProgram
 from spmd.runtime import DistributedProgram, VirtualProgram
@@ -22,8 +22,14 @@ from spmd.tracing.trace import Traced
 if TYPE_CHECKING:
     from spmd.inspect.plan import Plan
 
-Shards: TypeAlias = tuple[torch.Tensor, ...]
-"""The shards of a tensor that this process holds, in rank order."""
+
+class StandIn:
+    """A stand-in for a tensor in tracing: its shape and dtype, on the mesh's device, without keeping it alive."""
+
+    __slots__ = ("device", "dtype", "shape")
+
+    def __init__(self, meta: TensorMeta, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = meta.shape, meta.dtype, device
 
 
 class Program:

@@ -82,6 +82,20 @@ def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: f
     return NotImplemented
 
 
+def _fused_optimizer(op: Any) -> Callable[..., Any]:
+    """A fused optimizer step as its functional form and copies; torch takes an empty list for one of other tensors."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if all(args):
+            return NotImplemented
+        for targets, results in zip(args, op(*args, **kwargs), strict=False):
+            for target, result in zip(targets, results, strict=True):
+                target.copy_(result)
+        return None
+
+    return step
+
+
 _STRIDES = (
     ((0,), _in_memory_format, (
         aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
@@ -99,6 +113,14 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     aten.expand.default: _expand,
     aten.lerp_.Scalar: _lerp,
     aten.lerp_.Tensor: _lerp,
+    **{
+        getattr(inplace, overload): _fused_optimizer(getattr(functional, overload))
+        for inplace, functional in (
+            (aten._fused_adam_, aten._fused_adam),
+            (aten._fused_adamw_, aten._fused_adamw),
+        )
+        for overload in ("default", "tensor_lr")
+    },
     **{op: _restrided(op, positions, of) for positions, of, ops in _STRIDES for op in ops},
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._cdist_backward.default: _cdist_backward,

@@ -219,60 +219,18 @@ def test_replicated_scalars_are_numbers():
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(partial={"data": "sum"})])
-def test_other_values_are_no_numbers(spec):
+def test_other_values_are_assembled(spec):
     value = distribute(torch.ones(1), spec, MESH)
-    for convert in (float, bool, torch.Tensor.item):
-        with pytest.raises(ShardingError, match=r"Only a value that every rank holds .*\.full_tensor\(\)\.item\(\)"):
-            convert(value)
+    assert (1.0, True, 1) == (float(value), bool(value), value.item())
 
 
-OPERATORS = [
-    lambda x: x + 1,
-    lambda x: 1 - x,
-    lambda x: x @ x.T,
-    lambda x: x[0],
-    lambda x: list(x),
-    lambda x: x.add_(1),
-    lambda x: x.__setitem__(0, 1.0),
-    lambda x: x == x,
-    lambda x: torch.cat([torch.ones(5, 7), x]),
-    lambda x: torch._foreach_add([x], 1.0),
-    lambda x: torch.zeros_like(x),
-    lambda x: torch.add(torch.ones(5, 7), 1, out=x),
-    lambda x: torch.nn.functional.layer_norm(x, (7,)),
-    lambda x: x.double(),
-    lambda x: x.clone(),
-    lambda x: x.copy_(torch.ones(5, 7)),
-]
-
-
-@pytest.mark.parametrize("operate", OPERATORS)
-def test_operators_outside_jit_are_refused(operate):
-    with pytest.raises(ShardingError, match=r"aten\.\w+\.\w+ was called on DTensor\(f32.* outside spmd.jit, at .*Put"):
-        operate(small())
-
-
-@pytest.mark.parametrize("name", ["tolist", "numpy", "data_ptr", "share_memory_", "__dlpack__"])
+@pytest.mark.parametrize("name", ["data_ptr", "share_memory_", "__dlpack__"])
 def test_methods_that_reach_for_storage_are_refused(name):
     with pytest.raises(ShardingError, match=rf"{name}\(\) was called on DTensor.*\.full_tensor\(\)"):
         getattr(small(), name)()
 
 
-@pytest.mark.parametrize("name", ["backward", "requires_grad_", "register_hook"])
-def test_methods_of_autograd_are_refused(name):
-    with pytest.raises(
-        ShardingError, match=rf"{name}\(\) was called on .*differentiate with torch.func inside spmd.jit"
-    ):
-        getattr(small(), name)()
-
-
-def test_dtensors_are_immutable():
-    value = small()
-    for name in ("spec", "_spec", "shards", "_shards", "requires_grad", "grad", "data", "anything"):
-        with pytest.raises(AttributeError, match=f"DTensors are immutable .tried to set '{name}'"):
-            setattr(value, name, None)
-    with pytest.raises(AttributeError, match=r"immutable .tried to delete '_spec'"):
-        del value._spec
+def test_the_constructor_is_refused():
     with pytest.raises(TypeError, match=r"made by spmd.distribute"):
         DTensor(torch.ones(2))
 

@@ -1,0 +1,301 @@
+"""Operators on DTensors outside of `spmd.jit`, against the same on plain tensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spmd
+from spmd import P
+from spmd.api import eager
+from spmd.errors import MeshError, ShardingError, TraceError
+
+MESH = spmd.make_mesh({"data": 2, "model": 3}, runtime="virtual")
+SPECS = [P(), P("data"), P(None, "model"), P(("model", "data")), P("data", "model"), P(partial={"data": "sum"})]
+
+
+def whole(tree: Any) -> Any:
+    return optree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, spmd.DTensor) else leaf, tree)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(whole(actual), expected, rtol=1e-5, atol=1e-6)
+
+
+OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "add": lambda x: x + 1,
+    "number first": lambda x: 1 - x,
+    "comparison": lambda x: x > 0.5,
+    "0-d tensors": lambda x: torch.tensor(2.0) * x + torch.tensor(1),
+    "mm": lambda x: x @ x.T,
+    "chain": lambda x: torch.relu(x @ x.mT).softmax(-1).sum(),
+    "reductions": lambda x: (x.sum(0), x.mean(), x.amax(1), x.std(), x.argmax(-1), x.norm()),
+    "partial times a number": lambda x: (x.sum(0) * 2 + 1, x.sum() * x.sum()),
+    "item": lambda x: x[0],
+    "slices": lambda x: x[1:4, ::2],
+    "positions": lambda x: x[torch.tensor(1)],
+    "iteration": lambda x: list(x),
+    "stack": lambda x: torch.stack([x, x * 2], 1),
+    "cat": lambda x: torch.cat([x, x.flip(0)]),
+    "split": lambda x: x.split(2),
+    "reshape": lambda x: x.reshape(7, 5).unsqueeze(0),
+    "foreach": lambda x: torch._foreach_mul([x, x + 1], 3.0),
+    "sort": lambda x: x.sort(0),
+    "like": lambda x: (torch.zeros_like(x), torch.full_like(x, 2), x.new_zeros(3)),
+    "layer_norm": lambda x: F.layer_norm(x, (7,)),
+    "cumsum": lambda x: x.cumsum(0),
+    "casts": lambda x: (x.double(), x.to(torch.int64), x.bool()),
+    "clone": lambda x: x.clone(),
+    "linalg": lambda x: torch.linalg.svdvals(x),
+    "vmap": lambda x: torch.func.vmap(lambda row: row.sin() / row.square().sum())(x),
+    "grad": lambda x: torch.func.grad(lambda x: (x @ x.mT).sin().sum())(x),
+    "jvp": lambda x: torch.func.jvp(lambda x: (x @ x.mT).sin(), (x,), (x.cos(),)),
+    "linearize": lambda x: torch.func.vjp(torch.tanh, x)[1](x),
+    "hessian": lambda x: torch.func.hessian(lambda x: x.sin().prod())(x[0]),
+    "jacrev": lambda x: torch.func.jacrev(torch.sin)(x[0]),
+    "jacfwd": lambda x: torch.func.jacfwd(lambda x: x.cumsum(0))(x[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward-mode differentiation
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators(name: str, spec: P) -> None:
+    value = torch.rand(5, 7) + 0.1
+    assert_same(OPERATORS[name](spmd.distribute(value, spec, MESH)), OPERATORS[name](value))
+
+
+def write_to_itself(x: torch.Tensor) -> Any:
+    x.add_(1).mul_(x)
+    x[0] = 3.0
+    x[:, 1:3] -= 2
+    x.t()[2].fill_(7)
+    x.view(-1)[4:9].zero_()
+    x.detach().add_(1)
+    x.masked_fill_(x > 6, 0.5)
+    return x
+
+
+def write_through_views(x: torch.Tensor) -> Any:
+    row = x[1]
+    row.mul_(2)
+    column = x[:, 0]
+    column.sub_(row.max())
+    return x, column
+
+
+def write_lists(x: torch.Tensor) -> Any:
+    y = x * 2
+    torch._foreach_add_([x, y], [y, y])
+    torch._foreach_mul_([x[0], x[2]], 3.0)
+    return x, y
+
+
+def write_results(x: torch.Tensor) -> Any:
+    y, top, where = torch.empty_like(x), x.new_empty(5, 2), torch.empty_like(x[:, :2], dtype=torch.int64)
+    torch.add(x, 1, out=y)
+    torch.topk(x, 2, out=(top, where))
+    return y, top, where
+
+
+def write_statistics(x: torch.Tensor) -> Any:
+    mean, var = x.sum(0) * 0, x.sum(0) * 0 + 1
+    return F.batch_norm(x, mean, var, training=True), mean, var
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+@pytest.mark.parametrize(
+    "function", [write_to_itself, write_through_views, write_lists, write_results, write_statistics]
+)
+def test_writes(function: Callable[..., Any], spec: P) -> None:
+    value = torch.rand(5, 7)
+    placed = spmd.distribute(value, spec, MESH)
+    before = placed.spec
+    assert_same(function(placed), function(value))
+    assert placed.spec == before
+
+
+def test_writes_reach_no_other_value() -> None:
+    x = spmd.distribute(torch.ones(4), P("data"), MESH)
+    results = spmd.jit(lambda x: (x, x), P("data"), P("data"), mesh=MESH)(x)
+    held = [shard.clone() for shard in x.shards]
+    results[0].add_(1)
+    assert_same((x, results[1]), (torch.ones(4), torch.ones(4)))
+    assert_same(results[0], torch.full((4,), 2.0))
+    x.zero_()
+    assert all(torch.equal(a, torch.ones_like(a)) for a in held)
+
+
+def test_a_view_from_before_a_write_cannot_be_read() -> None:
+    x = spmd.distribute(torch.ones(4), P("data"), MESH)
+    view = x[1:]
+    x.add_(1)
+    assert repr(view) == "DTensor(f32[3] P() on Mesh(data=2, model=3), a view from before a write)"
+    with pytest.raises(
+        ShardingError, match=r"was read at .*, after the tensor that it is a view of was written to, at"
+    ):
+        view + 1
+
+
+def test_mixing() -> None:
+    x, plain = spmd.distribute(torch.ones(4), P("data"), MESH), torch.arange(4.0)
+    with pytest.raises(
+        ShardingError, match=r"aten.add.Tensor at test_eager.py.* plain tensor f32\[4\] beside a DTensor"
+    ):
+        x + plain
+    with spmd.implicit_replication():
+        assert_same((x + plain, plain * x), (torch.ones(4) + plain, plain))
+    other = spmd.distribute(torch.ones(4), P("data"), spmd.make_mesh({"data": 2}, runtime="virtual"))
+    with pytest.raises(MeshError, match=r"has operands on Mesh\(data=2, model=3\) and on Mesh\(data=2\)"):
+        x + other
+
+
+def test_what_depends_on_values_is_refused() -> None:
+    x = spmd.distribute(torch.ones(4), P("data"), MESH)
+    with pytest.raises(TraceError, match="depends on the values"):
+        x.nonzero()
+    with pytest.raises(TraceError, match="closes over"):
+        spmd.jit(lambda y: y + x, P(), P(), mesh=MESH)(torch.ones(4))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_reading(spec: P) -> None:
+    value = torch.rand(5, 7)
+    x = spmd.distribute(value, spec, MESH)
+    assert torch.allclose(torch.tensor(x.tolist()), value)
+    assert torch.allclose(torch.from_numpy(x.numpy()), value)
+    total = x.sum()
+    assert float(total) == pytest.approx(float(value.sum())) == x[:, 2:].sum().item() + x[:, :2].sum().item()
+    assert bool(total > 0) and f"{total:.2f}" == f"{value.sum():.2f}" and int(x.argmax()) == int(value.argmax())
+    assert torch.equal(x, x.clone()) and not torch.equal(x, x + 1)
+    torch.testing.assert_close(x, x.clone())
+
+
+def test_a_gradient_is_not_read_by_accident() -> None:
+    x = spmd.distribute(torch.ones(2), P(), MESH).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"Use .detach\(\).numpy\(\)"):
+        x.numpy()
+    assert [1.0, 1.0] == x.detach().numpy().tolist() == list(x.numpy(force=True))
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P()], ids=repr)
+def test_backward(spec: P) -> None:
+    value, weight = torch.rand(5, 7), torch.rand(7, 3)
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> Any:
+        x.requires_grad_(), w.requires_grad_()
+        seen: list[torch.Tensor] = []
+        hidden = torch.tanh(x @ w)
+        hidden.register_hook(seen.append)
+        hidden = hidden * 2
+        hidden[0].mul_(3)
+        loss = hidden.square().mean()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + first.square().sum()).backward()
+        return x.grad, w.grad, first.detach(), seen[0].detach()
+
+    placed = (spmd.distribute(value, spec, MESH), spmd.distribute(weight, P(None, "model"), MESH))
+    assert_same(run(*placed), run(value.clone(), weight.clone()))
+
+
+def test_random_numbers_are_those_of_one_device() -> None:
+    value = torch.ones(5, 7)
+
+    def draw(x: torch.Tensor) -> Any:
+        torch.manual_seed(3)
+        return torch.rand_like(x), F.dropout(x, 0.4), torch.bernoulli(x * 0.5), x.clone().normal_(), torch.randn_like(x)
+
+    assert_same(draw(spmd.distribute(value, P("data", "model"), MESH)), draw(value))
+
+
+def placed_module(module: torch.nn.Module, specs: dict[str, P]) -> torch.nn.Module:
+    """The module with DTensors for parameters."""
+    for path, parameter in list(module.named_parameters()):
+        owner, _, name = path.rpartition(".")
+        placed = spmd.distribute(parameter.detach(), specs.get(path, P()), MESH)
+        setattr(module.get_submodule(owner), name, torch.nn.Parameter(placed))
+    return module
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, 0.1),
+    "adamw of lists": lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
+    "adam, fused": lambda p: torch.optim.Adam(p, 0.1, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_stock_module_and_a_stock_optimizer(name: str) -> None:
+    def module() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(7, 6), torch.nn.LayerNorm(6), torch.nn.GELU(), torch.nn.Linear(6, 2))
+
+    def train(model: torch.nn.Module, x: torch.Tensor) -> Any:
+        optimizer, losses = OPTIMIZERS[name](model.parameters()), []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses, [parameter.detach() for parameter in model.parameters()]
+
+    x = torch.rand(5, 7)
+    sharded = placed_module(module(), {"0.weight": P("model"), "0.bias": P("model"), "3.weight": P(None, "model")})
+    specs = [parameter.spec for parameter in sharded.parameters()]
+    assert_same(train(sharded, spmd.distribute(x, P("data"), MESH)), train(module(), x))
+    assert specs == [parameter.spec for parameter in sharded.parameters()]
+
+
+def test_copies_and_state() -> None:
+    module = placed_module(torch.nn.Linear(4, 6), {"weight": P("model")})
+    twin = copy.deepcopy(module)
+    twin.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})
+    assert_same(twin.weight.detach(), module.weight.detach().full_tensor() + 1)
+    assert copy.copy(module.weight).spec == module.weight.spec == twin.weight.spec
+    buffer = io.BytesIO()
+    torch.save(module.weight.detach(), buffer)
+    buffer.seek(0)
+    assert_same(torch.load(buffer, weights_only=False), module.weight.detach().full_tensor())
+
+
+def test_what_is_fixed() -> None:
+    x = spmd.distribute(torch.ones(4), P("data"), MESH)
+    with pytest.raises(AttributeError, match=r"The spec of a DTensor cannot be set. Use .redistribute\(spec\)"):
+        x.spec = None
+    with pytest.raises(AttributeError, match=r"The data of a DTensor cannot be set. Write in place"):
+        x.data = torch.ones(4)
+
+
+def test_programs_are_planned_once_and_their_number_is_bounded() -> None:
+    x = spmd.distribute(torch.ones(4), P("data"), MESH)
+    w = spmd.distribute(torch.ones(4), P("data"), MESH).requires_grad_()
+
+    def step() -> None:
+        (w * x).sum().backward()
+        with torch.no_grad():
+            w.sub_(w.grad, alpha=0.1)
+        w.grad = None
+
+    step()
+    planned = eager._operator.cache_info().misses
+    gc.collect()
+    count = len(gc.get_objects())
+    for _ in range(50):
+        step()
+    gc.collect()
+    assert planned == eager._operator.cache_info().misses
+    assert len(gc.get_objects()) < count + 50
+    assert eager._operator.cache_info().maxsize == eager.MAX_OPERATORS
