@@ -156,6 +156,33 @@ def free_results(mesh: Mesh) -> None:
     check(mesh, function, (P("x", "y"), P(None, None, "y")), None, normal(3, 2, 6), normal(3, 6, 5))
 
 
+def gradients_from_outside(mesh: Mesh) -> None:
+    """Of a jitted function, by autograd and by torch.func."""
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.tanh(x @ w), 0.3).square().mean()
+
+    step = jit(loss, (P(None, "y"), P("x")), mesh=mesh)
+    args = normal(6, 5), normal(7, 6, seed=1)
+    placed = distribute(args, (P(None, "y"), P("x")), mesh)
+    transforms: tuple[Callable[..., Any], ...] = (
+        torch.func.grad,
+        lambda f: lambda w, x: torch.func.jvp(lambda w: f(w, x), (w,), (w,))[1],
+        lambda f: torch.func.grad(lambda *args: torch.func.grad(f)(*args).square().sum()),
+    )
+    for transform in transforms:
+        torch.manual_seed(0)
+        expected = transform(loss)(*args)
+        torch.manual_seed(0)
+        torch.testing.assert_close(transform(step)(*placed).full_tensor(), expected, rtol=1e-5, atol=1e-6)
+    placed[0].requires_grad_()
+    torch.manual_seed(0)
+    step(*placed).backward()
+    torch.manual_seed(0)
+    expected = torch.func.grad(loss)(*args)
+    torch.testing.assert_close(placed[0].grad.full_tensor(), expected, rtol=1e-5, atol=1e-6)
+
+
 def operators_outside_jit(mesh: Mesh) -> None:
     """A stock layer and optimizer on DTensors, with writes and reads."""
 
@@ -189,7 +216,7 @@ CASES: dict[str, Callable[[Mesh], None]] = {
     for case in (
         gradients_of_uneven_shards, empty_shards, draws_in_program_order, several_results, local_implementations,
         closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
-        redistributions, free_results, operators_outside_jit,
+        redistributions, free_results, gradients_from_outside, operators_outside_jit,
     )
 }  # fmt: skip
 

@@ -202,10 +202,16 @@ def test_operator_without_a_rule_where_communication_is_forbidden() -> None:
     assert torch.equal(allowed(torch.tensor([3.0, 1.0, 2.0])).full_tensor(), torch.tensor([1.0, 2.0, 3.0]))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward-mode differentiation
 def test_called_under_a_transform() -> None:
-    f = spmd.jit(lambda x: x.sum(), P(), P(), mesh=MESH)
-    with pytest.raises(spmd.TraceError, match=r"under a torch.func transform, at test_errors.py:\d+.*Put the"):
-        torch.func.grad(lambda x: f(x))(torch.ones(4))
+    g = spmd.jit(lambda x: x.sin(), P(), P(), mesh=MESH)
+    with pytest.raises(spmd.TraceError, match=r"called while torch traces .*at test_errors.py:\d+.*torch.func.jvp"):
+        torch.func.linearize(lambda x: g(x), torch.ones(4))
+    x = torch.ones(4)
+    with pytest.raises(
+        spmd.TraceError, match=r"closes over a tensor on which .*at test_errors.py:\d+.*Pass it as an argument"
+    ):
+        torch.func.grad(lambda y: spmd.jit(lambda x: x * y, P(), P(), mesh=MESH)(x).sum())(torch.ones(4))
 
 
 def test_meta_tensor_in_a_call() -> None:

@@ -14,6 +14,7 @@ from spmd.api.dtensor import DTensor, Shards, release_donated, wrap
 from spmd.api.options import Options
 from spmd.api.program import Program, StandIn
 from spmd.api.signature import Signature, split, with_dynamic
+from spmd.api.transformed import FlatFunction
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
@@ -49,8 +50,6 @@ class Compiled:
         self._function, self._out_specs, self._signature = function, out_specs, signature
         self._donated = signature.donated(options)
         _, dynamic = split(args, options.static_argnums)
-        for leaf in tree_leaves(dynamic):
-            _refuse_transformed(leaf)
         of = "the arguments that are not static" if options.static_argnums else "the arguments"
         self.in_specs = tuple(leaf_specs(in_specs, dynamic, self.mesh, what="in_specs", of=of))
         stand_ins = [StandIn(spec.meta, self.mesh.device) for spec in self.in_specs]
@@ -147,6 +146,24 @@ class Compiled:
             )
         return self.run(self.place(leaves), leaves)
 
+    @functools.cached_property
+    def flat(self) -> FlatFunction:
+        """The function of its flat tensors, of which transforms from outside are programs too."""
+
+        def function(*leaves: torch.Tensor) -> list[torch.Tensor]:
+            dynamic = self._signature.tree.unflatten(leaves)
+            return tree_leaves(self._function(*with_dynamic(self._args, self._signature.static, dynamic)))
+
+        given = [None if spec is None else spec.pspec for spec in self.staged.given_out_specs]
+        return FlatFunction(function, self.mesh, self.in_specs, given, self.options, self.traced.name)
+
+    def transformed(self, leaves: Sequence[Any]) -> Any:
+        """Run the function on tensors on which transforms act, or of which autograd records the use."""
+        for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
+            if isinstance(leaf, DTensor):
+                _check(leaf, spec, f"argument {path}")
+        return self.traced.out_tree.unflatten(self.flat(leaves))
+
     def match(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> list[Shards] | None:
         """The shards of a call's arguments, if its `Signature.key`, specs, shapes and dtypes are these; else None."""
         if key != self._key:
@@ -161,7 +178,6 @@ class Compiled:
                     self._seen[index] = held
                 shards.append(leaf._shards)
             elif _fits(leaf, self.in_specs[index].meta):
-                _refuse_transformed(leaf)
                 shards.append(place(leaf, self.in_specs[index])._shards)
             else:
                 return None
@@ -213,7 +229,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _check(leaf: Any, spec: DTensorSpec, name: str) -> None:
     """Check that an argument can be placed by a spec of `in_specs`."""
     if not isinstance(leaf, DTensor):
-        _refuse_transformed(leaf)
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             raise ShardingError(
                 f"{name} {spec.meta} is a meta tensor, which has no data. Meta tensors serve .trace, .plan and .lower."
@@ -247,11 +262,3 @@ def _fits(leaf: Any, meta: TensorMeta) -> bool:
     """Whether a leaf is a plain tensor with data, of a given shape and dtype."""
     plain = isinstance(leaf, torch.Tensor) and not leaf.is_meta
     return plain and leaf.dtype is meta.dtype and tuple(leaf.shape) == meta.shape
-
-
-def _refuse_transformed(leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
-        raise TraceError(
-            f"A jitted function was called under a torch.func transform, at {where(user_source())}. Put the transform "
-            "inside: spmd.jit(torch.func.grad(f), in_specs, out_specs)."
-        )

@@ -16,6 +16,8 @@ from typing import Any
 import attrs
 import optree
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from spmd.api.distribute import place
 from spmd.api.dtensor import DTensor, dispatch_operators_to, wrap
@@ -152,6 +154,13 @@ def run_operator(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         ShardingError: a plain tensor beside a DTensor.
         TraceError: a shape that depends on values, or a DTensor that a function under `spmd.jit` closes over.
     """
+    if peek_interpreter_stack() is None:
+        return _run(op, args, kwargs)
+    with temporarily_clear_interpreter_stack():  # transforms would wrap plain tensors, too
+        return _run(op, args, kwargs)
+
+
+def _run(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if op in _DIRECT:
         return _DIRECT[op](*args)
     if kwargs.get("device") == _META:
@@ -283,11 +292,8 @@ class _Operator:
         graph = trace_flat(functools.partial(self._flat, call), stand_ins)
         given = [call.specs[number] for number in (*call.written, *call.bases)]
         metas = [value.meta for value in graph.outputs[len(given) :]]
-        none = optree.tree_structure(None)
-        paths = tuple(f"operand {number}" for number in range(len(call.specs)))
-        traced = Traced(graph, none, none, paths, (), str(call.op))
         out_specs = (*given, *(_like(call, meta) for meta in metas))
-        self.program = Program(traced, mesh, call.specs, out_specs, frozenset(), _options())
+        self.program = Program(Traced.flat(graph, str(call.op)), mesh, call.specs, out_specs, frozenset(), _options())
         self.program.prepare()
 
     def _flat(self, call: _Call, *tensors: torch.Tensor) -> list[torch.Tensor]:

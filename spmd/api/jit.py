@@ -8,10 +8,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
+
 from spmd.api.compiled import Compiled
 from spmd.api.never_gathered import KeepSharded
 from spmd.api.options import Comms, JitOptions, Options
 from spmd.api.signature import Signature, split, with_dynamic
+from spmd.api.transformed import is_transformed
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
@@ -21,6 +24,8 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.constrain import constrain
+from spmd.tracing.recorder import where
+from spmd.tracing.source import user_source
 from spmd.tracing.trace import Traced, is_tracing
 
 if TYPE_CHECKING:
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from spmd.rules.rule import Rule
 
 _MISSING: Any = object()
+_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
 
 
 class Jitted:
@@ -62,14 +68,17 @@ class Jitted:
             keywords: arguments by name; each takes its position in the function's signature.
 
         Returns:
-            The result, with a DTensor by `out_specs` for each tensor.
+            The result, with a DTensor by `out_specs` for each tensor. Under autograd and under transforms of
+            `torch.func` from outside it has derivatives, which are programs too (`spmd.api.transformed`); there
+            `donate_argnums` has no effect.
 
         Raises:
             DivergenceError: in the first call, ranks have different arguments or call different functions.
             SpmdError: another rank failed, or never makes the call.
             MeshError: no mesh, an abstract one, or one that differs from an argument's.
             ShardingError: specs that do not fit the arguments, or a DTensor whose spec is not that of `in_specs`.
-            TraceError: the function cannot be traced into one static program.
+            TraceError: the function cannot be traced into one static program; or a call while torch traces, or a
+                closed-over tensor on which a transform acts.
             PlanError: no plan fits in `memory_limit`, the plan sends more than `comms` allows, or `plan` was made for
                 another program, mesh or specs.
         """
@@ -79,6 +88,13 @@ class Jitted:
         mesh = current_mesh(self._mesh)
         static, dynamic = split(args, self._options.static_argnums)
         leaves, tree = tree_flatten(dynamic)
+        if _dispatch_mode(_PROXY) is not None:
+            raise TraceError(
+                f"{self!r} was called while torch traces (torch.func.linearize or make_fx), at {where(user_source())}. "
+                "Put spmd.jit outside of it, or use torch.func.jvp."
+            )
+        if is_transformed(leaves):
+            return self._lookup_together(args, mesh).transformed(leaves)
         last = self._last
         if last is not None:
             shards = last.match((torch_settings(), mesh, static, tree), leaves)

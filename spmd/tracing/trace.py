@@ -16,7 +16,11 @@ from typing import Any
 import attrs
 import optree
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
@@ -25,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmd.core.pytree import leaf_remedy, tree_flatten, tree_leaves
 from spmd.core.spec import TensorMeta, has_meta
 from spmd.errors import TraceError
-from spmd.ir.graph import Graph, Value
+from spmd.ir.graph import Graph, Value, iterate_leaves
 from spmd.ir.names import Namer
 from spmd.tracing.assignments import fill_masked
 from spmd.tracing.differentiable import DIFFERENTIABLE
@@ -63,6 +67,13 @@ class Traced:
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
     name: str
+
+    @classmethod
+    def flat(cls, graph: Graph, name: str) -> Traced:
+        """A program from tensors to tensors as the trace of a function."""
+        inputs, outputs = (tree_flatten(tuple(values))[1] for values in (graph.inputs, graph.outputs))
+        sources, results = (tuple(map(str, range(tree.num_leaves))) for tree in (inputs, outputs))
+        return cls(graph, inputs, outputs, sources, results, name)
 
     def __str__(self) -> str:
         return f"{self.name}\n{self.graph}"
@@ -145,7 +156,8 @@ def trace_flat(
     labels = dict(zip(inputs, paths or hints, strict=True))
     random = Generators()
     recorder = Recorder(namer, SourceTracker(trace_flat.__code__).current, labels, random.draw)
-    fakes = [recorder.fake(value, _device(leaf)) for value, leaf in zip(inputs, leaves, strict=True)]
+    with temporarily_clear_interpreter_stack():
+        fakes = [recorder.fake(value, _device(leaf)) for value, leaf in zip(inputs, leaves, strict=True)]
 
     lifting = _ClosureLifting(recorder)
     token = _tracing.set(True)
@@ -172,13 +184,19 @@ def trace_flat(
 
 @contextlib.contextmanager
 def _no_modes_around() -> Iterator[None]:
-    """A context in which dispatch modes, inference mode and grad mode from outside do not affect the trace.
+    """A context in which transforms, dispatch modes, inference mode and grad mode from outside do not affect the trace.
 
     It also switches oneDNN off, so that torch decomposes recurrent layers: oneDNN's single operator for them saves what
     its backward needs only if grad mode is on.
     """
     onednn = torch._C._get_mkldnn_enabled()
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), nested_tracers():
+    with (
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        nested_tracers(),
+    ):
         torch._C._set_mkldnn_enabled(False)
         try:
             yield
@@ -208,6 +226,7 @@ class _ClosureLifting(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
+        self._under_transform = peek_interpreter_stack() is not None
         # Keyed by id: each entry keeps its closed-over tensor alive, so that Python does not reuse the id.
         self._lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tracked: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -231,6 +250,9 @@ class _ClosureLifting(TorchFunctionMode):
         if isinstance(func, torch._ops.HigherOrderOperator):
             refuse_subgraph(func)
         refuse_rebinding(func, args, _is_outside)
+        if self._under_transform:
+            for leaf in iterate_leaves((args, kwargs or {})):
+                _refuse_transformed(leaf)
         if func is torch.Tensor.__deepcopy__:
             return args[0].clone()
         if func in _MEMORY_READERS:
@@ -274,6 +296,18 @@ class _ClosureLifting(TorchFunctionMode):
                     fake = self._recorder.lift(leaf)
                 self._lifted[id(leaf)] = (leaf, self.functional(fake))
         return self._lifted[id(leaf)][1]
+
+
+def _refuse_transformed(leaf: Any) -> None:
+    """TraceError for a tensor from outside that a transform has wrapped: one from outside, if not one of the trace."""
+    held = leaf
+    while isinstance(held, torch.Tensor) and is_functorch_wrapped_tensor(held):
+        held = get_unwrapped(held)
+    if held is not leaf and not torch._is_functional_tensor(held) and not isinstance(held, FunctionalTensor):
+        raise TraceError(
+            "A jitted function closes over a tensor on which a transform acts, perhaps one from outside, at "
+            f"{where(user_source())}. Pass it as an argument."
+        )
 
 
 def _is_outside(leaf: Any) -> bool:

@@ -296,11 +296,11 @@ def test_arguments_are_not_kept_alive() -> None:
     assert gone() is None
 
 
-def test_tensors_that_require_grad_are_detached() -> None:
+def test_results_of_tensors_that_require_grad_require_it() -> None:
     f = spmd.jit(lambda x: x * 2, P("data"), P("data"), mesh=mesh_of(data=2))
     for _ in range(2):
         result = f(torch.ones(4, requires_grad=True))
-        assert not result.requires_grad
+        assert result.requires_grad
         assert [shard.requires_grad for shard in result.shards] == [False, False]
 
 
