@@ -125,6 +125,7 @@ _LIKE: Mapping[torch._ops.OpOverload, _Like] = {
     **_all(lambda scores, target, *others: target.contiguous(), aten.nll_loss2d_forward.default),
     **_all(lambda x, *others: x.contiguous(), aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar),
     aten.log_sigmoid_forward.default: _contiguous,
+    aten.angle.default: lambda x: x.contiguous() if x.is_complex() else x,
     aten.binary_cross_entropy.default: lambda x, *others: x,
     aten.binary_cross_entropy_backward.default: lambda grad, x, *others: x,
 }  # fmt: skip

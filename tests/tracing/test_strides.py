@@ -176,6 +176,7 @@ INDEXED = {
     "isin": lambda x, i: torch.isin(i, torch.tensor([1])).float(),
     "nll_loss": lambda x, i: F.nll_loss(x[:, :, None].expand(3, 3, 2, 3), i[None].expand(3, 2, 3), reduction="none"),
     "resize_as_": lambda x, i: x.clone().resize_as_(x.t() if x.ndim == 2 else x.movedim(0, 1)),
+    "angle": lambda x, i: torch.complex(x, x + 1).angle(),
     "roll": lambda x, i: x[None].movedim(-1, 1).roll(1, 2),
     "roll of all": lambda x, i: x[None].movedim(-1, 1).roll(1),
     "logical_or": lambda x, i: torch.logical_or(x[:, :1], x[:1]).float(),
