@@ -121,6 +121,12 @@ _LIKE: Mapping[torch._ops.OpOverload, _Like] = {
     **_all(
         _channels_last,
         aten.channel_shuffle.default, aten.native_channel_shuffle.default, aten.max_unpool2d.default,
+        aten.replication_pad3d.default, aten.reflection_pad3d.default,
+    ),
+    **_all(
+        lambda grad, x: _channels_last(x),
+        aten.replication_pad2d_backward.default, aten.replication_pad3d_backward.default,
+        aten.reflection_pad2d_backward.default, aten.reflection_pad3d_backward.default,
     ),
     **_all(lambda scores, target, *others: target.contiguous(), aten.nll_loss2d_forward.default),
     **_all(lambda x, *others: x.contiguous(), aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar),

@@ -165,6 +165,11 @@ def test_draws_after_results_of_operands_in_different_orders(name):
         torch.testing.assert_close(actual.full_tensor(), wanted)
 
 
+def count(image):
+    """The paddings of an image or a volume."""
+    return 2 * (image.ndim - 2)
+
+
 INDEXED = {
     "rows": lambda x, i: x[i],
     "an inner dim": lambda x, i: x[:, i],
@@ -177,6 +182,19 @@ INDEXED = {
     "nll_loss": lambda x, i: F.nll_loss(x[:, :, None].expand(3, 3, 2, 3), i[None].expand(3, 2, 3), reduction="none"),
     "resize_as_": lambda x, i: x.clone().resize_as_(x.t() if x.ndim == 2 else x.movedim(0, 1)),
     "angle": lambda x, i: torch.complex(x, x + 1).angle(),
+    **{
+        f"{mode} padding of {name}": lambda x, i, mode=mode, image=image: F.pad(
+            image(x), [1] * count(image(x)), mode=mode
+        )
+        for mode in ("replicate", "reflect")
+        for name, image in (("images", lambda x: x[None]), ("volumes", lambda x: x[None, None]))
+    },
+    **{
+        f"gradient of {mode} padding": lambda x, i, mode=mode: torch.func.grad(
+            lambda x: F.pad(x[None], [1] * 4, mode=mode).sin().sum()
+        )(x)
+        for mode in ("replicate", "reflect")
+    },
     "roll": lambda x, i: x[None].movedim(-1, 1).roll(1, 2),
     "roll of all": lambda x, i: x[None].movedim(-1, 1).roll(1),
     "logical_or": lambda x, i: torch.logical_or(x[:, :1], x[:1]).float(),
