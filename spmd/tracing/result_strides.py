@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch._prims_common import suggest_memory_format
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.ir.graph import iterate_leaves
 
@@ -145,8 +146,22 @@ _BY_ARGUMENTS: Mapping[torch._ops.OpOverload, _Like] = {
 """From all arguments of a call, a tensor with the strides of the result."""
 
 
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def _viewed(output: torch.Tensor, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A view with the strides of its dims of length 1 as in C++; kernels read them to tell memory formats apart."""
+    if 1 not in output.shape:
+        return output
+    with _disable_current_modes():
+        strides = torch.empty_strided(x.shape, x.stride(), device="meta").view(shape).stride()
+    return output if strides == output.stride() else output.as_strided(output.shape, strides)
+
+
 def with_kernel_strides(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     """The fake results of an operator with the strides of its CPU kernel; the same tensors if they have them."""
+    if func in _VIEWS:
+        return _viewed(outputs, *args)
     if func not in _LIKE and func not in _BY_ARGUMENTS:
         return outputs
     operands = [leaf for leaf in iterate_leaves(tuple(args)) if isinstance(leaf, torch.Tensor)]

@@ -181,6 +181,9 @@ INDEXED = {
     "isin": lambda x, i: torch.isin(i, torch.tensor([1])).float(),
     "nll_loss": lambda x, i: F.nll_loss(x[:, :, None].expand(3, 3, 2, 3), i[None].expand(3, 2, 3), reduction="none"),
     "resize_as_": lambda x, i: x.clone().resize_as_(x.t() if x.ndim == 2 else x.movedim(0, 1)),
+    "convolution of batches": lambda x, i: torch.func.vmap(
+        lambda x: F.group_norm(F.conv2d(x[None], torch.ones(2, 1, 2, 2)), 1), in_dims=3
+    )(x[None].contiguous()),
     "angle": lambda x, i: torch.complex(x, x + 1).angle(),
     **{
         f"{mode} padding of {name}": lambda x, i, mode=mode, image=image: F.pad(
