@@ -119,6 +119,7 @@ _LIKE: Mapping[torch._ops.OpOverload, _Like] = {
         aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
     ),
     aten.native_dropout_backward.default: _elementwise,
+    aten.threshold_backward.default: lambda grad, x: _elementwise(x, grad),
     **_all(
         _channels_last,
         aten.channel_shuffle.default, aten.native_channel_shuffle.default, aten.max_unpool2d.default,
@@ -146,6 +147,9 @@ _BY_ARGUMENTS: Mapping[torch._ops.OpOverload, _Like] = {
 """From all arguments of a call, a tensor with the strides of the result."""
 
 
+_OF_FIRST = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.clone.default})
+"""Pointwise operators whose results have the strides of their first operand, not those of TensorIterator."""
+
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
@@ -162,13 +166,18 @@ def with_kernel_strides(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     """The fake results of an operator with the strides of its CPU kernel; the same tensors if they have them."""
     if func in _VIEWS:
         return _viewed(outputs, *args)
-    if func not in _LIKE and func not in _BY_ARGUMENTS:
+    pointwise = torch.Tag.pointwise in func.tags
+    if not pointwise and func not in _LIKE and func not in _BY_ARGUMENTS:
         return outputs
     operands = [leaf for leaf in iterate_leaves(tuple(args)) if isinstance(leaf, torch.Tensor)]
     if any(operand.device.type != "cpu" for operand in operands):
         return outputs
     if func in _LIKE:
         wanted = torch.empty_like(_LIKE[func](*operands))  # dense, in the same order
+    elif pointwise:
+        if func in _OF_FIRST or len({(operand.shape, operand.stride()) for operand in operands if operand.ndim}) < 2:
+            return outputs
+        wanted = _elementwise(*operands)
     elif any(operand.dtype in (torch.bool, torch.uint8) for operand in operands[1:]):
         return outputs  # masks count as the indices of what is true
     else:

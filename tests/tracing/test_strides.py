@@ -182,8 +182,11 @@ INDEXED = {
     "nll_loss": lambda x, i: F.nll_loss(x[:, :, None].expand(3, 3, 2, 3), i[None].expand(3, 2, 3), reduction="none"),
     "resize_as_": lambda x, i: x.clone().resize_as_(x.t() if x.ndim == 2 else x.movedim(0, 1)),
     "convolution of batches": lambda x, i: torch.func.vmap(
-        lambda x: F.group_norm(F.conv2d(x[None], torch.ones(2, 1, 2, 2)), 1), in_dims=3
-    )(x[None].contiguous()),
+        lambda x: F.group_norm(F.conv2d(x, torch.ones(2, 1, 2, 2)), 1), in_dims=4
+    )(x[None, None].contiguous()),
+    "gradient of a cast": lambda x, i: torch.func.grad(lambda x: x.bfloat16().square().sum())(x).float(),
+    "expanded": lambda x, i: torch.tensor(2.0).expand(x.shape) * x,
+    "gradient of relu": lambda x, i: torch.func.grad(lambda x: x.relu().sum())(x),
     "angle": lambda x, i: torch.complex(x, x + 1).angle(),
     **{
         f"{mode} padding of {name}": lambda x, i, mode=mode, image=image: F.pad(
