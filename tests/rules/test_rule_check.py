@@ -114,6 +114,7 @@ def test_known_rows_have_one_reason() -> None:
 
 
 @pytest.mark.rules
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # when calls are loaded
 def test_all_rules(tmp_path: Path) -> None:
     assert 0 == main(["--missing", "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
