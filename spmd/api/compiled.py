@@ -11,10 +11,11 @@ import torch
 
 from spmd.api.distribute import check_placeable, check_same, place
 from spmd.api.dtensor import DTensor, Shards, release_donated, wrap
+from spmd.api.flat_function import FlatFunction
 from spmd.api.options import Options
 from spmd.api.program import Program, StandIn
 from spmd.api.signature import Signature, split, with_dynamic
-from spmd.api.transformed import FlatFunction
+from spmd.api.transformed import call
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
@@ -103,8 +104,8 @@ class Compiled:
             ShardingError: a DTensor whose spec differs, or an argument that is no tensor with data.
         """
         first = "staged" not in self.__dict__ or not self.staged.is_ready
-        call = first_run(self.mesh) if first else self._call
-        with failing_together(call, (first or self._compares(leaves or ())) and spans_processes(self.mesh)):
+        name = first_run(self.mesh) if first else self._call
+        with failing_together(name, (first or self._compares(leaves or ())) and spans_processes(self.mesh)):
             self._check_call(leaves)
         self._executable, self._results = self.staged.executable, self.staged.out_specs
         self._out_tree = self.traced.out_tree
@@ -162,7 +163,7 @@ class Compiled:
         for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
             if isinstance(leaf, DTensor):
                 _check(leaf, spec, f"argument {path}")
-        return self.traced.out_tree.unflatten(self.flat(leaves))
+        return self.traced.out_tree.unflatten(call(self.flat, leaves))
 
     def match(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> list[Shards] | None:
         """The shards of a call's arguments, if its `Signature.key`, specs, shapes and dtypes are these; else None."""

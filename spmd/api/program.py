@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from spmd.api.dtensor import DTensor, Shards, wrap
 from spmd.api.options import Options
@@ -67,17 +66,14 @@ class Program:
         """
         from spmd.api.stages import make_plan  # at the first plan, not by `import spmd`
 
-        with temporarily_clear_interpreter_stack():  # transforms would wrap the planner's tensors
-            return make_plan(self.traced, self.mesh, self.in_specs, self.given_out_specs, self.donated, self.options)
+        return make_plan(self.traced, self.mesh, self.in_specs, self.given_out_specs, self.donated, self.options)
 
     @functools.cached_property
     def local(self) -> LocalProgram:
         """The lowered program that each rank runs."""
         from spmd.api.stages import make_program
 
-        plan = self.plan
-        with temporarily_clear_interpreter_stack():
-            return make_program(plan, self.traced.name)
+        return make_program(self.plan, self.traced.name)
 
     @functools.cached_property
     def out_specs(self) -> tuple[DTensorSpec, ...]:

@@ -1,6 +1,6 @@
 """The stages of compilation from a traced function to the program of a rank.
 
-`Compiled` imports this module at the first plan: the planner, the rules and the lowering are half of the package, and
+`Program` imports this module at the first plan: the planner, the rules and the lowering are half of the package, and
 `import spmd` does not need them.
 """
 

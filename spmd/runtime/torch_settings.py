@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -60,8 +61,14 @@ def _modes() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """A context in which autocast, function modes, inference mode and gradients are off."""
-    with torch._C._DisableAutocast(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+    """A context in which autocast, function modes, inference mode, gradients and `torch.func` transforms are off."""
+    with (
+        torch._C._DisableAutocast(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        temporarily_clear_interpreter_stack(),
+    ):
         yield
 
 

@@ -55,6 +55,37 @@ def _resize_as(x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Ten
     return x if x.shape == other.shape and not kwargs else x.resize_as_(other, **kwargs)
 
 
+def _prod(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.prod`; where its gradient is taken, that has the strides of `_Prod`."""
+    if set(_transforms([x])) != {TransformType.Grad}:
+        return torch.prod(x, *args, **kwargs)
+    return _Prod.apply(x, args, kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Prod(torch.autograd.Function):
+    """`torch.prod`; its gradient has the strides that torch gives it if no element is 0: if one is, others."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+        return torch.prod(x, *args, **kwargs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        x, ctx.args, ctx.kwargs = inputs
+        ctx.save_for_backward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, result = ctx.saved_tensors
+        found = torch.func.vjp(lambda x: torch.prod(x, *ctx.args, **ctx.kwargs), x)[1](gradient)[0]
+        if 0 < result.ndim < x.ndim:
+            dim = ctx.args[0] if ctx.args else ctx.kwargs["dim"]
+            result, gradient = result.unsqueeze(dim), gradient.unsqueeze(dim)
+        like = gradient * (result / x)
+        order = sorted(range(x.ndim), key=like.stride, reverse=True)
+        return found.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)]), None, None
+
+
 def _transforms(tensors: Sequence[torch.Tensor]) -> list[TransformType]:
     """The transforms that act on one of the tensors, innermost first."""
     if not get_interpreter_stack():
@@ -80,6 +111,8 @@ DIFFERENTIABLE: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyTy
         F.scaled_dot_product_attention: _attention,
         F.max_pool1d: _max_pool1d,
         F.interpolate: _interpolate,
+        torch.prod: _prod,
+        torch.Tensor.prod: _prod,
         torch.Tensor.resize_as_: _resize_as,
         torch.resize_as_: _resize_as,
     }

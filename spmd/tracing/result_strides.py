@@ -28,12 +28,22 @@ def _contiguous(*operands: torch.Tensor) -> torch.Tensor:
 def _elementwise(*operands: torch.Tensor) -> torch.Tensor:
     """The order of TensorIterator over the operands, broadcast."""
     shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
+    if all(operand.shape == shape and operand.is_contiguous() for operand in operands):
+        return torch.empty(shape, device="meta")  # with canonical strides, also in dims of length 1
     return _in_order(shape, [_broadcast_strides(operand, shape) for operand in operands])
 
 
 def _channels_last(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """The memory format of the first operand."""
     return x.contiguous(memory_format=suggest_memory_format(x))
+
+
+def _volume(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A batch of volumes in its own memory format; one volume in the format of another."""
+    if x.ndim == 5:
+        return _channels_last(x)
+    channels_last = like[None].is_contiguous(memory_format=torch.channels_last_3d) and not like.is_contiguous()
+    return x.movedim(0, -1).contiguous().movedim(-1, 0) if channels_last else x.contiguous()
 
 
 def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -130,9 +140,13 @@ _LIKE: Mapping[torch._ops.OpOverload, _Like] = {
         aten.replication_pad2d_backward.default, aten.replication_pad3d_backward.default,
         aten.reflection_pad2d_backward.default, aten.reflection_pad3d_backward.default,
     ),
+    aten.glu_backward.default: lambda grad, x: x.contiguous(),
+    aten._log_softmax_backward_data.default: lambda grad, output: output.contiguous(),
     **_all(lambda scores, target, *others: target.contiguous(), aten.nll_loss2d_forward.default),
     **_all(lambda x, *others: x.contiguous(), aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar),
     aten.log_sigmoid_forward.default: _contiguous,
+    aten.max_pool3d_with_indices.default: lambda x: _volume(x, x),
+    aten.max_pool3d_with_indices_backward.default: lambda grad, x, indices: _volume(x, grad),
     aten.angle.default: lambda x: x.contiguous() if x.is_complex() else x,
     aten.binary_cross_entropy.default: lambda x, *others: x,
     aten.binary_cross_entropy_backward.default: lambda grad, x, *others: x,
@@ -162,6 +176,12 @@ def _viewed(output: torch.Tensor, x: torch.Tensor, shape: Sequence[int]) -> torc
     return output if strides == output.stride() else output.as_strided(output.shape, strides)
 
 
+def _is_simple(func: Any, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether the operands of a pointwise operator have the same strides, which its meta kernel gives its result."""
+    layouts = {(operand.shape, operand.stride()) for operand in operands if operand.ndim}
+    return len(layouts) < 2 and not any(1 in shape for shape, _ in layouts)
+
+
 def with_kernel_strides(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     """The fake results of an operator with the strides of its CPU kernel; the same tensors if they have them."""
     if func in _VIEWS:
@@ -175,7 +195,7 @@ def with_kernel_strides(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     if func in _LIKE:
         wanted = torch.empty_like(_LIKE[func](*operands))  # dense, in the same order
     elif pointwise:
-        if func in _OF_FIRST or len({(operand.shape, operand.stride()) for operand in operands if operand.ndim}) < 2:
+        if func in _OF_FIRST or _is_simple(func, operands):
             return outputs
         wanted = _elementwise(*operands)
     elif any(operand.dtype in (torch.bool, torch.uint8) for operand in operands[1:]):
@@ -186,6 +206,8 @@ def with_kernel_strides(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     def placed(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.ndim != wanted.ndim:
             return leaf
+        if leaf.shape == wanted.shape:
+            return torch.empty_strided(leaf.shape, wanted.stride(), dtype=leaf.dtype, device=leaf.device)
         order = sorted(range(leaf.ndim), key=wanted.stride, reverse=True)
         made = torch.empty([leaf.shape[dim] for dim in order], dtype=leaf.dtype, device=leaf.device)
         return made.permute([order.index(dim) for dim in range(leaf.ndim)])

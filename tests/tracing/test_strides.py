@@ -8,10 +8,21 @@ import torch.nn.functional as F
 
 import spmd
 from spmd import P
+from spmd.core.pytree import tree_map
 
 A, B, X = torch.randn(4, 5), torch.randn(5, 3), torch.randn(4, 3)
 ROWS = torch.tensor([1, 0, 3, 2])
 MESH = spmd.make_mesh({"data": 2}, runtime="virtual")
+
+
+def check_draws(function, x=X):
+    """The results, in which random numbers show the order of memory, are those of one device."""
+    torch.manual_seed(0)
+    expected = function(x.contiguous())
+    torch.manual_seed(0)
+    found = spmd.jit(function, P("data"), P(), mesh=MESH)(x)
+    torch.testing.assert_close(tree_map(spmd.DTensor.full_tensor, found), expected)
+
 
 WRITES = {
     "mm out": lambda y: torch.mm(A, B, out=y),
@@ -56,11 +67,7 @@ def test_draws_after_a_write(name, target):
         WRITES[name](written)
         return held + torch.randn_like(held), written + torch.randn_like(written) + x
 
-    torch.manual_seed(0)
-    expected = function(X)
-    torch.manual_seed(0)
-    for actual, wanted in zip(spmd.jit(function, P("data"), P(), mesh=MESH)(X), expected, strict=True):
-        torch.testing.assert_close(actual.full_tensor(), wanted)
+    check_draws(function)
 
 
 NORMALIZATIONS = {
@@ -78,10 +85,7 @@ def test_noise_on_gradients(name, order):
         slope = torch.func.vjp(NORMALIZATIONS[name], x.permute(order))[1](x.sin().permute(order))[0]
         return slope + torch.randn_like(slope)
 
-    torch.manual_seed(0)
-    expected = function(x.contiguous())
-    torch.manual_seed(0)
-    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(x).full_tensor(), expected)
+    check_draws(function, x)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -93,10 +97,7 @@ def test_draws_after_batch_norm(order, training):
         found = torch.nn.functional.batch_norm(x.permute(order), A[0, :3].exp(), A[1, :3].exp(), training=training)
         return torch.nn.functional.dropout(found, 0.5)
 
-    torch.manual_seed(0)
-    expected = function(x.contiguous())
-    torch.manual_seed(0)
-    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(x).full_tensor(), expected)
+    check_draws(function, x)
 
 
 @pytest.mark.parametrize(
@@ -113,16 +114,24 @@ def test_draws_after_normal(normal):
     def function(x):
         return torch.rand_like(normal(x.t()))
 
-    torch.manual_seed(0)
-    expected = function(X)
-    torch.manual_seed(0)
-    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(X).full_tensor(), expected)
+    check_draws(function)
 
 
 def orders(*shape):
     """Tensors of a shape, in different memory orders."""
     for order in itertools.permutations(range(len(shape))):
         yield torch.rand([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+
+
+def check_draws_after(function, first, second):
+    """As `check_draws`, of noise on all results of a function of two tensors."""
+    pairs = [*itertools.product(first, second)]
+
+    def noisy(z):
+        results = [function(x, y) for x, y in pairs]
+        return [result + torch.randn_like(result) * z.sum() for result in results]
+
+    check_draws(noisy)
 
 
 ROUNDED = {"rounding_mode": "floor"}
@@ -152,17 +161,7 @@ RESULTS = {
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_draws_after_results_of_operands_in_different_orders(name):
-    pairs = [*itertools.product(orders(2, 4, 3), orders(2, 4, 3))]
-
-    def function(z):
-        results = [RESULTS[name](x, y) for x, y in pairs]
-        return [result + torch.randn_like(result) * z.sum() for result in results]
-
-    torch.manual_seed(0)
-    expected = function(X)
-    torch.manual_seed(0)
-    for actual, wanted in zip(spmd.jit(function, P("data"), P(), mesh=MESH)(X), expected, strict=True):
-        torch.testing.assert_close(actual.full_tensor(), wanted)
+    check_draws_after(RESULTS[name], orders(2, 4, 3), orders(2, 4, 3))
 
 
 def count(image):
@@ -185,6 +184,20 @@ INDEXED = {
         lambda x: F.group_norm(F.conv2d(x, torch.ones(2, 1, 2, 2)), 1), in_dims=4
     )(x[None, None].contiguous()),
     "gradient of a cast": lambda x, i: torch.func.grad(lambda x: x.bfloat16().square().sum())(x).float(),
+    **{
+        f"gradient of {name}": lambda x, i, f=function: torch.func.vjp(f, x.movedim(0, 1))[1](f(x.movedim(0, 1)).cos())[
+            0
+        ]
+        for name, function in {
+            "log_softmax": lambda x: F.log_softmax(x.contiguous(), 1).movedim(1, 2),
+            "glu": lambda x: F.glu(torch.cat([x, x]), 0),
+            "prod": torch.prod,
+            "prod of a dim": lambda x: x.prod(1),
+            "prod of a kept dim": lambda x: torch.prod(x, dim=-1, keepdim=True),
+        }.items()
+    },
+    "a number compared with a dim of length 1": lambda x, i: torch.where(x[:, None].movedim(0, 1) > 0.5, x[None], 0.0),
+    "a product of sums": lambda x, i: (-x.sum(1, keepdim=True).movedim(1, 2)).expand(3, 3, 3) * i.sum(0),
     "expanded": lambda x, i: torch.tensor(2.0).expand(x.shape) * x,
     "gradient of relu": lambda x, i: torch.func.grad(lambda x: x.relu().sum())(x),
     "angle": lambda x, i: torch.complex(x, x + 1).angle(),
@@ -208,6 +221,10 @@ INDEXED = {
     "nearest neighbours": lambda x, i: F.interpolate(x, scale_factor=1.7),
     "nearest neighbours of images": lambda x, i: F.interpolate(x[None], scale_factor=1.7),
     "linear interpolation": lambda x, i: F.interpolate(x, scale_factor=1.7, mode="linear"),
+    "max_pool3d": lambda x, i: F.max_pool3d(x.movedim(0, 2)[None], 1),
+    "gradient of max_pool3d": lambda x, i: torch.func.vjp(lambda y: F.max_pool3d(y, 1), x[None])[1](
+        x.movedim(0, 2)[None]
+    )[0],
     "max_pool1d": lambda x, i: F.max_pool1d(x, 2, 1),
     "gradient of max_pool1d": lambda x, i: torch.func.grad(lambda x: F.max_pool1d(x, 2, 1).sin().sum())(x),
 }
@@ -215,17 +232,7 @@ INDEXED = {
 
 @pytest.mark.parametrize("name", INDEXED)
 def test_draws_after_results_of_indices_in_different_orders(name):
-    pairs = [*itertools.product(orders(3, 3, 3), ((index * 3).long() for index in orders(2, 3)))]
-
-    def function(z):
-        results = [INDEXED[name](x, i) for x, i in pairs]
-        return [result + torch.randn_like(result) * z.sum() for result in results]
-
-    torch.manual_seed(0)
-    expected = function(X)
-    torch.manual_seed(0)
-    for actual, wanted in zip(spmd.jit(function, P("data"), P(), mesh=MESH)(X), expected, strict=True):
-        torch.testing.assert_close(actual.full_tensor(), wanted)
+    check_draws_after(INDEXED[name], orders(3, 3, 3), ((index * 3).long() for index in orders(2, 3)))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward-mode differentiation
@@ -246,7 +253,4 @@ def test_draws_after_gradients_of_attention(transform):
         "jvp of grad": lambda x: torch.func.jvp(torch.func.grad(noise), (x,), (x.cos(),))[0],
         "vmap": torch.func.vmap(noise, randomness="same"),
     }[transform]
-    torch.manual_seed(0)
-    expected = function(X)
-    torch.manual_seed(0)
-    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(X).full_tensor(), expected)
+    check_draws(function)

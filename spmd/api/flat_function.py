@@ -1,0 +1,286 @@
+"""Flat functions and their transforms: each is a flat function again, and a program of its own, planned and cached.
+
+Under reverse mode the forward program also returns *residuals*, laid out as in one plan of both passes; the backward
+program reads them, so nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from spmd.api.distribute import place
+from spmd.api.dtensor import DTensor
+from spmd.api.options import Options
+from spmd.api.program import Program, StandIn
+from spmd.core.mesh import Mesh, use_mesh
+from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.ir.graph import Graph, Value
+from spmd.ir.partition import Joint
+from spmd.tracing.trace import Traced, trace_flat
+
+Flat = Callable[..., Sequence[torch.Tensor]]
+"""A function from tensors to tensors."""
+
+
+class FlatFunction:
+    """A flat function, the specs of its arguments and results, and its transforms, each made once.
+
+    Args:
+        function: the function.
+        mesh: the mesh.
+        in_specs: the spec of every argument.
+        out_specs: the given spec of every result; None for one that the planner chooses.
+        options: those of `jit`.
+        name: the name of its program.
+    """
+
+    def __init__(
+        self,
+        function: Flat,
+        mesh: Mesh,
+        in_specs: Sequence[DTensorSpec],
+        out_specs: Sequence[P | None],
+        options: Options,
+        name: str,
+    ) -> None:
+        self.function, self.mesh, self.name, self.options = function, mesh, name, options
+        self.in_specs, self.given = tuple(in_specs), tuple(out_specs)
+        self.pullback, self.pushforward = functools.cache(self._pullback), functools.cache(self._pushforward)
+        self.batched, self.saving = functools.cache(self._batched), functools.cache(lambda: Saving(self))
+
+    @functools.cached_property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(operation.is_random for operation in self.program.traced.graph.operations)
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """Its program."""
+        return self.compiled(self.function, self.in_specs, self.given)
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        """The numbers of the results that have derivatives."""
+        return tuple(n for n, spec in enumerate(self.program.out_specs) if _is_continuous(spec.meta))
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> list[DTensor]:
+        """Run its program."""
+        return run(self.program, leaves)
+
+    def compiled(self, function: Flat, in_specs: Sequence[DTensorSpec], given: Sequence[P | None]) -> Program:
+        """The program of another function, with the options of this one."""
+        return self.of_graph(self.trace(function, in_specs), in_specs, given)
+
+    def trace(self, function: Flat, in_specs: Sequence[DTensorSpec]) -> Graph:
+        """Trace a function."""
+        stand_ins = [StandIn(spec.meta, self.mesh.device) for spec in in_specs]
+        with use_mesh(self.mesh):
+            return trace_flat(function, stand_ins)
+
+    def of_graph(self, graph: Graph, in_specs: Sequence[DTensorSpec], given: Sequence[P | None]) -> Program:
+        """A program of a graph, with the options of this one."""
+        metas = [value.meta for value in graph.outputs]
+        out_specs = tuple(
+            None if spec is None else DTensorSpec.make(self.mesh, spec, meta)
+            for spec, meta in zip(given, metas, strict=True)
+        )
+        return Program(Traced.flat(graph, self.name), self.mesh, tuple(in_specs), out_specs, frozenset(), self.options)
+
+    def derived(
+        self, function: Flat, in_specs: Sequence[DTensorSpec], out_specs: Sequence[P | None], name: str
+    ) -> FlatFunction:
+        """A transform of this function."""
+        return FlatFunction(function, self.mesh, in_specs, out_specs, self.options, f"{name}_of_{self.name}")
+
+    def joint(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Joint:
+        """The program of all results, and of the gradients of the arguments `wanted` for cotangents of `given`."""
+
+        def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            results, gradients = self._vjp(wanted, given, tensors)
+            return [*results, *gradients]
+
+        specs = (*self.in_specs, *self.cotangent_specs(given))
+        return Joint(self.trace(function, specs), len(self.in_specs), len(self.program.out_specs))
+
+    def cotangent_specs(self, given: Sequence[int]) -> list[DTensorSpec]:
+        """The specs of the cotangents of some results: theirs, with nothing pending."""
+        return [_complete(self.program.out_specs[number]) for number in given]
+
+    def gradient_specs(self, wanted: Sequence[int]) -> list[P | None]:
+        """The specs of the gradients of some arguments: theirs, with nothing pending."""
+        return [_complete(self.in_specs[number]).pspec for number in wanted]
+
+    def _vjp(
+        self, wanted: Sequence[int], given: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """All results, and the gradients, from the arguments followed by the cotangents."""
+        primals, cotangents = tensors[: len(self.in_specs)], tensors[len(self.in_specs) :]
+
+        def differentiated(*some: torch.Tensor) -> Any:
+            results = self.function(*replaced(primals, wanted, some))
+            return tuple(results[number] for number in given), tuple(results)
+
+        made: Any = torch.func.vjp(differentiated, *(primals[n] for n in wanted), has_aux=True)
+        _, pull, results = made
+        return results, pull(tuple(cotangents))
+
+    def _pullback(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> FlatFunction:
+        """From arguments and cotangents of the results `given` to the gradients of the arguments `wanted`."""
+        return self.derived(
+            lambda *tensors: self._vjp(wanted, given, tensors)[1],
+            (*self.in_specs, *self.cotangent_specs(given)),
+            self.gradient_specs(wanted),
+            "pullback",
+        )
+
+    def _pushforward(self, given: tuple[int, ...]) -> FlatFunction:
+        """From arguments and tangents of the arguments `given` to the tangents of the differentiable results."""
+        wanted = self.differentiable
+
+        def function(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            primals, tangents = tensors[: len(self.in_specs)], tensors[len(self.in_specs) :]
+
+            def differentiated(*some: torch.Tensor) -> Sequence[torch.Tensor]:
+                results = self.function(*replaced(primals, given, some))
+                return tuple(results[number] for number in wanted)
+
+            moved = tuple(primals[number] for number in given)
+            return torch.func.jvp(differentiated, moved, tuple(tangents))[1]  # type: ignore[no-any-return]
+
+        specs = (*self.in_specs, *(_complete(self.in_specs[number]) for number in given))
+        return self.derived(function, specs, [self.given[number] for number in wanted], "pushforward")
+
+    def _batched(
+        self, in_dims: tuple[int | None, ...], size: int, randomness: str, axes: tuple[tuple[str, ...], ...]
+    ) -> FlatFunction:
+        """The function over a batch; every result has it in dim 0.
+
+        Args:
+            in_dims: the batch dim of each argument; None for one that is the same for the whole batch.
+            size: its length.
+            randomness: as for `torch.func.vmap`.
+            axes: for each argument, the mesh axes that shard its batch dim.
+        """
+        specs = [
+            spec if dim is None else _with_dim(spec, dim, size, sharding)
+            for spec, dim, sharding in zip(self.in_specs, in_dims, axes, strict=True)
+        ]
+        batch = max(axes, key=len)
+        given = [None if spec is None else _batch_spec(spec, batch) for spec in self.given]
+        function = torch.func.vmap(lambda *leaves: tuple(self.function(*leaves)), in_dims, 0, randomness)
+        return self.derived(function, specs, given, "batched")
+
+
+class Saving:
+    """A flat function under reverse mode: its forward program also returns residuals, which backward programs read.
+
+    Args:
+        function: the function.
+    """
+
+    def __init__(self, function: FlatFunction) -> None:
+        self.function = function
+        self.wanted = tuple(n for n, spec in enumerate(function.in_specs) if _is_continuous(spec.meta))
+        self.joint = function.joint(self.wanted, function.differentiable)
+        specs = self._joint_specs()
+        held = dict(zip(self.joint.graph.inputs, function.in_specs, strict=False))
+        self.residuals = tuple(value for value, spec in specs.items() if value not in held or spec != held[value])
+        given = (*function.given, *(specs[value].pspec for value in self.residuals))
+        self.program = function.of_graph(self.joint.forward(self.residuals), function.in_specs, given)
+        self.backward = functools.cache(self._backward)
+
+    def _joint_specs(self) -> dict[Value, DTensorSpec]:
+        """The specs of what the backward pass reads, but for results, where both passes are planned as one.
+
+        An argument that is gathered for both passes has another spec than its own: it is gathered once, too.
+        """
+        function, graph = self.function, self.joint.graph
+        results = graph.outputs[: self.joint.results]
+        reads = tuple(value for value in self.joint.reads if value not in results)
+        in_specs = (*function.in_specs, *function.cotangent_specs(function.differentiable))
+        given = (*function.given, *function.gradient_specs(self.wanted), *[None] * len(reads))
+        plan = function.of_graph(attrs.evolve(graph, outputs=(*graph.outputs, *reads)), in_specs, given).plan
+        planned = plan.graph.outputs[len(graph.outputs) :]
+        return {value: plan.specs[other] for value, other in zip(reads, planned, strict=True)}
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> list[DTensor]:
+        """Run the forward program."""
+        return run(self.program, leaves)
+
+    @functools.cached_property
+    def available(self) -> tuple[Value, ...]:
+        """The values that are kept for the backward program: arguments, results and residuals."""
+        graph = self.joint.graph
+        return (*graph.inputs[: self.joint.primals], *graph.outputs[: self.joint.results], *self.residuals)
+
+    def _backward(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Backward:
+        """The backward program for the cotangents of the results `given`."""
+        function, joint = self.function, self.function.joint(wanted, given)
+        same = joint.corresponding(self.joint)
+        mine = {its: value for value, its in same.items()}
+        known = {mine[value]: number for number, value in enumerate(self.available) if value in mine}
+        graph, reads = joint.backward(known)
+        numbers = tuple(known[value] for value in reads)
+        specs = (*function.in_specs, *self.program.out_specs)
+        in_specs = [*(specs[number] for number in numbers), *function.cotangent_specs(given)]
+        return Backward(function.of_graph(graph, in_specs, function.gradient_specs(wanted)), numbers)
+
+
+@attrs.frozen(eq=False)
+class Backward:
+    """A backward program, and the numbers of the values that it reads among arguments, results and residuals."""
+
+    program: Program
+    reads: tuple[int, ...]
+
+
+def replaced(values: Iterable[Any], numbers: Iterable[int], others: Iterable[Any]) -> list[Any]:
+    """Some values, with others in the places that have these numbers."""
+    found = list(values)
+    for number, other in zip(numbers, others, strict=True):
+        found[number] = other
+    return found
+
+
+def run(program: Program, leaves: Sequence[torch.Tensor]) -> list[DTensor]:
+    """Run a program on plain tensors and DTensors; those with other specs are moved."""
+    with temporarily_clear_interpreter_stack():
+        shards = [
+            leaf._shards if isinstance(leaf, DTensor) and leaf._spec == spec else place(leaf, spec)._shards
+            for leaf, spec in zip(leaves, program.in_specs, strict=True)
+        ]
+        return program(shards)
+
+
+def _is_continuous(meta: TensorMeta) -> bool:
+    return meta.dtype.is_floating_point or meta.dtype.is_complex
+
+
+def _complete(spec: DTensorSpec) -> DTensorSpec:
+    """The spec with nothing pending."""
+    return attrs.evolve(spec, partial=())
+
+
+def _with_dim(spec: DTensorSpec, dim: int, size: int, axes: tuple[str, ...]) -> DTensorSpec:
+    """The spec of a tensor with one more dim, sharded over axes."""
+    shape, dims = list(spec.meta.shape), list(spec.dims)
+    shape.insert(dim, size)
+    dims.insert(dim, axes)
+    return DTensorSpec.make(spec.mesh, P(*dims, partial=dict(spec.partial)), TensorMeta(tuple(shape), spec.meta.dtype))
+
+
+def _batch_spec(spec: P, axes: tuple[str, ...]) -> P:
+    """The spec of a batch of results: sharded over `axes` in dim 0, as far as the results are not."""
+    return P(free_axes(axes, spec), *spec.dims, partial=dict(spec.partial))
+
+
+def free_axes(axes: Sequence[str], spec: P) -> tuple[str, ...]:
+    """Those of some mesh axes that a spec does not use."""
+    used = {axis for dim in spec.dims for axis in dim} | set(dict(spec.partial))
+    return tuple(axis for axis in axes if axis not in used)
