@@ -1,115 +1,18 @@
-"""Resharding: the sequence of primitives from one spec to another, as data that can be priced, lowered and run."""
+"""Resharding: the cheapest sequence of primitives from one spec to another."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import attrs
-import torch
-from torch import Tensor
 
-from spmd.collectives.bytes_sent import chunk_lengths, max_bytes_sent
-from spmd.collectives.moves import Move, Sharding, cheapest_moves, permutation_sources, strip_trivial
-from spmd.collectives.traffic import StepKind
-from spmd.core.mesh import Coordinate, Mesh
-from spmd.core.placement import Reduction
+from spmd.collectives.moves import next_steps
+from spmd.collectives.step import Step, without_trivial
+from spmd.collectives.traffic import StepKind, ring_bytes
 from spmd.core.spec import DTensorSpec
 from spmd.errors import ShardingError
-
-__all__ = ["Step", "StepKind", "redistribution"]
-
-
-@attrs.frozen
-class Step:
-    """One primitive of a redistribution.
-
-    Args:
-        kind: the primitive.
-        axes: the mesh axes that it works along, major first.
-        source, target: the specs before and after. Specs between the steps of a sequence have no axes of size 1.
-        dims: the tensor dims that it changes: `(dim,)`, or `(split_dim, concat_dim)` of an all_to_all; else empty.
-        op: the reduction of an all_reduce, reduce_scatter or to_partial.
-    """
-
-    kind: StepKind
-    axes: tuple[str, ...]
-    source: DTensorSpec
-    target: DTensorSpec
-    dims: tuple[int, ...] = ()
-    op: Reduction | None = None
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether ranks communicate."""
-        return self.kind.is_collective
-
-    @property
-    def bytes(self) -> float:
-        """The largest number of bytes that any rank sends, by the ring algorithm; 0 for a local step."""
-        if self.kind is StepKind.PERMUTE:
-            return float(self.source.local_bytes())  # some chunk moves, and all chunks are equal
-        return _max_bytes_sent(self) if self.is_collective else 0.0
-
-    @property
-    def primitive(self) -> torch._ops.OpOverload:
-        """The operator, `torch.ops.spmd.<kind>.default`."""
-        return getattr(torch.ops.spmd, self.kind.value).default
-
-    def arguments(self, coordinate: Coordinate) -> tuple[Any, ...]:
-        """The primitive's arguments after the tensor, for the rank at `coordinate`."""
-        shape, axes = self.target.local_shape(coordinate), list(self.axes)
-        if self.kind in (StepKind.ALL_REDUCE, StepKind.TO_PARTIAL):
-            return (self.op, axes)
-        if self.kind is StepKind.REDUCE_SCATTER:
-            return (self.op, self.dims[0], shape[self.dims[0]], axes)
-        if self.kind is StepKind.ALL_TO_ALL:
-            split_dim, concat_dim = self.dims
-            return (split_dim, concat_dim, shape[split_dim], shape[concat_dim], axes)
-        if self.kind is StepKind.PERMUTE:
-            sources = permutation_sources(self.source.mesh, self.axes, self.source.dims, self.target.dims)
-            return (list(sources), list(shape), axes)
-        return (self.dims[0], shape[self.dims[0]], axes)
-
-    def apply(self, x: Tensor, coordinate: Coordinate) -> Tensor:
-        """Call the primitive on `x`, the shard under `source` of the rank at `coordinate`; returns the one of `target`.
-
-        It has to be traced, or `x` a fake or meta tensor: with data, a runtime runs the primitive.
-        """
-        return self.primitive(x, *self.arguments(coordinate))
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}[{', '.join(self.axes)}]: {self.source.pspec!r} -> {self.target.pspec!r}"
-
-
-@lru_cache(maxsize=65536)
-def _max_bytes_sent(step: Step) -> float:
-    """`Step.bytes` of a collective: the largest in any group.
-
-    That is the group of coordinate zero, whose shards are largest; for an all_to_all of uneven chunks all are compared.
-    """
-    mesh = step.source.mesh
-    zero, counts = (0,) * len(mesh.names), _sizes(mesh, step.axes)
-    shape, itemsize = step.source.local_shape(zero), step.source.meta.dtype.itemsize
-    if step.kind is not StepKind.ALL_TO_ALL:
-        return max_bytes_sent(step.kind, counts, shape, itemsize, step.arguments(zero))
-    split, concat = step.dims
-    found = []
-    for (before,), (after,) in itertools.product(_lengths(step.source, split), _lengths(step.target, concat)):
-        held = tuple(before if dim == split else size for dim, size in enumerate(shape))
-        found.append(max_bytes_sent(step.kind, counts, held, itemsize, (split, concat, 0, after)))
-    return max(found)
-
-
-def _lengths(spec: DTensorSpec, dim: int) -> frozenset[tuple[int, ...]]:
-    """The distinct lengths of a dim in the shards of a spec."""
-    return chunk_lengths((spec.meta.shape[dim],), _sizes(spec.mesh, spec.dims[dim]))
-
-
-def _sizes(mesh: Mesh, axes: Sequence[str]) -> tuple[int, ...]:
-    return tuple(mesh.axis_size(axis) for axis in axes)
 
 
 @lru_cache(maxsize=65536)
@@ -135,16 +38,46 @@ def redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step, ...]
             f"Only the spec of a value can change, not its mesh, shape or dtype (got {source} on {source.mesh}, "
             f"expected {target.meta} on {target.mesh})."
         )
-    start, goal = (strip_trivial(spec.mesh, Sharding(spec.dims, spec.partial)) for spec in (source, target))
-    steps = []
-    here = source
-    moves = cheapest_moves(source.mesh, source.meta, start, goal)
-    for index, move in enumerate(moves):
-        there = target if index == len(moves) - 1 else _spec_after(source, move)
-        steps.append(Step(move.kind, move.axes, here, there, move.dims, move.op))
-        here = there
-    return tuple(steps)
+    start, goal = _without_trivial(source), _without_trivial(target)
+    steps = _cheapest(start, goal)
+    if steps:
+        steps = (attrs.evolve(steps[0], source=source), *steps[1:])
+        steps = (*steps[:-1], attrs.evolve(steps[-1], target=target))
+    return steps
 
 
-def _spec_after(source: DTensorSpec, move: Move) -> DTensorSpec:
-    return DTensorSpec(source.mesh, move.result.dims, move.result.partial, source.meta)
+def _without_trivial(spec: DTensorSpec) -> DTensorSpec:
+    """The spec without axes of size 1."""
+    dims = tuple(without_trivial(spec.mesh, axes) for axes in spec.dims)
+    partial = tuple((axis, op) for axis, op in spec.partial if spec.mesh.axis_size(axis) > 1)
+    return attrs.evolve(spec, dims=dims, partial=partial)
+
+
+def _cheapest(source: DTensorSpec, goal: DTensorSpec) -> tuple[Step, ...]:
+    """The steps that send the fewest bytes; among those, the fewest collectives, then steps.
+
+    Dijkstra's algorithm over specs; ties are broken by the order in which `next_steps` lists steps.
+    """
+    counter = itertools.count()
+    queue: list[tuple[tuple[float, int, int], int, DTensorSpec, tuple[Step, ...]]] = [((0.0, 0, 0), 0, source, ())]
+    done: set[DTensorSpec] = set()
+    while queue:
+        (sent, collectives, count), _, here, path = heapq.heappop(queue)
+        if here == goal:
+            return path
+        if here in done:
+            continue
+        done.add(here)
+        for step in next_steps(here, goal):
+            if step.target not in done:
+                cost = (round(sent + _ring_bytes(step), 3), collectives + step.is_collective, count + 1)
+                heapq.heappush(queue, (cost, next(counter), step.target, (*path, step)))
+    raise ShardingError(
+        f"No sequence of collectives leads from {source} to {goal} on {source.mesh}. Please report this."
+    )
+
+
+def _ring_bytes(step: Step) -> float:
+    """The bytes that a rank sends, were all shards as large as the largest."""
+    whole = step.target if step.kind is StepKind.ALL_GATHER else step.source
+    return ring_bytes(step.kind, whole.mesh.axis_size(step.axes), whole.local_bytes())

@@ -53,7 +53,7 @@ MUTANTS = (
         "planned: exchange of the first rank",
         "an all_to_all of uneven chunks is counted at the first rank's group",
         Patch(
-            "spmd.collectives.resharding",
+            "spmd.collectives.step",
             "_lengths",
             lambda find: lambda spec, dim: frozenset([max(find(spec, dim))]),
         ),

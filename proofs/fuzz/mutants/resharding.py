@@ -13,7 +13,7 @@ from torch import Tensor
 
 from proofs.fuzz.mutants.mutant import Change, Patch, mutant, replaced, with_entry
 from spmd.collectives.group import Group
-from spmd.collectives.resharding import Step
+from spmd.collectives.step import Step
 from spmd.collectives.traffic import StepKind
 from spmd.core.spec import TensorMeta
 
@@ -148,6 +148,6 @@ MUTANTS = (
     mutant(
         "reductions: kind",
         "every pending reduction is a sum",
-        Patch(_MOVES, "_reductions", lambda find: lambda *args: (attrs.evolve(move, op="sum") for move in find(*args))),
+        Patch(_MOVES, "_reductions", lambda find: lambda *args: (attrs.evolve(step, op="sum") for step in find(*args))),
     ),
 )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from spmd.collectives.resharding import Step
+from spmd.collectives.step import Step
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.spec import DTensorSpec, TensorMeta, chunk_bounds
 from spmd.plan.data.layout import Layout

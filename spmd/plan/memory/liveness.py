@@ -16,7 +16,8 @@ import attrs
 import torch
 
 from spmd.collectives.local import LOCALS, run_local
-from spmd.collectives.resharding import StepKind, redistribution
+from spmd.collectives.resharding import redistribution
+from spmd.collectives.traffic import StepKind
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
