@@ -122,11 +122,8 @@ _LIKE: Mapping[torch._ops.OpOverload, _Like] = {
     ),
     **_all(
         _elementwise,
-        aten.div.Tensor_mode, aten.floor_divide.default, aten.copysign.Tensor, aten.xlogy.Tensor,
-        aten.special_xlog1py.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default,
+        aten.floor_divide.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default,
         aten.hardtanh_backward.default, aten.elu_backward.default, aten.softplus_backward.default,
-        aten.logit_backward.default, aten.heaviside.default, aten.lcm.default, aten.logaddexp.default,
-        aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
     ),
     aten.native_dropout_backward.default: _elementwise,
     aten.threshold_backward.default: lambda grad, x: _elementwise(x, grad),
@@ -176,9 +173,9 @@ def _viewed(output: torch.Tensor, x: torch.Tensor, shape: Sequence[int]) -> torc
     return output if strides == output.stride() else output.as_strided(output.shape, strides)
 
 
-def _is_simple(func: Any, operands: Sequence[torch.Tensor]) -> bool:
+def _is_simple(operands: Sequence[torch.Tensor]) -> bool:
     """Whether the operands of a pointwise operator have the same strides, which its meta kernel gives its result."""
-    layouts = {(operand.shape, operand.stride()) for operand in operands if operand.ndim}
+    layouts = {(operand.shape, operand.stride()) for operand in operands}
     return len(layouts) < 2 and not any(1 in shape for shape, _ in layouts)
 
 
@@ -195,7 +192,7 @@ def with_kernel_strides(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     if func in _LIKE:
         wanted = torch.empty_like(_LIKE[func](*operands))  # dense, in the same order
     elif pointwise:
-        if func in _OF_FIRST or _is_simple(func, operands):
+        if func in _OF_FIRST or _is_simple(operands):
             return outputs
         wanted = _elementwise(*operands)
     elif any(operand.dtype in (torch.bool, torch.uint8) for operand in operands[1:]):
