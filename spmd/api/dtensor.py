@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import attrs
@@ -25,7 +25,7 @@ from spmd.tracing.recorder import where as place_text
 Shards: TypeAlias = tuple[torch.Tensor, ...]
 """The shards of a tensor that this process holds, in rank order."""
 
-Operators = TypeVar("Operators", bound=Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any])
+Operators = TypeVar("Operators", bound=Callable[..., Any])
 
 
 class DTensor(torch.Tensor):
@@ -167,16 +167,7 @@ class DTensor(torch.Tensor):
         (found,) = join_shards(call, [held], [spec], mesh, shape)
         return found
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch leaves its own untyped
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run an operator on DTensors (`spmd.api.eager`)."""
-        return _run_operator(func, args, kwargs or {})
-
     def __getattr__(self, name: str) -> Any:  # only for attributes that are missing
-        if name == "_family":
-            return None
         if name == "_shards":
             raise ShardingError(f"A DTensor {self._spec} was read at {place_text()}, after {self._gone[1]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -256,13 +247,10 @@ _FIXED = {
 }
 """Attributes that cannot be set, and what to do instead."""
 
-_run_operator: Any = None
-
 
 def dispatch_operators_to(function: Operators) -> Operators:
-    """Let a function run all operators on DTensors: it is called with the operator and its arguments."""
-    global _run_operator
-    _run_operator = function
+    """Let a function run all operators on DTensors: it becomes `DTensor.__torch_dispatch__`."""
+    DTensor.__torch_dispatch__ = classmethod(function)  # type: ignore[assignment]
     return function
 
 
@@ -323,6 +311,7 @@ def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
     value = _make_wrapper(DTensor, meta.shape, None, None, None, meta.dtype, torch.strided, spec.mesh.device)
     _set_spec(value, spec)
     _set_shards(value, shards)
+    _set_family(value, None)
     return value
 
 

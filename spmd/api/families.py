@@ -21,7 +21,7 @@ Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """An operator that makes a view; equal ones make the same view."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class View:
     """What a view is a view of.
 
@@ -36,6 +36,10 @@ class View:
     def overlaps(self, view: DTensor) -> bool:
         """Whether elements of the view share one place in memory; torch does not write to such views."""
         return view.numel() > self.base.numel()
+
+
+_FORGET_EVERY = 16
+"""Members that are gone are forgotten whenever the list of members has a multiple of this length."""
 
 
 class Family:
@@ -116,7 +120,8 @@ def _add_view(value: DTensor, view: View) -> None:
 
 
 def _add(members: list[weakref.ref[DTensor]], value: DTensor) -> None:
-    members[:] = [member for member in members if member() is not None]
+    if len(members) % _FORGET_EVERY == 0:
+        members[:] = [member for member in members if member() is not None]
     members.append(weakref.ref(value))
 
 

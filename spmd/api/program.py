@@ -66,14 +66,17 @@ class Program:
         """
         from spmd.api.stages import make_plan  # at the first plan, not by `import spmd`
 
-        return make_plan(self.traced, self.mesh, self.in_specs, self.given_out_specs, self.donated, self.options)
+        with isolated():
+            return make_plan(self.traced, self.mesh, self.in_specs, self.given_out_specs, self.donated, self.options)
 
     @functools.cached_property
     def local(self) -> LocalProgram:
         """The lowered program that each rank runs."""
         from spmd.api.stages import make_program
 
-        return make_program(self.plan, self.traced.name)
+        plan = self.plan
+        with isolated():
+            return make_program(plan, self.traced.name)
 
     @functools.cached_property
     def out_specs(self) -> tuple[DTensorSpec, ...]:

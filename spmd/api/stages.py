@@ -17,7 +17,6 @@ from spmd.plan import Request, plan
 from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.limit import check_fits
 from spmd.rules import RULES, find_rule
-from spmd.runtime.torch_settings import isolated
 from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.trace import Traced
 
@@ -45,7 +44,7 @@ def make_plan(
             for another program, mesh or specs.
     """
     rules = RULES if options.rules is None else options.rules
-    with single_threaded(), isolated():
+    with single_threaded():
         graph = canonicalize(traced.graph, lambda op: find_rule(op, rules) is None)
     names = [value.name for value in graph.inputs]
     request = Request(
@@ -75,5 +74,4 @@ def _answer(request: Request, options: Options) -> Plan:
 
 def make_program(planned: Plan, name: str) -> LocalProgram:
     """The lowered program that each rank runs, with a given name."""
-    with isolated():
-        return lower(planned, name=name)
+    return lower(planned, name=name)

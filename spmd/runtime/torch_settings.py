@@ -59,6 +59,11 @@ def _modes() -> tuple[Any, ...]:
     return tuple(mode.device if type(mode) is DeviceContext else mode for mode in _get_current_function_mode_stack())
 
 
+def are_modes_off() -> bool:
+    """Whether autocast, function modes and inference mode are off."""
+    return not (_any_autocast() or _function_modes() or _is_inference())
+
+
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
     """A context in which autocast, function modes, inference mode, gradients and `torch.func` transforms are off."""
@@ -74,7 +79,7 @@ def isolated() -> Iterator[None]:
 
 def run_isolated(function: Callable[[T], R], argument: T) -> R:
     """Call `function(argument)` in the context `isolated`; cheap if at most gradients have to be turned off."""
-    if _any_autocast() or _function_modes() or _is_inference():
+    if not are_modes_off():
         with isolated():
             return function(argument)
     if not _is_grad_enabled():

@@ -1,0 +1,150 @@
+"""What an operator on DTensors costs outside of jit, beside torch's DTensor: one process, one rank, so nothing is sent.
+
+Each signature (operator, specs, shape) is timed in turns: ours, torch's DTensor, and the operator on the plain shard.
+
+    python benchmarks/eager_overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import itertools
+import os
+import statistics
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+import spmd
+from spmd import P
+from spmd.api import eager
+
+SHAPES = ((8, 8), (64, 64))
+SPECS: dict[str, dict[str, P]] = {
+    "1-D": {"replicated": P(), "dim 0": P("x"), "dim 1": P(None, "x")},
+    "2-D": {"dims 0 and 1": P("x", "y"), "dim 0": P("y")},
+}
+SIZES = {"1-D": {"x": 1}, "2-D": {"x": 1, "y": 1}}
+
+Operator: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Any]
+
+OPERATORS: dict[str, Operator] = {
+    "add": lambda x, y: x + y,
+    "add a number": lambda x, y: x + 1,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "neg": lambda x, y: -x,
+    "relu": lambda x, y: torch.relu(x),
+    "gelu": lambda x, y: F.gelu(x),
+    "mm": lambda x, y: x @ y,
+    "sum": lambda x, y: x.sum(),
+    "sum of a dim": lambda x, y: x.sum(0),
+    "mean": lambda x, y: x.mean(1),
+    "softmax": lambda x, y: x.softmax(-1),
+    "transpose": lambda x, y: x.t(),
+    "unsqueeze": lambda x, y: x.unsqueeze(0),
+    "select": lambda x, y: x[0],
+    "clone": lambda x, y: x.clone(),
+    "cast": lambda x, y: x.double(),
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "stack": lambda x, y: torch.stack([x, y]),
+    "layer_norm": lambda x, y: F.layer_norm(x, x.shape[-1:]),
+}
+
+
+@attrs.frozen
+class Times:
+    """Microseconds of one call: ours, torch's DTensor (None where it fails), and of the plain shard."""
+
+    name: str
+    mesh: str
+    requires_grad: bool
+    ours: float
+    torchs: float | None
+    plain: float
+
+
+def microseconds(functions: Sequence[Callable[[], object]]) -> list[float]:
+    """The time of a call of each function, timed in turns: the best of several rounds."""
+    timers = [timeit.Timer(function) for function in functions]
+    counts = [max(5, int(2e-3 / max(timer.timeit(3) / 3, 1e-7))) for timer in timers]
+    rounds = [[timer.timeit(count) / count for timer, count in zip(timers, counts, strict=True)] for _ in range(5)]
+    return [min(times) * 1e6 for times in zip(*rounds, strict=True)]
+
+
+def signatures() -> Iterator[Times]:
+    """Time all signatures, with operands that require gradients and without."""
+    for mesh_name, sizes in SIZES.items():
+        mesh = spmd.make_mesh(sizes, runtime="distributed")
+        torchs = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        cases = itertools.product(OPERATORS.items(), SPECS[mesh_name].values(), SHAPES, (False, True))
+        for (name, operator), spec, shape, grad in cases:
+            plain = [torch.rand(shape, requires_grad=grad) for _ in range(2)]
+            placements = [Shard(_dim(spec, axis)) if _dim(spec, axis) is not None else Replicate() for axis in sizes]
+            ours = [spmd.distribute(x.detach(), spec, mesh).requires_grad_(grad) for x in plain]
+            theirs = [distribute_tensor(x.detach(), torchs, placements).requires_grad_(grad) for x in plain]
+            calls = [functools.partial(operator, *x) for x in (ours, theirs, plain)]
+            calls[0]()
+            try:
+                calls[1]()
+            except Exception:  # DTensor has no rule for it: there is nothing to compare with
+                del calls[1]
+            times = microseconds(calls)
+            yield Times(name, mesh_name, grad, times[0], times[1] if len(times) == 3 else None, times[-1])
+
+
+def _dim(spec: P, axis: str) -> int | None:
+    return next((dim for dim, axes in enumerate(spec.dims) if axis in axes), None)
+
+
+def main() -> int:
+    """Print the tables; the exit status is 1 if the median signature costs more than torch's DTensor."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.parse_args()
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_num_threads(1)
+    found = list(signatures())
+    console = Console()
+    table = Table(title="Microseconds a call, and ours over DTensor's; medians", title_justify="left")
+    for column in ("operator", "ours", "DTensor", "plain", "ratio"):
+        table.add_column(column, justify="left" if column == "operator" else "right")
+    groups: dict[str, list[Times]] = collections.defaultdict(list)
+    for row in found:
+        groups[row.name].append(row)
+        groups[f"all, {'with' if row.requires_grad else 'without'} gradients"].append(row)
+        groups[f"all, {row.mesh} mesh"].append(row)
+    groups["all"] = found
+    for name, rows in groups.items():
+        both = [row for row in rows if row.torchs is not None]
+        table.add_row(
+            name,
+            f"{statistics.median(row.ours for row in rows):.1f}",
+            f"{statistics.median(row.torchs for row in both):.1f}" if both else "fails",
+            f"{statistics.median(row.plain for row in rows):.1f}",
+            f"{ratio(both):.2f}" if both else "",
+        )
+    console.print(table)
+    cache = eager._operator.cache_info()
+    console.print(f"{len(found)} signatures; programs made: {cache.misses}, calls that found theirs: {cache.hits}")
+    dist.destroy_process_group()
+    return int(ratio([row for row in found if row.torchs is not None]) > 1)
+
+
+def ratio(rows: Sequence[Times]) -> float:
+    """The median of ours over torch's DTensor."""
+    return statistics.median(row.ours / row.torchs for row in rows if row.torchs is not None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

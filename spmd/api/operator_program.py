@@ -1,0 +1,305 @@
+"""One operator on DTensors as a program: what a call of it is, and the program, compiled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import optree
+import torch
+
+from spmd.api.dtensor import DTensor, Shards, wrap
+from spmd.api.families import Step, add_view, write
+from spmd.api.options import Options
+from spmd.api.program import Program, StandIn
+from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.errors import ShardingError
+from spmd.ir.graph import Graph, freeze, iterate_leaves, map_leaves
+from spmd.tracing.recorder import where
+from spmd.tracing.trace import Traced, trace_flat
+
+aten = torch.ops.aten
+
+
+@attrs.frozen
+class Slot:
+    """Stands for a tensor in the arguments of a call: its number among them."""
+
+    number: int
+
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@attrs.frozen(cache_hash=True)
+class ViewStep:
+    """An operator that makes a view of its first tensor.
+
+    Args:
+        op: the operator.
+        key: its arguments, hashable; a tensor is its `Slot`.
+        number: the number of the view among its results; None if it returns one tensor.
+        arguments: its arguments; a tensor is its `Slot`.
+    """
+
+    op: torch._ops.OpOverload
+    key: Hashable
+    number: int | None
+    arguments: Arguments = attrs.field(eq=False)
+
+    def __call__(self, base: torch.Tensor) -> torch.Tensor:
+        args, kwargs = map_leaves(lambda leaf: base if isinstance(leaf, Slot) else leaf, self.arguments)
+        result = self.op(*args, **kwargs)
+        return result if self.number is None else result[self.number]  # type: ignore[no-any-return]
+
+
+@attrs.frozen
+class WrittenView:
+    """A view that an operator writes to: its number among the tensors, that of its base, the steps to it from there."""
+
+    number: int
+    base: int
+    steps: tuple[Step, ...]
+
+
+@attrs.frozen(cache_hash=True)
+class Call:
+    """A call of an operator, without the values of its tensors; equal calls run the same program.
+
+    Args:
+        op: the operator.
+        key: the arguments, hashable; a tensor is its `Slot`.
+        specs: the spec of each tensor, and of the bases of views that it writes to.
+        settings: torch's settings that a program depends on.
+        written: the numbers of the tensors that the operator writes to.
+        views: those of them that are views.
+        arguments: the positional and the keyword arguments; a tensor is its `Slot`.
+    """
+
+    op: torch._ops.OpOverload
+    key: Hashable
+    specs: tuple[DTensorSpec, ...]
+    settings: tuple[Any, ...]
+    written: tuple[int, ...]
+    views: tuple[WrittenView, ...]
+    arguments: Arguments = attrs.field(eq=False)
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """The numbers of the bases of views."""
+        return tuple(dict.fromkeys(view.base for view in self.views))
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+        """Run the operator on copies of what it writes to.
+
+        Returns:
+            The result, the tensors that it wrote to, and the bases of those that are views.
+        """
+        held = list(tensors)
+        for number in (*self.written, *self.bases):
+            held[number] = held[number].clone()
+        for view in self.views:
+            held[view.number] = functools.reduce(lambda base, step: step(base), view.steps, held[view.base])
+        args, kwargs = map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, self.arguments)
+        result = self.op(*args, **kwargs)
+        return result, [held[number] for number in self.written], [held[number] for number in self.bases]
+
+
+class Operator:
+    """The program of a call, compiled.
+
+    Its outputs are the new values of the tensors that the operator writes to, of the bases of those that are views, and
+    the results that are none of these.
+
+    Args:
+        call: the call.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.written, mesh = call, call.written, call.specs[0].mesh
+        self.tree: optree.PyTreeSpec = optree.tree_structure(None)
+        stand_ins = [StandIn(spec.meta, mesh.device) for spec in call.specs]
+        graph = trace_flat(functools.partial(self._flat, call), stand_ins)
+        given = [call.specs[number] for number in (*call.written, *call.bases)]
+        metas = [value.meta for value in graph.outputs[len(given) :]]
+        out_specs = (*given, *(_like(call, meta) for meta in metas))
+        self.program = Program(Traced.flat(graph, str(call.op)), mesh, call.specs, out_specs, frozenset(), _options())
+        self.program.prepare()
+        self._executable, self._out_specs = self.program.executable, self.program.out_specs
+        self.kernel, self._ranks = self._only_operator(), range(len(mesh.held_coordinates))
+        self._views, self._is_single = self._view_steps(), self.tree.is_leaf()
+
+    def _only_operator(self) -> torch._ops.OpOverload | None:
+        """What every rank calls on its shards with the call's other arguments, if that is all it does; else None."""
+        program = self.program.local
+        found = {_only_operator(program.graph(where), self.call) for where in program.mesh.held_coordinates}
+        return found.pop() if len(found) == 1 else None
+
+    def _view_steps(self) -> list[ViewStep]:
+        """For each result, what makes it a view of the first tensor; empty if results are no views."""
+        call = self.call
+        if not returns_arguments(call.op, written=False):
+            return []
+        several = range(self.tree.num_leaves) if not self.tree.is_leaf() else (None,)
+        return [ViewStep(call.op, call.key, number, call.arguments) for number in several]
+
+    def __call__(self, held: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+        """Run it.
+
+        Args:
+            held: the DTensors of the call, and the bases of views that it writes to.
+            args, kwargs: its arguments, with DTensors for all tensors.
+        """
+        shards = self._run(held, args, kwargs)
+        if self.call.written:
+            return self._write(held, shards)
+        if self._is_single:
+            result = wrap(self._out_specs[0], shards[0])
+            if self._views:
+                add_view(held[0], result, self._views[0])
+            return result
+        results = list(map(wrap, self._out_specs, shards))
+        for result, step in zip(results, self._views, strict=False):
+            add_view(held[0], result, step)
+        return self.tree.unflatten(results)
+
+    def _run(self, held: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Sequence[Shards]:
+        """The shards of all outputs of the program."""
+        if self.kernel is None:
+            return self._executable([value._shards for value in held])
+        run, found = self.kernel._op, []
+        for rank in self._ranks:
+            local = [leaf._shards[rank] if type(leaf) is DTensor else _shard(leaf, rank) for leaf in args]
+            found.append(run(*local, **kwargs) if kwargs else run(*local))
+        return (tuple(found),) if isinstance(found[0], torch.Tensor) else list(zip(*found, strict=True))
+
+    def _write(self, held: Sequence[DTensor], shards: Sequence[Shards]) -> Any:
+        """Give what the operator writes to its new shards; returns what the operator returns."""
+        call, count = self.call, len(self.call.written)
+        for number, base in zip(call.bases, shards[count:], strict=False):
+            write(held[number], base)
+        for number, value in zip(call.written, shards, strict=False):
+            write(held[number], value)
+        if returns_arguments(call.op, written=True):
+            values = [held[number] for number in call.written]
+            return values[0] if len(call.op._schema.returns) == 1 else tuple(values)
+        given = count + len(call.bases)
+        return self.tree.unflatten(map(wrap, self._out_specs[given:], shards[given:]))
+
+    def _flat(self, call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The operator as a function that writes to nothing."""
+        result, written, bases = call.run(tensors)
+        leaves, self.tree = optree.tree_flatten(None if returns_arguments(call.op, written=True) else result)
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise ShardingError(
+                f"{call.op} at {where()} returns what is no tensor, {result!r:.80}, of a DTensor. Call it on the whole "
+                "tensor: .full_tensor()."
+            )
+        return [*written, *bases, *leaves]
+
+
+def _shard(leaf: Any, rank: int) -> Any:
+    """An argument with the shards of a rank for DTensors."""
+    if type(leaf) is DTensor:
+        return leaf._shards[rank]
+    return [_shard(item, rank) for item in leaf] if type(leaf) in (list, tuple) else leaf
+
+
+def _only_operator(graph: Graph, call: Call) -> torch._ops.OpOverload | None:
+    """The operator of a rank's program that is that operator alone, with the arguments of the call."""
+    if graph.constants or not graph.operations:
+        return None
+    if _is_listed(call.op):  # perhaps on parts of the lists, by their specs: what it computes is the same
+        op = getattr(getattr(aten, _name(call.op)), call.op._overloadname)
+        direct = all(set(operation.operands) <= set(graph.inputs) for operation in graph.operations)
+        return (
+            op
+            if direct and {operation.op.overloadpacket for operation in graph.operations} == {op.overloadpacket}
+            else None
+        )
+    (operation, *others), slots = graph.operations, {value: Slot(number) for number, value in enumerate(graph.inputs)}
+    if others or operation.effect is not None or operation.results != graph.outputs:
+        return None
+    given = map_leaves(lambda leaf: slots.get(leaf, leaf), (operation.args, dict(operation.kwargs)))
+    return operation.op if _named(operation.op, given) == _named(operation.op, call.arguments) else None
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    """The name of an operator, or of what one that writes to its first argument does."""
+    return op._schema.name.removeprefix("aten::").rstrip("_")
+
+
+def _is_listed(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator works on lists, item by item and element by element."""
+    return _name(op).startswith("_foreach_") and _name(op) not in ("_foreach_norm", "_foreach_max")
+
+
+def takes_any_number(op: torch._ops.OpOverload) -> bool:
+    """Whether plans of an operator on complete tensors do not depend on numbers: it works element by element."""
+    return _is_listed(op) or torch.Tag.pointwise in op.tags
+
+
+def _named(op: torch._ops.OpOverload, arguments: Arguments) -> Hashable:
+    """The arguments of a call by name, with defaults, as a hashable key."""
+    parameters = op._schema.arguments
+    defaults = {parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()}
+    given = {parameter.name: value for parameter, value in zip(parameters, arguments[0], strict=False)}
+    return freeze({**defaults, **given, **arguments[1]})
+
+
+@functools.cache
+def _options() -> Options:
+    from spmd.plan.machine.machine import Machine  # at the first operator, not by `import spmd`
+
+    machine = Machine(flops=1e30, memory_bandwidth=1e30)
+    return Options(static_argnums=(), donate_argnums=(), comms="allow", backend="eager", machine=machine, rules=None)
+
+
+@functools.cache
+def returns_arguments(op: torch._ops.OpOverload, *, written: bool) -> bool:
+    """Whether an operator returns arguments that it wrote to; or, if not `written`, views of an argument."""
+    return any(found.alias_info is not None and found.alias_info.is_write is written for found in op._schema.returns)
+
+
+def written_numbers(op: torch._ops.OpOverload, arguments: Arguments) -> tuple[int, ...]:
+    """The numbers of the tensors that an operator writes to."""
+    found: dict[int, None] = {}
+    args, kwargs = arguments
+    for position, name in _written_arguments(op):
+        for leaf in iterate_leaves(args[position] if position < len(args) else kwargs.get(name)):
+            if isinstance(leaf, Slot):
+                found[leaf.number] = None
+    return tuple(found)
+
+
+@functools.cache
+def _written_arguments(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """The position and the name of each argument that an operator writes to."""
+    arguments = enumerate(op._schema.arguments)
+    unsaid = _WRITES_UNSAID.get(op, ())
+    return tuple(
+        (n, a.name) for n, a in arguments if a.name in unsaid or (a.alias_info is not None and a.alias_info.is_write)
+    )
+
+
+_WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var")}
+"""Arguments that an operator writes to although its schema does not say so."""
+
+
+_LIKE = frozenset(
+    {
+        aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.rand_like, aten.randn_like,
+        aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty,
+    }
+)  # fmt: skip
+"""Operators whose results do not depend on the values of their operand, and have its spec if they have its shape."""
+
+
+def _like(call: Call, meta: TensorMeta) -> DTensorSpec | None:
+    """The given spec of a result: that of the operand if it is like it; else None."""
+    held = call.specs[0]
+    if call.op.overloadpacket not in _LIKE or held.partial or held.meta.shape != meta.shape:
+        return None
+    return attrs.evolve(held, meta=meta)
