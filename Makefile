@@ -58,6 +58,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/planner.py $(ARGS)
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/call_overhead.py
+	$(BIN)/python benchmarks/eager_overhead.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/rank_overhead.py
 

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from spmd import collectives, optim
+from spmd.api.communication import comms_of
 from spmd.api.distribute import distribute, from_process_data
 from spmd.api.dtensor import DTensor
 from spmd.api.eager import implicit_replication
@@ -52,6 +53,7 @@ __all__ = [
     "TraceError",
     "checkpoint",
     "collectives",
+    "comms_of",
     "constrain",
     "distribute",
     "from_process_data",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from spmd.api.communication import is_watched, record_comms
 from spmd.api.distribute import check_placeable, check_same, place
 from spmd.api.dtensor import DTensor, Shards, release_donated, wrap
 from spmd.api.flat_function import FlatFunction
@@ -211,6 +212,8 @@ class Compiled:
             shards: the shards of all arguments; the list is emptied.
             leaves: the flattened arguments; those that are donated lose their shards.
         """
+        if is_watched():
+            record_comms(self.program.collectives, self.traced.name)
         for index in self._donated:
             release_donated(leaves[index])
         results = self._executable(shards)

@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from spmd.api.checkpointable import read_chunks, shard_at, write_items
+from spmd.api.communication import is_watched, record_move
 from spmd.collectives.distributed.agreement import gather, spans_processes
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate, Mesh, Runtime
@@ -102,9 +103,11 @@ class DTensor(torch.Tensor):
             DivergenceError: ranks make different calls.
             SpmdError: a rank failed, or never makes the call.
         """
-        if self.mesh.runtime is Runtime.VIRTUAL:
-            return join(self._shards, self._spec)
         replicated = DTensorSpec.replicated(self.mesh, self._spec.meta)
+        if self.mesh.runtime is Runtime.VIRTUAL:
+            if is_watched():
+                record_move("full_tensor()", self._spec, replicated)
+            return join(self._shards, self._spec)
         (whole,) = self._move("full_tensor()", replicated)
         return whole.clone() if whole is self._shards[0] else whole
 
@@ -130,6 +133,8 @@ class DTensor(torch.Tensor):
 
     def _move(self, call: str, target: DTensorSpec) -> tuple[torch.Tensor, ...]:
         """The shards under another spec; if ranks communicate, they first check that all of them make this call."""
+        if is_watched():
+            record_move(call, self._spec, target)
         if spans_processes(self.mesh) and any(step.is_collective for step in redistribution(self._spec, target)):
             gather(f"{call} of {self._spec} on {self.mesh}", None)
         return redistribute_shards(self._shards, self._spec, target)

@@ -10,6 +10,7 @@ import attrs
 import optree
 import torch
 
+from spmd.api.communication import is_watched, record_program
 from spmd.api.dtensor import DTensor, Shards, wrap
 from spmd.api.families import Step, add_view, write
 from spmd.api.options import Options
@@ -168,6 +169,8 @@ class Operator:
     def _run(self, held: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Sequence[Shards]:
         """The shards of all outputs of the program."""
         if self.kernel is None:
+            if is_watched():
+                record_program(self.program.local.collectives, str(self.call.op))
             return self._executable([value._shards for value in held])
         run, found = self.kernel._op, []
         for rank in self._ranks:
@@ -211,14 +214,11 @@ def _only_operator(graph: Graph, call: Call) -> torch._ops.OpOverload | None:
     """The operator of a rank's program that is that operator alone, with the arguments of the call."""
     if graph.constants or not graph.operations:
         return None
-    if _is_listed(call.op):  # perhaps on parts of the lists, by their specs: what it computes is the same
-        op = getattr(getattr(aten, _name(call.op)), call.op._overloadname)
+    if _is_listed(call.op):  # perhaps on parts of the lists, by their specs, or on items: what it computes is the same
+        name = _name(call.op)
+        named = all(_name(operation.op) in (name, name.removeprefix("_foreach_")) for operation in graph.operations)
         direct = all(set(operation.operands) <= set(graph.inputs) for operation in graph.operations)
-        return (
-            op
-            if direct and {operation.op.overloadpacket for operation in graph.operations} == {op.overloadpacket}
-            else None
-        )
+        return getattr(getattr(aten, name), call.op._overloadname) if named and direct else None
     (operation, *others), slots = graph.operations, {value: Slot(number) for number, value in enumerate(graph.inputs)}
     if others or operation.effect is not None or operation.results != graph.outputs:
         return None

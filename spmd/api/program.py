@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spmd.api.communication import is_watched, record_comms
 from spmd.api.dtensor import DTensor, Shards, wrap
 from spmd.api.options import Options
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
@@ -134,4 +135,6 @@ class Program:
             The outputs.
         """
         self.prepare()
+        if is_watched():
+            record_comms(self.local.collectives, self.traced.name)
         return list(map(wrap, self.out_specs, self.executable(shards)))

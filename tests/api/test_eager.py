@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,30 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_operators(name: str, spec: P) -> None:
     value = torch.rand(5, 7) + 0.1
     assert_same(OPERATORS[name](spmd.distribute(value, spec, MESH)), OPERATORS[name](value))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_a_known_call_with_other_numbers(spec: P) -> None:
+    value = torch.rand(5, 7) + 0.1
+    for number in (2, 3, 0, -1.5, 0.5, -0.0, 1.0):
+
+        def compute(x: torch.Tensor, number: Any = number) -> Any:
+            listed = torch._foreach_add([x, x], [number * 1.0, 3.0])
+            torch._foreach_addcmul_(listed, [x, x], listed, [number * 2.0, 1.0])
+            y = x.clone().sub_(x, alpha=number).clamp_(min=number)
+            return (
+                x + number,
+                number - x,
+                x * number,
+                x.pow(number),
+                x.sum(0) * number,
+                x.norm(number),
+                listed,
+                y,
+                x == number,
+            )
+
+        assert_same(compute(spmd.distribute(value, spec, MESH)), compute(value))
 
 
 def write_to_itself(x: torch.Tensor) -> Any:
@@ -282,11 +307,14 @@ def test_what_is_fixed() -> None:
 def test_programs_are_planned_once_and_their_number_is_bounded() -> None:
     x = spmd.distribute(torch.ones(4), P("data"), MESH)
     w = spmd.distribute(torch.ones(4), P("data"), MESH).requires_grad_()
+    optimizer = torch.optim.AdamW([w], foreach=True)  # its numbers are others at each step
+    rates = itertools.count(1)
 
     def step() -> None:
         (w * x).sum().backward()
+        optimizer.step()
         with torch.no_grad():
-            w.sub_(w.grad, alpha=0.1)
+            w.sub_(w.grad, alpha=1 / next(rates))
         w.grad = None
 
     step()
