@@ -16,6 +16,8 @@ from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrap
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from spmd.tracing.result_strides import dense_strides, iteration_order
+
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """`F.one_hot`; torch's reads the values of its argument under grad and jvp."""
@@ -56,34 +58,57 @@ def _resize_as(x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Ten
 
 
 def _prod(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.prod`; where its gradient is taken, that has the strides of `_Prod`."""
-    if set(_transforms([x])) != {TransformType.Grad}:
+    """`torch.prod`; its gradient has the strides of `gradient * (result / x)`, as torch's if no element is 0."""
+    if _transforms([x]) != [TransformType.Grad]:
         return torch.prod(x, *args, **kwargs)
-    return _Prod.apply(x, args, kwargs)  # type: ignore[no-any-return, no-untyped-call]
+    shape, order = x.shape, list(range(x.ndim))
+
+    def strides(reduced: torch.Tensor) -> tuple[int, ...]:
+        """The strides of the result or its gradient, broadcast to the shape of `x`."""
+        if not reduced.ndim:
+            return (0,) * x.ndim
+        sizes, held = list(reduced.shape), list(reduced.stride())
+        if len(sizes) < x.ndim:
+            dim = (args[0] if args else kwargs["dim"]) % x.ndim
+            sizes.insert(dim, 1)
+            held.insert(dim, 0)
+        return tuple(0 if own == 1 != size else stride for own, size, stride in zip(sizes, shape, held, strict=True))
+
+    def arrive(gradient: torch.Tensor) -> torch.Tensor:
+        if TransformType.Vmap not in _transforms([gradient]):  # there torch computes as this trace does
+            order[:] = iteration_order(shape, [strides(gradient), dense_strides(shape, inner)])
+        return gradient
+
+    def leave(found: torch.Tensor) -> torch.Tensor:
+        return found.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
+
+    result = torch.prod(_Identity.apply(x, leave), *args, **kwargs)  # type: ignore[no-untyped-call]
+    inner = iteration_order(shape, [strides(result), x.stride()])
+    return _Identity.apply(result, arrive)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Prod(torch.autograd.Function):
-    """`torch.prod`; its gradient has the strides that torch gives it if no element is 0: if one is, others."""
+class _Identity(torch.autograd.Function):
+    """The identity; its gradient is what a function makes of the gradient of its result."""
 
     @staticmethod
-    def forward(x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-        return torch.prod(x, *args, **kwargs)
+    def forward(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        x, ctx.args, ctx.kwargs = inputs
-        ctx.save_for_backward(x, output)
+        ctx.change = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, result = ctx.saved_tensors
-        found = torch.func.vjp(lambda x: torch.prod(x, *ctx.args, **ctx.kwargs), x)[1](gradient)[0]
-        if 0 < result.ndim < x.ndim:
-            dim = ctx.args[0] if ctx.args else ctx.kwargs["dim"]
-            result, gradient = result.unsqueeze(dim), gradient.unsqueeze(dim)
-        like = gradient * (result / x)
-        order = sorted(range(x.ndim), key=like.stride, reverse=True)
-        return found.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)]), None, None
+        return ctx.change(gradient), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, change: Any) -> Any:
+        return x.view_as(x), in_dims[0]
 
 
 def _transforms(tensors: Sequence[torch.Tensor]) -> list[TransformType]:

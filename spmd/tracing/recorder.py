@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    disable_fake_tensor_cache,
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -156,6 +157,15 @@ class Recorder(FakeTensorMode):
         self._record(func, arguments, options, outputs, source)
         return outputs
 
+    def dispatch(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = MappingProxyType({})
+    ) -> Any:
+        """Compute the fake result of an operator."""
+        if func not in _BY_STORAGE:
+            return super().dispatch(func, types, args, kwargs)
+        with disable_fake_tensor_cache(self):
+            return super().dispatch(func, types, args, kwargs)
+
     @contextlib.contextmanager
     def _propagation(self) -> Iterator[None]:
         """A context in which operators are not recorded: those that fake propagation itself calls."""
@@ -253,6 +263,10 @@ class Recorder(FakeTensorMode):
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self.lift(tensor)
+
+
+_BY_STORAGE = frozenset({aten._new_zeros_with_same_feature_meta.default, aten.copy.default})
+"""Operators whose results may have more storage than elements, which the cache of fake results forgets."""
 
 
 def _map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:

@@ -76,12 +76,18 @@ def _broadcast_strides(operand: torch.Tensor, shape: Sequence[int]) -> tuple[int
 
 def _in_order(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> torch.Tensor:
     """A tensor of a shape, as TensorIterator allocates it for operands with these strides."""
-    order = _iteration_order(shape, strides)
-    made = torch.empty([shape[dim] for dim in order], device="meta")
-    return made.permute([order.index(dim) for dim in range(len(shape))])
+    return torch.empty_strided(tuple(shape), dense_strides(shape, iteration_order(shape, strides)), device="meta")
 
 
-def _iteration_order(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor with its dims in memory in an order, the outermost first."""
+    strides, span = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], span = span, span * max(shape[dim], 1)
+    return tuple(strides)
+
+
+def iteration_order(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[int]:
     """The dims from the outermost to the innermost, as TensorIterator sorts them: an insertion sort, in which the first
     operand decides that is not broadcast along either dim.
     """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import spmd
@@ -42,3 +42,32 @@ def test_derivatives(loss, transform):
 def test_a_gradient_takes_the_fused_kernel():
     plan = spmd.jit(grad(LOSSES["attention"]), P("data"), P("data"), mesh=MESH).plan(X)
     assert "_scaled_dot_product_flash_attention_for_cpu_backward" in str(plan.graph)
+
+
+PRODUCTS = {
+    "product": lambda x: x.movedim(0, 2).prod(),
+    "of a dim": lambda x: x.movedim(0, 2).prod(1).sin().sum(),
+    "of a kept dim": lambda x: torch.prod(x.movedim(0, 2), dim=-1, keepdim=True).sin().sum(),
+}
+
+
+@pytest.mark.parametrize("transform", [*TRANSFORMS, "jacrev", "vmap of pullback"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_derivatives_of_products(name, transform):
+    product = PRODUCTS[name]
+    more = {
+        "jacrev": lambda f: jacrev(lambda x: torch.stack([f(x), f(x.cos())])),
+        "vmap of pullback": lambda f: lambda x: vmap(lambda c: vjp(f, x)[1](c)[0])(x[0, 0, 0]),
+    }
+    function = {**TRANSFORMS, **more}[transform](product)
+    torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(X).full_tensor(), function(X))
+
+
+def test_a_tangent_that_is_a_slice_traced_twice():
+    """Torch's cache of fake results forgot the storage of such a tangent, and its next view failed."""
+
+    def function(x):
+        return jvp(lambda y: y.reshape(2, 2).sin(), (x[0, 0, 0],), (x[1, 1, 1],))[1]
+
+    for _ in range(2):
+        torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(X).full_tensor(), function(X))
