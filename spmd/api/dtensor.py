@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from spmd.core.mesh import Coordinate, Mesh, Runtime
 from spmd.core.placement import Placement
 from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.shards import join
-from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.core.spec import Dims, DTensorSpec, P, Reductions, TensorMeta
 from spmd.errors import ShardingError
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.tracing.recorder import where as place_text
@@ -194,12 +195,22 @@ class DTensor(torch.Tensor):
         return format(self.item(), format_spec) if format_spec else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        copied = wrap(self._spec, tuple(shard.clone() for shard in self._shards))
+        if self.grad_fn is not None:
+            raise RuntimeError(
+                "A DTensor that was computed by autograd cannot be copied deeply. Use .detach() or .clone()."
+            )
+        shards = tuple(shard.clone() for shard in self._shards)
+        copied = _leaf(wrap(self._spec, shards), self.requires_grad, isinstance(self, torch.nn.Parameter))
         memo[id(self)] = copied
+        copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return wrap, (self._spec, self._shards)
+        mesh, meta = self.mesh, self._spec.meta
+        where = (mesh.names, mesh.sizes, mesh.runtime.value, str(mesh.device))
+        spec = (self._spec.dims, self._spec.partial, tuple(meta.shape), meta.dtype)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return restore, (where, spec, self._shards, self.requires_grad, is_parameter)
 
     # The protocol `_Checkpointable`, by which torch.distributed.checkpoint saves a tensor or loads it in place.
 
@@ -318,6 +329,40 @@ def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
     _set_shards(value, shards)
     _set_family(value, None)
     return value
+
+
+def restore(
+    where: tuple[tuple[str, ...], tuple[int, ...], str, str],
+    spec: tuple[Dims, Reductions, tuple[int, ...], torch.dtype],
+    shards: tuple[torch.Tensor, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> DTensor:
+    """The DTensor of a pickle, from plain parts, so that `torch.load(..., weights_only=True)` accepts it.
+
+    Raises:
+        MeshError, ShardingError: parts that do not fit together or not this process.
+    """
+    names, sizes, runtime, device = where
+    dims, partial, shape, dtype = spec
+    mesh = Mesh(names, sizes, Runtime(runtime), torch.device(device))
+    made = DTensorSpec(mesh, dims, partial, TensorMeta(shape, dtype))
+    if len(shards) != len(mesh.held_coordinates):
+        raise ShardingError(
+            f"A saved DTensor {made} on {mesh} has {len(shards)} shards, and this process holds "
+            f"{len(mesh.held_coordinates)}. Load it with as many processes as saved it, or use spmd.checkpoint."
+        )
+    for coordinate, shard in zip(mesh.held_coordinates, shards, strict=True):
+        _check_shard(made, coordinate, _Held.of(shard))
+    value = wrap(made, shards)
+    return _leaf(value, requires_grad, is_parameter)
+
+
+def _leaf(value: DTensor, requires_grad: bool, is_parameter: bool) -> DTensor:
+    return torch.nn.Parameter(value, requires_grad) if is_parameter else value.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+torch.serialization.add_safe_globals([restore])
 
 
 @attrs.frozen

@@ -289,11 +289,40 @@ def test_copies_and_state() -> None:
     twin = copy.deepcopy(module)
     twin.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})
     assert_same(twin.weight.detach(), module.weight.detach().full_tensor() + 1)
-    assert copy.copy(module.weight).spec == module.weight.spec == twin.weight.spec
+    copied = copy.copy(module.weight)
+    assert copied.spec == module.weight.spec == twin.weight.spec and copied.shards == module.weight.shards
+    for parameter in (copied, twin.weight):
+        assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
     buffer = io.BytesIO()
-    torch.save(module.weight.detach(), buffer)
+    torch.save((module.state_dict(), module.weight), buffer)
     buffer.seek(0)
-    assert_same(torch.load(buffer, weights_only=False), module.weight.detach().full_tensor())
+    state, weight = torch.load(buffer, weights_only=True)
+    assert_same(state["weight"], module.weight.detach().full_tensor())
+    assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad and not state["weight"].requires_grad
+
+
+def test_deep_copies_keep_gradients_and_ties() -> None:
+    module = placed_module(torch.nn.Linear(4, 4), {"weight": P("model")})
+    module.tied = module.weight
+    module(spmd.distribute(torch.rand(3, 4), P("data"), MESH)).sum().backward()
+    twin = copy.deepcopy(module)
+    assert twin.tied is twin.weight is not module.weight
+    assert_same(twin.weight.grad, module.weight.grad.full_tensor())
+    with pytest.raises(RuntimeError, match="cannot be copied deeply"):
+        copy.deepcopy(module.weight * 2)
+
+
+def test_a_damaged_pickle_is_refused() -> None:
+    function, (where, spec, shards, *rest) = spmd.distribute(torch.rand(4), P("data"), MESH).__reduce_ex__(4)
+    for changed in (
+        (where, spec, shards[:1], *rest),
+        (where, spec, tuple(shard[:1] for shard in shards), *rest),
+        (where, ((("model",),), *spec[1:]), shards, *rest),
+        (where, ((("none",),), *spec[1:]), shards, *rest),
+        ((("data",), (4, 3), *where[2:]), spec, shards, *rest),
+    ):
+        with pytest.raises((MeshError, ShardingError)):
+            function(*changed)
 
 
 def test_what_is_fixed() -> None:
