@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import torch
 import torch.nn.functional as F
+from stock_models import assert_trains_alike
 
 from spmd import DTensor, P, distribute, jit
 from spmd.core.mesh import Mesh
@@ -211,12 +212,18 @@ def operators_outside_jit(mesh: Mesh) -> None:
         torch.testing.assert_close(whole, wanted, rtol=1e-5, atol=1e-6)
 
 
+def stock_models(mesh: Mesh) -> None:
+    """Stock modules with fully sharded and with tensor-parallel parameters, trained by a stock optimizer."""
+    assert_trains_alike("encoder", "tp", mesh)
+    assert_trains_alike("resnet", "fsdp", mesh)
+
+
 CASES: dict[str, Callable[[Mesh], None]] = {
     case.__name__: case
     for case in (
         gradients_of_uneven_shards, empty_shards, draws_in_program_order, several_results, local_implementations,
         closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
-        redistributions, free_results, gradients_from_outside, operators_outside_jit,
+        redistributions, free_results, gradients_from_outside, operators_outside_jit, stock_models,
     )
 }  # fmt: skip
 
