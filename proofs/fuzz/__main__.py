@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from proofs.fuzz.batches import check_apart, check_seeds
-from proofs.fuzz.check import check_seed
+from proofs.fuzz.check import check, check_seed
 from proofs.fuzz.generate import generate
 from proofs.fuzz.outcome import BAD, Outcome, Status
+from proofs.fuzz.outside import check_outside
 from proofs.fuzz.program import default_dtype
 from proofs.fuzz.report import show
 from proofs.fuzz.shrink import shrink
@@ -28,6 +29,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="time for one program")
     parser.add_argument("--json", type=Path, help="write all outcomes to this file")
     parser.add_argument("--stop-after", type=int, default=0, help="stop after so many failures")
+    parser.add_argument("--outside", action="store_true", help="transforms act from outside of jit, on DTensors")
     parser.add_argument("--avoid", default="", help="operators and transforms, as as_strided,linearize: not run")
     return parser.parse_args()
 
@@ -54,7 +56,8 @@ def _many(seeds: range, options: argparse.Namespace) -> list[Outcome]:
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress:
         task = progress.add_task("programs", total=len(seeds))
         avoid = frozenset(options.avoid.split(",")) - {""}
-        for outcome in check_seeds(seeds, jobs=options.jobs, seconds=options.seconds, avoid=avoid):
+        run = check_outside if options.outside else check
+        for outcome in check_seeds(seeds, jobs=options.jobs, seconds=options.seconds, avoid=avoid, run=run):
             outcomes.append(outcome)
             progress.update(task, advance=1)
             if outcome.status in BAD:
@@ -82,7 +85,8 @@ def _one(options: argparse.Namespace) -> int:
         print(f"# {found.status.value}: {found.message}" if found else "# refused by torch")
         return 1
     print(program.source())
-    outcome = next(check_seeds([options.seed], jobs=1, seconds=options.seconds))
+    run = check_outside if options.outside else check
+    outcome = next(check_seeds([options.seed], jobs=1, seconds=options.seconds, run=run))
     print(f"# {outcome.status.value}: {outcome.message}")
     return int(outcome.status is not Status.RIGHT)
 

@@ -33,6 +33,7 @@ def check_seeds(
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
     repeat: bool = True,
     known: Callable[[int], Program | None] = lambda seed: None,
+    run: Callable[[Program], Outcome] = check,
 ) -> Generator[Outcome, None, None]:
     """Check the programs of seeds in processes, and yield outcomes as they complete.
 
@@ -48,6 +49,7 @@ def check_seeds(
         within: makes the context in which a process checks programs.
         repeat: whether a program that fails is run again in a separate process.
         known: from a seed, its program, or None if the process is to generate it.
+        run: runs a program.
     """
     torch.set_num_threads(1)
     share = -(-len(seeds) // max(1, jobs))
@@ -57,7 +59,7 @@ def check_seeds(
     try:
         while queue or running:
             while queue and len(running) < jobs:
-                running.append(_Child.start(queue.pop(), avoid, within, known))
+                running.append(_Child.start(queue.pop(), avoid, within, known, run))
             left = min(child.since + seconds for child in running) - time.monotonic()
             wait([child.answers for child in running], max(left, 0.0) + 0.01)
             for child in list(running):
@@ -76,16 +78,16 @@ def check_seeds(
                 if child.seeds:
                     queue.append(child.seeds)
                 if child.earlier and repeat and outcome.status not in _CLEAN:
-                    outcome = _alone(outcome, child.earlier, seconds)
+                    outcome = _alone(outcome, child.earlier, seconds, run)
                 yield outcome
     finally:
         for child in running:
             child.end()
 
 
-def _alone(seen: Outcome, earlier: Sequence[int], seconds: float) -> Outcome:
+def _alone(seen: Outcome, earlier: Sequence[int], seconds: float, run: Callable[[Program], Outcome] = check) -> Outcome:
     """The outcome of a program in a separate process; a failure that occurs only after earlier programs remains one."""
-    child = _Child.start([seen.seed], frozenset())
+    child = _Child.start([seen.seed], frozenset(), run=run)
     outcome = None
     while outcome is None:
         wait([child.answers], 1.0)
@@ -114,9 +116,10 @@ class _Child:
         avoid: frozenset[str],
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
         known: Callable[[int], Program | None] = lambda seed: None,
+        run: Callable[[Program], Outcome] = check,
     ) -> _Child:
         answers, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_work, args=(list(seeds), avoid, within, known, sender), daemon=True)
+        process = _context.Process(target=_work, args=(list(seeds), avoid, within, known, run, sender), daemon=True)
         process.start()
         sender.close()
         return cls(list(seeds), process, answers, time.monotonic())
@@ -164,11 +167,12 @@ def _work(
     avoid: frozenset[str],
     within: Callable[[], AbstractContextManager[None]],
     known: Callable[[int], Program | None],
+    run: Callable[[Program], Outcome],
     sender: Connection,
 ) -> None:
     with within():
         for seed in seeds:
-            sender.send(check_seed(seed, lambda: sender.send(None), avoid, known(seed)))
+            sender.send(check_seed(seed, lambda: sender.send(None), avoid, known(seed), run))
     sender.close()
 
 

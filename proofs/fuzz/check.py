@@ -7,7 +7,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -38,6 +38,7 @@ def check_seed(
     generated: Callable[[], None] = lambda: None,
     avoid: frozenset[str] = frozenset(),
     program: Program | None = None,
+    run: Callable[[Program], Outcome] | None = None,
 ) -> Outcome:
     """Generate the program of a seed and check it.
 
@@ -46,6 +47,7 @@ def check_seed(
         generated: called when the program is generated and before it is checked.
         avoid: operators of the pool and transforms; programs with one of them are not run.
         program: the program of the seed, if it is already generated.
+        run: runs it; by default `check`.
     """
     start = time.process_time()
     with default_dtype(), warnings.catch_warnings():
@@ -54,7 +56,7 @@ def check_seed(
         made = time.process_time()
         generated()
         found = avoid & {program.transform.kind.value, *(line.operator for line in program.lines)}
-        outcome = Outcome(seed, Status.SKIPPED, f"with {min(found)}") if found else check(program)
+        outcome = Outcome(seed, Status.SKIPPED, f"with {min(found)}") if found else (run or check)(program)
     return attrs.evolve(outcome, seconds=time.process_time() - start, generating=made - start)
 
 
@@ -73,12 +75,8 @@ def check(program: Program) -> Outcome:
     with OneDevice():
         expected = list(seeded(space["reference"], *map(in_order, values)))
     mesh = mesh_of(program.mesh)
-    specs = [DTensorSpec.make(mesh, a.spec, TensorMeta.of(v)) for a, v in zip(program.arguments, values, strict=True)]
-    given = [
-        _spread(space[f"{argument.name}_parts"], spec) if spec.partial else value
-        for argument, value, spec in zip(program.arguments, values, specs, strict=True)
-    ]
-    outcome = attrs.evolve(_described(program, values, specs, mesh), status=Status.RIGHT)
+    given = given_arguments(program, space)
+    outcome = described(program, values, mesh)
     out_specs = [*program.out_specs, *[P()] * len(expected)][: len(expected)]
     jitted = jit(
         space["program"],
@@ -91,16 +89,14 @@ def check(program: Program) -> Outcome:
         with record_traffic() as traffic:
             results = list(seeded(jitted, *given))
         plan = jitted.plan(*given)
-    except SpmdError as error:
-        return attrs.evolve(outcome, status=Status.REFUSED, kind=_kind(error), message=_text(error))
     except Exception as error:
-        return attrs.evolve(outcome, status=Status.CRASH, kind=_kind(error), message=_text(error))
+        return failed(outcome, error)
     planned = {str(operation.op) for operation in plan.graph.operations} | {comm.kind for comm in plan.comms}
     outcome = attrs.evolve(outcome, collectives=len(traffic.transfers), planned=tuple(sorted(planned)))
     if len(results) != len(expected):
         return attrs.evolve(outcome, status=Status.WRONG, kind="number of results", message=f"{len(results)}")
     for index, (result, truth) in enumerate(zip(results, expected, strict=True)):
-        reason = _difference(result, truth, out_specs[index])
+        reason = difference(result, truth, out_specs[index])
         if reason:
             message = f"result {index}, {out_specs[index]!r}: {reason}"
             return attrs.evolve(outcome, status=Status.WRONG, kind=_skeleton(reason), message=message)
@@ -112,12 +108,29 @@ def check(program: Program) -> Outcome:
     return outcome
 
 
+def given_arguments(program: Program, space: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The arguments that a jitted function gets: plain tensors, but DTensors for those that are partial."""
+    mesh, given = mesh_of(program.mesh), []
+    for argument in program.arguments:
+        spec = DTensorSpec.make(mesh, argument.spec, TensorMeta.of(space[argument.name]))
+        given.append(_spread(space[f"{argument.name}_parts"], spec) if spec.partial else space[argument.name])
+    return given
+
+
+def failed(outcome: Outcome, error: Exception) -> Outcome:
+    """The outcome of a program that raised an error: refused, if it is one of this package's own."""
+    status = Status.REFUSED if isinstance(error, SpmdError) else Status.CRASH
+    return attrs.evolve(outcome, status=status, kind=_kind(error), message=_text(error))
+
+
 def _spread(parts: Sequence[torch.Tensor], spec: DTensorSpec) -> DTensor:
     """A DTensor with a partial axis, from its parts: ranks that differ on that axis hold shards of different parts."""
     return DTensor.from_local(split(parts, spec), spec.mesh, spec.pspec, shape=parts[0].shape)
 
 
-def _described(program: Program, values: Sequence[torch.Tensor], specs: Sequence[DTensorSpec], mesh: Mesh) -> Outcome:
+def described(program: Program, values: Sequence[torch.Tensor], mesh: Mesh) -> Outcome:
+    """What a program is made of, as an outcome that is right."""
+    specs = [DTensorSpec.make(mesh, a.spec, TensorMeta.of(v)) for a, v in zip(program.arguments, values, strict=True)]
     last = tuple(size - 1 for size in mesh.sizes)
     return Outcome(
         program.seed,
@@ -135,13 +148,13 @@ def _described(program: Program, values: Sequence[torch.Tensor], specs: Sequence
     )
 
 
-def _difference(result: Any, expected: torch.Tensor, spec: P) -> str:
-    """Why a result is not as expected on every rank; empty if it is."""
+def difference(result: Any, expected: torch.Tensor, spec: P | None = None) -> str:
+    """Why a result is not as expected on every rank, with a spec if one is given; empty if it is."""
     if not isinstance(result, DTensor):
         return f"a {type(result).__name__}"
     if (tuple(result.shape), result.dtype) != (tuple(expected.shape), expected.dtype):
         return f"is {TensorMeta.of(result)}, expected {TensorMeta.of(expected)}"
-    if result.spec.pspec != spec:
+    if spec is not None and result.spec.pspec != spec:
         return f"has {result.spec.pspec!r}"
     for rank, slices, whole in reduced(result.shards, result.spec):
         wanted = expected[slices]

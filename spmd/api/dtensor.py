@@ -315,6 +315,12 @@ def replace_shards(value: DTensor, shards: Shards) -> None:
     _set_shards(value, shards)
 
 
+def become(value: DTensor, other: DTensor) -> None:
+    """Give a DTensor the spec and the shards of another, whose shape it has already."""
+    _set_spec(value, other._spec)
+    _set_shards(value, other._shards)
+
+
 def set_family(value: DTensor, family: object) -> None:
     """Make a DTensor a member of a family."""
     _set_family(value, family)

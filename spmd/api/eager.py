@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._mode_utils import no_dispatch
 
 from spmd.api.distribute import place
-from spmd.api.dtensor import DTensor, dispatch_operators_to, wrap
+from spmd.api.dtensor import DTensor, become, dispatch_operators_to, set_family, wrap
 from spmd.api.families import add_alias, view_of
 from spmd.api.operator_cache import find, remember
 from spmd.api.operator_program import Arguments, Call, Operator, Slot, WrittenView, written_numbers
@@ -70,7 +71,7 @@ def run_operator(
 
     Raises:
         MeshError: DTensors on several meshes.
-        ShardingError: a plain tensor beside a DTensor.
+        ShardingError: a plain tensor beside a DTensor, or one that is written to.
         TraceError: a shape that depends on values, or a DTensor that a function under `spmd.jit` closes over.
     """
     if peek_interpreter_stack() is not None:
@@ -87,6 +88,10 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator whose call is seen for the first time, or needs more than the shards of DTensors."""
     if op in _DIRECT:
         return _DIRECT[op](*args)
+    if op in _RESHAPES:
+        return _reshape_in_place(op, *args)
+    if op in _BY_MEMORY:
+        _refuse_memory(op, *args)
     if kwargs.get("device") == _META:
         return op(*map(_as_meta, args), **kwargs)
     tensors: list[torch.Tensor] = []
@@ -95,14 +100,18 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if any(tensor.is_meta for tensor in tensors):  # torch asks for shapes: of tangents that are zero, for example
         args, kwargs = map_leaves(_as_meta, (tuple(args), dict(kwargs)))
         return op(*args, **kwargs)
-    held = _on_one_mesh(op, tensors)
     written = written_numbers(op, arguments)
-    views = _written_views(written, held)
+    for number in written:
+        _refuse_plain_target(op, tensors[number])
+    held = _on_one_mesh(op, tensors)
+    views = _written_views(op, written, held)
     specs = tuple(value._spec for value in held)
     operator = _operator(Call(op, freeze(arguments), specs, torch_settings(), written, views, arguments))
     remember(operator, args, kwargs)
     return operator(held, *map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments))
 
+
+_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
 
 _operator = functools.lru_cache(maxsize=MAX_OPERATORS)(Operator)
 
@@ -118,12 +127,16 @@ def _slot(tensors: list[torch.Tensor], leaf: Any) -> Any:
     return Slot(len(tensors) - 1)
 
 
-def _written_views(written: Sequence[int], held: list[DTensor]) -> tuple[WrittenView, ...]:
-    """The views among tensors that are written to; their bases are added to `held`."""
+def _written_views(op: Any, written: Sequence[int], held: list[DTensor]) -> tuple[WrittenView, ...]:
+    """The views among tensors that are written to; their bases are added to `held`.
+
+    A view whose elements overlap is left out, unless all of them get the same value: torch refuses other writes, but a
+    gradient that is such a view here has memory of its own there.
+    """
     found = []
     for number in written:
         view = view_of(held[number])
-        if view is not None and not view.overlaps(held[number]):
+        if view is not None and (op in _FILLS or not view.overlaps(held[number])):
             place = next((n for n, tensor in enumerate(held) if n not in written and tensor is view.base), len(held))
             if place == len(held):
                 held.append(view.base)
@@ -165,6 +178,14 @@ def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh) -> DTensor:
     return place(tensor, DTensorSpec.replicated(mesh, meta), f"an operand of {op}")
 
 
+def _refuse_plain_target(op: Any, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, DTensor):
+        raise ShardingError(
+            f"{op} at {where()} writes values of a DTensor to a plain tensor {TensorMeta.of(tensor)}. Make a new value "
+            "(y = y + x), write to a DTensor (torch.empty_like(x)), or take the whole tensor first: x.full_tensor()."
+        )
+
+
 def _item(value: DTensor) -> Any:
     """The Python number of a tensor of one element, assembled."""
     return (value._shards[0] if value._spec.is_replicated else value.full_tensor()).item()
@@ -178,6 +199,45 @@ def _alias(value: DTensor) -> DTensor:
     made = wrap(value._spec, value._shards)
     add_alias(value, made)
     return made
+
+
+def _reshape_in_place(op: Any, value: DTensor, *args: Any) -> DTensor:
+    """Change the shape of a DTensor itself; it becomes what the operator without `_` returns."""
+    if value._family is not None:
+        raise ShardingError(
+            f"{op} at {where()} changes the shape of a DTensor {value._spec} that is a view, or of which there are "
+            "views or aliases. Take the result of the operator without `_`."
+        )
+    found = _RESHAPES[op](value, *args)
+    with no_dispatch():  # changes the wrapper, which has no data
+        op(value, *args)
+    become(value, found)
+    set_family(value, None)  # `found` is no view of it, but what it is now
+    return value
+
+
+_RESHAPES: Mapping[Any, Any] = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+}
+"""Operators that change the shape of their operand, and those that return a view instead."""
+
+
+def _refuse_memory(op: Any, value: torch.Tensor, size: Sequence[int], stride: Sequence[int], *offset: Any) -> None:
+    """Refuse geometry in memory, but for that of the tensor itself."""
+    same = tuple(size) == tuple(value.shape) and tuple(stride) == value.stride() and not any(offset)
+    if not same:
+        raise ShardingError(
+            f"{op} at {where()} asks for places in the memory of a DTensor, which has none. Index it instead, or take "
+            "the whole tensor first: x.full_tensor()."
+        )
+
+
+_BY_MEMORY = frozenset({aten.as_strided.default, aten.as_strided_.default})
 
 
 _DIRECT: Mapping[Any, Callable[..., Any]] = {

@@ -74,12 +74,16 @@ def view_of(value: DTensor) -> View | None:
     return held if isinstance(held, View) else None
 
 
-def write(value: DTensor, shards: Shards) -> None:
+def write(value: DTensor, shards: Shards, *, through: bool = False) -> None:
     """Give a DTensor other shards, and what shares its memory.
 
     Its aliases get the same shards; if it is a view, the views by the same operators. Views of it cannot be read any
-    more. A view whose elements overlap is a tensor of its own from then on. The base of another view must have been
-    written to before.
+    more.
+
+    Args:
+        value: the DTensor.
+        shards: its new shards.
+        through: whether it is a view whose base was written to before; else a view is a tensor of its own from then on.
     """
     held: Family | View | None = value._family
     if held is None:
@@ -89,7 +93,7 @@ def write(value: DTensor, shards: Shards) -> None:
             replace_shards(alias, shards)
         for view in _alive(held.views):
             lose_shards(view, *_stale())
-    elif held.overlaps(value):
+    elif not through:
         replace_shards(value, shards)
         set_family(value, None)
     else:

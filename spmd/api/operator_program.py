@@ -124,6 +124,12 @@ class Operator:
         stand_ins = [StandIn(spec.meta, mesh.device) for spec in call.specs]
         graph = trace_flat(functools.partial(self._flat, call), stand_ins)
         given = [call.specs[number] for number in (*call.written, *call.bases)]
+        for spec, value in zip(given, graph.outputs, strict=False):
+            if spec.meta != value.meta:
+                raise ShardingError(
+                    f"{call.op} at {where()} makes {value.meta} of a DTensor {spec}, whose shape and dtype are fixed. "
+                    "Take the result of an operator that does not write in place."
+                )
         metas = [value.meta for value in graph.outputs[len(given) :]]
         out_specs = (*given, *(_like(call, meta) for meta in metas))
         self.program = Program(Traced.flat(graph, str(call.op)), mesh, call.specs, out_specs, frozenset(), _options())
@@ -183,8 +189,9 @@ class Operator:
         call, count = self.call, len(self.call.written)
         for number, base in zip(call.bases, shards[count:], strict=False):
             write(held[number], base)
+        through = {view.number for view in call.views}
         for number, value in zip(call.written, shards, strict=False):
-            write(held[number], value)
+            write(held[number], value, through=number in through)
         if returns_arguments(call.op, written=True):
             values = [held[number] for number in call.written]
             return values[0] if len(call.op._schema.returns) == 1 else tuple(values)

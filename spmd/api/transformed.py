@@ -133,7 +133,8 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, node: FlatFunction, draws: Draws, *leaves: torch.Tensor) -> Any:
-        results = _over_batch(node, draws, info, in_dims[2:], leaves)
+        randomness = "same" if draws.replayed else info.randomness
+        results = _over_batch(node, draws, info.batch_size, randomness, in_dims[2:], leaves)
         return results, (0,) * len(results)
 
 
@@ -184,16 +185,18 @@ class _Pull(torch.autograd.Function):
     ) -> Any:
         count = node.joint.primals + len(given)
         pullback = node.function.pullback(wanted, given)
-        results = _over_batch(pullback, draws, info, in_dims[4 : 4 + count], tensors[:count])
+        results = _over_batch(pullback, draws, info.batch_size, "same", in_dims[4 : 4 + count], tensors[:count])
         return results, (0,) * len(results)
 
 
-def _over_batch(function: FlatFunction, draws: Draws, info: Any, in_dims: Sequence[int | None], leaves: Any) -> Any:
-    """Call a function on a batch; each leaf has it in the given dim."""
+def _over_batch(
+    function: FlatFunction, draws: Draws, size: int, randomness: str, in_dims: Sequence[int | None], leaves: Any
+) -> Any:
+    """Call a function on a batch of a size; each leaf has it in the given dim."""
     dims = tuple(None if dim is None else dim % leaf.ndim for dim, leaf in zip(in_dims, leaves, strict=True))
     axes = tuple(
         free_axes(leaf._spec.dims[dim], spec.pspec) if dim is not None and isinstance(leaf, DTensor) else ()
         for dim, leaf, spec in zip(dims, leaves, function.in_specs, strict=True)
     )
-    batched = function.batched(dims, info.batch_size, info.randomness, axes)
+    batched = function.batched(dims, size, randomness, axes)
     return tuple(_Call.apply(batched, draws, *leaves))  # type: ignore[no-untyped-call]

@@ -356,3 +356,43 @@ def test_programs_are_planned_once_and_their_number_is_bounded() -> None:
     assert planned == eager._operator.cache_info().misses
     assert len(gc.get_objects()) < count + 50
     assert eager._operator.cache_info().maxsize == eager.MAX_OPERATORS
+
+
+def test_writes_to_plain_tensors_are_refused() -> None:
+    x, plain = spmd.distribute(torch.ones(4), P("data"), MESH), torch.zeros(4)
+    total = torch.zeros(())
+    with spmd.implicit_replication():
+        for write in (lambda: torch.mul(x, 2, out=plain), lambda: plain.copy_(x), lambda: total.add_(x.sum())):
+            with pytest.raises(ShardingError, match=r"at test_eager.py.* writes values of a DTensor to a plain tensor"):
+                write()
+    assert not plain.any() and not total
+
+
+def test_shapes_change_in_place() -> None:
+    def reshape(x: torch.Tensor) -> Any:
+        y = x.clone().unsqueeze_(-1)
+        z = (x * 2).t_()
+        w = x.sum(0, keepdim=True).squeeze_(0)
+        return y + 1, z + 1, w, x.clone().transpose_(0, 1).unsqueeze_(0), x.quantile(0.3, dim=1)
+
+    value = torch.rand(5, 7)
+    for spec in SPECS:
+        assert_same(reshape(spmd.distribute(value, spec, MESH)), reshape(value))
+    x = spmd.distribute(value, P(), MESH)
+    view = x[1]
+    with pytest.raises(ShardingError, match="changes the shape of a DTensor"):
+        x.t_()
+    with pytest.raises(ShardingError, match=r"makes f32\[2\] of a DTensor f32\[5,7\] P\(\), whose shape"):
+        (x * 1).resize_(2)
+    assert view.shape == (7,)
+
+
+def test_fills_of_expanded_views_reach_the_base() -> None:
+    def fill(x: torch.Tensor) -> Any:
+        y, z = x.clone(), x.clone()
+        y.expand(2, *y.shape).zero_()
+        z[1].expand(3, 7).fill_(2.0)
+        return y, z
+
+    value = torch.rand(5, 7)
+    assert_same(fill(spmd.distribute(value, P("data"), MESH)), fill(value))
