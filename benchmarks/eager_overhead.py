@@ -135,8 +135,8 @@ def main() -> int:
             f"{ratio(both):.2f}" if both else "",
         )
     console.print(table)
-    cache = eager._operator.cache_info()
-    console.print(f"{len(found)} signatures; programs made: {cache.misses}, calls that found theirs: {cache.hits}")
+    misses = eager._operator.cache_info().misses
+    console.print(f"{len(found)} signatures, of operators of which {misses} were planned, at their first calls")
     dist.destroy_process_group()
     return int(ratio([row for row in found if row.torchs is not None]) > 1)
 

@@ -48,11 +48,12 @@ class DTensor(torch.Tensor):
     ((tensor([0, 1]), tensor([2])), tensor([0, 1, 2]))
     """
 
-    __slots__ = ("_family", "_gone", "_shards", "_spec")
+    __slots__ = ("_family", "_gone", "_shards", "_spec", "_strides")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _spec: DTensorSpec
     _shards: tuple[torch.Tensor, ...]
     _family: Any  # aliases and views (spmd.api.families); None if there are none
+    _strides: tuple[int, ...] | None  # of the global tensor on one device; None if it is contiguous
     _gone: tuple[str, str]  # why it has no shards: in a word, and what to do
 
     def __new__(cls, *args: object, **kwargs: object) -> DTensor:
@@ -130,7 +131,7 @@ class DTensor(torch.Tensor):
         target = make_spec(self.mesh, spec, self._spec.meta, where="the tensor")
         if target == self._spec:
             return self
-        return wrap(target, self._move(f"redistribute({target.pspec!r})", target))
+        return wrap(target, self._move(f"redistribute({target.pspec!r})", target), self._strides)
 
     def _move(self, call: str, target: DTensorSpec) -> tuple[torch.Tensor, ...]:
         """The shards under another spec; if ranks communicate, they first check that all of them make this call."""
@@ -200,7 +201,9 @@ class DTensor(torch.Tensor):
                 "A DTensor that was computed by autograd cannot be copied deeply. Use .detach() or .clone()."
             )
         shards = tuple(shard.clone() for shard in self._shards)
-        copied = _leaf(wrap(self._spec, shards), self.requires_grad, isinstance(self, torch.nn.Parameter))
+        copied = _leaf(
+            wrap(self._spec, shards, self._strides), self.requires_grad, isinstance(self, torch.nn.Parameter)
+        )
         memo[id(self)] = copied
         copied.grad = copy.deepcopy(self.grad, memo)
         return copied
@@ -273,6 +276,7 @@ def dispatch_operators_to(function: Operators) -> Operators:
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _set_spec = DTensor.__dict__["_spec"].__set__
 _set_shards = DTensor.__dict__["_shards"].__set__
+_set_strides = DTensor.__dict__["_strides"].__set__
 _set_gone = DTensor.__dict__["_gone"].__set__
 _set_family = DTensor.__dict__["_family"].__set__
 _delete_shards = DTensor.__dict__["_shards"].__delete__
@@ -316,8 +320,9 @@ def replace_shards(value: DTensor, shards: Shards) -> None:
 
 
 def become(value: DTensor, other: DTensor) -> None:
-    """Give a DTensor the spec and the shards of another, whose shape it has already."""
+    """Give a DTensor the spec and the shards of another, whose shape and strides it has already."""
     _set_spec(value, other._spec)
+    _set_strides(value, other._strides)
     _set_shards(value, other._shards)
 
 
@@ -326,14 +331,21 @@ def set_family(value: DTensor, family: object) -> None:
     _set_family(value, family)
 
 
-def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...]) -> DTensor:
-    """A DTensor of shards that are known to fit the spec; the fast constructor, which validates nothing."""
+def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...], strides: tuple[int, ...] | None = None) -> DTensor:
+    """A DTensor of shards that are known to fit the spec; the fast constructor, which validates nothing.
+
+    Args:
+        spec: its spec.
+        shards: the shards that this process holds, which may have any strides.
+        strides: those of the global tensor on one device, by which random operators draw; None if it is contiguous.
+    """
     meta = spec.meta
     # Arguments by position (strides, offset and memory format first), because torch parses them a fifth faster.
-    value = _make_wrapper(DTensor, meta.shape, None, None, None, meta.dtype, torch.strided, spec.mesh.device)
+    value = _make_wrapper(DTensor, meta.shape, strides, None, None, meta.dtype, torch.strided, spec.mesh.device)
     _set_spec(value, spec)
     _set_shards(value, shards)
     _set_family(value, None)
+    _set_strides(value, strides)
     return value
 
 

@@ -90,8 +90,6 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return _DIRECT[op](*args)
     if op in _RESHAPES:
         return _reshape_in_place(op, *args)
-    if op in _BY_MEMORY:
-        _refuse_memory(op, *args)
     if kwargs.get("device") == _META:
         return op(*map(_as_meta, args), **kwargs)
     tensors: list[torch.Tensor] = []
@@ -106,7 +104,8 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     held = _on_one_mesh(op, tensors)
     views = _written_views(op, written, held)
     specs = tuple(value._spec for value in held)
-    operator = _operator(Call(op, freeze(arguments), specs, torch_settings(), written, views, arguments))
+    strides = tuple(value._strides for value in held)
+    operator = _operator(Call(op, freeze(arguments), specs, strides, torch_settings(), written, views, arguments))
     remember(operator, args, kwargs)
     return operator(held, *map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments))
 
@@ -175,7 +174,8 @@ def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh) -> DTensor:
             "spmd.distribute(x, spec, mesh), or let plain tensors count as replicated: with "
             "spmd.implicit_replication(). Numbers and 0-d tensors need neither."
         )
-    return place(tensor, DTensorSpec.replicated(mesh, meta), f"an operand of {op}")
+    placed = place(tensor, DTensorSpec.replicated(mesh, meta), f"an operand of {op}")
+    return placed if tensor.is_contiguous() else wrap(placed._spec, placed._shards, tensor.stride())
 
 
 def _refuse_plain_target(op: Any, tensor: torch.Tensor) -> None:
@@ -196,7 +196,7 @@ def _equal(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _alias(value: DTensor) -> DTensor:
-    made = wrap(value._spec, value._shards)
+    made = wrap(value._spec, value._shards, value._strides)
     add_alias(value, made)
     return made
 
@@ -225,19 +225,6 @@ _RESHAPES: Mapping[Any, Any] = {
     aten.transpose_.default: aten.transpose.int,
 }
 """Operators that change the shape of their operand, and those that return a view instead."""
-
-
-def _refuse_memory(op: Any, value: torch.Tensor, size: Sequence[int], stride: Sequence[int], *offset: Any) -> None:
-    """Refuse geometry in memory, but for that of the tensor itself."""
-    same = tuple(size) == tuple(value.shape) and tuple(stride) == value.stride() and not any(offset)
-    if not same:
-        raise ShardingError(
-            f"{op} at {where()} asks for places in the memory of a DTensor, which has none. Index it instead, or take "
-            "the whole tensor first: x.full_tensor()."
-        )
-
-
-_BY_MEMORY = frozenset({aten.as_strided.default, aten.as_strided_.default})
 
 
 _DIRECT: Mapping[Any, Callable[..., Any]] = {

@@ -97,6 +97,8 @@ def _read(leaves: Sequence[Any], key: list[Any], held: list[DTensor], any_number
         kind = type(leaf)
         if kind is DTensor:
             key.append(leaf._spec)
+            if leaf._strides is not None:
+                key.append(leaf._strides)
             held.append(leaf)
         elif kind is int or kind is float:
             key.append(kind)

@@ -19,7 +19,7 @@ from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
 from spmd.ir.graph import Graph, freeze, iterate_leaves, map_leaves
 from spmd.tracing.recorder import where
-from spmd.tracing.trace import Traced, trace_flat
+from spmd.tracing.trace import Traced, strides_of, trace_flat
 
 aten = torch.ops.aten
 
@@ -73,6 +73,7 @@ class Call:
         op: the operator.
         key: the arguments, hashable; a tensor is its `Slot`.
         specs: the spec of each tensor, and of the bases of views that it writes to.
+        strides: their strides; None for those that are contiguous.
         settings: torch's settings that a program depends on.
         written: the numbers of the tensors that the operator writes to.
         views: those of them that are views.
@@ -82,6 +83,7 @@ class Call:
     op: torch._ops.OpOverload
     key: Hashable
     specs: tuple[DTensorSpec, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
     settings: tuple[Any, ...]
     written: tuple[int, ...]
     views: tuple[WrittenView, ...]
@@ -121,7 +123,10 @@ class Operator:
     def __init__(self, call: Call) -> None:
         self.call, self.written, mesh = call, call.written, call.specs[0].mesh
         self.tree: optree.PyTreeSpec = optree.tree_structure(None)
-        stand_ins = [StandIn(spec.meta, mesh.device) for spec in call.specs]
+        stand_ins = [
+            StandIn(spec.meta, mesh.device, strides) for spec, strides in zip(call.specs, call.strides, strict=True)
+        ]
+        self._strides: list[tuple[int, ...] | None] = []
         graph = trace_flat(functools.partial(self._flat, call), stand_ins)
         given = [call.specs[number] for number in (*call.written, *call.bases)]
         for spec, value in zip(given, graph.outputs, strict=False):
@@ -163,11 +168,11 @@ class Operator:
         if self.call.written:
             return self._write(held, shards)
         if self._is_single:
-            result = wrap(self._out_specs[0], shards[0])
+            result = wrap(self._out_specs[0], shards[0], self._strides[0])
             if self._views:
                 add_view(held[0], result, self._views[0])
             return result
-        results = list(map(wrap, self._out_specs, shards))
+        results = list(map(wrap, self._out_specs, shards, self._strides))
         for result, step in zip(results, self._views, strict=False):
             add_view(held[0], result, step)
         return self.tree.unflatten(results)
@@ -196,7 +201,7 @@ class Operator:
             values = [held[number] for number in call.written]
             return values[0] if len(call.op._schema.returns) == 1 else tuple(values)
         given = count + len(call.bases)
-        return self.tree.unflatten(map(wrap, self._out_specs[given:], shards[given:]))
+        return self.tree.unflatten(map(wrap, self._out_specs[given:], shards[given:], self._strides))
 
     def _flat(self, call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The operator as a function that writes to nothing."""
@@ -207,6 +212,7 @@ class Operator:
                 f"{call.op} at {where()} returns what is no tensor, {result!r:.80}, of a DTensor. Call it on the whole "
                 "tensor: .full_tensor()."
             )
+        self._strides = [strides_of(leaf) for leaf in leaves]
         return [*written, *bases, *leaves]
 
 
@@ -298,7 +304,7 @@ _WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var"
 _LIKE = frozenset(
     {
         aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.rand_like, aten.randn_like,
-        aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty,
+        aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided,
     }
 )  # fmt: skip
 """Operators whose results do not depend on the values of their operand, and have its spec if they have its shape."""

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class StandIn:
-    """A stand-in for a tensor in tracing: its shape and dtype, on the mesh's device, without keeping it alive."""
+    """A stand-in for a tensor in tracing, without keeping it alive; it is on the mesh's device."""
 
-    __slots__ = ("device", "dtype", "shape")
+    __slots__ = ("device", "dtype", "shape", "strides")
 
-    def __init__(self, meta: TensorMeta, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = meta.shape, meta.dtype, device
+    def __init__(self, meta: TensorMeta, device: torch.device, strides: tuple[int, ...] | None = None) -> None:
+        self.shape, self.dtype, self.device, self.strides = meta.shape, meta.dtype, device, strides
 
 
 class Program:

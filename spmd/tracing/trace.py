@@ -141,7 +141,7 @@ def trace_flat(
     Args:
         function: takes one tensor for each leaf and returns a list or tuple of tensors.
         leaves: anything with `shape` and `dtype`. The fake tensors have the device of the leaf if it has one, else the
-            CPU: torch chooses operators by device.
+            CPU: torch chooses operators by device. They have its `strides` if it has any, else they are contiguous.
         names: hints for the names of the inputs.
         paths: the paths of the leaves, for messages.
 
@@ -157,7 +157,7 @@ def trace_flat(
     random = Generators()
     recorder = Recorder(namer, SourceTracker(trace_flat.__code__).current, labels, random.draw)
     with temporarily_clear_interpreter_stack():
-        fakes = [recorder.fake(value, _device(leaf)) for value, leaf in zip(inputs, leaves, strict=True)]
+        fakes = [recorder.fake(value, _device(leaf), _memory(leaf)) for value, leaf in zip(inputs, leaves, strict=True)]
 
     lifting = _ClosureLifting(recorder)
     token = _tracing.set(True)
@@ -326,6 +326,20 @@ _MEMORY_READERS = frozenset(
 def _is_list_of_tensors(args: tuple[Any, ...]) -> bool:
     listed = bool(args) and isinstance(args[0], (list, tuple))
     return listed and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[0]))
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor inside of a traced function; None if it is contiguous."""
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return None if tensor.is_contiguous() else tuple(tensor.stride())
+
+
+def _memory(leaf: Any) -> torch.Tensor | None:
+    """A tensor with the strides of a leaf; None if it has none."""
+    strides = getattr(leaf, "strides", None)
+    return None if strides is None else torch.empty_strided(leaf.shape, strides, dtype=leaf.dtype, device="meta")
 
 
 def _device(leaf: Any) -> torch.device:

@@ -241,6 +241,27 @@ def test_random_numbers_are_those_of_one_device() -> None:
     assert_same(draw(spmd.distribute(value, P("data", "model"), MESH)), draw(value))
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_strides_are_those_of_one_device(spec: P) -> None:
+    """Random operators draw in the order of memory, and `as_strided` reads in it."""
+
+    def compute(x: torch.Tensor) -> Any:
+        torch.manual_seed(3)
+        y, z = x.t() * 2, x[:, ::2]
+        drawn = [torch.randn_like(v) for v in (y, z, x.expand(2, 5, 7), y.contiguous(), (x.t() + 1).detach())]
+        w = x.t().clone()
+        w[1:].bernoulli_(0.5)
+        return drawn, F.dropout(y, 0.5), w, y.as_strided((12,), (1,)), z.reshape(-1), x.unsqueeze(0).transpose(1, 2)
+
+    value = torch.rand(5, 7)
+    found, expected = compute(spmd.distribute(value, spec, MESH)), compute(value)
+    assert_same(found, expected)
+    for actual, wanted in zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True):
+        assert actual.stride() == wanted.stride()
+    with pytest.raises((RuntimeError, ValueError), match="(?i)view"):
+        spmd.distribute(value, spec, MESH).t().view(-1)
+
+
 def placed_module(module: torch.nn.Module, specs: dict[str, P]) -> torch.nn.Module:
     """The module with DTensors for parameters."""
     for path, parameter in list(module.named_parameters()):
