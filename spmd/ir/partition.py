@@ -113,5 +113,5 @@ class Joint:
 
 def _program(joint: Graph, inputs: Sequence[Value], operations: Sequence[Operation], outputs: Sequence[Value]) -> Graph:
     used = {*outputs, *(value for operation in operations for value in operation.operands)}
-    constants = tuple((value, tensor) for value, tensor in joint.constants if value in used)
+    constants = tuple((value, tensor) for value, tensor in joint.constants if value in used and value not in inputs)
     return Graph(tuple(inputs), constants, tuple(operations), tuple(outputs)).verify()

@@ -258,7 +258,7 @@ def test_strides_are_those_of_one_device(spec: P) -> None:
     assert_same(found, expected)
     for actual, wanted in zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True):
         assert actual.stride() == wanted.stride()
-    with pytest.raises((RuntimeError, ValueError), match="(?i)view"):
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)view"):
         spmd.distribute(value, spec, MESH).t().view(-1)
 
 

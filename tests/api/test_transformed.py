@@ -234,3 +234,15 @@ def test_programs_are_made_once() -> None:
         jitted(x, w)[0].backward()
     saving = jitted.compile(x, w).flat.saving()
     assert saving.backward.cache_info().misses == 1
+
+
+def test_a_result_that_is_a_closed_over_tensor() -> None:
+    constant = torch.arange(4.0, dtype=torch.float64)
+
+    def function(x: torch.Tensor) -> Any:
+        return (x * constant).sin(), constant
+
+    jitted = spmd.jit(function, (P("data"),), mesh=MESH)
+    total = lambda f: lambda x: f(x)[0].sum() + f(x)[1].sum()  # noqa: E731
+    x = torch.rand(4, dtype=torch.float64)
+    assert_same(grad(total(jitted))(spmd.distribute(x, P("data"), MESH)), grad(total(function))(x))

@@ -175,3 +175,15 @@ def test_groups_on_one_axis_and_on_another_fewer_channels_than_ranks(transposed:
     out_specs = (P("y"), *specs) if gradients else (P("y"),)
     slow = spmd.Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0)
     assert_equal_results(f(*arguments), spmd.jit(f, specs, out_specs, mesh=mesh, machine=slow)(*arguments))
+
+
+@pytest.mark.parametrize(
+    "machine", [spmd.Machine(), spmd.Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0)], ids=["", "slow"]
+)
+@pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P(), P("x", "y")], ids=str)
+def test_an_image_that_is_its_own_weight(spec: P, machine: spmd.Machine) -> None:
+    mesh = spmd.make_mesh({"x": 2, "y": 2}, runtime="virtual")
+    x = torch.randn(2, 2, 3, dtype=torch.float64)
+    function = lambda x: F.conv_transpose1d(x, x, None, stride=2, groups=2, dilation=2)  # noqa: E731
+    actual = spmd.jit(function, spec, P(), mesh=mesh, machine=machine)(x)
+    torch.testing.assert_close(actual.full_tensor(), function(x))

@@ -210,14 +210,33 @@ def local_collectives(
     if found is None:
         return ()
     body, axes = found
+    operation, originals = _apart(operation)
     states = _states(operation, chosen)
 
     def local(value: Value, without: tuple[str, ...] = ()) -> TensorMeta:
         kept = {axis: state for axis, state in states[value].items() if axis not in without}
-        return TensorMeta(regroup(draft.sizes_at(value, kept), draft.logical[value]), value.meta.dtype)
+        original = originals.get(value, value)
+        return TensorMeta(regroup(draft.sizes_at(original, kept), draft.logical[original]), value.meta.dtype)
 
     unsharded = lambda value: local(value, axes)  # noqa: E731
     return _sent(LocalCall.of(body, axes, operation, draft.mesh, local, unsharded))
+
+
+def _apart(operation: Operation) -> tuple[Operation, dict[Value, Value]]:
+    """The operation with a value of its own for each operand, whose placements may differ, and the original of each."""
+    originals: dict[Value, Value] = {}
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, Value):
+            return leaf
+        made = Value(leaf.name, leaf.meta)
+        originals[made] = leaf
+        return made
+
+    if len(set(operation.operands)) == len(operation.operands):
+        return operation, originals
+    args, kwargs = map_leaves(twin, (operation.args, dict(operation.kwargs)))
+    return attrs.evolve(operation, args=args, kwargs=kwargs), originals
 
 
 def _states(operation: Operation, chosen: Mapping[str, Strategy]) -> dict[Value, dict[str, Placement]]:
