@@ -225,15 +225,18 @@ def _shard(leaf: Any, rank: int) -> Any:
 
 def _only_operator(graph: Graph, call: Call) -> torch._ops.OpOverload | None:
     """The operator of a rank's program that is that operator alone, with the arguments of the call."""
-    if graph.constants or not graph.operations:
+    operations = graph.operations
+    if graph.constants or not all(isinstance(operation.op, torch._ops.OpOverload) for operation in operations):
         return None
     if _is_listed(call.op):  # perhaps on parts of the lists, by their specs, or on items: what it computes is the same
         name = _name(call.op)
-        named = all(_name(operation.op) in (name, name.removeprefix("_foreach_")) for operation in graph.operations)
-        direct = all(set(operation.operands) <= set(graph.inputs) for operation in graph.operations)
+        named = all(_name(operation.op) in (name, name.removeprefix("_foreach_")) for operation in operations)
+        direct = all(set(operation.operands) <= set(graph.inputs) for operation in operations)
         return getattr(getattr(aten, name), call.op._overloadname) if named and direct else None
-    (operation, *others), slots = graph.operations, {value: Slot(number) for number, value in enumerate(graph.inputs)}
-    if others or operation.effect is not None or operation.results != graph.outputs:
+    if len(operations) != 1 or _name(operations[0].op) != _name(call.op):
+        return None
+    (operation,), slots = operations, {value: Slot(number) for number, value in enumerate(graph.inputs)}
+    if operation.effect is not None or operation.results != graph.outputs:
         return None
     given = map_leaves(lambda leaf: slots.get(leaf, leaf), (operation.args, dict(operation.kwargs)))
     return operation.op if _named(operation.op, given) == _named(operation.op, call.arguments) else None
