@@ -69,7 +69,7 @@ class Recorder(FakeTensorMode):
         if value not in self._fakes:
             with _disable_current_modes(), self._propagation(), self:
                 tensor = torch.empty(value.meta.shape, dtype=value.meta.dtype, device=device)
-                if like is not None and like.layout is torch.strided and not like.is_contiguous():
+                if like is not None and like.layout is torch.strided and like.stride() != tensor.stride():
                     size = like.untyped_storage().nbytes() // like.element_size()
                     memory = torch.empty(size, dtype=like.dtype, device=device)
                     tensor = memory.as_strided(like.shape, like.stride(), like.storage_offset())

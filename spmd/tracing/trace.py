@@ -22,6 +22,7 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -329,11 +330,11 @@ def _is_list_of_tensors(args: tuple[Any, ...]) -> bool:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a tensor inside of a traced function; None if it is contiguous."""
+    """The strides of a tensor inside of a traced function; None if they are those of a new tensor."""
     if isinstance(tensor, FunctionalTensor):
         torch._sync(tensor)
         tensor = torch._from_functional_tensor(tensor.elem)
-    return None if tensor.is_contiguous() else tuple(tensor.stride())
+    return None if tensor.stride() == make_contiguous_strides_for(tensor.shape) else tuple(tensor.stride())
 
 
 def _memory(leaf: Any) -> torch.Tensor | None:

@@ -134,6 +134,7 @@ def check_draws_after(function, first, second):
     check_draws(noisy)
 
 
+WEIGHT = torch.rand(3, 3, 1).movedim(1, -1)  # a dim of length 1 has the stride 1
 ROUNDED = {"rounding_mode": "floor"}
 RESULTS = {
     "pow": lambda x, y: 2.0**y,
@@ -198,6 +199,7 @@ INDEXED = {
     },
     "a number compared with a dim of length 1": lambda x, i: torch.where(x[:, None].movedim(0, 1) > 0.5, x[None], 0.0),
     "a product of sums": lambda x, i: (-x.sum(1, keepdim=True).movedim(1, 2)).expand(3, 3, 3) * i.sum(0),
+    "convolution with a closed-over weight": lambda x, i: F.conv_transpose1d(x, WEIGHT, None, groups=3),
     "expanded": lambda x, i: torch.tensor(2.0).expand(x.shape) * x,
     "gradient of relu": lambda x, i: torch.func.grad(lambda x: x.relu().sum())(x),
     "angle": lambda x, i: torch.complex(x, x + 1).angle(),

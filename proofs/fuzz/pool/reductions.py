@@ -65,7 +65,8 @@ OPERATORS: Mapping[str, Operator] = {
     "aminmax": along("torch.aminmax({x}, dim={d}, keepdim={k})"),
     "var": _over("{x}.var({d}, correction=0, keepdim={k})"),
     "std": _over(
-        "({x} + torch.arange({x}.shape[-1])).std({d}, correction=0, keepdim={k}) if {x}.shape[-1] > 1 else {x}.sum({d})"
+        "({x} + torch.arange({x}.numel()).view({x}.shape)).std({d}, correction=0, keepdim={k})"
+        " if {x}.shape[-1] > 1 else {x}.sum({d})"
     ),
     "var_mean": along("torch.var_mean({x}, {d}, correction=0, keepdim={k})"),
     "var_all": unary("torch.var({x}, correction=0)", nonempty=True),
