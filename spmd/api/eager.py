@@ -30,7 +30,7 @@ from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError, TraceError
 from spmd.ir.graph import freeze, map_leaves
-from spmd.runtime.torch_settings import torch_settings
+from spmd.runtime.torch_settings import are_modes_off, torch_settings
 from spmd.tracing.recorder import where
 from spmd.tracing.trace import is_tracing
 
@@ -107,7 +107,8 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     strides = tuple(value._strides for value in held)
     operator = _operator(Call(op, freeze(arguments), specs, strides, torch_settings(), written, views, arguments))
     remember(operator, args, kwargs)
-    return operator(held, *map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments))
+    given = map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments)
+    return operator(held, *given, modes_off=are_modes_off())
 
 
 _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})

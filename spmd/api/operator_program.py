@@ -157,14 +157,17 @@ class Operator:
         several = range(self.tree.num_leaves) if not self.tree.is_leaf() else (None,)
         return [ViewStep(call.op, call.key, number, call.arguments) for number in several]
 
-    def __call__(self, held: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    def __call__(
+        self, held: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, modes_off: bool = True
+    ) -> Any:
         """Run it.
 
         Args:
             held: the DTensors of the call, and the bases of views that it writes to.
             args, kwargs: its arguments, with DTensors for all tensors.
+            modes_off: `spmd.runtime.torch_settings.are_modes_off()`; a kernel would see autocast again.
         """
-        shards = self._run(held, args, kwargs)
+        shards = self._run(held, args, kwargs) if modes_off and self.kernel is not None else self._run_program(held)
         if self.call.written:
             return self._write(held, shards)
         if self._is_single:
@@ -178,16 +181,18 @@ class Operator:
         return self.tree.unflatten(results)
 
     def _run(self, held: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Sequence[Shards]:
-        """The shards of all outputs of the program."""
-        if self.kernel is None:
-            if is_watched():
-                record_program(self.program.local.collectives, str(self.call.op))
-            return self._executable([value._shards for value in held])
-        run, found = self.kernel._op, []
+        """The shards of all outputs, by the kernel."""
+        run, found = self.kernel._op, []  # type: ignore[union-attr]
         for rank in self._ranks:
             local = [leaf._shards[rank] if type(leaf) is DTensor else _shard(leaf, rank) for leaf in args]
             found.append(run(*local, **kwargs) if kwargs else run(*local))
         return (tuple(found),) if isinstance(found[0], torch.Tensor) else list(zip(*found, strict=True))
+
+    def _run_program(self, held: Sequence[DTensor]) -> Sequence[Shards]:
+        """The shards of all outputs, by the program."""
+        if is_watched():
+            record_program(self.program.local.collectives, str(self.call.op))
+        return self._executable([value._shards for value in held])
 
     def _write(self, held: Sequence[DTensor], shards: Sequence[Shards]) -> Any:
         """Give what the operator writes to its new shards; returns what the operator returns."""

@@ -389,6 +389,22 @@ def test_writes_to_plain_tensors_are_refused() -> None:
     assert not plain.any() and not total
 
 
+def test_autocast_and_inference_mode() -> None:
+    def compute(x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ x.mT
+            z = (x * 2).sum(0), torch.nn.functional.softmax(y, -1), y + 1
+        with torch.inference_mode():
+            w = x * 3
+        return y.float(), *(value.float() for value in z), w
+
+    value = torch.rand(4, 4)
+    for spec in (P(), P("data"), P(None, "model")):
+        for _ in range(2):  # the second call is a known one
+            found, expected = compute(spmd.distribute(value, spec, MESH)), compute(value)
+            torch.testing.assert_close(whole(found), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_shapes_change_in_place() -> None:
     def reshape(x: torch.Tensor) -> Any:
         y = x.clone().unsqueeze_(-1)
