@@ -25,7 +25,7 @@ from spmd.api.distribute import place
 from spmd.api.dtensor import DTensor, become, dispatch_operators_to, set_family, wrap
 from spmd.api.families import add_alias, view_of
 from spmd.api.operator_cache import find, remember
-from spmd.api.operator_program import Arguments, Call, Operator, Slot, WrittenView, written_numbers
+from spmd.api.operator_program import Arguments, Call, Operator, Slot, WrittenView, is_listed, written_numbers
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError, TraceError
@@ -92,6 +92,9 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return _reshape_in_place(op, *args)
     if kwargs.get("device") == _META:
         return op(*map(_as_meta, args), **kwargs)
+    meshes = _meshes(args) if is_listed(op) else ()
+    if len(meshes) > 1:
+        return _run_on_meshes(op, meshes, args, kwargs)
     tensors: list[torch.Tensor] = []
     arguments: Arguments = map_leaves(functools.partial(_slot, tensors), (tuple(args), dict(kwargs)))
     _refuse_trace(op, tensors)
@@ -106,7 +109,8 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     specs = tuple(value._spec for value in held)
     strides = tuple(value._strides for value in held)
     operator = _operator(Call(op, freeze(arguments), specs, strides, torch_settings(), written, views, arguments))
-    remember(operator, args, kwargs)
+    if all(given is placed for given, placed in zip(tensors, held, strict=False)):
+        remember(operator, args, kwargs)
     given = map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments)
     return operator(held, *given, modes_off=are_modes_off())
 
@@ -114,6 +118,25 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
 
 _operator = functools.lru_cache(maxsize=MAX_OPERATORS)(Operator)
+
+
+def _meshes(args: Sequence[Any]) -> list[Mesh]:
+    """The meshes of the DTensors in an operator's first list, in order; none if it has no list."""
+    listed = next((arg for arg in args if isinstance(arg, (list, tuple))), ())
+    return list(dict.fromkeys(item.mesh for item in listed if isinstance(item, DTensor)))
+
+
+def _run_on_meshes(op: Any, meshes: Sequence[Mesh], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator on lists, as optimizers do, for the items of one mesh after the other."""
+    first = next(arg for arg in args if isinstance(arg, (list, tuple)))
+    found: list[Any] = [None] * len(first)
+    for mesh in meshes:
+        here = [number for number, item in enumerate(first) if isinstance(item, DTensor) and item.mesh == mesh]
+        given = [[arg[number] for number in here] if isinstance(arg, (list, tuple)) else arg for arg in args]
+        results = op(*given, **kwargs)
+        for number, result in zip(here, results or (), strict=False):
+            found[number] = result
+    return found if op._schema.returns else None
 
 
 def _as_meta(leaf: Any) -> Any:
@@ -153,20 +176,23 @@ def _refuse_trace(op: Any, tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
+_ONE_MESH = "Move one of them: spmd.distribute(x.full_tensor(), spec, mesh)."
+
+
 def _on_one_mesh(op: Any, tensors: Sequence[torch.Tensor]) -> list[DTensor]:
-    """The tensors of a call as DTensors on one mesh; plain ones are replicated where that is allowed."""
-    mesh = next(tensor for tensor in tensors if isinstance(tensor, DTensor)).mesh
+    """The tensors of a call as DTensors on one mesh; plain ones are replicated where that is allowed, and numbers."""
+    placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    mesh = next((tensor for tensor in placed if tensor.ndim), placed[0]).mesh
     return [_on_mesh(op, tensor, mesh) for tensor in tensors]
 
 
 def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh) -> DTensor:
     if isinstance(tensor, DTensor):
-        if tensor.mesh != mesh:
-            raise MeshError(
-                f"{op} at {where()} has operands on {mesh} and on {tensor.mesh}. Move one of them: "
-                "spmd.distribute(x.full_tensor(), spec, mesh)."
-            )
-        return tensor
+        if tensor.mesh == mesh:
+            return tensor
+        if tensor.ndim:
+            raise MeshError(f"{op} at {where()} has operands on {mesh} and on {tensor.mesh}. {_ONE_MESH}")
+        tensor = tensor.full_tensor()  # a number
     meta = TensorMeta.of(tensor)
     is_number = tensor.numel() == 1 or not any(tensor.stride())  # torch's gradients have such: numbers, expanded
     if not is_number and not _replicates.get():

@@ -233,7 +233,9 @@ def _only_operator(graph: Graph, call: Call) -> torch._ops.OpOverload | None:
     operations = graph.operations
     if graph.constants or not all(isinstance(operation.op, torch._ops.OpOverload) for operation in operations):
         return None
-    if _is_listed(call.op):  # perhaps on parts of the lists, by their specs, or on items: what it computes is the same
+    if _is_elementwise(
+        call.op
+    ):  # perhaps on parts of the lists, by their specs, or on items: what it computes is the same
         name = _name(call.op)
         named = all(_name(operation.op) in (name, name.removeprefix("_foreach_")) for operation in operations)
         direct = all(set(operation.operands) <= set(graph.inputs) for operation in operations)
@@ -252,14 +254,19 @@ def _name(op: torch._ops.OpOverload) -> str:
     return op._schema.name.removeprefix("aten::").rstrip("_")
 
 
-def _is_listed(op: torch._ops.OpOverload) -> bool:
+def is_listed(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator works on lists, item by item."""
+    return _name(op).startswith("_foreach_")
+
+
+def _is_elementwise(op: torch._ops.OpOverload) -> bool:
     """Whether an operator works on lists, item by item and element by element."""
-    return _name(op).startswith("_foreach_") and _name(op) not in ("_foreach_norm", "_foreach_max")
+    return is_listed(op) and _name(op) not in ("_foreach_norm", "_foreach_max")
 
 
 def takes_any_number(op: torch._ops.OpOverload) -> bool:
     """Whether plans of an operator on complete tensors do not depend on numbers: it works element by element."""
-    return _is_listed(op) or torch.Tag.pointwise in op.tags
+    return _is_elementwise(op) or torch.Tag.pointwise in op.tags
 
 
 def _named(op: torch._ops.OpOverload, arguments: Arguments) -> Hashable:

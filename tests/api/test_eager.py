@@ -305,6 +305,27 @@ def test_a_stock_module_and_a_stock_optimizer(name: str) -> None:
     assert specs == [parameter.spec for parameter in sharded.parameters()]
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_parameters_on_several_meshes(foreach: bool) -> None:
+    other = spmd.make_mesh({"data": 4}, runtime="virtual")
+    values = [torch.rand(5, 7), torch.rand(4), torch.rand(3, 2), torch.rand(6)]
+
+    def train(parameters: list[torch.Tensor]) -> Any:
+        parameters = [torch.nn.Parameter(value) for value in parameters]
+        optimizer, norms = torch.optim.AdamW(parameters, 0.1, foreach=foreach), []
+        for _ in range(2):
+            for parameter in parameters:
+                (parameter.square() * 3).sum().backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=foreach)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.tensor(norms), [parameter.detach() for parameter in parameters]
+
+    meshes = [MESH, other, MESH, other]
+    placed = [spmd.distribute(value, P("data"), mesh) for value, mesh in zip(values, meshes, strict=True)]
+    assert_same(train(placed), train([value.clone() for value in values]))
+
+
 def test_copies_and_state() -> None:
     module = placed_module(torch.nn.Linear(4, 6), {"weight": P("model")})
     twin = copy.deepcopy(module)
