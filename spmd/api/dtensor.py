@@ -10,6 +10,7 @@ from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import attrs
 import torch
+from torch._tensor_str import _tensor_str
 
 from spmd.api.checkpointable import read_chunks, shard_at, write_items
 from spmd.api.communication import is_watched, record_move
@@ -21,6 +22,7 @@ from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.shards import join
 from spmd.core.spec import Dims, DTensorSpec, P, Reductions, TensorMeta
 from spmd.errors import ShardingError
+from spmd.job.process import process_index
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.tracing.recorder import where as place_text
 
@@ -192,8 +194,18 @@ class DTensor(torch.Tensor):
         shown = " ".join(shape if count == 1 else f"{count}x{shape}" for shape, count in counts)
         return f"DTensor({self._spec} on {self.mesh}, shards {shown})"
 
+    def __str__(self) -> str:
+        """The values as torch shows them, with the spec; the shard of this process where they would have to be sent."""
+        if not _holds_shards(self):
+            return repr(self)
+        if self.mesh.runtime is Runtime.VIRTUAL:
+            held, which = join(self._shards, self._spec), ""
+        else:
+            held, which = self._shards[0], "" if self._spec.is_replicated else f"shard {process_index()} of "
+        return f"DTensor({_tensor_str(held, len('DTensor('))}, {which}{self._spec} on {self.mesh})"
+
     def __format__(self, format_spec: str) -> str:
-        return format(self.item(), format_spec) if format_spec else repr(self)
+        return format(self.item(), format_spec) if format_spec else str(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if self.grad_fn is not None:
@@ -230,7 +242,7 @@ class DTensor(torch.Tensor):
     # that __torch_dispatch__ would see; share_memory_ would even crash the interpreter.
 
     def _refuse(self, *args: object, method: str, remedy: str, **kwargs: object) -> NoReturn:
-        raise ShardingError(f"{method}() was called on {self}. {remedy}")
+        raise ShardingError(f"{method}() was called on {self!r}. {remedy}")
 
     def tolist(self) -> Any:
         """The values as nested lists; assembled, as by `full_tensor`."""

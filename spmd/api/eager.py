@@ -171,7 +171,7 @@ def _refuse_trace(op: Any, tensors: Sequence[torch.Tensor]) -> None:
     if is_tracing():
         value = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
         raise TraceError(
-            f"{op} at {where()} was called on {value}, which the function under spmd.jit closes over. "
+            f"{op} at {where()} was called on {value!r}, which the function under spmd.jit closes over. "
             "Pass it as an argument."
         )
 

@@ -100,7 +100,7 @@ def test_repr():
     assert "DTensor(f32[5,7] P('model', 'data') on Mesh(data=2, model=3), shards 2x[2,4] [1,4] 2x[2,3] [1,3])" == repr(
         small()
     )
-    assert "DTensor(f32[] P() on Mesh(data=1), shards [])" == str(distribute(torch.tensor(1.0), P(), ONE))
+    assert "DTensor(f32[] P() on Mesh(data=1), shards [])" == repr(distribute(torch.tensor(1.0), P(), ONE))
 
 
 def test_shards_are_copies():

@@ -454,3 +454,14 @@ def test_fills_of_expanded_views_reach_the_base() -> None:
 
     value = torch.rand(5, 7)
     assert_same(fill(spmd.distribute(value, P("data"), MESH)), fill(value))
+
+
+def test_printing() -> None:
+    x = spmd.distribute(torch.arange(6.0).view(2, 3), P("data"), MESH)
+    assert (
+        str(x)
+        == f"{x}"
+        == ("DTensor([[0., 1., 2.],\n         [3., 4., 5.]], f32[2,3] P('data') on Mesh(data=2, model=3))")
+    )
+    assert repr(x) == "DTensor(f32[2,3] P('data') on Mesh(data=2, model=3), shards 6x[1,3])"
+    assert str(spmd.distribute(torch.ones(2), P(partial={"data": "sum"}), MESH)).startswith("DTensor([1., 1.], f32[2]")
