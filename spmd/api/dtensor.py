@@ -37,7 +37,7 @@ class DTensor(torch.Tensor):
 
     Shape, dtype and device are those of the global tensor. `distribute` and `DTensor.from_local` make one, functions
     under `spmd.jit` and torch's operators (`spmd.api.eager`) compute on it; `full_tensor()`, `numpy()`, `item()` and
-    such assemble its values, and `shards` reads them as they lie. Its spec never changes.
+    such assemble its values, and `shards` has its parts. Its spec never changes.
 
     The idea is JAX's global `jax.Array`; the name is torch's.
 

@@ -12,8 +12,8 @@ from spmd.api.families import View
 from spmd.api.operator_program import Operator, takes_any_number
 from spmd.runtime.torch_settings import are_modes_off
 
-MAX_CALLS = 16384
-"""The most keys that are kept; beyond, all are forgotten."""
+MAX_CALLS = 4096
+"""The most keys that are kept, and with them their programs; beyond, all are forgotten."""
 
 Key: TypeAlias = tuple[Any, ...]
 _Found: TypeAlias = tuple[Operator | None, list[DTensor]]
