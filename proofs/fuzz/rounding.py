@@ -56,11 +56,18 @@ _SUMS = frozenset(
 )
 
 
+_CENTERED = frozenset({"var", "var_mean", "std", "native_layer_norm", "native_group_norm", "native_batch_norm"})
+"""Operators that subtract a mean: of equal numbers they give zero, or what rounding leaves of it."""
+
+_LEFT_OVER = 1e-9
+
+
 class OtherRounding(TorchDispatchMode):
     """Changes the last digits of results of sums, to find programs whose results depend on rounding.
 
     Args:
-        nudge: the relative change of each number; zeros do not change, as a sum of zeros is zero in every order.
+        nudge: the relative change of each number; zeros do not change, as a sum of zeros is zero in every order, but
+            those of operators that subtract a mean do, and what is close to zero there becomes zero.
     """
 
     def __init__(self, nudge: float = NUDGE) -> None:
@@ -69,11 +76,16 @@ class OtherRounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ not in _SUMS or func._schema.is_mutable:
+        name = func.overloadpacket.__name__
+        if name not in _SUMS or func._schema.is_mutable:
             return result
-        return optree.tree_map(self._moved, result)  # type: ignore[arg-type]
+        return optree.tree_map(lambda leaf: self._moved(leaf, name in _CENTERED), result)  # type: ignore[arg-type]
 
-    def _moved(self, value: Any) -> Any:
+    def _moved(self, value: Any, centered: bool) -> Any:
         if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
-        return value * (1 + self._nudge)
+        moved = value * (1 + self._nudge)
+        if not centered:
+            return moved
+        left_over = torch.where(value == 0, torch.full_like(value, self._nudge), torch.zeros_like(value))
+        return torch.where(value.abs() < _LEFT_OVER, left_over, moved)
