@@ -26,6 +26,7 @@ def redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step, ...]
     Raises:
         ShardingError: specs of different meshes or metas.
 
+    >>> import torch
     >>> from spmd.core.mesh import make_mesh
     >>> from spmd.core.spec import P, TensorMeta
     >>> mesh, meta = make_mesh({"x": 2}, runtime="virtual"), TensorMeta((4, 4), torch.float32)
