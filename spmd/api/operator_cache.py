@@ -104,6 +104,8 @@ def _read(leaves: Sequence[Any], key: list[Any], held: list[DTensor], any_number
             key.append(kind)
             if not any_number:
                 key.append(repr(leaf) if kind is float else leaf)
+        elif kind is list and leaf and type(leaf[0]) is int and not any_number:
+            key += (kind, tuple(leaf))  # dims or a shape
         elif kind is list or kind is tuple:
             key += (kind, len(leaf))
             if not _read(leaf, key, held, any_number):

@@ -225,7 +225,8 @@ def _shard(leaf: Any, rank: int) -> Any:
     """An argument with the shards of a rank for DTensors."""
     if type(leaf) is DTensor:
         return leaf._shards[rank]
-    return [_shard(item, rank) for item in leaf] if type(leaf) in (list, tuple) else leaf
+    is_list = type(leaf) is list or type(leaf) is tuple
+    return [_shard(item, rank) for item in leaf] if is_list and leaf and type(leaf[0]) is not int else leaf
 
 
 def _only_operator(graph: Graph, call: Call) -> torch._ops.OpOverload | None:
