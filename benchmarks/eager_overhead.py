@@ -27,7 +27,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import spmd
 from spmd import P
-from spmd.api import eager
+from spmd.api.eager import operator_cache
 
 SHAPES = ((8, 8), (64, 64))
 SPECS: dict[str, dict[str, P]] = {
@@ -135,7 +135,7 @@ def main() -> int:
             f"{ratio(both):.2f}" if both else "",
         )
     console.print(table)
-    misses = eager._operator.cache_info().misses
+    misses = operator_cache.program_of.cache_info().misses
     console.print(f"{len(found)} signatures, of operators of which {misses} were planned, at their first calls")
     dist.destroy_process_group()
     return int(ratio([row for row in found if row.torchs is not None]) > 1)

@@ -22,7 +22,7 @@ import torch
 middle = time.process_time()
 import spmd
 end = time.process_time()
-import spmd.api.stages
+import spmd.api.programs.stages
 print(middle - start, end - middle, time.process_time() - end)
 """
 

@@ -4,11 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from spmd import collectives, optim
-from spmd.api.communication import comms_of
-from spmd.api.distribute import distribute, from_process_data
-from spmd.api.dtensor import DTensor
-from spmd.api.eager import implicit_replication
+from spmd.api.eager.dispatch import implicit_replication
 from spmd.api.jit import jit
+from spmd.api.values.communication import comms_of
+from spmd.api.values.distribute import distribute, from_process_data
+from spmd.api.values.dtensor import DTensor
 from spmd.core.mesh import Mesh, make_mesh, use_mesh
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.core.spec import DTensorSpec, P, TensorMeta
@@ -28,7 +28,7 @@ from spmd.tracing.constrain import constrain, reshard
 
 if TYPE_CHECKING:
     from spmd import checkpoint, rules
-    from spmd.api.interop import from_torch_dtensor, to_torch_dtensor
+    from spmd.api.values.interop import from_torch_dtensor, to_torch_dtensor
     from spmd.plan import Machine
 
 __version__ = "0.1.0"
@@ -77,8 +77,8 @@ __all__ = [
 _SUBMODULES = ("checkpoint", "inspect", "plan", "rules")
 _HOMES = {
     "Machine": "spmd.plan",
-    "from_torch_dtensor": "spmd.api.interop",
-    "to_torch_dtensor": "spmd.api.interop",
+    "from_torch_dtensor": "spmd.api.values.interop",
+    "to_torch_dtensor": "spmd.api.values.interop",
 }
 """What `import spmd` leaves out: the first plan imports the planner, the rules and the lowering, which are half of the
 package, and torch.distributed.checkpoint takes half a second."""

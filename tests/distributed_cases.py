@@ -20,10 +20,10 @@ from torch.distributed.tensor import placement_types as theirs_placements
 import gpt
 import layouts
 import training
-from spmd.api.distribute import distribute, from_process_data
-from spmd.api.dtensor import DTensor
-from spmd.api.interop import from_torch_dtensor, to_torch_dtensor
 from spmd.api.jit import jit
+from spmd.api.values.distribute import distribute, from_process_data
+from spmd.api.values.dtensor import DTensor
+from spmd.api.values.interop import from_torch_dtensor, to_torch_dtensor
 from spmd.collectives.distributed.exchange import broadcast
 from spmd.core.mesh import Mesh, Runtime, make_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from spmd.api.distribute import distribute
-from spmd.api.dtensor import DTensor, wrap
+from spmd.api.values.distribute import distribute
+from spmd.api.values.dtensor import DTensor, wrap
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Replicate
 from spmd.core.spec import DTensorSpec, P, TensorMeta

@@ -37,7 +37,7 @@ def run_program(program):
 
 def test_import_brings_in_no_heavy_module_of_torch():
     # How long the import takes is measured in benchmarks/import_time.py.
-    imported = "import spmd, spmd.api.stages, spmd.api.interop"
+    imported = "import spmd, spmd.api.programs.stages, spmd.api.values.interop"
     code = f"import torch, sys; before = set(sys.modules); {imported}; print(*(set(sys.modules) - before))"
     (names,) = run_program(code)
     heavy = (
@@ -102,7 +102,7 @@ def test_the_first_plan_imports_nothing_that_depends_on_modes():
                 return function(*args, **(kwargs or {}))
 
         with Functions(), Operators():
-            import spmd.api.stages, spmd.api.interop
+            import spmd.api.programs.stages, spmd.api.values.interop
         """
     )
     assert [] == lines

@@ -19,8 +19,8 @@ from proofs.fuzz.one_device import OneDevice
 from proofs.fuzz.outcome import Outcome, Status
 from proofs.fuzz.program import Program, default_dtype, mesh_of
 from proofs.fuzz.tensors import agrees, in_order
-from spmd.api.dtensor import DTensor
 from spmd.api.jit import jit
+from spmd.api.values.dtensor import DTensor
 from spmd.collectives.traffic import record_traffic
 from spmd.core.mesh import Mesh
 from spmd.core.shards import reduced, split

@@ -13,10 +13,10 @@ from proofs.fuzz.one_device import OneDevice
 from proofs.fuzz.outcome import Outcome, Status
 from proofs.fuzz.program import Program, mesh_of
 from proofs.fuzz.tensors import in_order
-from spmd.api.distribute import distribute
-from spmd.api.dtensor import DTensor
-from spmd.api.eager import implicit_replication
+from spmd.api.eager.dispatch import implicit_replication
 from spmd.api.jit import jit
+from spmd.api.values.distribute import distribute
+from spmd.api.values.dtensor import DTensor
 from spmd.core.spec import P
 
 

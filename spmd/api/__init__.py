@@ -1,4 +1,4 @@
-"""The public API: `jit`, `DTensor`, `distribute`, and conversion to and from torch's own DTensor.
+"""The public API: `jit`; in its folders `DTensor` and `distribute`, and operators and transforms outside of `jit`.
 
 Imports any of the packages below it.
 """

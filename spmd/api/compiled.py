@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from spmd.api.communication import is_watched, record_comms
-from spmd.api.distribute import check_placeable, check_same, place
-from spmd.api.dtensor import DTensor, Shards, release_donated, wrap
-from spmd.api.flat_function import FlatFunction
-from spmd.api.options import Options
-from spmd.api.program import Program, StandIn
+from spmd.api.programs.options import Options
+from spmd.api.programs.program import Program, StandIn
 from spmd.api.signature import Signature, split, with_dynamic
-from spmd.api.transformed import call
+from spmd.api.transforms.flat_function import FlatFunction
+from spmd.api.transforms.transformed import call
+from spmd.api.values.communication import is_watched, record_comms
+from spmd.api.values.distribute import check_placeable, check_same, place
+from spmd.api.values.dtensor import DTensor, Shards, release_donated, wrap
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves

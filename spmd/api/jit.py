@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from spmd.api.compiled import Compiled
-from spmd.api.never_gathered import KeepSharded
-from spmd.api.options import Comms, JitOptions, Options
+from spmd.api.programs.never_gathered import KeepSharded
+from spmd.api.programs.options import Comms, JitOptions, Options
 from spmd.api.signature import Signature, split, with_dynamic
-from spmd.api.transformed import is_transformed
+from spmd.api.transforms.transformed import is_transformed
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
@@ -69,7 +69,7 @@ class Jitted:
 
         Returns:
             The result, with a DTensor by `out_specs` for each tensor. Under autograd and under transforms of
-            `torch.func` from outside it has derivatives, which are programs too (`spmd.api.transformed`); there
+            `torch.func` from outside it has derivatives, which are programs too (`spmd.api.transforms`); there
             `donate_argnums` has no effect.
 
         Raises:

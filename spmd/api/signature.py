@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import attrs
 import optree
 
-from spmd.api.options import Options
+from spmd.api.programs.options import Options
 from spmd.api.static_arguments import static_key
 from spmd.core.mesh import Mesh
 from spmd.core.pytree import tree_flatten

@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import torch
 
-from spmd.api.dtensor import DTensor
+from spmd.api.values.dtensor import DTensor
 from spmd.collectives.distributed.agreement import describe
 from spmd.core.pytree import NAMESPACE
 from spmd.errors import CheckpointError

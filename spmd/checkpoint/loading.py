@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import ReadItem
 
-from spmd.api.checkpointable import check_final
-from spmd.api.dtensor import DTensor, wrap
+from spmd.api.values.checkpointable import check_final
+from spmd.api.values.dtensor import DTensor, wrap
 from spmd.checkpoint.contents import Contents, check_tiling
 from spmd.checkpoint.folder import Reader
 from spmd.checkpoint.leaves import PLAIN, named_leaves

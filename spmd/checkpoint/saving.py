@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from spmd.api.checkpointable import check_final, offsets, owned
-from spmd.api.dtensor import DTensor, wrap
+from spmd.api.values.checkpointable import check_final, offsets, owned
+from spmd.api.values.dtensor import DTensor, wrap
 from spmd.checkpoint.folder import Writer, new_data_name
 from spmd.checkpoint.leaves import PLAIN, describe_leaf, named_leaves
 from spmd.checkpoint.processes import Processes, processes_of

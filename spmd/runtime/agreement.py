@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-import torch
-
 from spmd.collectives.distributed.agreement import check_agreement, describe
 from spmd.core.mesh import Mesh
 from spmd.lowering.program import LocalProgram
+from spmd.runtime.torch_settings import generator_state
 
 
 def first_run(mesh: Mesh) -> str:
@@ -33,7 +32,7 @@ def check_same_program(program: LocalProgram) -> None:
         "All ranks must call the same function with arguments of the same shapes, dtypes and specs, in the same order.",
     )
     if any(operation.is_random for operation in program.graph().operations):
-        state = torch.cuda.get_rng_state() if program.mesh.device.type == "cuda" else torch.get_rng_state()
+        state = generator_state(program.mesh.device)
         check_agreement(
             call,
             {f"The random generator before {program.name}": hashlib.sha256(bytes(state.tolist())).hexdigest()[:8]},

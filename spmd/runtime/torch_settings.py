@@ -1,4 +1,4 @@
-"""Torch's global settings: those that a jitted program depends on, and a context that shields work from them.
+"""Torch's global settings: those that a jitted program depends on, a context that shields work from them, generators.
 
 Settings that kernels read when they run (TF32, the number of threads, warnings of the deterministic mode) apply to a
 program as to eager torch, so programs are not cached by them.
@@ -62,6 +62,23 @@ def _modes() -> tuple[Any, ...]:
 def are_modes_off() -> bool:
     """Whether autocast, function modes and inference mode are off."""
     return not (_any_autocast() or _function_modes() or _is_inference())
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the default generator of a device."""
+    return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextlib.contextmanager
+def drawing_from(state: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """A context in which the default generator of a device draws from a state; it goes on as before afterwards."""
+    before = generator_state(device)
+    restore = torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state
+    restore(state)
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from spmd.api.dtensor import DTensor
 from spmd.api.jit import Jitted, jit
+from spmd.api.values.dtensor import DTensor
 from spmd.core.mesh import Mesh
 from spmd.core.placement import REDUCTIONS, supports_reduction
 from spmd.core.spec import P, TensorMeta

@@ -143,9 +143,10 @@ _LIKE: Mapping[torch._ops.OpOverload, _Like] = {
         aten.replication_pad2d_backward.default, aten.replication_pad3d_backward.default,
         aten.reflection_pad2d_backward.default, aten.reflection_pad3d_backward.default,
     ),
-    aten.glu_backward.default: lambda grad, x: x.contiguous(),
-    aten._log_softmax_backward_data.default: lambda grad, output: output.contiguous(),
-    **_all(lambda scores, target, *others: target.contiguous(), aten.nll_loss2d_forward.default),
+    **_all(
+        lambda grad, x, *others: x.contiguous(),
+        aten.glu_backward.default, aten._log_softmax_backward_data.default, aten.nll_loss2d_forward.default,
+    ),
     **_all(lambda x, *others: x.contiguous(), aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar),
     aten.log_sigmoid_forward.default: _contiguous,
     aten.max_pool3d_with_indices.default: lambda x: _volume(x, x),
@@ -209,10 +210,8 @@ def with_kernel_strides(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     def placed(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.ndim != wanted.ndim:
             return leaf
-        if leaf.shape == wanted.shape:
-            return torch.empty_strided(leaf.shape, wanted.stride(), dtype=leaf.dtype, device=leaf.device)
         order = sorted(range(leaf.ndim), key=wanted.stride, reverse=True)
-        made = torch.empty([leaf.shape[dim] for dim in order], dtype=leaf.dtype, device=leaf.device)
-        return made.permute([order.index(dim) for dim in range(leaf.ndim)])
+        strides = wanted.stride() if leaf.shape == wanted.shape else dense_strides(leaf.shape, order)
+        return torch.empty_strided(leaf.shape, strides, dtype=leaf.dtype, device=leaf.device)
 
     return tuple(map(placed, outputs)) if isinstance(outputs, (tuple, list)) else placed(outputs)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd.api.distribute import distribute, place
-from spmd.api.dtensor import DTensor, wrap
+from spmd.api.values.distribute import distribute, place
+from spmd.api.values.dtensor import DTensor, wrap
 from spmd.core.mesh import make_mesh, use_mesh
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.core.spec import DTensorSpec, P, TensorMeta

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import spmd
 from spmd import P
-from spmd.api import eager
+from spmd.api.eager import operator_cache
 from spmd.errors import MeshError, ShardingError, TraceError
 
 MESH = spmd.make_mesh({"data": 2, "model": 3}, runtime="virtual")
@@ -389,15 +389,15 @@ def test_programs_are_planned_once_and_their_number_is_bounded() -> None:
         w.grad = None
 
     step()
-    planned = eager._operator.cache_info().misses
+    planned = operator_cache.program_of.cache_info().misses
     gc.collect()
     count = len(gc.get_objects())
     for _ in range(50):
         step()
     gc.collect()
-    assert planned == eager._operator.cache_info().misses
+    assert planned == operator_cache.program_of.cache_info().misses
     assert len(gc.get_objects()) < count + 50
-    assert eager._operator.cache_info().maxsize == eager.MAX_OPERATORS
+    assert operator_cache.program_of.cache_info().maxsize == operator_cache.MAX_PROGRAMS
 
 
 def test_writes_to_plain_tensors_are_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 import spmd
 import spmd.api.compiled
 from spmd import P, TensorMeta
-from spmd.api.options import Options
+from spmd.api.programs.options import Options
 from spmd.api.signature import Signature, split, with_dynamic
 
 MESH = spmd.make_mesh({"x": 2}, runtime="virtual")

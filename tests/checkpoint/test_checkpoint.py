@@ -185,7 +185,7 @@ def test_torch_saves_dtensors_and_loads_into_them(folder, spec):
 def test_names_give_replicas_their_turns():
     spec = DTensorSpec.make(MESH, P("model"), TensorMeta((6,), torch.float32))
     coordinates = list(MESH.coordinates())
-    turns = {tuple(spmd.api.checkpointable.owned(spec, coordinates, f"layer{number}")) for number in range(20)}
+    turns = {tuple(spmd.api.values.checkpointable.owned(spec, coordinates, f"layer{number}")) for number in range(20)}
     assert {(0, 1, 2), (3, 4, 5)} == turns
 
 

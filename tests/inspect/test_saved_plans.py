@@ -52,7 +52,7 @@ def refuse_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(request: Any) -> Plan:
         raise AssertionError("a loaded plan was searched for")
 
-    monkeypatch.setattr("spmd.api.stages.plan", refuse)
+    monkeypatch.setattr("spmd.api.programs.stages.plan", refuse)
     monkeypatch.setattr("spmd.plan.search.problem.AxisProblem.solve", refuse)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spmd
-from spmd.api.dtensor import DTensor
+from spmd.api.values.dtensor import DTensor
 from spmd.collectives.traffic import record_traffic
 from spmd.core.placement import REDUCTIONS
 from spmd.lowering.verify import verify

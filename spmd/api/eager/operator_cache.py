@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from spmd.api.dtensor import DTensor
-from spmd.api.families import View
-from spmd.api.operator_program import Operator, takes_any_number
+from spmd.api.eager.families import View
+from spmd.api.eager.operator_program import Operator, takes_any_number
+from spmd.api.values.dtensor import DTensor
 from spmd.runtime.torch_settings import are_modes_off
 
-MAX_CALLS = 4096
-"""The most keys that are kept, and with them their programs; beyond, all are forgotten."""
+MAX_PROGRAMS = 4096
+"""The most programs that are kept, the least recently used goes first; and the most keys, beyond which all go."""
+
+program_of = functools.lru_cache(maxsize=MAX_PROGRAMS)(Operator)
+"""The program of a `Call`."""
 
 Key: TypeAlias = tuple[Any, ...]
 _Found: TypeAlias = tuple[Operator | None, list[DTensor]]
@@ -54,7 +58,7 @@ def find(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         operator = calls.operators.get(_key(args, kwargs, held, any_number=False))
         if operator is None:
             return None, held
-    for number in operator.written:
+    for number in operator.call.written:
         if isinstance(held[number]._family, View):
             return None, held  # what it writes to depends on the base, too
     return operator, held
@@ -65,7 +69,7 @@ def remember(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any])
     call = operator.call
     if call.views or not are_modes_off():
         return
-    if sum(len(calls.operators) for calls in _calls.values()) >= MAX_CALLS:
+    if sum(len(calls.operators) for calls in _calls.values()) >= MAX_PROGRAMS:
         _calls.clear()
     calls = _calls.setdefault(call.op, _Calls(call.op))
     key = _key(args, kwargs, [], calls.any_number)

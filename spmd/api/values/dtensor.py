@@ -12,8 +12,8 @@ import attrs
 import torch
 from torch._tensor_str import _tensor_str
 
-from spmd.api.checkpointable import read_chunks, shard_at, write_items
-from spmd.api.communication import is_watched, record_move
+from spmd.api.values.checkpointable import read_chunks, shard_at, write_items
+from spmd.api.values.communication import is_watched, record_move
 from spmd.collectives.distributed.agreement import gather, spans_processes
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate, Mesh, Runtime
@@ -54,7 +54,7 @@ class DTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _spec: DTensorSpec
     _shards: tuple[torch.Tensor, ...]
-    _family: Any  # aliases and views (spmd.api.families); None if there are none
+    _family: Any  # aliases and views (spmd.api.eager.families); None if there are none
     _strides: tuple[int, ...] | None  # of the global tensor on one device; None if it is contiguous
     _gone: tuple[str, str]  # why it has no shards: in a word, and what to do
 
@@ -107,12 +107,12 @@ class DTensor(torch.Tensor):
             DivergenceError: ranks make different calls.
             SpmdError: a rank failed, or never makes the call.
         """
-        replicated = DTensorSpec.replicated(self.mesh, self._spec.meta)
+        spec = self._spec
         if self.mesh.runtime is Runtime.VIRTUAL:
             if is_watched():
-                record_move("full_tensor()", self._spec, replicated)
-            return join(self._shards, self._spec)
-        (whole,) = self._move("full_tensor()", replicated)
+                record_move("full_tensor()", spec, DTensorSpec.replicated(self.mesh, spec.meta))
+            return join(self._shards, spec)
+        (whole,) = self._move("full_tensor()", DTensorSpec.replicated(self.mesh, spec.meta))
         return whole.clone() if whole is self._shards[0] else whole
 
     def redistribute(self, spec: SpecLike) -> DTensor:

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from spmd.api.never_gathered import never_gathered_inputs
-from spmd.api.options import Options
+from spmd.api.programs.never_gathered import never_gathered_inputs
+from spmd.api.programs.options import Options
 from spmd.core.mesh import Mesh
 from spmd.core.single_threaded import single_threaded
 from spmd.core.spec import DTensorSpec

@@ -10,11 +10,11 @@ import attrs
 import optree
 import torch
 
-from spmd.api.communication import is_watched, record_program
-from spmd.api.dtensor import DTensor, Shards, wrap
-from spmd.api.families import Step, add_view, write
-from spmd.api.options import Options
-from spmd.api.program import Program, StandIn
+from spmd.api.eager.families import Step, add_view, write
+from spmd.api.programs.options import Options
+from spmd.api.programs.program import Program, StandIn
+from spmd.api.values.communication import is_watched, record_program
+from spmd.api.values.dtensor import DTensor, Shards, wrap
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
 from spmd.ir.graph import Graph, freeze, iterate_leaves, map_leaves
@@ -121,7 +121,7 @@ class Operator:
     """
 
     def __init__(self, call: Call) -> None:
-        self.call, self.written, mesh = call, call.written, call.specs[0].mesh
+        self.call, mesh = call, call.specs[0].mesh
         self.tree: optree.PyTreeSpec = optree.tree_structure(None)
         stand_ins = [
             StandIn(spec.meta, mesh.device, strides) for spec, strides in zip(call.specs, call.strides, strict=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spmd.api.communication import is_watched, record_comms
-from spmd.api.dtensor import DTensor, Shards, wrap
-from spmd.api.options import Options
+from spmd.api.programs.options import Options
+from spmd.api.values.communication import is_watched, record_comms
+from spmd.api.values.dtensor import DTensor, Shards, wrap
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.spec import DTensorSpec, TensorMeta
@@ -65,7 +65,7 @@ class Program:
             PlanError: no plan fits in the memory limit, the plan sends more than `comms` allows, or a given plan was
                 made for another program, mesh or specs.
         """
-        from spmd.api.stages import make_plan  # at the first plan, not by `import spmd`
+        from spmd.api.programs.stages import make_plan  # at the first plan, not by `import spmd`
 
         with isolated():
             return make_plan(self.traced, self.mesh, self.in_specs, self.given_out_specs, self.donated, self.options)
@@ -73,7 +73,7 @@ class Program:
     @functools.cached_property
     def local(self) -> LocalProgram:
         """The lowered program that each rank runs."""
-        from spmd.api.stages import make_program
+        from spmd.api.programs.stages import make_program
 
         plan = self.plan
         with isolated():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import attrs
 from attrs.validators import optional
 
-from spmd.api.never_gathered import KeepSharded, parse_keep_sharded
+from spmd.api.programs.never_gathered import KeepSharded, parse_keep_sharded
 from spmd.core.mesh import Mesh
 from spmd.core.quantity import parse_bytes
 from spmd.errors import PlanError, RuleError, TraceError

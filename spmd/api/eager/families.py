@@ -14,7 +14,7 @@ from typing import TypeAlias
 import attrs
 import torch
 
-from spmd.api.dtensor import DTensor, Shards, lose_shards, replace_shards, set_family
+from spmd.api.values.dtensor import DTensor, Shards, lose_shards, replace_shards, set_family
 from spmd.tracing.recorder import where
 
 Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

@@ -14,10 +14,10 @@ import attrs
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from spmd.api.distribute import place
-from spmd.api.dtensor import DTensor
-from spmd.api.options import Options
-from spmd.api.program import Program, StandIn
+from spmd.api.programs.options import Options
+from spmd.api.programs.program import Program, StandIn
+from spmd.api.values.distribute import place
+from spmd.api.values.dtensor import DTensor
 from spmd.core.mesh import Mesh, use_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.ir.graph import Graph, Value

@@ -1,6 +1,6 @@
 """Jitted functions under transforms from outside: autograd, and `torch.func` with grad, vjp, jvp and vmap.
 
-Each transform of a flat function runs as a program (`spmd.api.flat_function`). Second derivatives, and vmap over
+Each transform of a flat function runs as a program (`flat_function`). Second derivatives, and vmap over
 pullbacks, compute forward values again.
 """
 
@@ -18,8 +18,9 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 
-from spmd.api.dtensor import DTensor
-from spmd.api.flat_function import FlatFunction, Saving, free_axes, replaced, run
+from spmd.api.transforms.flat_function import FlatFunction, Saving, free_axes, replaced, run
+from spmd.api.values.dtensor import DTensor
+from spmd.runtime.torch_settings import drawing_from, generator_state
 
 _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
 
@@ -35,7 +36,7 @@ def is_transformed(leaves: Sequence[Any]) -> bool:
 
 def call(function: FlatFunction, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Call a function on tensors on which transforms may act."""
-    state = _generator_state(function.mesh.device) if function.is_random else None
+    state = generator_state(function.mesh.device) if function.is_random else None
     return _apply(function, leaves, Draws(state, replayed=False))
 
 
@@ -70,21 +71,8 @@ class Draws:
         """Run a program with these numbers."""
         if self.state is None or not self.replayed:
             return node.run(leaves)
-        device = node.program.mesh.device
-        before = _generator_state(device)
-        _set_generator_state(device, self.state)
-        try:
+        with drawing_from(self.state, node.program.mesh.device):
             return node.run(leaves)
-        finally:
-            _set_generator_state(device, before)
-
-
-def _generator_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    (torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state)(state)
 
 
 class _Call(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 The planner takes computation as free here: an operand is moved only where its operator cannot run on the shards, and a
 result has the spec that it comes out with, with no reduction pending. Results of `zeros_like` and its kin have the spec
-of their operand. An operator that writes to a tensor gives it new shards of the same spec (`spmd.api.families`).
+of their operand. An operator that writes to a tensor gives it new shards of the same spec (`spmd.api.eager.families`).
 
 A call whose like was seen before goes by a key straight to what runs: the operator on the shards of each rank, if that
 is all that its program does, else the compiled program.
@@ -21,11 +21,11 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._mode_utils import no_dispatch
 
-from spmd.api.distribute import place
-from spmd.api.dtensor import DTensor, become, dispatch_operators_to, set_family, wrap
-from spmd.api.families import add_alias, view_of
-from spmd.api.operator_cache import find, remember
-from spmd.api.operator_program import Arguments, Call, Operator, Slot, WrittenView, is_listed, written_numbers
+from spmd.api.eager.families import add_alias, view_of
+from spmd.api.eager.operator_cache import find, program_of, remember
+from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, is_listed, written_numbers
+from spmd.api.values.distribute import place
+from spmd.api.values.dtensor import DTensor, become, dispatch_operators_to, set_family, wrap
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError, TraceError
@@ -35,9 +35,6 @@ from spmd.tracing.recorder import where
 from spmd.tracing.trace import is_tracing
 
 aten = torch.ops.aten
-
-MAX_OPERATORS = 4096
-"""The most programs of one operator that are kept; the least recently used goes first."""
 
 _META = torch.device("meta")
 
@@ -108,7 +105,7 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     views = _written_views(op, written, held)
     specs = tuple(value._spec for value in held)
     strides = tuple(value._strides for value in held)
-    operator = _operator(Call(op, freeze(arguments), specs, strides, torch_settings(), written, views, arguments))
+    operator = program_of(Call(op, freeze(arguments), specs, strides, torch_settings(), written, views, arguments))
     if all(given is placed for given, placed in zip(tensors, held, strict=False)):
         remember(operator, args, kwargs)
     given = map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments)
@@ -116,8 +113,6 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
-
-_operator = functools.lru_cache(maxsize=MAX_OPERATORS)(Operator)
 
 
 def _meshes(args: Sequence[Any]) -> list[Mesh]:

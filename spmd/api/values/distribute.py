@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmd.api.dtensor import DTensor, join_shards, wrap
+from spmd.api.values.dtensor import DTensor, join_shards, wrap
 from spmd.collectives.distributed.agreement import check_agreement, describe, failing_together, gather, spans_processes
 from spmd.collectives.distributed.exchange import broadcast
 from spmd.core.mesh import Coordinate, Mesh, Runtime, current_mesh

@@ -1,0 +1,4 @@
+"""Operators on DTensors outside of `jit`: each is a program, found by a key.
+
+Imports `api.programs` and what is below it.
+"""
