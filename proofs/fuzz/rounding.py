@@ -8,6 +8,7 @@ import optree
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from proofs.fuzz.overlap import check_overlap
 from proofs.fuzz.tensors import NUDGE
 
 _SUMS = frozenset(
@@ -65,6 +66,8 @@ _LEFT_OVER = 1e-9
 class OtherRounding(TorchDispatchMode):
     """Changes the last digits of results of sums, to find programs whose results depend on rounding.
 
+    Refuses writes that `check_overlap` refuses.
+
     Args:
         nudge: the relative change of each number; zeros do not change, as a sum of zeros is zero in every order, but
             those of operators that subtract a mean do, and what is close to zero there becomes zero.
@@ -75,6 +78,8 @@ class OtherRounding(TorchDispatchMode):
         self._nudge = nudge
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            check_overlap(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name not in _SUMS or func._schema.is_mutable:
