@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ class Config:
         layers: transformer blocks.
         context: longest sequence.
         fused_attention: `scaled_dot_product_attention` in place of plain operators.
+        dtype: of the parameters, and of all arithmetic but the loss.
     """
 
     vocab: int = 512
@@ -35,18 +37,20 @@ class Config:
     layers: int = 4
     context: int = 64
     fused_attention: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 def init(config: Config, seed: int = 0) -> Params:
-    """Fresh parameters, float32; linear weights are `[out, in]`."""
+    """Fresh parameters; linear weights are `[out, in]`."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 0.02) -> Tensor:
-        return torch.randn(shape, generator=generator) * scale
+        return (torch.randn(shape, generator=generator) * scale).to(config.dtype)
 
     def norm() -> Params:
-        return {"weight": torch.ones(width), "bias": torch.zeros(width)}
+        return {"weight": ones(width), "bias": zeros(width)}
 
+    ones, zeros = (functools.partial(new, dtype=config.dtype) for new in (torch.ones, torch.zeros))
     width = config.width
     into_residual = 0.02 / math.sqrt(2 * config.layers)  # GPT-2: the stream's variance stays even as layers add to it
     blocks = [
@@ -55,8 +59,8 @@ def init(config: Config, seed: int = 0) -> Params:
             **{name: normal(width, width) for name in ("q", "k", "v")},
             "o": normal(width, width, scale=into_residual),
             "norm2": norm(),
-            "up": {"weight": normal(4 * width, width), "bias": torch.zeros(4 * width)},
-            "down": {"weight": normal(width, 4 * width, scale=into_residual), "bias": torch.zeros(width)},
+            "up": {"weight": normal(4 * width, width), "bias": zeros(4 * width)},
+            "down": {"weight": normal(width, 4 * width, scale=into_residual), "bias": zeros(width)},
         }
         for _ in range(config.layers)
     ]
@@ -79,7 +83,7 @@ def attention(x: Tensor, block: Params, config: Config) -> Tensor:
     if config.fused_attention:
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
-        mask = torch.full((length, length), -torch.inf, device=x.device).triu(1)
+        mask = torch.full((length, length), -torch.inf, dtype=x.dtype, device=x.device).triu(1)
         scores = q @ k.transpose(-1, -2) / math.sqrt(width // config.heads) + mask
         mixed = torch.softmax(scores, dim=-1) @ v
     return F.linear(mixed.transpose(1, 2).reshape(batch, length, width), block["o"])
@@ -113,7 +117,7 @@ def loss(params: Params, batch: Batch, config: Config, *, residual: Callable[[Te
     """The mean cross-entropy of the next token, in nats."""
     tokens, targets = batch
     logits = forward(params, tokens, config, residual=residual)
-    return F.cross_entropy(logits.view(-1, config.vocab), targets.reshape(-1))
+    return F.cross_entropy(logits.view(-1, config.vocab).float(), targets.reshape(-1))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 import gpt
 import layouts
 import spmd
-from spmd.optim import AdamWState, Optimizer, adamw
+from spmd.optim import AdamWState, MasterWeightsState, Optimizer, adamw, master_weights
 
 Step = Callable[["State", gpt.Batch], tuple["State", Tensor]]
 
@@ -21,7 +21,13 @@ class State(NamedTuple):
     """What a step takes and gives back: a pytree."""
 
     params: gpt.Params
-    optimizer: AdamWState
+    optimizer: AdamWState | MasterWeightsState
+
+
+def make_optimizer(config: gpt.Config) -> Optimizer:
+    """Adam, for parameters in bfloat16 on a copy of them in float32."""
+    adam = adamw(lr=1e-3, b1=0.9, b2=0.95, eps=1e-8)
+    return adam if config.dtype == torch.float32 else master_weights(adam)
 
 
 def init(config: gpt.Config, optimizer: Optimizer, seed: int = 0) -> State:
@@ -51,29 +57,31 @@ class Training:
         config: the model.
         strategy: how the step is spread.
         mesh: over which ranks.
-        optimizer: Adam by default.
+        optimizer: `make_optimizer(config)` by default.
     """
 
     config: gpt.Config
     strategy: layouts.Strategy
     mesh: spmd.Mesh
-    optimizer: Optimizer = attrs.field(factory=lambda: adamw(lr=1e-3, b1=0.9, b2=0.95, eps=1e-8))
+    optimizer: Optimizer = attrs.Factory(lambda self: make_optimizer(self.config), takes_self=True)
 
     @property
     def state_spec(self) -> State:
         """The specs of the state: Adam's moments lie like their parameters."""
         params = layouts.param_specs(self.strategy, self.mesh, self.config)
-        return State(params, AdamWState(spmd.P(), params, params))
+        adam = AdamWState(spmd.P(), params, params)
+        return State(params, adam if self.config.dtype == torch.float32 else MasterWeightsState(params, adam))
 
     def init(self, seed: int = 0) -> State:
         """The state before the first step, placed on the mesh."""
         return spmd.distribute(init(self.config, self.optimizer, seed), self.state_spec, self.mesh)
 
     def step(self, **options: Any) -> Any:
-        """The jitted step; `options` go to `spmd.jit`."""
+        """The jitted step, in which gradients are reduced in float32; `options` go to `spmd.jit`."""
         function = make_step(self.config, self.optimizer, layouts.residual(self.strategy, self.mesh))
         specs = self.state_spec
         batch = layouts.batch_spec(self.mesh)
+        options.setdefault("reduce_dtype", torch.float32)
         return spmd.jit(function, (specs, batch), (specs, spmd.P()), mesh=self.mesh, **options)
 
     def loss(self) -> Any:
@@ -84,4 +92,4 @@ class Training:
             return gpt.loss(params, batch, self.config, residual=residual)
 
         specs = (self.state_spec.params, layouts.batch_spec(self.mesh))
-        return spmd.jit(evaluate, specs, spmd.P(), mesh=self.mesh)
+        return spmd.jit(evaluate, specs, spmd.P(), mesh=self.mesh, reduce_dtype=torch.float32)

@@ -64,6 +64,18 @@ class AdamWState(NamedTuple):
     square: Tree
 
 
+class MasterWeightsState(NamedTuple):
+    """The state of `master_weights`.
+
+    Fields:
+        params: the parameters in more bits, shaped like them.
+        inner: the state of the optimizer that updates them.
+    """
+
+    params: Tree
+    inner: Any
+
+
 def sgd(lr: float | Tensor, momentum: float = 0.0, *, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
     """Stochastic gradient descent, as `torch.optim.SGD`.
 
@@ -207,6 +219,47 @@ def clip_by_global_norm(max_norm: float, optimizer: Optimizer) -> Optimizer:
         return optimizer.update(params, state, grads)
 
     return Optimizer(optimizer.init, update)
+
+
+def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
+    """`optimizer` on a copy of the parameters in a dtype with more bits, for parameters in bfloat16 or float16.
+
+    A step of a small learning rate is lost where it is rounded to the bits of such a parameter; the copy keeps it, and
+    the parameters are the copy, rounded. Gradients are cast to `dtype`; under `jit(..., reduce_dtype=dtype)` they are
+    reduced in it, too. Micikevicius et al., "Mixed precision training" (2018).
+
+    Args:
+        optimizer: what updates the copy.
+        dtype: the dtype of the copy, and of the state of `optimizer`.
+
+    Returns:
+        An optimizer whose state is a `MasterWeightsState`.
+
+    Raises:
+        SpmdError: `dtype` is no floating dtype.
+
+    >>> params = torch.ones(2, dtype=torch.bfloat16)
+    >>> optimizer = master_weights(sgd(lr=1e-3))
+    >>> state = optimizer.init(params)
+    >>> for _ in range(4):
+    ...     params, state = optimizer.update(params, state, torch.ones_like(params))
+    >>> params, state.params
+    (tensor([0.9961, 0.9961], dtype=torch.bfloat16), tensor([0.9960, 0.9960]))
+    """
+    if not dtype.is_floating_point:
+        raise SpmdError(f"master_weights needs a floating dtype (got {dtype}).")
+
+    def init(params: Tree) -> MasterWeightsState:
+        copied = tree_map(lambda leaf: leaf.to(dtype, copy=True), params)
+        return MasterWeightsState(copied, optimizer.init(copied))
+
+    def update(params: Tree, state: MasterWeightsState, grads: Tree) -> tuple[Tree, MasterWeightsState]:
+        spec, slopes = tree_structure(params), tree_map(lambda leaf: leaf.to(dtype), grads)
+        copied, inner = optimizer.update(state.params, state.inner, slopes)
+        pairs = zip(_leaves_like(spec, copied, "state.params"), _leaves_like(spec, params, "params"), strict=True)
+        return spec.unflatten(copy.to(weight.dtype) for copy, weight in pairs), MasterWeightsState(copied, inner)
+
+    return Optimizer(init, update)
 
 
 def _bias_correction(decay: float, step: Tensor) -> Tensor:

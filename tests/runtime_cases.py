@@ -143,6 +143,14 @@ def training_steps(mesh: Mesh) -> None:
         raise AssertionError("a donated argument can be read")
 
 
+def sums_in_another_dtype(mesh: Mesh) -> None:
+    x, w = normal(6, 16).bfloat16(), normal(16, 7, seed=1).bfloat16()
+    step = jit(torch.mm, (P(None, ("x", "y")), P(("x", "y"))), P("y"), mesh=mesh, reduce_dtype=torch.float32)
+    ranks = mesh.axis_size(("x", "y"))
+    parts = [(a @ b).float() for a, b in zip(x.chunk(ranks, 1), w.chunk(ranks), strict=True)]
+    torch.testing.assert_close(step(x, w).full_tensor(), sum(parts).bfloat16())
+
+
 def redistributions(mesh: Mesh) -> None:
     x = normal(7, 5)
     placed = distribute(x, P("x", "y"), mesh)
@@ -182,6 +190,26 @@ def gradients_from_outside(mesh: Mesh) -> None:
     torch.manual_seed(0)
     expected = torch.func.grad(loss)(*args)
     torch.testing.assert_close(placed[0].grad.full_tensor(), expected, rtol=1e-5, atol=1e-6)
+
+
+def gradients_of_moves(mesh: Mesh) -> None:
+    """Through redistribute, full_tensor and from_local, twice."""
+    value = normal(5, 6).double()
+    x = distribute(value, P("x", "y"), mesh).requires_grad_()
+    cubes = x.redistribute(P("y")).pow(3).redistribute(P(None, "x")).full_tensor()
+    (gradient,) = torch.autograd.grad(cubes.sum() + x.sum().full_tensor(), x, create_graph=True)
+    torch.testing.assert_close(gradient.full_tensor(), 3 * value**2 + 1)
+    (second,) = torch.autograd.grad(gradient.square().sum(), x)
+    torch.testing.assert_close(second.full_tensor(), 2 * (3 * value**2 + 1) * 6 * value)
+
+    spec = P("x", partial={"y": "sum"})
+    parts = [shard.clone().requires_grad_() for shard in distribute(value, spec, mesh).shards]
+    joined = DTensor.from_local(parts, mesh, spec)
+    gradients = torch.autograd.grad(joined.pow(3).sum(), parts, create_graph=True)
+    expected = distribute(3 * value**2, P("x"), mesh).shards
+    torch.testing.assert_close(gradients, expected)
+    again = torch.autograd.grad(sum(gradient.sum() for gradient in gradients), parts)
+    torch.testing.assert_close(again, distribute(6 * value * mesh.axis_size("y"), P("x"), mesh).shards)
 
 
 def operators_outside_jit(mesh: Mesh) -> None:
@@ -224,6 +252,7 @@ CASES: dict[str, Callable[[Mesh], None]] = {
         gradients_of_uneven_shards, empty_shards, draws_in_program_order, several_results, local_implementations,
         closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
         redistributions, free_results, gradients_from_outside, operators_outside_jit, stock_models,
+        sums_in_another_dtype, gradients_of_moves,
     )
 }  # fmt: skip
 

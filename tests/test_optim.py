@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from spmd.errors import SpmdError
-from spmd.optim import AdamWState, adamw, clip_by_global_norm, global_norm, sgd
+from spmd.optim import AdamWState, adamw, clip_by_global_norm, global_norm, master_weights, sgd
 
 SHAPES = {"w": (4, 3), "b": (3,), "scale": (), "none": (0, 2)}
 
@@ -95,6 +95,19 @@ def test_nothing_is_mutated(optimizer):
     assert all(not leaf.any() for leaf in torch.utils._pytree.tree_leaves(state))
 
 
+def test_master_weights_keep_what_rounding_would_lose():
+    params = {"w": torch.ones(3, dtype=torch.bfloat16)}
+    single = {"w": torch.ones(3)}
+    optimizer, plain = master_weights(adamw(1e-4)), adamw(1e-4)
+    state, expected = optimizer.init(params), plain.init(single)
+    for _ in range(50):
+        params, state = optimizer.update(params, state, {"w": torch.ones(3, dtype=torch.bfloat16)})
+        single, expected = plain.update(single, expected, {"w": torch.ones(3)})
+    torch.testing.assert_close(state.params, single, rtol=0, atol=0)
+    torch.testing.assert_close(params["w"], single["w"].bfloat16(), rtol=0, atol=0)
+    assert (params["w"] < 1).all()
+
+
 def test_number_of_operators_does_not_grow_with_parameters():
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
         calls = 0
@@ -131,3 +144,8 @@ def test_errors():
         clip_by_global_norm(0, sgd(0.1))
     with pytest.raises(SpmdError, match="empty pytree"):
         global_norm([])
+    with pytest.raises(SpmdError, match=r"floating dtype \(got torch.int32\)"):
+        master_weights(adamw(), torch.int32)
+    bfloat16 = {name: value.bfloat16() for name, value in params.items()}
+    with pytest.raises(SpmdError, match="grads must be a pytree like params"):
+        master_weights(adamw()).update(bfloat16, master_weights(adamw()).init(bfloat16), {"w": params["w"]})

@@ -1,4 +1,4 @@
-"""Writes whose operands share memory with what is written to: torch does not define their results, and not all raise."""
+"""Writes whose operands share memory with what is written to: torch does not define their results, nor refuse all."""
 
 from __future__ import annotations
 
@@ -41,4 +41,4 @@ def _place(x: torch.Tensor) -> tuple[Any, ...]:
 def _elements(x: torch.Tensor) -> torch.Tensor:
     """The offsets of the elements of a tensor in its storage, in bytes."""
     span = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    return torch.arange(max(span, 1)).as_strided(x.shape, x.stride(), x.storage_offset()) * x.element_size()
+    return torch.arange(max(int(span), 1)).as_strided(x.shape, x.stride(), x.storage_offset()) * x.element_size()

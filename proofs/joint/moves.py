@@ -11,6 +11,7 @@ from itertools import combinations, product
 
 import attrs
 import numpy as np
+import torch
 
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Partial, Placement, Replicate, Shard
@@ -62,7 +63,7 @@ def find_moves(
     mesh: Mesh,
     order: Sequence[str],
     sizes: tuple[int, ...],
-    itemsize: int,
+    dtype: torch.dtype,
     given: Iterable[Placement],
 ) -> Moves:
     """The cheapest sequences of moves between all states of a value (Floyd and Warshall, 1962).
@@ -72,7 +73,7 @@ def find_moves(
         mesh: the mesh.
         order: its axes, major first.
         sizes: the logical shape of the value.
-        itemsize: bytes per element.
+        dtype: its dtype.
         given: placements that the value is produced or required in; replicated placements and shards of dims longer
             than 1 are added.
     """
@@ -95,7 +96,7 @@ def find_moves(
         for index in range(len(order)):
             if index != moved:
                 local = shrink(local, source[index], counts[index])
-        cost = MoveCost(machine, order[moved], counts[moved], local, itemsize)
+        cost = MoveCost(machine, order[moved], counts[moved], local, dtype)
         return cost.seconds(source[moved], target[moved])
 
     best = np.array([[seconds(source, target) for target in states] for source in states])

@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 
 from proofs.op_sweep.cases import entries
-from proofs.op_sweep.command import arguments, run
+from proofs.op_sweep.command import Report, arguments, run
 from proofs.op_sweep.pool import sweep
-from proofs.op_sweep.report import Reports, layouts_markdown, markdown, show
+from proofs.op_sweep.report import Reports, eager_markdown, layouts_markdown, markdown, show
 from proofs.op_sweep.setups import SETUPS, Setup
 from proofs.op_sweep.sweep import sweep_entry
 
@@ -36,10 +36,12 @@ def main() -> int:
 
 
 def _sections(reports: Reports) -> dict[str, str]:
-    plain = {setup: report for setup, report in reports.items() if not report.setup.layouts}
-    laid_out = {setup: report for setup, report in reports.items() if report.setup.layouts}
-    written = ("op_sweep", markdown, plain), ("op_sweep_layouts", layouts_markdown, laid_out)
-    return {name: write(found) for name, write, found in written if found}
+    sections: dict[str, dict[str, Report[Setup]]] = {}
+    for name, report in reports.items():
+        section = "op_sweep_eager" if report.setup.eager else "op_sweep_layouts" if report.setup.layouts else "op_sweep"
+        sections.setdefault(section, {})[name] = report
+    write = {"op_sweep": markdown, "op_sweep_layouts": layouts_markdown, "op_sweep_eager": eager_markdown}
+    return {section: write[section](found) for section, found in sections.items()}
 
 
 if __name__ == "__main__":

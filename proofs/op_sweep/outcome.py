@@ -99,6 +99,7 @@ def summarize(outcomes: list[Outcome]) -> dict[str, int]:
         "combinations right": total("passed"),
         "combinations wrong": total("wrong"),
         "combinations in error": total("errors"),
+        "combinations refused": total("combinations") - total("passed") - total("wrong") - total("errors"),
         "combinations right, with uneven shards": total("uneven"),
         "combinations right, with empty shards": total("empty"),
         "entries right with uneven shards": having("uneven"),

@@ -133,13 +133,34 @@ def layouts_markdown(reports: Reports) -> str:
     return "\n".join(lines)
 
 
+def eager_markdown(reports: Reports) -> str:
+    """The section of `docs/operators.md` on operators outside of `jit`."""
+    lines = [
+        "## Calls outside of `jit`",
+        "",
+        "As the sweeps above, but the operators are called on DTensors, and gradients are those of `.backward()`. This "
+        "section is written by",
+        "",
+        f"    python -m proofs.op_sweep --setup {' '.join(reports)} --markdown docs/operators.md",
+        "",
+        *table(("setup", "mesh", "calls of an entry", "combinations of a call", "what"), _setups(reports)),
+        "",
+        *table(("", *reports), _summary(reports)),
+        "",
+        *table(("entry", "status", "setups", "right combinations", "reason"), _failing(reports)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def _setups(reports: Reports) -> Iterator[Sequence[str]]:
     for name, report in reports.items():
         setup = report.setup
         mesh = ", ".join(f"{axis}={size}" for axis, size in setup.mesh.items())
         calls = f"{setup.samples} that add lengths of dims" if setup.lengths else f"the first {setup.samples}"
         calls = f"{setup.samples} of many numbers of dims" if setup.layouts else calls
-        what = "results and gradients by torch.func.vjp" if setup.backward else "results"
+        how = ".backward()" if setup.eager else "torch.func.vjp"
+        what = f"results and gradients by {how}" if setup.backward else "results"
         operands = ", operands partial sums, maxima and minima too" if setup.partial else ""
         yield name, mesh, calls, f"up to {setup.limit}", what + operands
 

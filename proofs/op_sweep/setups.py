@@ -20,6 +20,7 @@ class Setup:
         backward: compare gradients too, by `torch.func.vjp`.
         lengths: run the calls in which a dim has a length that no earlier call has, in place of the first calls.
         layouts: give operands non-contiguous memory layouts, different ones for each call.
+        eager: call the operators on DTensors outside of `jit`; gradients are by `.backward()`.
         make_fx: also check for every call whether torch's `make_fx` traces it.
     """
 
@@ -30,6 +31,7 @@ class Setup:
     backward: bool = False
     lengths: bool = False
     layouts: bool = False
+    eager: bool = False
     make_fx: bool = False
 
 
@@ -44,6 +46,9 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
         "grid-partial": Setup({"x": 2, "y": 2}, samples=2, limit=6, partial=True),
         "layouts": Setup({"x": 4}, samples=8, limit=2, layouts=True),
         "layouts-backward": Setup({"x": 4}, samples=4, limit=2, backward=True, layouts=True),
+        "eager": Setup({"x": 4}, samples=4, limit=6, eager=True),
+        "eager-backward": Setup({"x": 4}, samples=2, limit=4, backward=True, eager=True),
+        "eager-grid": Setup({"x": 2, "y": 2}, samples=2, limit=4, partial=True, eager=True),
     }
 )
 """The sweeps that `make test-rules` runs, by name."""

@@ -13,6 +13,7 @@ import torch
 from torch.fx.experimental import proxy_tensor
 
 from proofs.op_sweep.cases import Case, cases, full_name
+from proofs.op_sweep.eager import eager_cases, sweep_eager_case
 from proofs.op_sweep.layouts import layout_cases
 from proofs.op_sweep.outcome import Outcome, Status
 from proofs.op_sweep.placements import Combination, combinations, difference, spread
@@ -40,7 +41,9 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            if setup.layouts:
+            if setup.eager:
+                found = list(eager_cases(entry, setup))
+            elif setup.layouts:
                 found = list(layout_cases(entry, setup.samples, setup.backward))
             else:
                 found = list(cases(entry, setup.samples, setup.backward, setup.lengths))
@@ -51,6 +54,9 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
             outcome.note(Status.SKIPPED, f"no call with dense tensors{' and a gradient' if setup.backward else ''}")
         mesh = Mesh(tuple(setup.mesh), tuple(setup.mesh.values()))
         for case in found:
+            if setup.eager:
+                sweep_eager_case(case, mesh, setup, outcome, said_by)
+                continue
             chosen = combinations(case.tensors, mesh, setup.limit, setup.partial)
             sweep_case(case, mesh, lambda _: chosen, outcome, make_fx=setup.make_fx)  # noqa: B023  # called at once
     return outcome

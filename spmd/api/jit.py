@@ -237,6 +237,7 @@ def jit(
     plan: Plan | str | os.PathLike[str] | None = None,
     memory_limit: int | str | None = None,
     keep_sharded: KeepSharded | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Any:
     """Compile a function of global tensors into the program that each rank of a mesh runs.
 
@@ -269,6 +270,9 @@ def jit(
             `{0: "model"}`. A key is an argument's position, the path of a part of one (`"0['params']"` or
             `"0.params"`), or the name of a tensor in `print(plan)`. Tensors that are not sharded along the axis are not
             constrained.
+        reduce_dtype: the dtype of sums over ranks, for floating values of fewer bits: with `torch.float32`, partial
+            sums in bfloat16 are cast, reduced, and the result is cast back. By default each value is reduced in its own
+            dtype. The name is that of FSDP2's `MixedPrecisionPolicy`.
 
     Returns:
         A `Jitted`; without a function, a decorator that makes one.
@@ -297,6 +301,7 @@ def jit(
         memory_limit=memory_limit,
         plan=plan,
         keep_sharded=keep_sharded,
+        reduce_dtype=reduce_dtype,
     )
     if function is None:
         return lambda decorated: Jitted(decorated, in_specs, out_specs, mesh, options)

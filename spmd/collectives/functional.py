@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
 from spmd.collectives.environment import axis_size, resolve_axes
+from spmd.collectives.precision import reduce_wide
 from spmd.core.pytree import tree_map
 from spmd.errors import SpmdError
 
@@ -148,7 +149,8 @@ def psum_scatter(
         if size is None:
             _check_split("psum_scatter", leaf, dim, count, tiled)
         leaf = leaf.to(torch.int64) if leaf.dtype == torch.bool else leaf
-        result = _ops.reduce_scatter(leaf, "sum", dim, leaf.shape[dim] // count if size is None else size, axes)
+        length = leaf.shape[dim] // count if size is None else size
+        result = reduce_wide(leaf, "sum", lambda wide: _ops.reduce_scatter(wide, "sum", dim, length, axes))
         return result if tiled else result.squeeze(dim)
 
     return _map("psum_scatter", scatter, x)
@@ -248,7 +250,7 @@ def _reduce(name: str, op: str, x: Tree, axis_name: AxisName, number: Callable[[
         _check_tensor(name, leaf)
         if op == "sum" and leaf.dtype == torch.bool:
             leaf = leaf.to(torch.int64)
-        return _ops.all_reduce(leaf, op, axes) if axes else leaf
+        return reduce_wide(leaf, op, lambda wide: _ops.all_reduce(wide, op, axes)) if axes else leaf
 
     return tree_map(reduce, x)  # type: ignore[arg-type, return-value]
 

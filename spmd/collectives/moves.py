@@ -11,16 +11,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import attrs
+import torch
 
+from spmd.collectives.precision import summed_in
 from spmd.collectives.step import Step, changed_axes
 from spmd.collectives.traffic import StepKind
 from spmd.core.spec import Dims, DTensorSpec
 
 
-def next_steps(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
-    """The steps that may come next on a way from a spec to another; neither has axes of size 1."""
+def next_steps(here: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype | None = None) -> Iterator[Step]:
+    """The steps that may come next on a way from a spec to another; neither has axes of size 1.
+
+    Sums run in `reduce_dtype`, as by `summed_in`.
+    """
     yield from _slices(here, goal)
-    yield from _reductions(here, goal)
+    yield from _reductions(here, goal, reduce_dtype)
     yield from _exchanges(here, goal)
     yield from _permutations(here, goal)
     yield from _gathers(here)
@@ -35,18 +40,20 @@ def _slices(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
                 yield Step(StepKind.SHARD, run, here, _with_dims(here, (dim, here.dims[dim] + run)), (dim,))
 
 
-def _reductions(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
+def _reductions(here: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype | None) -> Iterator[Step]:
     if not here.partial:
         return
     op = here.partial[0][1]
+    wide = summed_in(here.meta.dtype, op, reduce_dtype)
+    dtype = None if wide == here.meta.dtype else wide
     axes = tuple(axis for axis, _ in here.partial)
     for dim, wanted in enumerate(goal.dims):
         for run in _runs(wanted):
             if set(run) <= set(axes):
                 result = _with_dims(_reduced(here, run), (dim, here.dims[dim] + run))
-                yield Step(StepKind.REDUCE_SCATTER, run, here, result, (dim,), op)
+                yield Step(StepKind.REDUCE_SCATTER, run, here, result, (dim,), op, dtype)
     for chosen in _subsets(axes):
-        yield Step(StepKind.ALL_REDUCE, chosen, here, _reduced(here, chosen), (), op)
+        yield Step(StepKind.ALL_REDUCE, chosen, here, _reduced(here, chosen), (), op, dtype)
 
 
 def _exchanges(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:

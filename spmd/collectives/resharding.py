@@ -7,6 +7,7 @@ import itertools
 from functools import lru_cache
 
 import attrs
+import torch
 
 from spmd.collectives.moves import next_steps
 from spmd.collectives.step import Step, without_trivial
@@ -16,12 +17,15 @@ from spmd.errors import ShardingError
 
 
 @lru_cache(maxsize=65536)
-def redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step, ...]:
+def redistribution(
+    source: DTensorSpec, target: DTensorSpec, reduce_dtype: torch.dtype | None = None
+) -> tuple[Step, ...]:
     """The steps that take a value from one spec to another, with the fewest bytes sent per rank.
 
     A change along one axis is one step: Partial to Shard a reduce_scatter, Partial to Replicate an all_reduce, Shard to
     Replicate an all_gather, Shard to Shard an all_to_all; Replicate to Shard and to Partial are local. There are no
-    steps between equal specs, or specs that differ only in axes of size 1.
+    steps between equal specs, or specs that differ only in axes of size 1. Sums run in `reduce_dtype`, as by
+    `spmd.collectives.precision.summed_in`.
 
     Raises:
         ShardingError: specs of different meshes or metas.
@@ -40,7 +44,7 @@ def redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step, ...]
             f"expected {target.meta} on {target.mesh})."
         )
     start, goal = _without_trivial(source), _without_trivial(target)
-    steps = _cheapest(start, goal)
+    steps = _cheapest(start, goal, reduce_dtype)
     if steps:
         steps = (attrs.evolve(steps[0], source=source), *steps[1:])
         steps = (*steps[:-1], attrs.evolve(steps[-1], target=target))
@@ -54,7 +58,7 @@ def _without_trivial(spec: DTensorSpec) -> DTensorSpec:
     return attrs.evolve(spec, dims=dims, partial=partial)
 
 
-def _cheapest(source: DTensorSpec, goal: DTensorSpec) -> tuple[Step, ...]:
+def _cheapest(source: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype | None) -> tuple[Step, ...]:
     """The steps that send the fewest bytes; among those, the fewest collectives, then steps.
 
     Dijkstra's algorithm over specs; ties are broken by the order in which `next_steps` lists steps.
@@ -69,7 +73,7 @@ def _cheapest(source: DTensorSpec, goal: DTensorSpec) -> tuple[Step, ...]:
         if here in done:
             continue
         done.add(here)
-        for step in next_steps(here, goal):
+        for step in next_steps(here, goal, reduce_dtype):
             if step.target not in done:
                 cost = (round(sent + _ring_bytes(step), 3), collectives + step.is_collective, count + 1)
                 heapq.heappush(queue, (cost, next(counter), step.target, (*path, step)))
@@ -81,4 +85,5 @@ def _cheapest(source: DTensorSpec, goal: DTensorSpec) -> tuple[Step, ...]:
 def _ring_bytes(step: Step) -> float:
     """The bytes that a rank sends, were all shards as large as the largest."""
     whole = step.target if step.kind is StepKind.ALL_GATHER else step.source
-    return ring_bytes(step.kind, whole.mesh.axis_size(step.axes), whole.local_bytes())
+    size = whole.local_bytes() / whole.meta.dtype.itemsize * step.sent_dtype.itemsize
+    return ring_bytes(step.kind, whole.mesh.axis_size(step.axes), size)

@@ -28,6 +28,7 @@ class Step:
         source, target: the specs before and after. Specs between the steps of a sequence have no axes of size 1.
         dims: the tensor dims that it changes: `(dim,)`, or `(split_dim, concat_dim)` of an all_to_all; else empty.
         op: the reduction of an all_reduce, reduce_scatter or to_partial.
+        dtype: the dtype in which it reduces; None for that of the tensor.
     """
 
     kind: StepKind
@@ -36,6 +37,7 @@ class Step:
     target: DTensorSpec
     dims: tuple[int, ...] = ()
     op: Reduction | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def is_collective(self) -> bool:
@@ -48,6 +50,11 @@ class Step:
         if self.kind is StepKind.PERMUTE:
             return float(self.source.local_bytes())  # some chunk moves, and all chunks are equal
         return _max_bytes_sent(self) if self.is_collective else 0.0
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """The dtype of what it sends."""
+        return self.dtype or self.source.meta.dtype
 
     @property
     def primitive(self) -> torch._ops.OpOverload:
@@ -88,7 +95,7 @@ def _max_bytes_sent(step: Step) -> float:
     """
     mesh = step.source.mesh
     zero, counts = (0,) * len(mesh.names), _sizes(mesh, step.axes)
-    shape, itemsize = step.source.local_shape(zero), step.source.meta.dtype.itemsize
+    shape, itemsize = step.source.local_shape(zero), step.sent_dtype.itemsize
     if step.kind is not StepKind.ALL_TO_ALL:
         return max_bytes_sent(step.kind, counts, shape, itemsize, step.arguments(zero))
     split, concat = step.dims

@@ -266,6 +266,11 @@ class DTensorSpec:
         return not self.partial and not any(self.dims)
 
     @property
+    def complete(self) -> DTensorSpec:
+        """The spec with no reduction pending."""
+        return attrs.evolve(self, partial=())
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
         """One placement per mesh axis, in mesh order; they do not tell the order of several axes that shard one dim."""
         return tuple(self.placement(axis) for axis in self.mesh.names)

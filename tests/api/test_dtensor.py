@@ -119,12 +119,11 @@ def test_full_tensor_is_a_copy():
     assert [0.0, 0.0] == value.full_tensor().tolist()
 
 
-def test_gradients_do_not_flow():
+def test_gradients_do_not_flow_through_distribute():
     weight = torch.nn.Parameter(torch.ones(2))
     value = distribute(weight, P(), ONE)
     assert not value.requires_grad
     assert not value.to_local().requires_grad
-    assert not DTensor.from_local(weight * 2, ONE, P()).to_local().requires_grad
 
 
 def test_distribute_places_trees():
@@ -271,3 +270,23 @@ def test_wrap_and_place_are_the_ways_of_the_transforms():
     placed = place(shard, spec)
     assert spec == placed.spec
     assert place(placed, spec) is placed
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P(partial={"data": "sum"})])
+@pytest.mark.parametrize("move", [lambda x: x.redistribute(P("model")), DTensor.full_tensor])
+def test_a_gradient_through_a_move_has_the_spec_of_its_tensor(move, spec):
+    x = distribute(torch.arange(12.0).view(3, 4), spec, MESH).requires_grad_()
+    (move(x) ** 2).sum().backward()
+    assert_same(2 * x.detach().full_tensor(), x.grad.full_tensor())
+    assert x.spec.complete == x.grad.spec
+
+
+def test_gradients_of_shards_that_say_too_little_are_refused():
+    x = distribute(torch.ones(3, 4), P("data"), ONE).requires_grad_()
+    assert_same(torch.ones(3, 4), x.to_local().detach())
+    with pytest.raises(ShardingError, match=r"A gradient of the shard that to_local\(\) gave"):
+        x.to_local().sum().backward()
+    parts = [torch.ones(2, requires_grad=True) for _ in range(6)]
+    largest = DTensor.from_local(parts, MESH, P(partial={"data": "max"}))
+    with pytest.raises(ShardingError, match="Only sums have one"):
+        largest.sum().backward()

@@ -76,6 +76,12 @@ def test_missing_copies_are_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert outcome.status is Status.WRONG
 
 
+@pytest.mark.parametrize("setup", ["eager", "eager-backward", "eager-grid"])
+@pytest.mark.parametrize("name", ["addmm", "nn.functional.batch_norm", "sort"])
+def test_operators_outside_jit(name: str, setup: str) -> None:
+    assert_right(sweep_entry(entry(name), attrs.evolve(SETUPS[setup], limit=2)))
+
+
 def test_operands_are_held_by_contiguous_tensors() -> None:
     found = list(layout_cases(entry("mm"), 8))
     assert all(tensor.is_contiguous() for case in found for tensor in case.tensors)

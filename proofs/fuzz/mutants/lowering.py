@@ -107,7 +107,7 @@ MUTANTS = (
     mutant(
         "scattered reductions",
         "every reduction that is then moved on is one move to the first place",
-        replaced("spmd.plan.search.scatter", "_is_scattered", lambda reduction, shard, specs: True),
+        replaced("spmd.plan.search.join", "_is_scattered", lambda partial, whole, result: True),
         within="reshard constrain",
     ),
     mutant(

@@ -187,7 +187,7 @@ def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh) -> DTensor:
             return tensor
         if tensor.ndim:
             raise MeshError(f"{op} at {where()} has operands on {mesh} and on {tensor.mesh}. {_ONE_MESH}")
-        tensor = tensor.full_tensor()  # a number
+        tensor = tensor._whole()  # a number
     meta = TensorMeta.of(tensor)
     is_number = tensor.numel() == 1 or not any(tensor.stride())  # torch's gradients have such: numbers, expanded
     if not is_number and not _replicates.get():
@@ -210,7 +210,7 @@ def _refuse_plain_target(op: Any, tensor: torch.Tensor) -> None:
 
 def _item(value: DTensor) -> Any:
     """The Python number of a tensor of one element, assembled."""
-    return (value._shards[0] if value._spec.is_replicated else value.full_tensor()).item()
+    return (value._shards[0] if value._spec.is_replicated else value._whole()).item()
 
 
 def _equal(value: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import attrs
+import torch
 from attrs.validators import optional
 
 from spmd.api.programs.never_gathered import KeepSharded, parse_keep_sharded
@@ -40,6 +41,7 @@ class JitOptions(TypedDict, total=False):
     memory_limit: int | str | None
     plan: Plan | str | os.PathLike[str] | None
     keep_sharded: KeepSharded | None
+    reduce_dtype: torch.dtype | None
 
 
 def _argnums(numbers: int | Sequence[int]) -> tuple[int, ...]:
@@ -61,6 +63,11 @@ def _check_backend(_: Any, attribute: attrs.Attribute[str], value: str) -> None:
     _one_of("eager", "inductor")(_, attribute, value)
     if value == "inductor":
         raise PlanError("backend='inductor' is not available yet. Use backend='eager'.")
+
+
+def _check_reduce_dtype(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise PlanError(f"reduce_dtype must be a floating dtype, as torch.float32 (got {value!r:.80}).")
 
 
 def _check_machine(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -113,3 +120,4 @@ class Options:
     memory_limit: int | None = attrs.field(default=None, converter=_memory_limit)
     plan: Plan | str | os.PathLike[str] | None = attrs.field(default=None, validator=optional(_check_plan))
     keep_sharded: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=None, converter=parse_keep_sharded)
+    reduce_dtype: torch.dtype | None = attrs.field(default=None, validator=optional(_check_reduce_dtype))

@@ -57,6 +57,7 @@ def make_plan(
         donated=donated,
         memory_limit=options.memory_limit,
         keep_sharded=never_gathered_inputs(options.keep_sharded, traced.input_paths, names, mesh),
+        reduce_dtype=options.reduce_dtype,
         input_paths=traced.input_paths,
     )
     found = _answer(request, options)

@@ -110,11 +110,11 @@ class FlatFunction:
 
     def cotangent_specs(self, given: Sequence[int]) -> list[DTensorSpec]:
         """The specs of the cotangents of some results: theirs, with nothing pending."""
-        return [_complete(self.program.out_specs[number]) for number in given]
+        return [self.program.out_specs[number].complete for number in given]
 
     def gradient_specs(self, wanted: Sequence[int]) -> list[P | None]:
         """The specs of the gradients of some arguments: theirs, with nothing pending."""
-        return [_complete(self.in_specs[number]).pspec for number in wanted]
+        return [self.in_specs[number].complete.pspec for number in wanted]
 
     def _vjp(
         self, wanted: Sequence[int], given: Sequence[int], tensors: Sequence[torch.Tensor]
@@ -153,7 +153,7 @@ class FlatFunction:
             moved = tuple(primals[number] for number in given)
             return torch.func.jvp(differentiated, moved, tuple(tangents))[1]  # type: ignore[no-any-return]
 
-        specs = (*self.in_specs, *(_complete(self.in_specs[number]) for number in given))
+        specs = (*self.in_specs, *(self.in_specs[number].complete for number in given))
         return self.derived(function, specs, [self.given[number] for number in wanted], "pushforward")
 
     def _batched(
@@ -260,11 +260,6 @@ def run(program: Program, leaves: Sequence[torch.Tensor]) -> list[DTensor]:
 
 def _is_continuous(meta: TensorMeta) -> bool:
     return meta.dtype.is_floating_point or meta.dtype.is_complex
-
-
-def _complete(spec: DTensorSpec) -> DTensorSpec:
-    """The spec with nothing pending."""
-    return attrs.evolve(spec, partial=())
 
 
 def _with_dim(spec: DTensorSpec, dim: int, size: int, axes: tuple[str, ...]) -> DTensorSpec:

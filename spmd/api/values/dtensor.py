@@ -14,6 +14,7 @@ from torch._tensor_str import _tensor_str
 
 from spmd.api.values.checkpointable import read_chunks, shard_at, write_items
 from spmd.api.values.communication import is_watched, record_move
+from spmd.api.values.linear import linear
 from spmd.collectives.distributed.agreement import gather, spans_processes
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate, Mesh, Runtime
@@ -81,7 +82,7 @@ class DTensor(torch.Tensor):
     def shards(self) -> tuple[torch.Tensor, ...]:
         """The shards that this process holds, in rank order: of all ranks on a virtual mesh, else of its own rank.
 
-        They are not copies, and must not be written to.
+        They are not copies, and must not be written to. No gradient flows through them.
         """
         return self._shards
 
@@ -89,24 +90,34 @@ class DTensor(torch.Tensor):
         """The shard of a process that holds one rank, as every process of a distributed mesh does; not a copy.
 
         Raises:
-            ShardingError: this process holds the shards of several ranks.
+            ShardingError: this process holds the shards of several ranks; or, in a backward pass, a gradient of the
+                shard, as it does not say what the other ranks compute from theirs.
         """
         if len(self._shards) != 1:
             raise ShardingError(
                 f"to_local() needs a process that holds one rank (got {len(self._shards)} ranks on {self.mesh}). "
                 "Use .shards[rank]."
             )
-        return self._shards[0]
+        (shard,), spec = self._shards, self._spec
+        if not self.requires_grad:
+            return shard
+        return linear(lambda _: shard.detach(), lambda _: _refuse_local_gradient(spec), self)  # type: ignore[no-any-return]
 
     def full_tensor(self) -> torch.Tensor:
         """The global tensor, gathered from its shards and reduced where it is partial; a new plain tensor.
 
-        On a distributed mesh this is a collective call, and all ranks get the tensor.
+        On a distributed mesh this is a collective call, and all ranks get the tensor. Gradients flow through; all ranks
+        must compute the same from it.
 
         Raises:
             DivergenceError: ranks make different calls.
             SpmdError: a rank failed, or never makes the call.
         """
+        spec = self._spec
+        return linear(DTensor._whole, lambda cotangent: _of_whole(spec.complete, cotangent), self)  # type: ignore[no-any-return]
+
+    def _whole(self) -> torch.Tensor:
+        """`full_tensor`, without a gradient."""
         spec = self._spec
         if self.mesh.runtime is Runtime.VIRTUAL:
             if is_watched():
@@ -118,7 +129,7 @@ class DTensor(torch.Tensor):
     def redistribute(self, spec: SpecLike) -> DTensor:
         """The same global tensor under another spec: a `P`, or one placement for each mesh axis.
 
-        On a distributed mesh this is a collective call.
+        On a distributed mesh this is a collective call. Gradients flow through, and have the spec of this tensor.
 
         Raises:
             ShardingError: the spec does not fit the mesh or the tensor.
@@ -133,7 +144,12 @@ class DTensor(torch.Tensor):
         target = make_spec(self.mesh, spec, self._spec.meta, where="the tensor")
         if target == self._spec:
             return self
-        return wrap(target, self._move(f"redistribute({target.pspec!r})", target), self._strides)
+        call, source = f"redistribute({target.pspec!r})", self._spec
+        return linear(  # type: ignore[no-any-return]
+            lambda value: wrap(target, value._move(call, target), value._strides),
+            lambda cotangent: cotangent.redistribute(source.complete.pspec),
+            self,
+        )
 
     def _move(self, call: str, target: DTensorSpec) -> tuple[torch.Tensor, ...]:
         """The shards under another spec; if ranks communicate, they first check that all of them make this call."""
@@ -154,6 +170,7 @@ class DTensor(torch.Tensor):
         """A DTensor from the shards of this process, which are not copied.
 
         On a distributed mesh this is a collective call, each rank with its own shard; ranks compare shapes, not values.
+        Gradients flow through: a shard gets its part of the gradient, replicas and the parts of a sum all of it.
 
         Args:
             shards: the shards of this process's ranks in rank order; a process with one rank may pass the tensor.
@@ -174,7 +191,7 @@ class DTensor(torch.Tensor):
         held = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
         call = f"DTensor.from_local(..., {spec!r}{'' if shape is None else f', shape={tuple(shape)}'}) on {mesh}"
         (found,) = join_shards(call, [held], [spec], mesh, shape)
-        return found
+        return _of_parts(found._spec, *held)
 
     def __getattr__(self, name: str) -> Any:  # only for attributes that are missing
         if name == "_shards":
@@ -246,7 +263,7 @@ class DTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """The values as nested lists; assembled, as by `full_tensor`."""
-        return self.full_tensor().tolist()
+        return self._whole().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as a numpy array; assembled, as by `full_tensor`.
@@ -256,7 +273,7 @@ class DTensor(torch.Tensor):
         """
         if self.requires_grad and not force:
             raise RuntimeError("A DTensor that requires grad has no numpy(). Use .detach().numpy().")
-        return self.full_tensor().numpy(force=force)
+        return self._whole().numpy()
 
     def __array__(self, dtype: Any = None) -> Any:
         found = self.numpy()
@@ -268,6 +285,44 @@ class DTensor(torch.Tensor):
     storage = functools.partialmethod(_refuse, method="storage", remedy=_READ)
     untyped_storage = functools.partialmethod(_refuse, method="untyped_storage", remedy=_READ)
     share_memory_ = functools.partialmethod(_refuse, method="share_memory_", remedy=_READ)
+
+
+def _refuse_local_gradient(spec: DTensorSpec) -> NoReturn:
+    raise ShardingError(
+        f"A gradient of the shard that to_local() gave of a DTensor {spec} is needed: that of the whole tensor depends "
+        "on what all ranks compute from theirs. Compute on the DTensor itself or on .full_tensor(), or use "
+        ".detach().to_local()."
+    )
+
+
+def _of_whole(spec: DTensorSpec, whole: torch.Tensor) -> DTensor:
+    """The DTensor of a plain tensor, of which all ranks have the same."""
+    replicated, count = DTensorSpec.replicated(spec.mesh, spec.meta), len(spec.mesh.held_coordinates)
+    return linear(  # type: ignore[no-any-return]
+        lambda whole: wrap(replicated, (whole.detach(),) * count).redistribute(spec.pspec), DTensor.full_tensor, whole
+    )
+
+
+def _of_parts(spec: DTensorSpec, *shards: torch.Tensor) -> DTensor:
+    """The DTensor of shards that fit a spec."""
+    return linear(  # type: ignore[no-any-return]
+        lambda *shards: wrap(spec, tuple(shard.detach() for shard in shards)),
+        lambda cotangent: _parts(spec, cotangent),
+        *shards,
+    )
+
+
+def _parts(spec: DTensorSpec, cotangent: DTensor) -> Shards:
+    """The cotangents of the shards of which a DTensor was made: replicas, and the parts of a sum, get all of it."""
+    if any(op != "sum" for _, op in spec.partial):
+        raise ShardingError(
+            f"A gradient of the shards of DTensor.from_local for {spec} is needed. Only sums have one: reduce the "
+            "shards in another way, or detach them."
+        )
+    moved = cotangent.redistribute(spec.complete.pspec)
+    return linear(  # type: ignore[no-any-return]
+        lambda moved: tuple(shard.detach() for shard in moved._shards), functools.partial(_of_parts, spec), moved
+    )
 
 
 _FIXED = {

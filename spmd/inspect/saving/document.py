@@ -33,7 +33,7 @@ from spmd.plan.data.plan import PlanData
 from spmd.plan.memory.peak import memory_of
 from spmd.rules.strategy import Strategy
 
-FORMAT = 2
+FORMAT = 3
 """The version of the format; files of other versions are refused."""
 
 
@@ -60,6 +60,7 @@ def make_document(plan: PlanData) -> Document:
         "keep_sharded": {
             request.graph.inputs[number].name: sorted(axes) for number, axes in sorted(request.keep_sharded.items())
         },
+        "reduce_dtype": None if request.reduce_dtype is None else str(request.reduce_dtype),
         "outputs": [str(spec) for spec in request.output_specs],
         "program": lines,
         "arguments": [names[value] for value in plan.graph.inputs],

@@ -47,8 +47,8 @@ def check_same(document: Document, request: Request) -> None:
     """Check that a document was made for a request.
 
     Raises:
-        PlanError: it was made for another mesh, program or specs, or without some of the request's `keep_sharded`; the
-            message has the first difference.
+        PlanError: it was made for another mesh, program, specs or `reduce_dtype`, or without some of the request's
+            `keep_sharded`; the message has the first difference.
     """
     if list(document["mesh"].items()) != list(request.mesh.axes.items()):
         raise _refusal(f"the mesh has axes {dict(request.mesh.axes)} here and {document['mesh']} in the plan")
@@ -78,6 +78,8 @@ def check_same(document: Document, request: Request) -> None:
         kept = document["keep_sharded"].get(name, [])
         if not axes <= set(kept):
             raise _refusal(f"keep_sharded has {name} along {sorted(axes)} here and {kept} in the plan")
+    if document["reduce_dtype"] != (request.reduce_dtype and str(request.reduce_dtype)):
+        raise _refusal(f"reduce_dtype is {request.reduce_dtype} here and {document['reduce_dtype']} in the plan")
 
 
 def _refusal(difference: str) -> PlanError:

@@ -66,6 +66,7 @@ _PLAN = Fields(
         "program_hash": str,
         "inputs": MapOf(str),
         "keep_sharded": MapOf(_TEXTS),
+        "reduce_dtype": Maybe(str),
         "outputs": _TEXTS,
         "program": _TEXTS,
         "arguments": _TEXTS,

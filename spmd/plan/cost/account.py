@@ -76,6 +76,7 @@ def finished_draft(plan: PlanData) -> Draft:
         never_gathered={},
         fused=fused_values(plan.graph),
         independent=frozenset(),
+        reduce_dtype=plan.request.reduce_dtype,
         gap=plan.gap,
     )
 
@@ -107,5 +108,5 @@ def sends(
     """
     if operation.op is not REDISTRIBUTE:
         return local_collectives(draft, operation, draft.strategies.get(operation, {}))
-    steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]])
+    steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]], draft.reduce_dtype)
     return tuple((step.kind.value, step.axes, step.bytes) for step in steps if step.is_collective)

@@ -7,8 +7,10 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import attrs
+import torch
 
 from spmd.collectives.bytes_sent import max_bytes_sent
+from spmd.collectives.precision import summed_in
 from spmd.collectives.traffic import StepKind
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
@@ -121,7 +123,8 @@ class LocalCost:
             if before != after:
                 others = {a: state for a, state in self.states.get(operand, {}).items() if a not in (moved, axis)}
                 sizes = shrink(self.draft.sizes_at(operand, others), strategy.operands[0], mesh.axis_size(axis))
-                cost = MoveCost(self.machine, moved, mesh.axis_size(moved), sizes, operand.meta.dtype.itemsize)
+                dtypes = operand.meta.dtype, self.draft.reduce_dtype
+                cost = MoveCost(self.machine, moved, mesh.axis_size(moved), sizes, *dtypes)
                 seconds += cost.seconds(before, after)
         return seconds
 
@@ -161,7 +164,8 @@ class MoveCost:
         axis: the mesh axis.
         count: the number of ranks along it.
         sizes: the logical shape of the tensor, local on the other mesh axes and global on this one.
-        itemsize: bytes per element.
+        dtype: its dtype.
+        reduce_dtype: the dtype in which sums run, as by `summed_in`.
         kept: whether the tensor is never gathered.
     """
 
@@ -169,7 +173,8 @@ class MoveCost:
     axis: str
     count: int
     sizes: tuple[int, ...]
-    itemsize: int
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype | None = None
     kept: bool = False
 
     def seconds(self, source: Placement, target: Placement) -> float:
@@ -177,7 +182,21 @@ class MoveCost:
         found = self.collective(source, target)
         if self.kept and found is not None and found[0] is StepKind.ALL_GATHER:
             return math.inf
-        return 0.0 if found is None else self.machine.collective_seconds((self.axis,), found[1])
+        if found is None:
+            return 0.0
+        return self.machine.collective_seconds((self.axis,), found[1]) + self._cast_seconds(source, target)
+
+    def _cast_seconds(self, source: Placement, target: Placement) -> float:
+        """Seconds of the casts before and after a sum in another dtype."""
+        wide = self._sent_dtype(source)
+        if wide == self.dtype:
+            return 0.0
+        shapes = shrink(self.sizes, source, self.count), shrink(self.sizes, target, self.count)
+        traffic = sum(map(math.prod, shapes)) * (self.dtype.itemsize + wide.itemsize)
+        return self.machine.compute_seconds(0.0, traffic)
+
+    def _sent_dtype(self, source: Placement) -> torch.dtype:
+        return summed_in(self.dtype, source.op, self.reduce_dtype) if isinstance(source, Partial) else self.dtype
 
     def collective(self, source: Placement, target: Placement) -> tuple[StepKind, float] | None:
         """The collective that a move needs and the most bytes that any rank sends in it; None if the move is local."""
@@ -192,4 +211,4 @@ class MoveCost:
         else:
             kind, arguments = StepKind.ALL_GATHER, (source.dim, self.sizes[source.dim])
         shape = shrink(self.sizes, source, self.count)
-        return kind, max_bytes_sent(kind, (self.count,), shape, self.itemsize, arguments)
+        return kind, max_bytes_sent(kind, (self.count,), shape, self._sent_dtype(source).itemsize, arguments)

@@ -44,6 +44,7 @@ class Draft:
         never_gathered: for some inputs, the mesh axes along which they are never gathered.
         fused: values without memory traffic, because a compiler would fuse their producers and consumers.
         independent: values that depend on no input; they are replicated.
+        reduce_dtype: the dtype in which sums over ranks run, as in `Request`.
         gap: the largest relative distance of any axis's cost from its optimum (0.01 is 1%); 0 if every axis was
             searched exactly.
     """
@@ -60,6 +61,7 @@ class Draft:
     never_gathered: Mapping[Value, frozenset[str]]
     fused: frozenset[Value]
     independent: frozenset[Value]
+    reduce_dtype: torch.dtype | None
     gap: float
 
     def never_gathered_values(self, axis: str) -> frozenset[Value]:

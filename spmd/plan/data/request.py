@@ -38,6 +38,7 @@ class Request:
         memory_limit: the most bytes that a rank may hold at once; None for no limit.
         donated: positions of inputs that are donated, as by `jax.jit`: their memory may be freed after their last use.
         keep_sharded: by the position of an input, the mesh axes along which it is never gathered.
+        reduce_dtype: the dtype in which floating values of fewer bits are summed over ranks; None for their own.
         input_paths: the path of each input in the user's arguments, such as `0['w']`; empty if unknown.
     """
 
@@ -50,4 +51,5 @@ class Request:
     memory_limit: int | None = None
     donated: frozenset[int] = frozenset()
     keep_sharded: Mapping[int, frozenset[str]] = _NONE_NEVER_GATHERED
+    reduce_dtype: torch.dtype | None = None
     input_paths: tuple[str, ...] = ()

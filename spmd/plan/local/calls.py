@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.collectives.bytes_sent import max_bytes_sent
 from spmd.collectives.environment import axis_environment
+from spmd.collectives.precision import reducing_in
 from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Placement
@@ -51,7 +52,10 @@ class _Operand:
 
 @attrs.frozen
 class LocalCall:
-    """One call of a local implementation; calls are equal if all that the implementation can observe is equal."""
+    """One call of a local implementation; calls are equal if all that the implementation can observe is equal.
+
+    Its sums over ranks run in `reduce_dtype`, as by `spmd.collectives.precision.summed_in`.
+    """
 
     body: Body
     axes: tuple[str, ...]
@@ -60,6 +64,7 @@ class LocalCall:
     key: Hashable
     results: tuple[TensorMeta, ...]
     size_argument: int | None
+    reduce_dtype: torch.dtype | None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = attrs.field(eq=False)
 
     @classmethod
@@ -72,6 +77,7 @@ class LocalCall:
         local: Callable[[Value], TensorMeta],
         unsharded: Callable[[Value], TensorMeta],
         size_argument: int | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> LocalCall:
         """The call of a local implementation for one operation.
 
@@ -84,6 +90,7 @@ class LocalCall:
             unsharded: the meta of each value without sharding over `axes`; the arguments in the implementation's `call`
                 have these metas, its results the local ones.
             size_argument: as in `Rule`; the implementation gets the local size there.
+            reduce_dtype: as in `Request`.
         """
         numbers = {value: number for number, value in enumerate(dict.fromkeys(operation.operands))}
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(
@@ -91,7 +98,8 @@ class LocalCall:
             (operation.args, dict(operation.kwargs)),
         )
         results = tuple(local(value) for value in operation.tensors)
-        return cls(body, tuple(axes), mesh, operation.op, freeze(arguments), results, size_argument, arguments)
+        key = freeze(arguments)
+        return cls(body, tuple(axes), mesh, operation.op, key, results, size_argument, reduce_dtype, arguments)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """Run the local implementation on the distinct local operands, in order of first appearance."""
@@ -101,7 +109,8 @@ class LocalCall:
         if self.size_argument is not None:
             args = with_local_size(args, self.size_argument, self.results[0].shape)
         args, kwargs = _replace(lambda operand: tensors[operand.number], (args, kwargs))
-        result = self.body(self.axes, call, *args, **kwargs)
+        with reducing_in(self.reduce_dtype):
+            result = self.body(self.axes, call, *args, **kwargs)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
     def operands(self, device: torch.device | str) -> list[torch.Tensor]:
@@ -219,7 +228,7 @@ def local_collectives(
         return TensorMeta(regroup(draft.sizes_at(original, kept), draft.logical[original]), value.meta.dtype)
 
     unsharded = lambda value: local(value, axes)  # noqa: E731
-    return _sent(LocalCall.of(body, axes, operation, draft.mesh, local, unsharded))
+    return _sent(LocalCall.of(body, axes, operation, draft.mesh, local, unsharded, None, draft.reduce_dtype))
 
 
 def _apart(operation: Operation) -> tuple[Operation, dict[Value, Value]]:

@@ -29,6 +29,7 @@ from spmd.rules.rule import Body
 from spmd.rules.strategy import LogicalShape
 
 RESHAPE = torch.ops.aten.reshape.default
+_CAST = torch.ops.aten._to_copy.default
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 """Views that are lowered to `aten.reshape`: a shard may have other strides than the global tensor, or than the operands
 with which a local implementation was traced."""
@@ -86,7 +87,8 @@ class Fragments:
         if operation.op is REDISTRIBUTE:
             (operand,), (result,) = operation.operands, operation.tensors
             specs = self.plan.specs[operand], self.plan.specs[result]
-            return _redistribution(*specs, self.plan.logical[result], self.coordinate)
+            reduce_dtype = self.plan.request.reduce_dtype
+            return _redistribution(*specs, self.plan.logical[result], self.coordinate, reduce_dtype)
         found = self.local_implementation(operation)
         return self._operator(unit) if found is None else self._traced(operation, *found)
 
@@ -119,7 +121,8 @@ class Fragments:
 
         rule = find_rule(operation.op, self.plan.request.rules)
         size_argument = None if rule is None else rule.size_argument
-        return local_fragment(LocalCall.of(body, axes, operation, self.plan.mesh, self.local, unsharded, size_argument))
+        options = size_argument, self.plan.request.reduce_dtype
+        return local_fragment(LocalCall.of(body, axes, operation, self.plan.mesh, self.local, unsharded, *options))
 
 
 @lru_cache(maxsize=512)
@@ -147,28 +150,40 @@ def _collective(kind: str, axes: Any, sent: float) -> Annotations:
 
 
 @lru_cache(maxsize=16384)
-def _redistribution(source: DTensorSpec, target: DTensorSpec, atoms: LogicalShape, coordinate: Coordinate) -> Fragment:
+def _redistribution(
+    source: DTensorSpec,
+    target: DTensorSpec,
+    atoms: LogicalShape,
+    coordinate: Coordinate,
+    reduce_dtype: torch.dtype | None,
+) -> Fragment:
     """The steps from one spec to another, each over physical dims where possible."""
-    dtype = source.meta.dtype
-    start = here = Value("x", TensorMeta(Layout(source, atoms).shape(coordinate), dtype))
+    start = here = Value("x", TensorMeta(Layout(source, atoms).shape(coordinate), source.meta.dtype))
     specs: dict[Value, object] = {start: Layout(source, atoms)}
     operations: list[Operation] = []
 
-    def call(op: Any, args: tuple[Any, ...], shape: tuple[int, ...], layout: Any, notes: Annotations) -> Value:
-        result = Value("x", TensorMeta(shape, dtype))
+    def call(
+        op: Any, args: tuple[Any, ...], meta: TensorMeta, layout: Any, notes: Annotations | None = None, **kwargs: Any
+    ) -> Value:
+        result = Value("x", meta)
         specs[result] = layout
-        operations.append(Operation(op, args, {}, (result,), annotations=notes))
+        operations.append(Operation(op, args, kwargs, (result,), annotations=notes or Annotations()))
         return result
 
     def reshape(x: Value, shape: tuple[int, ...]) -> Value:
-        return x if x.meta.shape == shape else call(RESHAPE, (x, list(shape)), shape, specs[x], Annotations())
+        meta = TensorMeta(shape, x.meta.dtype)
+        return x if x.meta == meta else call(RESHAPE, (x, list(shape)), meta, specs[x])
 
-    for step in redistribution(source, target):
+    def cast(x: Value, dtype: torch.dtype) -> Value:
+        meta = TensorMeta(x.meta.shape, dtype)
+        return x if x.meta == meta else call(_CAST, (x,), meta, specs[x], dtype=dtype)
+
+    for step in redistribution(source, target, reduce_dtype):
         local = localize_step(step, atoms, coordinate)
-        here = reshape(here, local.view)
-        notes = _collective(step.kind.value, step.axes, step.bytes) if step.is_collective else Annotations()
+        here = cast(reshape(here, local.view), step.sent_dtype)
+        notes = _collective(step.kind.value, step.axes, step.bytes) if step.is_collective else None
         arguments = (here, *local.step.arguments(coordinate))
-        shape = local.step.target.local_shape(coordinate)
-        here = call(local.step.primitive, arguments, shape, Layout(step.target, atoms), notes)
-    here = reshape(here, Layout(target, atoms).shape(coordinate))
+        meta = TensorMeta(local.step.target.local_shape(coordinate), step.sent_dtype)
+        here = call(local.step.primitive, arguments, meta, Layout(step.target, atoms), notes)
+    here = reshape(cast(here, source.meta.dtype), Layout(target, atoms).shape(coordinate))
     return Fragment(Graph((start,), (), tuple(operations), (here,), specs), (here,))

@@ -15,7 +15,7 @@ from spmd.plan.data.draft import Draft, flat_shape, physical_shape
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.search.boundary import expressed
-from spmd.plan.search.scatter import scatter_reductions
+from spmd.plan.search.join import join_redistributions
 
 _MARKERS = (PIN, REDISTRIBUTE, RELABEL)
 
@@ -25,7 +25,7 @@ def finish(draft: Draft, request: Request) -> PlanData:
     draft = _with_free_outputs(draft)
     specs = draft.specs()
     graph, kept = _without_noop_markers(draft.graph, draft, specs)
-    graph = scatter_reductions(graph, specs)
+    graph = join_redistributions(graph, specs, request.reduce_dtype)
     strategies = {
         kept[operation]: MappingProxyType(dict(chosen))
         for operation, chosen in draft.strategies.items()

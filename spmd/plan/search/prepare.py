@@ -52,6 +52,7 @@ class Prepared:
             fused=fused_values(bounded.graph),
             independent=independent_values(bounded.graph),
             never_gathered={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},
+            reduce_dtype=request.reduce_dtype,
             gap=0.0,
         )
 

@@ -100,7 +100,7 @@ class AxisProblem:
         self.only = only
         self.cost = LocalCost.of(machine, draft, self.preview)
         self.never_gathered = draft.never_gathered_values(axis)
-        self._move_costs: dict[tuple[tuple[int, ...], int, bool], MoveCost] = {}
+        self._move_costs: dict[Hashable, MoveCost] = {}
         self._known_times: dict[Hashable, torch.Tensor] = {}
         self._edges: dict[Hashable, torch.Tensor] = {}
         self._hubs: dict[Hashable, tuple[tuple[Hub, ...], torch.Tensor, tuple[torch.Tensor, ...]]] = {}
@@ -185,7 +185,7 @@ class AxisProblem:
 
     def move_cost(self, value: Value) -> MoveCost:
         """The times of resharding a value along the axis."""
-        key = (self.cost.sizes[value], value.meta.dtype.itemsize, value in self.never_gathered)
+        key = (self.cost.sizes[value], value.meta.dtype, self.draft.reduce_dtype, value in self.never_gathered)
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
         return self._move_costs[key]

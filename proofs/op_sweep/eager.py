@@ -1,0 +1,111 @@
+"""Runs one database entry on DTensors outside of `spmd.jit`, with gradients by `.backward()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from proofs.op_sweep.cases import Case, dense_cases, is_differentiable
+from proofs.op_sweep.outcome import Outcome, Status
+from proofs.op_sweep.placements import Combination, apart, combinations, difference, spread
+from proofs.op_sweep.setups import Setup
+from spmd.api.values.dtensor import DTensor, wrap
+from spmd.core.mesh import Mesh
+from spmd.core.placement import Replicate
+from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.errors import SpmdError
+
+SEED = 42
+
+
+def eager_cases(entry: object, setup: Setup) -> Iterator[Case]:
+    """The calls of an entry; with `setup.backward` those that have gradients."""
+    for case in dense_cases(entry, setup.samples, setup.backward):
+        if not setup.backward or (entry.supports_autograd and is_differentiable(case)):  # type: ignore[attr-defined]
+            yield case
+
+
+def sweep_eager_case(
+    case: Case, mesh: Mesh, setup: Setup, outcome: Outcome, said_by: Callable[[Exception], str]
+) -> None:
+    """Run one call with some placements of its tensors against plain torch."""
+    try:
+        wanted, expected = _asked(case) if setup.backward else ((), _run(case, case.tensors, ()))
+    except Exception as error:  # plain torch fails: there is nothing to compare with
+        outcome.note(Status.SKIPPED, f"{case.label}: {said_by(error)}")
+        return
+    if not expected or any(tensor.layout is not torch.strided for tensor in expected):
+        outcome.note(Status.SKIPPED, f"{case.label}: no dense tensor in the result")
+        return
+    outcome.calls += 1
+    refused = False
+    for combination in combinations(case.tensors, mesh, setup.limit, setup.partial):
+        outcome.combinations += 1
+        label = f"{case.label}: {', '.join('/'.join(map(repr, placements)) for placements in combination)}"
+        try:
+            reason = _compare(_run(case, _placed(case, mesh, combination), wanted), expected, case.values)
+        except SpmdError as error:
+            refused = True
+            outcome.note(Status.REFUSED, f"{label}: {said_by(error)}")
+        except Exception as error:
+            outcome.errors += 1
+            outcome.note(Status.ERROR, f"{label}: {said_by(error)}")
+        else:
+            outcome.passed += reason is None
+            outcome.wrong += reason is not None
+            outcome.note(
+                Status.PASS if reason is None else Status.WRONG, "" if reason is None else f"{label}: {reason}"
+            )
+    outcome.refused += refused
+
+
+def _placed(case: Case, mesh: Mesh, combination: Combination) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for tensor, placements in zip(case.tensors, combination, strict=True):
+        spec = DTensorSpec.make(mesh, placements, TensorMeta.of(tensor))
+        found.append(wrap(spec, spread(tensor, spec)))
+    return found
+
+
+def _asked(case: Case) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+    """The operands whose gradients are compared, which are all floating ones if all have one; and what is expected."""
+    floating = tuple(n for n, x in enumerate(case.tensors) if x.is_floating_point() or x.is_complex())
+    try:
+        return floating, _run(case, case.tensors, floating)
+    except RuntimeError:  # the statistics of a batch norm, the targets of some losses
+        return case.asked, _run(case, case.tensors, case.asked)
+
+
+def _run(case: Case, tensors: Sequence[torch.Tensor], wanted: Sequence[int]) -> list[torch.Tensor]:
+    """The results of a call, and the gradients of some operands."""
+    leaves = [tensor.detach().requires_grad_(n in wanted) for n, tensor in enumerate(tensors)]
+    torch.default_generator.manual_seed(SEED)
+    results = case.function(*leaves)
+    ends = [result for result in results if result.requires_grad]
+    if wanted:
+        torch.autograd.backward(ends, [_cotangent(end) for end in ends])
+    gradients = [leaves[n].grad for n in wanted]
+    return [*(result.detach() for result in results), *(grad for grad in gradients if grad is not None)]
+
+
+def _cotangent(result: torch.Tensor) -> torch.Tensor:
+    """Numbers that differ along each dim, laid out as a result is replicated."""
+    whole = torch.randn(result.shape, dtype=result.dtype, generator=torch.Generator().manual_seed(1))
+    if not isinstance(result, DTensor):
+        return whole
+    spec = DTensorSpec.make(result.mesh, [Replicate()] * len(result.mesh.names), TensorMeta.of(whole))
+    return wrap(spec, spread(whole, spec))
+
+
+def _compare(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], values: bool) -> str | None:
+    if len(results) != len(expected):
+        return f"{len(results)} results and gradients, expected {len(expected)}"
+    for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+        if isinstance(result, DTensor):
+            reason = difference(result.shards, result.spec, wanted, values)
+        else:
+            reason = apart(result, wanted) if values else None
+        if reason is not None:
+            return f"result {number}: {reason}"
+    return None
