@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import optree
 import pytest
 import torch
@@ -202,6 +203,23 @@ def test_reading(spec: P) -> None:
     assert bool(total > 0) and f"{total:.2f}" == f"{value.sum():.2f}" and int(x.argmax()) == int(value.argmax())
     assert torch.equal(x, x.clone()) and not torch.equal(x, x + 1)
     torch.testing.assert_close(x, x.clone())
+    torch.testing.assert_close({"x": x}, {"x": value})
+    with pytest.raises(AssertionError, match=r"Mismatched elements: 5 / 35"):
+        torch.testing.assert_close(value + torch.eye(5, 7), x)
+
+
+LISTS = [[1, 2], (slice(None), [0, 2]), ([0, 1], [1, 2]), ([[0], [1]], [2, 3]), [True, False, True, False, True]]
+
+
+@pytest.mark.parametrize("index", [*LISTS, numpy.array([3, 0]), (..., numpy.int64(1)), (numpy.array([True] * 5), 2)])
+def test_indices_may_be_lists_and_arrays(index: Any) -> None:
+    value = torch.rand(5, 7)
+    x = spmd.distribute(value, P("data", "model"), MESH)
+    torch.testing.assert_close(x[index], value[index])
+    x, value = x.clone(), value.clone()
+    x[index] = 2.0
+    value[index] = 2.0
+    torch.testing.assert_close(x, value)
 
 
 def test_a_gradient_is_not_read_by_accident() -> None:

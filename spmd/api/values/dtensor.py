@@ -203,6 +203,23 @@ class DTensor(torch.Tensor):
             raise AttributeError(f"The {name} of a DTensor cannot be set. {_FIXED[name]}")
         super().__setattr__(name, value)
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(self._index(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(self._index(index), value)
+
+    def _index(self, index: Any) -> Any:
+        """An index with DTensors for lists and arrays of numbers, of which torch would make plain tensors."""
+        if type(index) is tuple:
+            return tuple(map(self._index, index))
+        if not (isinstance(index, list) or hasattr(index, "__array__")) or isinstance(index, torch.Tensor):
+            return index
+        numbers = torch.as_tensor(index, device=self.device)
+        if numbers.dtype == torch.bool and numbers.ndim == 1:
+            numbers = numbers.nonzero().flatten()
+        return _of_whole(DTensorSpec.replicated(self.mesh, TensorMeta.of(numbers)), numbers)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's is untyped
         if not _holds_shards(self):
             return f"DTensor({self._spec} on {self.mesh}, {self._gone[0]})"
