@@ -69,7 +69,7 @@ class OtherRounding(TorchDispatchMode):
     Refuses writes that `check_overlap` refuses.
 
     Args:
-        nudge: the relative change of each number; zeros do not change, as a sum of zeros is zero in every order, but
+        nudge: the relative change of each number, up and down in turn; zeros do not change, as a sum of zeros is zero in every order, but
             those of operators that subtract a mean do, and what is close to zero there becomes zero.
     """
 
@@ -89,7 +89,9 @@ class OtherRounding(TorchDispatchMode):
     def _moved(self, value: Any, centered: bool) -> Any:
         if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
-        moved = value * (1 + self._nudge)
+        signs = torch.ones(value.numel(), dtype=torch.float64)
+        signs[1::2] = -1  # so that numbers which rounding alone tells apart, differ
+        moved = value * (1 + self._nudge * signs.view(value.shape)).to(value.dtype)
         if not centered:
             return moved
         left_over = torch.where(value == 0, torch.full_like(value, self._nudge), torch.zeros_like(value))

@@ -24,6 +24,7 @@ aten = torch.ops.aten
 _SAFE = {
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+    torch.ops.prims.view_of.default: aten.alias.default,
 }
 """Views that torch does not track as views, and the views to use instead: a write to them must reach their base."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from spmd.errors import TraceError
+from spmd.tracing.fused_optimizers import FUSED
 from spmd.tracing.recorder import where
 
 aten = torch.ops.aten
@@ -82,13 +83,17 @@ def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: f
     return NotImplemented
 
 
-def _fused_optimizer(op: Any) -> Callable[..., Any]:
-    """A fused optimizer step as its functional form and copies; torch takes an empty list for one of other tensors."""
+def _fused_optimizer(op: torch._ops.OpOverload, functional: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A fused optimizer step as its decomposition and copies.
+
+    Torch has no meta kernel for some, and for the others takes an empty list for one of other tensors.
+    """
+    has_meta = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        if all(args):
+        if has_meta and all(args):
             return NotImplemented
-        for targets, results in zip(args, op(*args, **kwargs), strict=False):
+        for targets, results in zip(args, FUSED[functional](*args, **kwargs), strict=False):
             for target, result in zip(targets, results, strict=True):
                 target.copy_(result)
         return None
@@ -114,8 +119,9 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     aten.lerp_.Scalar: _lerp,
     aten.lerp_.Tensor: _lerp,
     **{
-        getattr(inplace, overload): _fused_optimizer(getattr(functional, overload))
+        getattr(inplace, overload): _fused_optimizer(getattr(inplace, overload), getattr(functional, overload))
         for inplace, functional in (
+            (aten._fused_sgd_, aten._fused_sgd),
             (aten._fused_adam_, aten._fused_adam),
             (aten._fused_adamw_, aten._fused_adamw),
         )

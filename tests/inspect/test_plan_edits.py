@@ -84,6 +84,11 @@ def constrained(x: torch.Tensor) -> torch.Tensor:
     return spmd.constrain(y, P("a", "b")) - x
 
 
+def constrained_twice(x: torch.Tensor) -> torch.Tensor:
+    """Its plan scatters the sum, which never lies as the first constraint says."""
+    return spmd.reshard(spmd.reshard(x.sum(0), P()), P("data")) + 1
+
+
 def random_numbers(x: torch.Tensor) -> torch.Tensor:
     return F.dropout(x, 0.5) + torch.randn_like(x) * x.sum(1, keepdim=True)
 
@@ -147,6 +152,9 @@ PROGRAMS = {
         SQUARE,
     ),
     "constrained": Program(constrained, (draw(4, 6),), P("b"), P(None, "a"), {"a": 3, "b": 2}, plain=lambda x: x + 2),
+    "constrained twice": Program(
+        constrained_twice, (draw(4, 6),), P("data"), P("data"), SQUARE, plain=lambda x: x.sum(0) + 1
+    ),
     "random numbers": Program(random_numbers, (draw(6, 5),), P("data"), P(None, "model"), SQUARE),
     "lists": Program(
         lists,

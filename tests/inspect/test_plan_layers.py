@@ -71,7 +71,7 @@ OTHERWISE: dict[str, tuple[set[int], set[int]]] = {
     "fsdp": ({0}, set()),  # the embedding is moved otherwise than the residual stream
     "tp": (set(), set()),
     "dp_tp": (set(), set()),
-    "fsdp_tp": (set(), set()),
+    "fsdp_tp": ({0}, set()),
     "sp": ({0}, {0}),  # the embedding lies otherwise than the residual stream is constrained to
 }
 """Which forward and backward layers may lie otherwise than all others."""

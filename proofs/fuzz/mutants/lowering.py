@@ -5,6 +5,7 @@ An atom is a factor of a tensor's dim that can be sharded on its own; views spli
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from proofs.fuzz.mutants.mutant import Patch, mutant, replaced, returning
@@ -32,6 +33,13 @@ def _any_order(carry: Any) -> Any:
 def _indivisible(carry: Any) -> Any:
     """Shard the leading atom by all axes, whether they divide it or not."""
     return lambda mesh, axes, atoms, order: [axes, *((),) * (len(atoms) - 1)]
+
+
+class _Once(Counter[Any]):
+    """Counts each value once."""
+
+    def __getitem__(self, value: Any) -> int:
+        return min(super().__getitem__(value), 1)
 
 
 MUTANTS = (
@@ -105,9 +113,9 @@ MUTANTS = (
         within="shards_of_images",
     ),
     mutant(
-        "scattered reductions",
-        "every reduction that is then moved on is one move to the first place",
-        replaced("spmd.plan.search.join", "_is_scattered", lambda partial, whole, result: True),
+        "joined redistributions",
+        "a redistribution is joined with its first consumer, whoever else reads it",
+        replaced("spmd.plan.search.join", "Counter", _Once),
         within="reshard constrain",
     ),
     mutant(

@@ -24,7 +24,7 @@ def _between(text: str, reduction: Reduction = "sum", result: Reduction | None =
         axis = d.axis()
         # The parts have both signs and different orders, so that most operators do not commute with the reduction.
         other = f"({second}.flip(-1) * 5).sin()"
-        parts = {"x": f"torch.stack([{first}, {other}])", "z": f"torch.stack([{other} + 0.3, {first}])"}
+        parts = {"x": f"torch.stack([{first}, {other}])", "z": f"torch.stack([{other} * 0.7 + 0.3, {first}])"}
         plain = {name: f"{stacked}.{_REDUCED[reduction]}(0)" for name, stacked in parts.items()}
         pending = {name: _pending(stacked, axis, reduction) for name, stacked in parts.items()}
         found = f"spmd.reshard({text.format(y=y, **pending)}, {P(partial={axis: result or reduction})!r})"

@@ -88,9 +88,11 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return _DIRECT[op](*args)
     if op in _RESHAPES:
         return _reshape_in_place(op, *args)
+    if op is aten.as_strided.default and view_of(args[0]) is not None:
+        return _as_strided_in_base(*args, **kwargs)
     if kwargs.get("device") == _META:
         return op(*map(_as_meta, args), **kwargs)
-    meshes = _meshes(args) if is_listed(op) else ()
+    meshes = _meshes(args) if is_listed(op) or op.name().startswith("aten::_fused_") else ()
     if len(meshes) > 1:
         return _run_on_meshes(op, meshes, args, kwargs)
     tensors: list[torch.Tensor] = []
@@ -128,7 +130,7 @@ def _run_on_meshes(op: Any, meshes: Sequence[Mesh], args: Sequence[Any], kwargs:
     found: list[Any] = [None] * len(first)
     for mesh in meshes:
         here = [number for number, item in enumerate(first) if isinstance(item, DTensor) and item.mesh == mesh]
-        given = [[arg[number] for number in here] if isinstance(arg, (list, tuple)) else arg for arg in args]
+        given = [[arg[n] for n in here if n < len(arg)] if isinstance(arg, (list, tuple)) else arg for arg in args]
         results = op(*given, **kwargs)
         for number, result in zip(here, results or (), strict=False):
             found[number] = result
@@ -191,7 +193,7 @@ def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh) -> DTensor:
         tensor = tensor._whole()  # a number
     meta = TensorMeta.of(tensor)
     is_number = tensor.numel() == 1 or not any(tensor.stride())  # torch's gradients have such: numbers, expanded
-    if not (is_number or _replicates.get() or _is_asserted()):
+    if not (is_number or _replicates.get() or _is_backward() or _is_asserted()):
         raise ShardingError(
             f"{op} at {where()} has a plain tensor {meta} beside a DTensor on {mesh}. Place it with "
             "spmd.distribute(x, spec, mesh), or let plain tensors count as replicated: with "
@@ -199,6 +201,11 @@ def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh) -> DTensor:
         )
     placed = place(tensor, DTensorSpec.replicated(mesh, meta), f"an operand of {op}")
     return placed if tensor.is_contiguous() else wrap(placed._spec, placed._shards, tensor.stride())
+
+
+def _is_backward() -> bool:
+    """Whether a backward pass calls: torch's derivatives make plain tensors, which depend on shapes alone."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _is_asserted() -> bool:
@@ -230,6 +237,14 @@ def _alias(value: DTensor) -> DTensor:
     made = wrap(value._spec, value._shards, value._strides)
     add_alias(value, made)
     return made
+
+
+def _as_strided_in_base(
+    value: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """`as_strided` of a view: its offset is that in the memory of the tensor that it is a view of."""
+    offset = value.storage_offset() if storage_offset is None else storage_offset
+    return view_of(value).base.as_strided(size, stride, offset)  # type: ignore[union-attr]
 
 
 def _reshape_in_place(op: Any, value: DTensor, *args: Any) -> DTensor:

@@ -127,6 +127,7 @@ class Operator:
             StandIn(spec.meta, mesh.device, strides) for spec, strides in zip(call.specs, call.strides, strict=True)
         ]
         self._strides: list[tuple[int, ...] | None] = []
+        self._offsets: list[int] = []
         graph = trace_flat(functools.partial(self._flat, call), stand_ins)
         given = [call.specs[number] for number in (*call.written, *call.bases)]
         for spec, value in zip(given, graph.outputs, strict=False):
@@ -170,15 +171,19 @@ class Operator:
         shards = self._run(held, args, kwargs) if modes_off and self.kernel is not None else self._run_program(held)
         if self.call.written:
             return self._write(held, shards)
+        if self._views:
+            found = (self._view(held[0], number, shard) for number, shard in enumerate(shards))
+            return next(found) if self._is_single else self.tree.unflatten(found)
         if self._is_single:
-            result = wrap(self._out_specs[0], shards[0], self._strides[0])
-            if self._views:
-                add_view(held[0], result, self._views[0])
-            return result
-        results = list(map(wrap, self._out_specs, shards, self._strides))
-        for result, step in zip(results, self._views, strict=False):
-            add_view(held[0], result, step)
-        return self.tree.unflatten(results)
+            return wrap(self._out_specs[0], shards[0], self._strides[0])
+        return self.tree.unflatten(map(wrap, self._out_specs, shards, self._strides))
+
+    def _view(self, base: DTensor, number: int, shards: Shards) -> DTensor:
+        """A result that is a view of a tensor."""
+        offset = int(base.storage_offset()) + self._offsets[number]
+        view = wrap(self._out_specs[number], shards, self._strides[number], offset)
+        add_view(base, view, self._views[number])
+        return view
 
     def _run(self, held: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Sequence[Shards]:
         """The shards of all outputs, by the kernel."""
@@ -218,6 +223,7 @@ class Operator:
                 "tensor: .full_tensor()."
             )
         self._strides = [strides_of(leaf) for leaf in leaves]
+        self._offsets = [leaf.storage_offset() for leaf in leaves]
         return [*written, *bases, *leaves]
 
 

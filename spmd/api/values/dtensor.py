@@ -10,6 +10,7 @@ from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import attrs
 import torch
+from torch._prims_common import make_contiguous_strides_for
 from torch._tensor_str import _tensor_str
 
 from spmd.api.values.checkpointable import read_chunks, shard_at, write_items
@@ -357,6 +358,7 @@ def dispatch_operators_to(function: Operators) -> Operators:
     return function
 
 
+_contiguous_strides = functools.lru_cache(maxsize=4096)(make_contiguous_strides_for)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _set_spec = DTensor.__dict__["_spec"].__set__
 _set_shards = DTensor.__dict__["_shards"].__set__
@@ -415,17 +417,24 @@ def set_family(value: DTensor, family: object) -> None:
     _set_family(value, family)
 
 
-def wrap(spec: DTensorSpec, shards: tuple[torch.Tensor, ...], strides: tuple[int, ...] | None = None) -> DTensor:
+def wrap(
+    spec: DTensorSpec,
+    shards: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...] | None = None,
+    offset: int = 0,
+) -> DTensor:
     """A DTensor of shards that are known to fit the spec; the fast constructor, which validates nothing.
 
     Args:
         spec: its spec.
         shards: the shards that this process holds, which may have any strides.
         strides: those of the global tensor on one device, by which random operators draw; None if it is contiguous.
+        offset: its offset there in the memory of the tensor that it is a view of.
     """
     meta = spec.meta
     # Arguments by position (strides, offset and memory format first), because torch parses them a fifth faster.
-    value = _make_wrapper(DTensor, meta.shape, strides, None, None, meta.dtype, torch.strided, spec.mesh.device)
+    shown, start = (strides or _contiguous_strides(meta.shape), offset) if offset else (strides, None)
+    value = _make_wrapper(DTensor, meta.shape, shown, start, None, meta.dtype, torch.strided, spec.mesh.device)
     _set_spec(value, spec)
     _set_shards(value, shards)
     _set_family(value, None)

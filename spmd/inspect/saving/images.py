@@ -32,6 +32,8 @@ class Images:
                 (operand,), (result,) = operation.operands, operation.tensors
                 spec = without_trivial_axes(DTensorSpec.make(mesh, parse_spec(operation.args[1]), result.meta))
                 self._constraints.setdefault(operand, []).append((result, spec))
+        read = {value for o in graph.operations if o.op not in CONSTRAINTS for value in o.operands}
+        self._read = read.union(graph.outputs)
 
     def of(self, values: Iterable[Value], layout: Layout) -> frozenset[Value]:
         """All values of the program that a value of the plan is an image of.
@@ -41,13 +43,14 @@ class Images:
             layout: its layout.
 
         Returns:
-            `values`, and the results of the constraints on them that the layout meets.
+            `values`, and the results of the constraints on them that the layout meets, or that only other constraints
+            read: a plan may go from one to the next.
         """
         found = set(values)
         waiting = sorted(found, key=lambda value: value.name)
         while waiting:
             for result, spec in self._constraints.get(waiting.pop(), ()):
-                if result not in found and is_laid_out(layout, spec):
+                if result not in found and (result not in self._read or is_laid_out(layout, spec)):
                     found.add(result)
                     waiting.append(result)
         return frozenset(found)

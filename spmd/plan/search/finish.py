@@ -24,8 +24,8 @@ def finish(draft: Draft, request: Request) -> PlanData:
     """The plan of a draft in which all mesh axes are planned."""
     draft = _with_free_outputs(draft)
     specs = draft.specs()
-    graph, kept = _without_noop_markers(draft.graph, draft, specs)
-    graph = join_redistributions(graph, specs, request.reduce_dtype)
+    graph, kept, pinned = _without_noop_markers(draft.graph, draft, specs)
+    graph = join_redistributions(graph, specs, pinned, request)
     strategies = {
         kept[operation]: MappingProxyType(dict(chosen))
         for operation, chosen in draft.strategies.items()
@@ -67,19 +67,22 @@ def _with_free_outputs(draft: Draft) -> Draft:
 
 def _without_noop_markers(
     graph: Graph, draft: Draft, specs: Mapping[Value, DTensorSpec]
-) -> tuple[Graph, dict[Operation, Operation]]:
-    """The program without markers that change nothing, and a map from every other operation to its replacement."""
+) -> tuple[Graph, dict[Operation, Operation], frozenset[Value]]:
+    """The program without markers that change nothing, a map from other operations to their replacements, and the
+    values whose specs are given.
+    """
     same: dict[Value, Value] = {}
     kept: dict[Operation, Operation] = {}
-
+    pinned: set[Value] = set()
     for operation in graph.operations:
         placed = operation.substitute(same)
+        pinned.update(placed.operands if operation in draft.pinned else ())
         if operation.op in _MARKERS and _changes_nothing(placed, draft, specs):
             same[operation.tensors[0]] = placed.operands[0]
         else:
             kept[operation] = placed
     outputs = tuple(same.get(value, value) for value in graph.outputs)
-    return attrs.evolve(graph, operations=tuple(kept.values()), outputs=outputs), kept
+    return attrs.evolve(graph, operations=tuple(kept.values()), outputs=outputs), kept, frozenset(pinned)
 
 
 def _changes_nothing(operation: Operation, draft: Draft, specs: Mapping[Value, DTensorSpec]) -> bool:

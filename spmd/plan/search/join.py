@@ -1,34 +1,35 @@
-"""A peephole optimisation: two redistributions become one, where they reduce and shard, or sum in another dtype."""
+"""A peephole optimisation: two redistributions in a row become one, where that is not slower."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
-import torch
 
 from spmd.collectives.resharding import redistribution
+from spmd.collectives.step import Step
 from spmd.collectives.traffic import StepKind
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
+from spmd.plan.data.request import Request
 
 
 def join_redistributions(
-    graph: Graph, specs: Mapping[Value, DTensorSpec], reduce_dtype: torch.dtype | None = None
+    graph: Graph, specs: Mapping[Value, DTensorSpec], pinned: frozenset[Value], request: Request
 ) -> Graph:
-    """Join redistributions with their only consumers, if those are redistributions, in two cases.
+    """Join every redistribution with its only consumer, if that is a redistribution and both take no longer together.
 
-    - The first only reduces, and the second only shards along the reduced axes. Constraints produce such pairs, as
-      `reshard(reshard(x, P()), P("model"))`. A reduce_scatter sends half the bytes of an all_reduce.
-    - Both sum in `reduce_dtype`: between them the sum would be rounded. Mesh axes that are planned one after another
-      produce such pairs. They are joined unless more bytes would be sent.
+    Mesh axes, which are planned one after another, produce such pairs: an all_reduce over two axes is one. Between two
+    sums in `reduce_dtype` the value would be rounded. So do constraints: of those, only a reduction whose result is
+    sharded is joined, as `reshard(reshard(x, P()), P("model"))`, to a reduce_scatter, which sends half the bytes.
 
     Args:
         graph: a program with its redistributions as explicit operations.
         specs: the spec of every value.
-        reduce_dtype: as in `Request`.
+        pinned: values whose specs are given, by constraints.
+        request: has the machine, and the dtype of sums.
 
     Returns:
         The program with the pairs joined.
@@ -42,8 +43,9 @@ def join_redistributions(
             (value,), (result,) = operation.operands, operation.tensors
             place = places.get(value)
             if place is not None and users[value] == 1:
-                ends = (specs[operations[place].operands[0]], specs[value], specs[result])
-                if _is_scattered(*ends) or _sums_twice(*ends, reduce_dtype):
+                first = operations[place].operands[0]
+                ends = specs[first], specs[value], specs[result]
+                if _is_scattered(*ends) if value in pinned else _is_faster(*ends, request):
                     operations[place] = attrs.evolve(operations[place], results=(result,))
                     places[result] = place
                     continue
@@ -53,18 +55,27 @@ def join_redistributions(
 
 
 def _is_scattered(partial: DTensorSpec, whole: DTensorSpec, result: DTensorSpec) -> bool:
-    reduced = {axis for step in redistribution(partial, whole) for axis in step.axes}
+    """Whether the first redistribution only reduces, and the second only shards along the reduced axes."""
+    reductions, shards = redistribution(partial, whole), redistribution(whole, result)
     return (
-        all(step.kind is StepKind.ALL_REDUCE for step in redistribution(partial, whole))
-        and all(step.kind is StepKind.SHARD for step in redistribution(whole, result))
-        and reduced.issuperset(axis for step in redistribution(whole, result) for axis in step.axes)
+        all(step.kind is StepKind.ALL_REDUCE for step in reductions)
+        and all(step.kind is StepKind.SHARD for step in shards)
+        and {axis for step in shards for axis in step.axes} <= {axis for step in reductions for axis in step.axes}
     )
 
 
-def _sums_twice(first: DTensorSpec, between: DTensorSpec, last: DTensorSpec, reduce_dtype: torch.dtype | None) -> bool:
-    if reduce_dtype is None:
-        return False
-    steps = [redistribution(*ends, reduce_dtype) for ends in ((first, between), (between, last))]
-    together = sum(step.bytes for step in redistribution(first, last, reduce_dtype))
-    casts = all(any(step.dtype is not None for step in found) for found in steps)
-    return casts and together <= sum(step.bytes for found in steps for step in found)
+def _is_faster(first: DTensorSpec, between: DTensorSpec, last: DTensorSpec, request: Request) -> bool:
+    """Whether one redistribution takes no longer than two, and gathers along no other axes (see `keep_sharded`)."""
+    dtype = request.reduce_dtype
+    apart = (*redistribution(first, between, dtype), *redistribution(between, last, dtype))
+    together = redistribution(first, last, dtype)
+    return _gathered(together) <= _gathered(apart) and _seconds(together, request) <= _seconds(apart, request)
+
+
+def _gathered(steps: Sequence[Step]) -> frozenset[str]:
+    return frozenset(axis for step in steps if step.kind is StepKind.ALL_GATHER for axis in step.axes)
+
+
+def _seconds(steps: Sequence[Step], request: Request) -> float:
+    seconds = request.machine.collective_seconds
+    return sum(seconds(step.axes, step.bytes) for step in steps if step.is_collective)

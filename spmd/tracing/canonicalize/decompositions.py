@@ -14,7 +14,7 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.names import Namer
 from spmd.ir.source import Source
-from spmd.tracing.canonicalize.fused_optimizers import FUSED
+from spmd.tracing.fused_optimizers import FUSED
 from spmd.tracing.recorder import Recorder
 
 OpOverload = torch._ops.OpOverload
