@@ -69,8 +69,9 @@ class OtherRounding(TorchDispatchMode):
     Refuses writes that `check_overlap` refuses.
 
     Args:
-        nudge: the relative change of each number, up and down in turn; zeros do not change, as a sum of zeros is zero in every order, but
-            those of operators that subtract a mean do, and what is close to zero there becomes zero.
+        nudge: the relative change of each number, up and down in turn; zeros do not change, as a sum of zeros is zero
+            in every order, but those of operators that subtract a mean do, and what is close to zero there becomes
+            zero.
     """
 
     def __init__(self, nudge: float = NUDGE) -> None:
