@@ -96,6 +96,18 @@ def test_a_reduction_of_which_ranks_read_their_shards_is_scattered(
     torch.testing.assert_close(normal(rows, 3).sin(), step(x).full_tensor())
 
 
+@pytest.mark.parametrize("rows", [8, 7])
+def test_two_axes_are_reduced_together(rows: int) -> None:
+    mesh = spmd.make_mesh({"x": 4, "y": 2}, runtime="virtual")
+    step = spmd.jit(lambda x: x.sum(), P("x", "y"), P(), mesh=mesh)
+    x = spmd.distribute(normal(rows, 3), P("x", "y"), mesh)
+    assert [("all_reduce", ("x", "y"))] == [(comm.kind, comm.axes) for comm in step.plan(x).comms]
+    assert [] == differences(step, x)
+    torch.testing.assert_close(normal(rows, 3).sum(), step(x).full_tensor())
+    kept = spmd.jit(lambda x: spmd.constrain(x.sum(), P(partial={"x": "sum"})), P("x", "y"), P(), mesh=mesh)
+    assert [("y",), ("x",)] == [comm.axes for comm in kept.plan(x).comms]  # a constraint says what lies between
+
+
 def test_a_reduction_that_others_read_stays() -> None:
     mesh = spmd.make_mesh({"x": 4}, runtime="virtual")
 

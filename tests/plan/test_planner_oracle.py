@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ from spmd.plan.solver.elimination import minimize
 from spmd.plan.solver.table import Table
 from spmd.testing.programs import Case, cases
 from workloads import GptStep
+
+
+@pytest.fixture(autouse=True, scope="module")
+def redistributions_are_not_joined() -> Iterator[None]:
+    """The joint problem moves a value along one axis after the other; that plans join some moves makes them faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spmd.plan.search.join._is_faster", lambda *ends: False)
+        yield
 
 
 def assert_optimal(search: Search) -> None:
