@@ -21,8 +21,8 @@ class InfeasibleError(PlanError):
     """No assignment has a finite cost."""
 
 
-MICROSECONDS = 1e6
-"""Costs are given to HiGHS in microseconds: seconds are too small for its tolerances."""
+MICROSECOND = 1e-6
+"""The default unit of the costs that HiGHS is given: seconds are too small for its absolute tolerances."""
 
 _INFEASIBLE = 2
 """The status of `scipy.optimize.milp` for an infeasible problem."""
@@ -38,7 +38,7 @@ class Search:
 
     def optimum(self) -> float:
         """The least cost by HiGHS."""
-        return solve_by_highs(self.domains, self.tables).cost
+        return solve_by_highs(self.domains, self.tables, 1e-3 * self.solution.cost or MICROSECOND).cost
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def recorded_searches() -> Iterator[list[Search]]:
         yield found
 
 
-def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
+def solve_by_highs(domains: Sequence[int], tables: Sequence[Table], unit: float = MICROSECOND) -> Solution:
     """The assignment of least cost, as an integer program.
 
     There is a binary variable for every choice, and a continuous variable for every finite cell of a table. The cells
@@ -65,6 +65,7 @@ def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
     Args:
         domains: the number of choices of every variable.
         tables: as for `spmd.plan.solver.elimination.minimize`.
+        unit: the unit of costs in the integer program; HiGHS's optimum is exact to a millionth of it.
 
     Raises:
         InfeasibleError: no assignment has a finite cost.
@@ -75,7 +76,7 @@ def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
     for variable, count in enumerate(domains):
         program.constrain(np.arange(count) + offsets[variable], np.ones(count), 1.0)
     for table in tables:
-        costs = MICROSECONDS * table.costs.numpy()
+        costs = table.costs.numpy() / unit
         cells = np.argwhere(np.isfinite(costs))
         if costs.ndim == 1:
             (variable,) = table.variables
@@ -91,7 +92,7 @@ def solve_by_highs(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
                 )
     cost, numbers = program.solve()
     chosen = np.split(numbers[: offsets[-1]], offsets[1:-1])
-    return Solution(tuple(int(choice.argmax()) for choice in chosen), cost / MICROSECONDS)
+    return Solution(tuple(int(choice.argmax()) for choice in chosen), cost * unit)
 
 
 class _Program:

@@ -12,7 +12,6 @@ ROOT = Path(spmd.__file__).parent
 
 ROOMS = (
     "errors",
-    "user_code",
     "job",
     "core",
     "ir",

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import nn
 
-from proofs.op_sweep.cases import Case
+from proofs.op_sweep.cases import Case, has_gradient
 
 SEED = 42
 """The seed of every call, and of the parameters and inputs that are drawn before it."""
@@ -142,7 +142,7 @@ def _with_every_gradient(flat: _Flat, found: Trial) -> Trial | None:
     wanted = [
         position
         for position, (role, tensor) in enumerate(zip(found.roles, flat.tensors, strict=True))
-        if role is not Role.BUFFER and _has_gradient(tensor)
+        if role is not Role.BUFFER and has_gradient(tensor)
     ]
     whole = _with_gradients(flat, found, wanted)
     if whole is None or _failure(whole) is None:
@@ -168,7 +168,7 @@ def _with_gradients(flat: _Flat, found: Trial, at: Sequence[int]) -> Trial | Non
     torch.manual_seed(SEED)
     outputs = flat(*flat.tensors)
     results = len(outputs) - len(flat.written)
-    cotangents = tuple(torch.randn_like(output) for output in outputs[:results] if _has_gradient(output))
+    cotangents = tuple(torch.randn_like(output) for output in outputs[:results] if has_gradient(output))
     if not at or not cotangents:
         return None
     count = len(flat.tensors)
@@ -179,8 +179,8 @@ def _with_gradients(flat: _Flat, found: Trial, at: Sequence[int]) -> Trial | Non
             for position, tensor in zip(at, floating, strict=True):
                 given[position] = tensor
             outputs = flat(*given)
-            differentiated = [output for output in outputs[:results] if _has_gradient(output)]
-            rest = [output for output in outputs[:results] if not _has_gradient(output)]
+            differentiated = [output for output in outputs[:results] if has_gradient(output)]
+            rest = [output for output in outputs[:results] if not has_gradient(output)]
             return tuple(differentiated), [*rest, *outputs[results:]]
 
         outputs, pullback, *aux = torch.func.vjp(primal, *(tensors[position] for position in at), has_aux=True)
@@ -188,7 +188,3 @@ def _with_gradients(flat: _Flat, found: Trial, at: Sequence[int]) -> Trial | Non
 
     case = Case(found.case.label, function, (*flat.tensors, *cotangents))
     return Trial(case, found.roles + (Role.COTANGENT,) * len(cotangents))
-
-
-def _has_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

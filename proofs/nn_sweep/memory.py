@@ -12,9 +12,9 @@ import torch
 
 from proofs.nn_sweep.call import SEED, Role, Trial
 from proofs.op_sweep.cases import Case
-from proofs.op_sweep.outcome import Outcome, Status
+from proofs.op_sweep.outcome import Outcome, Status, said_by
 from proofs.op_sweep.placements import apart
-from proofs.op_sweep.sweep import make_fx_traces, said_by
+from proofs.op_sweep.sweep import make_fx_traces
 from spmd.api.jit import jit
 from spmd.core.mesh import Mesh
 from spmd.core.spec import P

@@ -13,9 +13,9 @@ from proofs.nn_sweep.memory import sweep_memory
 from proofs.nn_sweep.placements import layouts
 from proofs.nn_sweep.setups import Setup
 from proofs.nn_sweep.subjects import Subject
-from proofs.op_sweep.outcome import Outcome, Status
+from proofs.op_sweep.outcome import Outcome, Status, said_by
 from proofs.op_sweep.placements import Combination
-from proofs.op_sweep.sweep import said_by, sweep_case
+from proofs.op_sweep.sweep import sweep_case
 from spmd.core.mesh import Mesh
 from spmd.ir.graph import Graph
 

@@ -132,7 +132,7 @@ def _case(entry: Any, sample: Any, number: int) -> Case:
 
 def with_every_gradient(case: Case) -> Case:
     """The case with the gradients of all floating operands, or, if some have none, of those of `Case.asked`."""
-    floating = [position for position, tensor in enumerate(case.tensors) if _has_gradient(tensor)]
+    floating = [position for position, tensor in enumerate(case.tensors) if has_gradient(tensor)]
     whole = _with_gradients(case, floating)
     try:
         whole.function(*whole.tensors)
@@ -144,7 +144,7 @@ def with_every_gradient(case: Case) -> Case:
 def _with_gradients(case: Case, at: Sequence[int]) -> Case:
     """The case with the gradients of the operands at some positions."""
     outputs = case.function(*case.tensors)
-    cotangents = tuple(torch.randn_like(output) for output in outputs if _has_gradient(output))
+    cotangents = tuple(torch.randn_like(output) for output in outputs if has_gradient(output))
     count = len(case.tensors)
 
     def differentiated(inner: Function) -> Function:
@@ -153,7 +153,7 @@ def _with_gradients(case: Case, at: Sequence[int]) -> Case:
                 given = list(tensors[:count])
                 for position, tensor in zip(at, floating, strict=True):
                     given[position] = tensor
-                return tuple(output for output in inner(*given) if _has_gradient(output))
+                return tuple(output for output in inner(*given) if has_gradient(output))
 
             results, pullback, *_ = torch.func.vjp(primal, *(tensors[position] for position in at))
             return [*results, *pullback(tuple(tensors[count:]))]
@@ -163,10 +163,11 @@ def _with_gradients(case: Case, at: Sequence[int]) -> Case:
     return attrs.evolve(case.mapped(differentiated), tensors=(*case.tensors, *cotangents))
 
 
-def _has_gradient(tensor: torch.Tensor) -> bool:
+def has_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may have a gradient: it is dense, and floating or complex."""
     return tensor.layout is torch.strided and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def is_differentiable(case: Case) -> bool:
     """Whether a case has a floating operand and a floating result."""
-    return any(map(_has_gradient, case.tensors)) and any(map(_has_gradient, case.function(*case.tensors)))
+    return any(map(has_gradient, case.tensors)) and any(map(has_gradient, case.function(*case.tensors)))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from proofs.op_sweep.cases import Case, dense_cases, is_differentiable
-from proofs.op_sweep.outcome import Outcome, Status
-from proofs.op_sweep.placements import Combination, apart, combinations, difference, spread
+from proofs.op_sweep.cases import Case, dense_cases, has_gradient, is_differentiable
+from proofs.op_sweep.expected import expected_of, seed
+from proofs.op_sweep.outcome import Outcome, Status, said_by
+from proofs.op_sweep.placements import Combination, apart, combination_text, combinations, difference, spread
 from proofs.op_sweep.setups import Setup
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.core.mesh import Mesh
-from spmd.core.placement import Replicate
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import SpmdError
-
-SEED = 42
 
 
 def eager_cases(entry: object, setup: Setup) -> Iterator[Case]:
@@ -26,23 +24,16 @@ def eager_cases(entry: object, setup: Setup) -> Iterator[Case]:
             yield case
 
 
-def sweep_eager_case(
-    case: Case, mesh: Mesh, setup: Setup, outcome: Outcome, said_by: Callable[[Exception], str]
-) -> None:
+def sweep_eager_case(case: Case, mesh: Mesh, setup: Setup, outcome: Outcome) -> None:
     """Run one call with some placements of its tensors against plain torch."""
-    try:
-        wanted, expected = _asked(case) if setup.backward else ((), _run(case, case.tensors, ()))
-    except Exception as error:  # plain torch fails: there is nothing to compare with
-        outcome.note(Status.SKIPPED, f"{case.label}: {said_by(error)}")
+    wanted = _asked(case) if setup.backward else ()
+    expected = expected_of(case, lambda: _run(case, case.tensors, wanted), outcome)
+    if expected is None:
         return
-    if not expected or any(tensor.layout is not torch.strided for tensor in expected):
-        outcome.note(Status.SKIPPED, f"{case.label}: no dense tensor in the result")
-        return
-    outcome.calls += 1
     refused = False
     for combination in combinations(case.tensors, mesh, setup.limit, setup.partial):
         outcome.combinations += 1
-        label = f"{case.label}: {', '.join('/'.join(map(repr, placements)) for placements in combination)}"
+        label = f"{case.label}: {combination_text(combination)}"
         try:
             reason = _compare(_run(case, _placed(case, mesh, combination), wanted), expected, case.values)
         except SpmdError as error:
@@ -68,19 +59,20 @@ def _placed(case: Case, mesh: Mesh, combination: Combination) -> list[torch.Tens
     return found
 
 
-def _asked(case: Case) -> tuple[tuple[int, ...], list[torch.Tensor]]:
-    """The operands whose gradients are compared, which are all floating ones if all have one; and what is expected."""
-    floating = tuple(n for n, x in enumerate(case.tensors) if x.is_floating_point() or x.is_complex())
+def _asked(case: Case) -> tuple[int, ...]:
+    """The operands whose gradients are compared: all floating ones if all have one, else `Case.asked`."""
+    floating = tuple(n for n, x in enumerate(case.tensors) if has_gradient(x))
     try:
-        return floating, _run(case, case.tensors, floating)
-    except RuntimeError:  # the statistics of a batch norm, the targets of some losses
-        return case.asked, _run(case, case.tensors, case.asked)
+        _run(case, case.tensors, floating)
+    except Exception:  # the statistics of a batch norm, the targets of some losses
+        return case.asked
+    return floating
 
 
 def _run(case: Case, tensors: Sequence[torch.Tensor], wanted: Sequence[int]) -> list[torch.Tensor]:
     """The results of a call, and the gradients of some operands."""
     leaves = [tensor.detach().requires_grad_(n in wanted) for n, tensor in enumerate(tensors)]
-    torch.default_generator.manual_seed(SEED)
+    seed()
     results = case.function(*leaves)
     ends = [result for result in results if result.requires_grad]
     if wanted:
@@ -94,7 +86,7 @@ def _cotangent(result: torch.Tensor) -> torch.Tensor:
     whole = torch.randn(result.shape, dtype=result.dtype, generator=torch.Generator().manual_seed(1))
     if not isinstance(result, DTensor):
         return whole
-    spec = DTensorSpec.make(result.mesh, [Replicate()] * len(result.mesh.names), TensorMeta.of(whole))
+    spec = DTensorSpec.replicated(result.mesh, TensorMeta.of(whole))
     return wrap(spec, spread(whole, spec))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 import attrs
@@ -78,6 +79,13 @@ class Outcome:
     def reason(self) -> str:
         """Why the status is what it is."""
         return self.failures.get(self.status, "")
+
+
+def said_by(error: Exception) -> str:
+    """The first line of an error, without file positions in torch and libraries."""
+    lines = str(error).strip().splitlines() or [""]
+    said = re.sub(r" at \S+ \(`[^`]*`\)", "", lines[0])  # a position in torch or a library, since there is no user code
+    return f"{type(error).__name__}: {said:.300}"
 
 
 def summarize(outcomes: list[Outcome]) -> dict[str, int]:

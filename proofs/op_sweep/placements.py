@@ -20,6 +20,11 @@ Combination = tuple[tuple[Placement, ...], ...]
 """For every operand, one placement per mesh axis."""
 
 
+def combination_text(combination: Combination) -> str:
+    """A combination, for messages."""
+    return ", ".join("/".join(map(repr, placements)) for placements in combination)
+
+
 def combinations(tensors: Sequence[torch.Tensor], mesh: Mesh, limit: int, partial: bool) -> Iterator[Combination]:
     """All combinations of placements if there are at most `limit`, else replication and a fixed sample of the others.
 

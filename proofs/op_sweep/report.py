@@ -113,33 +113,31 @@ def markdown(reports: Reports) -> str:
 
 def layouts_markdown(reports: Reports) -> str:
     """The section of `docs/operators.md` on operands in other memory layouts."""
-    lines = [
+    return _section(
+        reports,
         "## Calls with operands in other memory",
-        "",
         "As the sweeps above, but operands are views of the function's arguments: transposed, every other column of a "
         "longer tensor (what is around is NaN), expanded, channels-last; another for each operand, in turns. In the "
         "second half of an entry's calls they are copied to contiguous memory first, by copies that no program has. "
         "This section is written by",
-        "",
-        f"    python -m proofs.op_sweep --setup {' '.join(reports)} --markdown docs/operators.md",
-        "",
-        *table(("setup", "mesh", "calls of an entry", "combinations of a call", "what"), _setups(reports)),
-        "",
-        *table(("", *reports), _summary(reports)),
-        "",
-        *table(("entry", "status", "setups", "right combinations", "reason"), _failing(reports)),
-        "",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def eager_markdown(reports: Reports) -> str:
     """The section of `docs/operators.md` on operators outside of `jit`."""
-    lines = [
+    return _section(
+        reports,
         "## Calls outside of `jit`",
-        "",
         "As the sweeps above, but the operators are called on DTensors, and gradients are those of `.backward()`. This "
         "section is written by",
+    )
+
+
+def _section(reports: Reports, title: str, introduction: str) -> str:
+    lines = [
+        title,
+        "",
+        introduction,
         "",
         f"    python -m proofs.op_sweep --setup {' '.join(reports)} --markdown docs/operators.md",
         "",

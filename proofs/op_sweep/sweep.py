@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -14,9 +13,10 @@ from torch.fx.experimental import proxy_tensor
 
 from proofs.op_sweep.cases import Case, cases, full_name
 from proofs.op_sweep.eager import eager_cases, sweep_eager_case
+from proofs.op_sweep.expected import expected_of, seed
 from proofs.op_sweep.layouts import layout_cases
-from proofs.op_sweep.outcome import Outcome, Status
-from proofs.op_sweep.placements import Combination, combinations, difference, spread
+from proofs.op_sweep.outcome import Outcome, Status, said_by
+from proofs.op_sweep.placements import Combination, combination_text, combinations, difference, spread
 from proofs.op_sweep.setups import Setup
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Replicate
@@ -30,9 +30,6 @@ from spmd.rules import find_rule
 from spmd.runtime import VirtualProgram
 from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.trace import trace_flat
-
-SEED = 42
-"""The seed of both runs, so that random operators draw the same numbers."""
 
 
 def sweep_entry(entry: Any, setup: Setup) -> Outcome:
@@ -55,7 +52,7 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
         mesh = Mesh(tuple(setup.mesh), tuple(setup.mesh.values()))
         for case in found:
             if setup.eager:
-                sweep_eager_case(case, mesh, setup, outcome, said_by)
+                sweep_eager_case(case, mesh, setup, outcome)
                 continue
             chosen = combinations(case.tensors, mesh, setup.limit, setup.partial)
             sweep_case(case, mesh, lambda _: chosen, outcome, make_fx=setup.make_fx)  # noqa: B023  # called at once
@@ -74,16 +71,9 @@ def sweep_case(
         outcome: counts the results.
         make_fx: also check whether torch's `make_fx` traces the call.
     """
-    try:
-        torch.default_generator.manual_seed(SEED)
-        expected = case.function(*(tensor.clone() for tensor in case.tensors))
-    except Exception as error:  # plain torch fails: there is nothing to compare with
-        outcome.note(Status.SKIPPED, f"{case.label}: {said_by(error)}")
+    expected = expected_of(case, lambda: case.function(*(tensor.clone() for tensor in case.tensors)), outcome)
+    if expected is None:
         return
-    if not expected or any(tensor.layout is not torch.strided for tensor in expected):
-        outcome.note(Status.SKIPPED, f"{case.label}: no dense tensor in the result")
-        return
-    outcome.calls += 1
     outcome.lengths = sorted({*outcome.lengths, *(length for tensor in case.tensors for length in tensor.shape)})
     before = outcome.wrong + outcome.errors + outcome.refused
     graph = _trace(case, outcome)
@@ -164,13 +154,6 @@ def _has_empty_shard(spec: DTensorSpec) -> bool:
     return any(axes and not length for axes, length in zip(spec.dims, last, strict=True))
 
 
-def said_by(error: Exception) -> str:
-    """The first line of an error, without file positions in torch and libraries."""
-    lines = str(error).strip().splitlines() or [""]
-    said = re.sub(r" at \S+ \(`[^`]*`\)", "", lines[0])  # a position in torch or a library, since there is no user code
-    return f"{type(error).__name__}: {said:.300}"
-
-
 @attrs.frozen(eq=False)
 class _Run:
     """One combination of placements: run with replicated results, then with results in the specs the plan leaves."""
@@ -182,7 +165,7 @@ class _Run:
     expected: Sequence[torch.Tensor]
 
     def __str__(self) -> str:
-        return ", ".join("/".join(map(repr, placements)) for placements in self.combination)
+        return combination_text(self.combination)
 
     @cached_property
     def operands(self) -> list[DTensorSpec]:
@@ -218,7 +201,7 @@ class _Run:
         self, found: PlanData, shards: Sequence[Sequence[torch.Tensor]], specs: Sequence[DTensorSpec]
     ) -> Iterator[str]:
         program = VirtualProgram(lower(found))
-        torch.default_generator.manual_seed(SEED)
+        seed()
         results = program(list(map(tuple, shards)))
         for index, (spec, held, expected) in enumerate(zip(specs, results, self.expected, strict=True)):
             reason = difference(held, spec, expected, self.case.values)

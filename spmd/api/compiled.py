@@ -58,7 +58,7 @@ class Compiled:
         self._args = with_dynamic(args, signature.static, signature.tree.unflatten(stand_ins))
         self._key = signature.key
         self._has_run = False
-        self._seen = list(self.in_specs)  # last spec object of each argument: `is` is faster
+        self._seen = list(self.in_specs)  # of the last call: comparing the same objects is faster
 
     @functools.cached_property
     def traced(self) -> Traced:
@@ -170,17 +170,25 @@ class Compiled:
         """The shards of a call's arguments, if its `Signature.key`, specs, shapes and dtypes are these; else None."""
         if key != self._key:
             return None
+        try:
+            specs = [leaf._spec for leaf in leaves]
+        except AttributeError:
+            return self._match_plain(leaves)
+        if specs != self._seen:
+            return None
+        self._seen = specs
+        return [leaf._shards for leaf in leaves]
+
+    def _match_plain(self, leaves: Sequence[Any]) -> list[Shards] | None:
+        """As `match`, of leaves of which some are not DTensors."""
         shards = []
-        for index, leaf in enumerate(leaves):
-            if type(leaf) is DTensor:
-                held = leaf._spec
-                if held is not self._seen[index]:
-                    if held != self.in_specs[index]:
-                        return None
-                    self._seen[index] = held
+        for leaf, spec in zip(leaves, self.in_specs, strict=True):
+            if isinstance(leaf, DTensor):
+                if leaf._spec != spec:
+                    return None
                 shards.append(leaf._shards)
-            elif _fits(leaf, self.in_specs[index].meta):
-                shards.append(place(leaf, self.in_specs[index])._shards)
+            elif _fits(leaf, spec.meta):
+                shards.append(place(leaf, spec)._shards)
             else:
                 return None
         return shards

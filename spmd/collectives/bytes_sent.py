@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from spmd.collectives.traffic import StepKind
 from spmd.core.spec import chunk_bounds
+from spmd.ir.comm import StepKind
 
 
 @lru_cache(maxsize=65536)

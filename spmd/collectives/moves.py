@@ -15,8 +15,8 @@ import torch
 
 from spmd.collectives.precision import summed_in
 from spmd.collectives.step import Step, changed_axes
-from spmd.collectives.traffic import StepKind
 from spmd.core.spec import Dims, DTensorSpec
+from spmd.ir.comm import StepKind
 
 
 def next_steps(here: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype | None = None) -> Iterator[Step]:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from spmd.collectives.primitive import Primitive, Shape, register, register_primitive
-from spmd.collectives.traffic import StepKind
+from spmd.ir.comm import StepKind
 from spmd.ir.effects import Effect, declare_effect
 from spmd.ir.simplify import declare_identity
 

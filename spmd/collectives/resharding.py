@@ -11,9 +11,10 @@ import torch
 
 from spmd.collectives.moves import next_steps
 from spmd.collectives.step import Step, without_trivial
-from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.collectives.traffic import ring_bytes
 from spmd.core.spec import DTensorSpec
 from spmd.errors import ShardingError
+from spmd.ir.comm import StepKind
 
 
 @lru_cache(maxsize=65536)

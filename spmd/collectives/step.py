@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from spmd.collectives.bytes_sent import chunk_lengths, max_bytes_sent
-from spmd.collectives.traffic import StepKind
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.placement import Reduction
 from spmd.core.spec import Dims, DTensorSpec
+from spmd.ir.comm import StepKind
 
 
 @attrs.frozen
@@ -59,7 +59,7 @@ class Step:
     @property
     def primitive(self) -> torch._ops.OpOverload:
         """The operator, `torch.ops.spmd.<kind>.default`."""
-        return getattr(torch.ops.spmd, self.kind.value).default
+        return getattr(torch.ops.spmd, self.kind).default
 
     def arguments(self, coordinate: Coordinate) -> tuple[Any, ...]:
         """The primitive's arguments after the tensor, for the rank at `coordinate`."""
@@ -84,7 +84,7 @@ class Step:
         return self.primitive(x, *self.arguments(coordinate))
 
     def __str__(self) -> str:
-        return f"{self.kind.value}[{', '.join(self.axes)}]: {self.source.pspec!r} -> {self.target.pspec!r}"
+        return f"{self.kind}[{', '.join(self.axes)}]: {self.source.pspec!r} -> {self.target.pspec!r}"
 
 
 @lru_cache(maxsize=65536)

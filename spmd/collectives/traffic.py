@@ -9,29 +9,12 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from enum import Enum
 
 import attrs
 from torch import Tensor
 
 from spmd.core.spec import chunk_bounds
-
-
-class StepKind(Enum):
-    """The kind of a step of a redistribution; the value is the name of its primitive."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    PERMUTE = "permute"
-    SHARD = "shard"
-    TO_PARTIAL = "to_partial"
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether ranks communicate."""
-        return self not in (StepKind.SHARD, StepKind.TO_PARTIAL)
+from spmd.ir.comm import StepKind
 
 
 def ring_bytes(kind: StepKind, ranks: int, nbytes: float) -> float:
@@ -57,9 +40,9 @@ def ring_bytes(kind: StepKind, ranks: int, nbytes: float) -> float:
 
 @attrs.frozen
 class Transfer:
-    """One collective that ran: the name of its primitive, its mesh axes, and the bytes that each rank sent, by rank."""
+    """One collective that ran: its kind, its mesh axes, and the bytes that each rank sent, by rank."""
 
-    kind: str
+    kind: StepKind
     axes: tuple[str, ...]
     sent: tuple[int, ...]
 
@@ -70,7 +53,7 @@ class Traffic:
 
     transfers: list[Transfer] = attrs.field(factory=list)
 
-    def record(self, kind: str, axes: Sequence[str], sent: Sequence[int]) -> None:
+    def record(self, kind: StepKind, axes: Sequence[str], sent: Sequence[int]) -> None:
         """Add a collective that ran; the arguments are the fields of `Transfer`."""
         self.transfers.append(Transfer(kind, tuple(axes), tuple(sent)))
 
@@ -105,11 +88,11 @@ def active_traffic() -> Traffic | None:
     return _traffic.get()
 
 
-def sent_bytes(kind: str, arguments: Sequence[tuple], results: Sequence[Tensor]) -> list[int]:
+def sent_bytes(kind: StepKind, arguments: Sequence[tuple], results: Sequence[Tensor]) -> list[int]:
     """Bytes that each rank of one group sends by the ring algorithm, simulated round by round on their tensors.
 
     Args:
-        kind: the primitive's name.
+        kind: the kind of the collective.
         arguments: the primitive's arguments on each rank of the group.
         results: its result on each rank.
 
@@ -118,16 +101,16 @@ def sent_bytes(kind: str, arguments: Sequence[tuple], results: Sequence[Tensor])
     """
     inputs: list[Tensor] = [rank_arguments[0] for rank_arguments in arguments]
     ranks = range(len(inputs))
-    if kind == "all_reduce":
+    if kind is StepKind.ALL_REDUCE:
         numel = inputs[0].numel()
         bounds = [chunk_bounds(numel, (len(inputs),), (index,)) for index in ranks]
         blocks = [(stop - start) * inputs[0].element_size() for start, stop in bounds]
         return [a + b for a, b in zip(_scatter_ring(blocks), _gather_ring(blocks), strict=True)]
-    if kind == "all_gather":
+    if kind is StepKind.ALL_GATHER:
         return _gather_ring([x.nbytes for x in inputs])
-    if kind == "reduce_scatter":
+    if kind is StepKind.REDUCE_SCATTER:
         return _scatter_ring([result.nbytes for result in results])
-    if kind == "all_to_all":
+    if kind is StepKind.ALL_TO_ALL:
         return [_exchange_sent(rank, arguments) for rank in ranks]
     sources = list(arguments[0][1])
     return [x.nbytes * sum(source == rank != to for to, source in enumerate(sources)) for rank, x in enumerate(inputs)]

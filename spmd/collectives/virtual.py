@@ -137,10 +137,10 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
         for rank, output in zip(group.ranks, outputs, strict=True):
             results[rank] = output
         if traffic is not None:
-            for rank, count in zip(group.ranks, sent_bytes(kind.value, members, outputs), strict=True):
+            for rank, count in zip(group.ranks, sent_bytes(kind, members, outputs), strict=True):
                 sent[rank] = count
     if traffic is not None:
-        traffic.record(kind.value, axes, sent)
+        traffic.record(kind, axes, sent)
     return results
 
 

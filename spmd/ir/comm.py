@@ -2,9 +2,39 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import TypeAlias
+
 import attrs
 
 from spmd.ir.source import Source
+
+
+class StepKind(str, Enum):
+    """The kind of a collective, and of a step of a redistribution: the name of its primitive, and printed so."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    PERMUTE = "permute"
+    SHARD = "shard"
+    TO_PARTIAL = "to_partial"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks communicate."""
+        return self not in (StepKind.SHARD, StepKind.TO_PARTIAL)
+
+    def __str__(self) -> str:
+        return self.value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+Sent: TypeAlias = tuple[StepKind, tuple[str, ...], float]
+"""A collective: its kind, its mesh axes, and the most bytes that any rank sends."""
 
 
 @attrs.frozen
@@ -14,7 +44,7 @@ class Comm:
     A rank's program runs exactly the collectives of its plan, in the plan's order.
 
     Args:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute; equal to its name.
         axes: the mesh axes that it spans.
         bytes: the most bytes that any rank sends, by the ring algorithm. With n ranks and equal shards: 2(n-1)/n S for
             an all_reduce of S bytes, (n-1)/n S for an all_gather with a result of S bytes, (n-1)/n S for a
@@ -28,7 +58,7 @@ class Comm:
         source: the line of the user's code; None if unknown.
     """
 
-    kind: str
+    kind: StepKind
     axes: tuple[str, ...]
     bytes: float
     seconds: float

@@ -1,4 +1,4 @@
 """This process among others: how a job starts, and what became of a rank that does not answer. No tensors.
 
-Imports `errors` and `user_code` only.
+Imports `errors` only.
 """

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-from spmd.user_code import is_user_file
+from spmd.job.user_code import is_user_file
 
 INTERVAL = 0.5
 """Seconds between two looks at the store."""

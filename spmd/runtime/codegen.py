@@ -1,7 +1,7 @@
 """Python source from a rank's program: straight-line code with almost no overhead beyond the operators that it calls.
 
 In the virtual runtime, where ranks run in lockstep, the code is a generator that suspends at every operation with an
-effect: `y = (yield op, (x, ...), {}).pop()` passes the call to the runtime and pops the result from a list, so that
+effect: `y = (yield op, ((x, ...), {})).pop()` passes the call to the runtime and pops the result from a list, so that
 only the program holds a reference to it. In the distributed runtime, where each rank has its own process, the code is a
 plain function.
 """
@@ -23,8 +23,9 @@ from spmd.tracing.recorder import where
 
 RankProgram: TypeAlias = Callable[..., Any]
 """A function of the list of local inputs, which it empties, that returns the tuple of local outputs. In lockstep it
-takes the rank's number, too, and is a generator function: it yields an operator, its arguments and keyword arguments at
-every effect, is sent a list that ends with the result, and finally yields `(None, outputs, {})`."""
+takes the rank's number, too, and is a generator function: at every effect it yields an operator and its call, the pair
+of its arguments and keyword arguments, and is sent a list that ends with the result; it finally yields None and the
+outputs."""
 
 
 @attrs.frozen(eq=False)
@@ -94,7 +95,7 @@ class _Writer:
         outputs = "".join(
             f"{self.argument(value)}{'.clone()' if value in aliases else ''}, " for value in graph.outputs
         )
-        lines.append(f"    return ({outputs})" if lockstep is None else f"    yield None, ({outputs}), None")
+        lines.append(f"    return ({outputs})" if lockstep is None else f"    yield None, ({outputs})")
         self.source = "\n".join(lines)
 
     def variable(self, value: Value) -> str:
@@ -113,7 +114,7 @@ class _Writer:
         if self.lockstep is not None and operation.effect is not None:
             options = ", ".join(f"{key!r}: {self.argument(value)}" for key, value in operation.kwargs.items())
             arguments = "".join(f"{argument}, " for argument in positional)
-            return f"(yield {self.reference(operation.op)}, ({arguments}), {{{options}}}).pop()"
+            return f"(yield {self.reference(operation.op)}, (({arguments}), {{{options}}})).pop()"
         keywords = [f"{key}={self.argument(value)}" for key, value in operation.kwargs.items()]
         if self.lockstep is not None and operation.op in LOCALS:
             run = self.reference(_local(operation.op, self.lockstep))

@@ -15,7 +15,7 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.codegen import generate, name_origin
 from spmd.runtime.torch_settings import run_isolated
 
-Rank: TypeAlias = Generator[tuple[Any, Any, Any], Any, None]
+Rank: TypeAlias = Generator[tuple[Any, Any], Any, None]
 """A rank's program that is running; see `spmd.runtime.codegen.RankProgram`."""
 
 
@@ -66,7 +66,7 @@ class VirtualProgram:
         return ranks
 
 
-def run_in_lockstep(mesh: Mesh, ranks: Sequence[Rank]) -> list[tuple[torch.Tensor, ...]]:
+def run_in_lockstep(mesh: Mesh, ranks: Sequence[Rank]) -> tuple[tuple[torch.Tensor, ...], ...]:
     """Run the programs of all ranks to their ends.
 
     Args:
@@ -85,19 +85,19 @@ def run_in_lockstep(mesh: Mesh, ranks: Sequence[Rank]) -> list[tuple[torch.Tenso
         del calls  # frees the operands of a collective before the ranks go on
         results.reverse()
         op, calls = _step([rank.send(results) for rank in ranks])
-    return [outputs for outputs, _ in calls]
+    return calls
 
 
-def _step(yielded: Sequence[tuple[Any, Any, Any]]) -> tuple[Any, list[tuple[Any, Any]]]:
-    """The operator that all ranks call next, and the arguments and keyword arguments of each."""
-    op = yielded[0][0]
-    for other, _, _ in yielded:
-        if other is not op:
-            raise DivergenceError(
-                f"Ranks run different programs: one calls {op or 'nothing more'} where another calls "
-                f"{other or 'nothing more'}. Collectives and random operators must be the same on all ranks."
-            )
-    return op, [(args, kwargs) for _, args, kwargs in yielded]
+def _step(yielded: Sequence[tuple[Any, Any]]) -> tuple[Any, tuple[Any, ...]]:
+    """The operator that all ranks call next and the call of each; None and their outputs if they are at their ends."""
+    ops, calls = zip(*yielded, strict=True)
+    if ops.count(ops[0]) != len(ops):
+        one, other = list(dict.fromkeys(ops))[:2]
+        raise DivergenceError(
+            f"Ranks run different programs: one calls {one or 'nothing more'} where another calls "
+            f"{other or 'nothing more'}. Collectives and random operators must be the same on all ranks."
+        )
+    return ops[0], calls
 
 
 def _run(op: Any, mesh: Mesh, calls: Sequence[tuple[Any, Any]]) -> list[Any]:

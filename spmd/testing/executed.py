@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.collectives.bytes_sent import max_bytes_sent
-from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.collectives.traffic import ring_bytes
+from spmd.ir.comm import StepKind
 
 _c10d = torch.ops._c10d_functional
 
@@ -29,7 +30,7 @@ _KINDS: Mapping[Any, StepKind] = MappingProxyType(
 class Executed:
     """One collective: its kind, the number of ranks, and the most bytes that any rank sends by the ring algorithm."""
 
-    kind: str
+    kind: StepKind
     ranks: int
     bytes: float
 
@@ -56,5 +57,5 @@ def _executed(kind: StepKind, args: tuple[Any, ...]) -> Executed:
     if kind is StepKind.ALL_TO_ALL and all(sum(map(bool, splits)) <= 1 for splits in args[1:3]):
         kind = StepKind.PERMUTE
     if kind is StepKind.ALL_REDUCE:
-        return Executed(kind.value, ranks, max_bytes_sent(kind, (ranks,), tuple(args[0].shape), args[0].itemsize, ()))
-    return Executed(kind.value, ranks, ring_bytes(kind, ranks, nbytes))
+        return Executed(kind, ranks, max_bytes_sent(kind, (ranks,), tuple(args[0].shape), args[0].itemsize, ()))
+    return Executed(kind, ranks, ring_bytes(kind, ranks, nbytes))

@@ -55,14 +55,14 @@ def peak_bytes(program: LocalProgram, donated: frozenset[int] = frozenset()) -> 
         rank = generate(graph, program.mesh).function(inputs, 0)
         waiting = [next(rank)]
         while waiting[0][0] is not None:
-            result = [_made_up(next(stops), *waiting.pop())]
+            result = [_made_up(next(stops), *waiting.pop()[1])]
             waiting.append(rank.send(result))
     del held
     return counter.peak
 
 
-def _made_up(operation: Operation, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _made_up(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if operation.is_random:
-        return op(*args, **kwargs)
+        return operation.op(*args, **kwargs)
     (result,) = operation.tensors
     return torch.zeros(result.meta.shape, dtype=result.meta.dtype)

@@ -15,10 +15,10 @@ import torch
 
 from spmd.errors import TraceError
 from spmd.ir.source import Source
+from spmd.job.user_code import is_user_file
 from spmd.tracing.recorder import where
 from spmd.tracing.source import source_at, user_source
 from spmd.tracing.torch_state import GENERATOR, TorchState, generators, same_states
-from spmd.user_code import is_user_file
 
 
 class Generators:

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from spmd.ir.source import Source
-from spmd.user_code import is_user_file
+from spmd.job.user_code import is_user_file
 
 
 @functools.lru_cache(maxsize=65536)

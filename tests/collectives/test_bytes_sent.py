@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from spmd.collectives.bytes_sent import chunk_lengths, max_bytes_sent
 from spmd.collectives.resharding import redistribution
-from spmd.collectives.traffic import StepKind, record_traffic, ring_bytes
+from spmd.collectives.traffic import record_traffic, ring_bytes
 from spmd.core.mesh import make_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta, chunk_bounds
+from spmd.ir.comm import StepKind
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing.strategies import meshes, shards, tensor_specs
 

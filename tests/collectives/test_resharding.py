@@ -7,11 +7,12 @@ from spec_cases import all_specs, split
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spmd.collectives.resharding import redistribution
-from spmd.collectives.traffic import StepKind, record_traffic, ring_bytes
+from spmd.collectives.traffic import record_traffic, ring_bytes
 from spmd.core.mesh import make_mesh
 from spmd.core.placement import combine
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import ShardingError
+from spmd.ir.comm import StepKind
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing import strategies as spmd_strategies
 

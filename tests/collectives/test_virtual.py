@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import spmd.collectives.primitives  # noqa: F401  (defines torch.ops.spmd)
-from spmd.collectives.traffic import StepKind, record_traffic, ring_bytes
+from spmd.collectives.traffic import record_traffic, ring_bytes
 from spmd.collectives.virtual import run
 from spmd.core.mesh import make_mesh
 from spmd.errors import DivergenceError, SpmdError
+from spmd.ir.comm import StepKind
 
 MESH = make_mesh({"x": 2, "y": 3}, runtime="virtual")
 ops = torch.ops.spmd

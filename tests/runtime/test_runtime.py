@@ -126,9 +126,9 @@ def test_generated_text_deletes_and_yields() -> None:
         "    inputs.clear()",
         "    v1 = g0(v0)",
         "    del v0",
-        "    v2 = (yield g1, (v1, 0, 4, ['m'], ), {}).pop()",
+        "    v2 = (yield g1, ((v1, 0, 4, ['m'], ), {})).pop()",
         "    del v1",
-        "    yield None, (v2, ), None",
+        "    yield None, (v2, )",
     ]
 
 

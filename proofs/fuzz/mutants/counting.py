@@ -6,7 +6,7 @@ import math
 
 from proofs.fuzz.mutants.mutant import Patch, mutant, replaced, returning
 from spmd.collectives import bytes_sent as sent
-from spmd.collectives.traffic import StepKind
+from spmd.ir.comm import StepKind
 
 _SENT, _TRAFFIC = "spmd.collectives.bytes_sent", "spmd.collectives.traffic"
 

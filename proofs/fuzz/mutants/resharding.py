@@ -14,8 +14,8 @@ from torch import Tensor
 from proofs.fuzz.mutants.mutant import Change, Patch, mutant, replaced, with_entry
 from spmd.collectives.group import Group
 from spmd.collectives.step import Step
-from spmd.collectives.traffic import StepKind
 from spmd.core.spec import TensorMeta
+from spmd.ir.comm import StepKind
 
 _MOVES, _VIRTUAL, _LOCAL = "spmd.collectives.moves", "spmd.collectives.virtual", "spmd.collectives.local"
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from spmd.api.values.dtensor import DTensor, join_shards, wrap
+from spmd.api.values.dtensor import DTensor, wrap
+from spmd.api.values.joint_shards import joint_specs
 from spmd.collectives.distributed.agreement import check_agreement, describe, failing_together, gather, spans_processes
 from spmd.collectives.distributed.exchange import broadcast
 from spmd.core.mesh import Coordinate, Mesh, Runtime, current_mesh
@@ -139,7 +140,8 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
         prefix = broadcast_prefix(specs, tree, what="specs", of="the tree")
         leaves, structure = tree_flatten(tree)
         held = [(leaf.detach().to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf,) for leaf in leaves]
-    return structure.unflatten(join_shards(call, held, prefix, mesh))
+    found = joint_specs(call, held, prefix, mesh)
+    return structure.unflatten([wrap(spec, shards) for spec, shards in zip(found, held, strict=True)])
 
 
 def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> DTensor:

@@ -8,21 +8,21 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
-import attrs
 import torch
 from torch._prims_common import make_contiguous_strides_for
 from torch._tensor_str import _tensor_str
 
 from spmd.api.values.checkpointable import read_chunks, shard_at, write_items
 from spmd.api.values.communication import is_watched, record_move
+from spmd.api.values.joint_shards import check_shards, joint_specs
 from spmd.api.values.linear import linear
 from spmd.collectives.distributed.agreement import gather, spans_processes
 from spmd.collectives.resharding import redistribution
-from spmd.core.mesh import Coordinate, Mesh, Runtime
+from spmd.core.mesh import Mesh, Runtime
 from spmd.core.placement import Placement
 from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.shards import join
-from spmd.core.spec import Dims, DTensorSpec, P, Reductions, TensorMeta
+from spmd.core.spec import Dims, DTensorSpec, Reductions, TensorMeta
 from spmd.errors import ShardingError
 from spmd.job.process import process_index
 from spmd.runtime.redistribute import redistribute_shards
@@ -43,7 +43,7 @@ class DTensor(torch.Tensor):
 
     The idea is JAX's global `jax.Array`; the name is torch's.
 
-    >>> from spmd import distribute, make_mesh
+    >>> from spmd import P, distribute, make_mesh
     >>> mesh = make_mesh({"data": 2}, runtime="virtual")
     >>> x = distribute(torch.arange(3), P("data"), mesh)
     >>> x
@@ -52,12 +52,12 @@ class DTensor(torch.Tensor):
     ((tensor([0, 1]), tensor([2])), tensor([0, 1, 2]))
     """
 
-    __slots__ = ("_family", "_gone", "_shards", "_spec", "_strides")
+    __slots__ = ("_gone", "_shards", "_spec")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _spec: DTensorSpec
     _shards: tuple[torch.Tensor, ...]
-    _family: Any  # aliases and views (spmd.api.eager.families); None if there are none
-    _strides: tuple[int, ...] | None  # of the global tensor on one device; None if it is contiguous
+    _family: Any = None  # aliases and views (spmd.api.eager.families); None if there are none
+    _strides: tuple[int, ...] | None = None  # of the global tensor on one device; None if it is contiguous
     _gone: tuple[str, str]  # why it has no shards: in a word, and what to do
 
     def __new__(cls, *args: object, **kwargs: object) -> DTensor:
@@ -137,7 +137,7 @@ class DTensor(torch.Tensor):
             DivergenceError: ranks make different calls.
             SpmdError: a rank failed, or never makes the call.
 
-        >>> from spmd import distribute, make_mesh
+        >>> from spmd import P, distribute, make_mesh
         >>> x = distribute(torch.arange(3), P("data"), make_mesh({"data": 2}, runtime="virtual"))
         >>> x.redistribute(P()).shards
         (tensor([0, 1, 2]), tensor([0, 1, 2]))
@@ -184,15 +184,15 @@ class DTensor(torch.Tensor):
                 the message names the rank.
             DivergenceError: ranks make different calls.
 
-        >>> from spmd.core.mesh import make_mesh
+        >>> from spmd import P, make_mesh
         >>> mesh = make_mesh({"data": 2}, runtime="virtual")
         >>> DTensor.from_local([torch.zeros(2, 3), torch.zeros(1, 3)], mesh, P("data")).shape
         torch.Size([3, 3])
         """
         held = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
         call = f"DTensor.from_local(..., {spec!r}{'' if shape is None else f', shape={tuple(shape)}'}) on {mesh}"
-        (found,) = join_shards(call, [held], [spec], mesh, shape)
-        return _of_parts(found._spec, *held)
+        (found,) = joint_specs(call, [held], [spec], mesh, shape)
+        return _of_parts(found, *held)
 
     def __getattr__(self, name: str) -> Any:  # only for attributes that are missing
         if name == "_shards":
@@ -360,11 +360,10 @@ def dispatch_operators_to(function: Operators) -> Operators:
 
 _contiguous_strides = functools.lru_cache(maxsize=4096)(make_contiguous_strides_for)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_STRIDED = torch.strided
 _set_spec = DTensor.__dict__["_spec"].__set__
 _set_shards = DTensor.__dict__["_shards"].__set__
-_set_strides = DTensor.__dict__["_strides"].__set__
 _set_gone = DTensor.__dict__["_gone"].__set__
-_set_family = DTensor.__dict__["_family"].__set__
 _delete_shards = DTensor.__dict__["_shards"].__delete__
 
 
@@ -408,13 +407,13 @@ def replace_shards(value: DTensor, shards: Shards) -> None:
 def become(value: DTensor, other: DTensor) -> None:
     """Give a DTensor the spec and the shards of another, whose shape and strides it has already."""
     _set_spec(value, other._spec)
-    _set_strides(value, other._strides)
+    value.__dict__["_strides"] = other._strides
     _set_shards(value, other._shards)
 
 
 def set_family(value: DTensor, family: object) -> None:
     """Make a DTensor a member of a family."""
-    _set_family(value, family)
+    value.__dict__["_family"] = family  # not by __setattr__, which is slower
 
 
 def wrap(
@@ -433,12 +432,14 @@ def wrap(
     """
     meta = spec.meta
     # Arguments by position (strides, offset and memory format first), because torch parses them a fifth faster.
-    shown, start = (strides or _contiguous_strides(meta.shape), offset) if offset else (strides, None)
-    value = _make_wrapper(DTensor, meta.shape, shown, start, None, meta.dtype, torch.strided, spec.mesh.device)
+    if strides is None and not offset:
+        value = _make_wrapper(DTensor, meta.shape, None, None, None, meta.dtype, _STRIDED, spec.mesh.device)
+    else:
+        shown = strides or _contiguous_strides(meta.shape)
+        value = _make_wrapper(DTensor, meta.shape, shown, offset or None, None, meta.dtype, _STRIDED, spec.mesh.device)
+        value.__dict__["_strides"] = strides
     _set_spec(value, spec)
     _set_shards(value, shards)
-    _set_family(value, None)
-    _set_strides(value, strides)
     return value
 
 
@@ -463,10 +464,8 @@ def restore(
             f"A saved DTensor {made} on {mesh} has {len(shards)} shards, and this process holds "
             f"{len(mesh.held_coordinates)}. Load it with as many processes as saved it, or use spmd.checkpoint."
         )
-    for coordinate, shard in zip(mesh.held_coordinates, shards, strict=True):
-        _check_shard(made, coordinate, _Held.of(shard))
-    value = wrap(made, shards)
-    return _leaf(value, requires_grad, is_parameter)
+    check_shards(made, shards)
+    return _leaf(wrap(made, shards), requires_grad, is_parameter)
 
 
 def _leaf(value: DTensor, requires_grad: bool, is_parameter: bool) -> DTensor:
@@ -474,96 +473,3 @@ def _leaf(value: DTensor, requires_grad: bool, is_parameter: bool) -> DTensor:
 
 
 torch.serialization.add_safe_globals([restore])
-
-
-@attrs.frozen
-class _Held:
-    """The facts of a shard that ranks exchange: its meta and device type; of what is no plain tensor, only the type."""
-
-    kind: str
-    meta: TensorMeta | None
-    device: str
-
-    @classmethod
-    def of(cls, shard: Any) -> _Held:
-        if not isinstance(shard, torch.Tensor) or isinstance(shard, DTensor):
-            return cls(type(shard).__name__, None, "")
-        return cls("torch.Tensor", TensorMeta.of(shard), shard.device.type)
-
-
-def join_shards(
-    call: str,
-    held: Sequence[Sequence[torch.Tensor]],
-    specs: Sequence[SpecLike],
-    mesh: Mesh,
-    shape: Sequence[int] | None = None,
-) -> list[DTensor]:
-    """DTensors of shards that this process holds, checked together with those of the other processes.
-
-    On a distributed mesh this is a collective call.
-
-    Args:
-        call: the user's call, as for `gather`.
-        held: for each DTensor, the shards of this process's ranks in rank order.
-        specs: the spec of each DTensor.
-        mesh: the mesh.
-        shape: the global shape of all of them; by default computed from the shards.
-
-    Raises:
-        ShardingError: a wrong number of shards, or a shard that does not match its spec.
-        DivergenceError: ranks make different calls.
-        SpmdError: a rank failed, or never makes the call.
-    """
-    facts = [[_Held.of(shard) for shard in shards] for shards in held]
-    every = gather(call, facts) if spans_processes(mesh) else [facts]
-    count = len(mesh.held_coordinates)
-    found = []
-    for number, (shards, spec) in enumerate(zip(held, specs, strict=True)):
-        ranks: list[_Held] = []
-        for process, given in enumerate(every):
-            here = given[number] if number < len(given) else []
-            if len(here) != count:
-                where = f"process {process}" if len(every) > 1 else "this process"
-                raise ShardingError(
-                    f"from_local needs one shard for each of the {count} ranks of {mesh} that {where} holds "
-                    f"(got {len(here)})."
-                )
-            ranks += here
-        found.append(wrap(_joint_spec(ranks, spec, mesh, shape), tuple(shard.detach() for shard in shards)))
-    return found
-
-
-def _joint_spec(ranks: Sequence[_Held], spec: SpecLike, mesh: Mesh, shape: Sequence[int] | None) -> DTensorSpec:
-    """The spec of a tensor, checked against the facts of the shards of all ranks."""
-    metas: list[TensorMeta] = []
-    for rank, held in enumerate(ranks):
-        if held.meta is None:
-            raise ShardingError(f"Shard of rank {rank} must be a plain torch.Tensor (got {held.kind}).")
-        metas.append(held.meta)
-    pspec = make_spec(mesh, spec, metas[0], where="shard of rank 0").pspec
-    meta = TensorMeta(_global_shape(metas, mesh, pspec) if shape is None else shape, metas[0].dtype)
-    complete = make_spec(mesh, pspec, meta, where="global tensor")
-    for coordinate, held in zip(mesh.coordinates(), ranks, strict=True):
-        _check_shard(complete, coordinate, held)
-    return complete
-
-
-def _global_shape(metas: Sequence[TensorMeta], mesh: Mesh, pspec: P) -> tuple[int, ...]:
-    """The global shape: a sharded dim has the sum of the lengths on ranks that differ only in the axes of the dim."""
-    shape = list(metas[0].shape)
-    for dim, axes in enumerate(pspec.dims):
-        if axes:
-            ranks = mesh.groups(axes)[0]
-            shape[dim] = sum(metas[rank].shape[dim] if dim < metas[rank].ndim else 0 for rank in ranks)
-    return tuple(shape)
-
-
-def _check_shard(spec: DTensorSpec, coordinate: Coordinate, held: _Held) -> None:
-    rank = spec.mesh.rank(coordinate)
-    expected = TensorMeta(spec.local_shape(coordinate), spec.meta.dtype)
-    if held.meta != expected:
-        raise ShardingError(
-            f"Shard of rank {rank} must be {expected} for a global tensor {spec} on {spec.mesh} (got {held.meta})."
-        )
-    if held.device != spec.mesh.device.type:
-        raise ShardingError(f"Shard of rank {rank} must be on {spec.mesh.device} (got {held.device}).")

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from spmd.collectives.traffic import StepKind
 from spmd.core.quantity import parse_bytes
 from spmd.errors import PlanError
-from spmd.ir.comm import Comm
+from spmd.ir.comm import Comm, StepKind
 from spmd.plan.data.plan import PlanData
 
 if TYPE_CHECKING:
     from spmd.inspect.questions.pins import Suggestion
 
-KINDS = tuple(kind.value for kind in StepKind if kind.is_collective)
+KINDS = tuple(kind for kind in StepKind if kind.is_collective)
 
 MAX_EXAMINED = 3
 """The most collectives over budget for which a pin is searched, the largest first."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.collectives.traffic import StepKind
 from spmd.core.documents import Fields, Kind, ListOf, MapOf, Maybe, schema_violation
+from spmd.ir.comm import StepKind
 
 Document = dict[str, Any]
 """Plain data that `json` can write."""
@@ -80,7 +80,7 @@ _PLAN = Fields(
     }
 )
 
-_KINDS = frozenset(kind.value for kind in StepKind if kind.is_collective)
+_KINDS = frozenset(kind for kind in StepKind if kind.is_collective)
 
 
 def find_wrong(document: Any) -> str | None:

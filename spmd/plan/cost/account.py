@@ -9,7 +9,7 @@ import attrs
 from spmd.collectives.resharding import redistribution
 from spmd.core.placement import Placement, Replicate
 from spmd.core.spec import DTensorSpec
-from spmd.ir.comm import Comm
+from spmd.ir.comm import Comm, Sent
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.local_cost import LocalCost
@@ -96,10 +96,8 @@ def _comms(plan: PlanData, draft: Draft, operation: Operation) -> tuple[Comm, ..
     return tuple(Comm(kind, axes, size, seconds(axes, size), cause.text, cause.source) for kind, axes, size in sent)
 
 
-def sends(
-    draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation
-) -> tuple[tuple[str, tuple[str, ...], float], ...]:
-    """The collectives of an operation: kind, mesh axes, the most bytes that any rank sends.
+def sends(draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation) -> tuple[Sent, ...]:
+    """The collectives of an operation.
 
     Args:
         draft: the program, with the strategies of its operations.
@@ -109,4 +107,4 @@ def sends(
     if operation.op is not REDISTRIBUTE:
         return local_collectives(draft, operation, draft.strategies.get(operation, {}))
     steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]], draft.reduce_dtype)
-    return tuple((step.kind.value, step.axes, step.bytes) for step in steps if step.is_collective)
+    return tuple((step.kind, step.axes, step.bytes) for step in steps if step.is_collective)

@@ -11,8 +11,8 @@ import torch
 
 from spmd.collectives.bytes_sent import max_bytes_sent
 from spmd.collectives.precision import summed_in
-from spmd.collectives.traffic import StepKind
 from spmd.core.placement import Partial, Placement, Replicate, Shard
+from spmd.ir.comm import StepKind
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.cost.flops import arithmetic_dtype, flops

@@ -23,6 +23,7 @@ from spmd.core.mesh import Mesh
 from spmd.core.placement import Placement
 from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
+from spmd.ir.comm import Sent
 from spmd.ir.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
 from spmd.ir.list_schedule import Unit, schedule
 from spmd.ir.simplify import eliminate_dead
@@ -76,6 +77,7 @@ class LocalCall:
         mesh: Mesh,
         local: Callable[[Value], TensorMeta],
         unsharded: Callable[[Value], TensorMeta],
+        *,
         size_argument: int | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> LocalCall:
@@ -141,19 +143,19 @@ def trace_local_call(call: LocalCall) -> tuple[Graph, tuple[Value | None, ...]]:
 
 
 @lru_cache(maxsize=4096)
-def _sent(use: LocalCall) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+def _sent(use: LocalCall) -> tuple[Sent, ...]:
     with axis_environment(use.mesh.axes), _Collectives(use.mesh) as collectives:
         use(*use.operands("meta"))
     return tuple(collectives.sent)
 
 
 class _Collectives(TorchDispatchMode):
-    """Records the collectives that are called: kind, mesh axes, the most bytes that any rank sends."""
+    """Records the collectives that are called."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.mesh = mesh
-        self.sent: list[tuple[str, tuple[str, ...], float]] = []
+        self.sent: list[Sent] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op in _OF_THE_RANK:
@@ -163,7 +165,7 @@ class _Collectives(TorchDispatchMode):
             kind, (operand, *rest, axes) = COLLECTIVES[op], args
             counts = tuple(map(self.mesh.axis_size, axes))
             sent = max_bytes_sent(kind, counts, tuple(operand.shape), operand.itemsize, rest)
-            self.sent.append((kind.value, tuple(axes), sent))
+            self.sent.append((kind, tuple(axes), sent))
         return result
 
 
@@ -205,10 +207,8 @@ def scheduled(plan: PlanData) -> tuple[Unit, ...]:
     return schedule(operations, alone)
 
 
-def local_collectives(
-    draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]
-) -> tuple[tuple[str, tuple[str, ...], float], ...]:
-    """The collectives in an operation's local implementation: kind, mesh axes, the most bytes that any rank sends.
+def local_collectives(draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]) -> tuple[Sent, ...]:
+    """The collectives in an operation's local implementation.
 
     Args:
         draft: the program.
@@ -228,7 +228,7 @@ def local_collectives(
         return TensorMeta(regroup(draft.sizes_at(original, kept), draft.logical[original]), value.meta.dtype)
 
     unsharded = lambda value: local(value, axes)  # noqa: E731
-    return _sent(LocalCall.of(body, axes, operation, draft.mesh, local, unsharded, None, draft.reduce_dtype))
+    return _sent(LocalCall.of(body, axes, operation, draft.mesh, local, unsharded, reduce_dtype=draft.reduce_dtype))
 
 
 def _apart(operation: Operation) -> tuple[Operation, dict[Value, Value]]:

@@ -16,7 +16,7 @@ from spmd.collectives.primitives import COLLECTIVES
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.spec import DTensorSpec, TensorMeta
-from spmd.ir.comm import Comm
+from spmd.ir.comm import Comm, StepKind
 from spmd.ir.graph import Annotations, Graph, Operation, Value, map_leaves
 from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
@@ -120,9 +120,17 @@ class Fragments:
             return TensorMeta(self.plan.layout(value).without(axes).shape(self.coordinate), value.meta.dtype)
 
         rule = find_rule(operation.op, self.plan.request.rules)
-        size_argument = None if rule is None else rule.size_argument
-        options = size_argument, self.plan.request.reduce_dtype
-        return local_fragment(LocalCall.of(body, axes, operation, self.plan.mesh, self.local, unsharded, *options))
+        call = LocalCall.of(
+            body,
+            axes,
+            operation,
+            self.plan.mesh,
+            self.local,
+            unsharded,
+            size_argument=None if rule is None else rule.size_argument,
+            reduce_dtype=self.plan.request.reduce_dtype,
+        )
+        return local_fragment(call)
 
 
 @lru_cache(maxsize=512)
@@ -142,10 +150,10 @@ def _lowered(operation: Operation, mesh: Mesh) -> Operation:
     kind, (operand, *rest, axes) = COLLECTIVES[operation.op], operation.args
     counts, held = tuple(map(mesh.axis_size, axes)), operand.meta
     sent = max_bytes_sent(kind, counts, held.shape, held.dtype.itemsize, rest)
-    return attrs.evolve(operation, annotations=_collective(kind.value, axes, sent))
+    return attrs.evolve(operation, annotations=_collective(kind, axes, sent))
 
 
-def _collective(kind: str, axes: Any, sent: float) -> Annotations:
+def _collective(kind: StepKind, axes: Any, sent: float) -> Annotations:
     return Annotations(Comm(kind, tuple(axes), sent, 0.0, "", None))
 
 
@@ -181,7 +189,7 @@ def _redistribution(
     for step in redistribution(source, target, reduce_dtype):
         local = localize_step(step, atoms, coordinate)
         here = cast(reshape(here, local.view), step.sent_dtype)
-        notes = _collective(step.kind.value, step.axes, step.bytes) if step.is_collective else None
+        notes = _collective(step.kind, step.axes, step.bytes) if step.is_collective else None
         arguments = (here, *local.step.arguments(coordinate))
         meta = TensorMeta(local.step.target.local_shape(coordinate), step.sent_dtype)
         here = call(local.step.primitive, arguments, meta, Layout(step.target, atoms), notes)

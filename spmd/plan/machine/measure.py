@@ -13,9 +13,10 @@ import attrs
 import torch
 
 from spmd.collectives import virtual
-from spmd.collectives.traffic import StepKind, ring_bytes
+from spmd.collectives.traffic import ring_bytes
 from spmd.core.mesh import Mesh, Runtime
 from spmd.errors import MeshError
+from spmd.ir.comm import StepKind
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CPU_ORDER, _ACCELERATOR_ORDER = 512, 8192

@@ -17,9 +17,9 @@ import torch
 
 from spmd.collectives.local import LOCALS, run_local
 from spmd.collectives.resharding import redistribution
-from spmd.collectives.traffic import StepKind
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
+from spmd.ir.comm import StepKind
 from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
 from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE

@@ -9,8 +9,8 @@ import attrs
 
 from spmd.collectives.resharding import redistribution
 from spmd.collectives.step import Step
-from spmd.collectives.traffic import StepKind
 from spmd.core.spec import DTensorSpec
+from spmd.ir.comm import StepKind
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.data.request import Request

@@ -204,7 +204,7 @@ def run_body(
         generate(graph, mesh).function(list(tensors_of((*args, *kwargs.values()))), rank)
         for rank, (graph, (args, kwargs)) in enumerate(zip(traces, arguments, strict=True))
     ]
-    return run_in_lockstep(mesh, ranks)
+    return list(run_in_lockstep(mesh, ranks))
 
 
 def _traced(body: Body, mesh: Mesh, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:

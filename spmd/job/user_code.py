@@ -10,9 +10,11 @@ import attrs
 import optree
 import torch
 
+from spmd import errors
+
 _INTERNAL = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep
-    for file in (torch.__file__, optree.__file__, attrs.__file__, __file__)
+    for file in (torch.__file__, optree.__file__, attrs.__file__, errors.__file__)
     if file
 )
 _STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep

@@ -1,0 +1,116 @@
+"""The shards that processes bring for a DTensor, checked together: they must be those of one global tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.collectives.distributed.agreement import gather, spans_processes
+from spmd.core.mesh import Coordinate, Mesh
+from spmd.core.pytree import SpecLike, make_spec
+from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.errors import ShardingError
+
+
+@attrs.frozen
+class _Facts:
+    """The facts of a shard that ranks exchange: its meta and device type; of what is no plain tensor, only the type."""
+
+    kind: str
+    meta: TensorMeta | None
+    device: str
+
+    @classmethod
+    def of(cls, shard: Any) -> _Facts:
+        if not isinstance(shard, torch.Tensor) or type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return cls(type(shard).__name__, None, "")
+        return cls("torch.Tensor", TensorMeta.of(shard), shard.device.type)
+
+
+def joint_specs(
+    call: str,
+    held: Sequence[Sequence[torch.Tensor]],
+    specs: Sequence[SpecLike],
+    mesh: Mesh,
+    shape: Sequence[int] | None = None,
+) -> list[DTensorSpec]:
+    """The specs of the DTensors of which all processes hold shards; on a distributed mesh a collective call.
+
+    Args:
+        call: the user's call, as for `gather`.
+        held: for each DTensor, the shards of this process's ranks in rank order.
+        specs: the spec of each DTensor.
+        mesh: the mesh.
+        shape: the global shape of all of them; by default computed from the shards.
+
+    Raises:
+        ShardingError: a wrong number of shards, or a shard that does not match its spec.
+        DivergenceError: ranks make different calls.
+        SpmdError: a rank failed, or never makes the call.
+    """
+    facts = [[_Facts.of(shard) for shard in shards] for shards in held]
+    every = gather(call, facts) if spans_processes(mesh) else [facts]
+    count = len(mesh.held_coordinates)
+    found = []
+    for number, spec in enumerate(specs):
+        ranks: list[_Facts] = []
+        for process, given in enumerate(every):
+            here = given[number] if number < len(given) else []
+            if len(here) != count:
+                where = f"process {process}" if len(every) > 1 else "this process"
+                raise ShardingError(
+                    f"from_local needs one shard for each of the {count} ranks of {mesh} that {where} holds "
+                    f"(got {len(here)})."
+                )
+            ranks += here
+        found.append(_joint_spec(ranks, spec, mesh, shape))
+    return found
+
+
+def check_shards(spec: DTensorSpec, shards: Sequence[torch.Tensor]) -> None:
+    """Check that shards are those of this process's ranks, under a spec.
+
+    Raises:
+        ShardingError: a shard whose shape, dtype or device does not match the spec.
+    """
+    for coordinate, shard in zip(spec.mesh.held_coordinates, shards, strict=True):
+        _check_shard(spec, coordinate, _Facts.of(shard))
+
+
+def _joint_spec(ranks: Sequence[_Facts], spec: SpecLike, mesh: Mesh, shape: Sequence[int] | None) -> DTensorSpec:
+    """The spec of a tensor, checked against the facts of the shards of all ranks."""
+    metas: list[TensorMeta] = []
+    for rank, held in enumerate(ranks):
+        if held.meta is None:
+            raise ShardingError(f"Shard of rank {rank} must be a plain torch.Tensor (got {held.kind}).")
+        metas.append(held.meta)
+    pspec = make_spec(mesh, spec, metas[0], where="shard of rank 0").pspec
+    meta = TensorMeta(_global_shape(metas, mesh, pspec) if shape is None else shape, metas[0].dtype)
+    complete = make_spec(mesh, pspec, meta, where="global tensor")
+    for coordinate, held in zip(mesh.coordinates(), ranks, strict=True):
+        _check_shard(complete, coordinate, held)
+    return complete
+
+
+def _global_shape(metas: Sequence[TensorMeta], mesh: Mesh, pspec: P) -> tuple[int, ...]:
+    """The global shape: a sharded dim has the sum of the lengths on ranks that differ only in the axes of the dim."""
+    shape = list(metas[0].shape)
+    for dim, axes in enumerate(pspec.dims):
+        if axes:
+            ranks = mesh.groups(axes)[0]
+            shape[dim] = sum(metas[rank].shape[dim] if dim < metas[rank].ndim else 0 for rank in ranks)
+    return tuple(shape)
+
+
+def _check_shard(spec: DTensorSpec, coordinate: Coordinate, held: _Facts) -> None:
+    rank = spec.mesh.rank(coordinate)
+    expected = TensorMeta(spec.local_shape(coordinate), spec.meta.dtype)
+    if held.meta != expected:
+        raise ShardingError(
+            f"Shard of rank {rank} must be {expected} for a global tensor {spec} on {spec.mesh} (got {held.meta})."
+        )
+    if held.device != spec.mesh.device.type:
+        raise ShardingError(f"Shard of rank {rank} must be on {spec.mesh.device} (got {held.device}).")
