@@ -19,6 +19,7 @@ import torch
 from spmd.collectives.local import LOCALS, run_local
 from spmd.core.mesh import Mesh
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.runtime.bindings import callable_of
 from spmd.tracing.recorder import where
 
 RankProgram: TypeAlias = Callable[..., Any]
@@ -119,7 +120,7 @@ class _Writer:
         if self.lockstep is not None and operation.op in LOCALS:
             run = self.reference(_local(operation.op, self.lockstep))
             return f"{run}(rank, {', '.join([*positional, *keywords])})"
-        return f"{self.reference(getattr(operation.op, '_op', operation.op))}({', '.join([*positional, *keywords])})"
+        return f"{self.reference(_callable_of(operation))}({', '.join([*positional, *keywords])})"
 
     def argument(self, argument: Any) -> str:
         if isinstance(argument, Value):
@@ -141,6 +142,13 @@ class _Writer:
             self.known[id(target)] = f"g{len(self.known)}"
             self.namespace[self.known[id(target)]] = target
         return self.known[id(target)]
+
+
+def _callable_of(operation: Operation) -> Callable[..., Any]:
+    if operation.effect is not None:
+        return getattr(operation.op, "_op", operation.op)  # type: ignore[no-any-return]
+    call = operation.call()
+    return callable_of(call.op, call.args, call.kwargs)
 
 
 @functools.lru_cache(maxsize=1024)

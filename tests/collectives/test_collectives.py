@@ -339,7 +339,6 @@ def test_second_order(case):
     assert_close([g.detach() for g in expected], run_each(problem, local_slope, arguments))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp uses it
 @each_case
 def test_forward_mode(case):
     problem = Problem.of(case, "y", LINE)
@@ -354,7 +353,6 @@ def test_forward_mode(case):
     assert_close(expected, results)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp uses it
 def test_forward_mode_nests():
     def slope(function):
         return lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]

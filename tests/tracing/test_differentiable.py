@@ -9,8 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import spmd
 from spmd import P
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward mode compiles rules so
-
 MESH = spmd.make_mesh({"data": 2}, runtime="virtual")
 X = torch.randn(2, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([2, 0, 1])

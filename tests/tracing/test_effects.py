@@ -133,7 +133,6 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward mode compiles its rules so
 @pytest.mark.parametrize(("function", "text"), FUNCTIONS, ids=lambda item: getattr(item, "__name__", ""))
 def test_changes_are_refused_with_their_line_and_undone(function, text):
     before = TorchState.now()

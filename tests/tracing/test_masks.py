@@ -82,7 +82,6 @@ CASES = {
 SPECS = [P(), P("a"), P(None, "a"), P(None, None, "b"), P("a", "b"), P("b", None, "a"), P(partial={"a": "sum"})]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward mode compiles its rules so
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 @pytest.mark.parametrize("case", CASES)
 def test_values(case: str, spec: P) -> None:

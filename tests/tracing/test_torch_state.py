@@ -11,8 +11,6 @@ from spmd.core.spec import TensorMeta
 from spmd.tracing.torch_state import TorchState, restored
 from spmd.tracing.trace import trace
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward mode compiles rules so
-
 META = TensorMeta((4, 3), torch.float32)
 MESH = spmd.make_mesh({"data": 2}, runtime="virtual")
 

@@ -120,7 +120,6 @@ def cubes(x):
     return (x**3 * CLOSED).sum()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward mode compiles its rules so
 @pytest.mark.parametrize(
     "function",
     [

@@ -38,8 +38,24 @@ class View:
         return view.numel() > self.base.numel()
 
 
-_FORGET_EVERY = 16
-"""Members that are gone are forgotten whenever the list of members has a multiple of this length."""
+class _References:
+    """DTensors, as long as they are referenced elsewhere."""
+
+    __slots__ = ("_limit", "_members")
+
+    def __init__(self) -> None:
+        self._members: list[weakref.ref[DTensor]] = []
+        self._limit = 16
+
+    def add(self, value: DTensor) -> None:
+        """Add a DTensor; those that are gone are forgotten when there are twice as many as there were alive."""
+        if len(self._members) == self._limit:
+            self._members = [member for member in self._members if member() is not None]
+            self._limit = 16 + 2 * len(self._members)
+        self._members.append(weakref.ref(value))
+
+    def __iter__(self) -> Iterator[DTensor]:
+        return (value for value in (member() for member in self._members) if value is not None)
 
 
 class Family:
@@ -48,8 +64,7 @@ class Family:
     __slots__ = ("aliases", "views")
 
     def __init__(self) -> None:
-        self.aliases: list[weakref.ref[DTensor]] = []
-        self.views: list[weakref.ref[DTensor]] = []
+        self.aliases, self.views = _References(), _References()
 
 
 def add_alias(value: DTensor, alias: DTensor) -> None:
@@ -58,7 +73,7 @@ def add_alias(value: DTensor, alias: DTensor) -> None:
     if isinstance(held, View):
         _add_view(alias, held)
     else:
-        _add(_family(value).aliases, alias)
+        _family(value).aliases.add(alias)
         set_family(alias, value._family)
 
 
@@ -89,15 +104,15 @@ def write(value: DTensor, shards: Shards, *, through: bool = False) -> None:
     if held is None:
         replace_shards(value, shards)
     elif isinstance(held, Family):
-        for alias in _alive(held.aliases):
+        for alias in held.aliases:
             replace_shards(alias, shards)
-        for view in _alive(held.views):
+        for view in held.views:
             lose_shards(view, *_stale())
     elif not through:
         replace_shards(value, shards)
         set_family(value, None)
     else:
-        for view in _alive(_family(held.base).views):
+        for view in _family(held.base).views:
             if isinstance(view._family, View) and view._family.steps == held.steps:
                 replace_shards(view, shards)
 
@@ -113,21 +128,11 @@ def _family(value: DTensor) -> Family:
     family: Family | None = value._family
     if family is None:
         family = Family()
-        family.aliases.append(weakref.ref(value))
+        family.aliases.add(value)
         set_family(value, family)
     return family
 
 
 def _add_view(value: DTensor, view: View) -> None:
-    _add(_family(view.base).views, value)
+    _family(view.base).views.add(value)
     set_family(value, view)
-
-
-def _add(members: list[weakref.ref[DTensor]], value: DTensor) -> None:
-    if len(members) % _FORGET_EVERY == 0:
-        members[:] = [member for member in members if member() is not None]
-    members.append(weakref.ref(value))
-
-
-def _alive(members: list[weakref.ref[DTensor]]) -> Iterator[DTensor]:
-    return (value for value in (member() for member in members) if value is not None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -15,9 +16,12 @@ from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.values.communication import is_watched, record_program
 from spmd.api.values.dtensor import DTensor, Shards, wrap
+from spmd.collectives.local import LOCALS
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
 from spmd.ir.graph import Graph, freeze, iterate_leaves, map_leaves
+from spmd.runtime.bindings import callable_of
+from spmd.runtime.codegen import generate, name_origin
 from spmd.tracing.recorder import where
 from spmd.tracing.trace import Traced, strides_of, trace_flat
 
@@ -142,6 +146,8 @@ class Operator:
         self.program.prepare()
         self._executable, self._out_specs = self.program.executable, self.program.out_specs
         self.kernel, self._ranks = self._only_operator(), range(len(mesh.held_coordinates))
+        self._functions = self._local_functions()
+        self._run_on_shards = self._kernel_function()
         self._views, self._is_single = self._view_steps(), self.tree.is_leaf()
 
     def _only_operator(self) -> torch._ops.OpOverload | None:
@@ -149,6 +155,25 @@ class Operator:
         program = self.program.local
         found = {_only_operator(program.graph(where), self.call) for where in program.mesh.held_coordinates}
         return found.pop() if len(found) == 1 else None
+
+    def _kernel_function(self) -> Callable[..., Any]:
+        """The kernel, as a function of local tensors and the call's other arguments."""
+        (coordinate, *_), specs = self.program.mesh.held_coordinates, self.call.specs
+        metas = [TensorMeta(spec.local_shape(coordinate), spec.meta.dtype) for spec in specs]
+        return callable_of(
+            self.kernel,
+            *map_leaves(lambda leaf: metas[leaf.number] if isinstance(leaf, Slot) else leaf, self.call.arguments),
+        )
+
+    def _local_functions(self) -> list[Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]]:
+        """The program of each rank that this process holds, as a function; empty if ranks communicate, or draw."""
+        program = self.program.local
+        graphs = [program.graph(where) for where in program.mesh.held_coordinates]
+        operations = itertools.chain.from_iterable(graph.operations for graph in graphs)
+        if any(operation.effect is not None or operation.op in LOCALS for operation in operations):
+            return []
+        functions = {graph: generate(graph).function for graph in graphs}
+        return [functions[graph] for graph in graphs]
 
     def _view_steps(self) -> list[ViewStep]:
         """For each result, what makes it a view of the first tensor; empty if results are no views."""
@@ -168,12 +193,18 @@ class Operator:
             args, kwargs: its arguments, with DTensors for all tensors.
             modes_off: `spmd.runtime.torch_settings.are_modes_off()`; a kernel would see autocast again.
         """
-        shards = self._run(held, args, kwargs) if modes_off and self.kernel is not None else self._run_program(held)
+        if not modes_off:
+            shards = self._run_program(held)
+        elif self.kernel is not None:
+            shards = self._run_kernel(held, args, kwargs)
+        else:
+            shards = self._run_functions(held) if self._functions else self._run_program(held)
         if self.call.written:
             return self._write(held, shards)
         if self._views:
-            found = (self._view(held[0], number, shard) for number, shard in enumerate(shards))
-            return next(found) if self._is_single else self.tree.unflatten(found)
+            if self._is_single:
+                return self._view(held[0], 0, shards[0])
+            return self.tree.unflatten(self._view(held[0], number, shard) for number, shard in enumerate(shards))
         if self._is_single:
             return wrap(self._out_specs[0], shards[0], self._strides[0])
         return self.tree.unflatten(map(wrap, self._out_specs, shards, self._strides))
@@ -185,13 +216,26 @@ class Operator:
         add_view(base, view, self._views[number])
         return view
 
-    def _run(self, held: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Sequence[Shards]:
+    def _run_kernel(
+        self, held: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Sequence[Shards]:
         """The shards of all outputs, by the kernel."""
-        run, found = self.kernel._op, []  # type: ignore[union-attr]
+        run, found = self._run_on_shards, []
         for rank in self._ranks:
             local = [leaf._shards[rank] if type(leaf) is DTensor else _shard(leaf, rank) for leaf in args]
             found.append(run(*local, **kwargs) if kwargs else run(*local))
         return (tuple(found),) if isinstance(found[0], torch.Tensor) else list(zip(*found, strict=True))
+
+    def _run_functions(self, held: Sequence[DTensor]) -> Sequence[Shards]:
+        """The shards of all outputs, by programs of which none waits for another."""
+        try:
+            if len(self._functions) == 1:
+                return [(shard,) for shard in self._functions[0]([value._shards[0] for value in held])]
+            found = [function([value._shards[rank] for value in held]) for rank, function in enumerate(self._functions)]
+        except Exception as error:
+            name_origin(error)
+            raise
+        return list(zip(*found, strict=True))
 
     def _run_program(self, held: Sequence[DTensor]) -> Sequence[Shards]:
         """The shards of all outputs, by the program."""
