@@ -141,3 +141,14 @@ def test_training_with_master_weights(spec):
     torch.testing.assert_close(held[0].full_tensor(), expected[0])
     assert held[0].dtype == torch.bfloat16
     torch.testing.assert_close(held[1].params.full_tensor(), expected[1].params, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("out", [P(), P("x")])
+def test_casts_are_predicted(out):
+    machine = spmd.Machine(memory_bandwidth=1e6)
+    options = {"machine": machine, "mesh": MESH, "reduce_dtype": torch.float32}
+    step = spmd.jit(lambda x: x, P(partial={"x": "sum"}), out, **options)
+    plan = step.plan(brain(64, 32))
+    results = 64 * 32 // (1 if out == P() else 4)
+    casts = (64 * 32 + results) * (2 + 4) / 1e6
+    assert plan.seconds == pytest.approx(casts + sum(comm.seconds for comm in plan.comms))

@@ -24,7 +24,8 @@ from torch.utils._mode_utils import no_dispatch
 
 from spmd.api.eager.families import add_alias, view_of
 from spmd.api.eager.operator_cache import find, program_of, remember
-from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, is_listed, written_numbers
+from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, written_numbers
+from spmd.api.eager.operators import is_listed
 from spmd.api.values.distribute import place
 from spmd.api.values.dtensor import DTensor, become, dispatch_operators_to, set_family, wrap
 from spmd.core.mesh import Mesh
@@ -92,7 +93,7 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return _as_strided_in_base(*args, **kwargs)
     if kwargs.get("device") == _META:
         return op(*map(_as_meta, args), **kwargs)
-    meshes = _meshes(args) if is_listed(op) or op.name().startswith("aten::_fused_") else ()
+    meshes = _meshes(args) if is_listed(op) else ()
     if len(meshes) > 1:
         return _run_on_meshes(op, meshes, args, kwargs)
     tensors: list[torch.Tensor] = []

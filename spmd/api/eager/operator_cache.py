@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from spmd.api.eager.families import View
-from spmd.api.eager.operator_program import Operator, takes_any_number
+from spmd.api.eager.operator_program import Operator
+from spmd.api.eager.operators import takes_any_number
 from spmd.api.values.dtensor import DTensor
 from spmd.runtime.torch_settings import are_modes_off
 

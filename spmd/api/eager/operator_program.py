@@ -12,6 +12,7 @@ import optree
 import torch
 
 from spmd.api.eager.families import Step, add_view, write
+from spmd.api.eager.operators import LIKE, is_elementwise, name_of, returns_arguments, written_arguments
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.values.communication import is_watched, record_program
@@ -146,8 +147,8 @@ class Operator:
         self.program.prepare()
         self._executable, self._out_specs = self.program.executable, self.program.out_specs
         self.kernel, self._ranks = self._only_operator(), range(len(mesh.held_coordinates))
-        self._functions = self._local_functions()
         self._run_on_shards = self._kernel_function()
+        self._functions = [] if self.kernel else self._local_functions()
         self._views, self._is_single = self._view_steps(), self.tree.is_leaf()
 
     def _only_operator(self) -> torch._ops.OpOverload | None:
@@ -160,10 +161,8 @@ class Operator:
         """The kernel, as a function of local tensors and the call's other arguments."""
         (coordinate, *_), specs = self.program.mesh.held_coordinates, self.call.specs
         metas = [TensorMeta(spec.local_shape(coordinate), spec.meta.dtype) for spec in specs]
-        return callable_of(
-            self.kernel,
-            *map_leaves(lambda leaf: metas[leaf.number] if isinstance(leaf, Slot) else leaf, self.call.arguments),
-        )
+        local = lambda leaf: metas[leaf.number] if isinstance(leaf, Slot) else leaf  # noqa: E731
+        return callable_of(self.kernel, *map_leaves(local, self.call.arguments))
 
     def _local_functions(self) -> list[Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]]:
         """The program of each rank that this process holds, as a function; empty if ranks communicate, or draw."""
@@ -284,40 +283,18 @@ def _only_operator(graph: Graph, call: Call) -> torch._ops.OpOverload | None:
     operations = graph.operations
     if graph.constants or not all(isinstance(operation.op, torch._ops.OpOverload) for operation in operations):
         return None
-    if _is_elementwise(
-        call.op
-    ):  # perhaps on parts of the lists, by their specs, or on items: what it computes is the same
-        name = _name(call.op)
-        named = all(_name(operation.op) in (name, name.removeprefix("_foreach_")) for operation in operations)
+    if is_elementwise(call.op):  # on lists, parts of them by their specs, or items: what it computes is the same
+        name = name_of(call.op)
+        named = all(name_of(operation.op) in (name, name.removeprefix("_foreach_")) for operation in operations)
         direct = all(set(operation.operands) <= set(graph.inputs) for operation in operations)
         return getattr(getattr(aten, name), call.op._overloadname) if named and direct else None
-    if len(operations) != 1 or _name(operations[0].op) != _name(call.op):
+    if len(operations) != 1 or name_of(operations[0].op) != name_of(call.op):
         return None
     (operation,), slots = operations, {value: Slot(number) for number, value in enumerate(graph.inputs)}
     if operation.effect is not None or operation.results != graph.outputs:
         return None
     given = map_leaves(lambda leaf: slots.get(leaf, leaf), (operation.args, dict(operation.kwargs)))
     return operation.op if _named(operation.op, given) == _named(operation.op, call.arguments) else None
-
-
-def _name(op: torch._ops.OpOverload) -> str:
-    """The name of an operator, or of what one that writes to its first argument does."""
-    return op._schema.name.removeprefix("aten::").rstrip("_")
-
-
-def is_listed(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator works on lists, item by item."""
-    return _name(op).startswith("_foreach_")
-
-
-def _is_elementwise(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator works on lists, item by item and element by element."""
-    return is_listed(op) and _name(op) not in ("_foreach_norm", "_foreach_max")
-
-
-def takes_any_number(op: torch._ops.OpOverload) -> bool:
-    """Whether plans of an operator on complete tensors do not depend on numbers: it works element by element."""
-    return _is_elementwise(op) or torch.Tag.pointwise in op.tags
 
 
 def _named(op: torch._ops.OpOverload, arguments: Arguments) -> Hashable:
@@ -336,49 +313,20 @@ def _options() -> Options:
     return Options(static_argnums=(), donate_argnums=(), comms="allow", backend="eager", machine=machine, rules=None)
 
 
-@functools.cache
-def returns_arguments(op: torch._ops.OpOverload, *, written: bool) -> bool:
-    """Whether an operator returns arguments that it wrote to; or, if not `written`, views of an argument."""
-    return any(found.alias_info is not None and found.alias_info.is_write is written for found in op._schema.returns)
-
-
 def written_numbers(op: torch._ops.OpOverload, arguments: Arguments) -> tuple[int, ...]:
     """The numbers of the tensors that an operator writes to."""
     found: dict[int, None] = {}
     args, kwargs = arguments
-    for position, name in _written_arguments(op):
+    for position, name in written_arguments(op):
         for leaf in iterate_leaves(args[position] if position < len(args) else kwargs.get(name)):
             if isinstance(leaf, Slot):
                 found[leaf.number] = None
     return tuple(found)
 
 
-@functools.cache
-def _written_arguments(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """The position and the name of each argument that an operator writes to."""
-    arguments = enumerate(op._schema.arguments)
-    unsaid = _WRITES_UNSAID.get(op, ())
-    return tuple(
-        (n, a.name) for n, a in arguments if a.name in unsaid or (a.alias_info is not None and a.alias_info.is_write)
-    )
-
-
-_WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var")}
-"""Arguments that an operator writes to although its schema does not say so."""
-
-
-_LIKE = frozenset(
-    {
-        aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.rand_like, aten.randn_like,
-        aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided,
-    }
-)  # fmt: skip
-"""Operators whose results do not depend on the values of their operand, and have its spec if they have its shape."""
-
-
 def _like(call: Call, meta: TensorMeta) -> DTensorSpec | None:
     """The given spec of a result: that of the operand if it is like it; else None."""
     held = call.specs[0]
-    if call.op.overloadpacket not in _LIKE or held.partial or held.meta.shape != meta.shape:
+    if call.op.overloadpacket not in LIKE or held.partial or held.meta.shape != meta.shape:
         return None
     return attrs.evolve(held, meta=meta)

@@ -47,7 +47,10 @@ def account(plan: PlanData) -> Account:
     """The predicted times of every operation and every collective of a plan, on its request's machine."""
     draft = finished_draft(plan)
     cost = LocalCost.of(plan.request.machine, draft)
-    seconds = {operation: cost.planned_seconds(operation) for operation in plan.graph.operations}
+    seconds = {
+        operation: _cast_seconds(plan, operation) if operation.op is REDISTRIBUTE else cost.planned_seconds(operation)
+        for operation in plan.graph.operations
+    }
     comms = {operation: _comms(plan, draft, operation) for operation in _executed(plan)}
     return Account(seconds, {operation: found for operation, found in comms.items() if found})
 
@@ -84,6 +87,18 @@ def finished_draft(plan: PlanData) -> Draft:
 def _states(plan: PlanData, spec: DTensorSpec) -> dict[str, Placement]:
     placements = {axis: spec.placement(axis) for axis in plan.order or plan.mesh.names}
     return {axis: state for axis, state in placements.items() if state != Replicate()}
+
+
+def _cast_seconds(plan: PlanData, operation: Operation) -> float:
+    """Seconds of the casts round the sums of a redistribution in `reduce_dtype`; it computes nothing else."""
+    source, target = plan.specs[operation.operands[0]], plan.specs[operation.tensors[0]]
+    held, traffic = source.meta.dtype, 0.0
+    steps = redistribution(source, target, plan.request.reduce_dtype)
+    for spec, dtype in (*((step.source, step.sent_dtype) for step in steps), (target, source.meta.dtype)):
+        if dtype != held:
+            traffic += spec.local_bytes() * (held.itemsize + dtype.itemsize) / source.meta.dtype.itemsize
+        held = dtype
+    return plan.request.machine.compute_seconds(0.0, traffic)
 
 
 def _comms(plan: PlanData, draft: Draft, operation: Operation) -> tuple[Comm, ...]:
