@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import check_same_program
-from spmd.runtime.codegen import generate, name_origin
+from spmd.runtime.codegen import RankProgram, generate, name_origin
 from spmd.runtime.overlap import overlap
 from spmd.runtime.torch_settings import run_isolated
 
@@ -31,6 +33,11 @@ class DistributedProgram:
         (coordinate,) = program.mesh.held_coordinates
         generated = generate(overlap(program.graph(coordinate), program.mesh, coordinate))
         self._function, self.source = generated.function, generated.source
+
+    @property
+    def functions(self) -> Sequence[RankProgram]:
+        """The program of this process's rank as a function of its local inputs."""
+        return (self._function,)
 
     def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
         """Run the program once on this rank.

@@ -8,11 +8,13 @@ from typing import Any, TypeAlias
 import torch
 
 from spmd.collectives import virtual
+from spmd.collectives.local import LOCALS
 from spmd.core.mesh import Mesh
 from spmd.errors import DivergenceError
 from spmd.ir.effects import Effect, effect_of
+from spmd.ir.graph import Operation
 from spmd.lowering.program import LocalProgram
-from spmd.runtime.codegen import generate, name_origin
+from spmd.runtime.codegen import RankProgram, generate, name_origin
 from spmd.runtime.torch_settings import run_isolated
 
 Rank: TypeAlias = Generator[tuple[Any, Any], Any, None]
@@ -24,19 +26,24 @@ class VirtualProgram:
 
     Ranks run one after the other up to an operation with an effect. A collective is then computed by one function over
     the operands of all ranks. Random numbers are drawn once and shared by all ranks. A value is freed after its last
-    use on its rank.
+    use on its rank. If there is no such operation, the programs are plain functions.
     """
 
-    __slots__ = ("_functions", "_mesh")
+    __slots__ = ("_functions", "_is_lockstep", "_mesh")
 
     def __init__(self, program: LocalProgram) -> None:
-        generated = {}
-        for coordinate in program.mesh.coordinates():
-            graph = program.graph(coordinate)
-            if graph not in generated:
-                generated[graph] = generate(graph, program.mesh)
         self._mesh = program.mesh
-        self._functions = [generated[program.graph(where)].function for where in program.mesh.coordinates()]
+        graphs = [program.graph(coordinate) for coordinate in program.mesh.coordinates()]
+        distinct = list(dict.fromkeys(graphs))
+        self._is_lockstep = any(_needs_runtime(operation) for graph in distinct for operation in graph.operations)
+        lockstep = program.mesh if self._is_lockstep else None
+        generated = {graph: generate(graph, lockstep) for graph in distinct}
+        self._functions = [generated[graph].function for graph in graphs]
+
+    @property
+    def functions(self) -> Sequence[RankProgram]:
+        """The programs of all ranks as functions of their local inputs; empty if they run in lockstep."""
+        return () if self._is_lockstep else self._functions
 
     def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
         """Run the program once on all ranks.
@@ -55,15 +62,18 @@ class VirtualProgram:
             raise
 
     def _run(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-        return list(zip(*run_in_lockstep(self._mesh, self._start(inputs)), strict=True))
+        shards = [list(held) for held in zip(*inputs, strict=True)] if inputs else [[] for _ in self._functions]
+        inputs.clear()  # from here on, only the lists refer to the inputs, which the programs empty
+        programs = zip(self._functions, shards, strict=True)
+        if not self._is_lockstep:
+            return list(zip(*[function(held) for function, held in programs], strict=True))
+        ranks = [function(held, rank) for rank, (function, held) in enumerate(programs)]
+        return list(zip(*run_in_lockstep(self._mesh, ranks), strict=True))
 
-    def _start(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[Rank]:
-        """Start the programs of all ranks, which then hold the runtime's only references to the inputs."""
-        locals_of_ranks = zip(*inputs, strict=True) if inputs else ((),) * self._mesh.size
-        started = zip(self._functions, locals_of_ranks, range(self._mesh.size), strict=True)
-        ranks = [function(list(shards), rank) for function, shards, rank in started]
-        inputs.clear()
-        return ranks
+
+def _needs_runtime(operation: Operation) -> bool:
+    """Whether an operation needs what the runtime knows: other ranks, or the number of its own."""
+    return operation.effect is not None or operation.op in LOCALS
 
 
 def run_in_lockstep(mesh: Mesh, ranks: Sequence[Rank]) -> tuple[tuple[torch.Tensor, ...], ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,12 +16,11 @@ from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.values.communication import is_watched, record_program
 from spmd.api.values.dtensor import DTensor, Shards, wrap
-from spmd.collectives.local import LOCALS
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
 from spmd.ir.graph import Graph, freeze, iterate_leaves, map_leaves
 from spmd.runtime.bindings import callable_of
-from spmd.runtime.codegen import generate, name_origin
+from spmd.runtime.codegen import name_origin
 from spmd.tracing.recorder import where
 from spmd.tracing.trace import Traced, strides_of, trace_flat
 
@@ -148,7 +146,7 @@ class Operator:
         self._executable, self._out_specs = self.program.executable, self.program.out_specs
         self.kernel, self._ranks = self._only_operator(), range(len(mesh.held_coordinates))
         self._run_on_shards = self._kernel_function()
-        self._functions = [] if self.kernel else self._local_functions()
+        self._functions = () if self.program.local.collectives else self._executable.functions
         self._views, self._is_single = self._view_steps(), self.tree.is_leaf()
 
     def _only_operator(self) -> torch._ops.OpOverload | None:
@@ -163,16 +161,6 @@ class Operator:
         metas = [TensorMeta(spec.local_shape(coordinate), spec.meta.dtype) for spec in specs]
         local = lambda leaf: metas[leaf.number] if isinstance(leaf, Slot) else leaf  # noqa: E731
         return callable_of(self.kernel, *map_leaves(local, self.call.arguments))
-
-    def _local_functions(self) -> list[Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]]:
-        """The program of each rank that this process holds, as a function; empty if ranks communicate, or draw."""
-        program = self.program.local
-        graphs = [program.graph(where) for where in program.mesh.held_coordinates]
-        operations = itertools.chain.from_iterable(graph.operations for graph in graphs)
-        if any(operation.effect is not None or operation.op in LOCALS for operation in operations):
-            return []
-        functions = {graph: generate(graph).function for graph in graphs}
-        return [functions[graph] for graph in graphs]
 
     def _view_steps(self) -> list[ViewStep]:
         """For each result, what makes it a view of the first tensor; empty if results are no views."""
