@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
 from spmd import P, Shard
@@ -205,8 +206,11 @@ def test_operator_without_a_rule_where_communication_is_forbidden() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward-mode differentiation
 def test_called_under_a_transform() -> None:
     g = spmd.jit(lambda x: x.sin(), P(), P(), mesh=MESH)
-    with pytest.raises(spmd.TraceError, match=r"called while torch traces .*at test_errors.py:\d+.*torch.func.jvp"):
-        torch.func.linearize(lambda x: g(x), torch.ones(4))
+    with pytest.raises(spmd.TraceError, match=r"called while make_fx records, at test_errors.py:\d+"):
+        make_fx(lambda x: g(x))(torch.ones(4))
+    y = spmd.distribute(torch.ones(4), P("data"), MESH)
+    with pytest.raises(spmd.TraceError, match=r"called on DTensors while make_fx records"):
+        make_fx(lambda x: x * y)(torch.ones(4))
     x = torch.ones(4)
     with pytest.raises(
         spmd.TraceError, match=r"closes over a tensor on which .*at test_errors.py:\d+.*Pass it as an argument"

@@ -14,6 +14,7 @@ from spmd.api.compiled import Compiled
 from spmd.api.programs.never_gathered import KeepSharded
 from spmd.api.programs.options import Comms, JitOptions, Options
 from spmd.api.signature import Signature, split, with_dynamic
+from spmd.api.transforms.linearize import linearize_dtensors
 from spmd.api.transforms.transformed import is_transformed
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, check_mesh, current_mesh
@@ -24,6 +25,7 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.constrain import constrain
+from spmd.tracing.linearize import RecordingError, is_recording
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 from spmd.tracing.trace import Traced, is_tracing
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from spmd.rules.rule import Rule
 
 _MISSING: Any = object()
-_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+linearize_dtensors()
 
 
 class Jitted:
@@ -88,10 +90,9 @@ class Jitted:
         mesh = current_mesh(self._mesh)
         static, dynamic = split(args, self._options.static_argnums)
         leaves, tree = tree_flatten(dynamic)
-        if _dispatch_mode(_PROXY) is not None:
-            raise TraceError(
-                f"{self!r} was called while torch traces (torch.func.linearize or make_fx), at {where(user_source())}. "
-                "Put spmd.jit outside of it, or use torch.func.jvp."
+        if is_recording():
+            raise RecordingError(
+                f"{self!r} was called while make_fx records, at {where(user_source())}. Put spmd.jit outside of it."
             )
         if is_transformed(leaves):
             return self._lookup_together(args, mesh).transformed(leaves)

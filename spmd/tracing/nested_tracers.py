@@ -7,19 +7,17 @@ by forward mode instead, at each call of the function that it returns. Other tra
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._functorch import eager_transforms
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spmd.errors import TraceError
+from spmd.tracing.linearize import evaluated_anew, is_recording
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
-from spmd.tracing.torch_state import generators, same_states
 
 
 @contextlib.contextmanager
@@ -39,32 +37,8 @@ def nested_tracers() -> Iterator[None]:
         eager_transforms.lazy_dynamo_disallow = before
 
 
-def _evaluated_anew(derivative: Callable[[tuple[torch.Tensor, ...]], Any]) -> Callable[..., Any]:
-    """Replaces `make_fx(derivative)` in `linearize`: a function of tangents that returns `evaluate`.
-
-    `evaluate` maps flat tangents to flat results. It calls `torch.func.jvp` on the function and primals that
-    `derivative` closes over, because vmap does not support the forward-mode level that `derivative` enters.
-    """
-    closed_over = inspect.getclosurevars(derivative).nonlocals
-    function, structure = closed_over["func"], closed_over["primals_argspec"]
-    primals = tree_unflatten(closed_over["flat_primals"], structure)
-
-    def evaluate(*tangents: torch.Tensor) -> list[Any]:
-        before = generators()
-        results, _ = tree_flatten(torch.func.jvp(function, primals, tree_unflatten(tangents, structure))[1])
-        if not same_states(before, generators()):
-            raise TraceError(
-                f"torch.func.linearize at {where(user_source())} of a function that draws random numbers: under "
-                "spmd.jit each call of the linear function would draw others. Use torch.func.jvp, or draw outside of "
-                "the function and pass the numbers in."
-            )
-        return results
-
-    return lambda tangents: evaluate
-
-
 _LINEARIZE: Mapping[Any, Callable[..., Any]] = {
-    eager_transforms.make_fx: _evaluated_anew,
+    eager_transforms.make_fx: evaluated_anew,
     eager_transforms.const_fold.split_const_subgraphs: lambda evaluate: evaluate,
 }
 
@@ -81,7 +55,7 @@ def refuse_subgraph(operator: torch._ops.HigherOrderOperator) -> None:
 
 def refuse_recording() -> None:
     """Raise TraceError if make_fx, or a tracer built on it, is recording the operator that is being dispatched."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    if is_recording():
         raise TraceError(
             f"make_fx at {where(user_source())} records a function that spmd.jit traces already, and would take its "
             "tensors as constants. Call the function itself, or make the graph outside of spmd.jit."

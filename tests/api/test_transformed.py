@@ -9,7 +9,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import spmd
 from spmd import P
@@ -19,8 +19,6 @@ MESH = spmd.make_mesh({"data": 2, "model": 3}, runtime="virtual")
 X, W = torch.rand(5, 7, dtype=torch.float64), torch.rand(7, 4, dtype=torch.float64)
 BATCH = torch.stack([W, W.cos(), W * 2])
 IN_SPECS = [(P("data"), P(None, "model")), (P(), P()), (P("data", "model"), P("model")), (P(("model", "data")), P())]
-
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward mode
 
 
 def layer(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,6 +41,11 @@ def backward(f: Any, x: torch.Tensor, w: torch.Tensor, ws: torch.Tensor) -> Any:
     loss.backward(retain_graph=True)
     (y * 2).sum().backward()
     return x.grad, w.grad
+
+
+def linearized(f: Any, x: torch.Tensor, w: torch.Tensor, ws: torch.Tensor) -> Any:
+    results, push = linearize(f, x, w)
+    return results, push(x.cos(), w.sin()), push(x, w)
 
 
 def create_graph(f: Any, x: torch.Tensor, w: torch.Tensor, ws: torch.Tensor) -> Any:
@@ -69,6 +72,8 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
     "jacrev": lambda f, x, w, ws: jacrev(lambda w: f(x, w)[1])(w),
     "jacfwd": lambda f, x, w, ws: jacfwd(lambda w: f(x, w)[1])(w),
     "hessian": lambda f, x, w, ws: hessian(lambda w: f(x, w)[0])(w),
+    "linearize": linearized,
+    "vmap of linearize": lambda f, x, w, ws: vmap(linearize(lambda w: f(x, w)[1], w)[1])(ws),
 }
 
 
@@ -81,7 +86,7 @@ def test_transforms(name: str, specs: tuple[P, P]) -> None:
     assert_same(TRANSFORMS[name](jitted, x, w, ws), TRANSFORMS[name](layer, X, W, BATCH))
 
 
-@pytest.mark.parametrize("name", ["backward", "grad", "jvp", "vmap", "hessian"])
+@pytest.mark.parametrize("name", ["backward", "grad", "jvp", "vmap", "hessian", "linearize"])
 def test_transforms_of_plain_tensors_and_given_specs(name: str) -> None:
     jitted = spmd.jit(layer, (P("data"), P(None, "model")), (P(), P(partial={"data": "sum"})), mesh=MESH)
     with spmd.implicit_replication():  # for the operators round the jitted function

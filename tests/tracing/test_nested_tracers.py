@@ -15,11 +15,6 @@ from spmd import P
 from spmd.core.pytree import tree_leaves
 from spmd.tracing.trace import trace
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated",  # forward mode compiles rules so
-    "ignore:Attempted to insert a get_attr Node",  # torch's own linearize
-)
-
 MESH = spmd.make_mesh({"data": 2}, runtime="virtual")
 CLOSED = torch.randn(4, 3)
 linearize = torch.func.linearize

@@ -1,0 +1,53 @@
+"""torch.func.linearize without a recording: its linear function evaluates the derivative anew, by forward mode.
+
+Torch records the derivative by make_fx, which would take tensors of a trace, and shards of DTensors, as constants.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from spmd.errors import TraceError
+from spmd.tracing.recorder import where
+from spmd.tracing.source import user_source
+from spmd.tracing.torch_state import generators, same_states
+
+_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+
+
+class RecordingError(TraceError):
+    """A call that make_fx cannot record."""
+
+
+def is_recording() -> bool:
+    """Whether make_fx, or a tracer built on it, is recording."""
+    return _mode(_PROXY) is not None
+
+
+def evaluated_anew(derivative: Callable[[tuple[torch.Tensor, ...]], Any]) -> Callable[..., Any]:
+    """Replaces `make_fx(derivative)` in `linearize`: a function of tangents that returns `evaluate`.
+
+    `evaluate` maps flat tangents to flat results. It calls `torch.func.jvp` on the function and primals that
+    `derivative` closes over, because vmap does not support the forward-mode level that `derivative` enters.
+    """
+    closed_over = inspect.getclosurevars(derivative).nonlocals
+    function, structure = closed_over["func"], closed_over["primals_argspec"]
+    primals = tree_unflatten(closed_over["flat_primals"], structure)
+
+    def evaluate(*tangents: torch.Tensor) -> list[Any]:
+        before = generators()
+        results, _ = tree_flatten(torch.func.jvp(function, primals, tree_unflatten(tangents, structure))[1])
+        if not same_states(before, generators()):
+            raise TraceError(
+                f"torch.func.linearize at {where(user_source())} of a function that draws random numbers: each call of "
+                "the linear function would draw others. Use torch.func.jvp, or draw outside of the function and pass "
+                "the numbers in."
+            )
+        return results
+
+    return lambda tangents: evaluate
