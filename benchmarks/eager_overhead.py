@@ -103,6 +103,22 @@ def signatures() -> Iterator[Times]:
             yield Times(name, mesh_name, grad, times[0], times[1] if len(times) == 3 else None, times[-1])
 
 
+def others() -> Iterator[Times]:
+    """Time a list operator on 50 tensors, and a redistribution that sends nothing, from replicas to shards."""
+    mesh, torchs = spmd.make_mesh({"x": 1}, runtime="distributed"), init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    plain = [torch.rand(8, 8) for _ in range(50)]
+    ours = [spmd.distribute(x, P(), mesh) for x in plain]
+    theirs = [distribute_tensor(x, torchs, [Replicate()]) for x in plain]
+    calls = [functools.partial(torch._foreach_add_, x, 1.0) for x in (ours, theirs, plain)]
+    yield Times("_foreach_add_ of 50", "1-D", False, *microseconds(calls))
+    moves = [
+        lambda: ours[0].redistribute(P("x")),
+        lambda: theirs[0].redistribute(torchs, [Shard(0)]),
+        lambda: plain[0][:],
+    ]
+    yield Times("redistribute, nothing sent", "1-D", False, *microseconds(moves))
+
+
 def _dim(spec: P, axis: str) -> int | None:
     return next((dim for dim, axes in enumerate(spec.dims) if axis in axes), None)
 
@@ -125,6 +141,7 @@ def main() -> int:
         groups[f"all, {'with' if row.requires_grad else 'without'} gradients"].append(row)
         groups[f"all, {row.mesh} mesh"].append(row)
     groups["all"] = found
+    groups |= {row.name: [row] for row in others()}
     for name, rows in groups.items():
         both = [row for row in rows if row.torchs is not None]
         table.add_row(

@@ -59,9 +59,8 @@ def find(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         operator = calls.operators.get(_key(args, kwargs, held, any_number=False))
         if operator is None:
             return None, held
-    for number in operator.call.written:
-        if isinstance(held[number]._family, View):
-            return None, held  # what it writes to depends on the base, too
+    if View in [type(held[number]._family) for number in operator.call.written]:
+        return None, held  # what it writes to depends on the base, too
     return operator, held
 
 

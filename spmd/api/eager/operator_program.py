@@ -15,7 +15,7 @@ from spmd.api.eager.operators import LIKE, is_elementwise, name_of, returns_argu
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.values.communication import is_watched, record_program
-from spmd.api.values.dtensor import DTensor, Shards, wrap
+from spmd.api.values.dtensor import DTensor, Shards, replace_shards, wrap
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
 from spmd.ir.graph import Graph, freeze, iterate_leaves, map_leaves
@@ -237,7 +237,10 @@ class Operator:
             write(held[number], base)
         through = {view.number for view in call.views}
         for number, value in zip(call.written, shards, strict=False):
-            write(held[number], value, through=number in through)
+            if held[number]._family is None:
+                replace_shards(held[number], value)
+            else:
+                write(held[number], value, through=number in through)
         if returns_arguments(call.op, written=True):
             values = [held[number] for number in call.written]
             return values[0] if len(call.op._schema.returns) == 1 else tuple(values)
@@ -259,11 +262,11 @@ class Operator:
 
 
 def _shard(leaf: Any, rank: int) -> Any:
-    """An argument with the shards of a rank for DTensors."""
-    if type(leaf) is DTensor:
-        return leaf._shards[rank]
+    """An argument that is no DTensor, with the shards of a rank for DTensors in it."""
     is_list = type(leaf) is list or type(leaf) is tuple
-    return [_shard(item, rank) for item in leaf] if is_list and leaf and type(leaf[0]) is not int else leaf
+    if not is_list or not leaf or type(leaf[0]) is int:
+        return leaf
+    return [item._shards[rank] if type(item) is DTensor else _shard(item, rank) for item in leaf]
 
 
 def _only_operator(graph: Graph, call: Call) -> torch._ops.OpOverload | None:

@@ -362,7 +362,8 @@ _contiguous_strides = functools.lru_cache(maxsize=4096)(make_contiguous_strides_
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 _set_spec = DTensor.__dict__["_spec"].__set__
-_set_shards = DTensor.__dict__["_shards"].__set__
+replace_shards: Callable[[DTensor, Shards], None] = DTensor.__dict__["_shards"].__set__
+"""Give a DTensor other shards that fit its spec."""
 _set_gone = DTensor.__dict__["_gone"].__set__
 _delete_shards = DTensor.__dict__["_shards"].__delete__
 
@@ -399,16 +400,11 @@ def lose_shards(value: DTensor, state: str, reason: str) -> None:
         _set_gone(value, (state, reason))
 
 
-def replace_shards(value: DTensor, shards: Shards) -> None:
-    """Give a DTensor other shards that fit its spec."""
-    _set_shards(value, shards)
-
-
 def become(value: DTensor, other: DTensor) -> None:
     """Give a DTensor the spec and the shards of another, whose shape and strides it has already."""
     _set_spec(value, other._spec)
     value.__dict__["_strides"] = other._strides
-    _set_shards(value, other._shards)
+    replace_shards(value, other._shards)
 
 
 def set_family(value: DTensor, family: object) -> None:
@@ -439,7 +435,7 @@ def wrap(
         value = _make_wrapper(DTensor, meta.shape, shown, offset or None, None, meta.dtype, _STRIDED, spec.mesh.device)
         value.__dict__["_strides"] = strides
     _set_spec(value, spec)
-    _set_shards(value, shards)
+    replace_shards(value, shards)
     return value
 
 
