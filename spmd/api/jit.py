@@ -25,7 +25,7 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.constrain import constrain
-from spmd.tracing.linearize import RecordingError, is_recording
+from spmd.tracing.linearize import RecordingError, recorder
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 from spmd.tracing.trace import Traced, is_tracing
@@ -90,7 +90,7 @@ class Jitted:
         mesh = current_mesh(self._mesh)
         static, dynamic = split(args, self._options.static_argnums)
         leaves, tree = tree_flatten(dynamic)
-        if is_recording():
+        if recorder():
             raise RecordingError(
                 f"{self!r} was called while make_fx records, at {where(user_source())}. Put spmd.jit outside of it."
             )

@@ -5,6 +5,7 @@ Torch records the derivative by make_fx, which would take tensors of a trace, an
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,16 +18,14 @@ from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 from spmd.tracing.torch_state import generators, same_states
 
-_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+_C: Any = torch._C
+
+recorder: Callable[[], Any] = functools.partial(_C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY)
+"""The mode of make_fx, or of a tracer built on it, if one is recording; else None."""
 
 
 class RecordingError(TraceError):
     """A call that make_fx cannot record."""
-
-
-def is_recording() -> bool:
-    """Whether make_fx, or a tracer built on it, is recording."""
-    return _mode(_PROXY) is not None
 
 
 def evaluated_anew(derivative: Callable[[tuple[torch.Tensor, ...]], Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import torch
 from torch._functorch import eager_transforms
 
 from spmd.errors import TraceError
-from spmd.tracing.linearize import evaluated_anew, is_recording
+from spmd.tracing.linearize import evaluated_anew, recorder
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 
@@ -55,7 +55,7 @@ def refuse_subgraph(operator: torch._ops.HigherOrderOperator) -> None:
 
 def refuse_recording() -> None:
     """Raise TraceError if make_fx, or a tracer built on it, is recording the operator that is being dispatched."""
-    if is_recording():
+    if recorder():
         raise TraceError(
             f"make_fx at {where(user_source())} records a function that spmd.jit traces already, and would take its "
             "tensors as constants. Call the function itself, or make the graph outside of spmd.jit."

@@ -33,7 +33,7 @@ from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError, TraceError
 from spmd.ir.graph import freeze, map_leaves
 from spmd.runtime.torch_settings import are_modes_off, torch_settings
-from spmd.tracing.linearize import RecordingError, is_recording
+from spmd.tracing.linearize import RecordingError, recorder
 from spmd.tracing.recorder import where
 from spmd.tracing.trace import is_tracing
 
@@ -74,7 +74,7 @@ def run_operator(
         ShardingError: a plain tensor beside a DTensor, or one that is written to.
         TraceError: a shape that depends on values, or a DTensor that a function under `spmd.jit` closes over.
     """
-    if is_recording():
+    if recorder():
         raise RecordingError(
             f"{op} at {where()} was called on DTensors while make_fx records, which would take their shards as "
             "constants. Call the function itself, or use spmd.jit."
