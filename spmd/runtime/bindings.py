@@ -1,8 +1,8 @@
 """The fastest way to call an operator of torch from Python.
 
 `torch.ops` matches arguments against a schema at each call; torch's generated functions (`torch.add`) parse them in
-half the time. But a function chooses an overload by itself, so it is taken for a call only if it reaches
-the same operators with the same arguments.
+half the time. But a function chooses an overload by itself, so it is taken for a call only if it
+reaches the same operators with the same arguments.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _find(call: _Call) -> Callable[..., Any] | None:
     leaves = list(iterate_leaves(call.arguments))
     on_meta = any(isinstance(leaf, TensorMeta) for leaf in leaves)
     if function is None or not on_meta or any(isinstance(leaf, torch.device) for leaf in leaves):
-        return None  # the last two would take memory
+        return None  # to try it would take memory
     try:
         wanted, found = _Reached.by(call.op._op, *call.arguments), _Reached.by(function, *call.arguments)
     except Exception:  # an operator that has no kernel for meta tensors, or an argument that the function does not take
@@ -71,7 +71,7 @@ class _Reached(TorchDispatchMode):
 
     @classmethod
     def by(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """What a function reaches that is called on tensors without data."""
+        """What a function reaches that is called on tensors without data, and which of its results are None."""
 
         def tensor(leaf: Any) -> Any:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, TensorMeta) else leaf
@@ -79,8 +79,8 @@ class _Reached(TorchDispatchMode):
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             args, kwargs = map_leaves(tensor, (args, kwargs))
             with cls() as mode:
-                function(*args, **kwargs)
-        return mode.calls
+                results = list(iterate_leaves(function(*args, **kwargs)))
+        return [*mode.calls, [leaf is None for leaf in results]]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         meta = lambda leaf: TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
