@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import attrs
+import torch
 
 from spmd.ir.graph import Graph, Operation, Value, freeze
 
@@ -66,7 +67,7 @@ class Joint:
         """
         found = dict(zip(self.graph.inputs[: self.primals], other.graph.inputs[: other.primals], strict=True))
         constants = zip(self.graph.constants, other.graph.constants, strict=False)
-        found |= {mine: its for (mine, tensor), (its, twin) in constants if tensor is twin}
+        found |= {mine: its for (mine, tensor), (its, twin) in constants if _are_same(tensor, twin)}
         for mine, its in zip(self.graph.operations, other.graph.operations, strict=False):
             same = mine.substitute(found)
             calls = [freeze((operation.args, dict(operation.kwargs))) for operation in (same, its)]
@@ -111,7 +112,17 @@ class Joint:
         return found[::-1], tuple(value for value in reads if value not in cotangents)
 
 
+def _are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two constants are one tensor, or of the same numbers, as of `torch.tensor([1.0])` traced twice."""
+    if tensor is other or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+        return tensor is other
+    differs = (tensor != other) & ((tensor == tensor) | (other == other))  # NaNs are the same
+    return not bool(differs.any())
+
+
 def _program(joint: Graph, inputs: Sequence[Value], operations: Sequence[Operation], outputs: Sequence[Value]) -> Graph:
     used = {*outputs, *(value for operation in operations for value in operation.operands)}
     constants = tuple((value, tensor) for value, tensor in joint.constants if value in used and value not in inputs)
-    return Graph(tuple(inputs), constants, tuple(operations), tuple(outputs)).verify()
+    again = {value: Value(f"{value.name}_again", value.meta) for value in inputs}  # of an operation with other results
+    made = [attrs.evolve(o, results=tuple(again.get(v, v) if v else None for v in o.results)) for o in operations]
+    return Graph(tuple(inputs), constants, tuple(made), tuple(outputs)).verify()

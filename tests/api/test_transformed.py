@@ -164,6 +164,36 @@ def test_what_is_drawn_forward_is_kept_for_the_backward_pass() -> None:
     assert_same(w.grad, expected[0])
 
 
+def masked(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = x * torch.tensor([1.0, 2.0, 3.0])
+    return (y * torch.rand_like(y) * x).sum(0), y.square()
+
+
+@pytest.mark.parametrize("given", [(0,), (0, 1)])
+def test_what_is_drawn_after_a_constant_is_kept_for_the_backward_pass(given: tuple[int, ...]) -> None:
+    x = torch.rand(5, 3)
+    placed = spmd.distribute(x, P("data"), MESH)
+    jitted = spmd.jit(masked, P("data"), mesh=MESH)
+    found = []
+    for function, value in ((masked, x), (jitted, placed)):
+        torch.manual_seed(0)
+        found.append(grad(lambda x, f=function: sum(f(x)[n].sum() for n in given))(value))
+    assert_same(found[1], found[0])
+
+
+def test_operators_of_which_the_backward_pass_reads_one_result() -> None:
+    """It makes the other one again."""
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        highest, at = torch.cummax(x, 0)
+        chosen = highest[[0, -1]]
+        return [at, *torch.aminmax(chosen - chosen, dim=-2)]
+
+    x = torch.rand(1, 1)
+    jitted = spmd.jit(function, P(), mesh=MESH)
+    assert_same(*(grad(lambda x, f=f: sum(v.square().sum() for v in f(x)[1:]))(x) for f in (jitted, function)))
+
+
 def test_results_that_nobody_differentiates() -> None:
     """Cotangents that are missing are not zeros: the derivative of the square root of zero is infinite."""
 

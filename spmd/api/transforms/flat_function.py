@@ -219,9 +219,17 @@ class Saving:
         graph = self.joint.graph
         return (*graph.inputs[: self.joint.primals], *graph.outputs[: self.joint.results], *self.residuals)
 
+    def _joint(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Joint:
+        """As `FlatFunction.joint`; a part of the program of all gradients, if that has the same cotangents."""
+        if given != self.function.differentiable:
+            return self.function.joint(wanted, given)
+        graph, results = self.joint.graph, self.joint.results
+        gradients = [graph.outputs[results + self.wanted.index(number)] for number in wanted]
+        return attrs.evolve(self.joint, graph=attrs.evolve(graph, outputs=(*graph.outputs[:results], *gradients)))
+
     def _backward(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Backward:
         """The backward program for the cotangents of the results `given`."""
-        function, joint = self.function, self.function.joint(wanted, given)
+        function, joint = self.function, self._joint(wanted, given)
         same = joint.corresponding(self.joint)
         mine = {its: value for value, its in same.items()}
         known = {mine[value]: number for number, value in enumerate(self.available) if value in mine}
@@ -238,6 +246,11 @@ class Backward:
 
     program: Program
     reads: tuple[int, ...]
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers, which would be others than those of the forward pass."""
+        return any(operation.is_random for operation in self.program.traced.graph.operations)
 
 
 def replaced(values: Iterable[Any], numbers: Iterable[int], others: Iterable[Any]) -> list[Any]:
