@@ -52,7 +52,7 @@ class FlatFunction:
         self.function, self.mesh, self.name, self.options = function, mesh, name, options
         self.in_specs, self.given = tuple(in_specs), tuple(out_specs)
         self.pullback, self.pushforward = functools.cache(self._pullback), functools.cache(self._pushforward)
-        self.batched, self.saving = functools.cache(self._batched), functools.cache(lambda: Saving(self))
+        self.batched, self.saving = functools.cache(self._batched), functools.cache(self._saving)
 
     @functools.cached_property
     def is_random(self) -> bool:
@@ -130,6 +130,10 @@ class FlatFunction:
         _, pull, results = made
         return results, pull(tuple(cotangents))
 
+    def _saving(self, wanted: tuple[int, ...]) -> Saving:
+        """The function where the arguments `wanted` may get gradients."""
+        return Saving(self, tuple(n for n in wanted if _is_continuous(self.in_specs[n].meta)))
+
     def _pullback(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> FlatFunction:
         """From arguments and cotangents of the results `given` to the gradients of the arguments `wanted`."""
         return self.derived(
@@ -182,11 +186,11 @@ class Saving:
 
     Args:
         function: the function.
+        wanted: the numbers of the arguments that may get gradients.
     """
 
-    def __init__(self, function: FlatFunction) -> None:
-        self.function = function
-        self.wanted = tuple(n for n, spec in enumerate(function.in_specs) if _is_continuous(spec.meta))
+    def __init__(self, function: FlatFunction, wanted: tuple[int, ...]) -> None:
+        self.function, self.wanted = function, wanted
         self.joint = function.joint(self.wanted, function.differentiable)
         specs = self._joint_specs()
         held = dict(zip(self.joint.graph.inputs, function.in_specs, strict=False))

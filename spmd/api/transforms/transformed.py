@@ -44,8 +44,8 @@ def _apply(function: FlatFunction, leaves: Sequence[torch.Tensor], draws: Draws)
     """As `call`, with given random numbers."""
     stack = get_interpreter_stack() or ()
     batched = any(level.key() == TransformType.Vmap for level in stack)
-    differentiates = any(leaf.requires_grad for leaf in leaves)
-    node = function.saving() if differentiates and not batched else function
+    wanted = tuple(n for n, leaf in enumerate(leaves) if leaf.requires_grad)
+    node = function.saving(wanted) if wanted and not batched else function
     results = _Call.apply(node, draws, *leaves)  # type: ignore[no-untyped-call]
     return results[: len(function.program.out_specs)]  # type: ignore[no-any-return]
 
