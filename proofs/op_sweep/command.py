@@ -62,7 +62,7 @@ def run(
     count: int,
     sections: Callable[[Mapping[str, Report[_Setup]]], Mapping[str, str]],
 ) -> dict[str, Report[_Setup]]:
-    """Run the requested setups, and write the files after each.
+    """Run the requested setups, and write the files after each, and first with what is resumed.
 
     Args:
         options: the command line.
@@ -72,6 +72,8 @@ def run(
         sections: the sections of the page by name, written from the reports so far.
     """
     reports = _read(options.json, type(next(iter(setups.values())))) if options.resume else {}
+    if reports:
+        _write(options, reports, sections)
     with Progress() as progress:
         for name in options.setup:
             if name in reports:
