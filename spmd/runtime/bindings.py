@@ -29,20 +29,29 @@ def callable_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     Args:
         op: an operator, or a Python function, which is returned.
         args, kwargs: the arguments of a call; tensors are `TensorMeta`s. Calls are like it if their tensors have these
-            shapes and dtypes, and their other arguments these types.
+            dtypes and numbers of dims, and their other arguments these types: that decides which overload is chosen.
     """
     if not isinstance(op, torch._ops.OpOverload):
         return op  # type: ignore[no-any-return]
     arguments = tuple(args), dict(kwargs)
-    return _find(_Call(op, freeze(arguments), arguments)) or op._op
+    return _find(_Call(op, _kinds(arguments), arguments)) or op._op
+
+
+def _kinds(tree: Any) -> Any:
+    """What decides which overload a function chooses for arguments, as a hashable key."""
+    if isinstance(tree, (tuple, list)):
+        return type(tree), *map(_kinds, tree)
+    if isinstance(tree, dict):
+        return tuple((name, _kinds(value)) for name, value in tree.items())
+    return (tree.ndim, tree.dtype) if isinstance(tree, TensorMeta) else type(tree)
 
 
 @attrs.frozen
 class _Call:
-    """A call, to be compared by its operator, and its arguments."""
+    """A call, to be compared by its operator and the kinds of its arguments, and the arguments."""
 
     op: torch._ops.OpOverload
-    key: Any
+    kinds: Any
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = attrs.field(eq=False)
 
 
