@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults operators lint format types bench notebook readme wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-shard-map operators lint format types bench notebook readme wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -36,6 +36,11 @@ test-rules: $(STAMP)
 RUNS ?= 20
 test-faults: $(STAMP)
 	SPMD_FAULT_RUNS=$(RUNS) $(BIN)/python -m pytest -m faults tests
+
+# Random programs with shard_map, so many, against a loop over ranks.
+PROGRAMS ?= 10000
+test-shard-map: $(STAMP)
+	$(BIN)/python -m proofs.shard_map_fuzz random:$(PROGRAMS) --jobs $(JOBS)
 
 # Rewrites docs/operators.md with what the sweeps over torch's operators and modules find.
 operators: $(STAMP)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from spmd import collectives, optim
 from spmd.api.eager.dispatch import implicit_replication
 from spmd.api.jit import jit
+from spmd.api.shard_map import shard_map
 from spmd.api.values.communication import comms_of
 from spmd.api.values.distribute import distribute, from_process_data
 from spmd.api.values.dtensor import DTensor
@@ -25,9 +26,10 @@ from spmd.errors import (
 from spmd.job.launch import launch
 from spmd.job.process import init, is_distributed, process_count, process_index
 from spmd.tracing.constrain import constrain, reshard
+from spmd.tracing.disable_jit import disable_jit
 
 if TYPE_CHECKING:
-    from spmd import checkpoint, rules
+    from spmd import checkpoint, debug, rules
     from spmd.api.values.interop import from_torch_dtensor, to_torch_dtensor
     from spmd.plan import Machine
 
@@ -55,6 +57,8 @@ __all__ = [
     "collectives",
     "comms_of",
     "constrain",
+    "debug",
+    "disable_jit",
     "distribute",
     "from_process_data",
     "from_torch_dtensor",
@@ -69,12 +73,13 @@ __all__ = [
     "process_index",
     "reshard",
     "rules",
+    "shard_map",
     "to_torch_dtensor",
     "use_mesh",
 ]
 
 
-_SUBMODULES = ("checkpoint", "inspect", "plan", "rules")
+_SUBMODULES = ("checkpoint", "debug", "inspect", "plan", "rules")
 _HOMES = {
     "Machine": "spmd.plan",
     "from_torch_dtensor": "spmd.api.values.interop",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from stock_models import assert_trains_alike
 
-from spmd import DTensor, P, distribute, jit
+from spmd import DTensor, P, collectives, debug, distribute, jit, process_index, shard_map
 from spmd.core.mesh import Mesh
 from spmd.errors import SpmdError
 
@@ -246,13 +248,33 @@ def stock_models(mesh: Mesh) -> None:
     assert_trains_alike("resnet", "fsdp", mesh)
 
 
+def printing(mesh: Mesh) -> None:
+    """Lines in rank order, from process 0 only; between collectives that are in flight."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        debug.print("x {}", x[0])
+        total = collectives.psum(x, "x")
+        debug.print("total {} on {}", total[0], collectives.axis_index(("x", "y")))
+        return total
+
+    x = torch.arange(6.0)
+    expected = [f"[rank {rank}] x {float(rank)}" for rank in range(mesh.size)]
+    sums = x[: mesh.size].view(-1, mesh.axis_size("y")).sum(0).tolist() * mesh.axis_size("x")
+    expected += [f"[rank {rank}] total {total} on {rank}" for rank, total in enumerate(sums)]
+    step = shard_map(function, mesh, P(("x", "y")), P("y"))
+    for _ in range(2):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            step(x[: mesh.size])
+        assert printed.getvalue().splitlines() == (expected if process_index() == 0 else [])
+
+
 CASES: dict[str, Callable[[Mesh], None]] = {
     case.__name__: case
     for case in (
         gradients_of_uneven_shards, empty_shards, draws_in_program_order, several_results, local_implementations,
         closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
         redistributions, free_results, gradients_from_outside, operators_outside_jit, stock_models,
-        sums_in_another_dtype, gradients_of_moves,
+        sums_in_another_dtype, gradients_of_moves, printing,
     )
 }  # fmt: skip
 

@@ -34,6 +34,7 @@ def check_seeds(
     repeat: bool = True,
     known: Callable[[int], Program | None] = lambda seed: None,
     run: Callable[[Program], Outcome] = check,
+    check_one: Callable[..., Outcome] = check_seed,
 ) -> Generator[Outcome, None, None]:
     """Check the programs of seeds in processes, and yield outcomes as they complete.
 
@@ -50,6 +51,7 @@ def check_seeds(
         repeat: whether a program that fails is run again in a separate process.
         known: from a seed, its program, or None if the process is to generate it.
         run: runs a program.
+        check_one: generates and checks the program of a seed; its arguments are those of `check_seed`.
     """
     torch.set_num_threads(1)
     share = -(-len(seeds) // max(1, jobs))
@@ -59,7 +61,7 @@ def check_seeds(
     try:
         while queue or running:
             while queue and len(running) < jobs:
-                running.append(_Child.start(queue.pop(), avoid, within, known, run))
+                running.append(_Child.start(queue.pop(), avoid, within, known, run, check_one))
             left = min(child.since + seconds for child in running) - time.monotonic()
             wait([child.answers for child in running], max(left, 0.0) + 0.01)
             for child in list(running):
@@ -78,16 +80,22 @@ def check_seeds(
                 if child.seeds:
                     queue.append(child.seeds)
                 if child.earlier and repeat and outcome.status not in _CLEAN:
-                    outcome = _alone(outcome, child.earlier, seconds, run)
+                    outcome = _alone(outcome, child.earlier, seconds, run, check_one)
                 yield outcome
     finally:
         for child in running:
             child.end()
 
 
-def _alone(seen: Outcome, earlier: Sequence[int], seconds: float, run: Callable[[Program], Outcome] = check) -> Outcome:
+def _alone(
+    seen: Outcome,
+    earlier: Sequence[int],
+    seconds: float,
+    run: Callable[[Program], Outcome],
+    check_one: Callable[..., Outcome],
+) -> Outcome:
     """The outcome of a program in a separate process; a failure that occurs only after earlier programs remains one."""
-    child = _Child.start([seen.seed], frozenset(), run=run)
+    child = _Child.start([seen.seed], frozenset(), run=run, check_one=check_one)
     outcome = None
     while outcome is None:
         wait([child.answers], 1.0)
@@ -117,9 +125,12 @@ class _Child:
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
         known: Callable[[int], Program | None] = lambda seed: None,
         run: Callable[[Program], Outcome] = check,
+        check_one: Callable[..., Outcome] = check_seed,
     ) -> _Child:
         answers, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_work, args=(list(seeds), avoid, within, known, run, sender), daemon=True)
+        process = _context.Process(
+            target=_work, args=(list(seeds), avoid, within, known, run, check_one, sender), daemon=True
+        )
         process.start()
         sender.close()
         return cls(list(seeds), process, answers, time.monotonic())
@@ -168,11 +179,12 @@ def _work(
     within: Callable[[], AbstractContextManager[None]],
     known: Callable[[int], Program | None],
     run: Callable[[Program], Outcome],
+    check_one: Callable[..., Outcome],
     sender: Connection,
 ) -> None:
     with within():
         for seed in seeds:
-            sender.send(check_seed(seed, lambda: sender.send(None), avoid, known(seed), run))
+            sender.send(check_one(seed, lambda: sender.send(None), avoid, known(seed), run))
     sender.close()
 
 

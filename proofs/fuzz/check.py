@@ -148,7 +148,7 @@ def described(program: Program, values: Sequence[torch.Tensor], mesh: Mesh) -> O
     )
 
 
-def difference(result: Any, expected: torch.Tensor, spec: P | None = None) -> str:
+def difference(result: Any, expected: torch.Tensor, spec: P | None = None, tolerance: float = _TOLERANCE) -> str:
     """Why a result is not as expected on every rank, with a spec if one is given; empty if it is."""
     if not isinstance(result, DTensor):
         return f"a {type(result).__name__}"
@@ -160,7 +160,7 @@ def difference(result: Any, expected: torch.Tensor, spec: P | None = None) -> st
         wanted = expected[slices]
         if whole.shape != wanted.shape or whole.dtype != wanted.dtype:
             return f"rank {rank} holds {TensorMeta.of(whole)}, expected {TensorMeta.of(wanted)}"
-        if not agrees(whole, wanted, _TOLERANCE):
+        if not agrees(whole, wanted, tolerance):
             return f"values differ on rank {rank}: got {_numbers(whole)}, expected {_numbers(wanted)}"
     return ""
 

@@ -14,19 +14,19 @@ from spmd.api.programs.program import Program, StandIn
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.api.transforms.flat_function import FlatFunction
 from spmd.api.transforms.transformed import call
+from spmd.api.values.arguments import check_argument
 from spmd.api.values.communication import is_watched, record_comms
-from spmd.api.values.distribute import check_placeable, check_same, place
+from spmd.api.values.distribute import check_same, place
 from spmd.api.values.dtensor import DTensor, Shards, release_donated, wrap
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
-from spmd.core.spec import DTensorSpec, TensorMeta
-from spmd.errors import MeshError, ShardingError, TraceError
+from spmd.core.spec import TensorMeta
+from spmd.errors import TraceError
+from spmd.ir.graph import Graph
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
-from spmd.tracing.recorder import where
-from spmd.tracing.source import user_source
 from spmd.tracing.trace import Traced, trace
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ class Compiled:
         with use_mesh(self.mesh):
             static_argnums = [number for number, _ in self._signature.static]
             traced = trace(self._function, self._args, static_argnums=static_argnums)
-        constants = tuple((value, _copy(tensor)) for value, tensor in traced.graph.constants)
-        return attrs.evolve(traced, graph=attrs.evolve(traced.graph, constants=constants))
+        return attrs.evolve(traced, graph=_with_copies(traced.graph, {}))
 
     @functools.cached_property
     def staged(self) -> Program:
@@ -124,7 +123,7 @@ class Compiled:
         """Make the program and check the arguments, without communication."""
         self.staged.check_runs()
         for leaf, spec, path in zip(leaves or (), self.in_specs, self.traced.input_paths, strict=leaves is not None):
-            _check(leaf, spec, f"argument {path}")
+            check_argument(leaf, spec, f"argument {path}")
 
     def __call__(self, *args: Any) -> Any:
         """Run with arguments of this signature.
@@ -163,7 +162,7 @@ class Compiled:
         """Run the function on tensors on which transforms act, or of which autograd records the use."""
         for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
             if isinstance(leaf, DTensor):
-                _check(leaf, spec, f"argument {path}")
+                check_argument(leaf, spec, f"argument {path}")
         return self.traced.out_tree.unflatten(call(self.flat, leaves))
 
     def match(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> list[Shards] | None:
@@ -228,6 +227,13 @@ class Compiled:
         return self._out_tree.unflatten(list(map(wrap, self._results, results)))
 
 
+def _with_copies(graph: Graph, copies: dict[int, torch.Tensor]) -> Graph:
+    """The program with copies of its constants, by their ids: those of all variants share them."""
+    constants = tuple((value, copies.setdefault(id(x), _copy(x))) for value, x in graph.constants)
+    variants = graph.variants and graph.variants.map(lambda other: _with_copies(other, copies))
+    return attrs.evolve(graph, constants=constants, variants=variants)
+
+
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides."""
     copied = tensor.detach().clone()
@@ -236,38 +242,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.detach().as_strided((span,), (1,)).clone()
     return memory.as_strided(tensor.shape, tensor.stride())
-
-
-def _check(leaf: Any, spec: DTensorSpec, name: str) -> None:
-    """Check that an argument can be placed by a spec of `in_specs`."""
-    if not isinstance(leaf, DTensor):
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-            raise ShardingError(
-                f"{name} {spec.meta} is a meta tensor, which has no data. Meta tensors serve .trace, .plan and .lower."
-            )
-        check_placeable(leaf, spec, name)
-        return
-    if leaf.mesh != spec.mesh:
-        raise MeshError(
-            f"{name} {spec.meta} is on {leaf.mesh}, but the function runs on {spec.mesh}. Place it with "
-            "spmd.distribute(value.full_tensor(), spec, mesh)."
-        )
-    if leaf.spec != spec:
-        raise _spec_mismatch(leaf.spec, spec, name)
-
-
-def _spec_mismatch(held: DTensorSpec, wanted: DTensorSpec, name: str) -> ShardingError:
-    differences = [
-        f"dim {dim} (size {size}) has axes {given} in the value given and {asked} in in_specs"
-        for dim, (size, given, asked) in enumerate(zip(wanted.meta.shape, held.dims, wanted.dims, strict=True))
-        if given != asked
-    ]
-    if held.partial != wanted.partial:
-        differences.append(f"it is partial over {dict(held.partial)} and in_specs says {dict(wanted.partial)}")
-    return ShardingError(
-        f"{name} {wanted.meta} has spec {held.pspec!r} but in_specs says {wanted.pspec!r}: {'; '.join(differences)}.\n"
-        f"  {where(user_source())}. Pass value.redistribute({wanted.pspec!r}), or change in_specs to {held.pspec!r}."
-    )
 
 
 def _fits(leaf: Any, meta: TensorMeta) -> bool:

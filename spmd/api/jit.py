@@ -25,6 +25,7 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.constrain import constrain
+from spmd.tracing.disable_jit import is_jit_disabled
 from spmd.tracing.linearize import RecordingError, recorder
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
@@ -87,6 +88,8 @@ class Jitted:
         args = self._positional(args, keywords) if keywords else args
         if is_tracing():
             return self._inline(args)
+        if is_jit_disabled():
+            return self._uncompiled(args)
         mesh = current_mesh(self._mesh)
         static, dynamic = split(args, self._options.static_argnums)
         leaves, tree = tree_flatten(dynamic)
@@ -185,6 +188,17 @@ class Jitted:
                     f"Static argument {number} of {self!r} holds a tensor (got {type(args[number]).__name__}): every "
                     "new one would be a new program. Pass it as a dynamic argument, or close over it."
                 )
+
+    def _uncompiled(self, args: tuple[Any, ...]) -> Any:
+        """Call the function as it is written, under `spmd.disable_jit`."""
+        from spmd.api.uncompiled.inside import is_inside  # few need them: `import spmd` leaves them out
+        from spmd.api.uncompiled.whole import call_whole
+
+        if is_inside():
+            return self._inline(args)
+        static, dynamic = split(args, self._options.static_argnums)
+        call = lambda given: self._function(*with_dynamic(args, static, given))  # noqa: E731
+        return call_whole(call, dynamic, current_mesh(self._mesh), self._in_specs, self._out_specs, repr(self))
 
     def _inline(self, args: tuple[Any, ...]) -> Any:
         """Call the function in a trace that is running, with its specs as sharding constraints."""

@@ -14,6 +14,7 @@ from spmd.collectives.functional import (
     psum_scatter,
     shard_offset,
 )
+from spmd.collectives.ragged import ragged_all_to_all
 
 __all__ = [
     "all_gather",
@@ -28,5 +29,6 @@ __all__ = [
     "ppermute",
     "psum",
     "psum_scatter",
+    "ragged_all_to_all",
     "shard_offset",
 ]

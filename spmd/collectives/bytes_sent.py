@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from spmd.collectives.primitives import COLLECTIVES, RAGGED_ALL_TO_ALL
 from spmd.core.spec import chunk_bounds
 from spmd.ir.comm import StepKind
 
@@ -81,6 +82,19 @@ def max_bytes_sent(
     dim = arguments[0 if kind is StepKind.ALL_GATHER else 1]
     length = arguments[1] if kind is StepKind.ALL_GATHER else shape[dim]
     return float(_row(shape, dim) * _all_but_the_smallest(length, counts) * itemsize)
+
+
+def bytes_of_call(
+    op: Any, counts: tuple[int, ...], shape: tuple[int, ...], itemsize: int, arguments: Sequence[Any]
+) -> float:
+    """`max_bytes_sent` of one call of a primitive that communicates.
+
+    The sizes of a ragged_all_to_all are data, so this is what a rank sends that sends every row of its operand once: an
+    upper bound where no rank sends a row to several others.
+    """
+    if op is not RAGGED_ALL_TO_ALL.op:
+        return max_bytes_sent(COLLECTIVES[op], counts, shape, itemsize, arguments)
+    return float(math.prod(shape) * itemsize) if math.prod(counts) > 1 else 0.0
 
 
 def _row(shape: tuple[int, ...], *dims: int) -> int:

@@ -1,7 +1,8 @@
 """The collectives that users call, with JAX's names and argument order, on pytrees of tensors.
 
 `axis_name` is a mesh axis, or a tuple of them that act as one axis with the first one major. An axis is bound inside
-`shard_map`. `spmd.collectives.primitives` describes differentiation.
+`shard_map`. `spmd.collectives.primitives` describes differentiation. A collective of varying values casts an invariant
+or reduced operand to varying, as `pcast` does, so that its gradient is summed over the ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
-from spmd.collectives.environment import axis_size, resolve_axes
+from spmd.collectives.axis_types import AxisType
+from spmd.collectives.environment import axis_size, axis_type, resolve_axes, summing_backward
 from spmd.collectives.precision import reduce_wide
 from spmd.core.pytree import tree_map
+from spmd.core.spec import TensorMeta
 from spmd.errors import SpmdError
 
 AxisName: TypeAlias = str | Sequence[str]
@@ -24,67 +27,134 @@ Tree = TypeVar("Tree")
 _ops = torch.ops.spmd
 
 
-def psum(x: Tree, axis_name: AxisName) -> Tree:
+def psum(x: Tree, axis_name: AxisName, *, axis_index_groups: None = None) -> Tree:
     """The sum of `x` over the ranks along `axis_name`, on all of them; `jax.lax.psum`.
 
     Booleans are summed as int64. A Python number is the same on all ranks: `psum(1, axis)` is the axis size.
 
     Args:
-        x: a pytree of tensors, with equal shapes on all ranks, or of Python numbers.
+        x: a pytree of tensors, with equal shapes on all ranks, or of Python numbers. Along each axis a tensor is
+            varying or unreduced; an invariant one is cast to varying, so its sum is the axis size times it.
         axis_name: one or several mesh axes.
+        axis_index_groups: not supported: name another mesh axis instead.
+
+    Returns:
+        The sums, invariant along the axes.
 
     Raises:
-        SpmdError: an axis that is not bound, or a leaf that is neither a tensor nor a number.
+        SpmdError: an axis that is not bound, a leaf that is neither a tensor nor a number, `axis_index_groups`, or an
+            invariant gradient in the backward pass of a `torch.autograd.Function`, which is summed already.
 
     >>> from spmd.collectives import axis_environment
     >>> with axis_environment({"data": 2}):
     ...     psum({"count": 3}, "data")
     {'count': 6}
     """
+    refuse_groups("psum", axis_index_groups)
     size = axis_size(axis_name)
     return _reduce("psum", "sum", x, axis_name, lambda number: number * size)
 
 
-def pmean(x: Tree, axis_name: AxisName) -> Tree:
+def pmean(x: Tree, axis_name: AxisName, *, axis_index_groups: None = None) -> Tree:
     """The mean of `x` over the ranks along `axis_name`, on all of them; floats for integers; `jax.lax.pmean`.
 
     Arguments and errors are those of `psum`.
     """
+    refuse_groups("pmean", axis_index_groups)
     size = axis_size(axis_name)
     return tree_map(lambda total: total / size, psum(x, axis_name))  # type: ignore[arg-type, return-value]
 
 
-def pmax(x: Tree, axis_name: AxisName) -> Tree:
+def pmax(x: Tree, axis_name: AxisName, *, axis_index_groups: None = None) -> Tree:
     """The elementwise maximum of `x` over the ranks along `axis_name`, on all of them; `jax.lax.pmax`.
 
     The gradient is divided equally among the elements that equal the maximum. Arguments and errors are those of `psum`.
     """
+    refuse_groups("pmax", axis_index_groups)
     return _reduce("pmax", "max", x, axis_name, lambda number: number)
 
 
-def pmin(x: Tree, axis_name: AxisName) -> Tree:
+def pmin(x: Tree, axis_name: AxisName, *, axis_index_groups: None = None) -> Tree:
     """The elementwise minimum of `x` over the ranks along `axis_name`, on all of them; `jax.lax.pmin`.
 
     The gradient is divided equally among the elements that equal the minimum. Arguments and errors are those of `psum`.
     """
+    refuse_groups("pmin", axis_index_groups)
     return _reduce("pmin", "min", x, axis_name, lambda number: number)
 
 
-def pcast(x: Tree, axis_name: AxisName, *, to: Literal["varying"] = "varying") -> Tree:
-    """`x` unchanged, but typed as varying (it may differ) between the ranks along `axis_name`; `jax.lax.pcast`.
+def pcast(x: Tree, axis_name: AxisName, *, to: Literal["varying", "unreduced", "reduced"] = "varying") -> Tree:
+    """`x` unchanged, but of another type along `axis_name`; `jax.lax.pcast`. No communication.
 
-    The gradient is summed over those ranks, because each rank computes it for its own copy.
+    Args:
+        x: a pytree of tensors.
+        axis_name: one or several mesh axes.
+        to: `"varying"`: an invariant or a reduced value may differ between the ranks from here on; the gradient of an
+            invariant one is summed over them. `"reduced"`: each rank computes a summand of an invariant value's
+            gradient, and these are summed here. `"unreduced"`: a varying value is one summand of a value. A value that
+            has the type is returned as it is.
 
     Raises:
-        SpmdError: an axis that is not bound, a leaf that is no tensor, or a `to` other than `"varying"`.
+        SpmdError: an axis that is not bound, a leaf that is no tensor, or a value of another type.
     """
-    if to != "varying":
-        raise SpmdError(f"pcast: 'to' must be 'varying' (got {to!r}).")
     axes, _ = resolve_axes(axis_name)
-    return _map("pcast", lambda leaf: _ops.pcast(leaf, axes) if axes else leaf, x)
+    if to not in _CASTS:
+        raise SpmdError(f"pcast: 'to' must be one of {', '.join(map(repr, _CASTS))} (got {to!r}).")
+
+    def cast(leaf: Tensor) -> Tensor:
+        for axis in axes:
+            leaf = cast_along(leaf, axis, AxisType(to))
+        return leaf
+
+    return _map("pcast", cast, x)
 
 
-def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, size: int | None = None) -> Tree:
+_CASTS: dict[str, tuple[AxisType, ...]] = {
+    "varying": (AxisType.INVARIANT, AxisType.REDUCED),
+    "unreduced": (AxisType.VARYING,),
+    "reduced": (AxisType.INVARIANT,),
+}
+"""The types that can be cast, for each type to which they can be."""
+
+
+def cast_along(x: Tensor, axis: str, to: AxisType) -> Tensor:
+    """A per-rank value as one of another type along one axis; unchanged if it has the type."""
+    held = axis_type(x, axis) or _CASTS[to][0]
+    if held is to:
+        return x
+    if held not in _CASTS.get(to, ()):
+        raise SpmdError(f"A value {TensorMeta.of(x)} that is {held} along {axis!r} cannot be cast to {to}.")
+    return _ops.pcast(x, held.value, to.value, [axis])  # type: ignore[no-any-return]
+
+
+def varying(x: Tensor, axes: Sequence[str]) -> Tensor:
+    """The value, cast to varying along the axes where it is invariant or reduced."""
+    for axis in axes:
+        x = x if axis_type(x, axis) is None else cast_along(x, axis, AxisType.VARYING)
+    return x
+
+
+def _is_unreduced(x: Tensor, axes: Sequence[str]) -> bool:
+    """Whether a value is unreduced along all of the axes; SpmdError if along some of them only."""
+    unreduced = [axis for axis in axes if axis_type(x, axis) is AxisType.UNREDUCED]
+    if unreduced and len(unreduced) < len(axes):
+        raise SpmdError(
+            f"A value {TensorMeta.of(x)} is unreduced along {', '.join(unreduced)} of the axes {', '.join(axes)}, and "
+            "not along the others. Call one collective for each."
+        )
+    return bool(unreduced)
+
+
+def all_gather(
+    x: Tree,
+    axis_name: AxisName,
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    to: Literal["varying", "invariant", "reduced"] = "varying",
+    size: int | None = None,
+    axis_index_groups: None = None,
+) -> Tree:
     """The values of `x` on all ranks along `axis_name`, stacked or joined, on all of them; `jax.lax.all_gather`.
 
     Args:
@@ -92,6 +162,7 @@ def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fal
         axis_name: one or several mesh axes.
         axis: the dim of the result along which values are stacked or joined.
         tiled: join along the existing dim `axis` instead of stacking along a new one.
+        to: the type of the result along the axes.
         size: the length of dim `axis` in a tiled result, if the ranks hold uneven chunks, those of `torch.chunk` for
             that length. By default chunks have equal lengths.
 
@@ -103,22 +174,34 @@ def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fal
     ...     all_gather(torch.empty(2, 3, device="meta"), "data", axis=1, tiled=True).shape
     torch.Size([2, 12])
     """
+    refuse_groups("all_gather", axis_index_groups)
     axes, _ = resolve_axes(axis_name)
     if size is not None and not tiled:
         raise SpmdError(f"all_gather: 'size' is for tiled=True only (got size={size}).")
+    if to not in _GATHERS:
+        raise SpmdError(f"all_gather: 'to' must be one of {', '.join(map(repr, _GATHERS))} (got {to!r}).")
     count = axis_size(axes)
 
     def gather(leaf: Tensor) -> Tensor:
         dim = _dim("all_gather", "axis", axis, leaf.ndim + (not tiled))
-        leaf = leaf if tiled else leaf.unsqueeze(dim)
+        leaf = varying(leaf if tiled else leaf.unsqueeze(dim), axes)
         length = leaf.shape[dim] * count if size is None else size
-        return _ops.all_gather(leaf, dim, length, axes)
+        return getattr(_ops, _GATHERS[to])(leaf, dim, length, axes)  # type: ignore[no-any-return]
 
     return _map("all_gather", gather, x)
 
 
+_GATHERS = {"varying": "all_gather", "invariant": "all_gather_invariant", "reduced": "all_gather_reduced"}
+
+
 def psum_scatter(
-    x: Tree, axis_name: AxisName, *, scatter_dimension: int = 0, tiled: bool = False, size: int | None = None
+    x: Tree,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    size: int | None = None,
+    axis_index_groups: None = None,
 ) -> Tree:
     """This rank's chunk of the sum of `x` over the ranks along `axis_name`; `jax.lax.psum_scatter`.
 
@@ -139,6 +222,7 @@ def psum_scatter(
     ...     psum_scatter(torch.empty(8, 3, device="meta"), "data", tiled=True).shape
     torch.Size([2, 3])
     """
+    refuse_groups("psum_scatter", axis_index_groups)
     axes, _ = resolve_axes(axis_name)
     if size is not None and not tiled:
         raise SpmdError(f"psum_scatter: 'size' is for tiled=True only (got size={size}).")
@@ -150,13 +234,24 @@ def psum_scatter(
             _check_split("psum_scatter", leaf, dim, count, tiled)
         leaf = leaf.to(torch.int64) if leaf.dtype == torch.bool else leaf
         length = leaf.shape[dim] // count if size is None else size
-        result = reduce_wide(leaf, "sum", lambda wide: _ops.reduce_scatter(wide, "sum", dim, length, axes))
+        unreduced = _is_unreduced(leaf, axes)
+        scattered = _ops.reduce_scatter_unreduced if unreduced else _ops.reduce_scatter
+        leaf = leaf if unreduced else varying(leaf, axes)
+        result = reduce_wide(leaf, "sum", lambda wide: scattered(wide, "sum", dim, length, axes))
         return result if tiled else result.squeeze(dim)
 
     return _map("psum_scatter", scatter, x)
 
 
-def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Tree:
+def all_to_all(
+    x: Tree,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    tiled: bool = False,
+    axis_index_groups: None = None,
+) -> Tree:
     """Split `split_axis`, send the i-th chunk to the i-th rank, stack or join those received; `jax.lax.all_to_all`.
 
     Args:
@@ -175,10 +270,12 @@ def all_to_all(x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, 
     ...     all_to_all(torch.empty(8, 3, device="meta"), "data", 0, 1, tiled=True).shape
     torch.Size([2, 12])
     """
+    refuse_groups("all_to_all", axis_index_groups)
     axes, _ = resolve_axes(axis_name)
     count = axis_size(axes)
 
     def exchange(leaf: Tensor) -> Tensor:
+        leaf = varying(leaf, axes)
         split = _dim("all_to_all", "split_axis", split_axis, leaf.ndim)
         concat = _dim("all_to_all", "concat_axis", concat_axis, leaf.ndim)
         _check_split("all_to_all", leaf, split, count, tiled)
@@ -218,7 +315,7 @@ def ppermute(x: Tree, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -> T
         if sources[destination] >= 0 or source in sources:
             raise SpmdError(f"ppermute: a source or destination is there twice in perm={list(perm)}.")
         sources[destination] = source
-    return _map("ppermute", lambda leaf: _ops.permute(leaf, sources, list(leaf.shape), axes), x)
+    return _map("ppermute", lambda leaf: _ops.permute(varying(leaf, axes), sources, list(leaf.shape), axes), x)
 
 
 def axis_index(axis_name: AxisName) -> Tensor:
@@ -250,9 +347,38 @@ def _reduce(name: str, op: str, x: Tree, axis_name: AxisName, number: Callable[[
         _check_tensor(name, leaf)
         if op == "sum" and leaf.dtype == torch.bool:
             leaf = leaf.to(torch.int64)
-        return reduce_wide(leaf, op, lambda wide: _ops.all_reduce(wide, op, axes)) if axes else leaf
+        if not axes:
+            return leaf
+        unreduced = op == "sum" and _is_unreduced(leaf, axes)
+        if op == "sum" and leaf.is_floating_point():
+            _refuse_second_sum(leaf, axes)
+        reduced = _ops.all_reduce_unreduced if unreduced else _ops.all_reduce
+        leaf = leaf if unreduced else varying(leaf, axes)
+        return reduce_wide(leaf, op, lambda wide: reduced(wide, op, axes))
 
     return tree_map(reduce, x)  # type: ignore[arg-type, return-value]
+
+
+def _refuse_second_sum(leaf: Tensor, axes: Sequence[str]) -> None:
+    """SpmdError for a psum of an invariant gradient in a backward pass: as in code that was written without types."""
+    function = summing_backward(leaf)
+    for axis in axes if function is not None else ():
+        if axis_type(leaf, axis) is AxisType.INVARIANT:
+            raise SpmdError(
+                f"psum over {axis!r} in {function}.backward of a gradient {TensorMeta.of(leaf)} that is invariant "
+                f"along it: it is summed over the ranks already, and would become {axis_size(axis)} times too large. "
+                f"Return spmd.collectives.pcast(x, {axis!r}) from {function}.forward, whose gradient is varying; or "
+                "do without the function, as such casts are inserted."
+            )
+
+
+def refuse_groups(name: str, groups: Any) -> None:
+    """SpmdError for `axis_index_groups`."""
+    if groups is not None:
+        raise SpmdError(
+            f"{name}: axis_index_groups is not supported (got {groups!r}): a plan and its reports speak of mesh axes. "
+            "Split the axis into two, as make_mesh({'node': 2, 'local': 4}), and name one of them."
+        )
 
 
 def _map(name: str, function: Callable[[Tensor], Tensor], x: Tree) -> Tree:

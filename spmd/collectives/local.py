@@ -38,7 +38,7 @@ def _constant(value: int) -> Local:
 
 LOCALS: Mapping[torch._ops.OpOverload, Callable[..., Local]] = MappingProxyType(
     {
-        torch.ops.spmd.pcast.default: lambda group, index, operand: lambda x: x,
+        torch.ops.spmd.pcast.default: lambda group, index, operand, source, to: lambda x: x,
         torch.ops.spmd.shard.default: _shard,
         torch.ops.spmd.to_partial.default: _to_partial,
         torch.ops.spmd.axis_index.default: lambda group, index: _constant(index),

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from spmd.collectives.group import Group, groups
 from spmd.collectives.local import LOCALS, run_local
-from spmd.collectives.primitives import COLLECTIVES
+from spmd.collectives.primitives import COLLECTIVES, RAGGED_ALL_TO_ALL, UNTYPED
+from spmd.collectives.routes import Routes, exchange_rows
 from spmd.collectives.traffic import active_traffic, sent_bytes
 from spmd.core.mesh import Mesh
 from spmd.errors import DivergenceError, SpmdError
@@ -85,14 +86,20 @@ def _permute(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
     return results
 
 
+def _ragged_all_to_all(group: Group, calls: Sequence[Arguments]) -> list[Tensor]:
+    _, table, _, transposed, _ = calls[0]
+    routes = Routes.read(table, transposed, group.ranks)
+    return exchange_rows(routes, [arguments[0] for arguments in calls], [arguments[2] for arguments in calls])
+
+
 KERNELS: Mapping[torch._ops.OpOverload, Callable[[Group, Sequence[Arguments]], list[Tensor]]] = MappingProxyType(
     {
         torch.ops.spmd.all_reduce.default: _all_reduce,
         torch.ops.spmd.all_gather.default: _all_gather,
-        torch.ops.spmd.all_gather_invariant.default: _all_gather,
         torch.ops.spmd.reduce_scatter.default: _reduce_scatter,
         torch.ops.spmd.all_to_all.default: _all_to_all,
         torch.ops.spmd.permute.default: _permute,
+        RAGGED_ALL_TO_ALL.op: _ragged_all_to_all,
     }
 )
 """For each collective, the function from the arguments of all ranks of a group to their results, in group order."""
@@ -118,6 +125,7 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
     >>> run(torch.ops.spmd.all_reduce.default, mesh, [((torch.tensor(x), "sum", ["data"]), {}) for x in (1, 2)])
     [tensor(3), tensor(3)]
     """
+    op = UNTYPED.get(op, op)
     if op not in KERNELS and op not in LOCALS:
         raise SpmdError(f"{op} is not a primitive. Expected one of {', '.join(map(str, (*KERNELS, *LOCALS)))}.")
     arguments = [_positional(op, args, kwargs) if kwargs else tuple(args) for args, kwargs in calls]
@@ -128,7 +136,7 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
         raise DivergenceError(f"{op} runs over different axes on different ranks of {mesh}. Expected {axes} on all.")
     if op in LOCALS:
         return [run_local(op, mesh, rank, *given) for rank, given in enumerate(arguments)]
-    kernel, kind, traffic = KERNELS[op], COLLECTIVES[op], active_traffic()
+    kernel, traffic = KERNELS[op], active_traffic()
     results: list[Tensor] = [arguments[0][0]] * mesh.size
     sent = [0] * mesh.size
     for group in groups(mesh, axes):
@@ -137,11 +145,20 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, calls: Sequence[tuple[Arguments, 
         for rank, output in zip(group.ranks, outputs, strict=True):
             results[rank] = output
         if traffic is not None:
-            for rank, count in zip(group.ranks, sent_bytes(kind, members, outputs), strict=True):
+            for rank, count in zip(group.ranks, _sent(op, group, members, outputs), strict=True):
                 sent[rank] = count
     if traffic is not None:
-        traffic.record(kind, axes, sent)
+        traffic.record(COLLECTIVES[op], axes, sent)
     return results
+
+
+def _sent(op: Any, group: Group, calls: Sequence[Arguments], results: Sequence[Tensor]) -> list[int]:
+    """The bytes that each rank of a group has sent."""
+    if op is not RAGGED_ALL_TO_ALL.op:
+        return sent_bytes(COLLECTIVES[op], calls, results)
+    routes = Routes.read(calls[0][1], calls[0][3], group.ranks)
+    rows = [arguments[0][:1].nbytes for arguments in calls]
+    return [routes.sent(index) * nbytes for index, nbytes in enumerate(rows)]
 
 
 def _positional(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:

@@ -50,8 +50,8 @@ class Comm:
             an all_reduce of S bytes, (n-1)/n S for an all_gather with a result of S bytes, (n-1)/n S for a
             reduce_scatter or an all_to_all with an argument of S bytes, and S for a permute. Uneven and empty shards
             count with their own sizes (`spmd.collectives.bytes_sent`; `record_traffic` measures the same on virtual
-            ranks). Between processes, all_gather and reduce_scatter pad uneven shards to the largest one and send the
-            padding too.
+            ranks). The sizes of a ragged_all_to_all are data: it counts with all of its operand, and its cause says so.
+            Between processes, all_gather and reduce_scatter pad uneven shards to the largest one and send the padding.
         seconds: predicted time.
         cause: for a redistribution, the producer with its spec and the consumer with the spec that it requires; for a
             collective inside a local implementation, the operator.

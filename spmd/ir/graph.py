@@ -21,6 +21,7 @@ from spmd.ir.call import Call
 from spmd.ir.comm import Comm
 from spmd.ir.effects import Effect, effect_of
 from spmd.ir.source import Source
+from spmd.ir.variants import Variants
 
 Operator: TypeAlias = torch._ops.OpOverload | Callable[..., Any]
 """What an operation calls: an operator of torch; in a rank's program also a Python function of tensors."""
@@ -154,6 +155,8 @@ class Graph:
         operations: in order of execution.
         outputs: the results, flattened.
         specs: in the program of a rank, the sharding of the values that are shards of a global value, for its text.
+        variants: in a global program, what differs for ranks whose shards in a manual region have other shapes than
+            those of coordinate zero; None if nothing does.
     """
 
     inputs: tuple[Value, ...]
@@ -161,6 +164,7 @@ class Graph:
     operations: tuple[Operation, ...]
     outputs: tuple[Value, ...]
     specs: Mapping[Value, object] = MappingProxyType({})
+    variants: Variants[Graph] | None = None
 
     @property
     def names(self) -> Iterator[str]:

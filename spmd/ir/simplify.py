@@ -9,17 +9,26 @@ from typing import Any
 import attrs
 import torch
 
+from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze
 
 aten = torch.ops.aten
 
 
-def eliminate_dead(graph: Graph) -> Graph:
-    """Remove unused operations and constants, except operations with effects."""
+def eliminate_dead(graph: Graph, *, collectives: bool = False) -> Graph:
+    """Remove unused operations and constants, except operations with effects.
+
+    Args:
+        graph: the program.
+        collectives: whether unused collectives are removed, too: not from the program of one rank, as all ranks must
+            run the same ones.
+    """
     live = set(graph.outputs)
     kept = []
     for operation in reversed(graph.operations):
-        if live.isdisjoint(operation.tensors) and operation.effect is None:
+        effect = operation.effect
+        removable = effect is None or (collectives and effect is Effect.COLLECTIVE)
+        if live.isdisjoint(operation.tensors) and removable:
             continue
         live.update(operation.operands)
         kept.append(operation)

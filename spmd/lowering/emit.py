@@ -12,7 +12,7 @@ from spmd.ir.markers import REDISTRIBUTE
 from spmd.ir.names import Namer
 from spmd.ir.printing import operator_name
 from spmd.lowering.repetitions import repetitions
-from spmd.plan.data.causes import Cause
+from spmd.plan.data.causes import Cause, cause_of
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
 from spmd.plan.local.fragments import Fragments
@@ -93,6 +93,4 @@ class _Emitter:
 
     def cause(self, planned: Operation) -> Cause:
         """Why a collective of the fragment of `planned` runs."""
-        if planned.op is REDISTRIBUTE:
-            return self.plan.causes[planned]
-        return Cause(f"{operator_name(planned.op)} over a sharded dim", planned.source)
+        return self.plan.causes[planned] if planned.op is REDISTRIBUTE else cause_of(planned)

@@ -13,6 +13,7 @@ from spmd.lowering.emit import emit
 from spmd.lowering.passes import PASSES
 from spmd.lowering.program import LocalProgram
 from spmd.plan.data.plan import PlanData
+from spmd.plan.local.variants import plan_at
 
 __all__ = ["LocalProgram", "lower"]
 
@@ -37,7 +38,7 @@ def lower(
     """
 
     def build(coordinate: Coordinate) -> Graph:
-        graph = emit(plan, coordinate)
+        graph = emit(plan_at(plan, coordinate), coordinate)
         for run in PASSES if passes is None else passes:
             graph = run(graph)
         return graph.verify()
@@ -54,7 +55,8 @@ def lower(
 
 def _uneven_specs(plan: PlanData) -> tuple[DTensorSpec, ...]:
     """The distinct uneven specs, of values and of the intermediate steps of redistributions."""
-    specs = dict.fromkeys(plan.specs.values())
+    variants = plan.request.graph.variants
+    specs = dict.fromkeys((*plan.specs.values(), *(variants.unevenness.specs if variants else ())))
     for operation in plan.graph.operations:
         if operation.op is REDISTRIBUTE:
             ends = plan.specs[operation.operands[0]], plan.specs[operation.tensors[0]]

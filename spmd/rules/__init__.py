@@ -23,6 +23,7 @@ from spmd.rules.ops.indexing import INDEXING
 from spmd.rules.ops.layers import LAYERS
 from spmd.rules.ops.linalg import LINALG
 from spmd.rules.ops.loss import LAZILY_DEFINED, LOSS
+from spmd.rules.ops.manual import MANUAL
 from spmd.rules.ops.matmul import MATMUL
 from spmd.rules.ops.normalization import NORMALIZATION
 from spmd.rules.ops.pooling import POOLING
@@ -37,7 +38,7 @@ from spmd.rules.strategy import Strategy, derive_strategies
 
 _FAMILIES = (
     POINTWISE, MATMUL, VIEWS, MOVES, INDEXING, FACTORIES, RANDOM, REDUCTION, EXTREMES, SCAN, COUNTING, SOFTMAX,
-    NORMALIZATION, ATTENTION, EMBEDDING, LOSS, LINALG, CONVOLUTION, POOLING, LAYERS,
+    NORMALIZATION, ATTENTION, EMBEDDING, LOSS, LINALG, CONVOLUTION, POOLING, LAYERS, MANUAL,
 )  # fmt: skip
 
 RULES: Table = MappingProxyType({op: rule for family in _FAMILIES for op, rule in family.items()})

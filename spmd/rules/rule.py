@@ -60,6 +60,8 @@ class Factors:
         independent: factors that some results lack because they do not depend on anything along them.
         rows: strategies that do not follow from factors: linearity (Partial in, Partial out) and local implementations
             for certain dims.
+        separate: whether operands are sharded independently of each other: each combination of their placements is a
+            strategy.
     """
 
     operands: tuple[FactorDims, ...]
@@ -71,6 +73,7 @@ class Factors:
     bodies: Mapping[str, Body] = attrs.field(factory=dict)
     independent: frozenset[str] = frozenset()
     rows: tuple[Row, ...] = ()
+    separate: bool = False
 
 
 @attrs.frozen

@@ -8,6 +8,7 @@ shape `[b, s, d]`. The dims of the tensor itself are *physical* dims.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -27,13 +28,18 @@ LogicalShape: TypeAlias = tuple[tuple[int, ...], ...]
 LOCAL_BODY = "local body"
 """The label of a strategy from a `Row` with a local implementation, which depends on the dims that the row shards."""
 
+MANUAL = "manual"
+"""The label of the only strategy of an operation in a region that is manual along the axis: it runs as it stands, and
+its tensors, which are what one rank holds, count as replicated."""
+
 
 @attrs.frozen
 class Strategy:
     """A placement on one mesh axis for every tensor operand and result of an operator, over logical dims.
 
     `body` is the local implementation; without one, the operator itself runs on the local tensors. `label` names the
-    factor that is sharded (`"i"`, `"i.1"` for its second atom), or is `"replicate"`, `"partial"` or `"local body"`.
+    factor that is sharded (`"i"`, `"i.1"` for its second atom), or is `"replicate"`, `"partial"`, `"separate"`,
+    `"manual"` or `"local body"`.
     """
 
     operands: tuple[Placement, ...]
@@ -78,8 +84,21 @@ def derive_strategies(
             sizes = atoms[name]
             cut = (index for index, size in enumerate(sizes) if size > 1)
             strategies += (_shard_atom(factors, tensors, (name, index), len(sizes)) for index in cut)
+    if factors.separate:
+        strategies = _combined(strategies)
     rows = (_logical_row(row, tensors) for row in factors.rows)
     return tuple(dict.fromkeys([*strategies, *(row for row in rows if row is not None)]))
+
+
+def _combined(strategies: Sequence[Strategy]) -> list[Strategy]:
+    """All combinations of the placements of operands that some strategies have, in an operator without sharded results.
+
+    The first one, replication, stays the first.
+    """
+    choices = map(dict.fromkeys, zip(*(strategy.operands for strategy in strategies), strict=True))
+    _, *others = itertools.product(*choices)
+    results = strategies[0].results
+    return [strategies[0], *(Strategy(operands, results, label="separate") for operands in others)]
 
 
 _LogicalDims: TypeAlias = tuple[tuple[tuple[str, int] | None, ...], ...]

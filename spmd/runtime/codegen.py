@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeAlias
 
 import attrs
@@ -67,7 +68,8 @@ def name_origin(error: BaseException) -> None:
     operation = trace.tb_frame.f_globals[_LINES].get(trace.tb_lineno)
     if operation is not None:
         tensors = ", ".join(str(operand.meta) for operand in dict.fromkeys(operation.operands))
-        origin = f"{operation.op} on {tensors} of this rank, at {where(operation.source)}"
+        op = operation.op.__self__ if isinstance(operation.op, MethodType) else operation.op
+        origin = f"{op} on {tensors} of this rank, at {where(operation.source)}"
         error.args = (f"{error.args[0]}\n  In {origin}.", *error.args[1:])
 
 

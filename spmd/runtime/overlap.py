@@ -16,10 +16,14 @@ import attrs
 import torch
 
 from spmd.collectives.distributed.exchange import Exchange, bind
+from spmd.collectives.distributed.printer import Printer
+from spmd.collectives.distributed.ragged import RaggedExchange
+from spmd.collectives.host import HOST_PRINT
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.lowering.program import is_primitive
 
+_EXCHANGES = (Exchange, RaggedExchange)
 RESHAPE = torch.ops.aten.reshape.default
 
 
@@ -59,6 +63,9 @@ def sink_views(graph: Graph) -> Graph:
 def _bind(operation: Operation, mesh: Mesh, coordinate: Coordinate) -> Operation:
     """A primitive as this rank's implementation of it, with all arguments but the operand bound."""
     operands = operation.operands
+    if operation.op is HOST_PRINT:
+        values, pieces = operation.args
+        return attrs.evolve(operation, op=Printer(mesh, coordinate, tuple(pieces)), args=tuple(values))
     comm, source = operation.annotations.comm, operation.source
     cause = f"{comm.cause if comm else ''}{f' at {source}' if source else ''}"
     meta = operands[0].meta if operands else None
@@ -76,7 +83,7 @@ class _Window:
 
 def split_exchanges(graph: Graph) -> Graph:
     """A program in which every call of an `Exchange` is split into a start and, later, a finish."""
-    exchanges = [operation for operation in graph.operations if isinstance(operation.op, Exchange)]
+    exchanges = [operation for operation in graph.operations if isinstance(operation.op, _EXCHANGES)]
     starts, finishes = defaultdict(list), defaultdict(list)
     for operation, window in zip(exchanges, _windows(graph, exchanges), strict=True):
         starts[window.start].append(operation)
@@ -97,14 +104,14 @@ def split_exchanges(graph: Graph) -> Graph:
 
     def before(position: int) -> None:
         for exchange in starts[position]:
-            if exchange.operands[0] in results:  # the operand may be the result of a pending one
+            if not results.isdisjoint(exchange.operands):  # an operand may be the result of a pending one
                 finish(finishes[position])
             start(exchange)
         finish(finishes[position])
 
     for position, operation in enumerate(graph.operations):
         before(position)
-        if not isinstance(operation.op, Exchange):
+        if not isinstance(operation.op, _EXCHANGES):
             operations.append(operation)
     before(len(graph.operations))
     return attrs.evolve(graph, operations=tuple(operations)).verify()
@@ -119,9 +126,9 @@ def _windows(graph: Graph, exchanges: Sequence[Operation]) -> list[_Window]:
     results = {operation.tensors[0] for operation in exchanges}
     windows: list[_Window] = []
     for operation in exchanges:
-        operand, start = operation.operands[0], position[operation]
-        if operand not in results:
-            here, start = start, made.get(operand, -1) + 1
+        start = position[operation]
+        if results.isdisjoint(operation.operands):
+            here, start = start, max(made.get(operand, -1) for operand in operation.operands) + 1
             if windows:
                 start = max(start, windows[-1].start, min(here, windows[-1].finish))
         windows.append(_Window(start, used.get(operation.tensors[0], len(graph.operations))))

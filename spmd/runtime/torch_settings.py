@@ -69,16 +69,20 @@ def generator_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
 
 
+def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
+    """Set the state of the default generator of a device."""
+    (torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state)(state)
+
+
 @contextlib.contextmanager
 def drawing_from(state: torch.Tensor, device: torch.device) -> Iterator[None]:
     """A context in which the default generator of a device draws from a state; it goes on as before afterwards."""
     before = generator_state(device)
-    restore = torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state
-    restore(state)
+    set_generator_state(state, device)
     try:
         yield
     finally:
-        restore(before)
+        set_generator_state(before, device)
 
 
 @contextlib.contextmanager

@@ -8,14 +8,17 @@ from typing import Any, TypeAlias
 import torch
 
 from spmd.collectives import virtual
+from spmd.collectives.host import HOST_PRINT, print_lines, text_of
 from spmd.collectives.local import LOCALS
+from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.mesh import Mesh
 from spmd.errors import DivergenceError
 from spmd.ir.effects import Effect, effect_of
-from spmd.ir.graph import Operation
+from spmd.ir.graph import Operation, iterate_leaves
+from spmd.ir.random_operators import TEMPLATED
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.codegen import RankProgram, generate, name_origin
-from spmd.runtime.torch_settings import run_isolated
+from spmd.runtime.torch_settings import drawing_from, generator_state, run_isolated
 
 Rank: TypeAlias = Generator[tuple[Any, Any], Any, None]
 """A rank's program that is running; see `spmd.runtime.codegen.RankProgram`."""
@@ -91,7 +94,11 @@ def run_in_lockstep(mesh: Mesh, ranks: Sequence[Rank]) -> tuple[tuple[torch.Tens
     """
     op, calls = _step([next(rank) for rank in ranks])
     while op is not None:
-        results = _run(op, mesh, calls)
+        try:
+            results = _run(op, mesh, calls)
+        except Exception as error:
+            ranks[0].throw(error)  # through its program, whose line then tells the operation and the user's line
+            raise
         del calls  # frees the operands of a collective before the ranks go on
         results.reverse()
         op, calls = _step([rank.send(results) for rank in ranks])
@@ -112,9 +119,29 @@ def _step(yielded: Sequence[tuple[Any, Any]]) -> tuple[Any, tuple[Any, ...]]:
 
 def _run(op: Any, mesh: Mesh, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     """The result of an operator with an effect on every rank."""
-    if op in virtual.KERNELS:
+    if op in COLLECTIVES:
         return virtual.run(op, mesh, calls)
     args, kwargs = calls[0]
-    if effect_of(op, args, kwargs) is Effect.RANDOM:  # it draws the global tensor, so all ranks have the same arguments
-        return [op(*args, **kwargs)] * len(calls)
+    if op is HOST_PRINT:
+        print_lines((rank, text_of(*arguments)) for rank, (arguments, _) in enumerate(calls))
+        return [torch.empty(0)] * len(calls)
+    if effect_of(op, args, kwargs) is Effect.RANDOM:
+        return _draw(op, mesh, calls)
     return [op(*args, **kwargs) for args, kwargs in calls]
+
+
+def _draw(op: Any, mesh: Mesh, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The results of a random operator: one for all ranks, as they draw the global tensor.
+
+    In a manual region they may have other operands: each draws the same random numbers for its own.
+    """
+    args, kwargs = calls[0]
+    first, *others = ([leaf for leaf in iterate_leaves(call) if isinstance(leaf, torch.Tensor)] for call in calls)
+    if op in TEMPLATED or all(all(map(torch.equal, first, other)) for other in others):
+        return [op(*args, **kwargs)] * len(calls)
+    state, results = generator_state(mesh.device), []
+    for args, kwargs in calls[1:]:
+        with drawing_from(state, mesh.device):
+            results.append(op(*args, **kwargs))
+    args, kwargs = calls[0]
+    return [op(*args, **kwargs), *results]

@@ -6,10 +6,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from spmd.collectives.environment import bound_axes
 from spmd.core.mesh import current_mesh
+from spmd.core.placement import Replicate
 from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.spec import P, TensorMeta
+from spmd.core.spec_text import encode_spec, parse_spec
 from spmd.errors import ShardingError
+from spmd.tracing.disable_jit import is_jit_disabled
 from spmd.tracing.recorder import where
 from spmd.tracing.trace import is_tracing
 
@@ -49,33 +53,13 @@ def reshard(x: T, spec: SpecLike) -> T:
     return _apply(x, spec, "reshard")
 
 
-def encode_spec(spec: P) -> str:
-    """Encode a spec as text: the axes of a dim joined by `,`, dims by `|`, then `;` and the partial axes.
-
-    >>> encode_spec(P("data", None, ("x", "y"), partial={"model": "sum"}))
-    'data||x,y;model=sum'
-    """
-    dims = "|".join(",".join(axes) for axes in spec.dims)
-    partial = ",".join(f"{axis}={op}" for axis, op in spec.partial)
-    return f"{dims};{partial}" if partial else dims
-
-
-def parse_spec(text: str) -> P:
-    """Decode a spec from text; the inverse of `encode_spec`.
-
-    >>> parse_spec("data||x,y;model=sum")
-    P('data', None, ('x', 'y'), partial={'model': 'sum'})
-    """
-    dims, _, partial = text.partition(";")
-    parts = [tuple(dim.split(",")) if dim else None for dim in dims.split("|")]
-    return P(*parts, partial=dict(item.split("=") for item in partial.split(",")) if partial else None)  # type: ignore[arg-type]
-
-
 def _apply(x: Any, spec: SpecLike, name: str) -> Any:
     if hasattr(x, "redistribute"):
         return x.redistribute(spec)
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"spmd.{name} takes a tensor (got {type(x).__name__}).")
+    if not is_tracing() and is_jit_disabled():
+        return x.clone()
     if not is_tracing():
         raise ShardingError(
             f"spmd.{name} was given a plain tensor {TensorMeta.of(x)} outside of spmd.jit. "
@@ -85,8 +69,15 @@ def _apply(x: Any, spec: SpecLike, name: str) -> Any:
 
 
 def _fitting(x: torch.Tensor, spec: SpecLike, name: str) -> P:
-    """The spec as a P; ShardingError if it does not fit the tensor and the current mesh."""
-    return make_spec(current_mesh(), spec, TensorMeta.of(x), where=f"spmd.{name} at {where()}:").pspec
+    """The spec as a P; ShardingError if it does not fit the tensor and the current mesh, or names a manual axis."""
+    found = make_spec(current_mesh(), spec, TensorMeta.of(x), where=f"spmd.{name} at {where()}:")
+    for axis in bound_axes():
+        if found.placement(axis) != Replicate():
+            raise ShardingError(
+                f"spmd.{name} at {where()}: {found.pspec!r} names {axis!r}, which is manual in this shard_map body: a "
+                "value is what one rank holds along it. Name other axes, or move it by a collective."
+            )
+    return found.pspec
 
 
 @torch.library.custom_op("spmd::constrain", mutates_args=(), schema="(Tensor x, str spec) -> Tensor")

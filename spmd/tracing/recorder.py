@@ -43,6 +43,10 @@ class Recorder(FakeTensorMode):
         source: returns the user's line of the operator that is being dispatched.
         labels: the names of the inputs in messages.
         drawn: is called with each random operator and its source.
+
+    Attributes:
+        observe: is called with each operation that is recorded.
+        check_result: is called with each result of the function.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Recorder(FakeTensorMode):
         self._source = source
         self._labels = labels
         self._drawn = drawn
+        self.observe: Callable[[Operation], None] = lambda operation: None
+        self.check_result: Callable[[Value], None] = lambda value: None
         # Keyed by id: each entry keeps its tensor alive, so that Python does not reuse the id.
         self._values: dict[int, tuple[torch.Tensor, Value]] = {}
         self._fakes: dict[Value, torch.Tensor] = {}
@@ -240,6 +246,7 @@ class Recorder(FakeTensorMode):
             results.append(value)
         if any(results):
             self.operations.append(Operation(func, args, kwargs, tuple(results), source))
+            self.observe(self.operations[-1])
 
     def _bind(self, tensor: torch.Tensor, value: Value) -> None:
         self._values[id(tensor)] = (tensor, value)

@@ -7,11 +7,12 @@ dispatch mode below it records each operator; `torch.func` transforms inside the
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import optree
@@ -27,11 +28,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spmd.core.mesh import Coordinate
 from spmd.core.pytree import leaf_remedy, tree_flatten, tree_leaves
 from spmd.core.spec import TensorMeta, has_meta
 from spmd.errors import TraceError
-from spmd.ir.graph import Graph, Value, iterate_leaves
+from spmd.ir.graph import Graph, Operation, Value, iterate_leaves
 from spmd.ir.names import Namer
+from spmd.ir.variants import Unevenness, Variants
 from spmd.tracing.assignments import fill_masked
 from spmd.tracing.differentiable import DIFFERENTIABLE
 from spmd.tracing.effects import Generators, refuse_changes, refuse_rebinding
@@ -41,12 +44,68 @@ from spmd.tracing.recorder import Recorder, where
 from spmd.tracing.source import SourceTracker, user_source
 from spmd.tracing.torch_state import restored
 
-_tracing: ContextVar[bool] = ContextVar("spmd_tracing", default=False)
+_tracing: ContextVar[RunningTrace | None] = ContextVar("spmd_tracing", default=None)
+
+
+class Records(Protocol):
+    """The operations that a trace has recorded, and what is called with each of them and with each result."""
+
+    operations: list[Operation]
+    observe: Callable[[Operation], None]
+    check_result: Callable[[Value], None]
+
+
+class RunningTrace(Protocol):
+    """What manual regions ask of the trace in which they run; `spmd.api.uncompiled` has one of real tensors.
+
+    Attributes:
+        coordinate: that of the rank with whose shards manual regions run; None for zero.
+        unevenness: how the shapes of shards in manual regions differ between ranks; None if they do not.
+        in_backward: makes the context in which Python code of backward passes runs.
+        gather: returns a Python value of every rank, in rank order, where each rank runs by itself; None in a trace,
+            which is for all ranks.
+        in_backward: makes the context in which Python code of backward passes runs.
+    """
+
+    unevenness: Unevenness | None
+    in_backward: Callable[[], contextlib.AbstractContextManager[None]]
+
+    @property
+    def gather(self) -> Callable[[Any], list[Any]] | None: ...
+
+    @property
+    def coordinate(self) -> Coordinate | None: ...
+
+    @property
+    def recorder(self) -> Records: ...
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """The value of a tensor as it is now."""
+
+    def lift(self, leaf: Any) -> Any:
+        """The tensor of the trace for one from outside; any other value unchanged."""
 
 
 def is_tracing() -> bool:
     """Whether a function is being traced; a jitted function that is called meanwhile is inlined into the trace."""
-    return _tracing.get()
+    return _tracing.get() is not None
+
+
+def running_trace() -> RunningTrace:
+    """What knows the values of the tensors of the trace that is running."""
+    found = _tracing.get()
+    assert found is not None, "no function is being traced"
+    return found
+
+
+@contextlib.contextmanager
+def tracing_with(trace: RunningTrace) -> Iterator[None]:
+    """A context in which a trace is running."""
+    token = _tracing.set(trace)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
 
 
 @attrs.frozen(eq=False)
@@ -149,6 +208,24 @@ def trace_flat(
     Raises:
         TraceError: as in `trace`.
     """
+    trace = functools.partial(_trace_once, function, leaves, names, paths)
+    graph, lifting = trace(None)
+    unevenness = lifting.unevenness
+    if unevenness is None:
+        return graph
+    others = list(unevenness.coordinates())[1:]
+    graphs = {unevenness.key(coordinate): (coordinate, trace(coordinate)[0]) for coordinate in others}
+    return attrs.evolve(graph, variants=Variants(unevenness, graphs))
+
+
+def _trace_once(
+    function: Callable[..., Sequence[torch.Tensor]],
+    leaves: Sequence[Any],
+    names: Sequence[str] | None,
+    paths: Sequence[str] | None,
+    coordinate: Coordinate | None,
+) -> tuple[Graph, ClosureLifting]:
+    """As `trace_flat`, with the local shapes of one rank in manual regions: that at a coordinate, by default zero."""
     namer = Namer()
     hints = names or [f"arg{index}" for index in range(len(leaves))]
     inputs = tuple(
@@ -156,31 +233,31 @@ def trace_flat(
     )
     labels = dict(zip(inputs, paths or hints, strict=True))
     random = Generators()
-    recorder = Recorder(namer, SourceTracker(trace_flat.__code__).current, labels, random.draw)
+    recorder = Recorder(namer, SourceTracker(_trace_once.__code__).current, labels, random.draw)
     with temporarily_clear_interpreter_stack():
         fakes = [recorder.fake(value, _device(leaf), _memory(leaf)) for value, leaf in zip(inputs, leaves, strict=True)]
 
-    lifting = _ClosureLifting(recorder)
-    token = _tracing.set(True)
-    try:
-        with (
-            _no_modes_around(),
-            _errors_raised_only(),
-            recorder,
-            Functionalization(lifting.lift),
-            lifting,
-            restored() as before,
-        ):
-            random.start()
-            outputs = function(*[lifting.functional(fake) for fake in fakes])
-            again = lambda: function(*[lifting.functional(fake) for fake in fakes])  # noqa: E731
-            refuse_changes(before, random, again)
-            outputs = [lifting.finish(tensor) for tensor in outputs]
-            lifting.check_writes()
-    finally:
-        _tracing.reset(token)
+    lifting = ClosureLifting(recorder, coordinate)
+    with (
+        tracing_with(lifting),
+        _no_modes_around(),
+        _errors_raised_only(),
+        recorder,
+        Functionalization(lifting.lift),
+        lifting,
+        restored() as before,
+    ):
+        random.start()
+        outputs = function(*[lifting.functional(fake) for fake in fakes])
+        again = lambda: function(*[lifting.functional(fake) for fake in fakes])  # noqa: E731
+        refuse_changes(before, random, again)
+        outputs = [lifting.finish(tensor) for tensor in outputs]
+        lifting.check_writes()
     results = tuple(recorder.value(tensor) for tensor in outputs)
-    return Graph(inputs, tuple(recorder.constants.items()), tuple(recorder.operations), results).verify()
+    for value in results:
+        recorder.check_result(value)
+    graph = Graph(inputs, tuple(recorder.constants.items()), tuple(recorder.operations), results)
+    return graph.verify(), lifting
 
 
 @contextlib.contextmanager
@@ -217,20 +294,32 @@ def _errors_raised_only() -> Iterator[None]:
         log.removeFilter(silence)
 
 
-class _ClosureLifting(TorchFunctionMode):
+class ClosureLifting(TorchFunctionMode):
     """Wraps each closed-over tensor for functionalization, and raises for calls that a program cannot represent.
 
     Functionalization tracks only tensors that it has wrapped; without this, `mask = closed_over > 0; mask[0] = True`
     would reach the recorder as an in-place write.
+
+    Args:
+        recorder: records the operators.
+        coordinate: that of the rank with whose shards manual regions are traced; None for zero.
+
+    Attributes:
+        unevenness: how the shapes of shards in manual regions differ between ranks; None if they do not.
+        in_backward: makes the context in which Python code of backward passes runs.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, coordinate: Coordinate | None) -> None:
         super().__init__()
-        self._recorder = recorder
+        self.recorder: Recorder = recorder
+        self.coordinate: Coordinate | None = coordinate
+        self.unevenness: Unevenness | None = None
+        self.gather = None
         self._under_transform = peek_interpreter_stack() is not None
         # Keyed by id: each entry keeps its closed-over tensor alive, so that Python does not reuse the id.
         self._lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tracked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.in_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def functional(self, fake: torch.Tensor) -> torch.Tensor:
         """Wrap a fake tensor for functionalization, and track it: `check_writes` raises if it was written to."""
@@ -238,11 +327,18 @@ class _ClosureLifting(TorchFunctionMode):
         self._tracked.append((fake, wrapped))
         return wrapped
 
+    def value(self, tensor: torch.Tensor) -> Value:
+        """The value of a tensor of the trace as it is now, under transforms too."""
+        while is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+        return self.recorder.value(self.finish(tensor))
+
     def finish(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that functionalization has wrapped, after all pending writes to it."""
         if not isinstance(tensor, FunctionalTensor):
             return tensor
-        torch._sync(tensor)
+        with temporarily_clear_interpreter_stack():  # views are made again, which no transform may wrap
+            torch._sync(tensor)
         return torch._from_functional_tensor(tensor.elem)
 
     def __torch_function__(
@@ -278,6 +374,9 @@ class _ClosureLifting(TorchFunctionMode):
             )
         if func is torch.Tensor.__setitem__ and fill_masked(*args):
             return None
+        if func is torch.autograd.grad:
+            with self.in_backward():
+                return func(*args, **(kwargs or {}))
         return DIFFERENTIABLE.get(func, func)(*args, **(kwargs or {}))
 
     def check_writes(self) -> None:
@@ -285,16 +384,17 @@ class _ClosureLifting(TorchFunctionMode):
         for fake, wrapped in self._tracked:
             written = self.finish(wrapped)
             if written is not fake:
-                raise self._recorder.mutation(fake, self._recorder.source_of(written))
+                raise self.recorder.mutation(fake, self.recorder.source_of(written))
 
     def lift(self, leaf: Any) -> Any:
         """The functional fake tensor for a tensor made outside of the trace; any other value unchanged."""
         if not _is_outside(leaf):
             return leaf
         if id(leaf) not in self._lifted:
-            with temporarily_clear_interpreter_stack():  # no torch.func transform may wrap the new tensor
+            # No torch.func transform may wrap the new tensor, and no function mode of a shard_map body cast it.
+            with temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
                 with _disable_current_modes():
-                    fake = self._recorder.lift(leaf)
+                    fake = self.recorder.lift(leaf)
                 self._lifted[id(leaf)] = (leaf, self.functional(fake))
         return self._lifted[id(leaf)][1]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from spmd.api.values.distribute import distribute, place
 from spmd.api.values.dtensor import DTensor, wrap
@@ -290,3 +291,10 @@ def test_gradients_of_shards_that_say_too_little_are_refused():
     largest = DTensor.from_local(parts, MESH, P(partial={"data": "max"}))
     with pytest.raises(ShardingError, match="Only sums have one"):
         largest.sum().backward()
+
+
+def test_shards_may_be_fake_tensors():
+    with FakeTensorMode():
+        shards = [torch.empty(2, 3), torch.empty(1, 3)]
+        found = DTensor.from_local(shards, make_mesh({"data": 2}, runtime="virtual"), P("data"))
+    assert (3, 3) == found.shape and isinstance(found.shards[1], FakeTensor)

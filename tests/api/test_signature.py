@@ -97,13 +97,13 @@ def test_a_call_that_lacks_the_donated_argument_is_told_of_the_argument() -> Non
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the arguments that are checked, in order."""
     names: list[str] = []
-    check = spmd.api.compiled._check
+    check = spmd.api.values.arguments.check_argument
 
     def record(leaf: Any, spec: Any, name: str) -> None:
         names.append(name)
         check(leaf, spec, name)
 
-    monkeypatch.setattr("spmd.api.compiled._check", record)
+    monkeypatch.setattr("spmd.api.compiled.check_argument", record)
     return names
 
 

@@ -217,6 +217,16 @@ def test_results_that_nobody_differentiates() -> None:
     assert_same(x.grad, torch.zeros(5, 3))
 
 
+def test_an_argument_of_which_only_the_inner_gradient_is_taken() -> None:
+    function = lambda a, w: (a * w).sin().square().sum()  # noqa: E731
+    outer = lambda f: lambda a, w: torch.func.grad(lambda a: torch.func.grad(f, 1)(a, w).square().sum())(a)  # noqa: E731
+    a, w = torch.arange(4.0), torch.arange(4.0).cos()
+    mesh = spmd.make_mesh({"x": 2}, runtime="virtual")
+    jitted = spmd.jit(function, (P("x"), P("x")), P(), mesh=mesh)
+    placed = spmd.distribute((a, w), P("x"), mesh)
+    torch.testing.assert_close(outer(jitted)(*placed).full_tensor(), outer(function)(a, w))
+
+
 def test_integers_and_arguments_without_a_gradient() -> None:
     table, ids = torch.rand(6, 3), torch.tensor([1, 5, 1])
     lookup = lambda table, ids, scale: {"rows": F.embedding(ids, table) * scale}  # noqa: E731

@@ -411,12 +411,17 @@ def test_ties_of_an_extremum_share_its_gradient():
 TRANSPOSES = {
     "all_reduce": "pcast", "pcast": "all_reduce", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather",
     "all_to_all": "all_to_all", "permute": "permute", "shard": "all_gather_invariant",
-    "all_gather_invariant": "shard", "to_partial": "to_partial",
+    "all_gather_invariant": "shard", "to_partial": "to_partial", "all_reduce_unreduced": "pcast",
+    "all_gather_reduced": "reduce_scatter_unreduced", "reduce_scatter_unreduced": "all_gather_reduced",
+    "ragged_all_to_all": "ragged_all_to_all",
 }  # fmt: skip
 CALLS = {
-    "all_reduce": ("sum", ["x"]), "pcast": (["x"],), "all_gather": (0, 8, ["x"]),
+    "all_reduce": ("sum", ["x"]), "pcast": ("invariant", "varying", ["x"]), "all_gather": (0, 8, ["x"]),
     "reduce_scatter": ("sum", 0, 2, ["x"]), "all_to_all": (0, 1, 2, 4, ["x"]), "permute": ([1, 0], [4, 2], ["x"]),
     "shard": (0, 2, ["x"]), "all_gather_invariant": (0, 8, ["x"]), "to_partial": ("sum", ["x"]),
+    "all_reduce_unreduced": ("sum", ["x"]), "all_gather_reduced": (0, 8, ["x"]),
+    "reduce_scatter_unreduced": ("sum", 0, 2, ["x"]),
+    "ragged_all_to_all": (torch.zeros(2, 6, 2, dtype=torch.int64), 6, False, ["x"]),
 }  # fmt: skip
 
 
@@ -517,7 +522,9 @@ ERRORS = {
     "ppermute: a source or destination is there twice in perm=[(0, 1), (0, 2)]": lambda x: ppermute(
         x, "y", [(0, 1), (0, 2)]
     ),
-    "pcast: 'to' must be 'varying' (got 'reduced')": lambda x: pcast(x, "y", to="reduced"),
+    "pcast: 'to' must be one of 'varying', 'unreduced', 'reduced' (got 'invariant')": lambda x: pcast(
+        x, "y", to="invariant"
+    ),
     "spmd::all_reduce was called outside of a runtime": lambda x: psum(x, "y"),
     "spmd::axis_index was called outside of a runtime": lambda x: axis_index("y"),
     "spmd::reduce_scatter can be differentiated for op='sum' only": lambda x: primitives_of(

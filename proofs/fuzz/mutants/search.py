@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from proofs.fuzz.batches import check_seeds
-from proofs.fuzz.check import known_program
+from proofs.fuzz.check import check_seed, known_program
 from proofs.fuzz.mutants.mutant import Mutant
 from proofs.fuzz.outcome import Outcome, Status
 
@@ -39,17 +39,27 @@ class Finding:
         return cls(**{**data, "outcome": Outcome.of(data["outcome"]) if data["outcome"] else None})
 
 
-def find(mutant: Mutant, unbroken: Sequence[Outcome], *, jobs: int = 1, seconds: float = 60.0) -> Finding:
+def find(
+    mutant: Mutant,
+    unbroken: Sequence[Outcome],
+    *,
+    jobs: int = 1,
+    seconds: float = 60.0,
+    known: Callable[[int], Any] = known_program,
+    check_one: Callable[..., Outcome] = check_seed,
+) -> Finding:
     """Run programs in the broken package until one fails that was right in the unbroken package.
 
     Args:
         mutant: the defect.
         unbroken: the outcomes of the programs in the unbroken package, by ascending seed.
-        jobs, seconds: as in `check_seeds`.
+        jobs, seconds, known, check_one: as in `check_seeds`.
     """
     seeds = [outcome.seed for outcome in unbroken if mutant.concerns(outcome)]
     first = unbroken[0].seed if unbroken else 0
-    outcomes = check_seeds(seeds, jobs=jobs, seconds=seconds, within=mutant.applied, repeat=False, known=known_program)
+    outcomes = check_seeds(
+        seeds, jobs=jobs, seconds=seconds, within=mutant.applied, repeat=False, known=known, check_one=check_one
+    )
     try:
         for count, outcome in enumerate(outcomes, 1):
             if outcome.status not in (Status.RIGHT, Status.SKIPPED):

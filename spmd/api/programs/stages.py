@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from spmd.api.programs.never_gathered import never_gathered_inputs
 from spmd.api.programs.options import Options
+from spmd.collectives.manual import drop_trivial_axes
 from spmd.core.mesh import Mesh
 from spmd.core.single_threaded import single_threaded
 from spmd.core.spec import DTensorSpec
 from spmd.inspect.plan import Plan
+from spmd.ir.simplify import eliminate_dead
 from spmd.lowering.lower import LocalProgram, lower
 from spmd.plan import Request, plan
 from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.limit import check_fits
 from spmd.rules import RULES, find_rule
 from spmd.tracing.canonicalize.canonicalize import canonicalize
+from spmd.tracing.manual.correspondence import check_variants
 from spmd.tracing.trace import Traced
 
 
@@ -45,7 +48,9 @@ def make_plan(
     """
     rules = RULES if options.rules is None else options.rules
     with single_threaded():
-        graph = canonicalize(traced.graph, lambda op: find_rule(op, rules) is None)
+        graph = eliminate_dead(traced.graph, collectives=traced.graph.variants is None)
+        graph = canonicalize(drop_trivial_axes(graph, mesh), lambda op: find_rule(op, rules) is None)
+    check_variants(graph)
     names = [value.name for value in graph.inputs]
     request = Request(
         graph,

@@ -7,7 +7,7 @@ program reads them, so nothing is computed twice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,12 +16,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
+from spmd.api.transforms.partition import Joint
 from spmd.api.values.distribute import place
 from spmd.api.values.dtensor import DTensor
 from spmd.core.mesh import Mesh, use_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.ir.graph import Graph, Value
-from spmd.ir.partition import Joint
+from spmd.tracing.manual.packing import Packing, packings, with_packed_inputs, with_packed_outputs
 from spmd.tracing.trace import Traced, trace_flat
 
 Flat = Callable[..., Sequence[torch.Tensor]]
@@ -192,11 +193,13 @@ class Saving:
     def __init__(self, function: FlatFunction, wanted: tuple[int, ...]) -> None:
         self.function, self.wanted = function, wanted
         self.joint = function.joint(self.wanted, function.differentiable)
+        self.packings = packings(self.joint.graph, self.joint.reads, function.mesh)
         specs = self._joint_specs()
         held = dict(zip(self.joint.graph.inputs, function.in_specs, strict=False))
         self.residuals = tuple(value for value, spec in specs.items() if value not in held or spec != held[value])
         given = (*function.given, *(specs[value].pspec for value in self.residuals))
-        self.program = function.of_graph(self.joint.forward(self.residuals), function.in_specs, given)
+        graph = with_packed_outputs(self.joint.forward(self.residuals), self.packings)
+        self.program = function.of_graph(graph, function.in_specs, given)
         self.backward = functools.cache(self._backward)
 
     def _joint_specs(self) -> dict[Value, DTensorSpec]:
@@ -209,7 +212,8 @@ class Saving:
         reads = tuple(value for value in self.joint.reads if value not in results)
         in_specs = (*function.in_specs, *function.cotangent_specs(function.differentiable))
         given = (*function.given, *function.gradient_specs(self.wanted), *[None] * len(reads))
-        plan = function.of_graph(attrs.evolve(graph, outputs=(*graph.outputs, *reads)), in_specs, given).plan
+        packed = with_packed_outputs(attrs.evolve(graph, outputs=(*graph.outputs, *reads)), self.packings)
+        plan = function.of_graph(packed, in_specs, given).plan
         planned = plan.graph.outputs[len(graph.outputs) :]
         return {value: plan.specs[other] for value, other in zip(reads, planned, strict=True)}
 
@@ -224,12 +228,13 @@ class Saving:
         return (*graph.inputs[: self.joint.primals], *graph.outputs[: self.joint.results], *self.residuals)
 
     def _joint(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Joint:
-        """As `FlatFunction.joint`; a part of the program of all gradients, if that has the same cotangents."""
-        if given != self.function.differentiable:
+        """As `FlatFunction.joint`; a part of the program of all gradients, if that has these and the same cotangents.
+
+        It has not the gradient of an argument on which only an inner one of several transforms acts.
+        """
+        if given != self.function.differentiable or not set(wanted) <= set(self.wanted):
             return self.function.joint(wanted, given)
-        graph, results = self.joint.graph, self.joint.results
-        gradients = [graph.outputs[results + self.wanted.index(number)] for number in wanted]
-        return attrs.evolve(self.joint, graph=attrs.evolve(graph, outputs=(*graph.outputs[:results], *gradients)))
+        return self.joint.with_gradients([self.wanted.index(number) for number in wanted])
 
     def _backward(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Backward:
         """The backward program for the cotangents of the results `given`."""
@@ -238,23 +243,32 @@ class Saving:
         mine = {its: value for value, its in same.items()}
         known = {mine[value]: number for number, value in enumerate(self.available) if value in mine}
         graph, reads = joint.backward(known)
+        graph = with_packed_inputs(graph, {value: p for value in reads if (p := self._packing(value, same))})
         numbers = tuple(known[value] for value in reads)
         specs = (*function.in_specs, *self.program.out_specs)
         in_specs = [*(specs[number] for number in numbers), *function.cotangent_specs(given)]
-        return Backward(function.of_graph(graph, in_specs, function.gradient_specs(wanted)), numbers)
+        is_random = any(operation.is_random for operation in graph.operations)
+        return Backward(function.of_graph(graph, in_specs, function.gradient_specs(wanted)), numbers, is_random)
+
+    def _packing(self, value: Value, same: Mapping[Value, Value]) -> Packing | None:
+        """The packing of a value that a backward program reads, if it is per-rank; `same` maps it to this program's."""
+        known = self.packings.get(same[value])
+        return known and known.renamed(value)
 
 
 @attrs.frozen(eq=False)
 class Backward:
-    """A backward program, and the numbers of the values that it reads among arguments, results and residuals."""
+    """A backward program.
+
+    Args:
+        program: the program.
+        reads: the numbers of the values that it reads among arguments, results and residuals.
+        is_random: whether it draws random numbers, which would be others than those of the forward pass.
+    """
 
     program: Program
     reads: tuple[int, ...]
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers, which would be others than those of the forward pass."""
-        return any(operation.is_random for operation in self.program.traced.graph.operations)
+    is_random: bool
 
 
 def replaced(values: Iterable[Any], numbers: Iterable[int], others: Iterable[Any]) -> list[Any]:

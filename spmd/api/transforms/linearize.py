@@ -14,16 +14,17 @@ from torch._functorch import eager_transforms
 
 from spmd.api.values.dtensor import DTensor
 from spmd.tracing.linearize import RecordingError, evaluated_anew
+from spmd.tracing.trace import is_tracing
 
 _steps: Any = eager_transforms
 _step, _make_fx, _split = _steps.lazy_dynamo_disallow, _steps.make_fx, _steps.const_fold.split_const_subgraphs
 
 
 def _recorded_or_evaluated(derivative: Callable[[tuple[torch.Tensor, ...]], Any]) -> Callable[..., Any]:
-    """As `make_fx(derivative)`; a function that evaluates it where DTensors take part."""
+    """As `make_fx(derivative)`; a function that evaluates it where DTensors take part, or a function is traced."""
 
     def made(tangents: tuple[torch.Tensor, ...]) -> Any:
-        if not any(isinstance(tangent, DTensor) for tangent in tangents):
+        if not is_tracing() and not any(isinstance(tangent, DTensor) for tangent in tangents):
             try:
                 return _step(_make_fx)(derivative)(tangents)
             except RecordingError:

@@ -104,7 +104,7 @@ class _Call(torch.autograd.Function):
         leaves, outputs = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         if not given or not wanted:
             return (None,) * (ctx.count + 2)
-        if isinstance(node, Saving) and not node.backward(wanted, given).draws:
+        if isinstance(node, Saving) and not node.backward(wanted, given).is_random:
             found = _Pull.apply(node, ctx.draws, wanted, given, *leaves, *values, *outputs)  # type: ignore[no-untyped-call]
         else:
             found = _apply(function.pullback(wanted, given), [*leaves, *values], ctx.draws)

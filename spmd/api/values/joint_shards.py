@@ -17,7 +17,7 @@ from spmd.errors import ShardingError
 
 @attrs.frozen
 class _Facts:
-    """The facts of a shard that ranks exchange: its meta and device type; of what is no plain tensor, only the type."""
+    """The facts of a shard that ranks exchange: its meta and device; of a DTensor or no tensor, only the type."""
 
     kind: str
     meta: TensorMeta | None
@@ -25,7 +25,7 @@ class _Facts:
 
     @classmethod
     def of(cls, shard: Any) -> _Facts:
-        if not isinstance(shard, torch.Tensor) or type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if not isinstance(shard, torch.Tensor) or hasattr(shard, "full_tensor"):  # a DTensor is no shard
             return cls(type(shard).__name__, None, "")
         return cls("torch.Tensor", TensorMeta.of(shard), shard.device.type)
 

@@ -7,6 +7,7 @@ chunk, the ranks it sends to) is computed once, when the call is bound, from the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from spmd.collectives.distributed.flat_chunks import FlatChunks, pad, resized
 from spmd.collectives.distributed.process_groups import Member, member
+from spmd.collectives.distributed.ragged import RaggedExchange, stay
 from spmd.collectives.distributed.transport_dtypes import TransportDtype, moved, reduced
 from spmd.collectives.local import LOCALS, Local
+from spmd.collectives.primitives import UNTYPED
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.spec import TensorMeta
 from spmd.job.collective_scope import CollectiveScope
@@ -59,6 +62,9 @@ class Exchange:
             buffer = _wait(pending)
         return self.unpack(buffer)
 
+    def __str__(self) -> str:
+        return self.scope.what
+
     def __call__(self, x: Tensor) -> Tensor:
         """Start the collective and wait for its result."""
         return self.finish(self.start(x))
@@ -71,7 +77,7 @@ def bind(
     operand: TensorMeta | None,
     arguments: tuple[Any, ...],
     cause: str = "",
-) -> Exchange | Local:
+) -> Exchange | RaggedExchange | Local:
     """The function that the rank at `coordinate` runs for one call of a primitive.
 
     Where the primitive communicates, this is a collective call: process groups are made at their first use.
@@ -81,22 +87,24 @@ def bind(
         mesh: a distributed mesh.
         coordinate: the coordinate of this process's rank.
         operand: local shape and dtype of the operand; None for a primitive without one.
-        arguments: the arguments after the tensor.
+        arguments: the arguments after the tensors.
         cause: why it is called, and where in the user's code, for messages.
 
     Returns:
-        A function of the operand; an `Exchange` if ranks communicate. Both raise a SpmdError if a rank is missing.
+        A function of the tensors of the call; an `Exchange` or a `RaggedExchange` if ranks communicate. Both raise a
+        SpmdError if a rank is missing.
 
     Raises:
         SpmdError: a rank is missing when process groups are made.
     """
+    op = UNTYPED.get(op, op)
     *rest, axes = arguments
     place = member(mesh, tuple(axes), coordinate, communicates=op in _EXCHANGES)
     if op in LOCALS:
         return LOCALS[op](place.group, place.index, *([] if operand is None else [operand]), *rest)
     assert operand is not None
     if place.group.size == 1:
-        return _alone(op, operand, rest)
+        return _alone(op, place, rest)
     kind = op._schema.name.removeprefix("spmd::")
     what = f"{kind} over {', '.join(axes)}{cause and f' ({cause})'}"
     return attrs.evolve(_EXCHANGES[op](place, operand, *rest), scope=CollectiveScope(what, place.group.ranks))
@@ -104,7 +112,8 @@ def bind(
 
 def run(op: torch._ops.OpOverload, mesh: Mesh, coordinate: Coordinate, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     """Run one primitive on this rank's tensor; a collective call of all ranks of its group."""
-    return bind(op, mesh, coordinate, TensorMeta.of(x), arguments)(x)
+    call: Callable[..., Tensor] = bind(op, mesh, coordinate, TensorMeta.of(x), arguments)
+    return call(x)
 
 
 def broadcast(x: Tensor, src_rank: int) -> Tensor:
@@ -218,20 +227,22 @@ def _single(
     return Exchange(_c10d.all_to_all_single.default, (*splits, place.name), pack, unpack)
 
 
-_EXCHANGES: Mapping[torch._ops.OpOverload, Callable[..., Exchange]] = MappingProxyType(
+_EXCHANGES: Mapping[torch._ops.OpOverload, Callable[..., Exchange | RaggedExchange]] = MappingProxyType(
     {
         torch.ops.spmd.all_reduce.default: _all_reduce,
         torch.ops.spmd.all_gather.default: _all_gather,
-        torch.ops.spmd.all_gather_invariant.default: _all_gather,
         torch.ops.spmd.reduce_scatter.default: _reduce_scatter,
         torch.ops.spmd.all_to_all.default: _all_to_all,
         torch.ops.spmd.permute.default: _permute,
+        torch.ops.spmd.ragged_all_to_all.default: RaggedExchange.of,
     }
 )
 
 
-def _alone(op: torch._ops.OpOverload, operand: TensorMeta, rest: list[Any]) -> Local:
+def _alone(op: torch._ops.OpOverload, place: Member, rest: list[Any]) -> Local:
     """A collective in a group of one rank, which does not communicate."""
     if op is torch.ops.spmd.permute.default and rest[0] == [-1]:
         return lambda x: x.new_zeros(rest[1])
+    if op is torch.ops.spmd.ragged_all_to_all.default:
+        return functools.partial(stay, place, *rest)
     return lambda x: x.contiguous()

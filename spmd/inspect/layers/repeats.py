@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from spmd.ir.dataflow import independent_values
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
 from spmd.plan.cost.flops import has_formula
-from spmd.plan.data.dataflow import independent_values
 
 Copy: TypeAlias = tuple[Operation, ...]
 """The operations of one copy, in order of execution."""

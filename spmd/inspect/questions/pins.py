@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from spmd.core.spec import DTensorSpec, P
+from spmd.core.spec_text import encode_spec
 from spmd.errors import PlanError
 from spmd.inspect.questions.explain import Explainer
 from spmd.inspect.questions.replay import states_of
@@ -23,7 +24,6 @@ from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.search.boundary import expressed
 from spmd.plan.search.orders import plan as search
-from spmd.tracing.constrain import encode_spec
 
 TRIALS = 4
 """How many pins are tried for one collective, those with the least expected cost first."""

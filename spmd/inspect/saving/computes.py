@@ -12,16 +12,17 @@ from collections.abc import Mapping
 
 import attrs
 
+from spmd.collectives.manual import ENTER, LEAVE, ManualAxes, global_spec, region_axes
 from spmd.core.placement import Placement, Replicate, Shard, supports_reduction
 from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
 from spmd.inspect.saving.images import is_laid_out
+from spmd.ir.dataflow import independent_values
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
-from spmd.plan.data.dataflow import independent_values
 from spmd.plan.data.draft import SAME_TENSOR, logical_meta, physical_shape, spec_of
 from spmd.plan.data.layout import Layout
-from spmd.plan.search.boundary import CONSTRAINTS, without_trivial_axes
+from spmd.plan.search.boundary import CONSTRAINTS, carry_over, physical_dims, without_trivial_axes
 from spmd.plan.search.candidates import runs_together
 from spmd.plan.search.prepare import Prepared
 from spmd.rules.strategy import LogicalShape, Strategy
@@ -72,6 +73,7 @@ class _Check:
         self.request = prepared.request
         self.program, self.mesh = self.request.graph, self.request.mesh
         self.independent = independent_values(self.program)
+        self.manual = ManualAxes.of(self.program)
         self.never_gathered = {axis: _kept(self.program, self.request.keep_sharded, axis) for axis in self.mesh.names}
         self.order = tuple(next(iter(plan.strategies.values()), ()))
 
@@ -127,6 +129,10 @@ class _Check:
         for axis in (*(axis for axes in spec.dims for axis in axes), *dict(spec.partial)):
             if self.mesh.axis_size(axis) == 1:
                 raise wrong(f"{value!r} is {spec}, and {axis!r} has one rank")
+        manual = {axis for own in self.origins.values[value] for axis in self.manual.get(own, ())}
+        for axis in sorted(manual):
+            if spec.placement(axis) != Replicate():
+                raise wrong(f"{value!r} is {spec}, and is what one rank holds along {axis!r}")
         for axis, op in spec.partial:
             if not supports_reduction(op, value.meta.dtype):
                 raise wrong(f"{value!r} is {spec}, and {value.meta.dtype} has no {op} (over {axis!r})")
@@ -162,6 +168,9 @@ class _Check:
         chosen = self.plan.strategies.get(operation, {})
         if tuple(chosen) != self.order:
             raise wrong(f"{operation!r} has strategies for the axes {list(chosen)}, expected {list(self.order)}")
+        if operation.op in (ENTER, LEAVE):
+            self.check_end(operation)
+            return
         self.check_strategies(operation, origin, list(chosen.values()))
         states = [(*strategy.operands, *strategy.results) for strategy in chosen.values()]
         values = zip((*operation.operands, *operation.tensors), (*origin.operands, *origin.tensors), strict=True)
@@ -169,6 +178,31 @@ class _Check:
             self.check_placements(
                 operation, value, own, {axis: s[position] for axis, s in zip(chosen, states, strict=True)}
             )
+
+    def check_end(self, operation: Operation) -> None:
+        """Check that a global value has the program's spec where it enters or leaves a manual region."""
+        (operand,), (result,) = operation.operands, operation.tensors
+        outside, inside = (operand, result) if operation.op is ENTER else (result, operand)
+        spec, held = without_trivial_axes(global_spec(operation, self.mesh)), self.plan.specs[outside]
+        axes, atoms = region_axes(operation), self.plan.logical[outside]
+        kept = carry_over(spec, atoms, self.order)
+        own = tuple(tuple(axis for axis in dim if axis in axes) for dim in held.dims)
+        mixed = any(wanted and dim != wanted for dim, wanted in zip(held.dims, kept.dims, strict=True))
+        partial = tuple(item for item in held.partial if item[0] in axes)
+        if own != kept.dims or mixed or partial != spec.partial or physical_dims(kept.dims, atoms) != spec.dims:
+            raise wrong(f"{outside!r} has {held} where {operation!r} is {spec}")
+        for axis in set(self.order) - set(axes):
+            pair = [self.plan.specs[value].placement(axis) for value in (outside, inside)]
+            allowed = [(s.operands[0], s.results[0]) for s in self.prepared.options.get(self.origin(operation), ())]
+            found = tuple(pair if operation.op is ENTER else pair[::-1])
+            if found not in allowed and found != (Replicate(), Replicate()):
+                raise wrong(f"{operation!r} goes from {found[0]} to {found[1]} along {axis!r}")
+
+    def origin(self, operation: Operation) -> Operation:
+        """The operation of the program that an operation of the plan executes."""
+        found = self.origins.operations[operation]
+        assert found is not None, "markers are checked by themselves"
+        return found
 
     def check_strategies(self, operation: Operation, origin: Operation, chosen: list[Strategy]) -> None:
         """Check that the strategies on several axes may be combined, as in the search."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 
-from spmd.core.placement import Replicate
+from spmd.collectives.manual import ENTER, LEAVE, manual_axes
+from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError, SpmdError
 from spmd.inspect.saving.computes import Origins, Restored, check_computes
@@ -21,7 +22,7 @@ from spmd.plan.data.draft import logical_meta
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.request import Request
 from spmd.plan.search.prepare import Prepared, prepare
-from spmd.rules.strategy import LogicalShape, Strategy
+from spmd.rules.strategy import MANUAL, LogicalShape, Strategy
 
 _MARKERS = {str(op): op for op in MARKERS}
 
@@ -99,6 +100,7 @@ class _Restorer:
     def __init__(self, document: Document, prepared: Prepared) -> None:
         self.document, self.prepared, self.request = document, prepared, prepared.request
         self.images = Images(self.request.graph, self.request.mesh)
+        self.manual = manual_axes(self.request.graph, self.request.mesh)
         self.own = {value.name: value for value in defined_values(self.request.graph)}
         self.last = {_stem(name): name for name in document["values"]}
         self.values: dict[str, Value] = {}
@@ -151,7 +153,7 @@ class _Restorer:
         if tuple(map(math.prod, atoms)) != meta.shape or not all(atoms):
             raise damaged(f"the value {name!r:.80} {meta} has atoms {entry['atoms']!r:.200}")
         spec = DTensorSpec(self.request.mesh, dims, entry["partial"], logical_meta(meta, atoms))
-        layout = Layout(spec, atoms)
+        layout = Layout(spec, atoms, self.manual.get(next(iter(own)), ()))
         described = f"{entry['meta']} {entry['spec']}"
         if described != f"{meta} {layout}":
             raise damaged(f"the value {name!r:.80} is described as {described!r:.300} and is {meta} {layout}")
@@ -209,9 +211,18 @@ class _Restorer:
 
 
 def _strategies(operation: Operation, options: Sequence[Strategy]) -> Iterator[Strategy]:
-    """The strategies of an operation; running replicated is always one."""
+    """The strategies of an operation; running replicated is always one.
+
+    Values enter and leave manual regions with any placement here: `check_computes` checks that it is the program's.
+    """
     yield from options
-    yield Strategy((Replicate(),) * len(operation.operands), (Replicate(),) * len(operation.tensors))
+    if operation.op in (ENTER, LEAVE):
+        inside: Placement = Replicate()
+        for outside in (*map(Shard, range(64)), Partial("sum"), Partial("max"), inside):
+            operand, result = (outside, inside) if operation.op is ENTER else (inside, outside)
+            yield Strategy((operand,), (result,), label="given")
+    for label in ("replicate", MANUAL):
+        yield Strategy((Replicate(),) * len(operation.operands), (Replicate(),) * len(operation.tensors), label=label)
 
 
 def _stem(name: str) -> str:

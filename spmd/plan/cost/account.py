@@ -13,7 +13,7 @@ from spmd.ir.comm import Comm, Sent
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.local_cost import LocalCost
-from spmd.plan.data.causes import Cause
+from spmd.plan.data.causes import cause_of
 from spmd.plan.data.dataflow import fused_values
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.plan import PlanData
@@ -76,6 +76,7 @@ def finished_draft(plan: PlanData) -> Draft:
         states={value: states[spec] for value, spec in plan.specs.items()},
         strategies=plan.strategies,
         planned=tuple(plan.order or plan.mesh.names),
+        ends={},
         never_gathered={},
         fused=fused_values(plan.graph),
         independent=frozenset(),
@@ -102,10 +103,7 @@ def _cast_seconds(plan: PlanData, operation: Operation) -> float:
 
 
 def _comms(plan: PlanData, draft: Draft, operation: Operation) -> tuple[Comm, ...]:
-    if operation.op is REDISTRIBUTE:
-        cause = plan.causes[operation]
-    else:
-        cause = Cause(f"{operation.name} over a sharded dim", operation.source)
+    cause = plan.causes[operation] if operation.op is REDISTRIBUTE else cause_of(operation)
     seconds = plan.request.machine.collective_seconds
     sent = sends(draft, plan.specs, operation)
     return tuple(Comm(kind, axes, size, seconds(axes, size), cause.text, cause.source) for kind, axes, size in sent)

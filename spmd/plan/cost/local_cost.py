@@ -11,8 +11,10 @@ import torch
 
 from spmd.collectives.bytes_sent import max_bytes_sent
 from spmd.collectives.precision import summed_in
+from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.comm import StepKind
+from spmd.ir.effects import Effect
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.cost.flops import arithmetic_dtype, flops
@@ -129,11 +131,12 @@ class LocalCost:
         return seconds
 
     def _is_free(self, operation: Operation) -> bool:
-        return operation in self.draft.pinned or operation.op is REDISTRIBUTE or operation.is_view
+        costless = operation.op is REDISTRIBUTE or operation.is_view or operation.effect is Effect.HOST
+        return costless or operation in self.draft.pinned
 
     def _body_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
-        """Seconds of the collectives in the local implementation, if `strategy` on one more axis has one."""
-        if strategy.body is None:
+        """Seconds of the collective of a manual region, or of those in the local implementation of `strategy`."""
+        if strategy.body is None and operation.op not in COLLECTIVES:
             return 0.0
         chosen = {**self.draft.strategies.get(operation, {}), axis: strategy}
         found = local_collectives(self.draft, operation, chosen)

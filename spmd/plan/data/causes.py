@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import attrs
 
+from spmd.collectives.primitives import COLLECTIVES, RAGGED_ALL_TO_ALL
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.printing import operator_name
 from spmd.ir.source import Source
 from spmd.plan.data.layout import Layout
 
@@ -50,6 +52,16 @@ def find_causes(graph: Graph, layout: Callable[[Value], Layout]) -> dict[Operati
             text = f"{produced} {layout(operand)}, {required} requires {layout(result)}"
             causes[operation] = Cause(text, next(filter(None, sources), None))
     return causes
+
+
+def cause_of(operation: Operation) -> Cause:
+    """Why an operation that is no redistribution communicates: its line calls a collective, or its rule does."""
+    if operation.op is RAGGED_ALL_TO_ALL.op:
+        text = f"{operation.name} of a shard_map body, at most: its sizes are data, and every row of its operand counts"
+        return Cause(text, operation.source)
+    if operation.op in COLLECTIVES:
+        return Cause(f"{operation.name} of a shard_map body", operation.source)
+    return Cause(f"{operator_name(operation.op)} over a sharded dim", operation.source)
 
 
 def _producer_of(value: Value, producers: dict[Value, Operation]) -> tuple[Value, Operation | None]:

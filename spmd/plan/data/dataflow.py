@@ -1,9 +1,10 @@
-"""Properties of values that no plan changes: which ones fusion keeps out of memory, which are independent of inputs."""
+"""Which values fusion keeps out of memory, whatever the plan."""
 
 from __future__ import annotations
 
 import torch
 
+from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 
@@ -30,18 +31,9 @@ def fused_values(graph: Graph) -> frozenset[Value]:
         pointwise = is_pointwise(operation)
         for value in operation.tensors:
             inner[value] = pointwise
-        if not pointwise:
+        if not pointwise and operation.effect is not Effect.HOST:  # a value that is printed is not slower for it
             for value in operation.operands:
                 inner[root.get(value, value)] = False
     for value in graph.outputs:
         inner[root.get(value, value)] = False
     return frozenset(value for value in (*inner, *root) if inner[root.get(value, value)])
-
-
-def independent_values(graph: Graph) -> frozenset[Value]:
-    """The values that depend on no input and no constant of the program."""
-    rooted = {*graph.inputs, *(value for value, _ in graph.constants)}
-    for operation in graph.operations:
-        if any(operand in rooted for operand in operation.operands):
-            rooted.update(operation.tensors)
-    return frozenset(value for operation in graph.operations for value in operation.tensors if value not in rooted)

@@ -41,6 +41,8 @@ class Draft:
         states: the placement of every value on the planned axes.
         strategies: the strategy of every operation on the planned axes.
         planned: the axes planned so far, in planning order.
+        ends: for the result of each `enter` and `leave`, the spec (over the logical shape) of the global value along
+            the mesh axes of the manual region.
         never_gathered: for some inputs, the mesh axes along which they are never gathered.
         fused: values without memory traffic, because a compiler would fuse their producers and consumers.
         independent: values that depend on no input; they are replicated.
@@ -58,6 +60,7 @@ class Draft:
     states: Mapping[Value, States]
     strategies: Mapping[Operation, Mapping[str, Strategy]]
     planned: tuple[str, ...]
+    ends: Mapping[Value, DTensorSpec]
     never_gathered: Mapping[Value, frozenset[str]]
     fused: frozenset[Value]
     independent: frozenset[Value]

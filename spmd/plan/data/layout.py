@@ -19,10 +19,14 @@ from spmd.rules.strategy import LogicalShape
 
 @attrs.frozen
 class Layout:
-    """The sharding of one value: a spec over its logical dims, and for each physical dim the sizes of its atoms."""
+    """The sharding of one value: a spec over its logical dims, and for each physical dim the sizes of its atoms.
+
+    Along the mesh axes `manual` each rank holds a value of its own, and the spec says nothing.
+    """
 
     spec: DTensorSpec
     atoms: LogicalShape
+    manual: tuple[str, ...] = ()
 
     def logical_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
         """The logical shape of the shard at a coordinate: one dim for each atom."""
@@ -47,7 +51,7 @@ class Layout:
             parts.pop()
         if self.spec.partial:
             parts.append(f"partial={dict(self.spec.partial)!r}")
-        return f"P({', '.join(parts)})"
+        return f"P({', '.join(parts)})" + (f" per rank of {', '.join(self.manual)}" if self.manual else "")
 
 
 def _dim_text(dim: list[tuple[int, tuple[str, ...]]]) -> str:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import attrs
 from typing_extensions import Self
 
+from spmd.collectives.manual import manual_axes
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
@@ -54,7 +55,12 @@ class PlanData:
 
     def layout(self, value: Value) -> Layout:
         """The sharding of a value, over its logical and physical dims."""
-        return Layout(self.specs[value], self.logical[value])
+        return Layout(self.specs[value], self.logical[value], self._manual.get(value, ()))
+
+    @cached_property
+    def _manual(self) -> Mapping[Value, tuple[str, ...]]:
+        """The manual axes of the values of regions."""
+        return manual_axes(self.graph, self.mesh)
 
     @property
     def exact(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.collectives.bytes_sent import max_bytes_sent
+from spmd.collectives.bytes_sent import bytes_of_call
 from spmd.collectives.environment import axis_environment
 from spmd.collectives.precision import reducing_in
 from spmd.collectives.primitives import COLLECTIVES
@@ -164,7 +164,7 @@ class _Collectives(TorchDispatchMode):
         if op in COLLECTIVES:
             kind, (operand, *rest, axes) = COLLECTIVES[op], args
             counts = tuple(map(self.mesh.axis_size, axes))
-            sent = max_bytes_sent(kind, counts, tuple(operand.shape), operand.itemsize, rest)
+            sent = bytes_of_call(op, counts, tuple(operand.shape), operand.itemsize, rest)
             self.sent.append((kind, tuple(axes), sent))
         return result
 
@@ -208,7 +208,7 @@ def scheduled(plan: PlanData) -> tuple[Unit, ...]:
 
 
 def local_collectives(draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]) -> tuple[Sent, ...]:
-    """The collectives in an operation's local implementation.
+    """The collectives in an operation's local implementation, or the collective that it is.
 
     Args:
         draft: the program.
@@ -216,6 +216,8 @@ def local_collectives(draft: Draft, operation: Operation, chosen: Mapping[str, S
         chosen: its strategies, by mesh axis, in planning order.
     """
     found = local_implementation(chosen)
+    if operation.op in COLLECTIVES:
+        return (_own(draft, operation, chosen),)
     if found is None:
         return ()
     body, axes = found
@@ -229,6 +231,15 @@ def local_collectives(draft: Draft, operation: Operation, chosen: Mapping[str, S
 
     unsharded = lambda value: local(value, axes)  # noqa: E731
     return _sent(LocalCall.of(body, axes, operation, draft.mesh, local, unsharded, reduce_dtype=draft.reduce_dtype))
+
+
+def _own(draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]) -> Sent:
+    """The collective of a manual region, on the shard of its operand along the automatic axes."""
+    value, *rest, axes = operation.args
+    sizes = regroup(draft.sizes_at(value, _states(operation, chosen)[value]), draft.logical[value])
+    counts = tuple(map(draft.mesh.axis_size, axes))
+    sent = bytes_of_call(operation.op, counts, sizes, value.meta.dtype.itemsize, rest)
+    return COLLECTIVES[operation.op], tuple(axes), sent
 
 
 def _apart(operation: Operation) -> tuple[Operation, dict[Value, Value]]:

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from spmd.collectives.bytes_sent import max_bytes_sent
+from spmd.collectives.bytes_sent import bytes_of_call
+from spmd.collectives.manual import ENTER, LEAVE
 from spmd.collectives.primitives import COLLECTIVES
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate, Mesh
@@ -81,7 +82,7 @@ class Fragments:
 
     def _make(self, unit: Unit) -> Fragment:
         operation = unit.operations[0]
-        if operation.op is RELABEL:
+        if operation.op in (RELABEL, ENTER, LEAVE):
             value = Value("x", self.local(operation.operands[0]))
             return Fragment(Graph((value,), (), (), (value,)), (value,))
         if operation.op is REDISTRIBUTE:
@@ -110,7 +111,7 @@ class Fragments:
         if rule is not None and rule.size_argument is not None:
             assert results[0] is not None
             args = with_local_size(args, rule.size_argument, results[0].meta.shape)
-        call = Operation(RESHAPE if unit.op in _VIEWS else unit.op, args, kwargs, results, unit.operations[0].source)
+        call = _lowered(Operation(unit.op, args, kwargs, results, unit.operations[0].source), self.plan.mesh)
         return Fragment(Graph(tuple(inputs.values()), (), (call,), call.tensors), results)
 
     def _traced(self, operation: Operation, body: Body, axes: tuple[str, ...]) -> Fragment:
@@ -142,15 +143,15 @@ def local_fragment(call: LocalCall) -> Fragment:
 
 
 def _lowered(operation: Operation, mesh: Mesh) -> Operation:
-    """An operation of a local implementation, with the record of its collective if it is one."""
+    """An operation on local tensors, with the record of its collective if it is one."""
     if operation.op in _VIEWS:
         return attrs.evolve(operation, op=RESHAPE)
     if operation.op not in COLLECTIVES:
         return operation
-    kind, (operand, *rest, axes) = COLLECTIVES[operation.op], operation.args
+    operand, *rest, axes = operation.args
     counts, held = tuple(map(mesh.axis_size, axes)), operand.meta
-    sent = max_bytes_sent(kind, counts, held.shape, held.dtype.itemsize, rest)
-    return attrs.evolve(operation, annotations=_collective(kind, axes, sent))
+    sent = bytes_of_call(operation.op, counts, held.shape, held.dtype.itemsize, rest)
+    return attrs.evolve(operation, annotations=_collective(COLLECTIVES[operation.op], axes, sent))
 
 
 def _collective(kind: StepKind, axes: Any, sent: float) -> Annotations:

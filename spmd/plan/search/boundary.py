@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
+from spmd.collectives.manual import ENTER, LEAVE, global_spec
 from spmd.core.mesh import Mesh
 from spmd.core.spec import Dims, DTensorSpec, TensorMeta
+from spmd.core.spec_text import parse_spec
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import FREE, PIN, REDISTRIBUTE, RELABEL
 from spmd.ir.source import Source
 from spmd.plan.data.draft import flat_shape, logical_meta, physical_shape
 from spmd.rules.strategy import LogicalShape
-from spmd.tracing.constrain import parse_spec
 
 Specs = tuple[DTensorSpec, DTensorSpec]
 
@@ -39,12 +40,14 @@ class WithEdges:
         logical: the atoms of every dim of every value.
         pinned: the operand and result specs, over logical shapes, of the markers.
         given: the specs, over logical shapes, of inputs and constants.
+        ends: as in `Draft`.
     """
 
     graph: Graph
     logical: Mapping[Value, LogicalShape]
     pinned: Mapping[Operation, Specs]
     given: Mapping[Value, DTensorSpec]
+    ends: Mapping[Value, DTensorSpec]
 
 
 def carry_over(spec: DTensorSpec, logical: LogicalShape, order: Sequence[str]) -> DTensorSpec:
@@ -102,6 +105,7 @@ class _Writer:
         self.logical = dict(logical)
         self.operations: list[Operation] = []
         self.pinned: dict[Operation, Specs] = {}
+        self.ends: dict[Value, DTensorSpec] = {}
 
     def emit(self, op: object, value: Value, result: Value, specs: Specs, source: Source | None = None) -> None:
         operation = Operation(op, (value,), {}, (result,), source)  # type: ignore[arg-type]
@@ -158,6 +162,33 @@ class _Writer:
         else:
             self.enter(self.leave(value, spec, operation.source), spec, result, operation.source)
 
+    def end(self, operation: Operation, spec: DTensorSpec) -> None:
+        """Emit an `enter` or a `leave`, whose global value has a spec along the axes of the manual region.
+
+        Where the atoms of the global value do not express the spec, it is laid out by its physical dims, and replicated
+        along all other axes.
+        """
+        (value,), (result,) = operation.operands, operation.tensors
+        outside, inside = (value, result) if operation.op is ENTER else (result, value)
+        physical, kept = self.gathered(spec, self.logical[outside])
+        if physical == spec:
+            self.operations.append(operation)
+            self.ends[result] = kept
+            return
+        local = DTensorSpec.replicated(spec.mesh, logical_meta(inside.meta, self.logical[inside]))
+        if operation.op is ENTER:
+            plain = self.leave(value, spec, operation.source)
+            placed = attrs.evolve(operation, args=(plain, *operation.args[1:]))
+            self.pinned[placed] = spec, local
+        else:
+            plain = Value(f"{result.name}_whole", result.meta)
+            self.logical[plain] = physical_shape(result.meta)
+            placed = attrs.evolve(operation, results=(plain,))
+            self.pinned[placed] = local, spec
+        self.operations.append(placed)
+        if operation.op is LEAVE:
+            self.enter(plain, spec, result, operation.source)
+
 
 def bound(
     graph: Graph,
@@ -197,14 +228,16 @@ def bound(
             writer.constrain(
                 operation, without_trivial_axes(DTensorSpec.make(mesh, parse_spec(operation.args[1]), meta))
             )
+        elif operation.op in (ENTER, LEAVE):
+            writer.end(operation, without_trivial_axes(global_spec(operation, mesh)))
         else:
             writer.operations.append(operation)
     outputs = tuple(
         writer.free(value) if spec is None else writer.leave(value, without_trivial_axes(spec))
         for value, spec in zip(graph.outputs, output_specs, strict=True)
     )
-    bounded = Graph(tuple(inputs), graph.constants, tuple(writer.operations), outputs)
-    return WithEdges(bounded.verify(), writer.logical, writer.pinned, given)
+    bounded = attrs.evolve(graph, inputs=tuple(inputs), operations=tuple(writer.operations), outputs=outputs)
+    return WithEdges(bounded.verify(), writer.logical, writer.pinned, given, writer.ends)
 
 
 def without_trivial_axes(spec: DTensorSpec) -> DTensorSpec:

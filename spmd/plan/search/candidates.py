@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
+from spmd.collectives.manual import ENTER, LEAVE, ManualAxes, region_axes
 from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import FREE, REDISTRIBUTE
 from spmd.plan.data.draft import Draft, logical_meta, spec_of
 from spmd.plan.search.boundary import expressed
-from spmd.rules.strategy import LOCAL_BODY, Strategy
+from spmd.rules.strategy import LOCAL_BODY, MANUAL, Strategy
 
 
 def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, ...]]:
@@ -25,15 +26,17 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
     known: dict[Hashable, tuple[tuple[Strategy, ...], tuple[frozenset[Placement], ...]]] = {}
     found: dict[Operation, tuple[Strategy, ...]] = {}
     arising = {value: frozenset([spec.placement(axis)]) for value, spec in draft.given.items()}
+    manual = ManualAxes()
     for operation in draft.graph.operations:
         reaching = tuple(arising[operand] for operand in operation.operands)
         whole = all(value in draft.independent for value in operation.tensors)
-        key = (_cache_key(draft, operation, axis), whole, reaching)
+        as_is = _runs_as_it_is(manual.add(operation), axis, draft)
+        key = (_cache_key(draft, operation, axis), whole, as_is, reaching)
         if key not in known:
             strategies = tuple(
                 strategy
-                for strategy in candidates(draft, operation, axis, whole)
-                if operation in draft.pinned or _partials_arise(strategy, reaching)
+                for strategy in candidates(draft, operation, axis, whole, as_is)
+                if operation in draft.pinned or _is_end(operation, axis) or _partials_arise(strategy, reaching)
             )
             known[key] = strategies, tuple(map(frozenset, zip(*(s.results for s in strategies), strict=True)))
         found[operation], leaving = known[key]
@@ -46,6 +49,8 @@ def _cache_key(draft: Draft, operation: Operation, axis: str) -> Hashable:
     if operation in draft.pinned:
         source, target = draft.pinned[operation]
         return source.placement(axis), target.placement(axis)
+    if _is_end(operation, axis):
+        return operation.op, draft.ends[operation.tensors[0]].placement(axis)
     if operation.op is REDISTRIBUTE:
         (operand,), (result,) = operation.operands, operation.tensors
         states = tuple(tuple(draft.states[value].items()) for value in (operand, result))
@@ -65,7 +70,7 @@ def _partials_arise(strategy: Strategy, arising: Sequence[frozenset[Placement]])
     return not partial or any(strategy.operands[index] in arising[index] for index in partial)
 
 
-def candidates(draft: Draft, operation: Operation, axis: str, whole: bool) -> tuple[Strategy, ...]:
+def candidates(draft: Draft, operation: Operation, axis: str, whole: bool, as_is: bool = False) -> tuple[Strategy, ...]:
     """The strategies of one operation on one mesh axis.
 
     Args:
@@ -73,11 +78,17 @@ def candidates(draft: Draft, operation: Operation, axis: str, whole: bool) -> tu
         operation: one of its operations.
         axis: the axis to plan.
         whole: whether it depends on no input; then it may only be replicated.
+        as_is: whether it is in a region that is manual along the axis; then its tensors are what one rank holds.
     """
     if operation in draft.pinned:
         source, target = draft.pinned[operation]
         return (_known((source.placement(axis),), (target.placement(axis),), "given"),)
-    if operation.op is REDISTRIBUTE:
+    if _is_end(operation, axis):
+        outside, inside = (draft.ends[operation.tensors[0]].placement(axis),), (Replicate(),)
+        return (_known(*((outside, inside) if operation.op is ENTER else (inside, outside)), "given"),)
+    if as_is:
+        return (_known((Replicate(),) * len(operation.operands), (Replicate(),) * len(operation.tensors), MANUAL),)
+    if operation.op is REDISTRIBUTE and not whole:
         return _pass_through(draft, operation)
     if operation.op is FREE and not whole:
         return _free(draft, operation, axis)
@@ -91,6 +102,20 @@ def candidates(draft: Draft, operation: Operation, axis: str, whole: bool) -> tu
     )
     chosen = draft.strategies.get(operation, {}).values()
     return tuple(strategy for strategy in found if all(runs_together(strategy, other) for other in chosen))
+
+
+def _runs_as_it_is(manual: frozenset[str], axis: str, draft: Draft) -> bool:
+    """Whether an operation with these manual axes is not sharded along an axis.
+
+    In regions where shapes differ between ranks, nothing is sharded along automatic axes: ranks may have other
+    operators there.
+    """
+    return axis in manual or (bool(manual) and draft.graph.variants is not None)
+
+
+def _is_end(operation: Operation, axis: str) -> bool:
+    """Whether an operation enters or leaves a region that is manual along an axis."""
+    return operation.op in (ENTER, LEAVE) and axis in region_axes(operation)
 
 
 def runs_together(strategy: Strategy, other: Strategy) -> bool:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import attrs
 
+from spmd.collectives.manual import ENTER, LEAVE
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import FREE, PIN, REDISTRIBUTE, RELABEL
@@ -31,7 +32,8 @@ def finish(draft: Draft, request: Request) -> PlanData:
         for operation, chosen in draft.strategies.items()
         if operation in kept
     }
-    fallbacks = (kept[o] for o in draft.graph.operations if o.op not in _MARKERS and o not in draft.options)
+    known = {*_MARKERS, ENTER, LEAVE}
+    fallbacks = (kept[o] for o in draft.graph.operations if o.op not in known and o not in draft.options)
     plan = PlanData(
         request=request,
         mesh=draft.mesh,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from spmd.collectives.manual import ENTER, LEAVE
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
@@ -86,7 +87,7 @@ class _ReshardInserter:
         """Transfer the decisions about an operation to the one that replaces it."""
         if old in self.pinned:
             self.pinned[new] = self.pinned.pop(old)
-        elif old.op is not REDISTRIBUTE:
+        if old.op in (ENTER, LEAVE) or (new not in self.pinned and old.op is not REDISTRIBUTE):
             self.strategies[new] = {**self.draft.strategies.get(old, {}), self.axis: strategy}
         if old in self.options:
             self.options[new] = self.options.pop(old)

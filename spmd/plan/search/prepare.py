@@ -7,8 +7,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import attrs
 import torch
 
+from spmd.ir.dataflow import independent_values
 from spmd.ir.graph import Graph, Operation, freeze
-from spmd.plan.data.dataflow import fused_values, independent_values
+from spmd.plan.data.dataflow import fused_values
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.request import Request
 from spmd.plan.search.atoms import Refinement, refine
@@ -49,6 +50,7 @@ class Prepared:
             states={},
             strategies={},
             planned=(),
+            ends=bounded.ends,
             fused=fused_values(bounded.graph),
             independent=independent_values(bounded.graph),
             never_gathered={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
 import torch
 
 from spmd.ir.graph import Graph
@@ -40,6 +41,8 @@ def canonicalize(graph: Graph, decompose: Callable[[OpOverload], bool] | None = 
     Returns:
         The canonical program, verified.
     """
+    if graph.variants is not None:
+        graph = attrs.evolve(graph, variants=graph.variants.map(lambda other: canonicalize(other, decompose)))
     graph = _run_passes(graph)
     for _ in range(_ROUNDS if decompose is not None else 0):
         simpler = decompose_operations(graph, decompose)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 
+from spmd.collectives.primitives import UNTYPED
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.simplify import makes_channels_last
@@ -156,5 +157,7 @@ NORMAL_FORMS: Mapping[OpOverload, _Form] = {
     # torch's lazy conjugate and negative bits become explicit operators: the copies that resolve them are removed.
     aten._conj.default: _renamed(aten.conj_physical.default),
     aten._neg_view.default: _renamed(aten.neg.default),
+    # The types of per-rank values have served: derivatives are taken.
+    **{op: _renamed(plain) for op, plain in UNTYPED.items()},
 }  # fmt: skip
 """For each operator with a normal form, the function that rewrites an operation to it."""

@@ -1,50 +1,102 @@
 """Splits a program that computes results and their gradients into a forward and a backward program.
 
 As in the default partition of torch's AOTAutograd, what the results need is forward, and the backward program reads
-what it needs of that: no operation runs twice, but for views and constants, which cost less than to keep them.
+what it needs of that: no operation runs twice, but for views and constants, which cost less than to keep them. In
+manual regions whose shards differ in shape between ranks, ranks may need other values, so nothing is kept there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import attrs
 import torch
 
+from spmd.collectives.manual import ManualAxes
+from spmd.ir.dataflow import independent_values
+from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze
+from spmd.tracing.manual.correspondence import Correspondence
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Joint:
     """A program of results and gradients.
 
     Args:
         graph: its inputs are primals, followed by cotangents; its outputs are results, followed by gradients.
         primals, results: how many of them there are.
+        is_uneven: whether ranks have other programs, so that per-rank values are not kept.
     """
 
     graph: Graph
     primals: int
     results: int
+    is_uneven: bool = False
+
+    @cached_property
+    def others(self) -> tuple[tuple[Joint, Mapping[Value, Value]], ...]:
+        """The programs of ranks with other local shapes, each with the values that correspond to those of this one."""
+        if self.graph.variants is None:
+            return ()
+        found = self.graph.variants.graphs.values()
+        return tuple(
+            (attrs.evolve(self, graph=graph, is_uneven=True), Correspondence(self.graph, graph, coordinate).outside)
+            for coordinate, graph in found
+        )
+
+    def with_gradients(self, numbers: Sequence[int]) -> Joint:
+        """This program with some of its gradients only, by their numbers."""
+
+        def chosen(graph: Graph) -> Graph:
+            gradients = (graph.outputs[self.results + number] for number in numbers)
+            variants = graph.variants and graph.variants.map(chosen)
+            return attrs.evolve(graph, outputs=(*graph.outputs[: self.results], *gradients), variants=variants)
+
+        return attrs.evolve(self, graph=chosen(self.graph))
 
     def forward(self, saved: Sequence[Value]) -> Graph:
         """The program from the primals to the results, followed by the values `saved`."""
         inputs, results = self.graph.inputs[: self.primals], self.graph.outputs[: self.results]
-        return _program(self.graph, inputs, self._forward_operations(), (*results, *saved))
+        program = _program(self.graph, inputs, self._forward_operations(), (*results, *saved))
+        return self._with_variants(program, lambda other, same: other.forward([same[value] for value in saved]))
+
+    def _with_variants(self, program: Graph, make: Callable[[Joint, Mapping[Value, Value]], Graph]) -> Graph:
+        """A part of this program, with the parts of the programs of other ranks that `make` makes."""
+        if self.graph.variants is None:
+            return program
+        made = [make(*other) for other in self.others]
+        pairs = zip(self.graph.variants.graphs.items(), made, strict=True)
+        graphs = {key: (coordinate, graph) for (key, (coordinate, _)), graph in pairs}
+        return attrs.evolve(program, variants=attrs.evolve(self.graph.variants, graphs=graphs))
 
     @property
     def reads(self) -> tuple[Value, ...]:
         """What the backward program reads: primals, results and other values of the forward program."""
         forward = set(self._forward_operations())
+        inside = self._per_rank() if self.is_uneven or self.graph.variants is not None else ()
         producers = {value: operation for operation in self.graph.operations for value in operation.tensors}
 
         def stops(value: Value) -> bool:
             producer = producers.get(value)
             light = producer is not None and (producer.is_view or not producer.operands) and producer.effect is None
-            return producer in forward and not light
+            return producer in forward and not light and value not in inside
 
         known = {*self.graph.inputs, *self.graph.outputs[: self.results]}
-        return self._backward_operations(lambda value: value in known or stops(value))[1]
+        found = dict.fromkeys(self._backward_operations(lambda value: value in known or stops(value))[1])
+        for other, same in self.others:
+            its = {twin: value for value, twin in same.items()}
+            found |= dict.fromkeys(its[value] for value in other.reads)
+        return tuple(found)
+
+    def _per_rank(self) -> set[Value]:
+        """The values in manual regions, and those that depend on nothing, which may be in one: they are not kept."""
+        found, free = set(ManualAxes.of(self.graph)), independent_values(self.graph)
+        for operation in self.graph.operations:
+            if operation.effect is None and free.issuperset(operation.tensors) and found.issuperset(operation.operands):
+                found.update(operation.tensors)
+        return found
 
     def backward(self, available: Iterable[Value]) -> tuple[Graph, tuple[Value, ...]]:
         """The program to the gradients.
@@ -57,8 +109,21 @@ class Joint:
         """
         known = set(available)
         operations, reads = self._backward_operations(known.__contains__)
+        for other, same in self.others:
+            its = {twin: value for value, twin in same.items()}
+            needed = other._backward_operations({same[value] for value in known if value in same}.__contains__)[1]
+            reads = tuple(dict.fromkeys((*reads, *(its[value] for value in needed))))
+        return self._backward_from(reads, operations), reads
+
+    def _backward_from(self, reads: Sequence[Value], operations: Sequence[Operation]) -> Graph:
         inputs = (*reads, *self.graph.inputs[self.primals :])
-        return _program(self.graph, inputs, operations, self.graph.outputs[self.results :]), reads
+        program = _program(self.graph, inputs, operations, self.graph.outputs[self.results :])
+
+        def of_rank(other: Joint, same: Mapping[Value, Value]) -> Graph:
+            given = [same[value] for value in reads]
+            return other._backward_from(given, other._backward_operations(set(given).__contains__)[0])
+
+        return self._with_variants(program, of_rank)
 
     def corresponding(self, other: Joint) -> dict[Value, Value]:
         """The values of another program of the same function, for those of this one that it computes in the same way.
@@ -85,12 +150,16 @@ class Joint:
         return late
 
     def _forward_operations(self) -> list[Operation]:
-        """The operations that the results need, and those with effects that need no cotangent."""
+        """The operations that the results need, and those with effects that need no cotangent.
+
+        Collectives of a backward pass stay in it: one that sends again what the forward pass has sent, does so in order
+        that nothing is kept.
+        """
         late, live = self._late(), set(self.graph.outputs[: self.results])
         found = []
         for operation in reversed(self.graph.operations):
             has_effect = operation.effect is not None and late.isdisjoint(operation.operands)
-            if has_effect or not live.isdisjoint(operation.tensors):
+            if (has_effect and not _is_sent_backward(operation)) or not live.isdisjoint(operation.tensors):
                 live.update(operation.operands)
                 found.append(operation)
         return found[::-1]
@@ -110,6 +179,11 @@ class Joint:
                     wanted.update([] if stops(value) else [value])
         cotangents = self.graph.inputs[self.primals :]
         return found[::-1], tuple(value for value in reads if value not in cotangents)
+
+
+def _is_sent_backward(operation: Operation) -> bool:
+    source = operation.source
+    return operation.effect is Effect.COLLECTIVE and source is not None and source.backward
 
 
 def _are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,0 +1,195 @@
+"""Which operations of two ranks' programs correspond, where their shards in manual regions have other shapes.
+
+The programs differ inside of manual regions only: in shapes, and perhaps in operators, as a derivative's formula may
+depend on a size. What both have are *anchors*: all operations outside, those that enter or leave a region, and those
+with effects, which all ranks run in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmd.collectives.manual import ENTER, LEAVE, ManualAxes
+from spmd.collectives.primitives import COLLECTIVES, RAGGED_ALL_TO_ALL
+from spmd.core.mesh import Coordinate
+from spmd.errors import DivergenceError, TraceError
+from spmd.ir.comm import StepKind
+from spmd.ir.dataflow import independent_values
+from spmd.ir.effects import Effect
+from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
+from spmd.tracing.recorder import where
+
+
+def check_variants(graph: Graph) -> None:
+    """Check that the programs of all ranks agree where they must.
+
+    Raises:
+        DivergenceError: ranks run different sequences of operations with effects; the message names two ranks.
+        TraceError: programs differ outside of manual regions.
+    """
+    for coordinate, other in graph.variants.graphs.values() if graph.variants is not None else ():
+        Correspondence(graph, other, coordinate)
+
+
+class Correspondence:
+    """The operations of a rank's program that correspond to those of coordinate zero's.
+
+    Attributes:
+        entered: for each value that enters a region, the operation of the other program.
+        left: the same for values that leave; keyed by the operand and the arguments.
+        effects: for the first result of each operation with an effect in a region, that of the other program.
+        outside: for each value outside of regions, that of the other program, as far as it has it.
+    """
+
+    def __init__(self, graph: Graph, other: Graph, coordinate: Coordinate) -> None:
+        self.graph, self.other, self.coordinate = graph, other, coordinate
+        self.manual = Inside(graph), Inside(other)
+        self.effects = self._match_effects()
+        self.entered: dict[Value, Operation] = {}
+        self.left: dict[Any, Operation] = {}
+        self.outside: dict[Value, Value] = {}
+        self._match_outside()
+
+    def _match_effects(self) -> dict[Value, Operation]:
+        mine, theirs = (
+            [operation for operation in inside.graph.operations if inside.has_effect(operation)]
+            for inside in self.manual
+        )
+        for number in range(max(len(mine), len(theirs))):
+            a, b = (listed[number] if number < len(listed) else None for listed in (mine, theirs))
+            if a is None or b is None or _effect_key(a) != _effect_key(b):
+                raise self._divergence(a, b)
+        return {a.tensors[0]: b for a, b in zip(mine, theirs, strict=True)}
+
+    def _divergence(self, mine: Operation | None, theirs: Operation | None) -> DivergenceError:
+        zero = (0,) * len(self.coordinate)
+        return DivergenceError(
+            f"Ranks whose shards differ in shape call different collectives in a shard_map body: the rank at {zero} "
+            f"calls {_called(mine)} where the one at {self.coordinate} calls {_called(theirs)}. All ranks must call "
+            "the same ones, in the same order, with equal arguments: branch on shapes only around local operators, and "
+            "pass size= to all_gather and psum_scatter of uneven shards."
+        )
+
+    def _match_outside(self) -> None:
+        """Match what both programs have outside of regions; the other may lack what its results do not need."""
+        mapped: dict[Value, Value] = dict(zip(self.other.inputs, self.graph.inputs, strict=True))
+        same = {id(tensor): value for value, tensor in self.graph.constants}
+        mapped |= {value: same[id(tensor)] for value, tensor in self.other.constants if id(tensor) in same}
+        candidates = iter(self.manual[0].anchors)
+        for operation in self.manual[1].anchors:
+            key = self._key(operation, mapped, 1)
+            for mine in candidates:
+                if self._key(mine, None, 0) == key:
+                    break
+            else:
+                raise self._missing(operation)
+            if operation.op is ENTER:
+                self.entered[mine.tensors[0]] = operation
+            else:
+                if operation.op is LEAVE:
+                    self.left[leave_key(mine)] = operation
+                mapped.update(zip(operation.tensors, mine.tensors, strict=True))
+        self.outside = {its: value for value, its in mapped.items()}
+
+    def _missing(self, operation: Operation) -> TraceError:
+        if operation.effect is Effect.RANDOM:
+            return TraceError(
+                f"{operation.op} at {where(operation.source)} draws random numbers of another shape on the rank at "
+                f"{self.coordinate} than on the one at {(0,) * len(self.coordinate)}, after which the generators of "
+                "the ranks would differ. Draw a shape that all ranks have, and take a part of it."
+            )
+        return TraceError(
+            f"{operation.op} at {where(operation.source)} runs on the rank at {self.coordinate} only: outside of a "
+            "shard_map body the program must not depend on the shapes of its shards."
+        )
+
+    def _key(self, operation: Operation, mapped: Mapping[Value, Value] | None, side: int) -> Any:
+        """What is equal for corresponding operations outside of regions; of a value inside, only that it is inside."""
+        inside = self.manual[side]
+
+        def known(value: Value) -> Any:
+            if value in inside.values or value in inside.free:
+                return None
+            return value if mapped is None else mapped.get(value, value)
+
+        args = tuple(known(leaf) if isinstance(leaf, Value) else leaf for leaf in operation.args)
+        if operation.op is ENTER:
+            return ENTER, freeze(args[:-1])
+        if operation.op is LEAVE:
+            return LEAVE, freeze(args[1:])
+        return (
+            operation.op,
+            freeze(operation.with_operands(lambda v: known(v) or v).args),
+            freeze(dict(operation.kwargs)),
+        )
+
+
+class Inside:
+    """Which operations of a program are inside of manual regions.
+
+    Attributes:
+        values: the values that are what one rank holds.
+        free: those that depend on no input, which may be used on both sides.
+        anchors: the operations outside, and those that enter or leave.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values = ManualAxes.of(graph)
+        self.free = independent_values(graph) - self.values.keys()
+        self.anchors = [operation for operation in graph.operations if self.is_anchor(operation)]
+
+    def holds(self, operation: Operation) -> bool:
+        """Whether an operation is inside of a region, or its value leaves one."""
+        return any(value in self.values for value in (*operation.operands, *operation.tensors))
+
+    def is_free(self, operation: Operation) -> bool:
+        """Whether an operation depends on nothing, so that both sides may use it."""
+        return all(value in self.free for value in operation.tensors) and operation.effect is None
+
+    def has_effect(self, operation: Operation) -> bool:
+        """Whether an operation has an effect inside of a region; what prints no values may be inside, too."""
+        if operation.effect is Effect.HOST and not operation.operands:
+            return True
+        return operation.effect is not None and self.holds(operation)
+
+    def is_anchor(self, operation: Operation) -> bool:
+        """Whether an operation is outside, or enters or leaves a region."""
+        own = self.holds(operation) or self.is_free(operation) or self.has_effect(operation)
+        return operation.op in (ENTER, LEAVE) or not own
+
+
+def _effect_key(operation: Operation) -> Any:
+    """What ranks must call alike: an operator, its axes, and for a collective whose ranks hold equal shapes, these."""
+    hide = lambda leaf: None if isinstance(leaf, Value) else leaf  # noqa: E731
+    given = [leaf for leaf in map_leaves(hide, operation.args) if leaf is not None]
+    if operation.effect is Effect.HOST:
+        return operation.op
+    if operation.effect is Effect.RANDOM:
+        return operation.op, tuple(value.meta for value in operation.tensors)
+    kind = COLLECTIVES.get(operation.op)
+    if kind is None:
+        return operation.op, freeze(given)
+    if operation.op is RAGGED_ALL_TO_ALL.op:  # its numbers of rows may differ
+        meta = operation.operands[0].meta
+        sizes = [given[1], meta.shape[1:], meta.dtype]
+    elif kind in (StepKind.ALL_GATHER, StepKind.ALL_TO_ALL):
+        sizes = given[:2]
+    elif kind is StepKind.REDUCE_SCATTER:
+        sizes = [*given[:2], operation.operands[0].meta]
+    else:
+        sizes = [*given[:-1], operation.operands[0].meta]
+    return operation.op, freeze(sizes), freeze(given[-1])
+
+
+def _called(operation: Operation | None) -> str:
+    if operation is None:
+        return "nothing more"
+    metas = ", ".join(str(value.meta) for value in operation.operands)
+    return f"{operation.name} of {metas} at {where(operation.source)}"
+
+
+def leave_key(operation: Operation) -> Any:
+    """What tells a `leave` from others of its program, also in a plan, which keeps per-rank values."""
+    return operation.args[0], freeze(operation.args[1:])
