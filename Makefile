@@ -21,10 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-# Files of tests run side by side, in so many processes.
+# Files of tests run side by side, in so many processes. A test that hangs fails, after so many seconds.
 JOBS ?= 2
+TIMEOUT ?= 400
 test: lint types
-	$(BIN)/python -m pytest -m 'not slow and not rules' --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow and not rules' --timeout $(TIMEOUT) --numprocesses $(JOBS) --dist loadfile
 
 test-all: lint types
 	$(BIN)/python -m pytest

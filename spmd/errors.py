@@ -5,7 +5,13 @@ A message says what was got, what was expected, where (argument path, operator, 
 
 
 class SpmdError(Exception):
-    """Base class of all errors raised by `spmd`."""
+    """Base class of all errors raised by `spmd`.
+
+    Attributes:
+        on_all_ranks: whether all ranks know of the error, because it came out of a comparison of them.
+    """
+
+    on_all_ranks = False
 
 
 class MeshError(SpmdError):

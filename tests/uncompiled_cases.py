@@ -275,3 +275,6 @@ def one_rank_fails(mesh: Mesh) -> None:
     fails = virtual or mesh.held_coordinates == ((1, 1),)
     said = message(ValueError if fails else SpmdError, failing, mesh)
     assert said == "a mistake" if fails else "Rank 3 failed in" in said and "ValueError: a mistake" in said
+    with spmd.disable_jit():  # all ranks can go on
+        total = spmd.shard_map(lambda a: psum(a, "x"), mesh, P("x"), P())(torch.ones(2))
+    torch.testing.assert_close(total.full_tensor(), torch.full((1,), 2.0))

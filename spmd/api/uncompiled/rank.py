@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmd.api.uncompiled.baton import ENDED, Baton
 from spmd.collectives import virtual
 from spmd.collectives.distributed import exchange
-from spmd.collectives.distributed.agreement import gather
+from spmd.collectives.distributed.agreement import gather, known
 from spmd.collectives.distributed.printer import Printer
 from spmd.collectives.host import HOST_PRINT, print_lines, text_of
 from spmd.collectives.primitives import UNTYPED
@@ -184,7 +184,7 @@ class ProcessRank(Rank):
         for other, (its, _) in enumerate(every):
             if its[0] != every[0][0][0]:
                 calls = [ENDED if what is None else _Call(what, line, None, ()) for what, line in (every[0][0], its)]
-                raise _divergence(0, calls[0], other, calls[1])
+                raise known(_divergence(0, calls[0], other, calls[1]))
         return [given for _, given in every]
 
 

@@ -57,14 +57,22 @@ def gather(call: str, value: Any) -> list[Any]:
         if isinstance(value, _Failure)
     ]
     if failures:
-        raise SpmdError("\n".join(failures))
+        raise known(SpmdError("\n".join(failures)))
     calls = [given for given, _ in every]
     if len(set(calls)) > 1:
-        raise DivergenceError(
-            f"Ranks make different calls: {who_says_what(dict(enumerate(calls)))}. All ranks must make the same calls, "
-            "in the same order, on the same mesh."
+        raise known(
+            DivergenceError(
+                f"Ranks make different calls: {who_says_what(dict(enumerate(calls)))}. All ranks must make the same "
+                "calls, in the same order, on the same mesh."
+            )
         )
     return [given for _, given in every]
+
+
+def known(error: SpmdError) -> SpmdError:
+    """The error, marked as one that all ranks know of: none of them reports it to the others."""
+    error.on_all_ranks = True
+    return error
 
 
 def _are_equal(mine: bytes, group: dist.ProcessGroup) -> bool:
@@ -87,7 +95,7 @@ def failing_together(call: str, active: bool = True) -> Iterator[None]:
     """A context for the local part of a call, before its first collective: an error on one rank reaches all ranks.
 
     A rank that fails reports its error through `gather`, and raises it; the others raise a SpmdError in the `gather` or
-    `check_agreement` that must follow the block.
+    `check_agreement` that must follow the block, or is in it.
 
     Args:
         call: as for `gather`.
@@ -96,7 +104,7 @@ def failing_together(call: str, active: bool = True) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if active:
+        if active and not (isinstance(error, SpmdError) and error.on_all_ranks):
             with suppress(SpmdError):  # that of `gather`; this rank raises its own error
                 gather(call, _Failure(f"{type(error).__name__}: {error}"))
         raise
