@@ -28,6 +28,7 @@ from spmd.collectives.distributed.exchange import broadcast
 from spmd.core.mesh import Mesh, Runtime, make_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import SpmdError
+from spmd.ir.comm import Comm
 from spmd.job.process import init, process_count, process_index
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing.executed import Executed, ExecutedCollectives
@@ -105,7 +106,13 @@ def train(
         with ExecutedCollectives() as executed:
             state, loss = step(state, batch)
         losses.append(loss.item())
-    planned = [Executed(c.kind, mesh.axis_size(c.axes), c.bytes) for c in step.plan(state, batch).comms]
+    launches: dict[int, list[Comm]] = {}
+    for comm in step.plan(state, batch).comms:
+        launches.setdefault(comm.launch, []).append(comm)
+    planned = [
+        Executed(joined[0].kind, mesh.axis_size(joined[0].axes), sum(comm.bytes for comm in joined))
+        for joined in launches.values()
+    ]
     local = sum(shard.nbytes for leaf in optree.tree_leaves(state.params) for shard in leaf.shards)
     return losses, planned, executed.found, local
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from spmd.api.values.distribute import distribute
@@ -19,6 +20,7 @@ from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.ir.source import Source
 from spmd.lowering.lower import LocalProgram, lower
 from spmd.lowering.verify import verify
+from spmd.plan.cost.account import account
 from spmd.plan.data.request import Request
 from spmd.rules.strategy import Strategy
 from spmd.runtime import VirtualProgram
@@ -90,7 +92,8 @@ class PlanBuilder:
     def plan(self, *outputs: Value) -> Plan:
         graph = Graph(tuple(self.inputs), tuple(self.constants), tuple(self.operations), outputs).verify()
         request = Request(graph, self.mesh, (), ())
-        return Plan(request, self.mesh, graph, self.logical, self.specs, self.strategies, (), 0.0, 0.0, ())
+        plan = Plan(request, self.mesh, graph, self.logical, self.specs, self.strategies, (), 0.0, 0.0, ())
+        return attrs.evolve(plan, comms=account(plan).all_comms)
 
 
 def lowered(plan: Plan) -> LocalProgram:

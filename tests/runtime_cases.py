@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from stock_models import assert_trains_alike
 
-from spmd import DTensor, P, collectives, debug, distribute, jit, process_index, shard_map
+from spmd import DTensor, Machine, P, collectives, debug, distribute, jit, process_index, shard_map
 from spmd.core.mesh import Mesh
 from spmd.errors import SpmdError
 
@@ -38,6 +38,27 @@ def gradients_of_uneven_shards(mesh: Mesh) -> None:
     loss = lambda w, x: torch.tanh(x @ w).square().mean()  # noqa: E731
     gradients = torch.func.grad_and_value(loss, argnums=(0, 1))
     check(mesh, gradients, (P(None, "y"), P("x", "y")), ((P("x"), P("y")), P()), normal(5, 3), normal(7, 5))
+
+
+def buckets(mesh: Mesh) -> None:
+    """Collectives that are launched as one: sums, and gathers along several dims, of uneven and empty shards too."""
+    params = {"up": normal(6, 4), "bias": normal(5), "down": normal(4, 5), "gain": normal(1), "scale": normal(3, 2, 2)}
+    held = {"up": P("x"), "bias": P("x"), "down": P(None, "x"), "gain": P("x"), "scale": P(None, "x", "y")}
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(x @ params["up"]) @ params["down"] + params["bias"]
+        return (hidden.square().mean() + hidden.mean()) * params["gain"].sum() + params["scale"].square().sum()
+
+    def step(params: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+        gradients = torch.func.grad(loss)(params, x)
+        return {name: params[name] - 0.1 * gradients[name] for name in params}
+
+    machine = Machine(latency=0.0)  # it sends gradients, not examples
+    for specs in (held, P()):
+        check(mesh, step, (specs, P(("x", "y"))), specs, params, normal(203, 6), machine=machine)
+        check(mesh, torch.func.grad(loss), (specs, P("x")), specs, params, normal(200, 6), machine=machine)
+    comms = jit(step, (held, P(("x", "y"))), held, mesh=mesh, machine=machine).plan(params, normal(203, 6)).comms
+    assert len({comm.launch for comm in comms}) < len(comms)
 
 
 def empty_shards(mesh: Mesh) -> None:
@@ -274,7 +295,7 @@ CASES: dict[str, Callable[[Mesh], None]] = {
         gradients_of_uneven_shards, empty_shards, draws_in_program_order, several_results, local_implementations,
         closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
         redistributions, free_results, gradients_from_outside, operators_outside_jit, stock_models,
-        sums_in_another_dtype, gradients_of_moves, printing,
+        sums_in_another_dtype, gradients_of_moves, printing, buckets,
     )
 }  # fmt: skip
 

@@ -56,6 +56,9 @@ class Comm:
         cause: for a redistribution, the producer with its spec and the consumer with the spec that it requires; for a
             collective inside a local implementation, the operator.
         source: the line of the user's code; None if unknown.
+        launch: the number of its launch, in order of execution; between processes, collectives of one launch are joined
+            to one bucket, and sent as one (`spmd.plan.cost.launches`).
+        joined: how many collectives its launch has.
     """
 
     kind: StepKind
@@ -64,6 +67,14 @@ class Comm:
     seconds: float
     cause: str
     source: Source | None
+    launch: int = 0
+    joined: int = 1
 
     def __str__(self) -> str:
-        return f"{self.kind} over {', '.join(self.axes)}, {self.bytes:,.0f} bytes: {self.cause}, at {self.source}"
+        return f"{self.sent}: {self.cause}, at {self.source}"
+
+    @property
+    def sent(self) -> str:
+        """What is sent, as text: `all_reduce over data, 768 bytes, 1 of 53 in launch 1`."""
+        together = f", 1 of {self.joined} in launch {self.launch}" if self.joined > 1 else ""
+        return f"{self.kind} over {', '.join(self.axes)}, {self.bytes:,.0f} bytes{together}"

@@ -101,8 +101,8 @@ class Operation:
 
     @property
     def returns_tuple(self) -> bool:
-        """Whether the operator returns a tuple or list, also of one tensor; a Python function returns a tensor."""
-        return _returns_tuple(self.op)
+        """Whether the operator returns a tuple or list, also of one tensor; a Python function does for several."""
+        return _returns_tuple(self.op) if isinstance(self.op, torch._ops.OpOverload) else len(self.results) > 1
 
     @cached_property
     def effect(self) -> Effect | None:
@@ -203,9 +203,7 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _returns_tuple(op: Operator) -> bool:
-    if not isinstance(op, torch._ops.OpOverload):
-        return False
+def _returns_tuple(op: torch._ops.OpOverload) -> bool:
     returns = op._schema.returns
     return len(returns) != 1 or not isinstance(returns[0].type, torch._C.TensorType)
 

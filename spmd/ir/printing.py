@@ -64,7 +64,7 @@ def program_text(name: str, graph: Graph, header: Sequence[str]) -> str:
 def _remark(comm: Comm) -> str:
     """Why a collective runs, where, and what it sends."""
     where = f" at {comm.source}" if comm.source else ""
-    return f"{comm.cause}{where}; {comm.kind} over {', '.join(comm.axes)}, {comm.bytes:,.0f} bytes"
+    return f"{comm.cause}{where}; {comm.sent}"
 
 
 def _description(value: Value, graph: Graph) -> str:

@@ -49,6 +49,7 @@ class _Emitter:
         self.constants: list[tuple[Value, torch.Tensor]] = []
         self.operations: list[Operation] = []
         self.repetitions = repetitions(plan.graph, plan.specs)
+        self.comms = iter(plan.comms)
 
     def define(self, value: Value, name: str) -> Value:
         """The local value of an input or a constant of the plan."""
@@ -83,9 +84,16 @@ class _Emitter:
             here[value] = Value(self.namer.numbered(name), value.meta)
         comm, source = operation.annotations.comm, planned.source
         if comm is not None:
-            cause = self.cause(planned)
             seconds = self.plan.request.machine.collective_seconds(comm.axes, comm.bytes)
-            comm = attrs.evolve(comm, seconds=seconds, cause=cause.text, source=cause.source)
+            cause, launched = self.cause(planned), next(self.comms)
+            comm = attrs.evolve(
+                comm,
+                seconds=seconds,
+                cause=cause.text,
+                source=cause.source,
+                launch=launched.launch,
+                joined=launched.joined,
+            )
             source = cause.source
         results = tuple(None if value is None else here[value] for value in operation.results)
         notes = Annotations(comm, self.repetitions.get(planned, 0), tuple_name)

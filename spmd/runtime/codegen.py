@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
+from spmd.collectives.distributed.bucket import Bucket
 from spmd.collectives.local import LOCALS, run_local
 from spmd.core.mesh import Mesh
 from spmd.ir.graph import Graph, Operation, Value
@@ -94,7 +95,7 @@ class _Writer:
             lines += self.statements(operation)
             if dying[operation]:
                 lines.append(f"    del {', '.join(map(self.variable, dying[operation]))}")
-        aliases = _aliases_of_constants(graph)
+        aliases = _aliases(graph)
         outputs = "".join(
             f"{self.argument(value)}{'.clone()' if value in aliases else ''}, " for value in graph.outputs
         )
@@ -158,11 +159,14 @@ def _local(op: torch._ops.OpOverload, mesh: Mesh) -> Callable[..., torch.Tensor]
     return functools.partial(run_local, op, mesh)
 
 
-def _aliases_of_constants(graph: Graph) -> set[Value]:
-    """The values that may alias a constant of the program, which the caller must not be able to write to."""
+def _aliases(graph: Graph) -> set[Value]:
+    """The values that may alias a constant of the program, which the caller must not be able to write to, or a bucket,
+    which would be held as a whole.
+    """
     found = {value for value, _ in graph.constants}
     for operation in graph.operations:
-        if operation.operands and operation.operands[0] in found and _may_alias(operation):
+        is_bucket = isinstance(operation.op, MethodType) and isinstance(operation.op.__self__, Bucket)
+        if is_bucket or (operation.operands and operation.operands[0] in found and _may_alias(operation)):
             found.update(operation.tensors)
     return found
 

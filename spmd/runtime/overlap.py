@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import attrs
-import torch
 
+from spmd.collectives.distributed.bucket import Bucket
 from spmd.collectives.distributed.exchange import Exchange, bind
 from spmd.collectives.distributed.printer import Printer
 from spmd.collectives.distributed.ragged import RaggedExchange
@@ -22,9 +22,10 @@ from spmd.collectives.host import HOST_PRINT
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.lowering.program import is_primitive
+from spmd.runtime.launches import Joined, in_launch_order
 
-_EXCHANGES = (Exchange, RaggedExchange)
-RESHAPE = torch.ops.aten.reshape.default
+EXCHANGES = (Exchange, RaggedExchange, Bucket)
+"""What a rank does for a collective: it can be started, and finished later."""
 
 
 def overlap(graph: Graph, mesh: Mesh, coordinate: Coordinate) -> Graph:
@@ -38,30 +39,16 @@ def overlap(graph: Graph, mesh: Mesh, coordinate: Coordinate) -> Graph:
     Returns:
         A program in which every primitive is bound to what this rank does for it.
     """
-    operations = [_bind(o, mesh, coordinate) if is_primitive(o) else o for o in sink_views(graph).operations]
+    operations = [_bind(operation, mesh, coordinate) for operation in in_launch_order(graph).operations]
     return split_exchanges(attrs.evolve(graph, operations=tuple(operations)))
-
-
-def sink_views(graph: Graph) -> Graph:
-    """Move reshapes of a primitive's result down to their first use, because a reshape waits for the collective."""
-    results = {value for operation in graph.operations if is_primitive(operation) for value in operation.tensors}
-    for operation in graph.operations:
-        if operation.op is RESHAPE and operation.args[0] in results:
-            results.update(operation.tensors)
-    users: dict[Value, list[Operation]] = {}
-    order: list[Operation] = []  # from the last operation to the first
-    for operation in reversed(graph.operations):
-        position = len(order)
-        if operation.op is RESHAPE and operation.tensors[0] in results:
-            position = max((order.index(user) + 1 for user in users.get(operation.tensors[0], ())), default=0)
-        order.insert(position, operation)
-        for operand in operation.operands:
-            users.setdefault(operand, []).append(operation)
-    return attrs.evolve(graph, operations=tuple(reversed(order)))
 
 
 def _bind(operation: Operation, mesh: Mesh, coordinate: Coordinate) -> Operation:
     """A primitive as this rank's implementation of it, with all arguments but the operand bound."""
+    if isinstance(operation.op, Joined):
+        return attrs.evolve(operation, op=Bucket.of([_bind(o, mesh, coordinate).op for o in operation.op.operations]))
+    if not is_primitive(operation):
+        return operation
     operands = operation.operands
     if operation.op is HOST_PRINT:
         values, pieces = operation.args
@@ -82,14 +69,14 @@ class _Window:
 
 
 def split_exchanges(graph: Graph) -> Graph:
-    """A program in which every call of an `Exchange` is split into a start and, later, a finish."""
-    exchanges = [operation for operation in graph.operations if isinstance(operation.op, _EXCHANGES)]
+    """A program in which every call of `EXCHANGES` is split into a start and, later, a finish."""
+    exchanges = [operation for operation in graph.operations if isinstance(operation.op, EXCHANGES)]
     starts, finishes = defaultdict(list), defaultdict(list)
     for operation, window in zip(exchanges, _windows(graph, exchanges), strict=True):
         starts[window.start].append(operation)
         finishes[window.finish].append(operation)
     pending: dict[Operation, Value] = {}
-    results = {operation.tensors[0] for operation in exchanges}
+    results = {value for operation in exchanges for value in operation.tensors}
     operations: list[Operation] = []
 
     def start(operation: Operation) -> None:
@@ -111,7 +98,7 @@ def split_exchanges(graph: Graph) -> Graph:
 
     for position, operation in enumerate(graph.operations):
         before(position)
-        if not isinstance(operation.op, _EXCHANGES):
+        if not isinstance(operation.op, EXCHANGES):
             operations.append(operation)
     before(len(graph.operations))
     return attrs.evolve(graph, operations=tuple(operations)).verify()
@@ -123,7 +110,7 @@ def _windows(graph: Graph, exchanges: Sequence[Operation]) -> list[_Window]:
     for index, operation in reversed(list(enumerate(graph.operations))):
         used.update(dict.fromkeys(operation.operands, index))
     position = {operation: index for index, operation in enumerate(graph.operations)}
-    results = {operation.tensors[0] for operation in exchanges}
+    results = {value for operation in exchanges for value in operation.tensors}
     windows: list[_Window] = []
     for operation in exchanges:
         start = position[operation]
@@ -131,5 +118,6 @@ def _windows(graph: Graph, exchanges: Sequence[Operation]) -> list[_Window]:
             here, start = start, max(made.get(operand, -1) for operand in operation.operands) + 1
             if windows:
                 start = max(start, windows[-1].start, min(here, windows[-1].finish))
-        windows.append(_Window(start, used.get(operation.tensors[0], len(graph.operations))))
+        finish = min(used.get(value, len(graph.operations)) for value in operation.tensors)
+        windows.append(_Window(start, finish))
     return windows

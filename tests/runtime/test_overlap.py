@@ -8,7 +8,7 @@ from spmd.collectives.distributed.exchange import Exchange
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.runtime.codegen import generate
-from spmd.runtime.overlap import RESHAPE, sink_views, split_exchanges
+from spmd.runtime.overlap import split_exchanges
 
 
 class Story:
@@ -106,17 +106,3 @@ def test_what_nobody_wants_is_finished_too():
     story.collective("g", x)
     assert (2,) == story.run(story.use("a", x), inputs=[1])
     assert ["start g", "a", "finish g"] == story.events
-
-
-def test_a_reshape_of_what_a_collective_gives_stands_before_its_first_use():
-    """Also a reshape of a reshape, whose user stands after another user of the first one."""
-    story = Story()
-    x = story.input()
-    gathered = story.call(torch.ops.spmd.all_gather.default, (x, 0, 4, ["x"]))
-    first = story.call(RESHAPE, (gathered, [2, 2]))
-    second = story.call(RESHAPE, (first, [4]))
-    a = story.use("a", x)
-    b = story.use("b", a, first)
-    c = story.use("c", b, second)
-    graph = sink_views(Graph((x,), (), tuple(story.operations), (c,)).verify()).verify()
-    assert [gathered, a, first, b, second, c] == [operation.tensors[0] for operation in graph.operations]

@@ -29,7 +29,7 @@ from spmd.core.spec import TensorMeta
 from spmd.job.collective_scope import CollectiveScope
 
 _c10d = torch.ops._c10d_functional
-_wait = _c10d.wait_tensor.default
+wait = _c10d.wait_tensor.default
 
 
 @attrs.frozen(eq=False)
@@ -40,7 +40,11 @@ class Exchange:
         op: the collective on flat tensors, by an operator of `_c10d_functional`.
         arguments: its arguments after the tensor.
         pack: makes the flat buffer that is sent from the operand.
-        unpack: makes the result, which is contiguous, from the buffer that was received.
+        unpack: makes the result, which is contiguous, from the buffer that was received: flat, or with a row for each
+            of `receives`.
+        sends, receives: the number of equal parts of the two buffers: one for each rank, or one.
+        width: the number of elements of one part of the buffer that is received.
+        in_place: as `op`, but it may write to the buffer that is sent; None if there is no such operator.
         scope: the ranks that take part; makes the error if the collective fails.
     """
 
@@ -48,6 +52,10 @@ class Exchange:
     arguments: tuple[Any, ...]
     pack: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
+    sends: int = attrs.field(default=1, kw_only=True)
+    receives: int = attrs.field(default=1, kw_only=True)
+    width: int = attrs.field(default=0, kw_only=True)
+    in_place: Callable[..., Tensor] | None = attrs.field(default=None, kw_only=True)
     scope: CollectiveScope = attrs.field(default=CollectiveScope("a collective", ()), kw_only=True)
 
     def start(self, x: Tensor) -> Tensor:
@@ -59,7 +67,7 @@ class Exchange:
     def finish(self, pending: Tensor) -> Tensor:
         """Wait for a collective that `start` has started, and return its result."""
         with self.scope:
-            buffer = _wait(pending)
+            buffer = wait(pending)
         return self.unpack(buffer)
 
     def __str__(self) -> str:
@@ -139,6 +147,8 @@ def _all_reduce(place: Member, operand: TensorMeta, op: str) -> Exchange:
         (op, place.name),
         lambda x: wire.encode(_flat(x)),
         lambda buffer: wire.decode(buffer).view(shape),
+        width=operand.numel * wire.factor,
+        in_place=_c10d.all_reduce_.default,
     )
 
 
@@ -151,6 +161,8 @@ def _all_gather(place: Member, operand: TensorMeta, dim: int, size: int) -> Exch
         (place.group.size, place.name),
         lambda x: wire.encode(pad(_flat(x), numel)),
         lambda buffer: pieces.join(wire.decode(buffer)),
+        receives=place.group.size,
+        width=numel * wire.factor,
     )
 
 
@@ -174,7 +186,9 @@ def _reduce_scatter(place: Member, operand: TensorMeta, op: str, dim: int, size:
         _c10d.reduce_scatter_tensor.default,
         (op, place.group.size, place.name),
         lambda x: wire.encode(_flat(pieces.flatten(x))),
-        lambda buffer: wire.decode(buffer)[:numel].view(shape),
+        lambda buffer: wire.decode(buffer).view(-1)[:numel].view(shape),
+        sends=place.group.size,
+        width=pieces.numels[0] * wire.factor,
     )
 
 

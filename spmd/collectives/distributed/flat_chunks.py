@@ -65,12 +65,12 @@ class FlatChunks:
         return torch.cat([pad(by_place[place].reshape(-1), numel) for place, numel in numels])
 
     def join(self, buffer: Tensor) -> Tensor:
-        """The tensor from the flat buffer of its chunks."""
+        """The tensor from the flat buffer of its chunks, or from one with a row for each, if they are padded."""
         count = self.member.group.size
         if self.is_even:
             pieces = buffer.view(count, *self.piece_shape(0))
             return pieces.movedim(0, self.dim).reshape(self.shape).contiguous()
-        by_place = buffer.split(self.numels)
+        by_place = buffer.split(self.numels) if buffer.ndim == 1 else buffer.unbind()
         shapes = [self.piece_shape(index) for index in range(count)]
         places = zip(self.member.places, shapes, strict=True)
         return torch.cat([by_place[place][: math.prod(shape)].view(shape) for place, shape in places], self.dim)

@@ -12,6 +12,7 @@ from spmd.core.spec import DTensorSpec
 from spmd.ir.comm import Comm, Sent
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.cost.launches import with_launches
 from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.causes import cause_of
 from spmd.plan.data.dataflow import fused_values
@@ -51,8 +52,10 @@ def account(plan: PlanData) -> Account:
         operation: _cast_seconds(plan, operation) if operation.op is REDISTRIBUTE else cost.planned_seconds(operation)
         for operation in plan.graph.operations
     }
-    comms = {operation: _comms(plan, draft, operation) for operation in _executed(plan)}
-    return Account(seconds, {operation: found for operation, found in comms.items() if found})
+    executed = list(_executed(plan))
+    comms = {operation: _comms(plan, draft, operation) for operation in executed}
+    found = {operation: sent for operation, sent in comms.items() if sent}
+    return Account(seconds, with_launches(plan, found, executed))
 
 
 def _executed(plan: PlanData) -> Iterator[Operation]:

@@ -140,6 +140,16 @@ class Machine:
         latency = max(self._latencies.get(axis, self.latency) for axis in axes)
         return latency + bytes / min(self._bandwidths.get(axis, self.link_bandwidth) for axis in axes)
 
+    @property
+    def bucket_bytes(self) -> float:
+        """The bytes up to which collectives are joined to one launch.
+
+        The least that saturates the link: the latency is then a hundredth of the time. At least 1 MiB and at most
+        25 MiB, the bucket of DistributedDataParallel.
+        """
+        saturating = 100 * self.latency * self.link_bandwidth
+        return min(max(saturating, 2.0**20), 25 * 2.0**20)
+
     @cached_property
     def _rates(self) -> dict[torch.dtype | None, float]:
         rates: dict[torch.dtype | None, float] = {getattr(torch, name): rate for name, rate in self.dtype_flops}

@@ -1,0 +1,164 @@
+"""Which collectives of a plan are launched as one.
+
+A small collective takes as long as its latency, so collectives of one kind along the same axes are joined to buckets. A
+bucket is launched when the operand of each of its collectives is there, and none of their results is needed before. So
+no other operation moves, but for views of results, which wait.
+
+Source: the buckets of DistributedDataParallel (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training", VLDB 2020).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+
+import attrs
+import torch
+
+from spmd.collectives.primitives import COLLECTIVES, UNTYPED
+from spmd.collectives.resharding import redistribution
+from spmd.ir.comm import Comm, StepKind
+from spmd.ir.graph import Operation, Value
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.data.plan import PlanData
+
+Comms = Mapping[Operation, tuple[Comm, ...]]
+
+_JOINED = (StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER)
+"""The kinds that are joined."""
+
+_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32})
+"""The dtypes that are joined, each with itself."""
+
+
+@attrs.frozen(eq=False)
+class _Call:
+    """A collective, and when it can be launched; the operation at index i of a rank's program runs at time i.
+
+    Args:
+        comm: its record.
+        here: the time of its place in the program.
+        ready, needed: its operand is made by the one time, its result is needed at the other.
+    """
+
+    comm: Comm
+    here: float
+    ready: float
+    needed: float
+
+
+@attrs.define(eq=False)
+class _Launch:
+    """Collectives that are launched as one."""
+
+    calls: list[_Call]
+
+    @property
+    def here(self) -> float:
+        """The time of the launch: as late as the last of its collectives stands, unless a result is needed earlier."""
+        return min(max(call.here for call in self.calls), min(call.needed for call in self.calls))
+
+    def takes(self, call: _Call, limit: float) -> bool:
+        """Whether a collective can join: at some time all operands are made, and no result is needed yet."""
+        calls = [*self.calls, call]
+        fits = max(call.ready for call in calls) < min(call.needed for call in calls)
+        return fits and sum(call.comm.bytes for call in calls) <= limit
+
+
+def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -> dict[Operation, tuple[Comm, ...]]:
+    """The collectives with the numbers of their launches.
+
+    With a memory limit each is launched alone, because a bucket is held as a whole.
+
+    Args:
+        plan: the plan, whose machine says how large buckets are.
+        comms: the collectives of each operation.
+        executed: all operations, in order of execution.
+    """
+    limit = plan.request.machine.bucket_bytes if plan.request.memory_limit is None else 0.0
+    needed = _needed(executed)
+    made = _made(executed, comms, needed)
+    launches: list[_Launch] = []
+    found: dict[tuple[Operation, int], _Launch] = {}
+    for step in range(max(map(len, comms.values()), default=0)):
+        filling: dict[Hashable, _Launch] = {}
+        for time, operation in enumerate(executed):
+            if len(comms.get(operation, ())) <= step:
+                continue
+            ready = (
+                found[operation, step - 1].here
+                if step
+                else max(map(made.__getitem__, operation.operands), default=-1.0)
+            )
+            call = _call(operation, comms[operation], step, time, ready, needed)
+            key = _key(plan, operation, comms[operation], step)
+            launch = filling.get(key) if key is not None else None
+            if launch is not None and launch.takes(call, limit):
+                launch.calls.append(call)
+            else:
+                launch = filling[key] = _Launch([call])
+                launches.append(launch)
+            found[operation, step] = launch
+    numbers = {launch: number for number, launch in enumerate(sorted(launches, key=lambda launch: launch.here))}
+
+    def numbered(operation: Operation, step: int) -> Comm:
+        launch = found[operation, step]
+        return attrs.evolve(comms[operation][step], launch=numbers[launch], joined=len(launch.calls))
+
+    return {operation: tuple(numbered(operation, step) for step in range(len(comms[operation]))) for operation in comms}
+
+
+def _call(
+    operation: Operation, found: Sequence[Comm], step: int, time: int, ready: float, needed: Mapping[Value, float]
+) -> _Call:
+    """A collective of an operation: the first ones are launched within half a unit of time of the last one."""
+    rest = (len(found) - step) / (2 * len(found))
+    last = min((needed.get(value, math.inf) for value in operation.tensors), default=math.inf)
+    return _Call(found[step], max(time + 0.5 - rest, ready), ready, last - rest)
+
+
+def _needed(executed: Sequence[Operation]) -> dict[Value, float]:
+    """When each value is first needed by more than a view; the end of the program for its results."""
+    end = float(len(executed))
+    needed: dict[Value, float] = defaultdict(lambda: end)
+    for time, operation in reversed(list(enumerate(executed))):
+        when = min((needed[value] for value in operation.tensors), default=end) if _is_view(operation) else float(time)
+        for value in operation.operands:
+            needed[value] = min(needed[value], when)
+    return needed
+
+
+def _made(executed: Sequence[Operation], comms: Comms, needed: Mapping[Value, float]) -> dict[Value, float]:
+    """By when each value is made: the result of a collective when it is needed, a view with its operand."""
+    made: dict[Value, float] = defaultdict(lambda: -1.0)
+    for time, operation in enumerate(executed):
+        for value in operation.tensors:
+            if operation in comms:
+                made[value] = needed[value]
+            elif _is_view(operation):
+                made[value] = max((made[operand] for operand in operation.operands), default=float(time))
+            else:
+                made[value] = float(time)
+    return made
+
+
+def _is_view(operation: Operation) -> bool:
+    return operation.op is RELABEL or (isinstance(operation.op, torch._ops.OpOverload) and operation.is_view)
+
+
+def _key(plan: PlanData, operation: Operation, found: Sequence[Comm], step: int) -> Hashable:
+    """What a collective has in common with those of its bucket; None if it is launched alone."""
+    if operation.op is REDISTRIBUTE:
+        ends = plan.specs[operation.operands[0]], plan.specs[operation.tensors[0]]
+        steps = [step for step in redistribution(*ends, plan.request.reduce_dtype) if step.is_collective]
+        dtype, reduction = steps[step].sent_dtype, steps[step].op
+    elif (op := UNTYPED.get(operation.op, operation.op)) in COLLECTIVES:
+        dtype = operation.operands[0].meta.dtype
+        reduction = None if COLLECTIVES[op] is StepKind.ALL_GATHER else operation.args[1]
+    else:
+        return None
+    comm = found[step]
+    joined = comm.kind in _JOINED and dtype in _DTYPES and reduction in (None, "sum") and comm.bytes > 0
+    return (comm.kind, comm.axes, dtype) if joined else None

@@ -1,0 +1,140 @@
+"""In which order a rank launches its collectives, and which ones it joins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from spmd.collectives.distributed.bucket import Bucket
+from spmd.collectives.distributed.exchange import Exchange
+from spmd.core.spec import TensorMeta
+from spmd.ir.comm import Comm, StepKind
+from spmd.ir.graph import Annotations, Graph, Operation, Value
+from spmd.runtime.launches import in_launch_order
+
+VIEW = torch.ops.aten.view.default
+
+
+class Program:
+    """A program under construction; each collective has a launch."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Value] = []
+        self.operations: list[Operation] = []
+
+    def input(self) -> Value:
+        self.inputs.append(Value(f"x{len(self.inputs)}", TensorMeta((4,), torch.float32)))
+        return self.inputs[-1]
+
+    def call(self, op: Any, *args: Any, comm: Comm | None = None) -> Value:
+        result = Value(f"v{len(self.operations)}", TensorMeta((4,), torch.float32))
+        self.operations.append(Operation(op, args, {}, (result,), annotations=Annotations(comm)))
+        return result
+
+    def collective(self, operand: Value, launch: int) -> Value:
+        op = torch.ops.spmd.all_reduce.default
+        return self.call(op, operand, "sum", ["x"], comm=Comm(StepKind.ALL_REDUCE, ("x",), 4.0, 0.0, "", None, launch))
+
+    def view(self, operand: Value) -> Value:
+        return self.call(VIEW, operand, [4])
+
+    def use(self, *operands: Value) -> Value:
+        return self.call(sum, *operands)
+
+    def ordered(self, *outputs: Value) -> list[list[Value]]:
+        """The results of each operation, in launch order."""
+        graph = Graph(tuple(self.inputs), (), tuple(self.operations), outputs).verify()
+        return [list(operation.tensors) for operation in in_launch_order(graph).operations]
+
+
+def test_a_bucket_stands_where_the_last_of_its_collectives_stood():
+    program = Program()
+    x = program.input()
+    a = program.use(x)
+    first = program.collective(a, 0)
+    b = program.use(x)
+    second = program.collective(b, 0)
+    c = program.use(first, second)
+    assert [[a], [b], [first, second], [c]] == program.ordered(c)
+
+
+def test_a_bucket_stands_before_the_first_use_of_a_result():
+    program = Program()
+    x, y = program.input(), program.input()
+    first = program.collective(x, 0)
+    a = program.use(first)
+    second = program.collective(y, 0)
+    b = program.use(a, second)
+    assert [[first, second], [a], [b]] == program.ordered(b)
+
+
+def test_launches_keep_the_order_of_the_plan():
+    program = Program()
+    x, y = program.input(), program.input()
+    first = program.collective(x, 1)
+    second = program.collective(y, 0)
+    a = program.use(first, second)
+    assert [[second], [first], [a]] == program.ordered(a)
+
+
+def test_views_of_results_wait_for_their_first_use():
+    """Also views of views, whose user stands after another user of the first one."""
+    program = Program()
+    x = program.input()
+    gathered = program.collective(x, 0)
+    first = program.view(gathered)
+    second = program.view(first)
+    a = program.use(x)
+    b = program.use(a, first)
+    c = program.use(b, second)
+    assert [[gathered], [a], [first], [b], [second], [c]] == program.ordered(c)
+
+
+def test_views_of_results_do_not_keep_collectives_apart():
+    program = Program()
+    x = program.input()
+    first = program.collective(x, 0)
+    view = program.view(first)
+    second = program.collective(program.use(x), 0)
+    c = program.use(view, second)
+    made = program.operations[2].tensors[0]
+    assert [[made], [first, second], [view], [c]] == program.ordered(c)
+
+
+def test_what_waits_for_a_bucket_moves_behind_it():
+    """As on a rank whose program has an operation where others have a view."""
+    program = Program()
+    x = program.input()
+    first = program.collective(x, 0)
+    a = program.use(first)
+    second = program.collective(program.use(x), 0)
+    b = program.use(a, second)
+    made = program.operations[2].tensors[0]
+    assert [[made], [first, second], [a], [b]] == program.ordered(b)
+
+
+def test_results_that_are_not_used_are_launched_and_made_too():
+    program = Program()
+    x = program.input()
+    first = program.collective(x, 0)
+    view = program.view(first)
+    assert [[first], [view]] == program.ordered(x)
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3), (4,)], [(0,), (3, 0)], [(), (5,)]])
+def test_a_bucket_has_the_parts_of_its_collectives(shapes: list[tuple[int, ...]]) -> None:
+    """Results are those of each collective, and share the memory that was received."""
+
+    def part(shape: tuple[int, ...]) -> Exchange:
+        numel = torch.Size(shape).numel()
+        return Exchange(lambda x: 2 * x, (), lambda x: x.reshape(-1), lambda x: x.view(shape), width=numel)
+
+    operands = [torch.rand(shape) for shape in shapes]
+    bucket = Bucket.of([part(shape) for shape in shapes])
+    pending = bucket.start(*operands)
+    assert pending.numel() == sum(x.numel() for x in operands)
+    results = bucket.finish(pending)
+    for x, result in zip(operands, results, strict=True):
+        assert torch.equal(2 * x, result)
