@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the models and their layouts are the examples'
+sys.path.append(str(Path(__file__).parents[1]))  # `proofs` is not installed
 
 import layouts
 import llama
