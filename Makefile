@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-shard-map operators lint format types bench notebook readme wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-shard-map operators lint format types bench bench-peers notebook readme wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -67,6 +67,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/eager_overhead.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/rank_overhead.py
+
+# A training step beside DDP, FSDP2 and parallelize_module: ARGS='--strategies dp --sizes 128x16' for some of the cases.
+bench-peers: $(STAMP)
+	$(BIN)/python benchmarks/peers.py $(ARGS)
 
 notebook: $(STAMP)
 	$(BIN)/python -m pytest tests/test_notebooks.py

@@ -1,0 +1,205 @@
+"""A training step by `spmd` beside torch's own parallel systems, in turns in the same processes.
+
+    python benchmarks/peers.py [--strategies dp fsdp] [--widths 128] [--batches 16] [--markdown docs/performance.md]
+
+Every strategy runs on gloo processes of this machine: `spmd` by specs for arguments and results, torch by DDP, FSDP2
+and `parallelize_module`, on the same weights and batches, and the losses of the first steps must agree. Then come a
+step on one rank, which sends nothing, and the optimizer alone. Times are processor time of all ranks with their
+threads, and the time of the slowest rank. The exit status is 1 if losses differ; a slow case is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the model and its layouts are the example's
+sys.path.append(str(Path(__file__).parents[1]))  # `proofs` is not installed
+
+import gpt
+import spmd
+from peer_local import measure_local, measure_optimizer
+from peer_steps import STRATEGIES, Case, Comparison, Timing, measure
+from proofs.page import table as markdown_table
+from proofs.page import write_section
+from spmd.plan import Machine
+from spmd.plan.machine.machine import PRESETS
+
+ROOT = Path(__file__).parents[1]
+MB = 1e6
+
+COLUMNS = (
+    "what",
+    "width",
+    "batch",
+    "peer",
+    "spmd CPU, ms",
+    "peer CPU, ms",
+    "ratio",
+    "spmd wall, ms",
+    "peer wall, ms",
+    "ratio",
+    "spmd collectives",
+    "spmd MB",
+    "",
+)
+
+
+def main() -> int:
+    """Measure, print the table, and write what is asked for; 1 if losses differ."""
+    options = arguments()
+    load, found = os.getloadavg()[0], []
+    for comparison in measurements(options):
+        found.append(comparison)
+        print(f"measured: {comparison.what}, width {comparison.width}, batch {comparison.batch}", flush=True)
+    about = f"medians of {options.rounds} rounds, {environment(load)}"
+    console = Console(width=max(190, Console().width))
+    console.print(rich_table(found, about))
+    if options.json:
+        options.json.write_text(json.dumps({"about": about, "found": [attrs.asdict(row) for row in found]}, indent=1))
+    if options.markdown:
+        write_section(options.markdown, "peers", markdown(found, about))
+    differences = [text for comparison in found if (text := comparison.disagreement())]
+    for text in differences:
+        console.print(text, soft_wrap=True)
+    return int(bool(differences))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("ranks", "one-rank", "optimizer")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="what to measure")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument("--widths", nargs="+", type=int, default=[128, 512])
+    parser.add_argument("--batches", nargs="+", type=int, default=[4, 8, 16])
+    parser.add_argument("--sizes", nargs="+", type=size, metavar="WIDTHxBATCH", help="in place of widths and batches")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each system")
+    parser.add_argument("--ranks", type=int, default=4, help="processes")
+    parser.add_argument("--adam", nargs="+", choices=("foreach", "fused"), default=["foreach"], help="of the peers")
+    parser.add_argument("--machine", choices=tuple(PRESETS), help="what spmd plans for, in place of its default")
+    parser.add_argument("--compile", action="store_true", help="one rank: torch.compile, too, which takes a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save all figures")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to its section of this page")
+    options = parser.parse_args()
+    options.sizes = options.sizes or [(width, batch) for width in options.widths for batch in options.batches]
+    return options
+
+
+def size(text: str) -> tuple[int, int]:
+    """A width and a batch, as `128x16`."""
+    width, batch = text.split("x")
+    return int(width), int(batch)
+
+
+def measurements(options: argparse.Namespace) -> Iterator[Comparison]:
+    """Measure each case in processes of its own."""
+    machine = Machine.preset(options.machine) if options.machine else None
+    for width, batch in options.sizes if "ranks" in options.parts else ():
+        for strategy in options.strategies:
+            case = Case(strategy, model(width), batch, tuple(options.adam), machine)
+            yield spmd.launch(measure, options.ranks, case, options.rounds)
+    for width, batch in options.sizes if "one-rank" in options.parts else ():
+        yield spmd.launch(measure_local, 1, model(width), batch, options.rounds, options.compile)
+    for width in sorted({width for width, _ in options.sizes}) if "optimizer" in options.parts else ():
+        yield spmd.launch(measure_optimizer, 1, model(width), options.rounds)
+
+
+def model(width: int) -> gpt.Config:
+    """The benchmark's model of a width."""
+    return gpt.Config(vocab=256, width=width)
+
+
+def rows(found: Sequence[Comparison]) -> Iterator[tuple[str, ...]]:
+    """The cells of the table; the last says what `spmd` loses, or why a peer fails."""
+    for comparison in found:
+        collectives = ", ".join(f"{count} {kind}" for kind, count in sorted(comparison.collectives.items()))
+        sent = f"{comparison.sent / MB:.2f}" if collectives else ""
+        for name, peer in comparison.peers.items():
+            yield (
+                comparison.what,
+                str(comparison.width),
+                str(comparison.batch or ""),
+                name,
+                *cells(comparison.spmd, peer),
+                collectives,
+                sent,
+                verdict(comparison.spmd, peer),
+            )
+
+
+def cells(ours: Timing, peer: Timing) -> Iterator[str]:
+    """Milliseconds of both and their ratio, of processor time and of time."""
+    for mine, theirs in ((ours.cpu, peer.cpu), (ours.wall, peer.wall)):
+        yield f"{mine * 1e3:.1f}"
+        yield from ("fails", "") if peer.error else (f"{theirs * 1e3:.1f}", f"{mine / theirs:.2f}")
+
+
+def verdict(ours: Timing, peer: Timing) -> str:
+    """What `spmd` loses, or the error of the peer."""
+    if peer.error:
+        return peer.error
+    lost = [
+        name for name, mine, theirs in (("CPU", ours.cpu, peer.cpu), ("wall", ours.wall, peer.wall)) if mine > theirs
+    ]
+    return f"loses {' and '.join(lost)}" if lost else ""
+
+
+def rich_table(found: Sequence[Comparison], about: str) -> Table:
+    """The table for a terminal."""
+    table = Table(title=f"One training step by spmd and by its peers\n{about}", title_justify="left")
+    for number, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if number in (0, 3, 10, 12) else "right")
+    for row in rows(found):
+        table.add_row(*row, style="red" if row[-1] else None)
+    return table
+
+
+def markdown(found: Sequence[Comparison], about: str) -> str:
+    """The section of the page: about the run, and the table."""
+    command = f"    python benchmarks/peers.py {' '.join(sys.argv[1:])}"
+    return "\n".join(["Written by", "", command, "", f"{about[0].upper()}{about[1:]}.", "", *page(found), ""])
+
+
+def page(found: Sequence[Comparison]) -> Iterator[str]:
+    """The lines of the table; a ratio at which `spmd` loses is bold."""
+    shown = [
+        [f"**{cell}**" if number in (6, 9) and cell and float(cell) > 1 else cell for number, cell in enumerate(row)]
+        for row in rows(found)
+    ]
+    yield from markdown_table(COLUMNS, shown)
+
+
+def environment(load: float) -> str:
+    """The machine, the date and the versions, and how busy the machine was before the run began."""
+    commit = subprocess.run(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, capture_output=True, text=True)
+    date = datetime.date.today().isoformat()
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"{processor()}, {cores} cores, load average {load:.1f} before and {os.getloadavg()[0]:.1f} after, {date}, "
+        f"commit {commit.stdout.strip() or 'unknown'}, torch {torch.__version__}"
+    )
+
+
+def processor() -> str:
+    """The name of the processor, as Linux gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
