@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,9 @@ from spmd.plan.machine.machine import PRESETS
 
 ROOT = Path(__file__).parents[1]
 MB = 1e6
+
+BUSY = 0.5
+"""The load average from which on a machine is not idle."""
 
 COLUMNS = (
     "what",
@@ -167,8 +171,8 @@ def rich_table(found: Sequence[Comparison], about: str) -> Table:
 
 
 def markdown(found: Sequence[Comparison], about: str) -> str:
-    """The section of the page: about the run, and the table."""
-    command = f"    python benchmarks/peers.py {' '.join(sys.argv[1:])}"
+    """The section of the page: the command, about the run, and the table."""
+    command = f"    python benchmarks/peers.py {shlex.join(sys.argv[1:])}"
     return "\n".join(["Written by", "", command, "", f"{about[0].upper()}{about[1:]}.", "", *page(found), ""])
 
 
@@ -185,10 +189,10 @@ def environment(load: float) -> str:
     """The machine, the date and the versions, and how busy the machine was before the run began."""
     commit = subprocess.run(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, capture_output=True, text=True)
     date = datetime.date.today().isoformat()
-    cores = len(os.sched_getaffinity(0))
+    idle = "" if load < BUSY else f", not idle (load average {load:.1f} before the run)"
     return (
-        f"{processor()}, {cores} cores, load average {load:.1f} before and {os.getloadavg()[0]:.1f} after, {date}, "
-        f"commit {commit.stdout.strip() or 'unknown'}, torch {torch.__version__}"
+        f"{processor()}, {os.cpu_count()} cores{idle}, {date}, commit {commit.stdout.strip() or 'unknown'}, "
+        f"torch {torch.__version__}"
     )
 
 
