@@ -64,14 +64,14 @@ class Case:
         config: the model.
         batch: sequences in a step, of all ranks together.
         adams: kinds of torch's Adam, `"foreach"` and `"fused"`: one peer for each.
-        machine: what `spmd` plans for; None for its default.
+        machine: what `spmd` plans for.
     """
 
     strategy: str
     config: gpt.Config
     batch: int
     adams: tuple[str, ...] = ("foreach",)
-    machine: Machine | None = None
+    machine: Machine = attrs.field(factory=Machine)
 
 
 @attrs.frozen
