@@ -45,10 +45,11 @@ BUSY = 0.5
 """The load average from which on a machine is not idle."""
 
 GLOO = Machine(flops=9e10, memory_bandwidth=1e10, link_bandwidth=2.4e9, latency=1.4e-3)
-"""One of four gloo processes on two cores of an AMD EPYC, in seconds of its processor time.
+"""Roughly one of four gloo processes on two cores of an AMD EPYC, in seconds of its processor time.
 
-Products of the model's sizes, list operators on its parameters, and all_reduces of 52 MB and of 512 B, each measured as
-processor time of all ranks over four. An all_reduce takes as long for 1 MB as for 512 B.
+From the processor time of all ranks over four, on a machine with other work: the products of a step at width 512, list
+operators on its parameters (rounded down), and all_reduces of 52 MB and of 512 B. One of 1 MB takes as long as one of
+512 B, which a sum of latency and bytes cannot say.
 """
 
 MACHINES: Mapping[str, Machine] = MappingProxyType({"default": Machine(), "gloo": GLOO, **PRESETS})
