@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_map
 
 import spmd
 from spmd import P
-from spmd.collectives import all_gather, pmax, psum, psum_scatter
+from spmd.collectives import all_gather, all_to_all, pmax, ppermute, psum, psum_scatter
 from spmd.errors import DivergenceError, ShardingError, TraceError
 from spmd.lowering.verify import verify
 
@@ -76,6 +76,38 @@ def test_ranks_must_call_the_same_collectives():
     gather = spmd.shard_map(lambda x: all_gather(x, "x", tiled=True), MESH, P("x"), P("x"))
     with pytest.raises((DivergenceError, ShardingError)):
         gather(draw(7, 2))
+
+
+GRID = spmd.make_mesh({"x": 2, "y": 2}, runtime="virtual")
+
+
+def test_ranks_that_call_a_collective_together_hold_equal_shapes():
+    x, row = draw(4, 3), draw(3)
+    scaled = spmd.shard_map(lambda x, row: x * row, GRID, (P("x", "y"), P("y")), P("x", "y"))
+    both = lambda f: torch.func.grad(lambda x, row: (f(x, row) ** 2).sum(), (0, 1))  # noqa: E731
+    specs = (P("x", "y"), P("y"))
+    check(spmd.jit(both(scaled), specs, specs, mesh=GRID)(x, row), both(torch.mul)(x, row))
+    total = spmd.shard_map(lambda x: psum(x, "x"), GRID, P("x", "y"), P(None, "y"))
+    check(total(x), x[:2] + x[2:])
+    gathered = spmd.shard_map(lambda x: all_gather(x, "x", tiled=True), GRID, P("x", "y"), P("x", "y"))
+    gradient = lambda f: torch.func.grad(lambda x: (f(x) ** 3).sum())  # noqa: E731
+    check(spmd.jit(gradient(gathered), P(), P(), mesh=GRID)(x), gradient(lambda x: torch.cat([x, x]))(x))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: psum(x, "y"),
+        lambda x: all_gather(x, "y", axis=0, tiled=True),
+        lambda x: all_to_all(x, "y", 0, 1, tiled=True),
+        lambda x: ppermute(x, "y", [(0, 1), (1, 0)]),
+        lambda x: psum_scatter(x, "y", tiled=True),
+    ],
+)
+def test_ranks_that_call_a_collective_together_with_unequal_shapes(body):
+    f = spmd.shard_map(lambda x: body(x).sum(), GRID, P(None, ("x", "y")), P(), check=False)
+    with pytest.raises(DivergenceError, match=r"the rank at \(1, 0\) .* the one at \(1, 1\)"):
+        f(draw(4, 7))
 
 
 def test_random_shapes_and_printing_of_uneven_shards(capsys):

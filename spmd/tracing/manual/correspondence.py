@@ -7,7 +7,8 @@ with effects, which all ranks run in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.collectives.manual import ENTER, LEAVE, ManualAxes
@@ -18,6 +19,7 @@ from spmd.ir.comm import StepKind
 from spmd.ir.dataflow import independent_values
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
+from spmd.ir.variants import Key, Unevenness, Variants
 from spmd.tracing.recorder import where
 
 
@@ -25,11 +27,41 @@ def check_variants(graph: Graph) -> None:
     """Check that the programs of all ranks agree where they must.
 
     Raises:
-        DivergenceError: ranks run different sequences of operations with effects; the message names two ranks.
+        DivergenceError: ranks run different sequences of operations with effects, or call a collective together with
+            shapes that do not fit; the message names two ranks.
         TraceError: programs differ outside of manual regions.
     """
-    for coordinate, other in graph.variants.graphs.values() if graph.variants is not None else ():
+    if graph.variants is None:
+        return
+    for coordinate, other in graph.variants.graphs.values():
         Correspondence(graph, other, coordinate)
+    _check_groups(graph, graph.variants)
+
+
+def _check_groups(graph: Graph, variants: Variants[Graph]) -> None:
+    """Check that ranks which call a collective together hold shapes that fit, where all call the same ones."""
+    unevenness = variants.unevenness
+    first = unevenness.key((0,) * len(unevenness.mesh.names))
+    programs = {first: graph, **{key: other for key, (_, other) in variants.graphs.items()}}
+    calls = {key: Inside(program).calls for key, program in programs.items()}
+    pairs = functools.cache(functools.partial(_pairs, unevenness))
+    for number, operation in enumerate(calls[first]):
+        if operation.op not in COLLECTIVES:
+            continue
+        for (mine, theirs), places in pairs(tuple(operation.args[-1])).items():
+            a, b = calls[mine][number], calls[theirs][number]
+            if _shapes_key(a) != _shapes_key(b):
+                raise _divergence(a, b, *places)
+
+
+def _pairs(unevenness: Unevenness, axes: Sequence[str]) -> dict[tuple[Key, Key], tuple[Coordinate, Coordinate]]:
+    """The keys of ranks and of the first ranks in their groups along some axes, with coordinates that have them."""
+    found: dict[tuple[Key, Key], tuple[Coordinate, Coordinate]] = {}
+    for place in unevenness.mesh.coordinates():
+        pairs = zip(unevenness.mesh.names, place, strict=True)
+        first = tuple(0 if axis in axes else index for axis, index in pairs)
+        found.setdefault((unevenness.key(first), unevenness.key(place)), (first, place))
+    return found
 
 
 class Correspondence:
@@ -52,24 +84,12 @@ class Correspondence:
         self._match_outside()
 
     def _match_effects(self) -> dict[Value, Operation]:
-        mine, theirs = (
-            [operation for operation in inside.graph.operations if inside.has_effect(operation)]
-            for inside in self.manual
-        )
+        mine, theirs = (inside.calls for inside in self.manual)
         for number in range(max(len(mine), len(theirs))):
             a, b = (listed[number] if number < len(listed) else None for listed in (mine, theirs))
             if a is None or b is None or _effect_key(a) != _effect_key(b):
-                raise self._divergence(a, b)
+                raise _divergence(a, b, (0,) * len(self.coordinate), self.coordinate)
         return {a.tensors[0]: b for a, b in zip(mine, theirs, strict=True)}
-
-    def _divergence(self, mine: Operation | None, theirs: Operation | None) -> DivergenceError:
-        zero = (0,) * len(self.coordinate)
-        return DivergenceError(
-            f"Ranks whose shards differ in shape call different collectives in a shard_map body: the rank at {zero} "
-            f"calls {_called(mine)} where the one at {self.coordinate} calls {_called(theirs)}. All ranks must call "
-            "the same ones, in the same order, with equal arguments: branch on shapes only around local operators, and "
-            "pass size= to all_gather and psum_scatter of uneven shards."
-        )
 
     def _match_outside(self) -> None:
         """Match what both programs have outside of regions; the other may lack what its results do not need."""
@@ -140,6 +160,11 @@ class Inside:
         self.free = independent_values(graph) - self.values.keys()
         self.anchors = [operation for operation in graph.operations if self.is_anchor(operation)]
 
+    @property
+    def calls(self) -> list[Operation]:
+        """The operations with effects inside of regions, which all ranks must call in the same order."""
+        return [operation for operation in self.graph.operations if self.has_effect(operation)]
+
     def holds(self, operation: Operation) -> bool:
         """Whether an operation is inside of a region, or its value leaves one."""
         return any(value in self.values for value in (*operation.operands, *operation.tensors))
@@ -161,26 +186,51 @@ class Inside:
 
 
 def _effect_key(operation: Operation) -> Any:
-    """What ranks must call alike: an operator, its axes, and for a collective whose ranks hold equal shapes, these."""
-    hide = lambda leaf: None if isinstance(leaf, Value) else leaf  # noqa: E731
-    given = [leaf for leaf in map_leaves(hide, operation.args) if leaf is not None]
+    """What all ranks must call alike: an operator, its axes, and what of its arguments depends on no shape."""
     if operation.effect is Effect.HOST:
         return operation.op
     if operation.effect is Effect.RANDOM:
         return operation.op, tuple(value.meta for value in operation.tensors)
+    given = _given(operation)
     kind = COLLECTIVES.get(operation.op)
     if kind is None:
         return operation.op, freeze(given)
-    if operation.op is RAGGED_ALL_TO_ALL.op:  # its numbers of rows may differ
-        meta = operation.operands[0].meta
-        sizes = [given[1], meta.shape[1:], meta.dtype]
-    elif kind in (StepKind.ALL_GATHER, StepKind.ALL_TO_ALL):
-        sizes = given[:2]
-    elif kind is StepKind.REDUCE_SCATTER:
-        sizes = [*given[:2], operation.operands[0].meta]
+    if operation.op is RAGGED_ALL_TO_ALL.op:
+        same = given[1:2]
+    elif kind in (StepKind.ALL_REDUCE, StepKind.PERMUTE, StepKind.ALL_GATHER):
+        same = given[:1]
     else:
-        sizes = [*given[:-1], operation.operands[0].meta]
-    return operation.op, freeze(sizes), freeze(given[-1])
+        same = given[:2]
+    return operation.op, freeze(same), freeze(given[-1])
+
+
+def _shapes_key(operation: Operation) -> Any:
+    """What is equal for the ranks that call a collective together; lengths of chunks and of ragged rows may differ."""
+    meta, given = operation.operands[0].meta, _given(operation)
+    kind, shape = COLLECTIVES[operation.op], list(meta.shape)
+    if operation.op is RAGGED_ALL_TO_ALL.op:
+        return meta.dtype, shape[1:]
+    if kind is StepKind.ALL_GATHER:
+        dim, size = given[:2]
+        return meta.dtype, size, shape[:dim], shape[dim + 1 :]
+    return meta.dtype, shape
+
+
+def _given(operation: Operation) -> list[Any]:
+    """The arguments of a call that are no values."""
+    hide = lambda leaf: None if isinstance(leaf, Value) else leaf  # noqa: E731
+    return [leaf for leaf in map_leaves(hide, operation.args) if leaf is not None]
+
+
+def _divergence(
+    mine: Operation | None, theirs: Operation | None, place: Coordinate, other: Coordinate
+) -> DivergenceError:
+    return DivergenceError(
+        f"Ranks whose shards differ in shape call different collectives in a shard_map body: the rank at {place} calls "
+        f"{_called(mine)} where the one at {other} calls {_called(theirs)}. All ranks must call the same ones, in the "
+        "same order, with equal arguments: branch on shapes only around local operators, and pass size= to all_gather "
+        "and psum_scatter of uneven shards."
+    )
 
 
 def _called(operation: Operation | None) -> str:
