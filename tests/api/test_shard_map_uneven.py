@@ -168,3 +168,30 @@ def test_a_rank_may_contribute_a_constant():
     check(f(x), x.sum(0))
     ones = spmd.shard_map(lambda x: psum(torch.ones(4, 4), "x"), MESH, P("x"), P())
     check(ones(X), torch.full((4, 4), 4.0))
+
+
+def test_constants_that_a_body_makes():
+    x = draw(5)
+
+    def body(x):
+        whole = all_gather(x, "x", tiled=True, size=5)
+        picked = whole.index_select(0, torch.tensor([0, 4]))
+        return picked.sum() * x.index_add(0, torch.tensor([len(x) - 1]), x[:1]) if len(x) else x * picked.sum()
+
+    def reference(x):
+        parts = [part.index_add(0, torch.tensor([len(part) - 1]), part[:1]) for part in x.split(2)]
+        return (x[0] + x[4]) * torch.cat(parts)
+
+    f = spmd.shard_map(body, MESH, P("x"), P("x"))
+    check(f(x), reference(x))
+    gradient = lambda f: torch.func.grad(lambda x: (f(x) ** 2).sum())  # noqa: E731
+    check(spmd.jit(gradient(f), P("x"), P("x"), mesh=MESH)(x), gradient(reference)(x))
+    check(gradient(f)(spmd.distribute(x, P("x"), MESH)), gradient(reference)(x))
+
+
+def test_constants_outside_of_the_body():
+    f = spmd.shard_map(lambda x: psum(x.sum(), "x"), MESH, P("x"), P())
+    x = draw(5)
+    check(spmd.jit(lambda x: f(x) + torch.ones(3), P("x"), None, mesh=MESH)(x), x.sum() + torch.ones(3))
+    gradient = lambda f: torch.func.grad(lambda x: f(x) * f(x) + 0.3 * f(x))  # noqa: E731
+    check(spmd.jit(gradient(f), P("x"), P("x"), mesh=MESH)(x), gradient(torch.sum)(x))

@@ -76,7 +76,9 @@ class Correspondence:
 
     def __init__(self, graph: Graph, other: Graph, coordinate: Coordinate) -> None:
         self.graph, self.other, self.coordinate = graph, other, coordinate
-        self.manual = Inside(graph), Inside(other)
+        shared = {id(tensor) for _, tensor in graph.constants}
+        own = frozenset(value for value, tensor in other.constants if id(tensor) not in shared)
+        self.manual = Inside(graph), Inside(other, own)
         self.effects = self._match_effects()
         self.entered: dict[Value, Operation] = {}
         self.left: dict[Any, Operation] = {}
@@ -109,7 +111,8 @@ class Correspondence:
             else:
                 if operation.op is LEAVE:
                     self.left[leave_key(mine)] = operation
-                mapped.update(zip(operation.tensors, mine.tensors, strict=True))
+                if operation.tensors[0] not in self.manual[1].values:
+                    mapped.update(zip(operation.tensors, mine.tensors, strict=True))
         self.outside = {its: value for value, its in mapped.items()}
 
     def _missing(self, operation: Operation) -> TraceError:
@@ -129,35 +132,51 @@ class Correspondence:
         inside = self.manual[side]
 
         def known(value: Value) -> Any:
-            if value in inside.values or value in inside.free:
+            if value in inside.values:
                 return None
+            if value in inside.free:
+                return of_call(inside.producers[value]), inside.producers[value].tensors.index(value)
             return value if mapped is None else mapped.get(value, value)
 
-        args = tuple(known(leaf) if isinstance(leaf, Value) else leaf for leaf in operation.args)
+        def of_call(call: Operation) -> Any:
+            args = map_leaves(lambda leaf: known(leaf) if isinstance(leaf, Value) else leaf, call.args)
+            return call.op, freeze(args), freeze(dict(call.kwargs))
+
         if operation.op is ENTER:
-            return ENTER, freeze(args[:-1])
+            (value,) = operation.operands
+            return ENTER, None if value in inside.free else known(value), freeze(operation.args[1:-1])
         if operation.op is LEAVE:
-            return LEAVE, freeze(args[1:])
-        return (
-            operation.op,
-            freeze(operation.with_operands(lambda v: known(v) or v).args),
-            freeze(dict(operation.kwargs)),
-        )
+            inner = operation.tensors[0] in inside.values  # of a rank of the region around, and of its shape
+            return LEAVE, freeze(operation.args[1 : -1 if inner else None])
+        return of_call(operation)
 
 
 class Inside:
     """Which operations of a program are inside of manual regions.
 
+    Args:
+        graph: the program.
+        constants: those that no other rank's program has, such as `torch.tensor([x.shape[0]])` in a body.
+
     Attributes:
         values: the values that are what one rank holds.
-        free: those that depend on no input, which may be used on both sides.
-        anchors: the operations outside, and those that enter or leave.
+        free: those that depend on no input, which may be used on both sides; not what leaves a region.
+        anchors: the operations outside, and those that enter or leave, but for constants that are made inside.
+        producers: the operation of each value.
+        own: what is computed from `constants` and nothing else.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, constants: frozenset[Value] = frozenset()) -> None:
         self.graph = graph
         self.values = ManualAxes.of(graph)
-        self.free = independent_values(graph) - self.values.keys()
+        self.producers = {value: operation for operation in graph.operations for value in operation.tensors}
+        left = {value for value, operation in self.producers.items() if operation.op is LEAVE}
+        self.free = independent_values(graph) - self.values.keys() - left
+        self.own = set(constants)
+        for operation in graph.operations if constants else ():
+            known = all(value in self.own or value in self.free for value in operation.operands)
+            if known and not self.own.isdisjoint(operation.operands) and operation.op is not ENTER:
+                self.own.update(operation.tensors)
         self.anchors = [operation for operation in graph.operations if self.is_anchor(operation)]
 
     @property
@@ -180,7 +199,9 @@ class Inside:
         return operation.effect is not None and self.holds(operation)
 
     def is_anchor(self, operation: Operation) -> bool:
-        """Whether an operation is outside, or enters or leaves a region."""
+        """Whether an operation is outside, or enters or leaves a region; not of constants that are made there."""
+        if not self.own.isdisjoint(operation.tensors) or (operation.op is ENTER and operation.operands[0] in self.own):
+            return False
         own = self.holds(operation) or self.is_free(operation) or self.has_effect(operation)
         return operation.op in (ENTER, LEAVE) or not own
 
