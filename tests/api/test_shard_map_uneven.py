@@ -110,6 +110,23 @@ def test_ranks_that_call_a_collective_together_with_unequal_shapes(body):
         f(draw(4, 7))
 
 
+@pytest.mark.parametrize("length", [4, 5])
+def test_bodies_inside_of_others_shard_nothing_where_any_shards_are_uneven(length):
+    def nested(spec):
+        inner = spmd.shard_map(lambda x: psum(x, "x"), GRID, spec, P(), axis_names={"x"})
+        outer = spmd.shard_map(inner, GRID, P(None, "y"), P(None, "y"), axis_names={"y"})
+        columns = spmd.shard_map(lambda x: x * 2, GRID, P(None, ("x", "y")), P(None, ("x", "y")))
+        return spmd.jit(lambda x: outer(x) + columns(x)[:1], P(), P(), mesh=GRID)
+
+    x = draw(2, length)
+    check(nested(P())(x), 2 * x + 2 * x[:1])
+    if length == 4:
+        check(nested(P("x"))(x), x.sum(0, keepdim=True) + 2 * x[:1])
+    else:
+        with pytest.raises(TraceError, match=r"A shard_map inside .* has the spec P\('x'\) .* must be P\(\)"):
+            nested(P("x"))(x)
+
+
 def test_random_shapes_and_printing_of_uneven_shards(capsys):
     x = draw(7, 2)
     draws = spmd.shard_map(lambda x: x + torch.randn(x.shape), MESH, P("x"), P("x"))

@@ -8,12 +8,14 @@ with effects, which all ranks run in the same order.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.collectives.manual import ENTER, LEAVE, ManualAxes
 from spmd.collectives.primitives import COLLECTIVES, RAGGED_ALL_TO_ALL
 from spmd.core.mesh import Coordinate
+from spmd.core.spec_text import parse_spec
 from spmd.errors import DivergenceError, TraceError
 from spmd.ir.comm import StepKind
 from spmd.ir.dataflow import independent_values
@@ -29,13 +31,37 @@ def check_variants(graph: Graph) -> None:
     Raises:
         DivergenceError: ranks run different sequences of operations with effects, or call a collective together with
             shapes that do not fit; the message names two ranks.
-        TraceError: programs differ outside of manual regions.
+        TraceError: programs differ outside of manual regions, or a region inside of another shards values.
     """
     if graph.variants is None:
         return
+    _refuse_inner_shards(graph)
     for coordinate, other in graph.variants.graphs.values():
         Correspondence(graph, other, coordinate)
     _check_groups(graph, graph.variants)
+
+
+def _refuse_inner_shards(graph: Graph) -> None:
+    """TraceError for a value that is sharded where it enters or leaves a region inside of another one.
+
+    The reshards around such a region are inside of the outer one, where each rank has its own program and the plan of
+    coordinate zero says nothing of it.
+    """
+    inside = Inside(graph).values
+    for operation in graph.operations:
+        if operation.op not in (ENTER, LEAVE) or _is_replicated(operation.args[1]):
+            continue
+        if (operation.operands if operation.op is ENTER else operation.tensors)[0] in inside:
+            raise TraceError(
+                f"A shard_map inside of the body of another one has the spec {parse_spec(operation.args[1])!r} of "
+                f"{operation.operands[0].meta}, at {where(operation.source)}, in a program with uneven shards. There "
+                "such specs must be P(): make both manual over all axes in one shard_map, or pad the shards."
+            )
+
+
+def _is_replicated(spec: str) -> bool:
+    parsed = parse_spec(spec)
+    return not any(parsed.dims) and not parsed.partial
 
 
 def _check_groups(graph: Graph, variants: Variants[Graph]) -> None:
@@ -98,14 +124,14 @@ class Correspondence:
         mapped: dict[Value, Value] = dict(zip(self.other.inputs, self.graph.inputs, strict=True))
         same = {id(tensor): value for value, tensor in self.graph.constants}
         mapped |= {value: same[id(tensor)] for value, tensor in self.other.constants if id(tensor) in same}
-        candidates = iter(self.manual[0].anchors)
+        candidates: dict[Any, list[Operation]] = defaultdict(list)  # equal ones in their order
+        for mine in reversed(self.manual[0].anchors):
+            candidates[self._key(mine, None, 0)].append(mine)
         for operation in self.manual[1].anchors:
-            key = self._key(operation, mapped, 1)
-            for mine in candidates:
-                if self._key(mine, None, 0) == key:
-                    break
-            else:
+            found = candidates.get(self._key(operation, mapped, 1))
+            if not found:
                 raise self._missing(operation)
+            mine = found.pop()
             if operation.op is ENTER:
                 self.entered[mine.tensors[0]] = operation
             else:
