@@ -210,5 +210,7 @@ def test_constants_outside_of_the_body():
     f = spmd.shard_map(lambda x: psum(x.sum(), "x"), MESH, P("x"), P())
     x = draw(5)
     check(spmd.jit(lambda x: f(x) + torch.ones(3), P("x"), None, mesh=MESH)(x), x.sum() + torch.ones(3))
+    picked = spmd.jit(lambda x: f(x) * x.index_select(0, torch.tensor([0, 4])), P("x"), None, mesh=MESH)
+    check(picked(x), x.sum() * x[[0, 4]])
     gradient = lambda f: torch.func.grad(lambda x: f(x) * f(x) + 0.3 * f(x))  # noqa: E731
     check(spmd.jit(gradient(f), P("x"), P("x"), mesh=MESH)(x), gradient(torch.sum)(x))

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import attrs
-import torch
 
 from spmd.collectives.manual import ManualAxes
 from spmd.ir.dataflow import independent_values
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze
-from spmd.tracing.manual.correspondence import Correspondence
+from spmd.tracing.manual.correspondence import Correspondence, are_same
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -132,7 +131,7 @@ class Joint:
         """
         found = dict(zip(self.graph.inputs[: self.primals], other.graph.inputs[: other.primals], strict=True))
         constants = zip(self.graph.constants, other.graph.constants, strict=False)
-        found |= {mine: its for (mine, tensor), (its, twin) in constants if _are_same(tensor, twin)}
+        found |= {mine: its for (mine, tensor), (its, twin) in constants if are_same(tensor, twin)}
         for mine, its in zip(self.graph.operations, other.graph.operations, strict=False):
             same = mine.substitute(found)
             calls = [freeze((operation.args, dict(operation.kwargs))) for operation in (same, its)]
@@ -184,14 +183,6 @@ class Joint:
 def _is_sent_backward(operation: Operation) -> bool:
     source = operation.source
     return operation.effect is Effect.COLLECTIVE and source is not None and source.backward
-
-
-def _are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two constants are one tensor, or of the same numbers, as of `torch.tensor([1.0])` traced twice."""
-    if tensor is other or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
-        return tensor is other
-    differs = (tensor != other) & ((tensor == tensor) | (other == other))  # NaNs are the same
-    return not bool(differs.any())
 
 
 def _program(joint: Graph, inputs: Sequence[Value], operations: Sequence[Operation], outputs: Sequence[Value]) -> Graph:

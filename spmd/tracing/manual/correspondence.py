@@ -8,9 +8,12 @@ with effects, which all ranks run in the same order.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from spmd.collectives.manual import ENTER, LEAVE, ManualAxes
 from spmd.collectives.primitives import COLLECTIVES, RAGGED_ALL_TO_ALL
@@ -102,9 +105,13 @@ class Correspondence:
 
     def __init__(self, graph: Graph, other: Graph, coordinate: Coordinate) -> None:
         self.graph, self.other, self.coordinate = graph, other, coordinate
-        shared = {id(tensor) for _, tensor in graph.constants}
-        own = frozenset(value for value, tensor in other.constants if id(tensor) not in shared)
-        self.manual = Inside(graph), Inside(other, own)
+        literals = _literals(graph, other), _literals(other, graph)
+        mine, theirs = ([value for value, _ in made] for made in literals)
+        self.manual = Inside(graph, mine), Inside(other, theirs)
+        self.literals = {
+            value: next((mine for mine, known in literals[0] if are_same(tensor, known)), value)
+            for value, tensor in itertools.chain(*literals)
+        }
         self.effects = self._match_effects()
         self.entered: dict[Value, Operation] = {}
         self.left: dict[Any, Operation] = {}
@@ -160,7 +167,9 @@ class Correspondence:
         def known(value: Value) -> Any:
             if value in inside.values:
                 return None
-            if value in inside.free:
+            if value in self.literals:
+                return self.literals[value]
+            if value in inside.free or value in inside.own:
                 return of_call(inside.producers[value]), inside.producers[value].tensors.index(value)
             return value if mapped is None else mapped.get(value, value)
 
@@ -177,29 +186,46 @@ class Correspondence:
         return of_call(operation)
 
 
+def _literals(graph: Graph, other: Graph) -> list[tuple[Value, torch.Tensor]]:
+    """The constants of a program that another one lacks: literals such as `torch.tensor([1.0])`, made in each trace.
+
+    What the function closes over is one tensor in all programs.
+    """
+    shared = {id(tensor) for _, tensor in other.constants}
+    return [(value, tensor) for value, tensor in graph.constants if id(tensor) not in shared]
+
+
+def are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two constants are one tensor, or of the same numbers, as of `torch.tensor([1.0])` traced twice."""
+    if tensor is other or (tensor.shape, tensor.dtype) != (other.shape, other.dtype) or tensor.is_meta:
+        return tensor is other
+    differs = (tensor != other) & ((tensor == tensor) | (other == other))  # NaNs are the same
+    return not bool(differs.any())
+
+
 class Inside:
     """Which operations of a program are inside of manual regions.
 
     Args:
         graph: the program.
-        constants: those that no other rank's program has, such as `torch.tensor([x.shape[0]])` in a body.
+        literals: the constants that each trace makes, such as `torch.tensor([x.shape[0]])` in a body.
 
     Attributes:
         values: the values that are what one rank holds.
         free: those that depend on no input, which may be used on both sides; not what leaves a region.
         anchors: the operations outside, and those that enter or leave, but for constants that are made inside.
         producers: the operation of each value.
-        own: what is computed from `constants` and nothing else.
+        own: what is computed from literals and nothing else, which may be used on both sides, too.
     """
 
-    def __init__(self, graph: Graph, constants: frozenset[Value] = frozenset()) -> None:
+    def __init__(self, graph: Graph, literals: Iterable[Value] = ()) -> None:
         self.graph = graph
         self.values = ManualAxes.of(graph)
         self.producers = {value: operation for operation in graph.operations for value in operation.tensors}
         left = {value for value, operation in self.producers.items() if operation.op is LEAVE}
         self.free = independent_values(graph) - self.values.keys() - left
-        self.own = set(constants)
-        for operation in graph.operations if constants else ():
+        self.own = set(literals)
+        for operation in graph.operations if self.own else ():
             known = all(value in self.own or value in self.free for value in operation.operands)
             if known and not self.own.isdisjoint(operation.operands) and operation.op is not ENTER:
                 self.own.update(operation.tensors)
