@@ -33,7 +33,7 @@ def check_seeds(
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
     repeat: bool = True,
     known: Callable[[int], Program | None] = lambda seed: None,
-    run: Callable[[Program], Outcome] = check,
+    run: Callable[[Program], Outcome] | None = None,
     check_one: Callable[..., Outcome] = check_seed,
 ) -> Generator[Outcome, None, None]:
     """Check the programs of seeds in processes, and yield outcomes as they complete.
@@ -50,7 +50,7 @@ def check_seeds(
         within: makes the context in which a process checks programs.
         repeat: whether a program that fails is run again in a separate process.
         known: from a seed, its program, or None if the process is to generate it.
-        run: runs a program.
+        run: runs a program; by default as `check_one` does.
         check_one: generates and checks the program of a seed; its arguments are those of `check_seed`.
     """
     torch.set_num_threads(1)
@@ -91,7 +91,7 @@ def _alone(
     seen: Outcome,
     earlier: Sequence[int],
     seconds: float,
-    run: Callable[[Program], Outcome],
+    run: Callable[[Program], Outcome] | None,
     check_one: Callable[..., Outcome],
 ) -> Outcome:
     """The outcome of a program in a separate process; a failure that occurs only after earlier programs remains one."""
@@ -124,7 +124,7 @@ class _Child:
         avoid: frozenset[str],
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
         known: Callable[[int], Program | None] = lambda seed: None,
-        run: Callable[[Program], Outcome] = check,
+        run: Callable[[Program], Outcome] | None = None,
         check_one: Callable[..., Outcome] = check_seed,
     ) -> _Child:
         answers, sender = _context.Pipe(duplex=False)
@@ -178,7 +178,7 @@ def _work(
     avoid: frozenset[str],
     within: Callable[[], AbstractContextManager[None]],
     known: Callable[[int], Program | None],
-    run: Callable[[Program], Outcome],
+    run: Callable[[Program], Outcome] | None,
     check_one: Callable[..., Outcome],
     sender: Connection,
 ) -> None:

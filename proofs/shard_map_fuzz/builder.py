@@ -32,6 +32,7 @@ class Builder:
         budget: how many more steps may be made, with those of inner blocks.
         level: how many blocks are around this one.
         is_mapped: whether a vmap is around this block.
+        is_uneven: whether regions may have shards of unequal lengths.
         copied: closed-over tensors that a transform inside must copy first.
     """
 
@@ -44,6 +45,7 @@ class Builder:
     budget: int = 10
     level: int = 0
     is_mapped: bool = False
+    is_uneven: bool = False
     copied: frozenset[str] = frozenset()
     steps: list[Step] = attrs.field(factory=list)
     consumed: set[str] = attrs.field(factory=set)
@@ -64,6 +66,7 @@ class Builder:
             budget,
             self.level + 1,
             self.is_mapped,
+            self.is_uneven,
             self.copied,
         )
 
@@ -127,6 +130,20 @@ class Builder:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.sample(name).shape)
 
+    def shapes(self, name: str) -> list[tuple[int, ...]]:
+        """The shapes of a value on all ranks."""
+        return [tuple(x.shape) for x in self.values[name]]
+
+    def is_equal(self, name: str) -> bool:
+        """Whether all ranks hold the same shape."""
+        return len(set(self.shapes(name))) == 1
+
+    def differing(self, name: str, axes: Sequence[str] | None = None) -> list[int]:
+        """The dims whose lengths differ between ranks, or between those that differ along some axes only."""
+        groups = self.ranks.groups(self.ranks.axes if axes is None else axes)
+        rows = [[self.values[name][rank].shape for rank in group] for group in groups]
+        return [dim for dim in range(self.ndim(name)) if any(len({shape[dim] for shape in row}) > 1 for row in rows)]
+
     def axes(self) -> tuple[str, ...]:
         """One manual axis, or several in any order."""
         found = list(self.ranks.axes)
@@ -146,12 +163,13 @@ class Builder:
 
 
 def is_usable(tensors: Sequence[Tensor]) -> bool:
-    """Whether values are few, small and finite."""
-    if any(x.numel() > COSTS["elements"] or x.numel() == 0 or x.ndim > 4 for x in tensors):
+    """Whether values are few, small and finite, and some rank holds any."""
+    held = [x.detach() for x in tensors if x.numel()]
+    if not held or any(x.numel() > COSTS["elements"] or x.ndim > 4 for x in tensors):
         return False
-    if not tensors[0].is_floating_point():
+    if not held[0].is_floating_point():
         return True
-    return all(bool(torch.isfinite(x).all()) and float(x.detach().abs().max()) <= COSTS["largest"] for x in tensors)
+    return all(bool(torch.isfinite(x).all()) and float(x.abs().max()) <= COSTS["largest"] for x in held)
 
 
 def weighted(rng: random.Random, options: Mapping[Any, float]) -> Any:

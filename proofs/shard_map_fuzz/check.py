@@ -16,7 +16,7 @@ from proofs.fuzz.check import difference, failed
 from proofs.fuzz.outcome import Outcome, Status
 from proofs.fuzz.program import default_dtype
 from proofs.shard_map_fuzz.generate import generate
-from proofs.shard_map_fuzz.program import Collective, Mode, Program, Region, Transform, walk
+from proofs.shard_map_fuzz.program import Collective, Mode, Program, Region, Transform, argument_text, walk
 from proofs.shard_map_fuzz.reference import run_program
 from spmd import distribute
 from spmd.api.eager.dispatch import implicit_replication
@@ -104,16 +104,20 @@ def check_seed(
     generated: Callable[[], None] = lambda: None,
     avoid: frozenset[str] = frozenset(),
     program: Program | None = None,
-    run: Callable[..., Outcome] | None = None,
+    run: Callable[[Program], Outcome] | None = None,
 ) -> Outcome:
-    """Generate the program of a seed and check it by `check`; arguments as in `proofs.fuzz.check.check_seed`."""
+    """Generate the program of a seed and check it; arguments as in `proofs.fuzz.check.check_seed`.
+
+    What `avoid` has are modes, and what `described` lists.
+    """
     start = time.process_time()
     with default_dtype(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = program or generate(seed)
         made = time.process_time()
         generated()
-        outcome = check(program)
+        found = avoid & {program.mode.value, *(described(program).operators if avoid else ())}
+        outcome = Outcome(seed, Status.SKIPPED, f"with {min(found)}") if found else (run or check)(program)
     return attrs.evolve(outcome, seconds=time.process_time() - start, generating=made - start)
 
 
@@ -178,10 +182,24 @@ def described(program: Program) -> Outcome:
         made.add("nested")
     if any(not step.check for step in regions):
         made.add("check=False")
+    made |= _shards(program)
     ranks = 1
     for _, size in program.mesh:
         ranks *= size
     return Outcome(program.seed, Status.RIGHT, transform=program.mode.value, operators=tuple(sorted(made)), ranks=ranks)
+
+
+def _shards(program: Program) -> set[str]:
+    """Whether shards that enter a region are uneven, and whether some are empty."""
+    found: set[str] = set()
+
+    def entered(shards: Sequence[Tensor]) -> None:
+        found.update({"uneven"} if len({x.shape for x in shards}) > 1 else ())
+        found.update({"empty"} if any(not x.numel() for x in shards) else ())
+
+    shapes = enumerate(program.shapes)
+    run_program(program, [eval(argument_text(shape, index), {"torch": torch}) for index, shape in shapes], entered)
+    return found
 
 
 def _named(step: Collective | Transform) -> str:

@@ -13,6 +13,8 @@ from proofs.fuzz.program import default_dtype
 from proofs.shard_map_fuzz import letters as types
 from proofs.shard_map_fuzz import steps
 from proofs.shard_map_fuzz.builder import Builder, weighted
+from proofs.shard_map_fuzz.layouts import random_layout, random_shape
+from proofs.shard_map_fuzz.leaving import leaving
 from proofs.shard_map_fuzz.program import (
     Block,
     Collective,
@@ -36,8 +38,8 @@ MESHES: tuple[tuple[tuple[str, int], ...], ...] = (
     (("x", 2), ("y", 2), ("z", 2)),
 )  # fmt: skip
 
-EXCLUDED: frozenset[str] = frozenset({"uneven shards"})
-"""Constructs that are not generated."""
+_UNEVEN = 0.3
+"""The share of programs whose regions may have uneven shards."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -55,11 +57,12 @@ def _attempt(rng: random.Random, seed: int) -> Program | None:
     """A program, or None if it has no region whose results count, or no collective."""
     mode = weighted(rng, {Mode.JIT: 6, Mode.ALONE: 3, Mode.OUTSIDE: 1})
     mesh = rng.choice(MESHES)
-    builder = Builder(rng, World(dict(mesh)), Ranks(), budget=rng.randint(8, 16))
+    uneven = rng.random() < _UNEVEN
+    builder = Builder(rng, World(dict(mesh)), Ranks(), budget=rng.randint(8, 16), is_uneven=uneven)
     constants = _constants(builder)
     params, shapes = [], []
     for _ in range(rng.randint(1, 3)):
-        shapes.append(_shape(rng, dict(mesh)))
+        shapes.append(random_shape(rng, dict(mesh), uneven))
         params.append(builder.fresh())
         builder.values[params[-1]] = [_evaluate(argument_text(shapes[-1], len(params) - 1))]
         builder.letters[params[-1]] = {}
@@ -75,7 +78,10 @@ def _attempt(rng: random.Random, seed: int) -> Program | None:
     results = _results(builder, mode)
     if not results:
         return None
-    layouts = _entered(builder, params) if mode is Mode.ALONE else [_layout(rng, shape, dict(mesh)) for shape in shapes]
+    if mode is Mode.ALONE:
+        layouts = _entered(builder, params)
+    else:
+        layouts = [random_layout(rng, shape, dict(mesh), uneven=uneven) for shape in shapes]
     block = pruned(Block(tuple(params), tuple(made), results))
     if not any(isinstance(step, Collective) and step.name != "axis_index" for step in walk(block.steps)):
         return None
@@ -91,32 +97,6 @@ def _constants(builder: Builder) -> tuple[Local, ...]:
     for _ in range(builder.rng.randint(0, 2)):
         steps.constant(builder)
     return tuple(step for step in builder.steps if isinstance(step, Local))
-
-
-def _shape(rng: random.Random, mesh: dict[str, int]) -> tuple[int, ...]:
-    """A shape with some dims that mesh axes divide."""
-    found = []
-    for _ in range(weighted(rng, {0: 0.4, 1: 2, 2: 4, 3: 1})):
-        size = rng.choice([1, 1, 2, 3])
-        if rng.random() < 0.75:
-            size *= rng.choice(list(mesh.values()))
-        if rng.random() < 0.2:
-            size *= rng.choice(list(mesh.values()))
-        found.append(min(size, 16))
-    return tuple(found)
-
-
-def _layout(rng: random.Random, shape: Sequence[int], sizes: dict[str, int], share: float = 0.6) -> Layout:
-    """A spec that shards dims evenly over some axes."""
-    dims: list[tuple[str, ...]] = [() for _ in shape]
-    left = list(shape)
-    for axis in rng.sample(list(sizes), len(sizes)):
-        fits = [dim for dim, size in enumerate(left) if size % sizes[axis] == 0]
-        if fits and rng.random() < share:
-            dim = rng.choice(fits)
-            dims[dim] = (*dims[dim], axis)
-            left[dim] //= sizes[axis]
-    return Layout(tuple(dims))
 
 
 def _entered(builder: Builder, params: Sequence[str]) -> list[Layout]:
@@ -152,6 +132,9 @@ _INSIDE = {
     steps.local: 4, steps.binary: 4, steps.collective: 6, steps.index: 1, steps.constant: 0.5,
 }  # fmt: skip
 
+_UNEVEN_STEPS = {steps.uneven_gather: 1.5, steps.uneven_scatter: 1.5, steps.evened: 2, steps.narrowed: 1}
+"""Steps beside these, where ranks may hold unequal shapes."""
+
 
 def fill(builder: Builder) -> None:
     """Steps of a block, up to its budget."""
@@ -159,9 +142,11 @@ def fill(builder: Builder) -> None:
     while builder.budget > 0 and tries < 60:
         tries += 1
         options: dict[Any, float] = dict(_INSIDE) if builder.ranks.axes else {steps.local: 4, steps.binary: 3}
+        if builder.is_uneven and builder.ranks.axes:
+            options |= _UNEVEN_STEPS
         if builder.level < 4 and builder.budget >= 3:
             options[transform] = 1.6 if builder.ranks.axes else 0.5
-            if builder.automatic():
+            if builder.automatic() and not (builder.is_uneven and builder.ranks.axes):
                 options[region] = 2.0 if builder.ranks.axes else 6.0
         before = len(builder.steps)
         if weighted(builder.rng, options)(builder):
@@ -190,7 +175,7 @@ def region(builder: Builder, alone: Sequence[str] = ()) -> bool:
         inner.letters[name] = {**inner.letters[name], **dict.fromkeys(axes, "I")}
     layouts, params = [], []
     for name in operands:
-        layout = _layout(rng, builder.shape(name), sizes, share=0.8)
+        layout = random_layout(rng, builder.shape(name), sizes, share=0.8, uneven=builder.is_uneven)
         free = [axis for axis in axes if axis not in layout.axes]
         if free and not alone and rng.random() < 0.1:
             layout = Layout(layout.dims, (rng.choice(free),))
@@ -200,62 +185,12 @@ def region(builder: Builder, alone: Sequence[str] = ()) -> bool:
     fill(inner)
     builder.budget -= len(inner.steps)
     check = rng.random() < 0.75
-    results, out_layouts = _leave(inner, params, axes, check)
+    results, out_layouts = leaving(inner, params, axes, check)
     targets = tuple(builder.fresh() for _ in results)
     block = Block(tuple(params), tuple(inner.steps), tuple(results))
     step = Region(targets, block, tuple(operands), tuple(axes), tuple(layouts), tuple(out_layouts), check)
     left = [{axis: inner.letters[name][axis] for axis in builder.ranks.axes} for name in results]
     return builder.add(step, left)
-
-
-def _leave(inner: Builder, params: Sequence[str], axes: Sequence[str], check: bool) -> tuple[list[str], list[Layout]]:
-    """Results of a region, brought to types that can leave it, and their layouts."""
-    own = {target for step in inner.steps for target in step.targets}
-    chosen: list[str] = []
-    for _ in range(inner.rng.randint(1, 3)):
-        name = inner.pick(lambda name: name not in chosen and name in own)
-        chosen.append(name or inner.pick(among=params) or params[0])
-    layouts, results = [], []
-    for name in dict.fromkeys(chosen):
-        result, layout = _settled(inner, name, axes, check)
-        results.append(result)
-        layouts.append(layout)
-    return results, layouts
-
-
-def _settled(inner: Builder, name: str, axes: Sequence[str], check: bool) -> tuple[str, Layout]:
-    """A value as one that can leave: varying along axes that shard a dim of it, invariant along others, or partial."""
-    rng = inner.rng
-    dims: list[tuple[str, ...]] | None = None
-    partial: list[str] = []
-    for axis in rng.sample(list(axes), len(axes)):
-        held = inner.letters[name][axis]
-        if held == "U":
-            if rng.random() < 0.5 and inner.level == 1:
-                partial.append(axis)
-            else:
-                name = _through(inner, name, Collective("", "psum", (name,), (axis,)), axis, "I")
-            continue
-        if held == "I" and rng.random() < 0.85:
-            continue
-        if held == "V" and not check and rng.random() < 0.4 and not types.has_unreduced(inner.letters[name]):
-            continue
-        if inner.ndim(name) == 0 or (held == "V" and rng.random() < 0.25):
-            if held != "I":
-                name = _through(inner, name, Collective("", "psum", (name,), (axis,)), axis, "I")
-            continue
-        dims = dims or [() for _ in range(inner.ndim(name))]
-        dim = rng.randrange(len(dims))
-        dims[dim] = (*dims[dim], axis)
-    return name, Layout(tuple(dims or ()), tuple(partial))
-
-
-def _through(inner: Builder, name: str, step: Collective, axis: str, to: str) -> str:
-    """What a collective makes of a value, whatever its size."""
-    target = inner.fresh()
-    made = Collective(target, step.name, step.operands, step.axes, step.options)
-    inner.force(made, types.changed(inner.letters[name], [axis], to))
-    return target
 
 
 def transform(builder: Builder) -> bool:
@@ -335,11 +270,12 @@ def _vjp(builder: Builder, inner: Builder, operands: list[str], params: list[str
 
     def fits(name: str) -> bool:
         found = builder.letters[name]
-        return builder.shape(name) == shape and all(found[axis] in allowed[kind] for axis, kind in held.items())
+        same = builder.shapes(name) == inner.shapes(result)
+        return same and all(found[axis] in allowed[kind] for axis, kind in held.items())
 
     cotangent = builder.pick(fits)
     if cotangent is None:
-        if "R" in held.values():
+        if "R" in held.values() or not inner.is_equal(result):
             return False
         cotangent = builder.fresh()
         text = f"torch.linspace(-0.8, 1.0, {inner.sample(result).numel()}).reshape({shape})"
@@ -369,8 +305,8 @@ def _jvp(builder: Builder, inner: Builder, operands: list[str], params: list[str
             text = f"{name} * 0.7" if builder.is_linear_only(name) else f"torch.cos({name})"
             step = Local(target, f"{target} = {text}", (name,))
         else:
-            text = f"torch.linspace(-0.8, 1.0, {builder.sample(name).numel()}).reshape({builder.shape(name)})"
-            step, letters = Local(target, f"{target} = {text}", ()), dict.fromkeys(builder.ranks.axes, "I")
+            text = f"torch.linspace(-0.8, 1.0, {name}.numel()).reshape({name}.shape)"
+            step, letters = Local(target, f"{target} = {text}", (), (name,)), dict.fromkeys(builder.ranks.axes, "I")
         if not builder.add(step, [letters]):
             return False
         tangents.append(target)
@@ -390,10 +326,12 @@ def _vmap(builder: Builder, inner: Builder, operands: list[str]) -> bool:
     """A vmap along a dim of each operand, or of some of them."""
     rng = builder.rng
     length = builder.shape(operands[0])[0] if builder.ndim(operands[0]) else 0
+    if length == 0:
+        return False
     params: list[str] = []
     in_dims: list[int | None] = []
     for name in operands:
-        fits = [dim for dim, size in enumerate(builder.shape(name)) if size == length]
+        fits = [dim for dim in range(builder.ndim(name)) if {shape[dim] for shape in builder.shapes(name)} == {length}]
         dim = rng.choice(fits) if fits and (not params or rng.random() < 0.7) else None
         in_dims.append(dim)
         params.append(builder.fresh())

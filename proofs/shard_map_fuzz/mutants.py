@@ -1,4 +1,4 @@
-"""Mutants of shard_map: each transpose, each type and each cast broken in turn, which the fuzz must find."""
+"""Mutants of shard_map: each transpose, type and cast, and uneven shards, broken in turn, which the fuzz must find."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from proofs.fuzz.mutants.mutant import Change, Mutant, Patch, mutant, replaced
 from spmd.collectives import manual, primitives
 from spmd.collectives.axis_types import AxisType
 from spmd.collectives.primitive import Primitive
+from spmd.ir.variants import Variants
 from spmd.tracing.manual.axis_types import AxisTypes
 from spmd.tracing.manual.casts import Casts
+from spmd.tracing.manual.local_shapes import LocalShapes, even_shape
 
 _I, _V, _U, _R = AxisType.INVARIANT, AxisType.VARYING, AxisType.UNREDUCED, AxisType.REDUCED
 _ops = torch.ops.spmd
@@ -202,6 +204,26 @@ VALUES = (
            Patch(primitives.ALL_GATHER, "batched", lambda f: lambda n, dim, size, axes: (dim, size, axes))),
 )  # fmt: skip
 
+
+def _balanced(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Chunks whose lengths differ by at most one, as of torch.tensor_split."""
+    found = [(0, length)]
+    for size in sizes:
+        starts = [(a, b - a) for a, b in found]
+        found = [(a + n * i // size, a + n * (i + 1) // size) for a, n in starts for i in range(size)]
+    return tuple(found)
+
+
+UNEVEN = (
+    mutant("uneven shards: chunks of collectives", "ranks hold the chunks of torch.tensor_split",
+           replaced("spmd.collectives.group", "_bounds", _balanced)),
+    mutant("uneven shards: programs", "all ranks have the program of the first one",
+           replaced(Variants, "at", lambda self, coordinate: None)),
+    mutant("uneven shards: shapes of results", "a result has the global shape that equal shards would have",
+           replaced(LocalShapes, "global_shape", lambda self, number, spec, name: even_shape(
+               self.unevenness.mesh, spec, self.of(number, (0,) * len(self.unevenness.mesh.names))))),
+)  # fmt: skip
+
 _UNREDUCED = ("pcast to unreduced", "pcast to reduced", "all_gather to reduced")
 _WITHIN = {
     "all_to_all": ("all_to_all",),
@@ -214,6 +236,7 @@ _WITHIN = {
     "vmap": ("vmap inside",),
     "to invariant": ("all_gather to invariant",),
     "to reduced": _UNREDUCED,
+    "uneven": ("uneven",),
 }
 """By a part of a mutant's name, what a program must have to be run for it."""
 
@@ -230,6 +253,7 @@ FAMILIES: Mapping[str, tuple[Mutant, ...]] = MappingProxyType(
         "Types": _narrowed(TYPES),
         "Casts": _narrowed(CASTS),
         "Values": _narrowed(VALUES),
+        "Uneven shards": _narrowed(UNEVEN),
     }
 )
 """All mutants, grouped by what they break."""

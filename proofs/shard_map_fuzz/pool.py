@@ -1,7 +1,7 @@
 """The ordinary torch code of per-rank programs: templates in the operands `{a}` and `{b}`, with what they require.
 
-A template with `{d}` needs a dim of `a`, one with `{n}` its length. All are smooth where values of programs can be, or
-have one derivative in the reference and in the program.
+A template with `{d}` needs a dim of `a`; none names a length, which ranks with uneven shards may differ in. All are
+smooth where values of programs can be, or have one derivative in the reference and in the program.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ LINEAR: tuple[Unary, ...] = (
     Unary("{a} / 3"),
     Unary("2 * {a}.clone()"),
     Unary("{a} - 0.25 * {a}"),
+    Unary("{a} * torch.linspace(0.2, 1.0, {a}.numel()).reshape({a}.shape)"),
     Unary("{a}.sum()"),
     Unary("{a}.sum({d})", 1),
     Unary("{a}.sum({d}, keepdim=True)", 1),
@@ -52,7 +53,7 @@ LINEAR: tuple[Unary, ...] = (
     Unary("{a}.roll(1, {d})", 1),
     Unary("F.pad({a}, (1, 0))", 1),
     Unary("{a}.repeat_interleave(2, {d})", 1),
-    Unary("{a}.index_select({d}, torch.tensor([0, {n} - 1, 0]))", 1),
+    Unary("{a}.index_select({d}, torch.tensor([0, {a}.shape[{d}] - 1, 0]))", 1),
 )
 """Linear functions, which unreduced values may meet."""
 
@@ -91,7 +92,7 @@ CONSTANTS: tuple[str, ...] = (
     "torch.eye({n})",
     "torch.arange({n}) * 0.2",
 )
-"""Tensors that depend on nothing."""
+"""Tensors that depend on nothing, of a length `{n}`."""
 
 BINARY: tuple[Binary, ...] = (
     Binary("{a} + {b}"),
@@ -141,7 +142,7 @@ OF_INDEX: tuple[str, ...] = (
     "{a} * (1 + {i})",
     "{a} + 0.1 * {i}",
     "torch.where({i} == 0, {a}, 0.5 * {a})",
-    "{a}.index_select({d}, ({i} % {n}).reshape(1))",
+    "{a}.index_select({d}, ({i} % {a}.shape[{d}]).reshape(1))",
     "{a}.roll(1, {d}) * {i}.to({a}.dtype)",
 )
 """Functions of a tensor with at least one dim and of an index of the rank, which is an integer."""

@@ -46,11 +46,15 @@ class Layout:
 
 @attrs.frozen
 class Local:
-    """Ordinary torch code that computes one value from others of the same rank: `text` assigns `target`."""
+    """Ordinary torch code that computes one value from others of the same rank: `text` assigns `target`.
+
+    Of the values `sizes` it reads shapes only, which may differ between ranks.
+    """
 
     target: str
     text: str
     operands: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -61,14 +65,25 @@ class Local:
 
 
 @attrs.frozen
+class Length:
+    """An option of a collective: the length of a dim of the value in its `sizes`, on each rank its own."""
+
+    dim: int
+
+
+@attrs.frozen
 class Collective:
-    """A call of one of `spmd.collectives` on one value; `axis_index` has no operand."""
+    """A call of one of `spmd.collectives` on one value; `axis_index` has no operand.
+
+    Of the values `sizes` it reads shapes only: an option may be a `Length`.
+    """
 
     target: str
     name: str
     operands: tuple[str, ...]
     axes: tuple[str, ...]
     options: tuple[tuple[str, Any], ...] = ()
+    sizes: tuple[str, ...] = ()
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -76,8 +91,11 @@ class Collective:
 
     def source(self) -> str:
         axes = self.axes[0] if len(self.axes) == 1 else self.axes
-        options = [f"{name}={value!r}" for name, value in self.options]
+        options = [f"{name}={self._option(value)}" for name, value in self.options]
         return f"{self.target} = {self.name}({', '.join((*self.operands, repr(axes), *options))})\n"
+
+    def _option(self, value: Any) -> str:
+        return f"{self.sizes[0]}.shape[{value.dim}]" if isinstance(value, Length) else repr(value)
 
 
 @attrs.frozen

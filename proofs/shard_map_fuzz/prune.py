@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from proofs.shard_map_fuzz.program import Block, Region, Step, Transform
+from proofs.shard_map_fuzz.program import Block, Collective, Local, Region, Step, Transform
 
 
 def pruned(block: Block) -> Block:
@@ -26,6 +26,8 @@ def pruned(block: Block) -> Block:
 def reads(step: Step) -> set[str]:
     """The values from around a step that it reads, those that its block closes over too."""
     found = set(step.operands)
+    if isinstance(step, (Local, Collective)):
+        found.update(step.sizes)
     if isinstance(step, Transform):
         found.update(step.extra)
     if isinstance(step, (Region, Transform)):
@@ -48,7 +50,7 @@ def consumed_by(steps: Iterable[Step]) -> set[str]:
 
 
 def influences(block: Block) -> set[str]:
-    """All values, parameters among them, on which the results of a block depend."""
+    """All values, parameters among them, on which the results of a block depend; not those of which shapes are read."""
     needed = set(block.results)
     for step in reversed(block.steps):
         if not needed.isdisjoint(step.targets):

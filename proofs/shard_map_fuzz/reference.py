@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import CodeType, MappingProxyType
 from typing import Any, TypeAlias
 
@@ -17,7 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from proofs.shard_map_fuzz.program import Block, Collective, Kind, Layout, Local, Program, Region, Step, Transform
+from proofs.shard_map_fuzz.program import (
+    Block,
+    Collective,
+    Kind,
+    Layout,
+    Length,
+    Local,
+    Program,
+    Region,
+    Step,
+    Transform,
+)
 
 Values: TypeAlias = MutableMapping[str, list[Tensor]]
 """For each name, the value of each rank."""
@@ -58,10 +69,12 @@ class Ranks:
         return Ranks((*self.axes, *axes), (*self.sizes, *sizes))
 
 
-def run_program(program: Program, arguments: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a program, as functions of its arguments."""
+def run_program(
+    program: Program, arguments: Sequence[Tensor], entered: Callable[[Sequence[Tensor]], None] = lambda shards: None
+) -> list[Tensor]:
+    """The results of a program, as functions of its arguments; `entered` gets all shards that enter a region."""
     values: Values = {}
-    world = World(dict(program.mesh))
+    world = World(dict(program.mesh), entered)
     for step in program.constants:
         world.run(step, Ranks(), values)
     given = [[argument] for argument in arguments]
@@ -70,9 +83,17 @@ def run_program(program: Program, arguments: Sequence[Tensor]) -> list[Tensor]:
 
 @attrs.frozen
 class World:
-    """Runs steps on a mesh; `mesh` has the sizes of its axes."""
+    """Runs steps on a mesh.
+
+    Args:
+        mesh: the sizes of its axes.
+        entered: called with the shards of each value that enters a region.
+
+    Steps raise a ValueError where ranks hold shapes that do not fit.
+    """
 
     mesh: Mapping[str, int]
+    entered: Callable[[Sequence[Tensor]], None] = lambda shards: None
 
     def block(self, block: Block, ranks: Ranks, values: Values, given: Sequence[list[Tensor]]) -> list[list[Tensor]]:
         """The results of a block for parameters, where `values` are those that it closes over."""
@@ -85,7 +106,7 @@ class World:
         """Run one step, and add what it computes to `values`."""
         if isinstance(step, Local):
             values[step.target] = [
-                _execute(step, {name: values[name][rank] for name in step.operands})
+                _execute(step, {name: values[name][rank] for name in (*step.operands, *step.sizes)})
                 for rank in range(len(ranks.coordinates))
             ]
         elif isinstance(step, Collective):
@@ -102,8 +123,10 @@ class World:
         given = [
             enter(closed[name], layout, inner) for name, layout in zip(step.operands, step.in_layouts, strict=True)
         ]
+        for shards in given:
+            self.entered(shards)
         results = self.block(step.block, inner, closed, given)
-        return [_leave(x, layout, inner, step.axes) for x, layout in zip(results, step.out_layouts, strict=True)]
+        return [leave(x, layout, inner, step.axes) for x, layout in zip(results, step.out_layouts, strict=True)]
 
     def _transform(self, step: Transform, ranks: Ranks, values: Values) -> list[list[Tensor]]:
         given = [values[name] for name in step.operands]
@@ -140,13 +163,29 @@ def enter(tensors: Sequence[Tensor], layout: Layout, ranks: Ranks) -> list[Tenso
     found = []
     for rank, x in enumerate(tensors):
         for dim, axes in enumerate(layout.dims):
-            length = x.shape[dim] // ranks.size(axes)
-            x = x.narrow(dim, ranks.index(rank, axes) * length, length)
+            for axis in axes:
+                x = _block(x, dim, ranks.size([axis]), ranks.index(rank, [axis]))
         found.append(x * 0 if ranks.index(rank, layout.partial) else x)
     return found
 
 
-def _leave(tensors: Sequence[Tensor], layout: Layout, ranks: Ranks, axes: Sequence[str]) -> list[Tensor]:
+def _block(x: Tensor, dim: int, count: int, index: int) -> Tensor:
+    """One of `count` blocks of a dim: of equal lengths but for the last ones, which are shorter or empty."""
+    size = x.shape[dim]
+    length = -(-size // count)
+    start = min(index * length, size)
+    return x.narrow(dim, start, min(length, size - start))
+
+
+def blocks(x: Tensor, dim: int, counts: Sequence[int]) -> list[Tensor]:
+    """The blocks of a dim over several axes, each block of the first one split over the next."""
+    found = [x]
+    for count in counts:
+        found = [_block(part, dim, count, index) for part in found for index in range(count)]
+    return found
+
+
+def leave(tensors: Sequence[Tensor], layout: Layout, ranks: Ranks, axes: Sequence[str]) -> list[Tensor]:
     """The global value of each group: shards joined, summands added, and else the value of the rank at index 0."""
     found = []
     for group in ranks.groups(axes):
@@ -157,7 +196,11 @@ def _leave(tensors: Sequence[Tensor], layout: Layout, ranks: Ranks, axes: Sequen
         for dim, names in reversed(list(enumerate(layout.dims))):
             for axis in reversed(names):
                 pieces = _join(pieces, left, axis, functools.partial(torch.cat, dim=dim))
-        found.append(pieces[(0,) * len(left)])
+        whole = pieces[(0,) * len(left)]
+        shards = enter([whole.detach()] * len(tensors), layout, ranks)
+        if any(tensors[rank].shape != shards[rank].shape for rank in group):
+            raise ValueError(f"the ranks' shapes are not those of the blocks of {tuple(whole.shape)}")
+        found.append(whole)
     return found
 
 
@@ -177,15 +220,46 @@ def _collective(step: Collective, ranks: Ranks, values: Values) -> list[Tensor]:
     count = len(ranks.coordinates)
     if step.name == "axis_index":
         return [torch.tensor(ranks.index(rank, step.axes)) for rank in range(count)]
-    tensors = values[step.operands[0]]
-    if step.name == "pcast":
-        return tensors
-    found: list[Tensor] = [tensors[0]] * count
+    tensors, counts = values[step.operands[0]], [ranks.size([axis]) for axis in step.axes]
+    found: list[Tensor] = list(tensors)
     for group in ranks.groups(step.axes):
-        results = COLLECTIVES[step.name]([tensors[rank] for rank in group], **dict(step.options))
+        given, options = [tensors[rank] for rank in group], dict(step.options)
+        size = options.pop("size", None)
+        if step.name == "all_gather" and size is not None:
+            _check_pieces(given, options["axis"], size, counts)
+        else:
+            _check_equal(x.shape for x in given)
+        if step.name == "pcast":
+            continue
+        if isinstance(size, Length):
+            lengths = [values[step.sizes[0]][rank].shape[size.dim] for rank in group]
+            results = _uneven_psum_scatter(given, options["scatter_dimension"], counts, lengths)
+        else:
+            results = COLLECTIVES[step.name](given, **options)
         for rank, result in zip(group, results, strict=True):
             found[rank] = result
     return found
+
+
+def _check_equal(shapes: Iterable[Sequence[int]]) -> None:
+    found = set(map(tuple, shapes))
+    if len(found) > 1:
+        raise ValueError(f"ranks hold {sorted(found)}, which must be equal")
+
+
+def _check_pieces(xs: Sequence[Tensor], dim: int, size: int, counts: Sequence[int]) -> None:
+    """Check that values are the blocks of one that has the length `size` along a dim."""
+    whole = torch.empty(*xs[0].shape[:dim], size, *xs[0].shape[dim + 1 :], device="meta")
+    for x, block in zip(xs, blocks(whole, dim, counts), strict=True):
+        _check_equal([x.shape, block.shape])
+
+
+def _uneven_psum_scatter(xs: Sequence[Tensor], dim: int, counts: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
+    """The blocks of a sum, of which the ranks expect these lengths."""
+    results = blocks(functools.reduce(torch.add, xs), dim, counts)
+    for x, length in zip(results, lengths, strict=True):
+        _check_equal([[x.shape[dim]], [length]])
+    return results
 
 
 def _psum(xs: list[Tensor]) -> list[Tensor]:
@@ -249,6 +323,7 @@ def _vjp(
     for tensors, shared in zip(given, step.shared, strict=True):
         spread.append(list(tensors))
         for group in ranks.groups(shared):
+            _check_equal(tensors[rank].shape for rank in group)
             variable = _variable(tensors[group[0]])
             for rank in group:
                 spread[-1][rank] = variable
@@ -293,7 +368,9 @@ def _jvp(function: Function, given: Sequence[list[Tensor]], tangents: Sequence[l
 def _vmap(function: Function, given: Sequence[list[Tensor]], step: Transform) -> list[Tensor]:
     """One call for each element of the batch."""
     pairs = list(zip(given, step.in_dims, strict=True))
-    length = next(tensors[0].shape[dim] for tensors, dim in pairs if dim is not None)
+    lengths = [[x.shape[dim]] for tensors, dim in pairs if dim is not None for x in tensors]
+    _check_equal(lengths)
+    ((length,), *_) = lengths
     calls = [
         function([tensors if dim is None else [x.select(dim, item) for x in tensors] for tensors, dim in pairs])
         for item in range(length)

@@ -78,9 +78,9 @@ def _without(block: Block, place: int, target: str, operand: str) -> Block:
 def _renamed(step: Step, old: str, new: str) -> Step:
     names = lambda found: tuple(new if name == old else name for name in found)  # noqa: E731
     if isinstance(step, Local):
-        return attrs.evolve(step, text=renamed(step.text, old, new), operands=names(step.operands))
-    if isinstance(step, Collective):
-        return attrs.evolve(step, operands=names(step.operands))
+        step = attrs.evolve(step, text=renamed(step.text, old, new))
+    if isinstance(step, (Local, Collective)):
+        return attrs.evolve(step, operands=names(step.operands), sizes=names(step.sizes))
     steps: Sequence[Step] = [_renamed(inner, old, new) for inner in step.block.steps]
     block = attrs.evolve(step.block, steps=tuple(steps), results=names(step.block.results))
     if isinstance(step, Transform):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import re
 
 import pytest
 import torch
@@ -13,7 +14,18 @@ from proofs.fuzz.program import default_dtype
 from proofs.shard_map_fuzz.check import HEADER, check_seed, described, script
 from proofs.shard_map_fuzz.generate import generate
 from proofs.shard_map_fuzz.mutants import FAMILIES, MUTANTS
-from proofs.shard_map_fuzz.program import Block, Collective, Kind, Layout, Local, Mode, Program, Region, Transform
+from proofs.shard_map_fuzz.program import (
+    Block,
+    Collective,
+    Kind,
+    Layout,
+    Length,
+    Local,
+    Mode,
+    Program,
+    Region,
+    Transform,
+)
 from proofs.shard_map_fuzz.reference import run_program
 from proofs.shard_map_fuzz.search import search
 from proofs.shard_map_fuzz.shrink import shrink
@@ -42,6 +54,22 @@ def test_programs_have_all_constructs():
     assert [] == [word for word in words if word not in text]
 
 
+def test_programs_have_uneven_shards():
+    outcomes = [described(generate(seed)) for seed in range(300)]
+    uneven = [outcome for outcome in outcomes if "uneven" in outcome.operators]
+    assert 0.18 < len(uneven) / len(outcomes) < 0.3
+    assert 10 < sum("empty" in outcome.operators for outcome in uneven)
+    assert {mode.value for mode in Mode} == {outcome.transform for outcome in uneven}
+    made = {name for outcome in uneven for name in outcome.operators}
+    assert {"partly automatic", "vjp inside", "jvp inside", "vmap inside", "check=False"} <= made
+    with default_dtype():
+        text = "".join(script(generate(outcome.seed)) for outcome in uneven)
+    assert re.search(r"= all_gather\(.*size=\d", text)
+    assert re.search(r"= psum_scatter\(.*size=v\d+\.shape\[", text)
+    assert re.search(r"= F\.pad\(.* - v\d+\.shape\[", text)
+    assert re.search(r"\.narrow\(\d, 0, v\d+\.shape\[", text)
+
+
 def region(*steps, results, operands=("a",), kinds=None):
     """A program with one body over x, of a global value `a` of 4 elements: each rank has 2."""
     block = Block(("b",), steps, results)
@@ -68,6 +96,38 @@ def test_the_reference_shares_the_variable_of_an_invariant_argument():
     x = torch.arange(4.0)
     found = run_program(region(total, gradient, results=("g",), kinds=(Layout(),)), [x])[0]
     torch.testing.assert_close(found, x.view(2, 2).sum(0))
+
+
+def uneven(layout, results, *steps, length=5):
+    """A program with one body over x of four ranks, of a global value of 5 elements: 2, 2, 1 and none."""
+    mapped = Region(("r",), Block(("b",), steps, results), ("a",), ("x",), (Layout((("x",),)),), (layout,), True)
+    return Program(0, Mode.JIT, (("x", 4),), (), Block(("a",), (mapped,), ("r",)), ((length,),), (Layout(((),)),))
+
+
+def test_the_reference_has_uneven_shards():
+    x = torch.arange(5.0)
+    rows = Local("s", "s = b * b.shape[0]", ("b",))
+    found = run_program(uneven(Layout((("x",),)), ("s",), rows), [x])[0]
+    torch.testing.assert_close(found, x * torch.tensor([2, 2, 2, 2, 1]))
+    gather = Collective("g", "all_gather", ("b",), ("x",), (("axis", 0), ("tiled", True), ("size", 5)))
+    size = (("scatter_dimension", 0), ("tiled", True), ("size", Length(0)))
+    scatter = Collective("s", "psum_scatter", ("g",), ("x",), size, ("b",))
+    torch.testing.assert_close(run_program(uneven(Layout((("x",),)), ("s",), gather, scatter), [x])[0], 4 * x)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Collective("s", "psum", ("b",), ("x",)),
+        Collective("s", "ppermute", ("b",), ("x",), (("perm", [(0, 1)]),)),
+        Collective("s", "all_gather", ("b",), ("x",), (("axis", 0), ("tiled", True))),
+        Collective("s", "all_gather", ("b",), ("x",), (("axis", 0), ("tiled", True), ("size", 6))),
+        Local("s", "s = torch.cat([b, b[:1]])", ("b",)),
+    ],
+)
+def test_the_reference_refuses_shapes_that_do_not_fit(step):
+    with pytest.raises(ValueError, match="ranks"):
+        run_program(uneven(Layout((("x",),)), ("s",), step), [torch.arange(5.0)])
 
 
 def test_a_failing_program_is_made_shorter():
