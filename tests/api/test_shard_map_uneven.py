@@ -214,3 +214,12 @@ def test_constants_outside_of_the_body():
     check(picked(x), x.sum() * x[[0, 4]])
     gradient = lambda f: torch.func.grad(lambda x: f(x) * f(x) + 0.3 * f(x))  # noqa: E731
     check(spmd.jit(gradient(f), P("x"), P("x"), mesh=MESH)(x), gradient(torch.sum)(x))
+
+
+def test_constants_outside_of_the_body_that_a_backward_program_reads():
+    f = spmd.shard_map(lambda x: psum(x.sum(), "x"), MESH, P("x"), P())
+    x = draw(5)
+    scaled = lambda total: total**2 * torch.ones(3).index_add(0, torch.tensor([0]), torch.ones(1))  # noqa: E731
+    step = spmd.jit(lambda x: scaled(f(x)), P("x"), None, mesh=MESH)
+    found = torch.func.grad(lambda x: step(x).sum())(spmd.distribute(x, P("x"), MESH))
+    check(found, torch.func.grad(lambda x: scaled(x.sum()).sum())(x))

@@ -90,10 +90,16 @@ class Joint:
         return tuple(found)
 
     def _per_rank(self) -> set[Value]:
-        """The values in manual regions, and those that depend on nothing, which may be in one: they are not kept."""
-        found, free = set(ManualAxes.of(self.graph)), independent_values(self.graph)
+        """The values in manual regions, and those that depend on no input, which may be in one: they are not kept."""
+        fixed = {value for value, _ in self.graph.constants}
+        found, free = {*ManualAxes.of(self.graph), *fixed}, independent_values(self.graph)
         for operation in self.graph.operations:
-            if operation.effect is None and free.issuperset(operation.tensors) and found.issuperset(operation.operands):
+            if operation.effect is not None:
+                continue
+            if fixed.issuperset(operation.operands):
+                fixed.update(operation.tensors)
+                found.update(operation.tensors)
+            elif free.issuperset(operation.tensors) and found.issuperset(operation.operands):
                 found.update(operation.tensors)
         return found
 
