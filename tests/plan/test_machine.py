@@ -35,7 +35,7 @@ def test_the_documented_table_is_the_presets():
 
 
 def test_the_default_is_that_of_the_study():
-    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None)
+    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 1.0)
     assert expected == attrs.astuple(Machine())
     assert 5e14 == Machine().rate(torch.bfloat16) == Machine().rate(torch.float64)
 
@@ -66,6 +66,9 @@ def test_a_collective_takes_the_time_of_its_slowest_links():
         ({"dtype_flops": {"bf16": 1.0}}, r"must name dtypes of torch, as 'bfloat16' \(got 'bf16'\)"),
         ({"memory_capacity": -1}, "memory_capacity must be positive"),
         ({"latency": -1}, "latency must not be negative"),
+        ({"operator_latency": -1}, "operator_latency must not be negative"),
+        ({"overlap": 1.5}, r"overlap must be in 0\.\.1 \(got 1\.5\)"),
+        ({"overlap": math.nan}, "overlap must be in"),
     ],
 )
 def test_impossible_constants_are_refused(constants, message):

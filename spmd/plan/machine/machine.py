@@ -37,9 +37,13 @@ class Machine:
         dtype_flops: floating-point operations per second, by dtype or its name: `{"bfloat16": 989.5e12}`. A complex
             dtype has the rate of its real parts.
         memory_capacity: bytes of a rank's memory; None if unknown. Plans are limited by `Request.memory_limit` only.
+        operator_latency: seconds that each operator takes in addition to its roofline time.
+        overlap: the part of a collective's time that can pass beside computation: 1 for links that need no processor
+            time, 0 if ranks compute nothing while they communicate.
 
     Raises:
-        PlanError: a constant is not positive (a latency may be zero), or torch does not have a dtype.
+        PlanError: a constant is not positive (a latency may be zero), `overlap` is outside of 0..1, or torch does not
+            have a dtype.
     """
 
     flops: float = 5e14
@@ -50,6 +54,8 @@ class Machine:
     axis_latency: tuple[tuple[str, float], ...] = attrs.field(default=(), converter=_by_name)
     dtype_flops: tuple[tuple[str, float], ...] = attrs.field(default=(), converter=_by_name)
     memory_capacity: int | None = attrs.field(default=None, converter=attrs.converters.optional(int))
+    operator_latency: float = 0.0
+    overlap: float = 1.0
 
     def __attrs_post_init__(self) -> None:
         rates = {"flops": self.flops, "memory_bandwidth": self.memory_bandwidth, "link_bandwidth": self.link_bandwidth}
@@ -59,10 +65,13 @@ class Machine:
         for name, rate in rates.items():
             if not rate > 0:
                 raise PlanError(f"Machine {name} must be positive (got {rate!r}).")
-        latencies = {"latency": self.latency} | {f"axis_latency[{axis!r}]": time for axis, time in self.axis_latency}
+        latencies = {"latency": self.latency, "operator_latency": self.operator_latency}
+        latencies |= {f"axis_latency[{axis!r}]": time for axis, time in self.axis_latency}
         for name, time in latencies.items():
             if not time >= 0:
                 raise PlanError(f"Machine {name} must not be negative (got {time!r}).")
+        if not 0 <= self.overlap <= 1:
+            raise PlanError(f"Machine overlap must be in 0..1 (got {self.overlap!r}).")
         for dtype, _ in self.dtype_flops:
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise PlanError(f"Machine dtype_flops must name dtypes of torch, as 'bfloat16' (got {dtype!r}).")
