@@ -8,7 +8,7 @@ import attrs
 
 from spmd.core.placement import Placement, Replicate
 from spmd.ir.graph import Graph, Operation, Value, map_leaves
-from spmd.plan.cost.account import sends
+from spmd.plan.cost.account import send_seconds, sends
 from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.draft import Draft
 from spmd.plan.machine.machine import Machine
@@ -52,12 +52,16 @@ def choice_seconds(
     """
     single, alone = _alone(draft, operation, order, choice)
     values = (*alone.operands, *alone.tensors)
-    pairs = zip((*operation.operands, *operation.tensors), values, strict=True)
-    single = attrs.evolve(single, fused=frozenset(copy for value, copy in pairs if value in fused))
+    pairs = list(zip((*operation.operands, *operation.tensors), values, strict=True))
+    single = attrs.evolve(
+        single,
+        fused=frozenset(copy for value, copy in pairs if value in fused),
+        latency_shares={copy: draft.latency_shares.get(value, 1.0) for value, copy in pairs},
+    )
     cost = LocalCost.of(machine, single)
     specs = dict(zip(values, single.pinned.get(alone, ()), strict=False))
     sent = sends(single, specs, alone)
-    return cost.planned_seconds(alone) + sum(machine.collective_seconds(axes, size) for _, axes, size in sent)
+    return cost.planned_seconds(alone) + sum(send_seconds(machine, single, alone, sent))
 
 
 def _alone(draft: Draft, operation: Operation, order: Sequence[str], choice: Choice) -> tuple[Draft, Operation]:

@@ -65,6 +65,7 @@ def find_moves(
     sizes: tuple[int, ...],
     dtype: torch.dtype,
     given: Iterable[Placement],
+    latency_share: float = 1.0,
 ) -> Moves:
     """The cheapest sequences of moves between all states of a value (Floyd and Warshall, 1962).
 
@@ -76,6 +77,7 @@ def find_moves(
         dtype: its dtype.
         given: placements that the value is produced or required in; replicated placements and shards of dims longer
             than 1 are added.
+        latency_share: the part of a launch's latency that its collectives pay.
     """
     shards = [Shard(dim) for dim, size in enumerate(sizes) if size > 1]
     single: list[Placement] = list(dict.fromkeys([Replicate(), *shards, *sorted(given, key=repr)]))
@@ -96,7 +98,7 @@ def find_moves(
         for index in range(len(order)):
             if index != moved:
                 local = shrink(local, source[index], counts[index])
-        cost = MoveCost(machine, order[moved], counts[moved], local, dtype)
+        cost = MoveCost(machine, order[moved], counts[moved], local, dtype, latency_share=latency_share)
         return cost.seconds(source[moved], target[moved])
 
     best = np.array([[seconds(source, target) for target in states] for source in states])

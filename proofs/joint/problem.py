@@ -187,7 +187,12 @@ class JointProblem:
 
     def _moves_of(self, value: Value, states: Sequence[State]) -> Moves:
         given = frozenset(placement for state in states for placement in state)
-        key = (flat_shape(self.draft.logical[value]), value.meta.dtype, given)
+        key = (
+            flat_shape(self.draft.logical[value]),
+            value.meta.dtype,
+            given,
+            self.draft.latency_shares.get(value, 1.0),
+        )
         if key not in self._moves:
             self._moves[key] = find_moves(self.request.machine, self.request.mesh, self.order, *key)
         return self._moves[key]

@@ -222,4 +222,4 @@ def test_a_gpt_step_with_donated_state_holds_what_is_predicted(name: str) -> Non
     plan = step.plan(*metas)
     truth = peak_bytes(step.lower(*metas), plan.request.donated)
     # Lowering shares the masks of an embedding's local body with that of its gradient, which plans do not know.
-    assert plan.memory.peak == (pytest.approx(truth, rel=1e-3) if name == "tp" else truth)
+    assert plan.memory.peak == (pytest.approx(truth, rel=1e-3) if name in ("tp", "fsdp") else truth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -10,7 +11,7 @@ import attrs
 from spmd.core.placement import Placement, Replicate
 from spmd.errors import PlanError
 from spmd.ir.graph import Operation, Value
-from spmd.plan.cost.account import sends
+from spmd.plan.cost.account import send_seconds, sends
 from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.plan import PlanData
@@ -139,15 +140,16 @@ def _figures(problem: AxisProblem, choice: AxisChoice) -> Figures:
     draft = insert_reshards(problem.draft, problem.axis, choice)
     cost = LocalCost.of(problem.machine, draft)
     specs = draft.specs()
-    sent = [found for operation in draft.graph.operations for found in sends(draft, specs, operation)]
+    sent = {operation: sends(draft, specs, operation) for operation in draft.graph.operations}
+    seconds = (send_seconds(problem.machine, draft, operation, found) for operation, found in sent.items())
     return Figures(
         math.fsum(
             [
                 *(cost.planned_seconds(operation) for operation in draft.graph.operations),
-                *(problem.machine.collective_seconds(axes, size) for _, axes, size in sent),
+                *itertools.chain.from_iterable(seconds),
             ]
         ),
-        math.fsum(size for _, _, size in sent),
+        math.fsum(size for found in sent.values() for _, _, size in found),
     )
 
 

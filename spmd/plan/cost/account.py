@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
@@ -15,10 +15,11 @@ from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.launches import with_launches
 from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.causes import cause_of
-from spmd.plan.data.dataflow import fused_values
+from spmd.plan.data.dataflow import fused_values, latency_shares
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import local_collectives, scheduled
+from spmd.plan.machine.machine import Machine
 
 
 @attrs.frozen
@@ -82,6 +83,7 @@ def finished_draft(plan: PlanData) -> Draft:
         ends={},
         never_gathered={},
         fused=fused_values(plan.graph),
+        latency_shares=latency_shares(plan.graph, plan.request.machine.bucket_bytes),
         independent=frozenset(),
         reduce_dtype=plan.request.reduce_dtype,
         gap=plan.gap,
@@ -107,9 +109,15 @@ def _cast_seconds(plan: PlanData, operation: Operation) -> float:
 
 def _comms(plan: PlanData, draft: Draft, operation: Operation) -> tuple[Comm, ...]:
     cause = plan.causes[operation] if operation.op is REDISTRIBUTE else cause_of(operation)
-    seconds = plan.request.machine.collective_seconds
     sent = sends(draft, plan.specs, operation)
-    return tuple(Comm(kind, axes, size, seconds(axes, size), cause.text, cause.source) for kind, axes, size in sent)
+    seconds = send_seconds(plan.request.machine, draft, operation, sent)
+    return tuple(Comm(*one, time, cause.text, cause.source) for one, time in zip(sent, seconds, strict=True))
+
+
+def send_seconds(machine: Machine, draft: Draft, operation: Operation, sent: Sequence[Sent]) -> list[float]:
+    """The predicted time of each of an operation's collectives, as the search prices them."""
+    share = draft.latency_shares.get(operation.operands[0], 1.0) if operation.op is REDISTRIBUTE else 1.0
+    return [machine.collective_seconds(axes, size, latency_share=share) for _, axes, size in sent]
 
 
 def sends(draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation) -> tuple[Sent, ...]:

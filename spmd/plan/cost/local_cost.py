@@ -74,7 +74,7 @@ class LocalCost:
         values = (*operation.operands, *operation.tensors)
         if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
             states = tuple(tuple(self.states.get(value, {}).items()) for value in values)
-            return self.draft.logical[values[0]], values[0].meta.dtype, states
+            return self.draft.logical[values[0]], values[0].meta.dtype, states, self.draft.latency_shares.get(values[0])
         if self._is_free(operation):
             return None
         shares = tuple((self.sizes[value], value.meta.dtype, value in self.draft.fused) for value in values)
@@ -126,7 +126,8 @@ class LocalCost:
                 others = {a: state for a, state in self.states.get(operand, {}).items() if a not in (moved, axis)}
                 sizes = shrink(self.draft.sizes_at(operand, others), strategy.operands[0], mesh.axis_size(axis))
                 dtypes = operand.meta.dtype, self.draft.reduce_dtype
-                cost = MoveCost(self.machine, moved, mesh.axis_size(moved), sizes, *dtypes)
+                share = self.draft.latency_shares.get(operand, 1.0)
+                cost = MoveCost(self.machine, moved, mesh.axis_size(moved), sizes, *dtypes, latency_share=share)
                 seconds += cost.seconds(before, after)
         return seconds
 
@@ -170,6 +171,7 @@ class MoveCost:
         dtype: its dtype.
         reduce_dtype: the dtype in which sums run, as by `summed_in`.
         kept: whether the tensor is never gathered.
+        latency_share: the part of a launch's latency that its collectives pay.
     """
 
     machine: Machine
@@ -179,6 +181,7 @@ class MoveCost:
     dtype: torch.dtype
     reduce_dtype: torch.dtype | None = None
     kept: bool = False
+    latency_share: float = 1.0
 
     def seconds(self, source: Placement, target: Placement) -> float:
         """Seconds to bring the tensor from one placement to another; infinite for an all_gather if `kept`."""
@@ -187,7 +190,8 @@ class MoveCost:
             return math.inf
         if found is None:
             return 0.0
-        return self.machine.collective_seconds((self.axis,), found[1]) + self._cast_seconds(source, target)
+        seconds = self.machine.collective_seconds((self.axis,), found[1], latency_share=self.latency_share)
+        return seconds + self._cast_seconds(source, target)
 
     def _cast_seconds(self, source: Placement, target: Placement) -> float:
         """Seconds of the casts before and after a sum in another dtype."""

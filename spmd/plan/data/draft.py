@@ -45,6 +45,8 @@ class Draft:
             the mesh axes of the manual region.
         never_gathered: for some inputs, the mesh axes along which they are never gathered.
         fused: values without memory traffic, because a compiler would fuse their producers and consumers.
+        latency_shares: for values whose collectives are sent together with others, the part of a launch's latency that
+            each pays.
         independent: values that depend on no input; they are replicated.
         reduce_dtype: the dtype in which sums over ranks run, as in `Request`.
         gap: the largest relative distance of any axis's cost from its optimum (0.01 is 1%); 0 if every axis was
@@ -63,6 +65,7 @@ class Draft:
     ends: Mapping[Value, DTensorSpec]
     never_gathered: Mapping[Value, frozenset[str]]
     fused: frozenset[Value]
+    latency_shares: Mapping[Value, float]
     independent: frozenset[Value]
     reduce_dtype: torch.dtype | None
     gap: float

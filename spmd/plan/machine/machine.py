@@ -141,13 +141,14 @@ class Machine:
         """
         return max(flops / self.rate(dtype), bytes / self.memory_bandwidth)
 
-    def collective_seconds(self, axes: tuple[str, ...], bytes: float) -> float:
+    def collective_seconds(self, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0) -> float:
         """Seconds of a collective over `axes` in which each rank sends `bytes`.
 
-        Latency and bandwidth are the worst among the axes.
+        Latency and bandwidth are the worst among the axes. `latency_share` is the part of the latency that it pays,
+        where it is launched together with others.
         """
         latency = max(self._latencies.get(axis, self.latency) for axis in axes)
-        return latency + bytes / min(self._bandwidths.get(axis, self.link_bandwidth) for axis in axes)
+        return latency * latency_share + bytes / min(self._bandwidths.get(axis, self.link_bandwidth) for axis in axes)
 
     @property
     def bucket_bytes(self) -> float:

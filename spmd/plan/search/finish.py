@@ -26,7 +26,7 @@ def finish(draft: Draft, request: Request) -> PlanData:
     draft = _with_free_outputs(draft)
     specs = draft.specs()
     graph, kept, pinned = _without_noop_markers(draft.graph, draft, specs)
-    graph = join_redistributions(graph, specs, pinned, request)
+    graph = join_redistributions(graph, specs, pinned, draft.latency_shares, request)
     strategies = {
         kept[operation]: MappingProxyType(dict(chosen))
         for operation, chosen in draft.strategies.items()

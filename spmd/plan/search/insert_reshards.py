@@ -41,6 +41,7 @@ class _ReshardInserter:
         self.options = dict(draft.options)
         self.pinned = dict(draft.pinned)
         self.fused = set(draft.fused)
+        self.latency_shares = dict(draft.latency_shares)
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
 
     def run(self) -> Draft:
@@ -56,6 +57,7 @@ class _ReshardInserter:
             options=self.options,
             pinned=self.pinned,
             fused=frozenset(self.fused),
+            latency_shares=self.latency_shares,
             states=self.states,
             strategies=self.strategies,
             planned=(*self.draft.planned, self.axis),
@@ -124,6 +126,8 @@ class _ReshardInserter:
         self.logical[moved] = self.logical[value]
         if value in self.fused:
             self.fused.add(moved)
+        if value in self.latency_shares:
+            self.latency_shares[moved] = self.latency_shares[value]
         self.states[moved] = {axis: s for axis, s in self.states[value].items() if axis != self.axis}
         self._set_state(moved, target)
         held[target] = moved

@@ -17,7 +17,11 @@ from spmd.plan.data.request import Request
 
 
 def join_redistributions(
-    graph: Graph, specs: Mapping[Value, DTensorSpec], pinned: frozenset[Value], request: Request
+    graph: Graph,
+    specs: Mapping[Value, DTensorSpec],
+    pinned: frozenset[Value],
+    latency_shares: Mapping[Value, float],
+    request: Request,
 ) -> Graph:
     """Join every redistribution with its only consumer, if that is a redistribution and both take no longer together.
 
@@ -29,6 +33,7 @@ def join_redistributions(
         graph: a program with its redistributions as explicit operations.
         specs: the spec of every value.
         pinned: values whose specs are given, by constraints.
+        latency_shares: as in `Draft`.
         request: has the machine, and the dtype of sums.
 
     Returns:
@@ -45,7 +50,11 @@ def join_redistributions(
             if place is not None and users[value] == 1:
                 first = operations[place].operands[0]
                 ends = specs[first], specs[value], specs[result]
-                if _is_scattered(*ends) if value in pinned else _is_faster(*ends, request):
+                if (
+                    _is_scattered(*ends)
+                    if value in pinned
+                    else _is_faster(*ends, request, latency_shares.get(value, 1.0))
+                ):
                     operations[place] = attrs.evolve(operations[place], results=(result,))
                     places[result] = place
                     continue
@@ -64,18 +73,17 @@ def _is_scattered(partial: DTensorSpec, whole: DTensorSpec, result: DTensorSpec)
     )
 
 
-def _is_faster(first: DTensorSpec, between: DTensorSpec, last: DTensorSpec, request: Request) -> bool:
+def _is_faster(first: DTensorSpec, between: DTensorSpec, last: DTensorSpec, request: Request, share: float) -> bool:
     """Whether one redistribution takes no longer than two, and gathers along no other axes (see `keep_sharded`)."""
     dtype = request.reduce_dtype
     apart = (*redistribution(first, between, dtype), *redistribution(between, last, dtype))
     together = redistribution(first, last, dtype)
-    return _gathered(together) <= _gathered(apart) and _seconds(together, request) <= _seconds(apart, request)
+    seconds = [
+        sum(request.machine.collective_seconds(s.axes, s.bytes, latency_share=share) for s in steps if s.is_collective)
+        for steps in (together, apart)
+    ]
+    return _gathered(together) <= _gathered(apart) and seconds[0] <= seconds[1]
 
 
 def _gathered(steps: Sequence[Step]) -> frozenset[str]:
     return frozenset(axis for step in steps if step.kind is StepKind.ALL_GATHER for axis in step.axes)
-
-
-def _seconds(steps: Sequence[Step], request: Request) -> float:
-    seconds = request.machine.collective_seconds
-    return sum(seconds(step.axes, step.bytes) for step in steps if step.is_collective)

@@ -50,7 +50,7 @@ def plan(request: Request) -> PlanData:
     return _best(fitting(found)).verify()
 
 
-PRICE_LEVELS = (0.1, 1.0, 10.0)
+PRICE_LEVELS = (0.1, 1.0, 10.0, 100.0)
 """Memory prices of the lowest peak found, as multiples of its plan's predicted time; tried until a plan fits."""
 
 

@@ -9,7 +9,7 @@ import torch
 
 from spmd.ir.dataflow import independent_values
 from spmd.ir.graph import Graph, Operation, freeze
-from spmd.plan.data.dataflow import fused_values
+from spmd.plan.data.dataflow import fused_values, latency_shares
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.request import Request
 from spmd.plan.search.atoms import Refinement, refine
@@ -52,6 +52,7 @@ class Prepared:
             planned=(),
             ends=bounded.ends,
             fused=fused_values(bounded.graph),
+            latency_shares=latency_shares(bounded.graph, request.machine.bucket_bytes),
             independent=independent_values(bounded.graph),
             never_gathered={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},
             reduce_dtype=request.reduce_dtype,

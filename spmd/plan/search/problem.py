@@ -185,7 +185,8 @@ class AxisProblem:
 
     def move_cost(self, value: Value) -> MoveCost:
         """The times of resharding a value along the axis."""
-        key = (self.cost.sizes[value], value.meta.dtype, self.draft.reduce_dtype, value in self.never_gathered)
+        dtypes = value.meta.dtype, self.draft.reduce_dtype
+        key = (self.cost.sizes[value], *dtypes, value in self.never_gathered, self.draft.latency_shares.get(value, 1.0))
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
         return self._move_costs[key]
