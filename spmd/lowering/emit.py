@@ -84,7 +84,7 @@ class _Emitter:
             here[value] = Value(self.namer.numbered(name), value.meta)
         comm, source = operation.annotations.comm, planned.source
         if comm is not None:
-            seconds = self.plan.request.machine.collective_seconds(comm.axes, comm.bytes)
+            seconds = self.plan.request.machine.collective_seconds(comm.kind, comm.axes, comm.bytes)
             cause, launched = self.cause(planned), next(self.comms)
             comm = attrs.evolve(
                 comm,

@@ -11,9 +11,12 @@ import torch
 import spmd
 from spmd import Machine, P, PlanError, TensorMeta
 from spmd.collectives.traffic import record_traffic
+from spmd.ir.comm import StepKind
 from spmd.plan.machine import measure
+from spmd.plan.machine.link import Link
 from spmd.plan.machine.machine import PRESETS, TF32_FLOPS
 
+KIND = StepKind.ALL_REDUCE
 DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
 COLUMNS = ("name", "float64", "float32", "TF32", "bfloat16", "float8", "memory", "bandwidth", "link", "latency")
 
@@ -35,7 +38,7 @@ def test_the_documented_table_is_the_presets():
 
 
 def test_the_default_is_that_of_the_study():
-    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 1.0)
+    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 1.0, ())
     assert expected == attrs.astuple(Machine())
     assert 5e14 == Machine().rate(torch.bfloat16) == Machine().rate(torch.float64)
 
@@ -50,9 +53,15 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_traffic():
 
 def test_a_collective_takes_the_time_of_its_slowest_links():
     machine = Machine(link_bandwidth=100.0, latency=1.0, axis_bandwidth={"far": 10.0}, axis_latency={"far": 5.0})
-    assert 1 + 200 / 100 == machine.collective_seconds(("near",), 200)
-    assert 5 + 200 / 10 == machine.collective_seconds(("far",), 200) == machine.collective_seconds(("near", "far"), 200)
-    assert 0.5 + 200 / 100 == Machine(100, 1, 100, latency=1, axis_latency={"a": 0.5}).collective_seconds(("a",), 200)
+    assert 1 + 200 / 100 == machine.collective_seconds(KIND, ("near",), 200)
+    assert (
+        5 + 200 / 10
+        == machine.collective_seconds(KIND, ("far",), 200)
+        == machine.collective_seconds(KIND, ("near", "far"), 200)
+    )
+    assert 0.5 + 200 / 100 == Machine(100, 1, 100, latency=1, axis_latency={"a": 0.5}).collective_seconds(
+        KIND, ("a",), 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,6 +94,26 @@ def test_a_machine_serves_meshes_that_lack_some_of_its_axes():
     assert seconds(Machine()) < seconds(Machine(axis_bandwidth=data)) == seconds(Machine(axis_bandwidth=both))
 
 
+def test_a_kind_of_collective_has_constants_of_its_own():
+    far = Link("data", "all_gather", latency=3.0, bandwidth=50.0)
+    machine = Machine(link_bandwidth=100.0, latency=1.0, axis_latency={"model": 2.0}, links=[far])
+    assert 3 + 200 / 50 == machine.collective_seconds(StepKind.ALL_GATHER, ("data",), 200)
+    assert 3 + 200 / 50 == machine.collective_seconds(StepKind.ALL_GATHER, ("data", "model"), 200)
+    assert 2 + 200 / 100 == machine.collective_seconds(StepKind.ALL_REDUCE, ("data", "model"), 200)
+    for wrong in (("data", "shard", 0.0, 1.0), ("data", "all_reduce", -1.0, 1.0), ("data", "all_reduce", 0.0, 0.0)):
+        with pytest.raises(PlanError, match="of a link must"):
+            Link(*wrong)
+
+
+def test_every_operator_but_views_has_a_latency():
+    def seconds(latency):
+        mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+        step = spmd.jit(lambda x: x.t().sin().cos(), P("data"), mesh=mesh, machine=Machine(operator_latency=latency))
+        return step.plan(torch.empty(4, 4)).seconds
+
+    assert 2 * 3.0 == pytest.approx(seconds(3.0) - seconds(0.0))
+
+
 def test_unknown_presets_are_refused():
     with pytest.raises(PlanError, match=r"Unknown machine 'h100'\. Expected one of h100_nvlink, h200, a100"):
         Machine.preset("h100")
@@ -109,7 +138,7 @@ def test_narrower_numbers_are_not_slower(name):
 
 
 def test_machines_are_values_that_json_can_hold():
-    for machine in (Machine(), *PRESETS.values()):
+    for machine in (Machine(), Machine(links=[Link("data", "permute", 0.0, 1.0)]), *PRESETS.values()):
         assert machine == Machine(**json.loads(json.dumps(attrs.asdict(machine))))
         assert machine in {machine}
 
@@ -143,7 +172,7 @@ def test_a_virtual_mesh_can_be_measured(axes):
     assert all(1e4 < rate < 1e14 for _, rate in machine.axis_bandwidth)
     assert all(0 <= time < 10 for _, time in machine.axis_latency)
     for axis in names:
-        seconds = [machine.collective_seconds((axis,), size) for size in (0, 2**10, 2**20)]
+        seconds = [machine.collective_seconds(KIND, (axis,), size) for size in (0, 2**10, 2**20)]
         assert seconds == sorted(set(seconds))
     assert 0 < seconds_of_product(machine, torch.float32) < math.inf
 

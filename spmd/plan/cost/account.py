@@ -117,7 +117,7 @@ def _comms(plan: PlanData, draft: Draft, operation: Operation) -> tuple[Comm, ..
 def send_seconds(machine: Machine, draft: Draft, operation: Operation, sent: Sequence[Sent]) -> list[float]:
     """The predicted time of each of an operation's collectives, as the search prices them."""
     share = draft.latency_shares.get(operation.operands[0], 1.0) if operation.op is REDISTRIBUTE else 1.0
-    return [machine.collective_seconds(axes, size, latency_share=share) for _, axes, size in sent]
+    return [machine.collective_seconds(*one, latency_share=share) for one in sent]
 
 
 def sends(draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation) -> tuple[Sent, ...]:

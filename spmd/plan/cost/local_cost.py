@@ -102,7 +102,7 @@ class LocalCost:
             if value not in self.draft.fused:
                 traffic += math.prod(after) * value.meta.dtype.itemsize
         seconds = self.machine.compute_seconds(self.flops[operation] * share, traffic, arithmetic_dtype(operation))
-        return seconds + self._body_seconds(operation, strategy, axis)
+        return seconds + self.machine.operator_latency + self._body_seconds(operation, strategy, axis)
 
     def planned_seconds(self, operation: Operation) -> float:
         """Seconds of an operation with its strategies on the axes planned so far, without its collectives."""
@@ -114,7 +114,8 @@ class LocalCost:
             for value in values
             if value not in self.draft.fused
         )
-        return self.machine.compute_seconds(self.flops[operation], traffic, arithmetic_dtype(operation))
+        seconds = self.machine.compute_seconds(self.flops[operation], traffic, arithmetic_dtype(operation))
+        return seconds + self.machine.operator_latency
 
     def _redistribution_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
         """Seconds of a redistribution along planned axes, of the shard that `strategy` leaves on one more axis."""
@@ -141,7 +142,7 @@ class LocalCost:
             return 0.0
         chosen = {**self.draft.strategies.get(operation, {}), axis: strategy}
         found = local_collectives(self.draft, operation, chosen)
-        return sum(self.machine.collective_seconds(axes, sent) for _, axes, sent in found)
+        return sum(self.machine.collective_seconds(kind, axes, sent) for kind, axes, sent in found)
 
 
 def _share(draft: Draft, operation: Operation, preview: Mapping[Value, States]) -> float:
@@ -190,7 +191,8 @@ class MoveCost:
             return math.inf
         if found is None:
             return 0.0
-        seconds = self.machine.collective_seconds((self.axis,), found[1], latency_share=self.latency_share)
+        kind, sent = found
+        seconds = self.machine.collective_seconds(kind, (self.axis,), sent, latency_share=self.latency_share)
         return seconds + self._cast_seconds(source, target)
 
     def _cast_seconds(self, source: Placement, target: Placement) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -12,12 +12,18 @@ import torch
 
 from spmd.core.mesh import Mesh
 from spmd.errors import PlanError
+from spmd.ir.comm import StepKind
+from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import measure_copies, measure_link, measure_products, memory_of
 
 
 def _by_name(rates: Mapping[Any, float] | tuple[tuple[Any, float], ...]) -> tuple[tuple[str, float], ...]:
     items = rates.items() if isinstance(rates, Mapping) else rates
     return tuple(sorted((str(name).removeprefix("torch."), rate) for name, rate in items))
+
+
+def _links(links: Iterable[Link | Mapping[str, Any]]) -> tuple[Link, ...]:
+    return tuple(sorted(link if isinstance(link, Link) else Link(**link) for link in links))
 
 
 @attrs.frozen
@@ -38,6 +44,7 @@ class Machine:
             dtype has the rate of its real parts.
         memory_capacity: bytes of a rank's memory; None if unknown. Plans are limited by `Request.memory_limit` only.
         operator_latency: seconds that each operator takes in addition to its roofline time.
+        links: constants of collectives of one kind along one mesh axis, in place of those of the axis.
         overlap: the part of a collective's time that can pass beside computation: 1 for links that need no processor
             time, 0 if ranks compute nothing while they communicate.
 
@@ -56,6 +63,7 @@ class Machine:
     memory_capacity: int | None = attrs.field(default=None, converter=attrs.converters.optional(int))
     operator_latency: float = 0.0
     overlap: float = 1.0
+    links: tuple[Link, ...] = attrs.field(default=(), converter=_links)
 
     def __attrs_post_init__(self) -> None:
         rates = {"flops": self.flops, "memory_bandwidth": self.memory_bandwidth, "link_bandwidth": self.link_bandwidth}
@@ -141,14 +149,17 @@ class Machine:
         """
         return max(flops / self.rate(dtype), bytes / self.memory_bandwidth)
 
-    def collective_seconds(self, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0) -> float:
+    def collective_seconds(
+        self, kind: StepKind, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0
+    ) -> float:
         """Seconds of a collective over `axes` in which each rank sends `bytes`.
 
         Latency and bandwidth are the worst among the axes. `latency_share` is the part of the latency that it pays,
         where it is launched together with others.
         """
-        latency = max(self._latencies.get(axis, self.latency) for axis in axes)
-        return latency * latency_share + bytes / min(self._bandwidths.get(axis, self.link_bandwidth) for axis in axes)
+        constants = [self._constants(kind, axis) for axis in axes]
+        latency = max(latency for latency, _ in constants)
+        return latency_share * latency + bytes / min(bandwidth for _, bandwidth in constants)
 
     @property
     def bucket_bytes(self) -> float:
@@ -166,13 +177,18 @@ class Machine:
         parts = ((dtype.to_complex(), rate) for dtype, rate in rates.items() if dtype in _PARTS_OF_COMPLEX)
         return {**dict(parts), **rates}
 
-    @cached_property
-    def _bandwidths(self) -> dict[str, float]:
-        return dict(self.axis_bandwidth)
+    def _constants(self, kind: StepKind, axis: str) -> tuple[float, float]:
+        """Latency and bandwidth of collectives of a kind along one mesh axis."""
+        found = self._found.get((axis, kind))
+        if found is None:
+            of_axis = dict(self.axis_latency).get(axis, self.latency), dict(self.axis_bandwidth).get(axis)
+            found = self._found[axis, kind] = of_axis[0], of_axis[1] or self.link_bandwidth
+        return found
 
     @cached_property
-    def _latencies(self) -> dict[str, float]:
-        return dict(self.axis_latency)
+    def _found(self) -> dict[tuple[str, StepKind], tuple[float, float]]:
+        """What `_constants` knows: first the links, and later what it was asked for."""
+        return {(link.axis, link.kind): (link.latency, link.bandwidth) for link in self.links}
 
 
 _PARTS_OF_COMPLEX = (torch.float16, torch.float32, torch.float64)

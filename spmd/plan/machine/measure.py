@@ -9,7 +9,6 @@ import os
 import statistics
 from collections.abc import Callable
 
-import attrs
 import torch
 
 from spmd.collectives import virtual
@@ -17,6 +16,7 @@ from spmd.collectives.traffic import ring_bytes
 from spmd.core.mesh import Mesh, Runtime
 from spmd.errors import MeshError
 from spmd.ir.comm import StepKind
+from spmd.plan.machine.link import Link
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CPU_ORDER, _ACCELERATOR_ORDER = 512, 8192
@@ -27,19 +27,6 @@ _CPU_COPY, _ACCELERATOR_COPY = 2**27, 2**30
 
 _SMALL, _LARGE = 2**10, 2**25
 """Bytes of the operands of a collective, summed over all ranks."""
-
-
-@attrs.frozen
-class Link:
-    """The cost constants of collectives along one mesh axis.
-
-    Args:
-        bandwidth: bytes per second that a rank sends.
-        latency: seconds that a collective takes in addition to the transfer of its bytes.
-    """
-
-    bandwidth: float
-    latency: float
 
 
 def measure_products(mesh: Mesh) -> dict[torch.dtype, float]:
@@ -89,8 +76,8 @@ def measure_link(mesh: Mesh, axis: str) -> Link:
         seconds.append(median_seconds(_all_reduce(mesh, axis, count)))
     slope, intercept = statistics.linear_regression(sent, seconds)
     if slope <= 0:  # noise: use the achieved bandwidth, latency included
-        return Link(sent[-1] / seconds[-1], min(seconds))
-    return Link(1 / slope, max(intercept, 0.0))
+        return Link(axis, StepKind.ALL_REDUCE, min(seconds), sent[-1] / seconds[-1])
+    return Link(axis, StepKind.ALL_REDUCE, max(intercept, 0.0), 1 / slope)
 
 
 def memory_of(mesh: Mesh) -> int | None:

@@ -79,7 +79,11 @@ def _is_faster(first: DTensorSpec, between: DTensorSpec, last: DTensorSpec, requ
     apart = (*redistribution(first, between, dtype), *redistribution(between, last, dtype))
     together = redistribution(first, last, dtype)
     seconds = [
-        sum(request.machine.collective_seconds(s.axes, s.bytes, latency_share=share) for s in steps if s.is_collective)
+        sum(
+            request.machine.collective_seconds(step.kind, step.axes, step.bytes, latency_share=share)
+            for step in steps
+            if step.is_collective
+        )
         for steps in (together, apart)
     ]
     return _gathered(together) <= _gathered(apart) and seconds[0] <= seconds[1]

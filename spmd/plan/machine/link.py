@@ -1,0 +1,47 @@
+"""The cost constants of collectives along a mesh axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from spmd.errors import PlanError
+from spmd.ir.comm import StepKind
+
+
+def _kind(kind: str) -> StepKind:
+    kinds = [kind for kind in StepKind if kind.is_collective]
+    if kind not in kinds:
+        raise PlanError(f"The kind of a link must be one of {', '.join(kinds)} (got {kind!r:.80}).")
+    return StepKind(kind)
+
+
+def _check_bandwidth(_: Any, attribute: attrs.Attribute[float], value: float) -> None:
+    if not value > 0:
+        raise PlanError(f"The bandwidth of a link must be positive (got {value!r}).")
+
+
+def _check_latency(_: Any, attribute: attrs.Attribute[float], value: float) -> None:
+    if not value >= 0:
+        raise PlanError(f"The latency of a link must not be negative (got {value!r}).")
+
+
+@attrs.frozen(order=True)
+class Link:
+    """The cost constants of collectives of one kind along one mesh axis.
+
+    Args:
+        axis: the name of the axis.
+        kind: the kind of collective, or its name.
+        latency: seconds that a collective takes in addition to the transfer of its bytes.
+        bandwidth: bytes per second that a rank sends, by ring algorithms (`Comm.bytes`).
+
+    Raises:
+        PlanError: an unknown kind, a bandwidth that is not positive, or a negative latency.
+    """
+
+    axis: str
+    kind: StepKind = attrs.field(converter=_kind)
+    latency: float = attrs.field(validator=_check_latency)
+    bandwidth: float = attrs.field(validator=_check_bandwidth)
