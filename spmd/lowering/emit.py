@@ -8,11 +8,9 @@ import torch
 from spmd.core.mesh import Coordinate
 from spmd.ir.graph import Annotations, Graph, Operation, Value
 from spmd.ir.list_schedule import Unit
-from spmd.ir.markers import REDISTRIBUTE
 from spmd.ir.names import Namer
 from spmd.ir.printing import operator_name
 from spmd.lowering.repetitions import repetitions
-from spmd.plan.data.causes import Cause, cause_of
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
 from spmd.plan.local.fragments import Fragments
@@ -82,23 +80,8 @@ class _Emitter:
         tuple_name = self.namer.numbered(name) if operation.returns_tuple else ""
         for value in operation.tensors:
             here[value] = Value(self.namer.numbered(name), value.meta)
-        comm, source = operation.annotations.comm, planned.source
-        if comm is not None:
-            seconds = self.plan.request.machine.collective_seconds(comm.kind, comm.axes, comm.bytes)
-            cause, launched = self.cause(planned), next(self.comms)
-            comm = attrs.evolve(
-                comm,
-                seconds=seconds,
-                cause=cause.text,
-                source=cause.source,
-                launch=launched.launch,
-                joined=launched.joined,
-            )
-            source = cause.source
+        launched = None if operation.annotations.comm is None else next(self.comms)
         results = tuple(None if value is None else here[value] for value in operation.results)
-        notes = Annotations(comm, self.repetitions.get(planned, 0), tuple_name)
+        notes = Annotations(launched, self.repetitions.get(planned, 0), tuple_name)
+        source = launched.source if launched else planned.source
         return attrs.evolve(operation.substitute(here), results=results, source=source, annotations=notes)
-
-    def cause(self, planned: Operation) -> Cause:
-        """Why a collective of the fragment of `planned` runs."""
-        return self.plan.causes[planned] if planned.op is REDISTRIBUTE else cause_of(planned)
