@@ -18,6 +18,14 @@ from spmd.ir.graph import Graph, Operation, Value
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
 
+FUSED: frozenset[OpOverload] = frozenset(
+    getattr(packet, overload)
+    for packet in (aten._fused_sgd, aten._fused_adam, aten._fused_adamw)
+    for overload in ("default", "tensor_lr")
+)
+"""The fused optimizers. Their element operators are they themselves, on lists of one tensor. They return their first
+lists: parameters, gradients and states."""
+
 _PREFIX = "aten::_foreach_"
 _OVERLOADS: Mapping[str, tuple[str, ...]] = {
     "default": ("default",),
@@ -154,6 +162,11 @@ def join_elements(operations: Sequence[Operation]) -> tuple[OpOverload, tuple[An
     """
     first = operations[0]
     if any(op.op is not first.op or len(op.args) != len(first.args) for op in operations):
+        return None
+    if first.op in FUSED:
+        columns = zip(*(operation.args for operation in operations), strict=True)
+        return first.op, tuple([item for items in column for item in items] for column in columns), dict(first.kwargs)
+    if len(first.results) != 1:
         return None
     for candidate in _list_operators(first.op):
         joined = _join_arguments(candidate, operations)

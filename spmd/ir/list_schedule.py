@@ -46,7 +46,8 @@ class Unit:
         """The results, in order; None where the operator returns None."""
         if len(self.operations) == 1:
             return self.operations[0].results
-        return tuple(operation.results[0] for operation in self.operations)
+        columns = zip(*(operation.results for operation in self.operations), strict=True)
+        return tuple(itertools.chain.from_iterable(columns))
 
 
 def schedule(operations: Sequence[Operation], alone: frozenset[Operation] = frozenset()) -> tuple[Unit, ...]:
@@ -75,7 +76,7 @@ def _single(operation: Operation) -> Unit:
 def _join(operations: Sequence[Operation], alone: frozenset[Operation]) -> list[Unit]:
     groups: dict[Any, list[Operation]] = {}
     for operation in operations:
-        joinable = operation.group is not None and operation not in alone and len(operation.results) == 1
+        joinable = operation.group is not None and operation not in alone
         key = (operation.group, operation.op, _shared(operation)) if joinable else operation
         groups.setdefault(key, []).append(operation)
     units: list[Unit] = []

@@ -11,6 +11,7 @@ from spmd.ir.graph import Graph
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.lowering.emit import emit
 from spmd.lowering.passes import PASSES
+from spmd.lowering.passes.in_place import write_in_place
 from spmd.lowering.program import LocalProgram
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.variants import plan_at
@@ -41,7 +42,7 @@ def lower(
         graph = emit(plan_at(plan, coordinate), coordinate)
         for run in PASSES if passes is None else passes:
             graph = run(graph)
-        return graph.verify()
+        return write_in_place(graph, plan.request.donated).verify()
 
     return LocalProgram(
         name=name,

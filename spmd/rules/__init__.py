@@ -26,6 +26,7 @@ from spmd.rules.ops.loss import LAZILY_DEFINED, LOSS
 from spmd.rules.ops.manual import MANUAL
 from spmd.rules.ops.matmul import MATMUL
 from spmd.rules.ops.normalization import NORMALIZATION
+from spmd.rules.ops.optimizers import OPTIMIZERS
 from spmd.rules.ops.pooling import POOLING
 from spmd.rules.ops.random import RANDOM
 from spmd.rules.ops.reductions import REDUCTION
@@ -39,6 +40,7 @@ from spmd.rules.strategy import Strategy, derive_strategies
 _FAMILIES = (
     POINTWISE, MATMUL, VIEWS, MOVES, INDEXING, FACTORIES, RANDOM, REDUCTION, EXTREMES, SCAN, COUNTING, SOFTMAX,
     NORMALIZATION, ATTENTION, EMBEDDING, LOSS, LINALG, CONVOLUTION, POOLING, LAYERS, MANUAL,
+    OPTIMIZERS,
 )  # fmt: skip
 
 RULES: Table = MappingProxyType({op: rule for family in _FAMILIES for op, rule in family.items()})

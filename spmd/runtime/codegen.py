@@ -21,6 +21,8 @@ from spmd.collectives.distributed.bucket import Bucket
 from spmd.collectives.local import LOCALS, run_local
 from spmd.core.mesh import Mesh
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.in_place import in_place_variant
+from spmd.lowering.passes.in_place import InPlace
 from spmd.runtime.bindings import callable_of
 from spmd.tracing.recorder import where
 
@@ -115,6 +117,8 @@ class _Writer:
 
     def call(self, operation: Operation) -> str:
         positional = [self.argument(argument) for argument in operation.args]
+        if isinstance(operation.op, InPlace) and not operation.op.takes_lists:
+            positional[0] = f"[{positional[0]}]"
         if self.lockstep is not None and operation.effect is not None:
             options = ", ".join(f"{key!r}: {self.argument(value)}" for key, value in operation.kwargs.items())
             arguments = "".join(f"{argument}, " for argument in positional)
@@ -151,6 +155,9 @@ def _callable_of(operation: Operation) -> Callable[..., Any]:
     if operation.effect is not None:
         return getattr(operation.op, "_op", operation.op)  # type: ignore[no-any-return]
     call = operation.call()
+    if isinstance(call.op, InPlace):
+        op = call.op.op
+        return call.op.bound(*(callable_of(o, call.args, call.kwargs) for o in (op, in_place_variant(op))))
     return callable_of(call.op, call.args, call.kwargs)
 
 

@@ -13,6 +13,7 @@ from spmd.core.mesh import Mesh
 from spmd.core.single_threaded import single_threaded
 from spmd.core.spec import DTensorSpec
 from spmd.inspect.plan import Plan
+from spmd.ir.list_operators import FUSED
 from spmd.ir.simplify import eliminate_dead
 from spmd.lowering.lower import LocalProgram, lower
 from spmd.plan import Request, plan
@@ -21,6 +22,7 @@ from spmd.plan.memory.limit import check_fits
 from spmd.rules import RULES, find_rule
 from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.manual.correspondence import check_variants
+from spmd.tracing.optimizers.recognition import FUSED_DEVICES, fuse_optimizers
 from spmd.tracing.trace import Traced
 
 
@@ -50,6 +52,8 @@ def make_plan(
     with single_threaded():
         graph = eliminate_dead(traced.graph, collectives=traced.graph.variants is None)
         graph = canonicalize(drop_trivial_axes(graph, mesh), lambda op: find_rule(op, rules) is None)
+        if mesh.device.type in FUSED_DEVICES and all(op in rules for op in FUSED):
+            graph = fuse_optimizers(graph)
     check_variants(graph)
     names = [value.name for value in graph.inputs]
     request = Request(

@@ -8,7 +8,7 @@ and collectives, and results that lowering shares between the local implementati
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import StepKind
 from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.in_place import rewritable
 from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.data.plan import PlanData
@@ -57,11 +58,15 @@ class Buffer:
 
 @attrs.frozen(eq=False)
 class Event:
-    """One operator that a rank runs for `operation`: it reads the buffers `reads` and allocates `writes`."""
+    """One operator that a rank runs for `operation`: it reads the buffers `reads` and allocates `writes`.
+
+    `rewritable` has pairs of a buffer that it reads and one that it need not allocate if the other is not read later.
+    """
 
     operation: Operation
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
+    rewritable: tuple[tuple[Buffer, Buffer], ...] = ()
 
 
 @attrs.frozen(eq=False)
@@ -136,7 +141,8 @@ class _Recorder:
         for unit in scheduled(self.plan):
             self.unit(unit)
         outputs = tuple(self.buffers[value] for value in graph.outputs)
-        return Liveness(tuple(self.events), inputs, outputs, constants, self.buffers)
+        found = Liveness(tuple(self.events), inputs, outputs, constants, self.buffers)
+        return _written_in_place(found, self.plan.request.donated)
 
     def sharded_constants(self) -> frozenset[Value]:
         """Results of `aten.full` of which ranks only read shards: lowering creates these instead of the full tensor."""
@@ -165,8 +171,14 @@ class _Recorder:
         self.layouts[value], self.buffers[value] = layout, buffer
         return buffer
 
-    def event(self, operation: Operation, reads: Iterable[Buffer], writes: Iterable[Buffer]) -> None:
-        self.events.append(Event(operation, tuple(dict.fromkeys(reads)), tuple(writes)))
+    def event(
+        self,
+        operation: Operation,
+        reads: Iterable[Buffer],
+        writes: Iterable[Buffer],
+        pairs: tuple[tuple[Buffer, Buffer], ...] = (),
+    ) -> None:
+        self.events.append(Event(operation, tuple(dict.fromkeys(reads)), tuple(writes), pairs))
 
     def unit(self, unit: Unit) -> None:
         """Record the operations of a call's fragment."""
@@ -191,7 +203,9 @@ class _Recorder:
         named = {} if self.fragments.local_implementation(first) else {local: value for value, local in results}
         for operation in graph.operations:
             reads = self.operands(operation, first)
-            self.event(first, reads, self.call(operation, named))
+            writes = self.call(operation, named)
+            pairs = [(self.buffers[a], self.buffers[b]) for a, b in rewritable(operation)]
+            self.event(first, reads, writes, tuple(pair for pair in pairs if pair[1] in writes))
         for value, local in results:
             self.hold(value, self.layouts[local], self.buffers[local])
 
@@ -245,6 +259,31 @@ class _Recorder:
         )
         call = _Call(operation.op, freeze(arguments), tuple(layouts), metas, arguments)
         return _run_on_meta(call, self.plan.mesh if operation.op in LOCALS else None) or fresh
+
+
+def _written_in_place(liveness: Liveness, donated: Collection[int]) -> Liveness:
+    """The liveness with results in the memory of donated inputs, where lowering places them."""
+    if not donated:
+        return liveness
+    writable = {liveness.inputs[position] for position in donated}
+    last = {buffer: index for index, event in enumerate(liveness.events) for buffer in event.reads}
+    outputs = set(liveness.outputs)
+    merged: dict[Buffer, Buffer] = {}
+    events = []
+    for index, event in enumerate(liveness.events):
+        for operand, result in event.rewritable:
+            if operand not in outputs and last[operand] == index and merged.get(operand, operand) in writable:
+                merged[result] = merged.get(operand, operand)
+        reads = dict.fromkeys(merged.get(buffer, buffer) for buffer in event.reads)
+        writes = tuple(buffer for buffer in event.writes if buffer not in merged)
+        events.append(attrs.evolve(event, reads=tuple(reads), writes=writes))
+    return Liveness(
+        tuple(events),
+        liveness.inputs,
+        tuple(merged.get(buffer, buffer) for buffer in liveness.outputs),
+        liveness.constants,
+        {value: merged.get(buffer, buffer) for value, buffer in liveness.buffers.items()},
+    )
 
 
 @attrs.frozen

@@ -1,0 +1,169 @@
+"""The elementwise operations that compute a value, as a function that can be evaluated on numbers.
+
+Parameters of one optimizer have cones that differ in nothing but the values: these are equal, and are examined once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from spmd.ir.graph import Operation, Value, freeze, map_leaves
+
+aten = torch.ops.aten
+
+_DEPTH, _SIZE = 14, 64  # AdamW as torch writes it is 10 operations deep and has 20
+
+
+class NotComputable(Exception):
+    """A value that does not depend only on the given ones, or an operator that means something else for numbers."""
+
+
+@attrs.frozen
+class Node:
+    """A node of a cone, by its number in it."""
+
+    number: int
+
+
+@attrs.frozen(eq=False)
+class Cone:
+    """A value, and what computes it from values of the same shape and dtype, and from 0-d values.
+
+    Args:
+        values: the value of each node; the first is the one that is computed.
+        calls: what computes each node: operator, arguments and keyword arguments, which have a Node for each operand of
+            that shape; None for a node that is not computed here.
+        key: equal for cones that compute the same function.
+        producers: the producer of each value of the program.
+    """
+
+    values: tuple[Value, ...]
+    calls: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]] | None, ...]
+    key: Any
+    producers: Mapping[Value, Operation]
+
+    @classmethod
+    def of(cls, value: Value, producers: Mapping[Value, Operation]) -> Cone:
+        """The cone of a value, of limited depth and size."""
+        calls: list[tuple[Any, Any, Any] | None] = []
+        numbers, depths, found = {value: 0}, [0], [value]
+        for number, value in enumerate(found):  # `found` grows
+            operation = producers.get(value)
+            depth = depths[number] + 1
+            if operation is None or depth > _DEPTH or len(found) > _SIZE or not _is_elementwise(operation):
+                calls.append(None)
+                continue
+            for operand in operation.operands:
+                if operand.meta == value.meta and operand not in numbers:
+                    numbers[operand] = len(found)
+                    found.append(operand)
+                    depths.append(depth)
+            args, kwargs = map_leaves(
+                lambda leaf: Node(numbers[leaf]) if isinstance(leaf, Value) and leaf in numbers else leaf,
+                (operation.args, dict(operation.kwargs)),
+            )
+            calls.append((operation.op, args, kwargs))
+        key = tuple(call and (call[0], freeze(call[1]), freeze(call[2])) for call in calls)
+        return cls(tuple(found), tuple(calls), key, producers)
+
+    def operands(self, number: int) -> tuple[int, ...]:
+        """The nodes that a node is computed from, without repetitions."""
+        call = self.calls[number]
+        return tuple(dict.fromkeys(leaf.number for leaf in _leaves(call) if isinstance(leaf, Node)))
+
+    def inside(self, root: int, ends: frozenset[int]) -> frozenset[int] | None:
+        """The nodes that are computed between a node, which is one of them, and `ends`; None if others are needed."""
+        found, left = set(), [root]
+        while left:
+            number = left.pop()
+            if number in ends or number in found:
+                continue
+            if not self.operands(number):
+                return None
+            found.add(number)
+            left += self.operands(number)
+        return frozenset(found)
+
+    def scalars(self, nodes: frozenset[int]) -> tuple[Value, ...]:
+        """The 0-d values that nodes are computed from, directly or through elementwise operations on 0-d values."""
+        found = dict.fromkeys(leaf for number in sorted(nodes) for leaf in _leaves(self.calls[number])
+                              if isinstance(leaf, Value))  # fmt: skip
+        left = list(found)
+        while left and len(found) < _SIZE:
+            operation = self.producers.get(left.pop())
+            if operation is not None and _is_elementwise(operation):
+                left += [operand for operand in operation.operands if operand not in found]
+                found |= dict.fromkeys(operation.operands)
+        return tuple(found)
+
+    def evaluate(self, root: int, given: Mapping[int, Tensor], scalars: Mapping[Value, Tensor] | None = None) -> Tensor:
+        """The numbers of a node for given ones of other nodes and of 0-d values, each a float64 vector.
+
+        Raises:
+            NotComputable: they do not determine it.
+        """
+        known: dict[Any, Tensor] = {**given, **(scalars or {})}
+
+        def number_of(key: int | Value) -> Tensor:
+            if key not in known:
+                known[key] = _run(self._call(key), lambda leaf: number_of(_key(leaf)))
+            return known[key]
+
+        return number_of(root)
+
+    def _call(self, key: int | Value) -> tuple[Any, Any, Any] | None:
+        if isinstance(key, int):
+            return self.calls[key]
+        operation = self.producers.get(key)
+        if operation is None or not (_is_elementwise(operation) or operation.op is aten.full.default):
+            return None
+        return operation.op, operation.args, dict(operation.kwargs)
+
+
+def _key(leaf: Node | Value) -> int | Value:
+    return leaf.number if isinstance(leaf, Node) else leaf
+
+
+def _run(call: tuple[Any, Any, Any] | None, number_of: Any) -> Tensor:
+    if call is None:
+        raise NotComputable
+    op, args, kwargs = call
+    if op is aten.full.default and not args[0]:
+        return torch.tensor(args[1], dtype=torch.float64)
+    if op is aten._to_copy.default and kwargs["dtype"].is_floating_point:
+        return number_of(args[0])  # type: ignore[no-any-return]
+    if "dtype" in kwargs:
+        raise NotComputable
+    concrete = lambda leaf: number_of(leaf) if isinstance(leaf, (Node, Value)) else leaf  # noqa: E731
+    try:
+        return op(*map_leaves(concrete, args), **map_leaves(concrete, kwargs))  # type: ignore[no-any-return]
+    except (RuntimeError, TypeError, NotImplementedError):  # an operator of integers, for one
+        raise NotComputable from None
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Nodes and values among the arguments of a call."""
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _leaves(item)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    elif isinstance(tree, (Node, Value)):
+        yield tree
+
+
+def _is_elementwise(operation: Operation) -> bool:
+    """Whether an operation computes each element of its result from 0-d values and elements at the same place."""
+    if not isinstance(operation.op, torch._ops.OpOverload) or len(operation.results) != 1:
+        return False
+    (result,) = operation.tensors
+    metas = [operand.meta for operand in operation.operands]
+    fits = all(meta.ndim == 0 or meta == result.meta for meta in metas) and bool(metas)
+    fits = fits and (result.meta.ndim == 0 or result.meta in metas)
+    is_known = operation.op is aten._to_copy.default or torch.Tag.pointwise in operation.op.tags
+    return fits and is_known and operation.effect is None
