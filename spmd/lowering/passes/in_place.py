@@ -148,12 +148,8 @@ def is_owned(tensors: Tensors, index: int) -> bool:
     memory = tensor.untyped_storage()
     return (
         _storage_uses(memory._cdata) == 2  # of the tensor, and of `memory`
-        and memory.nbytes() == tensor.numel() * tensor.itemsize
+        and memory.nbytes() == tensor.nbytes
         and tensor.is_contiguous()
-        and not _is_foreign(memory)
+        and memory.resizable()  # else it is not torch's, but numpy's, for one
+        and (tensor.is_cuda or not memory.is_shared())  # with other processes; for CUDA, torch always says so
     )
-
-
-def _is_foreign(memory: torch.UntypedStorage) -> bool:
-    """Whether memory belongs to others than torch's tensors: it was not allocated by torch, or processes share it."""
-    return not memory.resizable() or (memory.device.type == "cpu" and memory.is_shared())

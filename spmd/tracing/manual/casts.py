@@ -59,6 +59,7 @@ class Casts(TorchFunctionMode):
         if func is custom_function_call:
             args = (self._function(args[0]), *args[1:])
         if name.startswith("_foreach_"):
+            func, args = _on_lists(func, args)
             args = self._elementwise(args, name)
         else:
             args, kwargs = self._aligned(args, kwargs, name)
@@ -210,6 +211,14 @@ class Casts(TorchFunctionMode):
     def _types_of_inputs(self, inputs: Sequence[Any]) -> list[Types | None]:
         lift, value = running_trace().lift, running_trace().value
         return [self._types.of(value(lift(x))) if isinstance(x, torch.Tensor) else None for x in inputs]
+
+
+def _on_lists(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A function of a list and a 0-d tensor as one of two lists: each element has a type of its own."""
+    if len(args) != 2 or not isinstance(args[1], torch.Tensor) or args[1].ndim:
+        return func, args
+    packet = getattr(func, "overloadpacket", func)
+    return getattr(torch, packet.__name__), (args[0], [args[1]] * len(args[0]))
 
 
 def _is_below(leaf: Any) -> bool:

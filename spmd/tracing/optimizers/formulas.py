@@ -223,17 +223,18 @@ def _gradient(cone: Cone, node: int, param: int, decayed: bool = True) -> tuple[
     """A gradient with weight decay (if `decayed`) or another sign as what it is made of, and the nodes between."""
     zero, one = _number(0.0), _number(1.0)
     g, p, *_ = _points()
-    for count in (2, 1) if decayed else (1,):
-        for ends in _ends(cone, node, count):
-            for gradient in sorted(ends - {param}) if (param in ends) == (count == 2) else ():
-                new = lambda g, p, gradient=gradient: cone.evaluate(node, {gradient: g, param: p})  # noqa: E731
-                try:
-                    sign, decay = float(new(one, zero)), _short(float(new(zero, one)))
-                    if abs(sign) == 1.0 and decay >= 0.0 and _agree(new(g, p), sign * g, decay * p):
-                        return Gradient(gradient, sign, decay), (cone.inside(node, ends) or frozenset())
-                except NotComputable:
-                    continue
-    return Gradient(node), frozenset()
+    found = [(Gradient(node), frozenset[int]())]
+    counts = (1, 2) if decayed else (1,)
+    for ends in itertools.chain.from_iterable(_ends(cone, node, count) for count in counts):
+        for gradient in ends - {param} if (param in ends) == (len(ends) == 2) else ():
+            new = lambda g, p, gradient=gradient: cone.evaluate(node, {gradient: g, param: p})  # noqa: E731
+            try:
+                sign, decay = float(new(one, zero)), _short(float(new(zero, one)))
+                if abs(sign) == 1.0 and decay >= 0.0 and _agree(new(g, p), sign * g, decay * p):
+                    found.append((Gradient(gradient, sign, decay), cone.inside(node, ends) or frozenset()))
+            except NotComputable:
+                continue
+    return max(found, key=lambda pair: len(pair[1]))
 
 
 def _old_parameters(cone: Cone, *given: int) -> Iterator[tuple[int, frozenset[int]]]:
@@ -243,6 +244,9 @@ def _old_parameters(cone: Cone, *given: int) -> Iterator[tuple[int, frozenset[in
     """
     found = []
     for node in range(1, len(cone.values)):
+        producer = cone.producers.get(cone.values[node])
+        if producer is not None and not producer.operands:
+            continue  # zeros are no parameter
         nodes = cone.inside(0, frozenset([node, *given])) if node not in given else None
         if nodes is not None and any(node in cone.operands(other) for other in nodes):
             found.append((node, nodes))

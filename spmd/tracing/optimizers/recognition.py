@@ -7,7 +7,7 @@ precision stay: the fused operator would round less often.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -42,7 +42,7 @@ def fuse_optimizers(graph: Graph) -> Graph:
         graph: a canonical program.
 
     Returns:
-        The program; parameters with the same step and constants are in one group (`Operation.group`). A step of which
+        The program; parameters with the same constants are in one group (`Operation.group`). A step of which
         something else reads an intermediate value stays as it is.
     """
     return graph if graph.variants is not None else _Recognition(graph).run()
@@ -120,8 +120,8 @@ class _Recognition:
 
     def fits(self, cone: Cone, step: Step) -> bool:
         """Whether the kernels take the step's learning rate without a loss of digits."""
-        param = cone.values[0].meta.dtype
-        return step.rate is None or param is _STEP_DTYPE or step.rate.meta.dtype is _STEP_DTYPE
+        dtype = cone.values[0].meta.dtype
+        return step.rate is None or dtype is _STEP_DTYPE or step.rate.meta.dtype is _STEP_DTYPE
 
     def note(self, cone: Cone, step: Step) -> None:
         self.fused[self.producers[cone.values[0]]] = cone, step
@@ -188,7 +188,7 @@ class _Groups:
 
     def of(self, operation: Operation) -> int:
         """The group of a call of a fused optimizer."""
-        key = operation.op, operation.operands[0].meta.dtype, _shared(operation)
+        key = operation.op, operation.operands[0].meta.dtype, tuple(operation.kwargs.items())
         if self.of_key.get(key) in (None, *self.behind(operation)):
             self.of_key[key] = self.next
             self.next += 1
@@ -203,9 +203,3 @@ class _Groups:
         """The groups that an operation depends on."""
         found: frozenset[int] = frozenset()
         return found.union(*(self.before.get(operand, found) for operand in operation.operands))
-
-
-def _shared(operation: Operation) -> Any:
-    """What calls of one group have in common: constants, the number of steps and the learning rate."""
-    options: Mapping[str, Any] = operation.kwargs
-    return tuple(options.items()), tuple(map(tuple, operation.args[4:]))
