@@ -19,6 +19,7 @@ from proofs.rule_calls.linalg import LINALG
 from proofs.rule_calls.loss import LOSS
 from proofs.rule_calls.matmul import MATMUL
 from proofs.rule_calls.normalization import NORMALIZATION
+from proofs.rule_calls.optimizers import OPTIMIZERS
 from proofs.rule_calls.order import ORDER
 from proofs.rule_calls.pointwise import POINTWISE
 from proofs.rule_calls.pooling import POOLING
@@ -44,6 +45,7 @@ CALLS: Mapping[torch._ops.OpOverload, Calls] = {
     **LINALG,
     **POOLING,
     **SPATIAL,
+    **OPTIMIZERS,
 }
 """For every operator of `RULES`, arguments and keyword arguments of some calls."""
 

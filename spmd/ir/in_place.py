@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
+import attrs
 import torch
 
-from spmd.ir.graph import Operation, Value
+from spmd.ir.graph import Operation, Value, map_leaves
 from spmd.ir.list_operators import FUSED, element_operator
 
 OpOverload = torch._ops.OpOverload
@@ -22,27 +24,33 @@ def rewritable(operation: Operation) -> tuple[tuple[Value, Value], ...]:
 
     Operand and result have the same shape and dtype, and the operation reads the operand nowhere else.
     """
-    if in_place_variant(operation.op) is None or operation.effect is not None:
+    if in_place_variant(operation.op) is None or operation.effect is not None or not operation.operands:
         return ()
     operands = operation.operands
     return tuple(
         (operand, result)
         for operand, result in _pairs(operation)
-        if result is not None and operand.meta == result.meta and operands.count(operand) == 1
+        if isinstance(operand, Value) and result is not None
+        if operand.meta == result.meta and operands.count(operand) == 1
     )
 
 
 def _pairs(operation: Operation) -> list[tuple[Value, Value | None]]:
+    results = operation.results
     if operation.op in FUSED:
         lists = operation.args[: returned_lists(operation.op)]
-        places = [(value, position) for position, values in enumerate(lists) for value in values]
-        pairs = zip(places, operation.results, strict=True)
-        return [(value, result) for (value, position), result in pairs if position != GRADIENTS]
+        positions = [position for position, values in enumerate(lists) for _ in values]
+        results = tuple(r for position, r in zip(positions, results, strict=True) if position != GRADIENTS)
+    return list(zip(targets(operation), results, strict=True))
+
+
+def targets(operation: Operation) -> list[Value]:
+    """What the in-place variant of an operator writes to, in order."""
+    if operation.op in FUSED:
+        lists = operation.args[: returned_lists(operation.op)]
+        return [value for position, values in enumerate(lists) if position != GRADIENTS for value in values]
     first = operation.args[0]
-    operands = [first] if isinstance(first, Value) else first
-    if not isinstance(operands, (list, tuple)) or not all(isinstance(operand, Value) for operand in operands):
-        return []
-    return list(zip(operands, operation.results, strict=True))
+    return [first] if isinstance(first, Value) else list(first)
 
 
 def returned_lists(op: OpOverload) -> int:
@@ -68,3 +76,33 @@ def in_place_variant(op: OpOverload) -> OpOverload | None:
     found: OpOverload = getattr(packet, op._overloadname)
     names = [[argument.name for argument in o._schema.arguments] for o in (op, found)]
     return found if names[0] == names[1] else None
+
+
+@attrs.frozen
+class InPlace:
+    """An operator that may write its results into the memory of operands; called itself, it writes to none.
+
+    Args:
+        op: the operator.
+        free: for each tensor that the in-place variant writes to, whether the program permits it.
+    """
+
+    op: OpOverload
+    free: tuple[bool, ...]
+
+    @property
+    def __name__(self) -> str:
+        name = self.op.overloadpacket.__name__
+        return f"{name}_" if any(self.free) else name
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether its first argument is a list of tensors."""
+        return str(self.op._schema.arguments[0].type) == "List[Tensor]"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.op not in FUSED:
+            return self.op(*args, **kwargs)
+        args = map_leaves(torch.Tensor.contiguous, args)
+        lists = enumerate(self.op(*args, **kwargs))
+        return [None if position == GRADIENTS else tensor for position, tensors in lists for tensor in tensors]

@@ -21,9 +21,9 @@ from spmd.collectives.distributed.bucket import Bucket
 from spmd.collectives.local import LOCALS, run_local
 from spmd.core.mesh import Mesh
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.in_place import in_place_variant
-from spmd.lowering.passes.in_place import InPlace
+from spmd.ir.in_place import InPlace
 from spmd.runtime.bindings import callable_of
+from spmd.runtime.in_place import call_in_place
 from spmd.tracing.recorder import where
 
 RankProgram: TypeAlias = Callable[..., Any]
@@ -156,8 +156,7 @@ def _callable_of(operation: Operation) -> Callable[..., Any]:
         return getattr(operation.op, "_op", operation.op)  # type: ignore[no-any-return]
     call = operation.call()
     if isinstance(call.op, InPlace):
-        op = call.op.op
-        return call.op.bound(*(callable_of(o, call.args, call.kwargs) for o in (op, in_place_variant(op))))
+        return call_in_place(call.op, call.args, dict(call.kwargs))
     return callable_of(call.op, call.args, call.kwargs)
 
 

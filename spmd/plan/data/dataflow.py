@@ -6,12 +6,13 @@ import torch
 
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.list_operators import FUSED
 from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
 
 
 def is_pointwise(operation: Operation) -> bool:
     """Whether a compiler would fuse an operation with its neighbours: it is elementwise, or has no tensor operands."""
-    return torch.Tag.pointwise in operation.op.tags or not operation.operands
+    return torch.Tag.pointwise in operation.op.tags or operation.op in FUSED or not operation.operands
 
 
 def fused_values(graph: Graph) -> frozenset[Value]:

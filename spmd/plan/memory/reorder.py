@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.list_operators import FUSED
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 
 
@@ -51,12 +52,12 @@ def _readiness(
 ) -> dict[Operation, int]:
     """For each operation, the latest position of a heavy operation among itself and its dependencies; -1 without any.
 
-    Heavy are all operations but elementwise ones, views and redistributions.
+    Heavy are all operations but elementwise ones, fused optimizers, views and redistributions.
     """
     ready: dict[Operation, int] = {}
     for operation in graph.operations:
         light = operation.op in (REDISTRIBUTE, RELABEL) or operation.is_view
-        light = light or torch.Tag.pointwise in operation.op.tags
+        light = light or torch.Tag.pointwise in operation.op.tags or operation.op in FUSED
         ready[operation] = max((ready[other] for other in needs[operation]), default=-1)
         if not light:
             ready[operation] = max(ready[operation], position[operation])
