@@ -15,6 +15,9 @@ from spmd.ir.list_operators import FUSED
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 
 
+_LIGHT = FUSED | {REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default}
+
+
 def by_results(graph: Graph) -> dict[Operation, Operation]:
     """The operations in their new order, as a mapping from each old operation to its new one.
 
@@ -52,12 +55,11 @@ def _readiness(
 ) -> dict[Operation, int]:
     """For each operation, the latest position of a heavy operation among itself and its dependencies; -1 without any.
 
-    Heavy are all operations but elementwise ones, fused optimizers, views and redistributions.
+    Heavy are all operations but elementwise ones (casts and fused optimizers, too), views and redistributions.
     """
     ready: dict[Operation, int] = {}
     for operation in graph.operations:
-        light = operation.op in (REDISTRIBUTE, RELABEL) or operation.is_view
-        light = light or torch.Tag.pointwise in operation.op.tags or operation.op in FUSED
+        light = operation.op in _LIGHT or operation.is_view or torch.Tag.pointwise in operation.op.tags
         ready[operation] = max((ready[other] for other in needs[operation]), default=-1)
         if not light:
             ready[operation] = max(ready[operation], position[operation])
