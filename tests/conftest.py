@@ -13,6 +13,12 @@ hypothesis.settings.register_profile("suite", deadline=None, database=None, prin
 hypothesis.settings.load_profile("suite")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A folder for the machines that examples and jobs measure, in place of the user's."""
+    os.environ["SPMD_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from spmd.api.signature import Signature, split, with_dynamic
 from spmd.api.transforms.linearize import linearize_dtensors
 from spmd.api.transforms.transformed import is_transformed
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
-from spmd.core.mesh import Mesh, check_mesh, current_mesh
+from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
 from spmd.core.spec import has_meta
 from spmd.errors import MeshError, PlanError, TraceError
@@ -56,7 +56,7 @@ class Jitted:
         functools.update_wrapper(self, function)
         self._function, self._in_specs, self._out_specs = function, in_specs, out_specs
         self._mesh, self._options = None if mesh is None else check_mesh(mesh), options
-        self._compiled: dict[Signature, Compiled] = {}
+        self._compiled: dict[tuple[Signature, Machine | None], Compiled] = {}
         self._last: Compiled | None = None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
@@ -161,9 +161,13 @@ class Jitted:
 
     def _lookup(self, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
         """What is compiled for the signature of a call; a new one is checked, and compiled stage by stage when used."""
-        signature = Signature.of(args, mesh, self._options)
+        signature, machine = Signature.of(args, mesh, self._options), None
+        if self._chooses_machine(mesh):
+            from spmd.plan.machine.default import default_machine  # not by `import spmd`
+
+            machine = default_machine(mesh)
         try:
-            found = self._compiled.get(signature)
+            found = self._compiled.get((signature, machine))
         except TypeError:
             raise TraceError(
                 f"Static arguments of {self!r} must be hashable (got {[args[number] for number, _ in signature.static]}"
@@ -173,13 +177,23 @@ class Jitted:
             self._bind(args, {}, follow_wrapped=False)  # its own: a decorator may change the arguments
             self._refuse_static_tensors(args, signature)
             found = Compiled(self._function, args, signature, self._in_specs, self._out_specs, self._options)
-            self._compiled[signature] = found
+            self._compiled[signature, machine] = found
         return found
 
     def _lookup_together(self, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
         """As `_lookup`, in a call that all ranks make: an error on one rank is raised on all ranks."""
-        with failing_together(first_run(mesh), spans_processes(mesh)):
+        call = first_run(mesh)
+        with failing_together(call, spans_processes(mesh)):
+            if self._chooses_machine(mesh):
+                from spmd.plan.machine.default import agree_on_machine  # not by `import spmd`
+
+                agree_on_machine(mesh, call)
             return self._lookup(args, mesh)
+
+    def _chooses_machine(self, mesh: Mesh) -> bool:
+        """Whether plans are for a machine that the ranks of a distributed mesh agree on."""
+        options = self._options
+        return mesh.runtime is Runtime.DISTRIBUTED and options.machine is None and options.plan is None
 
     def _refuse_static_tensors(self, args: tuple[Any, ...], signature: Signature) -> None:
         for number, _ in signature.static:
@@ -274,7 +288,9 @@ def jit(
             would run replicated. A mapping limits kinds of collectives: `{"all_gather": 0, "all_reduce": "20MB"}`
             forbids all_gathers, and lets a rank send 20 MB per step in all_reduces.
         backend: `"eager"`; `"inductor"` is not available yet.
-        machine: cost constants for the planner, such as `Machine.preset("h100_nvlink")`.
+        machine: cost constants for the planner, such as `Machine.preset("h100_nvlink")`; by default those of the
+            mesh's processes, which the ranks of a distributed mesh measure and agree on in their first call, and of a
+            node like an H100's for other meshes.
         rules: sharding rules in place of `spmd.rules.RULES`: `RULES | {my_op: my_rule}`.
         memory_limit: the most bytes that a rank may hold at once, as `plan.memory` counts them: a number, or a text
             such as `"80GB"` or `"512MiB"`. If the fastest plan takes more, operations are reordered, values are

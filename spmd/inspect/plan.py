@@ -65,30 +65,42 @@ class Plan(PlanData):
         save(self, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], request: Request) -> Plan:
+    def load(cls, path: str | os.PathLike[str], request: Request, own_machine: bool = False) -> Plan:
         """Load a plan for a request with the same program, mesh axes and specs.
+
+        Args:
+            path: the file.
+            request: the request.
+            own_machine: whether the plan keeps the machine that it was made for, and not that of the request.
 
         Raises:
             PlanError: the file is not a plan, or is one for another program, mesh or specs.
         """
         from spmd.inspect.saving.document import read
 
-        return cls._restored(read(path), request)
+        return cls._restored(read(path), request, own_machine)
 
-    def transfer(self, request: Request) -> Plan:
+    def transfer(self, request: Request, own_machine: bool = False) -> Plan:
         """This plan for a request with the same program, mesh axes and specs, such as one for another runtime.
+
+        Args:
+            request: the request.
+            own_machine: as for `load`.
 
         Raises:
             PlanError: the request has another program, mesh axes or specs.
         """
         from spmd.inspect.saving.document import make_document
 
-        return self._restored(make_document(self), request)
+        return self._restored(make_document(self), request, own_machine)
 
     @classmethod
-    def _restored(cls, document: Document, request: Request) -> Plan:
+    def _restored(cls, document: Document, request: Request, own_machine: bool) -> Plan:
+        from spmd.inspect.saving.document import saved_machine
         from spmd.inspect.saving.restore import restore
 
+        if own_machine:
+            request = attrs.evolve(request, machine=saved_machine(document))
         parts = attrs.asdict(restore(document, request), recurse=False)
         plan = cls(request=request, mesh=request.mesh, seconds=0.0, comms=(), **parts)
         found = account(plan)

@@ -5,14 +5,16 @@ import math
 from pathlib import Path
 
 import attrs
+import machine_cases
 import pytest
 import torch
+from workers import Workers, call_on_mesh
 
 import spmd
 from spmd import Machine, P, PlanError, TensorMeta
 from spmd.collectives.traffic import record_traffic
 from spmd.ir.comm import StepKind
-from spmd.plan.machine import measure
+from spmd.plan.machine import default, measure
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.machine import PRESETS, TF32_FLOPS
 
@@ -38,7 +40,7 @@ def test_the_documented_table_is_the_presets():
 
 
 def test_the_default_is_that_of_the_study():
-    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 1.0, ())
+    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 1.0, (), "")
     assert expected == attrs.astuple(Machine())
     assert 5e14 == Machine().rate(torch.bfloat16) == Machine().rate(torch.float64)
 
@@ -198,7 +200,7 @@ def test_the_ranks_of_a_virtual_mesh_share_what_the_process_does(monkeypatch):
         shared
     )
     assert measure.measure_copies(alone) == 4 * measure.measure_copies(shared) == 2 * 2**27 / 0.5
-    assert measure.memory_of(alone) // 4 == measure.memory_of(shared)
+    assert measure.memory_of(alone, 1) // 4 == measure.memory_of(shared, 4)
 
 
 def test_a_disturbed_measurement_still_gives_a_machine(monkeypatch):
@@ -212,3 +214,72 @@ def test_a_mesh_that_does_not_run_cannot_be_measured():
     mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
     with pytest.raises(spmd.MeshError, match="is abstract: nothing runs on it that could be measured"):
         Machine.measure(mesh)
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2}, {"data": 2, "model": 2}], ids=str)
+def test_processes_can_be_measured(workers: Workers, axes):
+    ranks = math.prod(axes.values())
+    machine, *others = workers.run(call_on_mesh, Machine.measure, axes, "distributed", ranks=ranks)
+    assert all(machine == other for other in others)
+    assert machine == Machine(**json.loads(json.dumps(attrs.asdict(machine))))
+    assert f"measured on {ranks} gloo process" in str(machine)
+    assert {"float64", "float32", "bfloat16"} <= set(dict(machine.dtype_flops))
+    assert 5 * sum(size > 1 for size in axes.values()) == len(machine.links)
+    # What any computer of these years does: far limits, since others may be at work on this one.
+    assert all(1e5 < rate < 1e15 for _, rate in machine.dtype_flops)
+    assert 1e6 < machine.memory_bandwidth < 1e14
+    assert 1e-8 < machine.operator_latency < 1
+    assert all(1e4 < link.bandwidth < 1e14 and 0 <= link.latency < 10 for link in machine.links)
+    for value in (machine.flops, machine.memory_bandwidth, *(link.bandwidth for link in machine.links)):
+        assert value == float(f"{value:.1e}")
+
+
+@pytest.mark.parametrize(
+    "case", [machine_cases.ranks_measure_once, machine_cases.one_rank_gives_a_machine, machine_cases.a_failing_rank]
+)
+def test_ranks_agree_on_a_machine(workers: Workers, tmp_path, case):
+    workers.run(call_on_mesh, case, {"data": 2}, "distributed", str(tmp_path), ranks=2)
+
+
+def test_gpus_have_presets_with_a_network_between_hosts(monkeypatch):
+    mesh = attrs.evolve(spmd.make_mesh({"data": 2, "model": 4}, runtime="abstract"), device="cuda")
+    for name, preset in (("NVIDIA H100 80GB HBM3", "h100_nvlink"), ("NVIDIA H200", "h200"), ("NVIDIA T4", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        near, far = (default._preset(mesh, hosts) for hosts in ((0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1)))
+        if preset is None:
+            assert near is far is None
+            continue
+        assert near == PRESETS[preset]
+        assert far == Machine.preset(preset, axis_bandwidth={"data": 5e10}, axis_latency={"data": 5e-6})
+        assert str(far).startswith(f"preset {preset}, data across hosts: 6.7e+04 Gflop/s")
+
+
+def test_other_meshes_have_the_default_machine():
+    for runtime in ("virtual", "abstract"):
+        machine = default.default_machine(spmd.make_mesh({"data": 2}, runtime=runtime))
+        assert machine == Machine()
+        assert str(machine).startswith("default, like an H100 in one node: 5e+05 Gflop/s, memory 3 TB/s")
+
+
+def test_a_saved_plan_brings_its_machine(tmp_path):
+    x, mesh = torch.ones(4), spmd.make_mesh({"data": 2})
+    slow = Machine(memory_bandwidth=1e3, links=[Link("data", "all_gather", 1.0, 1e3)], origin="a slow one")
+
+    def jitted(**options):
+        return spmd.jit(torch.sin, P("data"), P(), mesh=mesh, **options)
+
+    plan = jitted(machine=slow).plan(x)
+    plan.save(tmp_path / "plan.json")
+    for given in (plan, tmp_path / "plan.json"):
+        loaded = jitted(plan=given).plan(x)
+        assert (slow, "a slow one", plan.seconds) == (
+            loaded.request.machine,
+            loaded.request.machine.origin,
+            loaded.seconds,
+        )
+        assert Machine() == jitted(plan=given, machine=Machine()).plan(x).request.machine
+    assert plan._report.summary["machine"] == str(slow)
+    path = tmp_path / "plan.json"
+    path.write_text(path.read_text().replace('"overlap": 1.0', '"overlap": 2.0'))
+    with pytest.raises(PlanError, match=r"The saved plan is damaged: Machine overlap must be in 0\.\.1"):
+        jitted(plan=path).plan(x)

@@ -17,7 +17,7 @@ from spmd.ir.list_operators import FUSED
 from spmd.ir.simplify import eliminate_dead
 from spmd.lowering.lower import LocalProgram, lower
 from spmd.plan import Request, plan
-from spmd.plan.machine.machine import Machine
+from spmd.plan.machine.default import default_machine
 from spmd.plan.memory.limit import check_fits
 from spmd.rules import RULES, find_rule
 from spmd.tracing.canonicalize.canonicalize import canonicalize
@@ -62,7 +62,7 @@ def make_plan(
         in_specs,
         out_specs,
         rules=rules,
-        machine=options.machine or Machine(),
+        machine=options.machine or default_machine(mesh),
         donated=donated,
         memory_limit=options.memory_limit,
         keep_sharded=never_gathered_inputs(options.keep_sharded, traced.input_paths, names, mesh),
@@ -79,7 +79,9 @@ def _answer(request: Request, options: Options) -> Plan:
     given = options.plan
     if given is None:
         return Plan.of(plan(request))
-    return check_fits(given.transfer(request) if isinstance(given, Plan) else Plan.load(given, request))
+    own = options.machine is None
+    found = given.transfer(request, own) if isinstance(given, Plan) else Plan.load(given, request, own)
+    return check_fits(found)
 
 
 def make_program(planned: Plan, name: str) -> LocalProgram:

@@ -10,7 +10,7 @@ import attrs
 
 from spmd.core.quantity import size_text, time_text
 from spmd.inspect.layers.layers import LayerGroup
-from spmd.inspect.saving.document import Document
+from spmd.inspect.saving.document import Document, saved_machine
 
 _NUMBER = re.compile(r"(?<=_)\d+(?=_)")
 """The layer number in the name of an argument."""
@@ -156,7 +156,7 @@ def make_report(document: Document) -> Report:
     operations, comms = document["operations"], document["comms"]
     return Report(
         mesh=document["mesh"],
-        machine=document["machine"],
+        machine=str(saved_machine(document)),
         gap=document["gap"],
         compute=sum(operation["seconds"] for operation in operations),
         communication=sum(comm["seconds"] for comm in comms),

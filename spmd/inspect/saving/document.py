@@ -30,10 +30,11 @@ from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, map_leaves
 from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
+from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.peak import memory_of
 from spmd.rules.strategy import Strategy
 
-FORMAT = 3
+FORMAT = 4
 """The version of the format; files of other versions are refused."""
 
 
@@ -48,7 +49,7 @@ def make_document(plan: PlanData) -> Document:
     return {
         "format": FORMAT,
         "mesh": dict(plan.mesh.axes),
-        "machine": repr(request.machine),
+        "machine": _machine(request.machine),
         "seconds": plan.seconds,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "memory": {
@@ -149,6 +150,23 @@ def defined_values(graph: Graph) -> Iterable[Value]:
     yield from (value for value, _ in graph.constants)
     for operation in graph.operations:
         yield from operation.tensors
+
+
+def _machine(machine: Machine) -> Document:
+    names = ("axis_bandwidth", "axis_latency", "dtype_flops")
+    return attrs.asdict(machine) | {name: dict(getattr(machine, name)) for name in names}
+
+
+def saved_machine(document: Document) -> Machine:
+    """The machine that a plan was made for, from its document.
+
+    Raises:
+        PlanError: the document is damaged.
+    """
+    try:
+        return Machine(**document["machine"])
+    except PlanError as error:
+        raise PlanError(f"The saved plan is damaged: {error} Plan again, and save the new plan.") from None
 
 
 def _value(plan: PlanData, value: Value) -> Document:

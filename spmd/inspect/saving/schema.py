@@ -55,11 +55,28 @@ _ALIKE: Mapping[str, Kind] = {
 
 _LAYERS: Mapping[str, Kind] = {"at": str, "count": int, "operations": int, "alike": ListOf(Fields(_ALIKE))}
 
+_LINK: Mapping[str, Kind] = {"axis": str, "kind": str, "latency": float, "bandwidth": float}
+
+_MACHINE: Mapping[str, Kind] = {
+    "flops": float,
+    "memory_bandwidth": float,
+    "link_bandwidth": float,
+    "axis_bandwidth": MapOf(float),
+    "latency": float,
+    "axis_latency": MapOf(float),
+    "dtype_flops": MapOf(float),
+    "memory_capacity": Maybe(int),
+    "operator_latency": float,
+    "overlap": float,
+    "links": ListOf(Fields(_LINK)),
+    "origin": str,
+}
+
 _PLAN = Fields(
     {
         "format": int,
         "mesh": MapOf(int),
-        "machine": str,
+        "machine": Fields(_MACHINE),
         "seconds": float,
         "gap": Maybe(float),
         "memory": MapOf(int),

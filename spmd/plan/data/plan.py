@@ -10,7 +10,7 @@ import attrs
 from typing_extensions import Self
 
 from spmd.collectives.manual import manual_axes
-from spmd.core.mesh import Mesh
+from spmd.core.mesh import Mesh, Runtime
 from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
 from spmd.ir.comm import Comm
@@ -20,6 +20,7 @@ from spmd.ir.source import Source
 from spmd.plan.data.causes import Cause, find_causes
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.request import Request
+from spmd.plan.machine.machine import GIVEN, Machine
 from spmd.rules.strategy import Strategy
 
 
@@ -117,14 +118,21 @@ class PlanData:
         """The physical shape of the largest shard."""
         return self.layout(value).shape((0,) * len(self.mesh.names))
 
+    @property
+    def _names_machine(self) -> bool:
+        """Whether texts name the machine; not the default one of a mesh that stands for a cluster."""
+        return self.mesh.runtime is Runtime.DISTRIBUTED or self.request.machine != Machine()
+
     def __repr__(self) -> str:
         return (
             f"Plan({len(self.graph.operations)} operations on {self.mesh}, {len(self.comms)} collectives, "
-            f"{sum(comm.bytes for comm in self.comms):,.0f} bytes sent per rank, {self.seconds:.3g} s)"
+            f"{sum(comm.bytes for comm in self.comms):,.0f} bytes sent per rank, {self.seconds:.3g} s"
+            f"{f', machine {self.request.machine.origin or GIVEN}' if self._names_machine else ''})"
         )
 
     def __str__(self) -> str:
-        lines = [f"{value!r} {self.layout(value)}" for value in self.graph.inputs]
+        lines = [f"# machine {self.request.machine}"] if self._names_machine else []
+        lines += [f"{value!r} {self.layout(value)}" for value in self.graph.inputs]
         for operation in self.graph.operations:
             specs = ", ".join(f"{self.layout(value)}" for value in operation.tensors)
             lines.append(f"{operation!r}  # {specs} {operation.source or ''}".rstrip())

@@ -10,16 +10,27 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.core.mesh import Mesh
+from spmd.core.mesh import Mesh, Runtime
+from spmd.core.quantity import size_text, time_text
 from spmd.errors import PlanError
 from spmd.ir.comm import StepKind
+from spmd.plan.machine.hosts import describe_ranks, gather_hosts
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import measure_copies, measure_link, measure_products, memory_of
+from spmd.plan.machine.measure_ranks import measure_ranks
+
+GIVEN = "given"
+"""The origin of a machine that says no other."""
 
 
 def _by_name(rates: Mapping[Any, float] | tuple[tuple[Any, float], ...]) -> tuple[tuple[str, float], ...]:
     items = rates.items() if isinstance(rates, Mapping) else rates
     return tuple(sorted((str(name).removeprefix("torch."), rate) for name, rate in items))
+
+
+def _rounded(value: float) -> float:
+    """A measured number with two significant digits: the others are noise."""
+    return float(f"{value:.1e}")
 
 
 def _links(links: Iterable[Link | Mapping[str, Any]]) -> tuple[Link, ...]:
@@ -44,6 +55,7 @@ class Machine:
             dtype has the rate of its real parts.
         memory_capacity: bytes of a rank's memory; None if unknown. Plans are limited by `Request.memory_limit` only.
         operator_latency: seconds that each operator takes in addition to its roofline time.
+        origin: where the constants come from, in words; it makes no machine differ from another.
         links: constants of collectives of one kind along one mesh axis, in place of those of the axis.
         overlap: the part of a collective's time that can pass beside computation: 1 for links that need no processor
             time, 0 if ranks compute nothing while they communicate.
@@ -64,6 +76,7 @@ class Machine:
     operator_latency: float = 0.0
     overlap: float = 1.0
     links: tuple[Link, ...] = attrs.field(default=(), converter=_links)
+    origin: str = attrs.field(default="", eq=False)
 
     def __attrs_post_init__(self) -> None:
         rates = {"flops": self.flops, "memory_bandwidth": self.memory_bandwidth, "link_bandwidth": self.link_bandwidth}
@@ -103,21 +116,26 @@ class Machine:
             raise PlanError(f"Unknown machine {name!r}. Expected one of {', '.join(PRESETS)}, or give constants.")
         if tf32 and name not in TF32_FLOPS:
             raise PlanError(f"Machine {name!r} has no TF32 units; {', '.join(TF32_FLOPS)} have. Leave out tf32=True.")
-        found = PRESETS[name]
+        found = attrs.evolve(PRESETS[name], origin=f"preset {name}{', with changes' if changes or tf32 else ''}")
         if tf32:
             changes = {"dtype_flops": {**dict(found.dtype_flops), "float32": TF32_FLOPS[name]}} | changes
         return attrs.evolve(found, **changes)
 
     @classmethod
     def measure(cls, mesh: Mesh) -> Machine:
-        """Measure the constants of a virtual mesh; this takes some seconds.
+        """Measure the constants of a mesh.
 
-        The ranks of a virtual mesh share one process: each counts with 1/n of the process's arithmetic rate, memory
-        bandwidth and memory, for n ranks. The time of a collective is the time for all ranks together.
+        On a distributed mesh this is a collective call, takes some tenths of a second, and gives all ranks the same
+        machine, in numbers of two digits. The ranks of a virtual mesh share one process, which is measured in some
+        seconds: each counts with 1/n of the process's arithmetic rate, memory bandwidth and memory, for n ranks. The
+        time of a collective is the time for all ranks together.
 
         Raises:
-            MeshError: the mesh is not virtual.
+            MeshError: an abstract mesh.
+            SpmdError: on a distributed mesh, a rank failed or never makes the call.
         """
+        if mesh.runtime is Runtime.DISTRIBUTED:
+            return cls._measure_ranks(mesh)
         products = {str(dtype): rate for dtype, rate in measure_products(mesh).items()}
         links = {axis: measure_link(mesh, axis) for axis, size in mesh.axes.items() if size > 1}
         copies = measure_copies(mesh)
@@ -125,12 +143,49 @@ class Machine:
             flops=products["torch.float32"],
             dtype_flops=products,
             memory_bandwidth=copies,
-            memory_capacity=memory_of(mesh),
+            memory_capacity=memory_of(mesh, mesh.size),
             link_bandwidth=min((link.bandwidth for link in links.values()), default=copies),
             axis_bandwidth={axis: link.bandwidth for axis, link in links.items()},
             latency=max((link.latency for link in links.values()), default=0.0),
             axis_latency={axis: link.latency for axis, link in links.items()},
+            origin=f"measured on {mesh.size} virtual ranks",
         )
+
+    @classmethod
+    def _measure_ranks(cls, mesh: Mesh) -> Machine:
+        hosts = gather_hosts(f"the measurement of {mesh}")
+        found = measure_ranks(mesh, hosts)
+        products = {dtype: _rounded(rate) for dtype, rate in found.products.items()}
+        links = [
+            attrs.evolve(link, latency=_rounded(link.latency), bandwidth=_rounded(link.bandwidth))
+            for link in found.links
+        ]
+        return cls(
+            flops=products["torch.float32"],
+            dtype_flops=products,
+            memory_bandwidth=_rounded(found.memory_bandwidth),
+            memory_capacity=memory_of(mesh, hosts.count(0)),
+            link_bandwidth=min((link.bandwidth for link in links), default=_rounded(found.memory_bandwidth)),
+            latency=max((link.latency for link in links), default=0.0),
+            operator_latency=_rounded(found.operator_latency),
+            overlap=round(found.overlap, 1),
+            links=links,
+            origin=f"measured on {describe_ranks(mesh, hosts)}",
+        )
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{dtype} {rate / 1e9:.3g}" for dtype, rate in self.dtype_flops)
+        parts = [
+            f"{self.flops / 1e9:.3g} Gflop/s" + (f" ({rates})" if rates else ""),
+            f"memory {size_text(self.memory_bandwidth)}/s",
+            f"links {size_text(self.link_bandwidth)}/s",
+            *(f"{axis} {size_text(rate)}/s" for axis, rate in self.axis_bandwidth),
+            f"latency {time_text(self.latency)}",
+            *(f"{axis} {time_text(seconds)}" for axis, seconds in self.axis_latency),
+            *([f"operators {time_text(self.operator_latency)}"] if self.operator_latency else []),
+            *([f"overlap {self.overlap:g}"] if self.overlap < 1 else []),
+        ]
+        return f"{self.origin or GIVEN}: {', '.join(parts)}"
 
     def rate(self, dtype: torch.dtype | None = None) -> float:
         """Floating-point operations per second in a dtype; `flops` for None and for dtypes without a rate."""

@@ -18,7 +18,7 @@ from spmd.errors import MeshError
 from spmd.ir.comm import StepKind
 from spmd.plan.machine.link import Link
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CPU_ORDER, _ACCELERATOR_ORDER = 512, 8192
 """Orders of square matrices: one that fits into a core's cache, and one that is large enough for an accelerator."""
 
@@ -38,14 +38,14 @@ def measure_products(mesh: Mesh) -> dict[torch.dtype, float]:
     _check_runs(mesh)
     order = _CPU_ORDER if mesh.device.type == "cpu" else _ACCELERATOR_ORDER
     rates = {}
-    for dtype in _DTYPES:
+    for dtype in DTYPES:
         try:
             matrix = torch.ones(order, order, dtype=dtype, device=mesh.device)
             result = matrix @ matrix
         except (RuntimeError, TypeError):
             continue
         seconds = median_seconds(lambda a=matrix, out=result: torch.mm(a, a, out=out))  # type: ignore[misc]
-        rates[dtype] = 2 * order**3 / seconds / _sharing(mesh)
+        rates[dtype] = 2 * order**3 / seconds / mesh.size
     return rates
 
 
@@ -59,7 +59,7 @@ def measure_copies(mesh: Mesh) -> float:
     count = _CPU_COPY if mesh.device.type == "cpu" else _ACCELERATOR_COPY
     source = torch.ones(count, dtype=torch.uint8, device=mesh.device)
     target = torch.empty_like(source)
-    return 2 * count / median_seconds(lambda: target.copy_(source)) / _sharing(mesh)
+    return 2 * count / median_seconds(lambda: target.copy_(source)) / mesh.size
 
 
 def measure_link(mesh: Mesh, axis: str) -> Link:
@@ -80,18 +80,19 @@ def measure_link(mesh: Mesh, axis: str) -> Link:
     return Link(axis, StepKind.ALL_REDUCE, max(intercept, 0.0), 1 / slope)
 
 
-def memory_of(mesh: Mesh) -> int | None:
+def memory_of(mesh: Mesh, sharing: int) -> int | None:
     """Bytes of memory of a rank; None if the system does not report them.
 
-    Raises:
-        MeshError: the mesh is not virtual.
+    Args:
+        mesh: a mesh that runs.
+        sharing: how many ranks have the same host; on GPUs, processes do not share.
     """
-    _check_runs(mesh)
     if mesh.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(mesh.device).total_memory) // _sharing(mesh)
+        total = int(torch.cuda.get_device_properties(mesh.device).total_memory)
+        return total if mesh.runtime is Runtime.DISTRIBUTED else total // sharing
     if mesh.device.type != "cpu" or not hasattr(os, "sysconf"):
         return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _sharing(mesh)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing
 
 
 def median_seconds(run: Callable[[], object]) -> float:
@@ -108,11 +109,6 @@ def _all_reduce(mesh: Mesh, axis: str, count: int) -> Callable[[], object]:
     return lambda: virtual.run(
         torch.ops.spmd.all_reduce.default, mesh, [((shard, "sum", [axis]), {}) for shard in shards]
     )
-
-
-def _sharing(mesh: Mesh) -> int:
-    """The number of ranks that share one process and its device."""
-    return mesh.size if mesh.runtime is Runtime.VIRTUAL else 1
 
 
 def _check_runs(mesh: Mesh) -> None:

@@ -1,0 +1,111 @@
+"""The machine of a mesh where the user gives none.
+
+Virtual and abstract meshes stand for a cluster, and have the constants of a node like an H100's. A distributed mesh has
+those of its processes: a preset for a GPU that has one, else what all ranks measure together, once for each kind of
+job: rank 0 saves it in the cache folder. Ranks agree in the first call of a jitted function, which is a collective
+call; a plan that is made before has what this rank's file says, without communication.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmd.collectives.distributed.agreement import gather
+from spmd.core.mesh import Mesh, Runtime
+from spmd.job.process import process_index
+from spmd.plan.machine.cache import load_machine, save_machine
+from spmd.plan.machine.hosts import assumed_hosts, backend, device_name, gather_hosts, hosts_along
+from spmd.plan.machine.machine import Machine
+
+FORMAT = 1
+"""The version of the files; what is measured in another way has another."""
+
+NETWORK = MappingProxyType({"bandwidth": 5e10, "latency": 5e-6})
+"""The constants of mesh axes across hosts, where a preset has those within one: 400 Gb/s for each GPU."""
+
+_GPUS = (("H100 80GB HBM3", "h100_nvlink"), ("NVIDIA H200", "h200"), ("A100-SXM4-80GB", "a100"))
+"""The presets of GPUs, by a part of the name that torch has for them."""
+
+_UNKNOWN = Machine(origin="default, like an H100 in one node")
+
+_UNMEASURED = Machine(origin=f"{_UNKNOWN.origin}, because nothing was measured before the first call of a function")
+
+# A job that is stopped and started again, as in tests, has another world group.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Mesh, Machine]] = weakref.WeakKeyDictionary()
+
+
+def default_machine(mesh: Mesh) -> Machine:
+    """The machine of a mesh, without communication; on a distributed mesh ranks may differ until they agree."""
+    if mesh.runtime is not Runtime.DISTRIBUTED:
+        return _UNKNOWN
+    if found := _agreed_here().get(mesh):
+        return found
+    hosts = assumed_hosts()
+    return _preset(mesh, hosts) or load_machine(_about(mesh, hosts)) or _UNMEASURED
+
+
+def agree_on_machine(mesh: Mesh, call: str) -> None:
+    """Agree with all ranks on the machine of a distributed mesh, if they have not yet; a collective call.
+
+    Rank 0 decides: by its GPU, or by its file. If it has none, all ranks measure.
+
+    Args:
+        mesh: the mesh; nothing happens on others than distributed ones.
+        call: the user's call that needs this, as for `gather`.
+
+    Raises:
+        DivergenceError, SpmdError: as `gather`.
+    """
+    if mesh.runtime is not Runtime.DISTRIBUTED or mesh in _agreed_here():
+        return
+    call = f"{call}, to agree on a machine"
+    hosts = gather_hosts(call)
+    about = _about(mesh, hosts)
+    mine = (_preset(mesh, hosts) or load_machine(about)) if process_index() == 0 else None
+    found = gather(call, mine)[0]
+    if found is None:
+        found = Machine.measure(mesh)
+        if process_index() == 0:
+            save_machine(about, found)
+    _agreed_here()[mesh] = found
+
+
+def _agreed_here() -> dict[Mesh, Machine]:
+    """The machines that the ranks of this job have agreed on."""
+    world = dist.group.WORLD
+    assert world is not None, "make_mesh starts torch.distributed"
+    return _agreed.setdefault(world, {})
+
+
+def _preset(mesh: Mesh, hosts: tuple[int, ...]) -> Machine | None:
+    """The preset of the mesh's GPUs, with a network's constants for axes across hosts; None if they have none."""
+    if mesh.device.type != "cuda":
+        return None
+    name = device_name(mesh)
+    preset = next((preset for part, preset in _GPUS if part in name), None)
+    if preset is None:
+        return None
+    far = [axis for axis in mesh.names if hosts_along(mesh, axis, hosts) > 1]
+    changes = {f"axis_{constant}": dict.fromkeys(far, value) for constant, value in NETWORK.items()}
+    across = f", {', '.join(far)} across hosts" if far else ""
+    return Machine.preset(preset, **changes, origin=f"preset {preset}{across}")
+
+
+def _about(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, Any]:
+    """What measured constants depend on, as plain data."""
+    return {
+        "format": FORMAT,
+        "device": device_name(mesh),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "backend": backend(mesh),
+        "hosts": list(hosts),
+        "mesh": [list(axis) for axis in mesh.axes.items()],
+        "torch": torch.__version__,
+    }

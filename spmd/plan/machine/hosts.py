@@ -1,0 +1,59 @@
+"""The hosts of the ranks of a distributed job, and what computes on them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from spmd.collectives.distributed.agreement import gather
+from spmd.core.mesh import Mesh
+from spmd.job.process import process_count
+
+
+def gather_hosts(call: str) -> tuple[int, ...]:
+    """The number of each rank's host, from 0 in order of the ranks; a collective call.
+
+    Args:
+        call: the user's call that needs this, as for `gather`.
+    """
+    names = gather(call, socket.gethostname())
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def assumed_hosts() -> tuple[int, ...]:
+    """As `gather_hosts` without communication, by the launcher's count of ranks on each host."""
+    each = int(os.environ.get("LOCAL_WORLD_SIZE", process_count()))
+    return tuple(rank // each for rank in range(process_count()))
+
+
+def hosts_along(mesh: Mesh, axis: str, hosts: tuple[int, ...]) -> int:
+    """On how many hosts the ranks of a group along an axis are, at most."""
+    return max(len({hosts[rank] for rank in group}) for group in mesh.groups((axis,)))
+
+
+def device_name(mesh: Mesh) -> str:
+    """The GPU or the processor of this rank."""
+    if mesh.device.type == "cuda":
+        return torch.cuda.get_device_name(mesh.device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def describe_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> str:
+    """Processes and hosts in words: `4 gloo processes on 1 host`."""
+    count = len(set(hosts))
+    processes = f"{mesh.size} {backend(mesh)} process{'' if mesh.size == 1 else 'es'}"
+    return f"{processes} on {count} host{'' if count == 1 else 's'}"
+
+
+def backend(mesh: Mesh) -> str:
+    """The backend of torch.distributed for the mesh's device."""
+    return str(dist.get_backend_config()).partition(f"{mesh.device.type}:")[2].partition(",")[0]

@@ -1,0 +1,257 @@
+"""Measurements of the cost model's constants on a distributed mesh, by all ranks together.
+
+All ranks compute at once, because those of one host share its processors and memory, and each of them measures. Times
+are medians of several runs, and ranks agree on one value for each. All takes some tenths of a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from spmd.collectives.bytes_sent import bytes_of_call
+from spmd.collectives.distributed.agreement import gather, spans_processes
+from spmd.collectives.distributed.exchange import Exchange, bind
+from spmd.collectives.distributed.process_groups import group_for
+from spmd.collectives.primitives import COLLECTIVES
+from spmd.core.mesh import Mesh
+from spmd.core.spec import TensorMeta
+from spmd.ir.comm import StepKind
+from spmd.plan.machine.hosts import hosts_along
+from spmd.plan.machine.link import Link
+from spmd.plan.machine.measure import DTYPES
+
+Run: TypeAlias = Callable[[], object]
+
+_BLOCKS, _BLOCK = 3, 5e-3
+"""How many blocks of runs are timed, and seconds of each: long enough that ranks on one processor have their turns."""
+
+_COLLECTIVES = 5
+"""How many runs of each collective are timed."""
+
+_SLOW = 2e-3
+"""Seconds from which on a small product is not followed by larger ones, which a processor without units for the dtype
+takes long for."""
+
+_CPU_ORDERS, _ACCELERATOR_ORDERS = (128, 256), (512, 4096)
+"""Orders of square matrices: a small product, and one that shows the rate."""
+
+_CPU_BYTES, _ACCELERATOR_BYTES = 2**21, 2**28
+"""Bytes of each of `_OPERANDS` tensors, which together do not fit into caches."""
+
+_OPERANDS = 16
+
+_SMALL, _LARGE = 2**12, 2**22
+"""Bytes of the operands of collectives: those of a lone small one, and of a bucket."""
+
+
+@attrs.frozen
+class RankConstants:
+    """The constants of one rank among all, as those of `Machine`."""
+
+    products: Mapping[str, float]
+    memory_bandwidth: float
+    operator_latency: float
+    links: tuple[Link, ...]
+    overlap: float
+
+
+def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
+    """Measure the constants of the ranks of a distributed mesh; a collective call.
+
+    Args:
+        mesh: the mesh.
+        hosts: the number of each rank's host.
+
+    Raises:
+        SpmdError: a rank failed, or never makes the call.
+    """
+    seconds: dict[Hashable, float] = {}
+    flops: dict[str, float] = {}
+    _start(mesh)
+    with torch.no_grad():
+        for dtype in DTYPES:
+            if (found := _product(mesh, dtype)) is not None:
+                flops[str(dtype)], seconds[str(dtype)] = found
+        traffic, seconds["traffic"] = _traffic(mesh)
+        seconds["operator"] = _operator(mesh)
+        layouts = _layouts(mesh, hosts)
+        for axis in dict.fromkeys(layouts.values()):
+            seconds.update(_times(mesh, axis))
+        overlap = [_overlap(mesh, axis) for axis in dict.fromkeys(layouts.values())]
+    every: list[tuple[dict[Hashable, float], list[float]]] = gather(f"the measurement of {mesh}", (seconds, overlap))
+    agreed = {key: statistics.median(found[key] for found, _ in every) for key in seconds}
+    return RankConstants(
+        {dtype: work / agreed[dtype] for dtype, work in flops.items()},
+        traffic / agreed["traffic"],
+        agreed["operator"],
+        tuple(_link(mesh, axis, like, kind, agreed) for axis, like in layouts.items() for kind in _CALLS),
+        min((statistics.median(values) for values in zip(*(found for _, found in every), strict=True)), default=1.0),
+    )
+
+
+def _product(mesh: Mesh, dtype: torch.dtype) -> tuple[float, float] | None:
+    """Floating-point operations of a matrix product, and its seconds; None if the device does not support the dtype."""
+    small, large = _CPU_ORDERS if mesh.device.type == "cpu" else _ACCELERATOR_ORDERS
+    try:
+        seconds = min(_once(mesh, _multiply(mesh, small, dtype)) for _ in range(2))  # the first may set up a library
+    except (RuntimeError, TypeError):
+        return None
+    if seconds > _SLOW:
+        return 2.0 * small**3, seconds
+    return 2.0 * large**3, _seconds(mesh, _multiply(mesh, large, dtype))
+
+
+def _multiply(mesh: Mesh, order: int, dtype: torch.dtype = torch.float32) -> Run:
+    matrix = torch.ones(order, order, dtype=dtype, device=mesh.device)
+    return functools.partial(torch.mm, matrix, matrix)
+
+
+def _traffic(mesh: Mesh) -> tuple[float, float]:
+    """Bytes that an elementwise operator reads and writes, and its seconds, for operands that are not in a cache."""
+    count = (_CPU_BYTES if mesh.device.type == "cpu" else _ACCELERATOR_BYTES) // 4
+    operands = [torch.ones(count, device=mesh.device) for _ in range(_OPERANDS)]
+
+    def add() -> None:
+        for x, y in zip(operands[::2], operands[1::2], strict=True):
+            torch.add(x, y)
+
+    return 3 * 4 * count, _seconds(mesh, add) / (_OPERANDS // 2)
+
+
+def _operator(mesh: Mesh) -> float:
+    """Seconds of an operator on few elements."""
+    x = torch.ones(8, 8, device=mesh.device)
+    return _seconds(mesh, lambda: (x + x, x @ x, x.sum(0))) / 3
+
+
+def _layouts(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, str]:
+    """For each axis of several ranks, the first one of as many ranks whose groups are on as many hosts."""
+    first: dict[Hashable, str] = {}
+    found = {}
+    for axis in (axis for axis, size in mesh.axes.items() if size > 1):
+        found[axis] = first.setdefault((mesh.axis_size(axis), hosts_along(mesh, axis, hosts)), axis)
+    return found
+
+
+def _times(mesh: Mesh, axis: str) -> Iterator[tuple[Hashable, float]]:
+    """Seconds of a small and a large collective of each kind along an axis."""
+    for kind in _CALLS:
+        for nbytes in (_SMALL, _LARGE):
+            call, x = _collective(mesh, axis, kind, nbytes)
+            yield (axis, kind, nbytes), _together(mesh, functools.partial(call, x))
+
+
+def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Hashable, float]) -> Link:
+    """The line through the times of two collectives along the axis `like`."""
+    small, large = ((_sent(mesh, axis, kind, size), seconds[like, kind, size]) for size in (_SMALL, _LARGE))
+    slope = (large[1] - small[1]) / (large[0] - small[0])
+    if slope <= 0:  # noise: use the achieved bandwidth, latency included
+        slope = large[1] / large[0]
+    return Link(axis, kind, max(small[1] - slope * small[0], 0.0), 1 / slope)
+
+
+def _overlap(mesh: Mesh, axis: str) -> float:
+    """The part of an all_reduce's time that passes beside matrix products which take about as long."""
+    call, x = _collective(mesh, axis, StepKind.ALL_REDUCE, _LARGE)
+    multiply = _multiply(mesh, (_CPU_ORDERS if mesh.device.type == "cpu" else _ACCELERATOR_ORDERS)[0])
+    apart = _together(mesh, functools.partial(call, x))
+    products = max(round(apart / _seconds(mesh, multiply)), 1)
+
+    def compute() -> None:
+        for _ in range(products):
+            multiply()
+
+    def both() -> None:
+        pending = call.start(x)
+        compute()
+        call.finish(pending)
+
+    computing, both_seconds = _together(mesh, compute), _together(mesh, both)
+    return min(max((apart + computing - both_seconds) / min(apart, computing), 0.0), 1.0)
+
+
+def _seconds(mesh: Mesh, run: Run) -> float:
+    """Seconds of a run while all ranks compute: the median of blocks of runs.
+
+    Ranks do not wait for each other here: what one of them computes depends on its times.
+    """
+    run()
+    return statistics.median(_block(mesh, run) for _ in range(_BLOCKS))
+
+
+def _block(mesh: Mesh, run: Run) -> float:
+    start, runs = time.perf_counter(), 0
+    while True:
+        run()
+        runs += 1
+        if time.perf_counter() - start > _BLOCK:
+            _synchronize(mesh)
+            return (time.perf_counter() - start) / runs
+
+
+def _together(mesh: Mesh, run: Run) -> float:
+    """The median of the seconds of a few runs, which communicate: as many on every rank."""
+    run()
+    _start(mesh)
+    return statistics.median(_once(mesh, run) for _ in range(_COLLECTIVES))
+
+
+def _once(mesh: Mesh, run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    _synchronize(mesh)
+    return time.perf_counter() - start
+
+
+def _start(mesh: Mesh) -> None:
+    """Wait until all ranks are here and their devices idle."""
+    _synchronize(mesh)
+    if spans_processes(mesh):
+        dist.barrier(group=group_for("comparisons"))
+
+
+def _synchronize(mesh: Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+
+
+def _collective(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> tuple[Exchange, torch.Tensor]:
+    """A collective as a rank's program runs it, and its operand."""
+    op, shape, arguments = _CALLS[kind](mesh.axis_size(axis), nbytes // 4)
+    (coordinate,) = mesh.held_coordinates
+    x = torch.ones(shape, device=mesh.device)
+    call = bind(op, mesh, coordinate, TensorMeta.of(x), (*arguments, [axis]))
+    assert isinstance(call, Exchange)
+    return call, x
+
+
+def _sent(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> float:
+    op, shape, arguments = _CALLS[kind](mesh.axis_size(axis), nbytes // 4)
+    return bytes_of_call(op, (mesh.axis_size(axis),), shape, 4, arguments)
+
+
+_ops = torch.ops.spmd
+
+_Example: TypeAlias = tuple[Any, tuple[int, ...], tuple[Any, ...]]
+
+_EXAMPLES: Sequence[Callable[[int, int], _Example]] = (
+    lambda ranks, count: (_ops.all_reduce.default, (count,), ("sum",)),
+    lambda ranks, count: (_ops.all_gather.default, (count // ranks,), (0, count // ranks * ranks)),
+    lambda ranks, count: (_ops.reduce_scatter.default, (count,), ("sum", 0, count)),
+    lambda ranks, count: (_ops.all_to_all.default, (ranks, count // ranks), (0, 1, 1, count // ranks * ranks)),
+    lambda ranks, count: (_ops.permute.default, (count,), ([(n + 1) % ranks for n in range(ranks)], [count])),
+)
+"""Each kind of collective for a number of ranks and of elements: operator, shape of the operand, other arguments."""
+
+_CALLS: Mapping[StepKind, Callable[[int, int], _Example]] = MappingProxyType(
+    {COLLECTIVES[example(2, 2)[0]]: example for example in _EXAMPLES}
+)

@@ -1,0 +1,84 @@
+"""What ranks do about the machine of a mesh on which nobody gave one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import spmd
+from spmd import Machine, P
+from spmd.core.mesh import Mesh
+from spmd.plan.machine import default
+
+MEASURED = Machine(flops=1e9, memory_bandwidth=1e8, link_bandwidth=1e7, latency=1e-3, origin="measured on a napkin")
+
+
+def forget(folder: str) -> None:
+    """Have agreed on nothing, with a folder of files."""
+    default._agreed_here().clear()
+    os.environ["SPMD_CACHE_DIR"] = folder
+
+
+def run_step(mesh: Mesh) -> tuple[Machine, Machine, str]:
+    """The machines of a plan before and after the first call of a function, and the plan as text."""
+    step = spmd.jit(lambda x, w: (x @ w).sum(0), (P("data"), P()), P(), mesh=mesh)
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    before = step.plan(x, w).request.machine
+    assert step(x, w).full_tensor().equal(torch.full((8,), 32.0))
+    plan = step.plan(x, w)
+    assert plan.request.machine.origin in repr(plan)
+    return before, plan.request.machine, str(plan)
+
+
+def ranks_measure_once(folder: str, mesh: Mesh) -> None:
+    """All ranks measure, rank 0 saves it, and a later job takes what rank 0 has, whatever files others have."""
+    own = f"{folder}/{spmd.process_index()}"
+    with mock.patch.object(default, "_preset", lambda *_: None):
+        with mock.patch.object(Machine, "measure", return_value=MEASURED) as measure:
+            forget(own)
+            before, after, text = run_step(mesh)
+            assert before == Machine() and "nothing was measured" in before.origin
+            assert after == MEASURED and after.origin == MEASURED.origin
+            assert text.startswith("# machine measured on a napkin: 1 Gflop/s, memory 100 MB/s")
+            run_step(mesh)
+            assert measure.call_count == 1
+            files = list(Path(own).rglob("*"))
+            assert [path.suffix for path in files] == ["", ".json"][: 2 if spmd.process_index() == 0 else 0]
+        with mock.patch.object(Machine, "measure", side_effect=AssertionError):
+            forget(own)
+            before, after, _ = run_step(mesh)
+            assert after == MEASURED
+            assert before == (MEASURED if spmd.process_index() == 0 else Machine())
+        with mock.patch.object(Machine, "measure", return_value=MEASURED) as measure:
+            for path in files[1:]:
+                path.write_text('{"machine": {"flops": -1}}')
+            for folder in (own, __file__):  # a damaged file, and a folder that cannot be
+                forget(folder)
+                assert run_step(mesh)[1] == MEASURED
+            assert measure.call_count == 2
+    forget(own)
+
+
+def one_rank_gives_a_machine(folder: str, mesh: Mesh) -> None:
+    """Ranks that do not all give a machine are told so, and do not wait for each other."""
+    forget(folder)
+    given = Machine() if spmd.process_index() == 0 else None
+    step = spmd.jit(torch.sin, P("data"), P("data"), mesh=mesh, machine=given)
+    with pytest.raises(spmd.DivergenceError, match=r"Ranks make different calls: .*to agree on a machine on rank 1"):
+        step(torch.ones(4))
+
+
+def a_failing_rank(folder: str, mesh: Mesh) -> None:
+    """The error of a rank before it agrees reaches the others."""
+    forget(folder)
+    step = spmd.jit(torch.sin, P("data"), P("data"), mesh=mesh)
+    fails = spmd.process_index() == 1
+    with (
+        mock.patch.object(default, "gather_hosts", side_effect=OSError("no name")) if fails else mock.MagicMock(),
+        pytest.raises(OSError if fails else spmd.SpmdError, match="no name"),
+    ):
+        step(torch.ones(4))
