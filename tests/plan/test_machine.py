@@ -272,11 +272,8 @@ def test_a_saved_plan_brings_its_machine(tmp_path):
     plan.save(tmp_path / "plan.json")
     for given in (plan, tmp_path / "plan.json"):
         loaded = jitted(plan=given).plan(x)
-        assert (slow, "a slow one", plan.seconds) == (
-            loaded.request.machine,
-            loaded.request.machine.origin,
-            loaded.seconds,
-        )
+        assert (slow, plan.seconds) == (loaded.request.machine, loaded.seconds)
+        assert "a slow one" == loaded.request.machine.origin
         assert Machine() == jitted(plan=given, machine=Machine()).plan(x).request.machine
     assert plan._report.summary["machine"] == str(slow)
     path = tmp_path / "plan.json"
