@@ -108,9 +108,7 @@ def _serve(connection: Connection, rank: int) -> None:
     from spmd.plan.machine import default, machine
 
     torch.set_num_threads(1)
-    default._preset = lambda *_: (
-        machine.Machine()
-    )  # the plans of virtual ranks: measured constants differ from day to day
+    default._preset = lambda *_: machine.Machine()  # as virtual ranks have, because measured constants vary
     job = ""
     while True:
         try:

@@ -23,7 +23,7 @@ from spmd.core.spec import has_meta
 from spmd.errors import MeshError, PlanError, TraceError
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
-from spmd.runtime.torch_settings import torch_settings
+from spmd.runtime.torch_settings import isolated, torch_settings
 from spmd.tracing.constrain import constrain
 from spmd.tracing.disable_jit import is_jit_disabled
 from spmd.tracing.linearize import RecordingError, recorder
@@ -187,7 +187,8 @@ class Jitted:
             if self._chooses_machine(mesh):
                 from spmd.plan.machine.default import agree_on_machine  # not by `import spmd`
 
-                agree_on_machine(mesh, call)
+                with isolated():
+                    agree_on_machine(mesh, call)
             return self._lookup(args, mesh)
 
     def _chooses_machine(self, mesh: Mesh) -> bool:

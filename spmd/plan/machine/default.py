@@ -92,7 +92,7 @@ def _preset(mesh: Mesh, hosts: tuple[int, ...]) -> Machine | None:
     if preset is None:
         return None
     far = [axis for axis in mesh.names if hosts_along(mesh, axis, hosts) > 1]
-    changes = {f"axis_{constant}": dict.fromkeys(far, value) for constant, value in NETWORK.items()}
+    changes: dict[str, Any] = {f"axis_{constant}": dict.fromkeys(far, value) for constant, value in NETWORK.items()}
     across = f", {', '.join(far)} across hosts" if far else ""
     return Machine.preset(preset, **changes, origin=f"preset {preset}{across}")
 
