@@ -1,16 +1,13 @@
 """Python source from a rank's program: straight-line code with almost no overhead beyond the operators that it calls.
 
-In the virtual runtime, where ranks run in lockstep, the code is a generator that suspends at every operation with an
-effect: `y = (yield op, ((x, ...), {})).pop()` passes the call to the runtime and pops the result from a list, so that
-only the program holds a reference to it. In the distributed runtime, where each rank has its own process, the code is a
-plain function.
+In the distributed runtime, where each rank has its own process, the code is a plain function. `spmd.runtime.lockstep`
+writes the code of ranks that share a process.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -18,41 +15,41 @@ import attrs
 import torch
 
 from spmd.collectives.distributed.bucket import Bucket
-from spmd.collectives.local import LOCALS, run_local
-from spmd.core.mesh import Mesh
+from spmd.collectives.local import LOCALS
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.in_place import InPlace
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.in_place import call_in_place
 from spmd.tracing.recorder import where
 
-RankProgram: TypeAlias = Callable[..., Any]
-"""A function of the list of local inputs, which it empties, that returns the tuple of local outputs. In lockstep it
-takes the rank's number, too, and is a generator function: at every effect it yields an operator and its call, the pair
-of its arguments and keyword arguments, and is sent a list that ends with the result; it finally yields None and the
-outputs."""
+RankProgram: TypeAlias = Callable[[list[Any]], tuple[Any, ...]]
+"""A function of the list of local inputs, which it empties, that returns the tuple of local outputs."""
 
 
 @attrs.frozen(eq=False)
 class Generated:
-    """A compiled rank program and its Python source."""
+    """A compiled program and its Python source."""
 
-    function: RankProgram
+    function: Callable[..., Any]
     source: str
 
 
-def generate(graph: Graph, lockstep: Mesh | None = None) -> Generated:
-    """Compile a rank's program to a function that deletes every variable after its last use.
-
-    Args:
-        graph: the program.
-        lockstep: the mesh whose ranks run in lockstep: the function is a generator function then, else a plain one.
-    """
-    writer = _Writer(graph, lockstep)
-    namespace = writer.namespace
-    namespace[_LINES] = writer.origins
-    exec(compile(writer.source, _FILE, "exec"), namespace)
-    return Generated(namespace["program"], writer.source)
+def generate(graph: Graph) -> Generated:
+    """Compile a rank's program to a function that deletes every variable after its last use."""
+    writer = Writer(graph)
+    inputs = ", ".join(map(writer.variable, graph.inputs))
+    writer.lines += ["def program(inputs):", f"    [{inputs}] = inputs", "    inputs.clear()"]
+    dying = last_uses(graph.operations, kept_values(graph))
+    for value in unused_inputs(graph):
+        writer.lines.append(f"    del {writer.variable(value)}")
+    for operation in graph.operations:
+        writer.write(operation, "    ", writer.call(operation))
+        if dying[operation]:
+            writer.lines.append(f"    del {', '.join(map(writer.variable, dying[operation]))}")
+    aliases = aliases_of(graph)
+    outputs = "".join(f"{writer.argument(value)}{'.clone()' if value in aliases else ''}, " for value in graph.outputs)
+    writer.lines.append(f"    return ({outputs})")
+    return writer.compiled()
 
 
 _FILE, _LINES = "<spmd local program>", "origins"
@@ -76,68 +73,65 @@ def name_origin(error: BaseException) -> None:
         error.args = (f"{error.args[0]}\n  In {origin}.", *error.args[1:])
 
 
-class _Writer:
-    """The source under construction, and the objects that it refers to by name."""
+class Writer:
+    """The source under construction, and the objects that it refers to by name.
 
-    def __init__(self, graph: Graph, lockstep: Mesh | None) -> None:
-        self.lockstep = lockstep
-        self.namespace: dict[str, Any] = {}
-        self.known: dict[int, str] = {}
-        self.origins: dict[int, Operation] = {}
-        self.variables: dict[Value, str] = {}
-        self.constants = dict(graph.constants)
-        inputs = ", ".join(map(self.variable, graph.inputs))
-        head = "inputs" if lockstep is None else "inputs, rank"
-        lines = [f"def program({head}):", f"    [{inputs}] = inputs", "    inputs.clear()"]
-        dying = _last_uses(graph)
-        for value in dying[None]:
-            lines.append(f"    del {self.variable(value)}")
-        for operation in graph.operations:
-            self.origins[len(lines) + 1] = operation
-            lines += self.statements(operation)
-            if dying[operation]:
-                lines.append(f"    del {', '.join(map(self.variable, dying[operation]))}")
-        aliases = _aliases(graph)
-        outputs = "".join(
-            f"{self.argument(value)}{'.clone()' if value in aliases else ''}, " for value in graph.outputs
-        )
-        lines.append(f"    return ({outputs})" if lockstep is None else f"    yield None, ({outputs})")
-        self.source = "\n".join(lines)
+    Args:
+        graph: the program.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.lines: list[str] = []
+        self._namespace: dict[str, Any] = {}
+        self._known: dict[int, str] = {}
+        self._origins: dict[int, Operation] = {}
+        self._variables: dict[Value, str] = {}
+        self._constants = dict(graph.constants)
+
+    def compiled(self) -> Generated:
+        """The program."""
+        source = "\n".join(self.lines)
+        self._namespace[_LINES] = self._origins
+        exec(compile(source, _FILE, "exec"), self._namespace)
+        return Generated(self._namespace["program"], source)
 
     def variable(self, value: Value) -> str:
-        return self.variables.setdefault(value, f"v{len(self.variables)}")
+        """The variable of a value."""
+        return self._variables.setdefault(value, f"v{len(self._variables)}")
 
-    def statements(self, operation: Operation) -> list[str]:
-        call = self.call(operation)
+    def write(self, operation: Operation, indent: str, call: str) -> None:
+        """Add the lines that assign what a call returns to the variables of an operation's results."""
+        self.locate(operation)
         if not operation.returns_tuple:
-            return [f"    {self.variable(operation.tensors[0])} = {call}"]
-        results = [(index, value) for index, value in enumerate(operation.results) if value is not None]
-        items = [f"    {self.variable(value)} = results[{index}]" for index, value in results]
-        return [f"    results = {call}", *items, "    del results"]
+            self.lines.append(f"{indent}{self.variable(operation.tensors[0])} = {call}")
+            return
+        self.lines.append(f"{indent}results = {call}")
+        for index, value in enumerate(operation.results):
+            if value is not None:
+                self.lines.append(f"{indent}{self.variable(value)} = results[{index}]")
+        self.lines.append(f"{indent}del results")
+
+    def locate(self, operation: Operation) -> None:
+        """Note that the next line runs an operation, for messages of errors."""
+        self._origins[len(self.lines) + 1] = operation
 
     def call(self, operation: Operation) -> str:
+        """The expression that calls an operation's operator."""
         positional = [self.argument(argument) for argument in operation.args]
         if isinstance(operation.op, InPlace) and not operation.op.takes_lists:
             positional[0] = f"[{positional[0]}]"
-        if self.lockstep is not None and operation.effect is not None:
-            options = ", ".join(f"{key!r}: {self.argument(value)}" for key, value in operation.kwargs.items())
-            arguments = "".join(f"{argument}, " for argument in positional)
-            return f"(yield {self.reference(operation.op)}, (({arguments}), {{{options}}})).pop()"
         keywords = [f"{key}={self.argument(value)}" for key, value in operation.kwargs.items()]
-        if self.lockstep is not None and operation.op in LOCALS:
-            run = self.reference(_local(operation.op, self.lockstep))
-            return f"{run}(rank, {', '.join([*positional, *keywords])})"
         return f"{self.reference(_callable_of(operation))}({', '.join([*positional, *keywords])})"
 
-    def argument(self, argument: Any) -> str:
+    def argument(self, argument: Any, variable: Callable[[Value], str] | None = None) -> str:
+        """The expression of an argument; `variable` is that of a value, by default the variable of that name."""
         if isinstance(argument, Value):
-            if argument in self.constants:
-                return self.reference(self.constants[argument])
-            return self.variable(argument)
-        if isinstance(argument, tuple):
-            return f"({', '.join(self.argument(item) for item in argument)}{',' if len(argument) == 1 else ''})"
-        if isinstance(argument, list):
-            return f"[{', '.join(self.argument(item) for item in argument)}]"
+            if argument in self._constants:
+                return self.reference(self._constants[argument])
+            return (variable or self.variable)(argument)
+        if isinstance(argument, (tuple, list)):
+            items = ", ".join(self.argument(item, variable) for item in argument)
+            return f"[{items}]" if isinstance(argument, list) else f"({items}{',' if len(argument) == 1 else ''})"
         literal = argument is None or isinstance(argument, (bool, int, str))
         if literal or (isinstance(argument, float) and math.isfinite(argument)):
             return repr(argument)
@@ -145,10 +139,10 @@ class _Writer:
 
     def reference(self, target: Any) -> str:
         """The name of a global of the program that holds an operator, a dtype, a tensor, ..."""
-        if id(target) not in self.known:
-            self.known[id(target)] = f"g{len(self.known)}"
-            self.namespace[self.known[id(target)]] = target
-        return self.known[id(target)]
+        if id(target) not in self._known:
+            self._known[id(target)] = f"g{len(self._known)}"
+            self._namespace[self._known[id(target)]] = target
+        return self._known[id(target)]
 
 
 def _callable_of(operation: Operation) -> Callable[..., Any]:
@@ -160,19 +154,15 @@ def _callable_of(operation: Operation) -> Callable[..., Any]:
     return callable_of(call.op, call.args, call.kwargs)
 
 
-@functools.lru_cache(maxsize=1024)
-def _local(op: torch._ops.OpOverload, mesh: Mesh) -> Callable[..., torch.Tensor]:
-    return functools.partial(run_local, op, mesh)
-
-
-def _aliases(graph: Graph) -> set[Value]:
-    """The values that may alias a constant of the program, which the caller must not be able to write to, or a bucket,
-    which would be held as a whole.
+def aliases_of(graph: Graph) -> set[Value]:
+    """The values that may alias a constant of the program or the index of a rank, which the caller must not be able
+    to write to, or a bucket, which would be held as a whole.
     """
     found = {value for value, _ in graph.constants}
     for operation in graph.operations:
         is_bucket = isinstance(operation.op, MethodType) and isinstance(operation.op.__self__, Bucket)
-        if is_bucket or (operation.operands and operation.operands[0] in found and _may_alias(operation)):
+        is_bound = operation.op in LOCALS and not operation.operands
+        if is_bucket or is_bound or (operation.operands and operation.operands[0] in found and _may_alias(operation)):
             found.update(operation.tensors)
     return found
 
@@ -184,13 +174,23 @@ def _may_alias(operation: Operation) -> bool:
     return operation.op._can_decompose() or operation.op.namespace == "spmd"
 
 
-def _last_uses(graph: Graph) -> dict[Operation | None, list[Value]]:
-    """For each operation, the variables that can be freed after it; for None, the inputs that are not used."""
-    dying: dict[Operation | None, list[Value]] = {None: []}
-    seen = {*graph.outputs, *(value for value, _ in graph.constants)}
-    for operation in reversed(graph.operations):
+def kept_values(graph: Graph) -> set[Value]:
+    """The values that no operation frees: outputs and constants."""
+    return {*graph.outputs, *(value for value, _ in graph.constants)}
+
+
+def last_uses(operations: Sequence[Operation], kept: Collection[Value]) -> dict[Operation, list[Value]]:
+    """For each operation, the values that can be freed after it."""
+    dying: dict[Operation, list[Value]] = {}
+    seen = set(kept)
+    for operation in reversed(operations):
         last = [value for value in dict.fromkeys((*operation.operands, *operation.tensors)) if value not in seen]
         dying[operation] = last
         seen.update(last)
-    dying[None] = [value for value in dict.fromkeys(graph.inputs) if value not in seen]
     return dying
+
+
+def unused_inputs(graph: Graph) -> list[Value]:
+    """The inputs that no operation and no output uses."""
+    used = {*graph.outputs, *(value for operation in graph.operations for value in operation.operands)}
+    return [value for value in graph.inputs if value not in used]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -14,39 +15,41 @@ from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.mesh import Mesh
 from spmd.errors import DivergenceError
 from spmd.ir.effects import Effect, effect_of
-from spmd.ir.graph import Operation, iterate_leaves
+from spmd.ir.graph import Graph, Operation, iterate_leaves
 from spmd.ir.random_operators import TEMPLATED
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.codegen import RankProgram, generate, name_origin
+from spmd.runtime.lockstep import Running, generate_lockstep
 from spmd.runtime.torch_settings import drawing_from, generator_state, run_isolated
-
-Rank: TypeAlias = Generator[tuple[Any, Any], Any, None]
-"""A rank's program that is running; see `spmd.runtime.codegen.RankProgram`."""
+from spmd.runtime.varying import varying_axes
 
 
 class VirtualProgram:
-    """A local program, compiled for every rank of a virtual mesh.
+    """A local program, compiled for all ranks of a virtual mesh.
 
     Ranks run one after the other up to an operation with an effect. A collective is then computed by one function over
-    the operands of all ranks. Random numbers are drawn once and shared by all ranks. A value is freed after its last
-    use on its rank. If there is no such operation, the programs are plain functions.
+    the operands of all ranks. Random numbers are drawn once and shared by all ranks. What ranks with one program
+    compute from equal tensors is computed once for all of them (`spmd.runtime.varying`), so replicas of an argument
+    must be equal. A value is freed after its last use.
     """
-
-    __slots__ = ("_functions", "_is_lockstep", "_mesh")
 
     def __init__(self, program: LocalProgram) -> None:
         self._mesh = program.mesh
-        graphs = [program.graph(coordinate) for coordinate in program.mesh.coordinates()]
-        distinct = list(dict.fromkeys(graphs))
-        self._is_lockstep = any(_needs_runtime(operation) for graph in distinct for operation in graph.operations)
-        lockstep = program.mesh if self._is_lockstep else None
-        generated = {graph: generate(graph, lockstep) for graph in distinct}
-        self._functions = [generated[graph].function for graph in graphs]
+        self._graphs = [program.graph(coordinate) for coordinate in program.mesh.coordinates()]
+        ranks: dict[Graph, list[int]] = {}
+        for rank, graph in enumerate(self._graphs):
+            ranks.setdefault(graph, []).append(rank)
+        varying = varying_axes(list(ranks), program.mesh, program.input_specs)
+        self._programs = [generate_lockstep(graph, program.mesh, held, varying) for graph, held in ranks.items()]
 
-    @property
+    @cached_property
     def functions(self) -> Sequence[RankProgram]:
-        """The programs of all ranks as functions of their local inputs; empty if they run in lockstep."""
-        return () if self._is_lockstep else self._functions
+        """The programs of all ranks as functions of their local inputs; empty if they need other ranks or their own."""
+        distinct = dict.fromkeys(self._graphs)
+        if any(_needs_runtime(operation) for graph in distinct for operation in graph.operations):
+            return ()
+        generated = {graph: generate(graph).function for graph in distinct}
+        return [generated[graph] for graph in self._graphs]
 
     def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
         """Run the program once on all ranks.
@@ -56,7 +59,7 @@ class VirtualProgram:
                 other references are freed after their last use.
 
         Returns:
-            For each output the shards of all ranks, in rank order.
+            For each output the shards of all ranks, in rank order; ranks may share a tensor.
         """
         try:
             return run_isolated(self._run, inputs)
@@ -65,13 +68,9 @@ class VirtualProgram:
             raise
 
     def _run(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-        shards = [list(held) for held in zip(*inputs, strict=True)] if inputs else [[] for _ in self._functions]
-        inputs.clear()  # from here on, only the lists refer to the inputs, which the programs empty
-        programs = zip(self._functions, shards, strict=True)
-        if not self._is_lockstep:
-            return list(zip(*[function(held) for function, held in programs], strict=True))
-        ranks = [function(held, rank) for rank, (function, held) in enumerate(programs)]
-        return list(zip(*run_in_lockstep(self._mesh, ranks), strict=True))
+        programs = [program.start(inputs) for program in self._programs]
+        inputs.clear()  # from here on, only the programs refer to the inputs
+        return run_in_lockstep(self._mesh, programs)
 
 
 def _needs_runtime(operation: Operation) -> bool:
@@ -79,42 +78,54 @@ def _needs_runtime(operation: Operation) -> bool:
     return operation.effect is not None or operation.op in LOCALS
 
 
-def run_in_lockstep(mesh: Mesh, ranks: Sequence[Rank]) -> tuple[tuple[torch.Tensor, ...], ...]:
+def run_in_lockstep(mesh: Mesh, programs: Sequence[Running]) -> list[tuple[torch.Tensor, ...]]:
     """Run the programs of all ranks to their ends.
 
     Args:
         mesh: the mesh.
-        ranks: the programs, started, in rank order.
+        programs: the programs, started; each rank runs one of them.
 
     Returns:
-        The outputs of each rank.
+        For each output the shards of all ranks, in rank order.
 
     Raises:
         DivergenceError: ranks call different operators with effects, or different numbers of them.
     """
-    op, calls = _step([next(rank) for rank in ranks])
+    op, yielded = _step([next(program) for program in programs])
     while op is not None:
+        calls = _by_rank(mesh, yielded)
         try:
             results = _run(op, mesh, calls)
         except Exception as error:
-            ranks[0].throw(error)  # through its program, whose line then tells the operation and the user's line
+            programs[0].throw(error)  # through its program, whose line then tells the operation and the user's line
             raise
-        del calls  # frees the operands of a collective before the ranks go on
-        results.reverse()
-        op, calls = _step([rank.send(results) for rank in ranks])
-    return calls
+        del calls, yielded  # frees the operands of a collective before the ranks go on
+        copies = [results, *(list(results) for _ in programs[1:])]
+        del results  # so that only the programs refer to the results
+        op, yielded = _step([program.send(copies.pop()) for program in programs])
+    outputs = [list(zip(instances, positions, strict=True)) for instances, positions in yielded]
+    return [tuple(_by_rank(mesh, parts)) for parts in zip(*outputs, strict=True)]
 
 
-def _step(yielded: Sequence[tuple[Any, Any]]) -> tuple[Any, tuple[Any, ...]]:
-    """The operator that all ranks call next and the call of each; None and their outputs if they are at their ends."""
-    ops, calls = zip(*yielded, strict=True)
+def _by_rank(mesh: Mesh, yielded: Sequence[tuple[Sequence[Any], Mapping[int, int]]]) -> list[Any]:
+    """For each rank what its instance has; `yielded` has the instances and their positions for each program."""
+    found: list[Any] = [None] * mesh.size
+    for instances, positions in yielded:
+        for rank, position in positions.items():
+            found[rank] = instances[position]
+    return found
+
+
+def _step(yielded: Sequence[tuple[Any, Any, Any]]) -> tuple[Any, list[tuple[Any, Any]]]:
+    """The operator that all programs call next, None at their ends, and the rest of what each yields."""
+    ops = [op for op, _, _ in yielded]
     if ops.count(ops[0]) != len(ops):
         one, other = list(dict.fromkeys(ops))[:2]
         raise DivergenceError(
             f"Ranks run different programs: one calls {one or 'nothing more'} where another calls "
             f"{other or 'nothing more'}. Collectives and random operators must be the same on all ranks."
         )
-    return ops[0], calls
+    return ops[0], [(instances, positions) for _, instances, positions in yielded]
 
 
 def _run(op: Any, mesh: Mesh, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -135,13 +146,14 @@ def _draw(op: Any, mesh: Mesh, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
 
     In a manual region they may have other operands: each draws the same random numbers for its own.
     """
+    distinct = list({id(call): call for call in calls}.values())
+    first, *others = ([leaf for leaf in iterate_leaves(call) if isinstance(leaf, torch.Tensor)] for call in distinct)
     args, kwargs = calls[0]
-    first, *others = ([leaf for leaf in iterate_leaves(call) if isinstance(leaf, torch.Tensor)] for call in calls)
     if op in TEMPLATED or all(all(map(torch.equal, first, other)) for other in others):
         return [op(*args, **kwargs)] * len(calls)
-    state, results = generator_state(mesh.device), []
-    for args, kwargs in calls[1:]:
+    state, results = generator_state(mesh.device), {}
+    for call in distinct[1:]:
         with drawing_from(state, mesh.device):
-            results.append(op(*args, **kwargs))
-    args, kwargs = calls[0]
-    return [op(*args, **kwargs), *results]
+            results[id(call)] = op(*call[0], **call[1])
+    results[id(distinct[0])] = op(*args, **kwargs)
+    return [results[id(call)] for call in calls]

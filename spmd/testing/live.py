@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.ir.graph import Operation, iterate_leaves
 from spmd.lowering.program import LocalProgram
-from spmd.runtime.codegen import generate
+from spmd.runtime.lockstep import generate_lockstep
 
 
 class _Counter(TorchDispatchMode):
@@ -52,10 +52,13 @@ def peak_bytes(program: LocalProgram, donated: frozenset[int] = frozenset()) -> 
     held = [tensor for position, tensor in enumerate(inputs) if position not in donated]
     stops = iter([operation for operation in graph.operations if operation.effect is not None])
     with torch.no_grad(), _Counter([*inputs, *(tensor for _, tensor in graph.constants)]) as counter:
-        rank = generate(graph, program.mesh).function(inputs, 0)
+        rank = generate_lockstep(graph, program.mesh, [0]).start([[tensor] for tensor in inputs])
+        inputs.clear()
         waiting = [next(rank)]
         while waiting[0][0] is not None:
-            result = [_made_up(next(stops), *waiting.pop()[1])]
+            ((args, kwargs),) = waiting.pop()[1]
+            result = [_made_up(next(stops), args, kwargs)]
+            del args, kwargs
             waiting.append(rank.send(result))
     del held
     return counter.peak

@@ -26,7 +26,7 @@ from spmd.collectives.primitives import PRIMITIVES, inverse_permutation
 from spmd.core.mesh import make_mesh
 from spmd.core.spec import chunk_bounds
 from spmd.errors import SpmdError
-from spmd.runtime.codegen import generate
+from spmd.runtime.lockstep import generate_lockstep
 from spmd.runtime.virtual import run_in_lockstep
 from spmd.tracing.trace import trace_flat
 
@@ -58,10 +58,10 @@ def lockstep(function, mesh, arguments):
     """What each rank computes: the programs of the ranks, traced one by one, run on all ranks together."""
     programs = [trace(function, mesh, args) for args in arguments]
     ranks = [
-        generate(graph, mesh).function(tree_flatten(args)[0], rank)
+        generate_lockstep(graph, mesh, [rank]).start([{rank: leaf} for leaf in tree_flatten(args)[0]])
         for rank, ((graph, _), args) in enumerate(zip(programs, arguments, strict=True))
     ]
-    outputs = run_in_lockstep(mesh, ranks)
+    outputs = zip(*run_in_lockstep(mesh, ranks), strict=True)
     return [result(leaves) for leaves, (_, result) in zip(outputs, programs, strict=True)]
 
 

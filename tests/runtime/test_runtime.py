@@ -15,7 +15,8 @@ from spmd.core.mesh import make_mesh
 from spmd.core.spec import P
 from spmd.inspect.plan import Plan
 from spmd.runtime import VirtualProgram
-from spmd.runtime.codegen import generate
+from spmd.runtime.lockstep import generate_lockstep
+from spmd.runtime.varying import varying_axes
 
 aten = torch.ops.aten
 
@@ -120,16 +121,51 @@ def test_generated_text_deletes_and_yields() -> None:
     x = builder.input("x", (4,), P("m"))
     moved = builder.move(builder.call(aten.neg.default, (x,), [((4,), P("m"))]), P())
     program = lowered(builder.plan(moved))
-    assert generate(program.graph(), program.mesh).source.splitlines() == [
-        "def program(inputs, rank):",
-        "    [v0] = inputs",
+    expected = [
+        "def program(inputs):",
+        "    [[v0]] = inputs",
         "    inputs.clear()",
         "    v1 = g0(v0)",
         "    del v0",
-        "    v2 = (yield g1, ((v1, 0, 4, ['m'], ), {})).pop()",
+        "    results = yield g1, [((v1, 0, 4, ['m'], ), {})], g2",
+        "    v2 = results[1]",
+        "    results.clear()",
         "    del v1",
-        "    yield None, (v2, )",
+        "    yield None, ([v2], ), g3",
     ]
+    assert expected == generate_lockstep(program.graph(), program.mesh, [1]).generated.source.splitlines()
+
+
+def test_generated_text_of_several_ranks_computes_instances_in_a_loop() -> None:
+    builder = PlanBuilder(make_mesh({"m": 2}, runtime="virtual"))
+    w, x = builder.input("w", (4,), P()), builder.input("x", (4,), P("m"))
+    twice = builder.call(aten.neg.default, (w,), [((4,), P())])
+    moved = builder.move(builder.call(aten.neg.default, (x,), [((4,), P("m"))]), P())
+    program = lowered(builder.plan(builder.call(aten.add.Tensor, (moved, twice), [((4,), P())])))
+    varying = varying_axes([program.graph()], program.mesh, program.input_specs)
+    expected = [
+        "def program(inputs):",
+        "    [[v0], v1s] = inputs",
+        "    inputs.clear()",
+        "    v2 = g0(v0)",
+        "    del v0",
+        "    v3s = []",
+        "    for index, rank in enumerate(g1):",
+        "        v1, v1s[index] = v1s[index], None",
+        "        v3 = g0(v1)",
+        "        v3s.append(v3)",
+        "        del v1, v3",
+        "    del v1s",
+        "    results = yield g2, [((v3s[index], 0, 4, ['m'], ), {}) for index, rank in enumerate(g1)], g3",
+        "    v4 = results[0]",
+        "    results.clear()",
+        "    del v3s",
+        "    v5 = g4(v4, v2)",
+        "    del v4, v2",
+        "    yield None, ([v5], ), g5",
+    ]
+    generated = generate_lockstep(program.graph(), program.mesh, range(2), varying).generated
+    assert expected == generated.source.splitlines()
 
 
 @pytest.mark.parametrize("scalar", [float("inf"), float("-inf"), 1e300, -3, True])

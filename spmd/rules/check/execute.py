@@ -20,7 +20,7 @@ from spmd.ir.call import Call
 from spmd.ir.graph import Graph
 from spmd.rules.rule import Body, FactorDims, Factors, Rule
 from spmd.rules.strategy import Strategy
-from spmd.runtime.codegen import generate
+from spmd.runtime.lockstep import generate_lockstep
 from spmd.runtime.virtual import run_in_lockstep
 from spmd.tracing.trace import trace_flat
 
@@ -201,10 +201,10 @@ def run_body(
     with axis_environment(mesh.axes):
         traces = [_traced(body, mesh, call, *given) for call, given in zip(calls, arguments, strict=True)]
     ranks = [
-        generate(graph, mesh).function(list(tensors_of((*args, *kwargs.values()))), rank)
+        generate_lockstep(graph, mesh, [rank]).start([{rank: x} for x in tensors_of((*args, *kwargs.values()))])
         for rank, (graph, (args, kwargs)) in enumerate(zip(traces, arguments, strict=True))
     ]
-    return list(run_in_lockstep(mesh, ranks))
+    return list(zip(*run_in_lockstep(mesh, ranks), strict=True))
 
 
 def _traced(body: Body, mesh: Mesh, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:

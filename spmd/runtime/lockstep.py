@@ -1,0 +1,267 @@
+"""Python source for ranks that run one program in lockstep in one process: each value is computed once per instance.
+
+Ranks that hold equal tensors share one, an instance. The code computes what lies between two operations with effects
+(collectives, random operators) for one instance after the other, in a loop, and what has a single instance, outside of
+any loop: as it depends on nothing that varies, it stands before. A variable `v` holds an instance, a list `vs` all
+instances of a value that is used outside of the loop that computes it.
+
+The code is a generator that suspends at every effect: `results = yield op, calls, positions` passes a call for each
+instance, and the number of the instance for each rank, to the runtime, and is sent a list of the results of all ranks,
+which it empties, so that only the program holds references to them. It finally yields None, the instances of each
+output, and their positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+
+from spmd.collectives.group import group_of
+from spmd.collectives.local import LOCALS, Local
+from spmd.core.mesh import Mesh
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.runtime.codegen import Generated, Writer, aliases_of, kept_values, last_uses, unused_inputs
+from spmd.runtime.varying import Axes, operand_axes
+
+Running: TypeAlias = Generator[tuple[Any, Sequence[Any], Any], list[Any], None]
+"""A program that is running."""
+
+
+@attrs.frozen(eq=False)
+class Instances:
+    """The instances of values that vary along the same axes.
+
+    Args:
+        ranks: the first rank of each instance.
+        positions: for each rank, the number of its instance.
+    """
+
+    ranks: tuple[int, ...]
+    positions: Mapping[int, int]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether all ranks hold the same tensor."""
+        return len(self.ranks) == 1
+
+
+@attrs.frozen(eq=False)
+class LockstepProgram:
+    """The program of ranks that run in lockstep.
+
+    Args:
+        generated: the function, which takes for each input a list of its instances, and its source.
+        inputs: the instances of each input.
+    """
+
+    generated: Generated
+    inputs: tuple[Instances, ...]
+
+    def start(self, shards: Sequence[Mapping[int, torch.Tensor] | Sequence[torch.Tensor]]) -> Running:
+        """The program, not yet running; `shards` has for each input the shards by rank."""
+        pairs = zip(shards, self.inputs, strict=True)
+        return self.generated.function([[held[rank] for rank in instances.ranks] for held, instances in pairs])  # type: ignore[no-any-return]
+
+
+def generate_lockstep(
+    graph: Graph, mesh: Mesh, ranks: Sequence[int], varying: Mapping[Value, Axes] = MappingProxyType({})
+) -> LockstepProgram:
+    """Compile the program that some ranks run.
+
+    Args:
+        graph: the program.
+        mesh: the mesh.
+        ranks: the ranks, ascending.
+        varying: the axes along which values vary; values vary along all axes by default.
+    """
+    writer = _Lockstep(graph, mesh, tuple(ranks), varying)
+    return LockstepProgram(writer.generated(), tuple(map(writer.instances, graph.inputs)))
+
+
+@attrs.frozen(eq=False)
+class _Segment:
+    """Operations without effects on the same instances, or one operation with an effect."""
+
+    instances: Instances
+    operations: tuple[Operation, ...]
+
+
+class _Lockstep:
+    """The source under construction."""
+
+    def __init__(self, graph: Graph, mesh: Mesh, ranks: tuple[int, ...], varying: Mapping[Value, Axes]) -> None:
+        self.graph, self.mesh, self.ranks = graph, mesh, ranks
+        every = frozenset(mesh.names)
+        values = [*graph.inputs, *(value for operation in graph.operations for value in operation.tensors)]
+        self.varying = {value: varying.get(value, every) for value in values}
+        self.varying.update((value, frozenset()) for value, _ in graph.constants)
+        self.known: dict[tuple[int, ...], Instances] = {}
+        self.by_axes: dict[Axes, Instances] = {}
+        self.segments = [segment for region in self.regions() for segment in region]
+        operations = [operation for segment in self.segments for operation in segment.operations]
+        self.dying = last_uses(operations, kept_values(graph))
+        self.writer = Writer(graph)
+        self.lines = self.writer.lines
+
+    def along(self, axes: Axes) -> Instances:
+        """The instances of what varies along some axes."""
+        if axes not in self.by_axes:
+            dims = [self.mesh.axis_position(axis) for axis in self.mesh.names if axis in axes]
+            places = [tuple(self.mesh.coordinate(rank)[dim] for dim in dims) for rank in self.ranks]
+            numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+            key = tuple(numbers[place] for place in places)
+            first = tuple(self.ranks[key.index(number)] for number in numbers.values())
+            made = Instances(first, dict(zip(self.ranks, key, strict=True)))
+            self.by_axes[axes] = self.known.setdefault(key, made)
+        return self.by_axes[axes]
+
+    def instances(self, value: Value) -> Instances:
+        """The instances of a value."""
+        return self.along(self.varying[value])
+
+    def regions(self) -> Sequence[Sequence[_Segment]]:
+        """The segments between effects, and those of effects.
+
+        Between effects, an operation has at least as many instances as its operands, so that what has fewer comes
+        first.
+        """
+        found = []
+        for effect, group in itertools.groupby(self.graph.operations, lambda operation: operation.effect is not None):
+            if effect:
+                found.append([_Segment(self.along(operand_axes(o, self.varying)), (o,)) for o in group])
+                continue
+            by_instances: dict[Instances, list[Operation]] = {}
+            for operation in group:
+                by_instances.setdefault(self.instances(operation.tensors[0]), []).append(operation)
+            segments = [_Segment(instances, tuple(held)) for instances, held in by_instances.items()]
+            found.append(sorted(segments, key=lambda segment: len(segment.instances.ranks)))
+        return found
+
+    def generated(self) -> Generated:
+        """The program."""
+        name = lambda value: f"[{self.name(value)}]" if self.instances(value).is_single else self.name(value)  # noqa: E731
+        self.lines += ["def program(inputs):", f"    [{', '.join(map(name, self.graph.inputs))}] = inputs"]
+        self.lines.append("    inputs.clear()")
+        self.free(unused_inputs(self.graph))
+        for segment in self.segments:
+            if segment.operations[0].effect is not None:
+                self.effect(segment.operations[0], segment.instances)
+            elif segment.instances.is_single:
+                self.straight(segment)
+            else:
+                self.loop(segment)
+        aliases = aliases_of(self.graph)
+        outputs = "".join(f"{self.output(value, clone=value in aliases)}, " for value in self.graph.outputs)
+        positions = self.writer.reference([self.instances(value).positions for value in self.graph.outputs])
+        self.lines.append(f"    yield None, ({outputs}), {positions}")
+        return self.writer.compiled()
+
+    def name(self, value: Value) -> str:
+        """The variable outside of loops: of the instance, or of the list of instances."""
+        return f"{self.writer.variable(value)}{'' if self.instances(value).is_single else 's'}"
+
+    def item(self, value: Value, instances: Instances) -> str:
+        """The instance of a value in a loop over instances."""
+        held = self.instances(value)
+        if held.is_single:
+            return self.name(value)
+        index = "index" if held is instances else f"{self.writer.reference(held.positions)}[rank]"
+        return f"{self.name(value)}[{index}]"
+
+    def free(self, values: Sequence[Value]) -> None:
+        if values:
+            self.lines.append(f"    del {', '.join(map(self.name, values))}")
+
+    def output(self, value: Value, *, clone: bool) -> str:
+        """The list of the instances of an output."""
+        copy = ".clone()" if clone else ""
+        if self.instances(value).is_single:
+            return f"[{self.writer.argument(value)}{copy}]"
+        return f"[v{copy} for v in {self.name(value)}]" if clone else self.name(value)
+
+    def effect(self, operation: Operation, instances: Instances) -> None:
+        """An operation with an effect: the calls of all its instances."""
+        variable = lambda value: self.item(value, instances)  # noqa: E731
+        argument = lambda leaf: self.writer.argument(leaf, variable)  # noqa: E731
+        arguments = "".join(f"{argument(leaf)}, " for leaf in operation.args)
+        options = ", ".join(f"{key!r}: {argument(leaf)}" for key, leaf in operation.kwargs.items())
+        loop = "" if instances.is_single else f" for index, rank in enumerate({self.writer.reference(instances.ranks)})"
+        op, positions = self.writer.reference(operation.op), self.writer.reference(instances.positions)
+        self.writer.locate(operation)
+        self.lines.append(f"    results = yield {op}, [(({arguments}), {{{options}}}){loop}], {positions}")
+        for number, value in enumerate(operation.results):
+            if value is None:
+                continue
+            item, held = f"[{number}]" if operation.returns_tuple else "", self.instances(value)
+            if held.is_single:
+                self.lines.append(f"    {self.name(value)} = results[{held.ranks[0]}]{item}")
+            else:
+                ranks = self.writer.reference(held.ranks)
+                self.lines.append(f"    {self.name(value)} = [results[rank]{item} for rank in {ranks}]")
+        self.lines.append("    results.clear()")
+        self.free(self.dying[operation])
+
+    def straight(self, segment: _Segment) -> None:
+        """Operations with a single instance."""
+        for operation in segment.operations:
+            self.writer.write(operation, "    ", self.call(operation, segment.instances))
+            self.free(self.dying[operation])
+
+    def loop(self, segment: _Segment) -> None:
+        """Operations for one instance after the other."""
+        made = dict.fromkeys(value for operation in segment.operations for value in operation.tensors)
+        dying = [value for operation in segment.operations for value in self.dying[operation]]
+        listed = [value for value in made if value not in dying]
+        self.lines += [f"    {self.name(value)} = []" for value in listed]
+        self.lines.append(f"    for index, rank in enumerate({self.writer.reference(segment.instances.ranks)}):")
+        operands = [value for operation in segment.operations for value in operation.operands]
+        outside = {value for value in operands if self.instances(value).is_single}
+        last, loaded = last_uses(segment.operations, outside), {*made, *outside}
+        indent = " " * 8
+        for operation in segment.operations:
+            for value in operation.operands:
+                if value not in loaded:
+                    loaded.add(value)
+                    self.load(value, segment.instances, dies=value in dying)
+            self.writer.write(operation, indent, self.call(operation, segment.instances))
+            for value in operation.tensors:
+                if value in listed:
+                    self.lines.append(f"{indent}{self.name(value)}.append({self.writer.variable(value)})")
+            if last[operation]:
+                self.lines.append(f"{indent}del {', '.join(map(self.writer.variable, last[operation]))}")
+        self.free([value for value in dying if value not in made])
+
+    def load(self, value: Value, instances: Instances, *, dies: bool) -> None:
+        """Read an instance from its list, and take it out if no other iteration reads it and no later operation."""
+        item, variable = self.item(value, instances), self.writer.variable(value)
+        if dies and self.instances(value) is instances:
+            self.lines.append(f"        {variable}, {item} = {item}, None")
+        else:
+            self.lines.append(f"        {variable} = {item}")
+
+    def call(self, operation: Operation, instances: Instances) -> str:
+        """The expression that calls an operator; what depends on the rank is bound for each instance."""
+        if operation.op not in LOCALS:
+            return self.writer.call(operation)
+        bound = [_bind(operation, self.mesh, rank) for rank in instances.ranks]
+        function = self.writer.reference(bound[0] if instances.is_single else bound)
+        operands = ", ".join(map(self.writer.argument, operation.operands))
+        return f"{function}{'' if instances.is_single else '[index]'}({operands})"
+
+
+def _bind(operation: Operation, mesh: Mesh, rank: int) -> Local:
+    """A primitive that does not communicate, as a function of its operand, if it has one."""
+    *given, axes = _positional(operation)
+    group, index = group_of(mesh, tuple(axes), rank)
+    arguments = [leaf.meta if isinstance(leaf, Value) else leaf for leaf in given]
+    return LOCALS[operation.op](group, index, *arguments)
+
+
+def _positional(operation: Operation) -> Sequence[Any]:
+    rest = operation.op._schema.arguments[len(operation.args) :]
+    return (*operation.args, *(operation.kwargs[argument.name] for argument in rest))

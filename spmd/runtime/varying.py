@@ -1,0 +1,76 @@
+"""Along which mesh axes the values of a program vary: ranks that differ only in other axes hold equal tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from spmd.collectives.host import HOST_PRINT
+from spmd.collectives.local import LOCALS
+from spmd.collectives.primitives import ALL_GATHER, ALL_REDUCE, COLLECTIVES, PCAST, UNTYPED
+from spmd.core.mesh import Mesh
+from spmd.core.spec import DTensorSpec
+from spmd.ir.effects import Effect
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.random_operators import TEMPLATED
+
+Axes: TypeAlias = frozenset[str]
+
+_INVARIANT = (ALL_REDUCE.op, ALL_GATHER.op)
+"""The collectives of which all ranks of a group get the same result."""
+
+
+def varying_axes(graphs: Sequence[Graph], mesh: Mesh, specs: Sequence[DTensorSpec]) -> Mapping[Value, Axes]:
+    """The mesh axes along which each value may vary.
+
+    Args:
+        graphs: the programs of all ranks, each once.
+        mesh: the mesh.
+        specs: the specs of their inputs.
+    """
+    found: dict[Value, Axes] = {}
+    for graph in graphs:
+        found.update((value, frozenset()) for value, _ in graph.constants)
+        found.update((value, _axes_of(spec)) for value, spec in zip(graph.inputs, specs, strict=True))
+    waiting = [_up_to_effects(graph, found) for graph in graphs]
+    for operations in itertools.zip_longest(*waiting):  # what a rank gets depends on the operands of all ranks
+        together = [operation for operation in operations if operation is not None]
+        operands = frozenset[str]().union(*(operand_axes(operation, found) for operation in together))
+        for operation in together:
+            found.update(dict.fromkeys(operation.tensors, _effect_axes(operation, operands, frozenset(mesh.names))))
+    return found
+
+
+def _axes_of(spec: DTensorSpec) -> Axes:
+    return frozenset([*itertools.chain(*spec.dims), *(axis for axis, _ in spec.partial)])
+
+
+def _up_to_effects(graph: Graph, found: dict[Value, Axes]) -> Iterator[Operation]:
+    """The operations with effects; the axes of all other results are put in `found`."""
+    for operation in graph.operations:
+        if operation.effect is not None:
+            yield operation
+            continue
+        found.update(dict.fromkeys(operation.tensors, operand_axes(operation, found)))
+
+
+def operand_axes(operation: Operation, found: Mapping[Value, Axes]) -> Axes:
+    """The axes along which a call varies, of which `found` has the operands."""
+    axes = frozenset[str]().union(*(found[operand] for operand in operation.operands))
+    return axes | _named(operation) if operation.op in LOCALS and operation.op is not PCAST.op else axes
+
+
+def _effect_axes(operation: Operation, operands: Axes, every: Axes) -> Axes:
+    """The axes along which the results of an operation with an effect vary."""
+    if operation.op in COLLECTIVES:
+        named = _named(operation)
+        return operands - named if UNTYPED.get(operation.op, operation.op) in _INVARIANT else operands | named
+    if operation.effect is Effect.RANDOM:
+        return frozenset() if operation.op in TEMPLATED else operands
+    return frozenset() if operation.op is HOST_PRINT else every
+
+
+def _named(operation: Operation) -> Axes:
+    """The axes that a primitive names."""
+    return frozenset(operation.kwargs["axes"] if "axes" in operation.kwargs else operation.args[-1])
