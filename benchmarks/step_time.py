@@ -27,7 +27,7 @@ import gpt
 import layouts
 import spmd
 from comms import workload_batch
-from textbook import WORKLOAD
+from textbook import BATCH, WORKLOAD
 from training import Training, init, make_step
 
 STEPS = 15
@@ -68,9 +68,9 @@ class Timed:
         self.seconds.append(time.process_time() - start)
 
 
-def measure(name: str, config: gpt.Config = WORKLOAD, steps: int = STEPS) -> StepTime:
-    """Time a strategy on its own mesh, and the same step on one device, in turns."""
-    strategy, batch = layouts.STRATEGIES[name], workload_batch(config)
+def measure(name: str, config: gpt.Config = WORKLOAD, steps: int = STEPS, size: int = BATCH) -> StepTime:
+    """Time a strategy on its own mesh, and the same step on one device, in turns; `size` is that of the batch."""
+    strategy, batch = layouts.STRATEGIES[name], workload_batch(config, size)
     training = Training(config, strategy, spmd.make_mesh(strategy.mesh, runtime="virtual"))
     state, step = training.init(), training.step()
     start = time.process_time()
