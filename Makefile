@@ -66,6 +66,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/call_overhead.py
 	$(BIN)/python benchmarks/eager_overhead.py
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/virtual_ranks.py
 	$(BIN)/python benchmarks/rank_overhead.py
 
 # A training step beside DDP, FSDP2 and parallelize_module: ARGS='--strategies dp --sizes 128x16' for some of the cases.

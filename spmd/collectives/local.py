@@ -32,8 +32,7 @@ def _to_partial(group: Group, index: int, operand: TensorMeta, op: str) -> Local
 
 
 def _constant(value: int) -> Local:
-    tensor = torch.tensor(value)
-    return lambda: tensor
+    return lambda: torch.tensor(value)
 
 
 LOCALS: Mapping[torch._ops.OpOverload, Callable[..., Local]] = MappingProxyType(
@@ -49,23 +48,28 @@ LOCALS: Mapping[torch._ops.OpOverload, Callable[..., Local]] = MappingProxyType(
 """
 
 
-def run_local(op: torch._ops.OpOverload, mesh: Mesh, rank: int, *args: Any) -> Tensor:
-    """Run one call of a primitive on one rank.
+def bind_local(op: torch._ops.OpOverload, mesh: Mesh, rank: int, *args: Any) -> Local:
+    """One call of a primitive on one rank as a function of its operand, if it has one.
 
     Args:
         op: a primitive in `LOCALS`.
         mesh: the mesh.
         rank: the rank's number.
-        args: the arguments of the call.
+        args: the arguments of the call, with the meta of the operand.
+    """
+    *given, axes = args
+    group, index = group_of(mesh, tuple(axes), rank)
+    return LOCALS[op](group, index, *given)
+
+
+def run_local(op: torch._ops.OpOverload, mesh: Mesh, rank: int, *args: Any) -> Tensor:
+    """Run one call of a primitive on one rank; arguments as those of `bind_local`, with the operand itself.
 
     >>> from spmd.core.mesh import make_mesh
     >>> mesh = make_mesh({"x": 2}, runtime="virtual")
     >>> run_local(torch.ops.spmd.shard.default, mesh, 1, torch.arange(4), 0, 2, ["x"])
     tensor([2, 3])
     """
-    *given, axes = args
-    group, index = group_of(mesh, tuple(axes), rank)
-    if given and isinstance(given[0], Tensor):
-        x, *rest = given
-        return LOCALS[op](group, index, TensorMeta.of(x), *rest)(x)
-    return LOCALS[op](group, index, *given)()
+    operands = [arg for arg in args if isinstance(arg, Tensor)]
+    metas = (TensorMeta.of(arg) if isinstance(arg, Tensor) else arg for arg in args)
+    return bind_local(op, mesh, rank, *metas)(*operands)

@@ -15,7 +15,6 @@ import attrs
 import torch
 
 from spmd.collectives.distributed.bucket import Bucket
-from spmd.collectives.local import LOCALS
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.in_place import InPlace
 from spmd.runtime.bindings import callable_of
@@ -155,14 +154,13 @@ def _callable_of(operation: Operation) -> Callable[..., Any]:
 
 
 def aliases_of(graph: Graph) -> set[Value]:
-    """The values that may alias a constant of the program or the index of a rank, which the caller must not be able
-    to write to, or a bucket, which would be held as a whole.
+    """The values that may alias a constant of the program, which the caller must not be able to write to, or a bucket,
+    which would be held as a whole.
     """
     found = {value for value, _ in graph.constants}
     for operation in graph.operations:
         is_bucket = isinstance(operation.op, MethodType) and isinstance(operation.op.__self__, Bucket)
-        is_bound = operation.op in LOCALS and not operation.operands
-        if is_bucket or is_bound or (operation.operands and operation.operands[0] in found and _may_alias(operation)):
+        if is_bucket or (operation.operands and operation.operands[0] in found and _may_alias(operation)):
             found.update(operation.tensors)
     return found
 

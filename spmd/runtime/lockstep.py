@@ -21,8 +21,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from spmd.collectives.group import group_of
-from spmd.collectives.local import LOCALS, Local
+from spmd.collectives.local import LOCALS, Local, bind_local
 from spmd.core.mesh import Mesh
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.runtime.codegen import Generated, Writer, aliases_of, kept_values, last_uses, unused_inputs
@@ -256,12 +255,6 @@ class _Lockstep:
 
 def _bind(operation: Operation, mesh: Mesh, rank: int) -> Local:
     """A primitive that does not communicate, as a function of its operand, if it has one."""
-    *given, axes = _positional(operation)
-    group, index = group_of(mesh, tuple(axes), rank)
-    arguments = [leaf.meta if isinstance(leaf, Value) else leaf for leaf in given]
-    return LOCALS[operation.op](group, index, *arguments)
-
-
-def _positional(operation: Operation) -> Sequence[Any]:
     rest = operation.op._schema.arguments[len(operation.args) :]
-    return (*operation.args, *(operation.kwargs[argument.name] for argument in rest))
+    args = (*operation.args, *(operation.kwargs[argument.name] for argument in rest))
+    return bind_local(operation.op, mesh, rank, *(leaf.meta if isinstance(leaf, Value) else leaf for leaf in args))

@@ -116,9 +116,7 @@ def test_a_value_is_computed_once_for_the_ranks_that_hold_it(spec: P, count: int
 
 
 def test_what_follows_a_sum_over_ranks_is_computed_once() -> None:
-    counts = counted(
-        make_mesh({"x": 4}, runtime="virtual"), lambda x: x.exp().sum().sin(), (P("x"),), torch.ones(8, 2)
-    )
+    counts = counted(make_mesh({"x": 4}, runtime="virtual"), lambda x: x.exp().sum().sin(), (P("x"),), torch.ones(8, 2))
     assert (4, 1) == (counts["exp"], counts["sin"])
 
 
