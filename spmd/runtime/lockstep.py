@@ -61,10 +61,14 @@ class LockstepProgram:
     generated: Generated
     inputs: tuple[Instances, ...]
 
-    def start(self, shards: Sequence[Mapping[int, torch.Tensor] | Sequence[torch.Tensor]]) -> Running:
-        """The program, not yet running; `shards` has for each input the shards by rank."""
-        pairs = zip(shards, self.inputs, strict=True)
-        return self.generated.function([[held[rank] for rank in instances.ranks] for held, instances in pairs])  # type: ignore[no-any-return]
+    def start(self, shards: Sequence[Sequence[torch.Tensor]]) -> Running:
+        """The program, not yet running; `shards` has for each input the shards of all ranks, in rank order."""
+        return self.generated.function(  # type: ignore[no-any-return]
+            [
+                list(held) if len(held) == len(instances.ranks) else [held[rank] for rank in instances.ranks]
+                for held, instances in zip(shards, self.inputs, strict=True)
+            ]
+        )
 
 
 def generate_lockstep(
@@ -111,12 +115,12 @@ class _Lockstep:
         """The instances of what varies along some axes."""
         if axes not in self.by_axes:
             dims = [self.mesh.axis_position(axis) for axis in self.mesh.names if axis in axes]
-            places = [tuple(self.mesh.coordinate(rank)[dim] for dim in dims) for rank in self.ranks]
-            numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
-            key = tuple(numbers[place] for place in places)
-            first = tuple(self.ranks[key.index(number)] for number in numbers.values())
-            made = Instances(first, dict(zip(self.ranks, key, strict=True)))
-            self.by_axes[axes] = self.known.setdefault(key, made)
+            places = {rank: tuple(self.mesh.coordinate(rank)[dim] for dim in dims) for rank in self.ranks}
+            first = {place: rank for rank, place in reversed(places.items())}
+            ranks = tuple(sorted(first.values()))
+            numbers = {rank: number for number, rank in enumerate(ranks)}
+            made = Instances(ranks, {rank: numbers[first[place]] for rank, place in places.items()})
+            self.by_axes[axes] = self.known.setdefault(tuple(made.positions.values()), made)
         return self.by_axes[axes]
 
     def instances(self, value: Value) -> Instances:
@@ -214,8 +218,8 @@ class _Lockstep:
     def loop(self, segment: _Segment) -> None:
         """Operations for one instance after the other."""
         made = dict.fromkeys(value for operation in segment.operations for value in operation.tensors)
-        dying = [value for operation in segment.operations for value in self.dying[operation]]
-        listed = [value for value in made if value not in dying]
+        dying = dict.fromkeys(value for operation in segment.operations for value in self.dying[operation])
+        listed = {value: None for value in made if value not in dying}
         self.lines += [f"    {self.name(value)} = []" for value in listed]
         self.lines.append(f"    for index, rank in enumerate({self.writer.reference(segment.instances.ranks)}):")
         operands = [value for operation in segment.operations for value in operation.operands]

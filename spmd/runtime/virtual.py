@@ -103,12 +103,15 @@ def run_in_lockstep(mesh: Mesh, programs: Sequence[Running]) -> list[tuple[torch
         copies = [results, *(list(results) for _ in programs[1:])]
         del results  # so that only the programs refer to the results
         op, yielded = _step([program.send(copies.pop()) for program in programs])
-    outputs = [list(zip(instances, positions, strict=True)) for instances, positions in yielded]
+    outputs = [zip(instances, positions, strict=True) for instances, positions in yielded]
     return [tuple(_by_rank(mesh, parts)) for parts in zip(*outputs, strict=True)]
 
 
-def _by_rank(mesh: Mesh, yielded: Sequence[tuple[Sequence[Any], Mapping[int, int]]]) -> list[Any]:
+def _by_rank(mesh: Mesh, yielded: Sequence[tuple[Sequence[Any], Mapping[int, int]]]) -> Sequence[Any]:
     """For each rank what its instance has; `yielded` has the instances and their positions for each program."""
+    if len(yielded) == 1:
+        ((instances, positions),) = yielded
+        return instances if len(instances) == mesh.size else [instances[number] for number in positions.values()]
     found: list[Any] = [None] * mesh.size
     for instances, positions in yielded:
         for rank, position in positions.items():

@@ -57,10 +57,8 @@ def trace(function, mesh, args):
 def lockstep(function, mesh, arguments):
     """What each rank computes: the programs of the ranks, traced one by one, run on all ranks together."""
     programs = [trace(function, mesh, args) for args in arguments]
-    ranks = [
-        generate_lockstep(graph, mesh, [rank]).start([{rank: leaf} for leaf in tree_flatten(args)[0]])
-        for rank, ((graph, _), args) in enumerate(zip(programs, arguments, strict=True))
-    ]
+    shards = list(zip(*(tree_flatten(args)[0] for args in arguments), strict=True))
+    ranks = [generate_lockstep(graph, mesh, [rank]).start(shards) for rank, (graph, _) in enumerate(programs)]
     outputs = zip(*run_in_lockstep(mesh, ranks), strict=True)
     return [result(leaves) for leaves, (_, result) in zip(outputs, programs, strict=True)]
 

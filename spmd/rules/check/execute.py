@@ -200,10 +200,8 @@ def run_body(
     mesh = Mesh((AXIS,), (len(arguments),))
     with axis_environment(mesh.axes):
         traces = [_traced(body, mesh, call, *given) for call, given in zip(calls, arguments, strict=True)]
-    ranks = [
-        generate_lockstep(graph, mesh, [rank]).start([{rank: x} for x in tensors_of((*args, *kwargs.values()))])
-        for rank, (graph, (args, kwargs)) in enumerate(zip(traces, arguments, strict=True))
-    ]
+    shards = list(zip(*(tensors_of((*args, *kwargs.values())) for args, kwargs in arguments), strict=True))
+    ranks = [generate_lockstep(graph, mesh, [rank]).start(shards) for rank, graph in enumerate(traces)]
     return list(zip(*run_in_lockstep(mesh, ranks), strict=True))
 
 
