@@ -208,3 +208,47 @@ def test_instances_are_freed_one_by_one() -> None:
         for graph in (Graph((a,), (), order, (b, total)) for order in ((reduced, negated), (negated, reduced)))
     ]
     assert [True, False] == freed
+
+
+def test_writes_never_reach_a_shared_tensor() -> None:
+    mesh = make_mesh({"x": 4}, runtime="virtual")
+    twice = spmd.jit(lambda w: w * 2, P(), P(), mesh=mesh)(torch.ones(3))
+    assert 1 == len({shard.data_ptr() for shard in twice.shards})
+
+    def local(w: torch.Tensor) -> torch.Tensor:
+        w.add_(1)
+        return w * (collectives.axis_index("x") + 1)
+
+    mapped = spmd.shard_map(local, mesh, in_specs=P(), out_specs=P("x"))
+    expected = torch.tensor([3.0, 6.0, 9.0, 12.0]).repeat_interleave(3)
+    assert torch.equal(expected, spmd.jit(mapped, P(), mesh=mesh)(twice).full_tensor())
+    with spmd.disable_jit():
+        assert torch.equal(expected, mapped(twice).full_tensor())
+    held = twice.shards
+    alias = twice.detach()
+    twice.add_(1)
+    assert [3.0] * 3 == twice.tolist() == alias.tolist()
+    assert all(shard.tolist() == [2.0] * 3 for shard in held)
+
+
+def test_values_of_a_constant_are_copies() -> None:
+    """A result that is a constant of the program can be written to, and the next call has the constant."""
+    table = torch.ones(3)
+    step = spmd.jit(lambda x: (x, table), P("x"), (P("x"), P()), mesh=make_mesh({"x": 2}, runtime="virtual"))
+    for _ in range(2):
+        _, result = step(torch.ones(2))
+        assert all(shard.tolist() == [1.0] * 3 for shard in result.shards)
+        result.shards[0].zero_()
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_a_step_holds_replicas_once(donated: tuple[int, ...]) -> None:
+    """Of results that are replicated, eight ranks hold the bytes of one."""
+    mesh = make_mesh({"x": 8}, runtime="virtual")
+    step = spmd.jit(lambda w, x: w - (x @ w).mean() * w, (P(), P("x")), P(), mesh=mesh, donate_argnums=donated)
+    w, x = spmd.distribute((torch.randn(4, 4), torch.randn(8, 4)), (P(), P("x")), mesh)
+    for _ in range(2):
+        expected = w.full_tensor() - (x.full_tensor() @ w.full_tensor()).mean() * w.full_tensor()
+        w = step(w, x)
+        assert 1 == len({shard.data_ptr() for shard in w.shards})
+        torch.testing.assert_close(w.full_tensor(), expected)
