@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-shard-map operators lint format types bench bench-peers notebook readme wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-shard-map test-memory operators lint format types bench bench-peers notebook readme wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -42,6 +42,12 @@ test-faults: $(STAMP)
 PROGRAMS ?= 10000
 test-shard-map: $(STAMP)
 	$(BIN)/python -m proofs.shard_map_fuzz random:$(PROGRAMS) --jobs $(JOBS)
+
+# What gloo processes hold beside plan.memory; rewrites docs/memory_of_ranks.md. For one case, see the module's docstring.
+test-memory: $(STAMP)
+	$(BIN)/python -m proofs.memory_of_ranks --markdown docs/memory_of_ranks.md; \
+	status=$$?; $(BIN)/python -m proofs.memory_of_ranks '.*fsdp' --limits 0.6 0.4 --markdown docs/memory_of_ranks.md && \
+	exit $$status
 
 # Rewrites docs/operators.md with what the sweeps over torch's operators and modules find.
 operators: $(STAMP)
