@@ -75,7 +75,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/virtual_ranks.py
 	$(BIN)/python benchmarks/rank_overhead.py
 
-# A training step beside DDP, FSDP2 and parallelize_module: ARGS='--strategies dp --sizes 128x16' for some of the cases.
+# A training step beside DDP, FSDP2 and parallelize_module: ARGS='--strategies dp --sizes 128x16' for some of the cases,
+# ARGS='--link 1Gbit' on links of a rate.
 bench-peers: $(STAMP)
 	$(BIN)/python benchmarks/peers.py $(ARGS)
 

@@ -129,32 +129,64 @@ class Comparison:
         return ""
 
 
+@attrs.frozen
+class Prepared:
+    """A case that is ready to run.
+
+    Args:
+        case: the case.
+        ours: the step of `spmd`.
+        peers: torch's steps, by name.
+        failures: the peers that cannot be made.
+    """
+
+    case: Case
+    ours: SpmdStep
+    peers: dict[str, Step]
+    failures: dict[str, Timing]
+
+    @property
+    def steps(self) -> dict[str, Step]:
+        """All steps, ours first."""
+        return {"spmd": self.ours, **self.peers}
+
+    def comparison(self, timings: Mapping[str, Timing]) -> Comparison:
+        """The comparison, from the timings of all steps."""
+        program, peers = self.ours.program, {name: timing for name, timing in timings.items() if name != "spmd"}
+        return Comparison(
+            self.case.strategy,
+            self.case.config.width,
+            self.case.batch,
+            program.mesh.size,
+            timings["spmd"],
+            peers | self.failures,
+            program.count(),
+            sum(comm.bytes for comm in program.collectives),
+        )
+
+
 def measure(case: Case, rounds: int) -> Comparison:
     """Run a case on the ranks of this job; a collective call."""
+    prepared = prepare(case)
+    return prepared.comparison(in_turns(prepared.steps, rounds))
+
+
+def prepare(case: Case) -> Prepared:
+    """The steps of a case on the ranks of this job; a collective call."""
     start()
     strategy = layouts.STRATEGIES[case.strategy]
     mesh = spmd.make_mesh(strategy.mesh_of(spmd.process_count()), runtime="distributed")
     batch = workload_batch(case.config, case.batch)
     ours = SpmdStep.of(Training(case.config, strategy, mesh), batch, case.machine)
-    steps: dict[str, Step] = {"spmd": ours}
+    peers: dict[str, Step] = {}
     failures: dict[str, Timing] = {}
     for kind in case.adams:
         name = f"{PEERS[case.strategy]}, {kind}"
         try:
-            steps[name] = torchs(case, mesh, batch, kind)
+            peers[name] = torchs(case, mesh, batch, kind)
         except Exception as error:  # what torch cannot run is a row of the table
             failures[name] = Timing.failed(first_line(error))
-    timings = in_turns(steps, rounds) | failures
-    return Comparison(
-        case.strategy,
-        case.config.width,
-        case.batch,
-        mesh.size,
-        timings.pop("spmd"),
-        timings,
-        ours.program.count(),
-        sum(comm.bytes for comm in ours.program.collectives),
-    )
+    return Prepared(case, ours, peers, failures)
 
 
 def start() -> None:
@@ -213,28 +245,39 @@ def torchs(case: Case, mesh: spmd.Mesh, batch: gpt.Batch, kind: str) -> Step:
 
 def in_turns(steps: Mapping[str, Step], rounds: int) -> dict[str, Timing]:
     """Time steps, one of each in every round, all ranks starting together."""
-    losses: dict[str, list[float]] = {name: [] for name in steps}
-    errors: dict[str, str] = {}
+    losses, failures = first_steps(steps)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in losses}
+    for _ in range(rounds):
+        for name, rows in times.items():
+            rows.append(timed(steps[name]))
+    return {name: timing(from_ranks(rows), losses[name]) for name, rows in times.items()} | failures
+
+
+def first_steps(steps: Mapping[str, Step]) -> tuple[dict[str, list[tuple[float, ...]]], dict[str, Timing]]:
+    """The losses of each rank's first steps, by system, and the systems that fail; all ranks find the same ones."""
+    losses: dict[str, list[tuple[float, ...]]] = {}
+    failures: dict[str, Timing] = {}
     for name, step in steps.items():
-        error = ""
+        error, own = "", ()
         try:
-            losses[name] = [step() for _ in range(LOSSES)]
+            own = tuple(step() for _ in range(LOSSES))
         except Exception as caught:
             if name == "spmd":
                 raise
             error = first_line(caught)
         if found := next(filter(None, from_ranks(error)), ""):
-            errors[name] = found
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps if name not in errors}
-    for _ in range(rounds):
-        for name, rows in times.items():
-            dist.barrier()
-            cpu, wall = time.process_time(), time.perf_counter()
-            steps[name]()
-            rows.append((time.process_time() - cpu, time.perf_counter() - wall))
-    found_losses = from_ranks(losses)
-    measured = {name: timing(from_ranks(rows), [found[name] for found in found_losses]) for name, rows in times.items()}
-    return measured | {name: Timing.failed(error) for name, error in errors.items()}
+            failures[name] = Timing.failed(found)
+        else:
+            losses[name] = from_ranks(own)
+    return losses, failures
+
+
+def timed(step: Step) -> tuple[float, float]:
+    """Processor seconds and seconds of this rank's step, all ranks starting together."""
+    dist.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    step()
+    return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def timing(times: Sequence[Sequence[tuple[float, float]]], losses: Sequence[Sequence[float]]) -> Timing:

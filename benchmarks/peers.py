@@ -1,11 +1,14 @@
 """A training step by `spmd` beside torch's own parallel systems, in turns in the same processes.
 
     python benchmarks/peers.py [--strategies dp fsdp] [--widths 128] [--batches 16] [--markdown docs/performance.md]
+    python benchmarks/peers.py --link 1Gbit --strategies dp fsdp
 
 Every strategy runs on gloo processes of this machine: `spmd` by specs for arguments and results, torch by DDP, FSDP2
 and `parallelize_module`, on the same weights and batches, and the losses of the first steps must agree. Then come a
 step on one rank, which sends nothing, and the optimizer alone. Times are processor time of all ranks with their
 threads, and the time of the slowest rank. The exit status is 1 if losses differ; a slow case is no failure.
+
+With `--link`, ranks have links of a rate between them (`link.py`), and the table is another (`peer_link.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))  # the model and it
 sys.path.append(str(Path(__file__).parents[1]))  # `proofs` is not installed
 
 import gpt
+import link
+import peer_link
 import spmd
+from peer_link import LinkComparison, measure_on_links
 from peer_local import measure_local, measure_optimizer
 from peer_steps import STRATEGIES, Case, Comparison, Timing, measure
 from proofs.page import table as markdown_table
@@ -54,6 +60,9 @@ operators on its parameters (rounded down), and all_reduces of 52 MB and of 512 
 
 MACHINES: Mapping[str, Machine] = MappingProxyType({"default": Machine(), "gloo": GLOO, **PRESETS})
 
+Found = Sequence[Comparison] | Sequence[LinkComparison]
+"""What a run finds, of one kind."""
+
 COLUMNS = (
     "what",
     "width",
@@ -74,17 +83,22 @@ COLUMNS = (
 def main() -> int:
     """Measure, print the table, and write what is asked for; 1 if losses differ."""
     options = arguments()
+    if options.link:
+        link.enter()
     load, found = os.getloadavg()[0], []
-    for comparison in measurements(options):
+    for comparison in measurements_on_links(options) if options.link else measurements(options):
         found.append(comparison)
-        print(f"measured: {comparison.what}, width {comparison.width}, batch {comparison.batch}", flush=True)
+        print(f"measured: case {len(found)}, {datetime.datetime.now():%H:%M:%S}", flush=True)
     about = f"plans for the machine {options.machine!r}, medians of {options.rounds} rounds, {environment(load)}"
+    name = f"peers, {options.machine}"
+    if options.link:
+        about, name = f"links of {options.link} a second, {about}", f"link of {options.link}, {options.machine}"
     console = Console(width=max(190, Console().width))
     console.print(rich_table(found, about))
     if options.json:
         options.json.write_text(json.dumps({"about": about, "found": [attrs.asdict(row) for row in found]}, indent=1))
     if options.markdown:
-        write_section(options.markdown, f"peers, {options.machine}", markdown(found, about))
+        write_section(options.markdown, name, markdown(found, about))
     differences = [text for comparison in found if (text := comparison.disagreement())]
     for text in differences:
         console.print(text, soft_wrap=True)
@@ -104,6 +118,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4, help="processes")
     parser.add_argument("--adam", nargs="+", choices=("foreach", "fused"), default=["foreach"], help="of the peers")
     parser.add_argument("--machine", choices=tuple(MACHINES), default="default", help="what spmd plans for")
+    parser.add_argument("--link", metavar="RATE", help="links of a rate, such as 1Gbit, between the ranks; only those")
     parser.add_argument("--compile", action="store_true", help="one rank: torch.compile, too, which takes a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save all figures")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to the machine's section of it")
@@ -120,14 +135,29 @@ def size(text: str) -> tuple[int, int]:
 
 def measurements(options: argparse.Namespace) -> Iterator[Comparison]:
     """Measure each case in processes of its own."""
-    for width, batch in options.sizes if "ranks" in options.parts else ():
-        for strategy in options.strategies:
-            case = Case(strategy, model(width), batch, tuple(options.adam), MACHINES[options.machine])
-            yield spmd.launch(measure, options.ranks, case, options.rounds)
+    for case in cases(options) if "ranks" in options.parts else ():
+        yield spmd.launch(measure, options.ranks, case, options.rounds)
     for width, batch in options.sizes if "one-rank" in options.parts else ():
         yield spmd.launch(measure_local, 1, model(width), batch, options.rounds, options.compile)
     for width in sorted({width for width, _ in options.sizes}) if "optimizer" in options.parts else ():
         yield spmd.launch(measure_optimizer, 1, model(width), options.rounds)
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """The cases of several ranks."""
+    machine = MACHINES[options.machine]
+    for width, batch in options.sizes:
+        for strategy in options.strategies:
+            yield Case(strategy, model(width), batch, tuple(options.adam), machine)
+
+
+def measurements_on_links(options: argparse.Namespace) -> Iterator[LinkComparison]:
+    """The same on links of a rate, which plans know."""
+    link_bandwidth = link.bits_per_second(options.link) / 8
+    for case in cases(options):
+        machine = attrs.evolve(case.machine, link_bandwidth=min(link_bandwidth, case.machine.link_bandwidth))
+        known = attrs.evolve(case, machine=machine)
+        yield link.launch(measure_on_links, options.ranks, known, options.rounds, options.link)
 
 
 def model(width: int) -> gpt.Config:
@@ -170,20 +200,37 @@ def verdict(ours: Timing, peer: Timing) -> str:
     return f"loses {' and '.join(lost)}" if lost else ""
 
 
-def rich_table(found: Sequence[Comparison], about: str) -> Table:
+def rich_table(found: Found, about: str) -> Table:
     """The table for a terminal."""
+    columns, lines = (peer_link.COLUMNS, peer_link.rows) if on_links(found) else (COLUMNS, rows)
     table = Table(title=f"One training step by spmd and by its peers\n{about}", title_justify="left")
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number in (0, 3, 10, 12) else "right")
-    for row in rows(found):
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("what", "peer", "spmd collectives", "") else "right")
+    for row in lines(found):
         table.add_row(*row, style="red" if row[-1] else None)
     return table
 
 
-def markdown(found: Sequence[Comparison], about: str) -> str:
+def on_links(found: Found) -> bool:
+    """Whether a run had links of a rate."""
+    return any(isinstance(comparison, LinkComparison) for comparison in found)
+
+
+def markdown(found: Found, about: str) -> str:
     """The section of the page: the command, about the run, and the table."""
     command = f"    python benchmarks/peers.py {shlex.join(sys.argv[1:])}"
-    return "\n".join(["Written by", "", command, "", f"{about[0].upper()}{about[1:]}.", "", *page(found), ""])
+    return "\n".join(
+        [
+            "Written by",
+            "",
+            command,
+            "",
+            f"{about[0].upper()}{about[1:]}.",
+            "",
+            *(peer_link.page if on_links(found) else page)(found),
+            "",
+        ]
+    )
 
 
 def page(found: Sequence[Comparison]) -> Iterator[str]:
