@@ -90,9 +90,11 @@ def main() -> int:
         found.append(comparison)
         print(f"measured: case {len(found)}, {datetime.datetime.now():%H:%M:%S}", flush=True)
     about = f"plans for the machine {options.machine!r}, medians of {options.rounds} rounds, {environment(load)}"
-    name = f"peers, {options.machine}"
+    name = f"peers, {options.machine}{', torch.compile' if options.compile else ''}"
     if options.link:
-        about, name = f"links of {options.link} a second, {about}", f"link of {options.link}, {options.machine}"
+        ranks = f"{options.ranks} ranks"
+        about = f"{ranks} with links of {options.link} a second, {about}"
+        name = f"{ranks} with links of {options.link}, {options.machine}"
     console = Console(width=max(190, Console().width))
     console.print(rich_table(found, about))
     if options.json:
@@ -119,7 +121,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--adam", nargs="+", choices=("foreach", "fused"), default=["foreach"], help="of the peers")
     parser.add_argument("--machine", choices=tuple(MACHINES), default="default", help="what spmd plans for")
     parser.add_argument("--link", metavar="RATE", help="links of a rate, such as 1Gbit, between the ranks; only those")
-    parser.add_argument("--compile", action="store_true", help="one rank: torch.compile, too, which takes a minute")
+    parser.add_argument("--compile", action="store_true", help="one rank: torch.compile, too; half a minute a case")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save all figures")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to the machine's section of it")
     options = parser.parse_args()

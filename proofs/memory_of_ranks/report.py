@@ -10,6 +10,9 @@ from proofs.page import table
 
 COLUMNS = ("program", "shards", "ranks", "limit", "plan, bytes", "live, bytes", "live/plan", "allocator/plan", "", "")
 
+SLIGHT = 1024
+"""Bytes: a smaller excess is counted on its own."""
+
 
 def line(row: Row) -> str:
     """A row as a line of text."""
@@ -30,7 +33,9 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         if not chosen:
             continue
         wrong = sum(bool(row.verdict) for row in chosen)
-        yield f"{name}: {len(chosen)} cases, {wrong} wrong"
+        slightly = sum(0 < max(row.live) - row.plan < SLIGHT for row in chosen if row.plan)
+        slight = f", {slightly} of them by less than {SLIGHT:,} bytes" if slightly else ""
+        yield f"{name}: {len(chosen)} cases, {wrong} wrong{slight}"
         measured = [row for row in chosen if row.plan]
         for what, ratios in (
             ("live/plan", [row.ratio for row in measured]),

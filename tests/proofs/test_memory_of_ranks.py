@@ -63,7 +63,7 @@ def test_tables_name_what_is_wrong():
     wrong = Row("wrong", False, 2, 1000, (1100, 900), (1300, 900), where="mm")
     failed = Row("failed", False, 2, note="PlanError: none")
     assert [
-        "without limits: 3 cases, 2 wrong",
+        "without limits: 3 cases, 2 wrong, 1 of them by less than 1,024 bytes",
         "  live/plan: 1.000 at least, 1.050 in the median, 1.100 at most",
         "  allocator/plan: 1.200 at least, 1.250 in the median, 1.300 at most",
     ] == list(summary([right, wrong, failed]))
