@@ -46,7 +46,7 @@ test-shard-map: $(STAMP)
 # What gloo processes hold beside plan.memory; rewrites docs/memory_of_ranks.md. For one case, see the module's docstring.
 test-memory: $(STAMP)
 	$(BIN)/python -m proofs.memory_of_ranks --markdown docs/memory_of_ranks.md; \
-	status=$$?; $(BIN)/python -m proofs.memory_of_ranks '.*fsdp' --limits 0.6 0.4 --markdown docs/memory_of_ranks.md && \
+	status=$$?; $(BIN)/python -m proofs.memory_of_ranks fsdp --limits 0.6 0.4 --markdown docs/memory_of_ranks.md && \
 	exit $$status
 
 # Rewrites docs/operators.md with what the sweeps over torch's operators and modules find.

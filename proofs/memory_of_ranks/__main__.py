@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("program", nargs="?", default="", help="a pattern for names, which they begin with")
+    parser.add_argument("program", nargs="?", default="", help="a pattern that names have in them")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="processes of a job")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--limits", nargs="+", type=float, default=[], help="parts of the peak without a limit")
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Measure and print; 1 if a case is wrong."""
     options = arguments()
-    names = [name for name in PROGRAMS if re.match(options.program, name)]
+    names = [name for name in PROGRAMS if re.search(options.program, name)]
     if options.list or not names:
         print(*PROGRAMS, sep="\n")
         return int(not options.list)

@@ -101,18 +101,20 @@ def under_limits(name: str, case: Case, even: bool, shares: tuple[float, ...]) -
     """
     free = measure(name, case, even)
     yield free
+    accepted: dict[int, Row] = {}
     for share in shares:
         limit, note = int(share * free.plan), "met"
         try:
-            row = measure(name, case, even, memory_limit=limit)
+            accepted[limit] = measure(name, case, even, memory_limit=limit)
         except PlanError as error:
             limit = smallest_peak(error)
             note = f"refused: at least {limit / free.plan:.0%}"
-            try:
-                row = measure(name, case, even, memory_limit=limit)
-            except PlanError:
-                yield Row(name, even, free.ranks, limit=limit, share=share, note=f"{note}, and this is refused, too")
-                continue
+        try:
+            row = accepted.get(limit) or measure(name, case, even, memory_limit=limit)
+        except PlanError:
+            yield Row(name, even, free.ranks, limit=limit, share=share, note=f"{note}, and this is refused, too")
+            continue
+        accepted[limit] = row
         yield attrs.evolve(row, limit=limit, share=share, note=note)
 
 
