@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spmd.core.pytree import tree_leaves
 from spmd.ir.graph import iterate_leaves
 
-SETTLE = 0.002
+SETTLE = 0.03
 """Seconds for which the backend's threads may hold the buffers of a collective that has been waited for."""
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @attrs.frozen(eq=False)
@@ -42,6 +44,7 @@ class LiveStorages(TorchDispatchMode):
         self.unknown: list[weakref.ref[torch.Tensor]] = []
         self.peak, self.where = 0, ""
         self.held: list[_Storage] = []
+        self.settled = True
         for tensor in tensors:
             self._add(tensor, "given")
         self._measure("the arguments")
@@ -56,6 +59,7 @@ class LiveStorages(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.alive:
                 self.unknown.append(weakref.ref(leaf))
         made = func(*args, **(kwargs or {}))
+        self.settled &= func is not WAIT
         for leaf in iterate_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 self._add(leaf, str(func))
@@ -69,12 +73,13 @@ class LiveStorages(TorchDispatchMode):
             self.alive[storage._cdata] = _Storage(StorageWeakRef(storage), storage.nbytes(), what)
 
     def _measure(self, where: str) -> None:
-        """Count what is alive; more than before must still be alive a moment later."""
-        if self._total() > self.peak:
+        """Count what is alive; what the backend's threads still hold after a wait is given time to go."""
+        if self._total() > self.peak and not self.settled:
             time.sleep(SETTLE)
-            total = self._total()
-            if total > self.peak:
-                self.peak, self.where, self.held = total, where, list(self.alive.values())
+            self.settled = True
+        total = self._total()
+        if total > self.peak:
+            self.peak, self.where, self.held = total, where, list(self.alive.values())
 
     def _total(self) -> int:
         self.alive = {key: storage for key, storage in self.alive.items() if not storage.reference.expired()}
