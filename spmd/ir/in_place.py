@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import lru_cache
 from typing import Any
 
@@ -106,3 +107,13 @@ class InPlace:
         args = map_leaves(torch.Tensor.contiguous, args)
         lists = enumerate(self.op(*args, **kwargs))
         return [None if position == GRADIENTS else tensor for position, tensors in lists for tensor in tensors]
+
+
+def restricted(operation: Operation, writable: Container[Value]) -> Operation:
+    """The operation, permitted to write into those of its operands only that are `writable`."""
+    if not isinstance(operation.op, InPlace):
+        return operation
+    op, free = operation.op.op, operation.op.free
+    targeted = targets(attrs.evolve(operation, op=op))
+    free = tuple(permitted and value in writable for permitted, value in zip(free, targeted, strict=True))
+    return attrs.evolve(operation, op=InPlace(op, free))

@@ -7,7 +7,7 @@ writes the code of ranks that share a process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ import torch
 
 from spmd.collectives.distributed.bucket import Bucket
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.in_place import InPlace
+from spmd.ir.in_place import InPlace, restricted
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.in_place import call_in_place
 from spmd.tracing.recorder import where
@@ -42,7 +42,7 @@ def generate(graph: Graph) -> Generated:
     for value in unused_inputs(graph):
         writer.lines.append(f"    del {writer.variable(value)}")
     for operation in graph.operations:
-        writer.write(operation, "    ", writer.call(operation))
+        writer.write(operation, "    ", writer.call(operation, dying[operation]))
         if dying[operation]:
             writer.lines.append(f"    del {', '.join(map(writer.variable, dying[operation]))}")
     aliases = aliases_of(graph)
@@ -114,8 +114,9 @@ class Writer:
         """Note that the next line runs an operation, for messages of errors."""
         self._origins[len(self.lines) + 1] = operation
 
-    def call(self, operation: Operation) -> str:
-        """The expression that calls an operation's operator."""
+    def call(self, operation: Operation, dying: Container[Value]) -> str:
+        """The expression that calls an operation's operator, which may write to operands that die with it."""
+        operation = restricted(operation, dying)
         positional = [self.argument(argument) for argument in operation.args]
         if isinstance(operation.op, InPlace) and not operation.op.takes_lists:
             positional[0] = f"[{positional[0]}]"

@@ -28,7 +28,7 @@ def call_in_place(op: InPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     in_place = callable_of(in_place_variant(op.op), args, kwargs)
 
     def single(first: Tensors, *args: Any, **kwargs: Any) -> Any:
-        return (in_place if is_owned(first, 0) else functional)(first[0], *args, **kwargs)
+        return (in_place if free[0] and is_owned(first, 0) else functional)(first[0], *args, **kwargs)
 
     def each(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
         owned = [allowed and is_owned(tensors, index) for index, allowed in enumerate(free)]

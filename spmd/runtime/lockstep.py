@@ -212,7 +212,7 @@ class _Lockstep:
     def straight(self, segment: _Segment) -> None:
         """Operations with a single instance."""
         for operation in segment.operations:
-            self.writer.write(operation, "    ", self.call(operation, segment.instances))
+            self.writer.write(operation, "    ", self.call(operation, segment.instances, self.dying[operation]))
             self.free(self.dying[operation])
 
     def loop(self, segment: _Segment) -> None:
@@ -231,7 +231,8 @@ class _Lockstep:
                 if value not in loaded:
                     loaded.add(value)
                     self.load(value, segment.instances, dies=value in dying)
-            self.writer.write(operation, indent, self.call(operation, segment.instances))
+            own = [value for value in last[operation] if self.instances(value) is segment.instances and value in dying]
+            self.writer.write(operation, indent, self.call(operation, segment.instances, own))
             for value in operation.tensors:
                 if value in listed:
                     self.lines.append(f"{indent}{self.name(value)}.append({self.writer.variable(value)})")
@@ -247,10 +248,10 @@ class _Lockstep:
         else:
             self.lines.append(f"        {variable} = {item}")
 
-    def call(self, operation: Operation, instances: Instances) -> str:
+    def call(self, operation: Operation, instances: Instances, dying: Sequence[Value]) -> str:
         """The expression that calls an operator; what depends on the rank is bound for each instance."""
         if operation.op not in LOCALS:
-            return self.writer.call(operation)
+            return self.writer.call(operation, dying)
         bound = [_bind(operation, self.mesh, rank) for rank in instances.ranks]
         function = self.writer.reference(bound[0] if instances.is_single else bound)
         operands = ", ".join(map(self.writer.argument, operation.operands))

@@ -14,7 +14,6 @@ from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.list_operators import FUSED
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 
-
 _LIGHT = FUSED | {REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default}
 
 
