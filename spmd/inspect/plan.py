@@ -12,6 +12,7 @@ from spmd.ir.graph import Operation, Value
 from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
+from spmd.plan.memory.limit import overlapped
 from spmd.plan.memory.peak import Memory, memory_of
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Plan(PlanData):
         parts = attrs.asdict(restore(document, request), recurse=False)
         plan = cls(request=request, mesh=request.mesh, seconds=0.0, comms=(), **parts)
         found = account(plan)
-        return attrs.evolve(plan, comms=found.all_comms, seconds=found.total).verify()
+        return overlapped(attrs.evolve(plan, comms=found.all_comms, seconds=found.total)).verify()
 
     @property
     def memory(self) -> Memory:

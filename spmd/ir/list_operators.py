@@ -18,7 +18,7 @@ from spmd.ir.graph import Graph, Operation, Value
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
 
-FUSED: frozenset[OpOverload] = frozenset(
+FUSED: tuple[OpOverload, ...] = tuple(
     getattr(packet, overload)
     for packet in (aten._fused_sgd, aten._fused_adam, aten._fused_adamw)
     for overload in ("default", "tensor_lr")

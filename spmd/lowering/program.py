@@ -29,6 +29,7 @@ class LocalProgram:
         input_specs, output_specs: the specs of the flattened arguments and results.
         uneven: the specs whose local shapes differ between ranks; ranks with the same shapes share a program.
         build: builds the program of the rank at a coordinate.
+        synchronous: as in `PlanData`.
     """
 
     name: str
@@ -37,6 +38,7 @@ class LocalProgram:
     output_specs: tuple[DTensorSpec, ...]
     uneven: tuple[DTensorSpec, ...]
     build: Callable[[Coordinate], Graph]
+    synchronous: bool = False
     _graphs: dict[Any, Graph] = attrs.field(factory=dict, init=False)
 
     def graph(self, coordinate: Coordinate | None = None) -> Graph:

@@ -31,7 +31,9 @@ class DistributedProgram:
     def __init__(self, program: LocalProgram) -> None:
         check_same_program(program)
         (coordinate,) = program.mesh.held_coordinates
-        generated = generate(overlap(program.graph(coordinate), program.mesh, coordinate))
+        generated = generate(
+            overlap(program.graph(coordinate), program.mesh, coordinate, synchronous=program.synchronous)
+        )
         self._function, self.source = generated.function, generated.source
 
     @property

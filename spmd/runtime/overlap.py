@@ -28,19 +28,22 @@ EXCHANGES = (Exchange, RaggedExchange, Bucket)
 """What a rank does for a collective: it can be started, and finished later."""
 
 
-def overlap(graph: Graph, mesh: Mesh, coordinate: Coordinate) -> Graph:
+def overlap(graph: Graph, mesh: Mesh, coordinate: Coordinate, *, synchronous: bool = False) -> Graph:
     """Split the collectives of a rank's program into starts and finishes.
 
     Args:
         graph: the program.
         mesh: a distributed mesh.
         coordinate: the mesh coordinate of this process's rank.
+        synchronous: whether each collective is waited for where it stands, instead.
 
     Returns:
         A program in which every primitive is bound to what this rank does for it.
     """
-    operations = [_bind(operation, mesh, coordinate) for operation in in_launch_order(graph).operations]
-    return split_exchanges(attrs.evolve(graph, operations=tuple(operations)))
+    ordered = graph if synchronous else in_launch_order(graph)
+    operations = tuple(_bind(operation, mesh, coordinate) for operation in ordered.operations)
+    bound = attrs.evolve(graph, operations=operations)
+    return bound if synchronous else split_exchanges(bound)
 
 
 def _bind(operation: Operation, mesh: Mesh, coordinate: Coordinate) -> Operation:

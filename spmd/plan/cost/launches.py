@@ -70,14 +70,14 @@ class _Launch:
 def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -> dict[Operation, tuple[Comm, ...]]:
     """The collectives with the numbers of their launches.
 
-    With a memory limit each is launched alone, because a bucket is held as a whole.
+    In a synchronous plan each is launched alone.
 
     Args:
         plan: the plan, whose machine says how large buckets are.
         comms: the collectives of each operation.
         executed: all operations, in order of execution.
     """
-    limit = plan.request.machine.bucket_bytes if plan.request.memory_limit is None else 0.0
+    limit = 0.0 if plan.synchronous else plan.request.machine.bucket_bytes
     needed = _needed(executed)
     made = _made(executed, comms, needed)
     launches: list[_Launch] = []

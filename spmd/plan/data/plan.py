@@ -41,6 +41,8 @@ class PlanData:
             searched exactly; an upper bound where large-neighbourhood search was used.
         seconds: predicted time of one run of the program.
         comms: the collectives that each rank runs, in order of execution.
+        synchronous: whether processes launch each collective alone and wait for it at once, because a memory limit
+            leaves no room for more.
     """
 
     request: Request
@@ -53,6 +55,7 @@ class PlanData:
     gap: float
     seconds: float
     comms: tuple[Comm, ...]
+    synchronous: bool = False
 
     def layout(self, value: Value) -> Layout:
         """The sharding of a value, over its logical and physical dims."""

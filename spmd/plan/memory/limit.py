@@ -21,8 +21,8 @@ from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.fragments import Known
-from spmd.plan.memory.liveness import Buffer, Liveness, record
-from spmd.plan.memory.peak import measure, memory_of
+from spmd.plan.memory.liveness import Buffer, Liveness
+from spmd.plan.memory.peak import liveness_of, measure, memory_of
 from spmd.plan.memory.rematerialization import Rematerialization, Rewritten, candidates, rewrite
 from spmd.plan.memory.reorder import by_results
 
@@ -74,10 +74,24 @@ def fit(plan: PlanData) -> PlanData:
     """
     if fits(plan):
         return plan
-    ordered = _reordered(plan)
-    if fits(ordered):
-        return ordered
-    return min((_lower_peaks(ordered), ordered, plan), key=lambda found: memory_of(found).peak)
+    plan = _scheduled(plan, synchronous=True)
+    if fits(plan):
+        return plan
+    found = _reordered(plan)
+    if not fits(found):
+        found = min((_lower_peaks(found), found, plan), key=lambda found: memory_of(found).peak)
+    return overlapped(found)
+
+
+def overlapped(plan: AnyPlan) -> AnyPlan:
+    """The plan with overlapping collectives in buckets, if it fits in its request's limit so; else synchronous."""
+    found = _scheduled(plan, synchronous=False)
+    return found if fits(found) else _scheduled(plan, synchronous=True)
+
+
+def _scheduled(plan: AnyPlan, *, synchronous: bool) -> AnyPlan:
+    changed = attrs.evolve(plan, synchronous=synchronous)
+    return attrs.evolve(changed, comms=account(changed).all_comms)
 
 
 def check_fits(plan: AnyPlan) -> AnyPlan:
@@ -126,7 +140,7 @@ def _lower_peaks(plan: PlanData) -> PlanData:
     best, least = plan, memory_of(plan).peak
     known: Known = {}
     for _ in range(_ROUNDS):
-        liveness = record(plan, known)
+        liveness = liveness_of(plan, known)
         memory = measure(liveness, plan.request.donated, lambda operation: operation.source)
         if memory.peak < least:
             best, least = plan, memory.peak

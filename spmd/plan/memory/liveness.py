@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from spmd.collectives.local import LOCALS, run_local
+from spmd.collectives.primitives import COLLECTIVES, UNTYPED
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
@@ -57,16 +58,38 @@ class Buffer:
 
 
 @attrs.frozen(eq=False)
+class Collective:
+    """What a rank communicates in one event.
+
+    Args:
+        kind: its kind.
+        axes: the mesh axes.
+        arguments: those of the primitive after its operand.
+        operand, result: their local metas.
+        is_contiguous: whether the operand is.
+    """
+
+    kind: StepKind
+    axes: tuple[str, ...]
+    arguments: tuple[Any, ...]
+    operand: TensorMeta
+    result: TensorMeta
+    is_contiguous: bool
+
+
+@attrs.frozen(eq=False)
 class Event:
     """One operator that a rank runs for `operation`: it reads the buffers `reads` and allocates `writes`.
 
     `rewritable` has pairs of a buffer that it reads and one that it need not allocate if the other is not read later.
+    `collective` says what it communicates, if it does.
     """
 
     operation: Operation
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     rewritable: tuple[tuple[Buffer, Buffer], ...] = ()
+    collective: Collective | None = None
 
 
 @attrs.frozen(eq=False)
@@ -177,8 +200,9 @@ class _Recorder:
         reads: Iterable[Buffer],
         writes: Iterable[Buffer],
         pairs: tuple[tuple[Buffer, Buffer], ...] = (),
+        collective: Collective | None = None,
     ) -> None:
-        self.events.append(Event(operation, tuple(dict.fromkeys(reads)), tuple(writes), pairs))
+        self.events.append(Event(operation, tuple(dict.fromkeys(reads)), tuple(writes), pairs, collective))
 
     def unit(self, unit: Unit) -> None:
         """Record the operations of a call's fragment."""
@@ -204,10 +228,21 @@ class _Recorder:
         for operation in graph.operations:
             reads = self.operands(operation, first)
             writes = self.call(operation, named)
-            pairs = [(self.buffers[a], self.buffers[b]) for a, b in rewritable(operation)]
-            self.event(first, reads, writes, tuple(pair for pair in pairs if pair[1] in writes))
+            pairs = tuple((self.buffers[a], self.buffers[b]) for a, b in rewritable(operation))
+            pairs = tuple(pair for pair in pairs if pair[1] in writes)
+            self.event(first, reads, writes, pairs, self.collective(operation))
         for value, local in results:
             self.hold(value, self.layouts[local], self.buffers[local])
+
+    def collective(self, operation: Operation) -> Collective | None:
+        """What an operation of a fragment communicates."""
+        op = UNTYPED.get(operation.op, operation.op)
+        if op not in COLLECTIVES:
+            return None
+        operand, (result,) = operation.operands[0], operation.tensors
+        *arguments, axes = operation.args[len(operation.operands) :]
+        contiguous = self.layouts[operand].is_contiguous
+        return Collective(COLLECTIVES[op], tuple(axes), tuple(arguments), operand.meta, result.meta, contiguous)
 
     def operands(self, operation: Operation, planned: Operation) -> list[Buffer]:
         """The buffers that an operator reads; an operand whose strides its kernel does not support is copied first."""

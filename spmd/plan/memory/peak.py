@@ -14,10 +14,13 @@ from itertools import accumulate
 
 import attrs
 
+from spmd.core.mesh import Runtime
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Operation, Value
 from spmd.ir.source import Source
 from spmd.plan.data.plan import PlanData
+from spmd.plan.local.fragments import Known
+from spmd.plan.memory.in_flight import in_flight
 from spmd.plan.memory.liveness import Buffer, Liveness, record
 
 
@@ -112,9 +115,14 @@ _found: weakref.WeakKeyDictionary[PlanData, Memory] = weakref.WeakKeyDictionary(
 def memory_of(plan: PlanData) -> Memory:
     """The memory of the rank with the largest shards under a plan: the peak, its operation, and the tensors held."""
     if plan not in _found:
-        liveness = record(plan)
-        _found[plan] = measure(liveness, plan.request.donated, plan.source)
+        _found[plan] = measure(liveness_of(plan), plan.request.donated, plan.source)
     return _found[plan]
+
+
+def liveness_of(plan: PlanData, known: Known | None = None) -> Liveness:
+    """The liveness of what runs, on a distributed mesh with the buffers of collectives; `known` as in `Fragments`."""
+    liveness = record(plan, known)
+    return in_flight(plan, liveness) if plan.mesh.runtime is Runtime.DISTRIBUTED else liveness
 
 
 def measure(liveness: Liveness, donated: frozenset[int], source: Callable[[Operation], Source | None]) -> Memory:

@@ -14,7 +14,7 @@ from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.list_operators import FUSED
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 
-_LIGHT = FUSED | {REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default}
+_LIGHT = {*FUSED, REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default}
 
 
 def by_results(graph: Graph) -> dict[Operation, Operation]:
