@@ -37,10 +37,15 @@ class Bucket:
     def start(self, *operands: Tensor) -> Tensor:
         """Start the collective on this rank's operands; the result is pending, and only `finish` may use it."""
         first = self.parts[0]
-        flat = [part.pack(x) for part, x in zip(self.parts, operands, strict=True)]
-        packed = torch.cat([x.view(first.sends, x.numel() // first.sends) for x in flat], 1).view(-1)
+        packed = self._pack(operands)
         with self.scope:
             return (first.in_place or first.op)(packed, *first.arguments)
+
+    def _pack(self, operands: Sequence[Tensor]) -> Tensor:
+        """The buffer that is sent."""
+        sends = self.parts[0].sends
+        flat = [part.pack(x) for part, x in zip(self.parts, operands, strict=True)]
+        return torch.cat([x.view(sends, x.numel() // sends) for x in flat], 1).view(-1)
 
     def finish(self, pending: Tensor) -> tuple[Tensor, ...]:
         """Wait for the collective that `start` has started, and return all results."""

@@ -116,9 +116,9 @@ def in_flight(plan: PlanData, liveness: Liveness) -> Liveness:
     finishes: dict[int, list[Event]] = defaultdict(list)
     shared: dict[Buffer, Buffer] = {}
     for launch in launches(plan, liveness):
-        start, finish = _events(plan, launch, shared)
-        starts[launch.start].append(start)
-        finishes[launch.finish].append(finish)
+        before, after = _events(plan, launch, shared)
+        starts[launch.start] += before
+        finishes[launch.finish] += after
     events: list[Event] = []
     for index, event in enumerate((*liveness.events, None)):
         events += (*starts[index], *finishes[index])
@@ -130,30 +130,28 @@ def in_flight(plan: PlanData, liveness: Liveness) -> Liveness:
     return attrs.evolve(liveness, events=tuple(events))
 
 
-def _events(plan: PlanData, launch: Launch, shared: dict[Buffer, Buffer]) -> tuple[Event, Event]:
-    """The start and the finish of a launch; adds the results that are views of a bucket to `shared`."""
+def _events(plan: PlanData, launch: Launch, shared: dict[Buffer, Buffer]) -> tuple[list[Event], list[Event]]:
+    """The events of the start and of the finish of a launch; adds results that are views of a bucket to `shared`."""
     collectives = [event.collective for event in launch.events if event.collective]
     found = [sizes(one, plan.mesh.axis_size(one.axes)) for one in collectives]
-    first, operation = launch.events[0], launch.events[0].operation
+    operation, is_joined = launch.events[0].operation, len(collectives) > 1
+    in_place = collectives[0].kind is StepKind.ALL_REDUCE
     dtype = collectives[0].result.dtype
     flat = lambda numel: Buffer(None, TensorMeta((numel,), dtype))  # noqa: E731
-    operands = tuple(shared.get(buffer, buffer) for event in launch.events for buffer in event.reads)
-    results = tuple(buffer for event in launch.events for buffer in event.writes)
-    if len(collectives) == 1:
-        packed, kind = flat(found[0].packed), collectives[0].kind
-        held = (packed,) if kind is not StepKind.ALL_REDUCE else ()  # which is sent from a copy, in place
-        kept = () if kind is StepKind.ALL_REDUCE or found[0].packed else operands
-        if not found[0].unpacked:
-            return Event(operation, operands, (packed, *results)), Event(operation, (*kept, *held, *results), ())
-        pending = flat(found[0].pending)
-        return Event(operation, operands, (packed, pending)), Event(operation, (*kept, *held, pending), results)
-    packed = flat(sum(size.joined_packed for size in found))
-    if first.collective and first.collective.kind is StepKind.ALL_REDUCE:
-        shared.update(dict.fromkeys(results, packed))
-        return Event(operation, operands, (packed,)), Event(operation, (packed,), ())
-    pending = flat(sum(size.pending for size in found))
-    start = Event(operation, operands, (packed, pending))
-    if not found[0].joined_unpacked:
-        shared.update(dict.fromkeys(results, pending))
-        return start, Event(operation, (packed, pending), ())
-    return start, Event(operation, (packed, pending), results)
+    event = lambda reads, writes: Event(operation, tuple(dict.fromkeys(reads)), tuple(writes))  # noqa: E731
+    operands = [shared.get(buffer, buffer) for event in launch.events for buffer in event.reads]
+    results = [buffer for event in launch.events for buffer in event.writes]
+    packs = [flat(size.packed) for size in found if size.packed]
+    sent = [flat(sum(size.joined_packed for size in found))] if is_joined else packs
+    unpacked = found[0].joined_unpacked if is_joined else found[0].unpacked
+    if unpacked or (is_joined and not in_place):
+        pending = [flat(sum(size.pending for size in found))]
+    else:
+        pending = sent if is_joined else results
+    if is_joined and not unpacked:
+        shared.update(dict.fromkeys(results, pending[0]))
+    held = [] if in_place else sent or operands  # until it is waited for; an all_reduce works in place
+    packing = [event(operands, dict.fromkeys((*packs, *sent)))] if packs or is_joined else []
+    starts = [*packing, event((*operands, *sent), [] if pending is sent else pending)]
+    finishes = [event((*held, *pending), ()), *([event(pending, results)] if unpacked else [])]
+    return starts, finishes
