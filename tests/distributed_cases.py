@@ -230,13 +230,48 @@ PROGRAMS: dict[str, Any] = {
 def donate() -> None:
     """A donated shard is freed while the program runs."""
     mesh = make_mesh({"x": 2}, runtime="distributed")
-    step = jit(lambda x: x + 1, P("x"), P("x"), mesh=mesh, donate_argnums=0)
+    step = jit(lambda x: (x[None] + 1).view(-1), P("x"), P("x"), mesh=mesh, donate_argnums=0)
     x = distribute(values(4), P("x"), mesh)
     for _ in range(2):
         alive = weakref.ref(x.to_local())
         x = step(x)
         assert alive() is None
     assert torch.equal(values(4) + 2, x.full_tensor())
+
+
+def write_in_place() -> None:
+    """A donated shard is written in place, unless someone else holds its memory."""
+    mesh = make_mesh({"x": process_count()}, runtime="distributed")
+    step = jit(lambda x: x * 2, P("x"), P("x"), mesh=mesh, donate_argnums=0)
+    x = distribute(values(4), P("x"), mesh)
+    for _ in range(2):
+        before = x.to_local().data_ptr()
+        x = step(x)
+        assert x.to_local().data_ptr() == before
+    held, expected = x.to_local(), x.full_tensor()
+    kept = held.clone()
+    assert torch.equal(2 * expected, step(x).full_tensor())
+    x = distribute(expected, P("x"), mesh)
+    part = x.to_local()[1:]
+    assert torch.equal(2 * expected, step(x).full_tensor())
+    assert torch.equal(held, kept) and torch.equal(part, kept[1:])
+
+
+def train_in_place(make: Any, *args: float) -> None:
+    """Steps with donated state are those of one device: even, uneven and empty shards."""
+    optimizer = make(*args)
+    mesh = make_mesh({"x": process_count()}, runtime="distributed")
+    params = {str(rows): values(rows, 2).sin() for rows in (4, 3, 1)}
+    grads = {name: x.cos() for name, x in params.items()}
+    expected = params, optimizer.init(params)
+    specs = optree.tree_map(lambda x: P("x") if x.ndim else P(), expected)
+    step = jit(optimizer.update, (*specs, P("x")), specs, mesh=mesh, donate_argnums=(0, 1))
+    assert "fused" in step.lower(*expected, grads).as_text()
+    state, slopes = distribute(expected, specs, mesh), distribute(grads, P("x"), mesh)
+    for _ in range(3):
+        state, expected = step(*state, slopes), optimizer.update(*expected, grads)
+    for mine, theirs in zip(optree.tree_leaves(state), optree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
 def total_of_ranks(factor: float) -> float:

@@ -15,6 +15,7 @@ from workers import WorkerError, Workers
 import layouts
 from spmd.core.mesh import make_mesh
 from spmd.core.spec import TensorMeta
+from spmd.optim import adamw, sgd
 from spmd.testing import strategies as spmd_strategies
 
 
@@ -110,6 +111,15 @@ def test_programs_do_what_virtual_ranks_do(workers, name):
 
 def test_donated_shards_are_freed(workers):
     workers.run(cases.donate, ranks=2)
+
+
+def test_donated_shards_are_written_in_place(workers):
+    workers.run(cases.write_in_place, ranks=2)
+
+
+@pytest.mark.parametrize("optimizer", [(adamw, 0.1), (sgd, 0.1, 0.9)])
+def test_optimizers_train_in_place(workers, optimizer):
+    workers.run(cases.train_in_place, *optimizer, ranks=2)
 
 
 def test_torchs_dtensor_is_the_same_shards(workers):
