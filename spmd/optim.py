@@ -8,7 +8,7 @@ An `Optimizer` is a pair of pure functions, as in optax, but `update` returns th
 
 Updates are elementwise apart from a few scalars, so under `jit` they need no collective if parameters, state and
 gradients have the same sharding. Leaves are updated by `torch._foreach_*`: a step is a few list operators for any
-number of parameters.
+number of parameters. `jit` replaces them by torch's fused optimizers, which write to donated arguments in place.
 """
 
 from __future__ import annotations

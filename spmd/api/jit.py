@@ -283,8 +283,8 @@ def jit(
         mesh: the mesh; by default that of `use_mesh` when the function is called.
         static_argnums: positions of arguments without tensors, which must be hashable; each new value is a new program.
         donate_argnums: positions of arguments that the caller does not use again: their memory is freed at their last
-            use in the program. A donated DTensor cannot be read after the call. Plain tensors are copied when they are
-            placed, so they stay valid.
+            use in the program, or holds a result. A donated DTensor cannot be read after the call. Plain tensors are
+            copied when they are placed, so they stay valid.
         comms: limits of communication. `"error"` forbids collectives, and operators without a sharding rule, which
             would run replicated. A mapping limits kinds of collectives: `{"all_gather": 0, "all_reduce": "20MB"}`
             forbids all_gathers, and lets a rank send 20 MB per step in all_reduces.

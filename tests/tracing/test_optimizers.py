@@ -323,6 +323,29 @@ def test_momentum_that_looks_like_a_step() -> None:
     check(function, draw(0)[0], draw(1)[0], draw(3)[0])
 
 
+@pytest.mark.parametrize("limit", [0.5, 5.0, 1e6])
+def test_clipped_gradients(limit: float) -> None:
+    """A clip that the points of a comparison might not see is no part of the step."""
+
+    def clipped(p: Tensor, g: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        return by_hand(p, (1e3 * g).clamp(-limit, limit), *rest)
+
+    assert ["_fused_adam"] == names(check(clipped, *ONE, specs=ONE_SPECS))
+
+
+def test_rates_in_pieces() -> None:
+    """A rate that falls at one step: it is a value, and not the number that it is at most steps."""
+
+    def update(params: Any, state: Any, grads: Any) -> Any:
+        rate = torch.where(state.step == 500, 1e-3, 0.1)
+        return adamw(rate, weight_decay=0.1).update(params, state, grads)
+
+    params, state = states(adamw(), draw(0, torch.float32))
+    for step in (499, 500):
+        args = params, state._replace(step=torch.tensor(step)), draw(1, torch.float32)
+        assert ["_fused_adamw"] == names(check(update, *args, specs=specs_of(args)))
+
+
 @pytest.mark.parametrize(
     "function",
     [

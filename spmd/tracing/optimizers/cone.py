@@ -18,6 +18,13 @@ aten = torch.ops.aten
 
 _DEPTH, _SIZE = 14, 64  # AdamW as torch writes it is 10 operations deep and has 20
 
+_ANALYTIC = frozenset({
+    "_to_copy", "add", "addcdiv", "addcmul", "div", "exp", "expm1", "lerp", "log", "log1p", "mul", "neg", "pow",
+    "reciprocal", "rsqrt", "rsub", "sqrt", "square", "sub",
+})  # fmt: skip
+"""The operators of cones. Where two functions of these agree at random points, they agree everywhere, which does not
+hold for operators like clamp and where, of which the points might see one piece only."""
+
 
 class NotComputable(Exception):
     """A value that does not depend only on the given ones, or an operator that means something else for numbers."""
@@ -135,9 +142,9 @@ def _run(call: tuple[Any, Any, Any] | None, number_of: Any) -> Tensor:
     op, args, kwargs = call
     if op is aten.full.default and not args[0]:
         return torch.tensor(args[1], dtype=torch.float64)
-    if op is aten._to_copy.default and kwargs["dtype"].is_floating_point:
+    if op is aten._to_copy.default and "dtype" in kwargs and kwargs["dtype"].is_floating_point:
         return number_of(args[0])  # type: ignore[no-any-return]
-    if "dtype" in kwargs:
+    if op is aten._to_copy.default or "rounding_mode" in kwargs:
         raise NotComputable
     concrete = lambda leaf: number_of(leaf) if isinstance(leaf, (Node, Value)) else leaf  # noqa: E731
     try:
@@ -165,5 +172,4 @@ def _is_elementwise(operation: Operation) -> bool:
     metas = [operand.meta for operand in operation.operands]
     fits = all(meta.ndim == 0 or meta == result.meta for meta in metas) and bool(metas)
     fits = fits and (result.meta.ndim == 0 or result.meta in metas)
-    is_known = operation.op is aten._to_copy.default or torch.Tag.pointwise in operation.op.tags
-    return fits and is_known and operation.effect is None
+    return fits and operation.op.namespace == "aten" and operation.name in _ANALYTIC

@@ -272,11 +272,16 @@ def _number(value: float) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _points() -> tuple[Tensor, ...]:
-    """Random parameters (every other is 0, to see the update alone), means, mean squares, steps and learning rates."""
-    generator, count = torch.Generator().manual_seed(0), 64
-    p, m, v, scale, r = torch.randn(5, count, generator=generator, dtype=torch.float64)
+    """Random parameters, means or gradients, mean squares, steps and learning rates; large and small ones.
+
+    Every other parameter is 0, to see the update alone.
+    """
+    generator, count = torch.Generator().manual_seed(0), 128
+    signs = torch.randn(2, count, generator=generator, dtype=torch.float64).sign()
+    uniform = torch.rand(4, count, generator=generator, dtype=torch.float64)
+    p, m = signs * 10.0 ** (16 * uniform[:2] - 8)
     steps = torch.randint(1, 200, (count,), generator=generator).double()
-    return p * (torch.arange(count) % 2), m, v.square() * 10.0 ** (-4 * scale.abs()), steps, r.sigmoid()
+    return p * (torch.arange(count) % 2), m, 10.0 ** (40 * uniform[2] - 24), steps, uniform[3]
 
 
 def _agree(found: Tensor, one: Tensor, other: Tensor) -> bool:
