@@ -64,7 +64,7 @@ def agree_on_machine(mesh: Mesh, call: str) -> None:
     """
     if mesh.runtime is not Runtime.DISTRIBUTED or mesh in _agreed_here():
         return
-    call = f"{call}, to agree on a machine"
+    call = f"the choice of a machine for {call}"
     hosts = gather_hosts(call)
     about = _about(mesh, hosts)
     mine = (_preset(mesh, hosts) or load_machine(about)) if process_index() == 0 else None
