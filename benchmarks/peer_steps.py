@@ -64,14 +64,14 @@ class Case:
         config: the model.
         batch: sequences in a step, of all ranks together.
         adams: kinds of torch's Adam, `"foreach"` and `"fused"`: one peer for each.
-        machine: what `spmd` plans for.
+        machine: what `spmd` plans for; None for what its ranks measure.
     """
 
     strategy: str
     config: gpt.Config
     batch: int
     adams: tuple[str, ...] = ("foreach",)
-    machine: Machine = attrs.field(factory=Machine)
+    machine: Machine | None = attrs.field(factory=Machine)
 
 
 @attrs.frozen
@@ -207,7 +207,7 @@ class SpmdStep:
 
     def __init__(self, step: Any, state: Any, batch: Any) -> None:
         self._step, self._state, self._batch = step, state, batch
-        self.program: LocalProgram = step.lower(state, batch)
+        self.program: LocalProgram = step.compile(state, batch).program
 
     @classmethod
     def of(cls, training: Training, batch: gpt.Batch, machine: Machine | None = None) -> SpmdStep:

@@ -58,7 +58,10 @@ operators on its parameters (rounded down), and all_reduces of 52 MB and of 512 
 512 B, which a sum of latency and bytes cannot say.
 """
 
-MACHINES: Mapping[str, Machine] = MappingProxyType({"default": Machine(), "gloo": GLOO, **PRESETS})
+MACHINES: Mapping[str, Machine | None] = MappingProxyType(
+    {"default": Machine(), "gloo": GLOO, "measured": None, **PRESETS}
+)
+"""What `spmd` plans for, by name; None is what its ranks measure."""
 
 Found = Sequence[Comparison] | Sequence[LinkComparison]
 """What a run finds, of one kind."""
