@@ -47,7 +47,7 @@ def ranks_measure_once(folder: str, mesh: Mesh) -> None:
             run_step(mesh)
             assert measure.call_count == 1
             files = list(Path(own).rglob("*"))
-            assert [path.suffix for path in files] == ["", ".json"][: 2 if spmd.process_index() == 0 else 0]
+            assert [path.suffix for path in files] == ["", ".json", ".json"][: 3 if spmd.process_index() == 0 else 0]
         with mock.patch.object(Machine, "measure", side_effect=AssertionError):
             forget(own)
             before, after, _ = run_step(mesh)

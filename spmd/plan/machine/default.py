@@ -13,6 +13,7 @@ import weakref
 from types import MappingProxyType
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -31,6 +32,9 @@ NETWORK = MappingProxyType({"bandwidth": 5e10, "latency": 5e-6})
 
 _GPUS = (("H100 80GB HBM3", "h100_nvlink"), ("NVIDIA H200", "h200"), ("A100-SXM4-80GB", "a100"))
 """The presets of GPUs, by a part of the name that torch has for them."""
+
+_OF_RANKS = ("flops", "dtype_flops", "memory_bandwidth", "operator_latency")
+"""The constants that do not depend on the axes: all meshes of a job have the same, so that their plans compare."""
 
 _UNKNOWN = Machine(origin="default, like an H100 in one node")
 
@@ -67,12 +71,16 @@ def agree_on_machine(mesh: Mesh, call: str) -> None:
     call = f"the choice of a machine for {call}"
     hosts = gather_hosts(call)
     about = _about(mesh, hosts)
-    mine = (_preset(mesh, hosts) or load_machine(about)) if process_index() == 0 else None
-    found = gather(call, mine)[0]
+    of_ranks = {name: value for name, value in about.items() if name != "mesh"}
+    known = (_preset(mesh, hosts) or load_machine(about), load_machine(of_ranks)) if process_index() == 0 else ()
+    found, like = gather(call, known)[0]
     if found is None:
         found = Machine.measure(mesh)
+        if like is not None:
+            found = attrs.evolve(found, **{name: getattr(like, name) for name in _OF_RANKS})
         if process_index() == 0:
             save_machine(about, found)
+            save_machine(of_ranks, like or found)
     _agreed_here()[mesh] = found
 
 
