@@ -47,6 +47,7 @@ _TEXTS: Mapping[type, str] = {
     int: "a whole number from 0",
     float: "a finite number from 0",
     str: "a text",
+    bool: "true or false",
     list: "a list",
     dict: "an object",
 }

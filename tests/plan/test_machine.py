@@ -40,7 +40,7 @@ def test_the_documented_table_is_the_presets():
 
 
 def test_the_default_is_that_of_the_study():
-    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 1.0, (), "")
+    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 1.0, (), True, "")
     assert expected == attrs.astuple(Machine())
     assert 5e14 == Machine().rate(torch.bfloat16) == Machine().rate(torch.float64)
 
@@ -114,6 +114,16 @@ def test_every_operator_but_views_has_a_latency():
         return step.plan(torch.empty(4, 4)).seconds
 
     assert 2 * 3.0 == pytest.approx(seconds(3.0) - seconds(0.0))
+
+
+def test_values_between_pointwise_operators_count_where_nothing_is_fused():
+    def seconds(fuses):
+        mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+        machine = Machine(memory_bandwidth=1.0, fuses=fuses)
+        return spmd.jit(lambda x: x.sin().cos(), P("data"), P("data"), mesh=mesh, machine=machine).plan(x).seconds
+
+    x = torch.empty(8)
+    assert (2 * 16, 4 * 16) == (seconds(True), seconds(False))
 
 
 def test_unknown_presets_are_refused():

@@ -68,6 +68,7 @@ _MACHINE: Mapping[str, Kind] = {
     "memory_capacity": Maybe(int),
     "operator_latency": float,
     "overlap": float,
+    "fuses": bool,
     "links": ListOf(Fields(_LINK)),
     "origin": str,
 }

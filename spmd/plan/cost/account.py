@@ -82,7 +82,7 @@ def finished_draft(plan: PlanData) -> Draft:
         planned=tuple(plan.order or plan.mesh.names),
         ends={},
         never_gathered={},
-        fused=fused_values(plan.graph),
+        fused=fused_values(plan.graph) if plan.request.machine.fuses else frozenset(),
         latency_shares=latency_shares(plan.graph, plan.request.machine.bucket_bytes),
         independent=frozenset(),
         reduce_dtype=plan.request.reduce_dtype,

@@ -55,6 +55,7 @@ class Machine:
             dtype has the rate of its real parts.
         memory_capacity: bytes of a rank's memory; None if unknown. Plans are limited by `Request.memory_limit` only.
         operator_latency: seconds that each operator takes in addition to its roofline time.
+        fuses: whether values between pointwise operators stay out of memory, as in programs that a compiler has fused.
         origin: where the constants come from, in words; it makes no machine differ from another.
         links: constants of collectives of one kind along one mesh axis, in place of those of the axis.
         overlap: the part of a collective's time that can pass beside computation: 1 for links that need no processor
@@ -76,6 +77,7 @@ class Machine:
     operator_latency: float = 0.0
     overlap: float = 1.0
     links: tuple[Link, ...] = attrs.field(default=(), converter=_links)
+    fuses: bool = True
     origin: str = attrs.field(default="", eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -169,6 +171,7 @@ class Machine:
             latency=max((link.latency for link in links), default=0.0),
             operator_latency=_rounded(found.operator_latency),
             overlap=round(found.overlap, 1),
+            fuses=False,
             links=links,
             origin=f"measured on {describe_ranks(mesh, hosts)}",
         )
@@ -184,6 +187,7 @@ class Machine:
             *(f"{axis} {time_text(seconds)}" for axis, seconds in self.axis_latency),
             *([f"operators {time_text(self.operator_latency)}"] if self.operator_latency else []),
             *([f"overlap {self.overlap:g}"] if self.overlap < 1 else []),
+            *([] if self.fuses else ["nothing fused"]),
         ]
         return f"{self.origin or GIVEN}: {', '.join(parts)}"
 

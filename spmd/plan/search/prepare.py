@@ -51,7 +51,7 @@ class Prepared:
             strategies={},
             planned=(),
             ends=bounded.ends,
-            fused=fused_values(bounded.graph),
+            fused=fused_values(bounded.graph) if request.machine.fuses else frozenset(),
             latency_shares=latency_shares(bounded.graph, request.machine.bucket_bytes),
             independent=independent_values(bounded.graph),
             never_gathered={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},
