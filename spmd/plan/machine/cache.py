@@ -33,14 +33,15 @@ def load_machine(about: Mapping[str, Any]) -> Machine | None:
     try:
         document = parse(_path(about).read_text(encoding="utf-8"))
         return Machine(**document["machine"]) if document["about"] == about else None
-    except (OSError, ValueError, TypeError, KeyError, PlanError):
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, PlanError):
         return None
 
 
 def save_machine(about: Mapping[str, Any], machine: Machine) -> None:
     """Save a machine; other processes see the whole file or none."""
-    path, text = _path(about), json.dumps({"about": about, "machine": attrs.asdict(machine)}, indent=1)
-    with contextlib.suppress(OSError):
+    text = json.dumps({"about": about, "machine": attrs.asdict(machine)}, indent=1)
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
+        path = _path(about)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             file.write(text)

@@ -46,7 +46,7 @@ _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Mesh, Machine]] = wea
 
 def default_machine(mesh: Mesh) -> Machine:
     """The machine of a mesh, without communication; on a distributed mesh ranks may differ until they agree."""
-    if mesh.runtime is not Runtime.DISTRIBUTED:
+    if mesh.runtime is not Runtime.DISTRIBUTED or not dist.is_initialized():
         return _UNKNOWN
     if found := _agreed_here().get(mesh):
         return found

@@ -7,6 +7,7 @@ are medians of several runs, and ranks agree on one value for each. All takes so
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -74,40 +75,36 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
     Raises:
         SpmdError: a rank failed, or never makes the call.
     """
-    seconds: dict[Hashable, float] = {}
-    flops: dict[str, float] = {}
     _start(mesh)
+    seconds: dict[Hashable, float] = {}  # a product's per operation, traffic's per byte, that of others per call
     with torch.no_grad():
-        for dtype in DTYPES:
-            if (found := _product(mesh, dtype)) is not None:
-                flops[str(dtype)], seconds[str(dtype)] = found
-        traffic, seconds["traffic"] = _traffic(mesh)
-        seconds["operator"] = _operator(mesh)
+        seconds |= {str(dtype): found for dtype in DTYPES if (found := _product(mesh, dtype)) is not None}
+        seconds |= {"traffic": _traffic(mesh), "operator": _operator(mesh)}
         layouts = _layouts(mesh, hosts)
         for axis in dict.fromkeys(layouts.values()):
             seconds.update(_times(mesh, axis))
-        overlap = [_overlap(mesh, axis) for axis in dict.fromkeys(layouts.values())]
-    every: list[tuple[dict[Hashable, float], list[float]]] = gather(f"the measurement of {mesh}", (seconds, overlap))
-    agreed = {key: statistics.median(found[key] for found, _ in every) for key in seconds}
+        overlap = min((_overlap(mesh, axis) for axis in dict.fromkeys(layouts.values())), default=1.0)
+    every: list[tuple[dict[Hashable, float], float]] = gather(f"the measurement of {mesh}", (seconds, overlap))
+    agreed = {key: statistics.median(of.get(key, math.inf) for of, _ in every) for key in every[0][0]}
     return RankConstants(
-        {dtype: work / agreed[dtype] for dtype, work in flops.items()},
-        traffic / agreed["traffic"],
+        {str(dtype): 1 / agreed[str(dtype)] for dtype in DTYPES if agreed.get(str(dtype), math.inf) < math.inf},
+        1 / agreed["traffic"],
         agreed["operator"],
         tuple(_link(mesh, axis, like, kind, agreed) for axis, like in layouts.items() for kind in _CALLS),
-        min((statistics.median(values) for values in zip(*(found for _, found in every), strict=True)), default=1.0),
+        statistics.median(value for _, value in every),
     )
 
 
-def _product(mesh: Mesh, dtype: torch.dtype) -> tuple[float, float] | None:
-    """Floating-point operations of a matrix product, and its seconds; None if the device does not support the dtype."""
+def _product(mesh: Mesh, dtype: torch.dtype) -> float | None:
+    """Seconds of a floating-point operation in matrix products; None if the device does not support the dtype."""
     small, large = _CPU_ORDERS if mesh.device.type == "cpu" else _ACCELERATOR_ORDERS
     try:
         seconds = min(_once(mesh, _multiply(mesh, small, dtype)) for _ in range(2))  # the first may set up a library
     except (RuntimeError, TypeError):
         return None
     if seconds > _SLOW:
-        return 2.0 * small**3, seconds
-    return 2.0 * large**3, _seconds(mesh, _multiply(mesh, large, dtype))
+        return seconds / (2 * small**3)
+    return _seconds(mesh, _multiply(mesh, large, dtype)) / (2 * large**3)
 
 
 def _multiply(mesh: Mesh, order: int, dtype: torch.dtype = torch.float32) -> Run:
@@ -115,8 +112,8 @@ def _multiply(mesh: Mesh, order: int, dtype: torch.dtype = torch.float32) -> Run
     return functools.partial(torch.mm, matrix, matrix)
 
 
-def _traffic(mesh: Mesh) -> tuple[float, float]:
-    """Bytes that an elementwise operator reads and writes, and its seconds, for operands that are not in a cache."""
+def _traffic(mesh: Mesh) -> float:
+    """Seconds of a byte that an elementwise operator reads or writes, for operands that are not in a cache."""
     count = (_CPU_BYTES if mesh.device.type == "cpu" else _ACCELERATOR_BYTES) // 4
     operands = [torch.ones(count, device=mesh.device) for _ in range(_OPERANDS)]
 
@@ -124,7 +121,7 @@ def _traffic(mesh: Mesh) -> tuple[float, float]:
         for x, y in zip(operands[::2], operands[1::2], strict=True):
             torch.add(x, y)
 
-    return 3 * 4 * count, _seconds(mesh, add) / (_OPERANDS // 2)
+    return _seconds(mesh, add) / (_OPERANDS // 2 * 3 * 4 * count)
 
 
 def _operator(mesh: Mesh) -> float:
@@ -216,7 +213,7 @@ def _start(mesh: Mesh) -> None:
     """Wait until all ranks are here and their devices idle."""
     _synchronize(mesh)
     if spans_processes(mesh):
-        dist.barrier(group=group_for("comparisons"))
+        dist.barrier(group=group_for("measurements"))
 
 
 def _synchronize(mesh: Mesh) -> None:
