@@ -131,6 +131,7 @@ def describe(console: Console, train_step: Any, arguments: tuple[Any, ...], show
     """Plan the step; print its collectives and, if asked to, the program."""
     start = time.perf_counter()
     with console.status("tracing and planning the training step"):
+        train_step.compile(*arguments)  # on processes, ranks agree here on the machine to plan for
         plan = train_step.plan(*arguments)
         program = train_step.lower(*arguments)
     console.print(f"planned in {time.perf_counter() - start:.1f} s")
