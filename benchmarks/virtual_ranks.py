@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -57,8 +56,9 @@ def main() -> int:
         steps = {name: attrs.asdict(time) for name, time in found.items()}
         options.json.write_text(json.dumps({"about": about, "spmd": steps, "jax": attrs.asdict(jax)}, indent=1))
     if options.markdown:
-        command = f"    python benchmarks/virtual_ranks.py {shlex.join(sys.argv[1:])}"
-        text = [f"Written by\n\n{command}\n", f"{about[0].upper()}{about[1:]}.\n", *lines, ""]
+        sizes = " ".join(f"--{name} {getattr(options, name)}" for name in ("width", "batch", "rounds"))
+        command = f"python benchmarks/virtual_ranks.py {sizes} --jax PYTHON --markdown {options.markdown}"
+        text = [f"Written by\n\n    {command}\n", f"{about[0].upper()}{about[1:]}.\n", *lines, ""]
         write_section(options.markdown, "virtual ranks", "\n".join(text))
     return 0
 

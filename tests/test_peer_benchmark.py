@@ -11,6 +11,8 @@ import peer_local
 import peer_model
 import peer_steps
 import peers
+import virtual_ranks
+from step_time import StepTime
 
 SMALL = gpt.Config(vocab=16, width=16, heads=2, layers=1, context=8)
 OURS = peer_steps.Timing(0.2, 0.1, (2.0, 1.0))
@@ -76,3 +78,10 @@ def test_markdown_marks_what_is_lost():
 def test_sizes_are_given_one_by_one_or_as_a_product(given, sizes, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["peers.py", *given])
     assert sizes == peers.arguments().sizes
+
+
+def test_rows_of_virtual_ranks_have_no_figures_of_jax_where_it_did_not_run():
+    time = StepTime(first=1.0, mesh=0.9, single=0.6)
+    ours = ["dp", "900", "600", "1.50"]
+    assert [*ours, "", "", ""] == virtual_ranks.row("dp", time, {})
+    assert [*ours, "1200", "0.75", "2.00"] == virtual_ranks.row("dp", time, {"one device": 0.6, "dp": 1.2})
