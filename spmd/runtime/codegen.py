@@ -7,7 +7,7 @@ writes the code of ranks that share a process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -39,12 +39,10 @@ def generate(graph: Graph) -> Generated:
     inputs = ", ".join(map(writer.variable, graph.inputs))
     writer.lines += ["def program(inputs):", f"    [{inputs}] = inputs", "    inputs.clear()"]
     dying = last_uses(graph.operations, kept_values(graph))
-    for value in unused_inputs(graph):
-        writer.lines.append(f"    del {writer.variable(value)}")
+    writer.delete("    ", map(writer.variable, unused_inputs(graph)))
     for operation in graph.operations:
         writer.write(operation, "    ", writer.call(operation, dying[operation]))
-        if dying[operation]:
-            writer.lines.append(f"    del {', '.join(map(writer.variable, dying[operation]))}")
+        writer.delete("    ", map(writer.variable, dying[operation]))
     aliases = aliases_of(graph)
     outputs = "".join(f"{writer.argument(value)}{'.clone()' if value in aliases else ''}, " for value in graph.outputs)
     writer.lines.append(f"    return ({outputs})")
@@ -109,6 +107,11 @@ class Writer:
             if value is not None:
                 self.lines.append(f"{indent}{self.variable(value)} = results[{index}]")
         self.lines.append(f"{indent}del results")
+
+    def delete(self, indent: str, names: Iterable[str]) -> None:
+        """Add the line that deletes variables, if there are any."""
+        if found := ", ".join(names):
+            self.lines.append(f"{indent}del {found}")
 
     def locate(self, operation: Operation) -> None:
         """Note that the next line runs an operation, for messages of errors."""

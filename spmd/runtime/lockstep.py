@@ -177,8 +177,8 @@ class _Lockstep:
         return f"{self.name(value)}[{index}]"
 
     def free(self, values: Sequence[Value]) -> None:
-        if values:
-            self.lines.append(f"    del {', '.join(map(self.name, values))}")
+        """Delete all instances of values."""
+        self.writer.delete("    ", map(self.name, values))
 
     def output(self, value: Value, *, clone: bool) -> str:
         """The list of the instances of an output."""
@@ -236,8 +236,7 @@ class _Lockstep:
             for value in operation.tensors:
                 if value in listed:
                     self.lines.append(f"{indent}{self.name(value)}.append({self.writer.variable(value)})")
-            if last[operation]:
-                self.lines.append(f"{indent}del {', '.join(map(self.writer.variable, last[operation]))}")
+            self.writer.delete(indent, map(self.writer.variable, last[operation]))
         self.free([value for value in dying if value not in made])
 
     def load(self, value: Value, instances: Instances, *, dies: bool) -> None:
