@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 from functools import lru_cache
 from typing import Any
@@ -27,12 +28,11 @@ def rewritable(operation: Operation) -> tuple[tuple[Value, Value], ...]:
     """
     if in_place_variant(operation.op) is None or operation.effect is not None or not operation.operands:
         return ()
-    operands = operation.operands
+    count = Counter(operation.operands)
     return tuple(
         (operand, result)
         for operand, result in _pairs(operation)
-        if isinstance(operand, Value) and result is not None
-        if operand.meta == result.meta and operands.count(operand) == 1
+        if result is not None and operand.meta == result.meta and count[operand] == 1
     )
 
 
@@ -42,16 +42,18 @@ def _pairs(operation: Operation) -> list[tuple[Value, Value | None]]:
         lists = operation.args[: returned_lists(operation.op)]
         positions = [position for position, values in enumerate(lists) for _ in values]
         results = tuple(r for position, r in zip(positions, results, strict=True) if position != GRADIENTS)
-    return list(zip(targets(operation), results, strict=True))
+    found = targets(operation)
+    return list(zip(found, results, strict=True)) if found else []
 
 
 def targets(operation: Operation) -> list[Value]:
-    """What the in-place variant of an operator writes to, in order."""
+    """What the in-place variant of an operator writes to, in order; nothing if that is no tensor."""
     if operation.op in FUSED:
         lists = operation.args[: returned_lists(operation.op)]
         return [value for position, values in enumerate(lists) if position != GRADIENTS for value in values]
     first = operation.args[0]
-    return [first] if isinstance(first, Value) else list(first)
+    values = [first] if isinstance(first, Value) else first
+    return list(values) if isinstance(values, (list, tuple)) else []
 
 
 def returned_lists(op: OpOverload) -> int:
@@ -75,8 +77,8 @@ def in_place_variant(op: OpOverload) -> OpOverload | None:
     if packet is None or op._overloadname not in packet.overloads():
         return None
     found: OpOverload = getattr(packet, op._overloadname)
-    names = [[argument.name for argument in o._schema.arguments] for o in (op, found)]
-    return found if names[0] == names[1] else None
+    taken = [[(argument.name, str(argument.type)) for argument in o._schema.arguments] for o in (op, found)]
+    return found if taken[0] == taken[1] else None
 
 
 @attrs.frozen

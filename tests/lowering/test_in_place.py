@@ -258,8 +258,25 @@ def test_programs_for_other_tools_write_nothing() -> None:
     assert torch.equal(leaves[0], values(4))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: 2.0**x, lambda x: 1.0 - x, lambda x: x**2, lambda x: torch.lerp(x, x + 1, 0.3),
+        lambda x: aten._foreach_pow.ScalarAndTensor(2.0, [x, x + 1])[1], lambda x: x.clamp(2, 3),
+        lambda x: torch.where(x > 2, x, 0.0), lambda x: x.double() + x, lambda x: x.masked_fill(x > 2, 0.0),
+        lambda x: x.add(x.sum(), alpha=2), lambda x: x.to(torch.int64) + 1, lambda x: torch.addcmul(x, x + 1, x + 2),
+        lambda x: x.sub(1).div(3, rounding_mode="floor"), lambda x: x.atan2(torch.ones(3, 1)), lambda x: x.mul(True),
+    ],
+)  # fmt: skip
+def test_values_of_operators_in_place(function: Callable[[Tensor], Tensor]) -> None:
+    step = spmd.jit(function, P("x"), None, mesh=LINE, donate_argnums=0)
+    torch.testing.assert_close(step(place(values(4))).full_tensor(), function(values(4)))
+    assert peak_bytes(step.lower(values(4)), frozenset([0])) == step.plan(values(4)).memory.peak
+
+
 def test_operators_with_in_place_variants() -> None:
     assert aten.add_.Tensor is in_place_variant(aten.add.Tensor)
     assert aten._fused_adamw_.default is in_place_variant(aten._fused_adamw.default)
     assert None is in_place_variant(aten.mm.default) is in_place_variant(aten.add_.Tensor)
     assert None is in_place_variant(aten._to_copy.default) is in_place_variant(aten.where.self)
+    assert None is in_place_variant(aten.pow.Scalar)  # its first argument is a number, that of `pow_.Scalar` is not

@@ -378,7 +378,7 @@ def _holds_shards(value: DTensor) -> bool:
 
 def release_donated(leaf: Any) -> None:
     """Drop the shards of a donated DTensor, which cannot be read from then on; other leaves stay as they are."""
-    if isinstance(leaf, DTensor) and _holds_shards(leaf):
+    if isinstance(leaf, DTensor):
         lose_shards(leaf, "donated", _DONATED)
 
 
