@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spmd.inspect.questions.explain import Explanation
     from spmd.inspect.report.figures import Report
     from spmd.inspect.saving.document import Document
+    from spmd.inspect.timing import Timing
 
 # What answers a question is imported with the first question: most programs ask none, and import time counts.
 
@@ -111,6 +112,13 @@ class Plan(PlanData):
     def memory(self) -> Memory:
         """The peak memory of a rank in bytes, the operation at which it is reached, and the tensors held then."""
         return memory_of(self)
+
+    @cached_property
+    def timing(self) -> Timing:
+        """The predicted time of a step on processes, and the part of its communication that is exposed."""
+        from spmd.inspect.timing import timing_of
+
+        return timing_of(self)
 
     @cached_property
     def layers(self) -> tuple[Layers, ...]:

@@ -161,7 +161,7 @@ def test_the_page_is_html_with_all_figures() -> None:
         figures = str(cause.count), f"{cause.bytes:,.0f}", time_text(cause.seconds)
         assert (cause.kind, ", ".join(cause.axes), *figures, cause.cause, cause.place) in rows
     assert any("<b>&\"'" in cell for row in rows for cell in row)  # the line's code, escaped and read again
-    assert ("step", time_text(plan.seconds)) in rows
+    assert ("step", time_text(plan.timing.step)) in rows
     assert len(report.spans) == len(page.bars)
 
 
@@ -193,7 +193,7 @@ def test_the_program_prints_tables_and_writes_the_page(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     assert 0 == main([str(tmp_path / "plan.json"), "--html", str(tmp_path / "page.html"), "--rows", "2"], console)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("data=2, model=2", time_text(plan.seconds), size_text(sum(comm.bytes for comm in plan.comms))):
+    for text in ("data=2, model=2", time_text(plan.timing.step), size_text(sum(comm.bytes for comm in plan.comms))):
         assert text in printed
     assert "[:, 0:12]" in printed  # not taken for markup
     assert " others " in printed

@@ -101,6 +101,7 @@ class Report:
         machine: the machine for which times are predicted.
         gap: how much the plan may be slower than the best one, as in `PlanData`; None if there is no bound.
         compute, communication: predicted seconds of a step.
+        step, exposed: seconds of a step in which they pass beside each other, and of the communication that does not.
         bytes: sent per rank in a step.
         memory: peak bytes held by a rank, by purpose; the sum is under "peak".
         layers: by repeated part of the program and by sharding.
@@ -115,6 +116,8 @@ class Report:
     gap: float | None
     compute: float
     communication: float
+    step: float
+    exposed: float
     bytes: float
     memory: Mapping[str, int]
     layers: tuple[Layer, ...]
@@ -132,12 +135,14 @@ class Report:
     def summary(self) -> dict[str, str]:
         """The figures of the whole step, formatted, by name."""
         part = 100 * self.communication / self.seconds if self.seconds else 0.0
+        exposed = 100 * self.exposed / self.step if self.step else 0.0
         held = ", ".join(f"{size_text(nbytes)} {kind}" for kind, nbytes in self.memory.items() if kind != "peak")
         return {
             "mesh": ", ".join(f"{name}={count}" for name, count in self.mesh.items()),
-            "step": time_text(self.seconds),
+            "step": time_text(self.step),
             "compute": time_text(self.compute),
             "communication": f"{time_text(self.communication)} ({part:.0f}%)",
+            "exposed communication": f"{time_text(self.exposed)} ({exposed:.0f}% of the step)",
             "sent per rank": size_text(self.bytes),
             "held per rank": f"{size_text(self.memory['peak'])} at the peak: {held}",
             "search": self._search,
@@ -160,6 +165,8 @@ def make_report(document: Document) -> Report:
         gap=document["gap"],
         compute=sum(operation["seconds"] for operation in operations),
         communication=sum(comm["seconds"] for comm in comms),
+        step=document["timing"]["step"],
+        exposed=document["timing"]["exposed"],
         bytes=sum(comm["bytes"] for comm in comms),
         memory=document["memory"],
         layers=tuple(_layers(document["layers"])),

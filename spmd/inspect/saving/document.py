@@ -26,6 +26,7 @@ from spmd.errors import PlanError
 from spmd.inspect.layers.layers import Layers, find_layers
 from spmd.inspect.saving.images import find_origins
 from spmd.inspect.saving.schema import Document, find_wrong
+from spmd.inspect.timing import timing_of
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, map_leaves
 from spmd.plan.cost.account import account
@@ -51,6 +52,7 @@ def make_document(plan: PlanData) -> Document:
         "mesh": dict(plan.mesh.axes),
         "machine": _machine(request.machine),
         "seconds": plan.seconds,
+        "timing": attrs.asdict(timing_of(plan)),
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "memory": {
             "peak": memory_of(plan).peak,

@@ -79,6 +79,7 @@ _PLAN = Fields(
         "mesh": MapOf(int),
         "machine": Fields(_MACHINE),
         "seconds": float,
+        "timing": Fields(dict.fromkeys(("step", "compute", "communication", "exposed"), float)),
         "gap": Maybe(float),
         "memory": MapOf(int),
         "program_hash": str,

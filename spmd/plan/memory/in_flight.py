@@ -92,7 +92,7 @@ def launches(plan: PlanData, liveness: Liveness) -> list[Launch]:
     needed: dict[Buffer, int] = {}
     for index, event in enumerate(liveness.events):
         made.update(dict.fromkeys(event.writes, index))
-        for buffer in event.reads:
+        for buffer in () if event.is_view else event.reads:
             if buffer not in needed and made.get(buffer, -1) < index:
                 needed[buffer] = index
     results = {buffer for _, event in found for buffer in event.writes}

@@ -82,7 +82,7 @@ class Event:
     """One operator that a rank runs for `operation`: it reads the buffers `reads` and allocates `writes`.
 
     `rewritable` has pairs of a buffer that it reads and one that it need not allocate if the other is not read later.
-    `collective` says what it communicates, if it does.
+    `collective` says what it communicates, if it does; `is_view` whether it only makes a view.
     """
 
     operation: Operation
@@ -90,6 +90,7 @@ class Event:
     writes: tuple[Buffer, ...]
     rewritable: tuple[tuple[Buffer, Buffer], ...] = ()
     collective: Collective | None = None
+    is_view: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -201,8 +202,10 @@ class _Recorder:
         writes: Iterable[Buffer],
         pairs: tuple[tuple[Buffer, Buffer], ...] = (),
         collective: Collective | None = None,
+        *,
+        is_view: bool = False,
     ) -> None:
-        self.events.append(Event(operation, tuple(dict.fromkeys(reads)), tuple(writes), pairs, collective))
+        self.events.append(Event(operation, tuple(dict.fromkeys(reads)), tuple(writes), pairs, collective, is_view))
 
     def unit(self, unit: Unit) -> None:
         """Record the operations of a call's fragment."""
@@ -230,7 +233,8 @@ class _Recorder:
             writes = self.call(operation, named)
             pairs = tuple((self.buffers[a], self.buffers[b]) for a, b in rewritable(operation))
             pairs = tuple(pair for pair in pairs if pair[1] in writes)
-            self.event(first, reads, writes, pairs, self.collective(operation))
+            is_view = not writes and isinstance(operation.op, torch._ops.OpOverload) and operation.is_view
+            self.event(first, reads, writes, pairs, self.collective(operation), is_view=is_view)
         for value, local in results:
             self.hold(value, self.layouts[local], self.buffers[local])
 
