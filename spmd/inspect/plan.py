@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spmd.inspect.questions.explain import Explanation
     from spmd.inspect.report.figures import Report
     from spmd.inspect.saving.document import Document
-    from spmd.inspect.timing import Timing
+    from spmd.plan.memory.timing import Timing
 
 # What answers a question is imported with the first question: most programs ask none, and import time counts.
 
@@ -116,7 +116,7 @@ class Plan(PlanData):
     @cached_property
     def timing(self) -> Timing:
         """The predicted time of a step on processes, and the part of its communication that is exposed."""
-        from spmd.inspect.timing import timing_of
+        from spmd.plan.memory.timing import timing_of
 
         return timing_of(self)
 

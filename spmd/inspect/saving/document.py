@@ -26,13 +26,13 @@ from spmd.errors import PlanError
 from spmd.inspect.layers.layers import Layers, find_layers
 from spmd.inspect.saving.images import find_origins
 from spmd.inspect.saving.schema import Document, find_wrong
-from spmd.inspect.timing import timing_of
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, map_leaves
 from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
 from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.peak import memory_of
+from spmd.plan.memory.timing import timing_of
 from spmd.rules.strategy import Strategy
 
 FORMAT = 4

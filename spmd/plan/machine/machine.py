@@ -224,8 +224,8 @@ class Machine:
     def bucket_bytes(self) -> float:
         """The bytes up to which collectives are joined to one launch.
 
-        The least that nearly saturates the link: the latency is then a twentieth of the time. At least 1 MiB and at most
-        25 MiB, the bucket of DistributedDataParallel.
+        The least that nearly saturates the link: the latency is then a twentieth of the time. At least 1 MiB and at
+        most 25 MiB, the bucket of DistributedDataParallel.
         """
         saturating = 20 * self.latency * self.link_bandwidth
         return min(max(saturating, 2.0**20), 25 * 2.0**20)
