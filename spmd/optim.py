@@ -163,8 +163,10 @@ def adamw(
         # m / c1 / (sqrt(v / c2) + eps) = (sqrt(c2) / c1) * m / (sqrt(v) + eps * sqrt(c2)), c the bias corrections.
         step = state.step + 1
         root = _bias_correction(b2, step).sqrt()
-        denominators = aten._foreach_add.Tensor(torch._foreach_sqrt(square), root * eps)
-        steps = _scale(torch._foreach_div(mean, denominators), lr * root / _bias_correction(b1, step))
+        dtype = torch.float64 if all(x.dtype == torch.float64 for x in weights) else torch.get_default_dtype()
+        denominators = aten._foreach_add.Tensor(torch._foreach_sqrt(square), (root * eps).to(dtype))
+        rate = (lr * root / _bias_correction(b1, step)).to(dtype)
+        steps = _scale(torch._foreach_div(mean, denominators), rate)
         if weight_decay:
             weights = _scale(weights, 1 - lr * weight_decay)
         new = AdamWState(step, spec.unflatten(mean), spec.unflatten(square))
@@ -263,8 +265,9 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
 
 
 def _bias_correction(decay: float, step: Tensor) -> Tensor:
-    """`1 - decay**step`, by expm1: in the first steps the difference would lose half of its digits."""
-    return -torch.expm1(step * math.log(decay)) if decay else torch.ones_like(step, dtype=torch.get_default_dtype())
+    """`1 - decay**step` in float64, by expm1: in the first steps the difference would lose half of its digits."""
+    step = step.double()
+    return -torch.expm1(step * math.log(decay)) if decay else torch.ones_like(step)
 
 
 def _scale(tensors: tuple[Tensor, ...], factor: float | Tensor) -> tuple[Tensor, ...]:

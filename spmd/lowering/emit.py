@@ -80,7 +80,8 @@ class _Emitter:
         tuple_name = self.namer.numbered(name) if operation.returns_tuple else ""
         for value in operation.tensors:
             here[value] = Value(self.namer.numbered(name), value.meta)
-        launched = None if operation.annotations.comm is None else next(self.comms)
+        comm = operation.annotations.comm
+        launched = attrs.evolve(next(self.comms), bytes=comm.bytes) if comm else None
         results = tuple(None if value is None else here[value] for value in operation.results)
         notes = Annotations(launched, self.repetitions.get(planned, 0), tuple_name)
         source = launched.source if launched else planned.source

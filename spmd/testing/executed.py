@@ -19,6 +19,7 @@ _c10d = torch.ops._c10d_functional
 _KINDS: Mapping[Any, StepKind] = MappingProxyType(
     {
         _c10d.all_reduce.default: StepKind.ALL_REDUCE,
+        _c10d.all_reduce_.default: StepKind.ALL_REDUCE,
         _c10d.all_gather_into_tensor_out.default: StepKind.ALL_GATHER,
         _c10d.reduce_scatter_tensor.default: StepKind.REDUCE_SCATTER,
         _c10d.all_to_all_single.default: StepKind.ALL_TO_ALL,

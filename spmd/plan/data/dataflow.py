@@ -40,7 +40,7 @@ def fused_values(graph: Graph) -> frozenset[Value]:
     return frozenset(value for value in (*inner, *root) if inner[root.get(value, value)])
 
 
-_SEVERAL = 4
+_SEVERAL = 8
 """So many values, at least, are sent together; fewer are priced as if each were launched alone."""
 
 
