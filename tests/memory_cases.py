@@ -1,0 +1,69 @@
+"""What plans of a distributed mesh say of memory."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+import spmd
+from spmd import P
+from spmd.core.mesh import Mesh
+from spmd.inspect import Plan
+from spmd.plan.memory.in_flight import launches
+from spmd.plan.memory.liveness import record
+from spmd.plan.memory.peak import memory_of
+from spmd.testing.executed import ExecutedCollectives
+
+
+def step(weights: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    def loss(weights: list[torch.Tensor]) -> torch.Tensor:
+        h = x
+        for weight in weights:
+            h = torch.relu(h @ weight)
+        return h.square().mean()
+
+    return [weight - 0.1 * gradient for weight, gradient in zip(weights, torch.func.grad(loss)(weights), strict=True)]
+
+
+def sharded(mesh: Mesh, memory_limit: int | None = None) -> spmd.api.jit.Jitted:
+    return spmd.jit(step, (P("data"), P("data")), P("data"), mesh=mesh, memory_limit=memory_limit)
+
+
+def arguments() -> tuple[list[torch.Tensor], torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(64, 64, generator=generator) / 8 for _ in range(8)], torch.randn(8, 64, generator=generator)
+
+
+def synchronous(plan: Plan) -> Plan:
+    return attrs.evolve(plan, synchronous=True)
+
+
+def a_limit_makes_plans_synchronous(mesh: Mesh) -> None:
+    """Between the memory of both schedules, collectives run alone and one after the other, and the values stay."""
+    weights, x = arguments()
+    free = sharded(mesh).plan(weights, x)
+    least = memory_of(synchronous(free)).peak
+    assert least < free.memory.peak
+    step_within = sharded(mesh, memory_limit=(least + free.memory.peak) // 2)
+    plan = step_within.plan(weights, x)
+    assert plan.synchronous and not free.synchronous
+    assert plan.memory.peak == least
+    assert {comm.joined for comm in plan.comms} == {1}
+    with ExecutedCollectives() as executed:
+        results = step_within(weights, x)
+    assert len(executed.found) == len(plan.comms)
+    for result, wanted in zip(results, step(weights, x), strict=True):
+        torch.testing.assert_close(result.full_tensor(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def buffers_count(mesh: Mesh) -> None:
+    """A process holds what virtual ranks hold, and the buffers of its collectives."""
+    weights, x = arguments()
+    plan = sharded(mesh).plan(weights, x)
+    shared = spmd.make_mesh(mesh.axes, runtime="virtual")
+    lockstep = sharded(shared).plan(weights, x)
+    assert plan.memory.peak > lockstep.memory.peak
+    placed = launches(plan, record(plan))
+    assert [launch.start for launch in placed] == sorted(launch.start for launch in placed)
+    assert all(launch.start <= launch.finish for launch in placed)
+    assert len(placed) == len({comm.launch for comm in plan.comms})

@@ -1,0 +1,59 @@
+"""The predicted time of a step as a schedule of streams."""
+
+import attrs
+import pytest
+import torch
+
+import spmd
+from spmd import Machine, P
+from spmd.inspect import Plan
+
+MACHINE = Machine(flops=1e9, memory_bandwidth=1e9, link_bandwidth=1e7, latency=1e-4)
+
+
+def two_gathers(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The second product can be computed while the other factor of the third is gathered."""
+    h = x @ x
+    h = spmd.reshard(h, P("data"))
+    whole = spmd.reshard(y, P())
+    for _ in range(4):
+        h = torch.relu(h) @ x
+    return h @ whole
+
+
+def plan_of(machine: Machine) -> Plan:
+    mesh = spmd.make_mesh({"data": 4}, runtime="abstract")
+    step = spmd.jit(two_gathers, (P(), P("data")), P("data"), mesh=mesh, machine=machine)
+    matrix = torch.empty(64, 64, device="meta")
+    return step.plan(matrix, matrix)
+
+
+def test_what_overlaps_is_not_exposed():
+    timing = plan_of(MACHINE).timing
+    assert timing.step == pytest.approx(timing.compute + timing.exposed)
+    assert 0 <= timing.exposed < timing.communication
+    assert timing.communication == pytest.approx(1e-4 + 3 / 4 * 64 * 64 * 4 / 1e7)
+
+
+def test_ranks_that_compute_nothing_while_they_communicate_expose_all():
+    timing = plan_of(attrs.evolve(MACHINE, overlap=0.0)).timing
+    assert timing.exposed == pytest.approx(timing.communication)
+
+
+def test_synchronous_plans_expose_all():
+    timing = attrs.evolve(plan_of(MACHINE), synchronous=True).timing
+    assert timing.exposed == pytest.approx(timing.communication)
+
+
+def test_a_program_that_sends_nothing_only_computes():
+    mesh = spmd.make_mesh({"data": 4}, runtime="abstract")
+    plan = spmd.jit(torch.relu, P("data"), P("data"), mesh=mesh).plan(torch.empty(8, device="meta"))
+    assert (plan.timing.communication, plan.timing.exposed) == (0, 0)
+    assert plan.timing.step == plan.timing.compute == pytest.approx(plan.seconds)
+
+
+def test_a_launch_waits_for_the_one_before_it_along_its_axis():
+    plan = plan_of(MACHINE)
+    slow = plan_of(attrs.evolve(MACHINE, link_bandwidth=1e5)).timing
+    assert slow.exposed > plan.timing.exposed
+    assert slow.step >= slow.communication
