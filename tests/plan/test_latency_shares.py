@@ -2,29 +2,20 @@
 
 import pytest
 import torch
+from memory_cases import step as step_of_layers
 
 import spmd
 from spmd import Machine, P
 from spmd.plan.data.dataflow import latency_shares
 
-LAYERS, WIDTH = 4, 16
+WIDTH = 16
 SLOW_LAUNCHES = Machine(flops=1e11, memory_bandwidth=1e10, link_bandwidth=1e9, latency=1e-3)
 """One on which a launch takes as long as a megabyte."""
 
 
-def sgd_step(weights: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-    def loss(weights: list[torch.Tensor]) -> torch.Tensor:
-        h = x
-        for weight in weights:
-            h = torch.relu(h @ weight)
-        return h.square().mean()
-
-    return [weight - 0.1 * gradient for weight, gradient in zip(weights, torch.func.grad(loss)(weights), strict=True)]
-
-
 def plan_of(layers: int, width: int = WIDTH, rows: int = 64, machine: Machine | None = None) -> spmd.inspect.Plan:
     mesh = spmd.make_mesh({"data": 4}, runtime="abstract")
-    step = spmd.jit(sgd_step, (P(), P("data")), P(), mesh=mesh, machine=machine)
+    step = spmd.jit(step_of_layers, (P(), P("data")), P(), mesh=mesh, machine=machine)
     return step.plan([torch.empty(width, width, device="meta")] * layers, torch.empty(rows, width, device="meta"))
 
 
