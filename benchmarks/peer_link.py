@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import link
-from peer_steps import Case, Comparison, Timing, first_steps, from_ranks, prepare, timed, timing
+from peer_steps import Case, Comparison, Timing, first_steps, from_ranks, prepare, start, timed, timing
 from proofs.page import table as markdown_table
 from spmd.collectives.distributed.exchange import wait
 from spmd.core.pytree import tree_leaves
@@ -115,6 +115,8 @@ def verdict(ours: float, free: float, peer: float) -> str:
 
 def measure_on_links(case: Case, rounds: int, rate: str) -> LinkComparison:
     """Run a case on the ranks of a job of `link.launch`; a collective call."""
+    start()
+    change(rate)  # a machine that is measured is that of these links
     overlapping = Overlap()
     prepared = prepare(case)
     losses, failures = first_steps(prepared.steps)

@@ -20,6 +20,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -157,12 +158,15 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def measurements_on_links(options: argparse.Namespace) -> Iterator[LinkComparison]:
-    """The same on links of a rate, which plans know."""
+    """The same on links of a rate, which plans know; a machine that is measured there is kept for this run only."""
     link_bandwidth = link.bits_per_second(options.link) / 8
-    for case in cases(options):
-        machine = attrs.evolve(case.machine, link_bandwidth=min(link_bandwidth, case.machine.link_bandwidth))
-        known = attrs.evolve(case, machine=machine)
-        yield link.launch(measure_on_links, options.ranks, known, options.rounds, options.link)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SPMD_CACHE_DIR"] = folder
+        for case in cases(options):
+            if case.machine is not None:
+                machine = attrs.evolve(case.machine, link_bandwidth=min(link_bandwidth, case.machine.link_bandwidth))
+                case = attrs.evolve(case, machine=machine)
+            yield link.launch(measure_on_links, options.ranks, case, options.rounds, options.link)
 
 
 def model(width: int) -> gpt.Config:

@@ -70,14 +70,18 @@ def _axes(strategy: str, data: int) -> Variant:
     return Variant(strategy, mesh=lambda ranks: {"data": data, "model": ranks // data})
 
 
+def _kept(strategy: str, axis: str) -> Variant:
+    return Variant(strategy, lambda peak: {"keep_sharded": {0: axis}})
+
+
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
         **{name: Variant(name) for name in layouts.STRATEGIES},
-        "fsdp, never gathered": Variant("fsdp", lambda peak: {"keep_sharded": {0: "data"}}),
+        **{f"{name} for an H100": Variant(name, lambda peak: {"machine": Machine()}) for name in layouts.STRATEGIES},
+        "fsdp, never gathered": _kept("fsdp", "data"),
+        **{f"{name}, never gathered": _kept(name, "model") for name in ("tp", "sp", "dp_tp", "fsdp_tp")},
+        "fsdp, 90% memory": Variant("fsdp", lambda peak: {"memory_limit": int(0.9 * peak)}),
         "fsdp, 80% memory": Variant("fsdp", lambda peak: {"memory_limit": int(0.8 * peak)}),
-        "tp, never gathered": Variant("tp", lambda peak: {"keep_sharded": {0: "model"}}),
-        "dp for an H100": Variant("dp", lambda peak: {"machine": Machine()}),
-        "fsdp for an H100": Variant("fsdp", lambda peak: {"machine": Machine()}),
         "sp over data and model": _axes("sp", 2),
     }
 )
@@ -161,7 +165,7 @@ class _Step:
             except spmd.PlanError as error:
                 self.error = str(error).partition("\n")[0]
                 return
-        self.predicted, self.sent = plan.seconds, (len(plan.comms), sum(comm.bytes for comm in plan.comms))
+        self.predicted, self.sent = plan.timing.step, (len(plan.comms), sum(comm.bytes for comm in plan.comms))
 
     def run(self) -> float:
         self.state, loss = self.step(self.state, self.batch)

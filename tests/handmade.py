@@ -92,7 +92,7 @@ class PlanBuilder:
     def plan(self, *outputs: Value) -> Plan:
         graph = Graph(tuple(self.inputs), tuple(self.constants), tuple(self.operations), outputs).verify()
         request = Request(graph, self.mesh, (), ())
-        plan = Plan(request, self.mesh, graph, self.logical, self.specs, self.strategies, (), 0.0, 0.0, ())
+        plan = Plan(request, self.mesh, graph, self.logical, self.specs, self.strategies, (), 0.0, 0.0, (), None)
         return attrs.evolve(plan, comms=account(plan).all_comms)
 
 

@@ -35,7 +35,7 @@ def arguments() -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def synchronous(plan: Plan) -> Plan:
-    return attrs.evolve(plan, synchronous=True)
+    return attrs.evolve(plan, schedule=None)
 
 
 def a_limit_makes_plans_synchronous(mesh: Mesh) -> None:
@@ -46,7 +46,7 @@ def a_limit_makes_plans_synchronous(mesh: Mesh) -> None:
     assert least < free.memory.peak
     step_within = sharded(mesh, memory_limit=(least + free.memory.peak) // 2)
     plan = step_within.plan(weights, x)
-    assert plan.synchronous and not free.synchronous
+    assert plan.schedule is None and free.schedule is not None
     assert plan.memory.peak == least
     assert {comm.joined for comm in plan.comms} == {1}
     with ExecutedCollectives() as executed:

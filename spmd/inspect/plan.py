@@ -12,8 +12,8 @@ from spmd.ir.graph import Operation, Value
 from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
-from spmd.plan.memory.limit import overlapped
 from spmd.plan.memory.peak import Memory, memory_of
+from spmd.plan.memory.schedule import best_schedule
 
 if TYPE_CHECKING:
     from spmd.inspect.layers.layers import Layers
@@ -104,9 +104,10 @@ class Plan(PlanData):
         if own_machine:
             request = attrs.evolve(request, machine=saved_machine(document))
         parts = attrs.asdict(restore(document, request), recurse=False)
-        plan = cls(request=request, mesh=request.mesh, seconds=0.0, comms=(), **parts)
+        schedule = request.machine.launch_schedule
+        plan = cls(request=request, mesh=request.mesh, seconds=0.0, comms=(), schedule=schedule, **parts)
         found = account(plan)
-        return overlapped(attrs.evolve(plan, comms=found.all_comms, seconds=found.total)).verify()
+        return best_schedule(attrs.evolve(plan, comms=found.all_comms, seconds=found.total)).verify()
 
     @property
     def memory(self) -> Memory:

@@ -51,7 +51,7 @@ def lower(
         output_specs=tuple(plan.specs[value] for value in plan.graph.outputs),
         uneven=_uneven_specs(plan),
         build=build,
-        synchronous=plan.synchronous,
+        schedule=plan.schedule,
     )
 
 

@@ -15,6 +15,7 @@ from spmd.core.spec import DTensorSpec
 from spmd.ir.comm import Comm
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation
+from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.printing import program_text
 from spmd.lowering.fx_module import fx_module
 
@@ -29,7 +30,7 @@ class LocalProgram:
         input_specs, output_specs: the specs of the flattened arguments and results.
         uneven: the specs whose local shapes differ between ranks; ranks with the same shapes share a program.
         build: builds the program of the rank at a coordinate.
-        synchronous: as in `PlanData`.
+        schedule: as in `PlanData`.
     """
 
     name: str
@@ -38,7 +39,7 @@ class LocalProgram:
     output_specs: tuple[DTensorSpec, ...]
     uneven: tuple[DTensorSpec, ...]
     build: Callable[[Coordinate], Graph]
-    synchronous: bool = False
+    schedule: LaunchSchedule | None
     _graphs: dict[Any, Graph] = attrs.field(factory=dict, init=False)
 
     def graph(self, coordinate: Coordinate | None = None) -> Graph:

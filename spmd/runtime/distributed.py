@@ -31,9 +31,7 @@ class DistributedProgram:
     def __init__(self, program: LocalProgram) -> None:
         check_same_program(program)
         (coordinate,) = program.mesh.held_coordinates
-        generated = generate(
-            overlap(program.graph(coordinate), program.mesh, coordinate, synchronous=program.synchronous)
-        )
+        generated = generate(overlap(program.graph(coordinate), program.mesh, coordinate, program.schedule))
         self._function, self.source = generated.function, generated.source
 
     @property

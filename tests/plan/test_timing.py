@@ -41,7 +41,7 @@ def test_ranks_that_compute_nothing_while_they_communicate_expose_all():
 
 
 def test_synchronous_plans_expose_all():
-    timing = attrs.evolve(plan_of(MACHINE), synchronous=True).timing
+    timing = attrs.evolve(plan_of(MACHINE), schedule=None).timing
     assert timing.exposed == pytest.approx(timing.communication)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from spmd.collectives.distributed.exchange import Exchange
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import Comm, StepKind
 from spmd.ir.graph import Annotations, Graph, Operation, Value
-from spmd.runtime.launches import in_launch_order
+from spmd.runtime.overlap import split_exchanges
 
 VIEW = torch.ops.aten.view.default
 
@@ -34,8 +35,8 @@ class Program:
         return result
 
     def collective(self, operand: Value, launch: int) -> Value:
-        op = torch.ops.spmd.all_reduce.default
-        return self.call(op, operand, "sum", ["x"], comm=Comm(StepKind.ALL_REDUCE, ("x",), 4.0, 0.0, "", None, launch))
+        op = Exchange(lambda x: x, (), lambda x: x, lambda x: x)
+        return self.call(op, operand, comm=Comm(StepKind.ALL_REDUCE, ("x",), 4.0, 0.0, "", None, launch))
 
     def view(self, operand: Value) -> Value:
         return self.call(VIEW, operand, [4])
@@ -43,10 +44,15 @@ class Program:
     def use(self, *operands: Value) -> Value:
         return self.call(sum, *operands)
 
-    def ordered(self, *outputs: Value) -> list[list[Value]]:
-        """The results of each operation, in launch order."""
+    def ordered(self, *outputs: Value, window: float = 0.0) -> list[list[Value]]:
+        """What is there after each operation; a launch as its results when it has started."""
         graph = Graph(tuple(self.inputs), (), tuple(self.operations), outputs).verify()
-        return [list(operation.tensors) for operation in in_launch_order(graph).operations]
+        split = split_exchanges(graph, window).operations
+        finishes = {
+            o.args[0]: o for o in split if o.args and isinstance(o.op, MethodType) and o.op.__name__ == "finish"
+        }
+        shown = [finishes.get(o.tensors[0], o) for o in split if o not in finishes.values()]
+        return [list(operation.tensors) for operation in shown]
 
 
 def test_a_bucket_stands_where_the_last_of_its_collectives_stood():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from spmd.collectives.distributed.exchange import Exchange
 from spmd.core.spec import TensorMeta
-from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.comm import Comm, StepKind
+from spmd.ir.graph import Annotations, Graph, Operation, Value
 from spmd.runtime.codegen import generate
 from spmd.runtime.overlap import split_exchanges
 
@@ -33,13 +35,14 @@ class Story:
 
         return self.call(run, operands)
 
-    def call(self, op: object, operands: tuple[Value, ...]) -> Value:
+    def call(self, op: object, operands: tuple[Value, ...], comm: Comm | None = None) -> Value:
         result = self.value(f"v{len(self.operations)}")
-        self.operations.append(Operation(op, operands, {}, (result,)))
+        self.operations.append(Operation(op, operands, {}, (result,), annotations=Annotations(comm)))
         return result
 
-    def collective(self, name: str, operand: Value) -> Value:
+    def collective(self, name: str, operand: Value, bytes: float = 1.0) -> Value:
         story = self
+        launch = sum(operation.annotations.comm is not None for operation in self.operations)
 
         class Told(Exchange):
             def start(self, x):
@@ -50,11 +53,12 @@ class Story:
                 story.events.append(f"finish {name}")
                 return pending * 10
 
-        return self.call(Told(torch.ops._c10d_functional.all_reduce.default, (), lambda x: x, lambda x: x), (operand,))
+        told = Told(torch.ops._c10d_functional.all_reduce.default, (), lambda x: x, lambda x: x)
+        return self.call(told, (operand,), Comm(StepKind.ALL_REDUCE, ("x",), bytes, 0.0, "", None, launch))
 
-    def run(self, *results: Value, inputs: list[int]) -> tuple[int, ...]:
+    def run(self, *results: Value, inputs: list[int], window: float = 1.0) -> tuple[int, ...]:
         graph = Graph(tuple(self.inputs), (), tuple(self.operations), results)
-        return generate(split_exchanges(graph)).function(inputs)
+        return generate(split_exchanges(graph, window)).function(inputs)
 
 
 def test_a_collective_is_under_way_while_its_result_is_not_wanted():
@@ -68,17 +72,35 @@ def test_a_collective_is_under_way_while_its_result_is_not_wanted():
     assert ["start g", "a", "b", "finish g", "c"] == story.events
 
 
-def test_parameters_are_gathered_one_layer_ahead():
+def layers(window: float) -> list[str]:
+    """The events of four layers whose weights of one byte are gathered."""
     story = Story()
     weights = [story.input() for _ in range(4)]
     value = weights[0]
     for number, weight in enumerate(weights):
         value = story.use(f"layer {number}", story.collective(str(number), weight), value)
-    story.run(value, inputs=[1, 2, 3, 4])
-    assert story.events == [
+    story.run(value, inputs=[1, 2, 3, 4], window=window)
+    return story.events
+
+
+@pytest.mark.parametrize("window", [0.5, 1.0])
+def test_parameters_are_gathered_one_layer_ahead(window: float):
+    """Also if the window has no room for them."""
+    assert layers(window) == [
         "start 0", "start 1", "finish 0", "layer 0", "start 2", "finish 1", "layer 1",
         "start 3", "finish 2", "layer 2", "finish 3", "layer 3",
     ]  # fmt: skip
+
+
+def test_a_window_of_two_weights_gathers_two_layers_ahead():
+    assert layers(2.0) == [
+        "start 0", "start 1", "start 2", "finish 0", "layer 0", "start 3", "finish 1", "layer 1",
+        "finish 2", "layer 2", "finish 3", "layer 3",
+    ]  # fmt: skip
+
+
+def test_without_a_window_every_launch_starts_at_its_place():
+    assert layers(0.0) == [event for n in range(4) for event in (f"start {n}", f"finish {n}", f"layer {n}")]
 
 
 def test_what_one_collective_gives_another_sends():
@@ -97,7 +119,7 @@ def test_starts_keep_their_order_whatever_is_ready():
     late = story.collective("late", story.use("a", x))
     early = story.collective("early", x)
     story.run(story.use("u", early, late), inputs=[1])
-    assert ["a", "start late", "start early", "finish late", "finish early", "u"] == story.events
+    assert ["a", "start late", "start early", "finish early", "finish late", "u"] == story.events
 
 
 def test_what_nobody_wants_is_finished_too():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import attrs
 
@@ -11,6 +12,7 @@ from spmd.core.placement import Placement, Replicate
 from spmd.core.spec import DTensorSpec
 from spmd.ir.comm import Comm, Sent
 from spmd.ir.graph import Operation, Value
+from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.launches import with_launches
 from spmd.plan.cost.local_cost import LocalCost
@@ -20,6 +22,8 @@ from spmd.plan.data.draft import Draft
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import local_collectives, scheduled
 from spmd.plan.machine.machine import Machine
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 
 @attrs.frozen
@@ -57,6 +61,13 @@ def account(plan: PlanData) -> Account:
     comms = {operation: _comms(plan, draft, operation) for operation in executed}
     found = {operation: sent for operation, sent in comms.items() if sent}
     return Account(seconds, with_launches(plan, found, executed))
+
+
+def launched(plan: AnyPlan, found: Account, schedule: LaunchSchedule | None) -> AnyPlan:
+    """A plan, whose account is known, with a schedule of its launches."""
+    changed = attrs.evolve(plan, schedule=schedule)
+    comms = with_launches(changed, found.comms, list(_executed(plan)))
+    return attrs.evolve(changed, comms=attrs.evolve(found, comms=comms).all_comms)
 
 
 def _executed(plan: PlanData) -> Iterator[Operation]:

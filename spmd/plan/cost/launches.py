@@ -19,8 +19,10 @@ import torch
 
 from spmd.collectives.primitives import COLLECTIVES, UNTYPED
 from spmd.collectives.resharding import redistribution
+from spmd.core.mesh import Mesh
 from spmd.ir.comm import Comm, StepKind
 from spmd.ir.graph import Operation, Value
+from spmd.ir.launch_schedule import Launch, launch_order
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.data.plan import PlanData
 
@@ -41,12 +43,14 @@ class _Call:
         comm: its record.
         here: the time of its place in the program.
         ready, needed: its operand is made by the one time, its result is needed at the other.
+        buffer: the bytes of its larger buffer.
     """
 
     comm: Comm
     here: float
     ready: float
     needed: float
+    buffer: float
 
 
 @attrs.define(eq=False)
@@ -60,24 +64,30 @@ class _Launch:
         """The time of the launch: as late as the last of its collectives stands, unless a result is needed earlier."""
         return min(max(call.here for call in self.calls), min(call.needed for call in self.calls))
 
+    def placed(self) -> Launch:
+        """The launch in the program."""
+        ready = max(call.ready for call in self.calls)
+        needed = min(call.needed for call in self.calls)
+        return Launch(min(ready + 1, self.here), self.here, needed, sum(call.comm.bytes for call in self.calls))
+
     def takes(self, call: _Call, limit: float) -> bool:
         """Whether a collective can join: at some time all operands are made, and no result is needed yet."""
         calls = [*self.calls, call]
         fits = max(call.ready for call in calls) < min(call.needed for call in calls)
-        return fits and sum(call.comm.bytes for call in calls) <= limit
+        return fits and sum(call.buffer for call in calls) <= limit
 
 
 def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -> dict[Operation, tuple[Comm, ...]]:
     """The collectives with the numbers of their launches.
 
-    In a synchronous plan each is launched alone.
+    In a plan without a schedule each is launched alone, in the order of the program.
 
     Args:
-        plan: the plan, whose machine says how large buckets are.
+        plan: the plan, whose schedule says how large buckets are.
         comms: the collectives of each operation.
         executed: all operations, in order of execution.
     """
-    limit = 0.0 if plan.synchronous else plan.request.machine.bucket_bytes
+    limit, window = (plan.schedule.bucket_bytes, plan.schedule.window_bytes) if plan.schedule else (0.0, 0.0)
     needed = _needed(executed)
     made = _made(executed, comms, needed)
     launches: list[_Launch] = []
@@ -92,7 +102,8 @@ def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -
                 if step
                 else max(map(made.__getitem__, operation.operands), default=-1.0)
             )
-            call = _call(operation, comms[operation], step, time, ready, needed)
+            buffer = _buffer_bytes(comms[operation][step], plan.mesh)
+            call = _call(operation, comms[operation], step, time, ready, needed, buffer)
             key = _key(plan, operation, comms[operation], step)
             launch = filling.get(key) if key is not None else None
             if launch is not None and launch.takes(call, limit):
@@ -101,7 +112,8 @@ def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -
                 launch = filling[key] = _Launch([call])
                 launches.append(launch)
             found[operation, step] = launch
-    numbers = {launch: number for number, launch in enumerate(sorted(launches, key=lambda launch: launch.here))}
+    placed = {launch.placed(): launch for launch in sorted(launches, key=lambda launch: launch.here)}
+    numbers = {placed[one]: number for number, one in enumerate(launch_order(list(placed), window))}
 
     def numbered(operation: Operation, step: int) -> Comm:
         launch = found[operation, step]
@@ -110,41 +122,56 @@ def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -
     return {operation: tuple(numbered(operation, step) for step in range(len(comms[operation]))) for operation in comms}
 
 
+def _buffer_bytes(comm: Comm, mesh: Mesh) -> float:
+    """The bytes of the operand or the result of a collective, of the larger one; see `Comm.bytes`."""
+    ranks = mesh.axis_size(comm.axes)
+    return comm.bytes * ranks / max(ranks - 1, 1) / (2 if comm.kind is StepKind.ALL_REDUCE else 1)
+
+
 def _call(
-    operation: Operation, found: Sequence[Comm], step: int, time: int, ready: float, needed: Mapping[Value, float]
+    operation: Operation,
+    found: Sequence[Comm],
+    step: int,
+    time: int,
+    ready: float,
+    needed: Mapping[Value, float],
+    buffer: float,
 ) -> _Call:
     """A collective of an operation: the first ones are launched within half a unit of time of the last one."""
     rest = (len(found) - step) / (2 * len(found))
     last = min((needed.get(value, math.inf) for value in operation.tensors), default=math.inf)
-    return _Call(found[step], max(time + 0.5 - rest, ready), ready, last - rest)
+    return _Call(found[step], max(time + 0.5 - rest, ready), ready, last - rest, buffer)
 
 
-def _needed(executed: Sequence[Operation]) -> dict[Value, float]:
-    """When each value is first needed by more than a view; the end of the program for its results."""
-    end = float(len(executed))
+def _needed(operations: Sequence[Operation]) -> Mapping[Value, float]:
+    """The position at which each value is first needed by more than a view; the end of the program for its results."""
+    end = float(len(operations))
     needed: dict[Value, float] = defaultdict(lambda: end)
-    for time, operation in reversed(list(enumerate(executed))):
-        when = min((needed[value] for value in operation.tensors), default=end) if _is_view(operation) else float(time)
+    for position, operation in reversed(list(enumerate(operations))):
+        when = float(position)
+        if _is_view(operation):
+            when = min((needed[value] for value in operation.tensors), default=end)
         for value in operation.operands:
             needed[value] = min(needed[value], when)
     return needed
 
 
-def _made(executed: Sequence[Operation], comms: Comms, needed: Mapping[Value, float]) -> dict[Value, float]:
-    """By when each value is made: the result of a collective when it is needed, a view with its operand."""
+def _made(operations: Sequence[Operation], comms: Comms, needed: Mapping[Value, float]) -> Mapping[Value, float]:
+    """The position after which each value is made: a collective's result when it is needed, a view with its operand."""
     made: dict[Value, float] = defaultdict(lambda: -1.0)
-    for time, operation in enumerate(executed):
+    for position, operation in enumerate(operations):
         for value in operation.tensors:
             if operation in comms:
                 made[value] = needed[value]
             elif _is_view(operation):
-                made[value] = max((made[operand] for operand in operation.operands), default=float(time))
+                made[value] = max((made[operand] for operand in operation.operands), default=float(position))
             else:
-                made[value] = float(time)
+                made[value] = float(position)
     return made
 
 
 def _is_view(operation: Operation) -> bool:
+    """Whether an operation only names what is there in another way."""
     return operation.op is RELABEL or (isinstance(operation.op, torch._ops.OpOverload) and operation.is_view)
 
 

@@ -15,6 +15,7 @@ from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.ir.source import Source
 from spmd.plan.data.causes import Cause, find_causes
@@ -41,7 +42,7 @@ class PlanData:
             searched exactly; an upper bound where large-neighbourhood search was used.
         seconds: predicted time of one run of the program.
         comms: the collectives that each rank runs, in order of execution.
-        synchronous: whether processes launch each collective alone and wait for it at once, because a memory limit
+        schedule: how processes launch collectives; None if each alone, and waited for at once, because a memory limit
             leaves no room for more.
     """
 
@@ -55,7 +56,7 @@ class PlanData:
     gap: float
     seconds: float
     comms: tuple[Comm, ...]
-    synchronous: bool = False
+    schedule: LaunchSchedule | None
 
     def layout(self, value: Value) -> Layout:
         """The sharding of a value, over its logical and physical dims."""

@@ -14,6 +14,7 @@ from spmd.core.mesh import Mesh, Runtime
 from spmd.core.quantity import size_text, time_text
 from spmd.errors import PlanError
 from spmd.ir.comm import StepKind
+from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.plan.machine.hosts import describe_ranks, gather_hosts
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import measure_copies, measure_link, measure_products, memory_of
@@ -127,7 +128,7 @@ class Machine:
     def measure(cls, mesh: Mesh) -> Machine:
         """Measure the constants of a mesh.
 
-        On a distributed mesh this is a collective call, takes some tenths of a second, and gives all ranks the same
+        On a distributed mesh this is a collective call, takes about a second, and gives all ranks the same
         machine, in numbers of two digits. The ranks of a virtual mesh share one process, which is measured in some
         seconds: each counts with 1/n of the process's arithmetic rate, memory bandwidth and memory, for n ranks. The
         time of a collective is the time for all ranks together.
@@ -222,13 +223,19 @@ class Machine:
 
     @property
     def bucket_bytes(self) -> float:
-        """The bytes up to which collectives are joined to one launch.
+        """The bytes of the buffer up to which collectives are joined to one launch.
 
         The least that nearly saturates the link: the latency is then a twentieth of the time. At least 1 MiB and at
-        most 25 MiB, the bucket of DistributedDataParallel.
+        most 25 MiB, the bucket of DistributedDataParallel; memory of 32 MiB and more is new to a process at each
+        allocation (`mallopt(3)`), and takes longer to write than to send.
         """
         saturating = 20 * self.latency * self.link_bandwidth
         return min(max(saturating, 2.0**20), 25 * 2.0**20)
+
+    @property
+    def launch_schedule(self) -> LaunchSchedule:
+        """The schedule with the largest buckets, and a window of one."""
+        return LaunchSchedule(self.bucket_bytes, self.bucket_bytes)
 
     @cached_property
     def _rates(self) -> dict[torch.dtype | None, float]:

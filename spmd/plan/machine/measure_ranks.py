@@ -1,7 +1,7 @@
 """Measurements of the cost model's constants on a distributed mesh, by all ranks together.
 
 All ranks compute at once, because those of one host share its processors and memory, and each of them measures. Times
-are medians of several runs, and ranks agree on one value for each. All takes some tenths of a second.
+are medians of several runs, and ranks agree on one value for each. All takes about a second.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -32,11 +32,14 @@ from spmd.plan.machine.measure import DTYPES
 
 Run: TypeAlias = Callable[[], object]
 
-_BLOCKS, _BLOCK = 3, 5e-3
+_BLOCKS, _BLOCK = 5, 5e-3
 """How many blocks of runs are timed, and seconds of each: long enough that ranks on one processor have their turns."""
 
-_COLLECTIVES = 5
-"""How many runs of each collective are timed."""
+_MANY, _FEW = 9, 3
+"""How many runs of each collective are timed: of small ones, and of others."""
+
+_LONG = 1e-2
+"""Seconds that are long for a collective of medium size: a larger one is not timed."""
 
 _SLOW = 2e-3
 """Seconds from which on a small product is not followed by larger ones, which a processor without units for the dtype
@@ -50,8 +53,9 @@ _CPU_BYTES, _ACCELERATOR_BYTES = 2**21, 2**28
 
 _OPERANDS = 16
 
-_SMALL, _LARGE = 2**12, 2**22
-"""Bytes of the operands of collectives: those of a lone small one, and of a bucket."""
+_SMALL, _MEDIUM, _LARGE = 2**12, 2**22, 2**23
+"""Bytes of the operands of collectives: those of a lone small one, of one in caches, and of a bucket. The last one is
+left out where the one before takes long."""
 
 
 @attrs.frozen
@@ -139,17 +143,28 @@ def _layouts(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, str]:
     return found
 
 
-def _times(mesh: Mesh, axis: str) -> Iterator[tuple[Hashable, float]]:
+def _times(mesh: Mesh, axis: str) -> dict[Hashable, float]:
     """Seconds of a small and a large collective of each kind along an axis."""
+    call = f"the measurement of {mesh}"
+    sizes = _SMALL, _MEDIUM
+    found: dict[Hashable, float] = {(axis, kind, n): _send(mesh, axis, kind, n) for kind in _CALLS for n in sizes}
+    every = gather(call, found)
     for kind in _CALLS:
-        for nbytes in (_SMALL, _LARGE):
-            call, x = _collective(mesh, axis, kind, nbytes)
-            yield (axis, kind, nbytes), _together(mesh, functools.partial(call, x))
+        if statistics.median(of[axis, kind, _MEDIUM] for of in every) < _LONG:
+            found[axis, kind, _LARGE] = _send(mesh, axis, kind, _LARGE)
+    return found
+
+
+def _send(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> float:
+    """Seconds of a collective."""
+    call, x = _collective(mesh, axis, kind, nbytes)
+    return _together(mesh, functools.partial(call, x), _MANY if nbytes == _SMALL else _FEW)
 
 
 def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Hashable, float]) -> Link:
     """The line through the times of two collectives along the axis `like`."""
-    small, large = ((_sent(mesh, axis, kind, size), seconds[like, kind, size]) for size in (_SMALL, _LARGE))
+    sizes = _SMALL, _LARGE if (like, kind, _LARGE) in seconds else _MEDIUM
+    small, large = ((_sent(mesh, axis, kind, size), seconds[like, kind, size]) for size in sizes)
     slope = (large[1] - small[1]) / (large[0] - small[0])
     if slope <= 0:  # noise: use the achieved bandwidth, latency included
         slope = large[1] / large[0]
@@ -158,7 +173,7 @@ def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Has
 
 def _overlap(mesh: Mesh, axis: str) -> float:
     """The part of an all_reduce's time that passes beside matrix products which take about as long."""
-    call, x = _collective(mesh, axis, StepKind.ALL_REDUCE, _LARGE)
+    call, x = _collective(mesh, axis, StepKind.ALL_REDUCE, _MEDIUM)
     multiply = _multiply(mesh, (_CPU_ORDERS if mesh.device.type == "cpu" else _ACCELERATOR_ORDERS)[0])
     apart = _together(mesh, functools.partial(call, x))
     products = max(round(apart / _seconds(mesh, multiply)), 1)
@@ -195,11 +210,11 @@ def _block(mesh: Mesh, run: Run) -> float:
             return (time.perf_counter() - start) / runs
 
 
-def _together(mesh: Mesh, run: Run) -> float:
+def _together(mesh: Mesh, run: Run, runs: int = _FEW) -> float:
     """The median of the seconds of a few runs, which communicate: as many on every rank."""
     run()
     _start(mesh)
-    return statistics.median(_once(mesh, run) for _ in range(_COLLECTIVES))
+    return statistics.median(_once(mesh, run) for _ in range(runs))
 
 
 def _once(mesh: Mesh, run: Run) -> float:

@@ -1,7 +1,7 @@
 """What a rank in a process of its own holds for its collectives: buffers that are sent and received, while under way.
 
-A collective is started early and waited for at the first use of its result (`spmd.runtime.overlap`), and those of one
-launch share a flat buffer (`spmd.collectives.distributed`). The liveness of a plan has each as one event; here each
+A collective is started early and waited for at the first use of its result (`spmd.ir.launch_schedule`), and those of
+one launch share a flat buffer (`spmd.collectives.distributed`). The liveness of a plan has each as one event; here each
 launch becomes two, a start and a finish, with the buffers that the runtime allocates.
 """
 
@@ -14,6 +14,7 @@ import attrs
 
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import StepKind
+from spmd.ir.launch_schedule import Call, placed, starts
 from spmd.plan.data.plan import PlanData
 from spmd.plan.memory.liveness import Buffer, Collective, Event, Liveness
 
@@ -66,7 +67,7 @@ def sizes(collective: Collective, ranks: int) -> Sizes:
 
 
 @attrs.frozen(eq=False)
-class Launch:
+class PlacedLaunch:
     """Collectives that are launched as one, and where.
 
     Args:
@@ -79,35 +80,31 @@ class Launch:
     finish: int
 
 
-def launches(plan: PlanData, liveness: Liveness) -> list[Launch]:
+def launches(plan: PlanData, liveness: Liveness) -> list[PlacedLaunch]:
     """The launches of a plan, in order, as the runtime places them."""
     found = [(index, event) for index, event in enumerate(liveness.events) if event.collective]
-    if plan.synchronous:
-        return [Launch((event,), index, index) for index, event in found]
-    groups: dict[int, list[tuple[int, Event]]] = defaultdict(list)
-    for item, comm in zip(found, plan.comms, strict=True):
-        groups[comm.launch].append(item)
-    end = len(liveness.events)
-    made: dict[Buffer, int] = {}
-    needed: dict[Buffer, int] = {}
+    if plan.schedule is None:
+        return [PlacedLaunch((event,), index, index) for index, event in found]
+    made: dict[Buffer, float] = {}
+    needed: dict[Buffer, float] = {}
     for index, event in enumerate(liveness.events):
-        made.update(dict.fromkeys(event.writes, index))
-        for buffer in () if event.is_view else event.reads:
-            if buffer not in needed and made.get(buffer, -1) < index:
-                needed[buffer] = index
-    results = {buffer for _, event in found for buffer in event.writes}
-    placed: list[Launch] = []
-    for number in sorted(groups):
-        indices, events = zip(*groups[number], strict=True)
-        operands = [buffer for event in events for buffer in event.reads]
-        finish = min(needed.get(buffer, end) for event in events for buffer in event.writes)
-        start = min(max(indices), finish)
-        if results.isdisjoint(operands):
-            ready = max(made.get(buffer, -1) for buffer in operands) + 1
-            earliest = max(placed[-1].start, min(start, placed[-1].finish)) if placed else 0
-            start = min(max(ready, earliest), finish)
-        placed.append(Launch(events, start, finish))
-    return placed
+        if not event.collective and not event.is_view:
+            made.update(dict.fromkeys(event.writes, index))
+            for buffer in event.reads:
+                if made.get(buffer, -1) < index:
+                    needed.setdefault(buffer, index)
+    groups: dict[int, list[Event]] = defaultdict(list)
+    calls: dict[int, list[Call[Buffer]]] = defaultdict(list)
+    for (index, event), comm in zip(found, plan.comms, strict=True):
+        groups[comm.launch].append(event)
+        calls[comm.launch].append(Call(index, event.reads, event.writes, comm.bytes))
+    order = sorted(groups)
+    where = placed([calls[number] for number in order], made, needed, len(liveness.events))
+    begins = starts(where, plan.schedule.window_bytes)
+    return [
+        PlacedLaunch(tuple(groups[number]), start, int(launch.needed))
+        for number, start, launch in zip(order, begins, where, strict=True)
+    ]
 
 
 def in_flight(plan: PlanData, liveness: Liveness) -> Liveness:
@@ -130,7 +127,7 @@ def in_flight(plan: PlanData, liveness: Liveness) -> Liveness:
     return attrs.evolve(liveness, events=tuple(events))
 
 
-def _events(plan: PlanData, launch: Launch, shared: dict[Buffer, Buffer]) -> tuple[list[Event], list[Event]]:
+def _events(plan: PlanData, launch: PlacedLaunch, shared: dict[Buffer, Buffer]) -> tuple[list[Event], list[Event]]:
     """The events of the start and of the finish of a launch; adds results that are views of a bucket to `shared`."""
     collectives = [event.collective for event in launch.events if event.collective]
     found = [sizes(one, plan.mesh.axis_size(one.axes)) for one in collectives]

@@ -1,9 +1,9 @@
 """Planning under a memory limit: reordering, rematerialization, and memory prices.
 
-The plan of least time is taken as it is if it fits. If not, its outputs are computed one after another (`reorder`).
-Then values are freed across the peak and rematerialized after it (`rematerialization`), first those that free the most
-bytes per added second, until every peak fits. Where that is not enough, the search is repeated with prices on the
-memory that is held (`memory_prices`), the Lagrange multipliers of the limit.
+The plan of least time is taken as it is if it fits. If not, its collectives run alone, and its outputs are computed one
+after another (`reorder`). Then values are freed across the peak and rematerialized after it (`rematerialization`),
+first those that free the most bytes per added second, until every peak fits. Where that is not enough, the search is
+repeated with prices on the memory that is held (`memory_prices`), the Lagrange multipliers of the limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import attrs
 from spmd.errors import PlanError
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.cost.account import account
+from spmd.plan.cost.account import account, launched
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.fragments import Known
 from spmd.plan.memory.liveness import Buffer, Liveness
@@ -74,24 +74,13 @@ def fit(plan: PlanData) -> PlanData:
     """
     if fits(plan):
         return plan
-    plan = _scheduled(plan, synchronous=True)
+    plan = launched(plan, account(plan), None)
     if fits(plan):
         return plan
     found = _reordered(plan)
-    if not fits(found):
-        found = min((_lower_peaks(found), found, plan), key=lambda found: memory_of(found).peak)
-    return overlapped(found)
-
-
-def overlapped(plan: AnyPlan) -> AnyPlan:
-    """The plan with overlapping collectives in buckets, if it fits in its request's limit so; else synchronous."""
-    found = _scheduled(plan, synchronous=False)
-    return found if fits(found) else _scheduled(plan, synchronous=True)
-
-
-def _scheduled(plan: AnyPlan, *, synchronous: bool) -> AnyPlan:
-    changed = attrs.evolve(plan, synchronous=synchronous)
-    return attrs.evolve(changed, comms=account(changed).all_comms)
+    if fits(found):
+        return found
+    return min((_lower_peaks(found), found, plan), key=lambda found: memory_of(found).peak)
 
 
 def check_fits(plan: AnyPlan) -> AnyPlan:

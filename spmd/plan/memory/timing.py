@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import attrs
 
-from spmd.plan.cost.account import account
+from spmd.ir.graph import Operation
+from spmd.plan.cost.account import Account, account
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
-from spmd.plan.memory.in_flight import Launch, launches
-from spmd.plan.memory.liveness import record
+from spmd.plan.machine.machine import Machine
+from spmd.plan.memory.in_flight import PlacedLaunch, launches
+from spmd.plan.memory.liveness import Liveness, record
 
 
 @attrs.frozen
@@ -20,7 +23,7 @@ class Timing:
     Args:
         step: all of it.
         compute: what operators take.
-        communication: what launches take, each with its latency.
+        communication: what launches take, each with its latency, and the copies to and from buckets.
         exposed: the part of the step in which a rank waits for communication and computes nothing.
     """
 
@@ -30,40 +33,72 @@ class Timing:
     exposed: float
 
 
-def timing_of(plan: PlanData) -> Timing:
-    """Simulate one run of a plan: operators one after the other, and one stream of launches for each mesh axis.
+@attrs.frozen(eq=False)
+class Simulation:
+    """One run of a plan: operators one after the other, and one stream of launches for each mesh axis.
 
-    A launch begins where the runtime starts it, after earlier ones along its axes; the part of its time that
-    `Machine.overlap` leaves stops computation.
+    Args:
+        liveness: what a rank runs, in order.
+        seconds: what each call of an operator takes, by its first operation.
     """
-    liveness, machine, seconds = record(plan), plan.request.machine, _seconds(plan)
-    starts: dict[int, list[Launch]] = defaultdict(list)
-    finishes: dict[int, list[Launch]] = defaultdict(list)
-    for launch in launches(plan, liveness):
-        starts[launch.start].append(launch)
-        finishes[launch.finish].append(launch)
-    comms = dict(zip((event for event in liveness.events if event.collective), plan.comms, strict=True))
-    now = compute = communication = 0.0
-    free: dict[str, float] = defaultdict(float)
-    ends: dict[Launch, float] = {}
-    for index, event in enumerate((*liveness.events, None)):
-        for launch in starts[index]:
-            sent = [comms[collective] for collective in launch.events]
-            takes = machine.collective_seconds(sent[0].kind, sent[0].axes, sum(comm.bytes for comm in sent))
-            ends[launch] = max(now, *(free[axis] for axis in sent[0].axes)) + takes
-            free.update(dict.fromkeys(sent[0].axes, ends[launch]))
-            communication += takes
-            now += (1 - machine.overlap) * takes
-        for launch in finishes[index]:
-            now = max(now, ends[launch])
-        if event is not None:
-            taken = seconds.pop(event.operation, 0.0)
-            compute += taken
-            now += taken
-    return Timing(now, compute, communication, now - compute)
+
+    liveness: Liveness
+    seconds: Mapping[Operation, float]
+
+    @classmethod
+    def of(cls, plan: PlanData, found: Account) -> Simulation:
+        """The simulation of a plan with any schedule, from its account."""
+        units = scheduled(plan)
+        return cls(record(plan), {unit.operations[0]: sum(found.seconds[o] for o in unit.operations) for unit in units})
+
+    def timing(self, plan: PlanData) -> Timing:
+        """The predicted times with the schedule of a plan.
+
+        A launch begins where the runtime starts it, after earlier ones along its axes; the part of its time that
+        `Machine.overlap` leaves stops computation, as does copying the operands and results of several collectives.
+        """
+        machine, events = plan.request.machine, self.liveness.events
+        starts: dict[int, list[PlacedLaunch]] = defaultdict(list)
+        finishes: dict[int, list[PlacedLaunch]] = defaultdict(list)
+        for launch in launches(plan, self.liveness):
+            starts[launch.start].append(launch)
+            finishes[launch.finish].append(launch)
+        comms = dict(zip((event for event in events if event.collective), plan.comms, strict=True))
+        now = compute = communication = 0.0
+        free: dict[str, float] = defaultdict(float)
+        ends: dict[PlacedLaunch, float] = {}
+        taken: set[Operation] = set()
+        for index, event in enumerate((*events, None)):
+            for launch in starts[index]:
+                sent = [comms[collective] for collective in launch.events]
+                takes = machine.collective_seconds(sent[0].kind, sent[0].axes, sum(comm.bytes for comm in sent))
+                copies = _copy_seconds(machine, launch)
+                now += copies
+                ends[launch] = max(now, *(free[axis] for axis in sent[0].axes)) + takes
+                free.update(dict.fromkeys(sent[0].axes, ends[launch]))
+                communication += takes + copies
+                now += (1 - machine.overlap) * takes
+            for launch in finishes[index]:
+                now = max(now, ends[launch])
+            if event is not None and event.operation not in taken:
+                taken.add(event.operation)
+                compute += self.seconds.get(event.operation, 0.0)
+                now += self.seconds.get(event.operation, 0.0)
+        return Timing(now, compute, communication, now - compute)
 
 
-def _seconds(plan: PlanData) -> dict[object, float]:
-    """The seconds of each call that a rank makes, by its first operation."""
-    found = account(plan).seconds
-    return {unit.operations[0]: sum(found[o] for o in unit.operations) for unit in scheduled(plan)}
+def timing_of(plan: PlanData) -> Timing:
+    """The predicted times of one run of a plan."""
+    return Simulation.of(plan, account(plan)).timing(plan)
+
+
+_CALLS = 12
+"""How many operators and views copy the operand of a collective to the buffer of its launch, and its result from it."""
+
+
+def _copy_seconds(machine: Machine, launch: PlacedLaunch) -> float:
+    """Seconds of the copies to and from the buffer of several collectives."""
+    if len(launch.events) == 1:
+        return 0.0
+    copied = sum(one.operand.nbytes + one.result.nbytes for event in launch.events if (one := event.collective))
+    return _CALLS * len(launch.events) * machine.operator_latency + machine.compute_seconds(0.0, 2 * copied)

@@ -45,6 +45,7 @@ def finish(draft: Draft, request: Request) -> PlanData:
         gap=draft.gap,
         seconds=0.0,
         comms=(),
+        schedule=request.machine.launch_schedule,
     )
     found = account(plan)
     return attrs.evolve(plan, comms=found.all_comms, seconds=found.total)

@@ -17,6 +17,7 @@ from spmd.plan.data.request import Request
 from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.limit import fit, fits, fitting, memory_prices
 from spmd.plan.memory.peak import memory_of
+from spmd.plan.memory.schedule import best_schedule
 from spmd.plan.search.finish import finish
 from spmd.plan.search.insert_reshards import insert_reshards
 from spmd.plan.search.prepare import Prepared, prepare
@@ -30,7 +31,7 @@ def plan(request: Request) -> PlanData:
     planned once more, this time with a guess of the placements on later axes: those of the plan in the reverse order.
     Of the plans within 2% of the fastest, the one that sends the fewest bytes is taken, the earliest on a tie. Under a
     memory limit, every plan is first made to fit. If none fits, the search is repeated with memory prices (Lagrange
-    multipliers of the limit).
+    multipliers of the limit). Last comes the schedule of its launches.
 
     Args:
         request: the program, the mesh, the specs and the constraints.
@@ -47,7 +48,7 @@ def plan(request: Request) -> PlanData:
                 break
             smallest = min(found, key=lambda plan: memory_of(plan).peak)
             found += map(fit, _plans(prepared, memory_prices(smallest, price)))
-    return _best(fitting(found)).verify()
+        return best_schedule(_best(fitting(found))).verify()
 
 
 PRICE_LEVELS = (0.1, 1.0, 10.0, 100.0)

@@ -1,0 +1,45 @@
+"""The choice of a schedule of launches.
+
+Large buckets save latencies; small ones start earlier and pass beside computation. Which is better is simulated.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from spmd.core.mesh import Runtime
+from spmd.ir.launch_schedule import LaunchSchedule
+from spmd.plan.cost.account import account, launched
+from spmd.plan.data.plan import PlanData
+from spmd.plan.memory.limit import fits
+from spmd.plan.memory.timing import Simulation
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+
+_PARTS = (1, 2, 4, 8, 16)
+"""By how much buckets are smaller than the largest."""
+
+
+def best_schedule(plan: AnyPlan) -> AnyPlan:
+    """The plan with the schedule of the least predicted step, of those that fit in its request's memory limit.
+
+    If none fits, every collective is launched alone and waited for at once. Virtual ranks launch nothing: their plan
+    has the schedule with the largest buckets.
+    """
+    found = account(plan)
+    plans = [launched(plan, found, schedule) for schedule in _schedules(plan)]
+    within = [candidate for candidate in plans if fits(candidate)]
+    if len(within) < 2:
+        return within[0] if within else launched(plan, found, None)
+    simulation = Simulation.of(plan, found)
+    return min(within, key=lambda candidate: simulation.timing(candidate).step)
+
+
+def _schedules(plan: PlanData) -> list[LaunchSchedule]:
+    """The schedules to choose from; those that hold more come first."""
+    largest = plan.request.machine.launch_schedule
+    if plan.mesh.runtime is Runtime.VIRTUAL or not plan.comms:
+        return [largest]
+    sizes = [largest.bucket_bytes / parts for parts in _PARTS]
+    ahead = [LaunchSchedule(size, size) for size in sizes]
+    return ahead if plan.request.memory_limit is None else [*ahead, *(LaunchSchedule(size, 0.0) for size in sizes)]
