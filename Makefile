@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-shard-map test-memory operators lint format types bench bench-peers notebook readme wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-shard-map test-memory operators lint format types bench bench-peers bench-predictions notebook readme wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -79,6 +79,10 @@ bench: $(STAMP)
 # ARGS='--link 1Gbit' on links of a rate.
 bench-peers: $(STAMP)
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+# The predicted time of a step beside the measured one, for plans of many kinds; 3 minutes for each width and batch.
+bench-predictions: $(STAMP)
+	$(BIN)/python benchmarks/predictions.py --markdown docs/performance.md $(ARGS)
 
 notebook: $(STAMP)
 	$(BIN)/python -m pytest tests/test_notebooks.py

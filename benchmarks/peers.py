@@ -123,7 +123,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each system")
     parser.add_argument("--ranks", type=int, default=4, help="processes")
     parser.add_argument("--adam", nargs="+", choices=("foreach", "fused"), default=["foreach"], help="of the peers")
-    parser.add_argument("--machine", choices=tuple(MACHINES), default="default", help="what spmd plans for")
+    parser.add_argument("--machine", choices=tuple(MACHINES), default="measured", help="what spmd plans for")
     parser.add_argument("--link", metavar="RATE", help="links of a rate, such as 1Gbit, between the ranks; only those")
     parser.add_argument("--compile", action="store_true", help="one rank: torch.compile, too; half a minute a case")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save all figures")

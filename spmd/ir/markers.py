@@ -25,3 +25,9 @@ PIN: torch._ops.OpOverload = torch.ops.spmd.pin.default
 FREE: torch._ops.OpOverload = torch.ops.spmd.free.default
 """`free(x)`: the same global tensor as a result without a given spec: it has any that a `P` expresses, with no pending
 reduction. Planning replaces it in the finished plan."""
+
+MARKERS = (REDISTRIBUTE, RELABEL)
+"""The markers of finished plans."""
+
+DRAFT_MARKERS = (*MARKERS, PIN)
+"""The markers of plans that are being made, without `FREE`, which stands at results only."""

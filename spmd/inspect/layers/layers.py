@@ -14,13 +14,11 @@ from spmd.core.quantity import size_text, time_text
 from spmd.inspect.layers.repeats import Copy, Repeat, find_repeats
 from spmd.inspect.layers.shares import Share, find_shares
 from spmd.ir.graph import Operation, Value
-from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.markers import MARKERS
 from spmd.plan.cost.account import Account
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.plan import PlanData
 from spmd.rules.strategy import LogicalShape
-
-_MARKERS = (REDISTRIBUTE, RELABEL)
 
 
 @attrs.frozen
@@ -195,7 +193,7 @@ class _Describer:
         """The facts about one operation except its collectives, each with its question."""
         origin = self.program.get(operation.tensors[0])
         if origin is None:
-            if operation.op not in _MARKERS:
+            if operation.op not in MARKERS:
                 yield f"again {operation.name}", _Fact(name, "needs", f"second {operation.name}")
             return
         for number, (value, given) in enumerate(zip(operation.operands, origin.operands, strict=True)):

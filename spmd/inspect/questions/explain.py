@@ -19,15 +19,13 @@ from spmd.errors import PlanError
 from spmd.inspect.questions.replay import Figures, Replay, replay, states_of
 from spmd.inspect.saving.document import defined_values, unique_names
 from spmd.ir.graph import Operation, Value
-from spmd.ir.markers import FREE, PIN, REDISTRIBUTE, RELABEL
+from spmd.ir.markers import DRAFT_MARKERS, FREE, REDISTRIBUTE
 from spmd.ir.source import Source
 from spmd.plan.data.draft import Draft, logical_meta, spec_of
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.plan import PlanData
 from spmd.plan.search.prepare import prepare
 from spmd.rules.strategy import Strategy
-
-_MARKERS = (FREE, PIN, REDISTRIBUTE, RELABEL)
 
 
 @attrs.frozen
@@ -272,7 +270,7 @@ def _resolve(plan: PlanData, what: str | Value | Operation) -> Value:
         value = _find_value(plan, what) if isinstance(what, str) else what
     known = set(defined_values(plan.request.graph))
     producers = {result: operation for operation in plan.graph.operations for result in operation.tensors}
-    while value not in known and value in producers and producers[value].op in _MARKERS:
+    while value not in known and value in producers and producers[value].op in (FREE, *DRAFT_MARKERS):
         value = producers[value].operands[0]
     if value in known:
         return value

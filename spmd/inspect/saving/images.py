@@ -13,12 +13,11 @@ from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec
 from spmd.core.spec_text import parse_spec
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
-from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.markers import MARKERS
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.plan import PlanData
 from spmd.plan.search.boundary import CONSTRAINTS, carry_over, physical_dims, without_trivial_axes
 
-MARKERS = (REDISTRIBUTE, RELABEL)
 """The operators that planning inserts."""
 
 

@@ -15,8 +15,9 @@ from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError, SpmdError
 from spmd.inspect.saving.computes import Origins, Restored, check_computes
 from spmd.inspect.saving.document import Document, defined_values, encode_strategy, program_lines
-from spmd.inspect.saving.images import MARKERS, Images
+from spmd.inspect.saving.images import Images
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.markers import MARKERS
 from spmd.ir.source import Source
 from spmd.plan.data.draft import logical_meta
 from spmd.plan.data.layout import Layout

@@ -8,12 +8,10 @@ import attrs
 
 from spmd.collectives.primitives import COLLECTIVES, RAGGED_ALL_TO_ALL
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.markers import MARKERS, REDISTRIBUTE
 from spmd.ir.printing import operator_name
 from spmd.ir.source import Source
 from spmd.plan.data.layout import Layout
-
-_MARKERS = (REDISTRIBUTE, RELABEL)
 
 
 @attrs.frozen
@@ -66,7 +64,7 @@ def cause_of(operation: Operation) -> Cause:
 
 def _producer_of(value: Value, producers: dict[Value, Operation]) -> tuple[Value, Operation | None]:
     producer = producers.get(value)
-    while producer is not None and (producer.op in _MARKERS or producer.is_view):
+    while producer is not None and (producer.op in MARKERS or producer.is_view):
         value = producer.operands[0]
         producer = producers.get(value)
     return value, producer
@@ -74,6 +72,6 @@ def _producer_of(value: Value, producers: dict[Value, Operation]) -> tuple[Value
 
 def _consumer_of(value: Value, users: dict[Value, Operation]) -> Operation | None:
     user = users.get(value)
-    while user is not None and (user.op in _MARKERS or user.is_view):
+    while user is not None and (user.op in MARKERS or user.is_view):
         user = users.get(user.tensors[0])
     return user

@@ -7,7 +7,7 @@ import torch
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.list_operators import FUSED
-from spmd.ir.markers import PIN, REDISTRIBUTE, RELABEL
+from spmd.ir.markers import DRAFT_MARKERS, REDISTRIBUTE
 
 
 def is_pointwise(operation: Operation) -> bool:
@@ -59,7 +59,7 @@ def latency_shares(graph: Graph, bucket_bytes: float) -> dict[Value, float]:
     made: dict[Value, None] = {}
     for operation in graph.operations:
         origins = [root.get(value, value) for value in operation.operands]
-        if operation.op in _SAME or operation.is_view:
+        if operation.op in DRAFT_MARKERS or operation.is_view:
             root.update(dict.fromkeys(operation.tensors, origins[0]))
             continue
         used.update(origins)
@@ -75,15 +75,12 @@ def latency_shares(graph: Graph, bucket_bytes: float) -> dict[Value, float]:
     return shares | {value: shares[origin] for value, origin in root.items() if origin in shares}
 
 
-_SAME = (REDISTRIBUTE, RELABEL, PIN)
-
-
 def _last_operations(graph: Graph) -> set[Operation]:
     """The elementwise operations and the reductions to one number that only such ones depend on."""
     needed: set[Value] = set()
     last = set()
     for operation in reversed(graph.operations):
-        light = operation.op in _SAME or operation.is_view or is_pointwise(operation)
+        light = operation.op in DRAFT_MARKERS or operation.is_view or is_pointwise(operation)
         light = light or all(value.meta.numel == 1 for value in operation.tensors)
         if light and needed.isdisjoint(operation.tensors):
             last.add(operation)

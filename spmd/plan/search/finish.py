@@ -10,15 +10,13 @@ import attrs
 from spmd.collectives.manual import ENTER, LEAVE
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.markers import FREE, PIN, REDISTRIBUTE, RELABEL
+from spmd.ir.markers import DRAFT_MARKERS, FREE, RELABEL
 from spmd.plan.cost.account import account
 from spmd.plan.data.draft import Draft, flat_shape, physical_shape
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.search.boundary import expressed
 from spmd.plan.search.join import join_redistributions
-
-_MARKERS = (PIN, REDISTRIBUTE, RELABEL)
 
 
 def finish(draft: Draft, request: Request) -> PlanData:
@@ -32,7 +30,7 @@ def finish(draft: Draft, request: Request) -> PlanData:
         for operation, chosen in draft.strategies.items()
         if operation in kept
     }
-    known = {*_MARKERS, ENTER, LEAVE}
+    known = {*DRAFT_MARKERS, ENTER, LEAVE}
     fallbacks = (kept[o] for o in draft.graph.operations if o.op not in known and o not in draft.options)
     plan = PlanData(
         request=request,
@@ -80,7 +78,7 @@ def _without_noop_markers(
     for operation in graph.operations:
         placed = operation.substitute(same)
         pinned.update(placed.operands if operation in draft.pinned else ())
-        if operation.op in _MARKERS and _changes_nothing(placed, draft, specs):
+        if operation.op in DRAFT_MARKERS and _changes_nothing(placed, draft, specs):
             same[operation.tensors[0]] = placed.operands[0]
         else:
             kept[operation] = placed
