@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))  # which are scripts, not a package
 
@@ -95,17 +96,14 @@ def megatron_by_hand(ranks: int, even: bool) -> Case:
 def ring(ranks: int, even: bool) -> Case:
     """Gradients of causal ring attention, by permutations."""
     mesh, length = spmd.make_mesh({"seq": ranks}), 256 if even else 253
-    sequence = ring_attention.SEQUENCE
+    attention = ring_attention.make_attention(mesh, length, causal=True)
+
+    def step(qkv: tuple[Tensor, ...], target: Tensor) -> Any:
+        return torch.func.grad_and_value(lambda qkv: ring_attention.distance(attention(*qkv), target))(qkv)
+
+    specs = ((ring_attention.SEQUENCE,) * 3, ring_attention.SEQUENCE)
     q = empty(1, 4, length, 32)
-
-    def arguments() -> tuple[Any, ...]:
-        return spmd.distribute(random_like(((q, q, q), q)), ((sequence,) * 3, sequence), mesh)  # type: ignore[no-any-return]
-
-    def jit(**options: Any) -> Any:
-        assert not options, "the example has no options of jit"
-        return ring_attention.make_step(mesh, length, causal=True)
-
-    return Case(jit, arguments)
+    return case(step, specs, (specs[0], P()), mesh, ((q, q, q), q))
 
 
 EXAMPLES: Mapping[str, Program] = {

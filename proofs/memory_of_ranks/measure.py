@@ -10,7 +10,7 @@ import attrs
 import torch.distributed as dist
 
 from proofs.memory_of_ranks.live import peaks
-from proofs.memory_of_ranks.program import Case
+from proofs.memory_of_ranks.program import MACHINE, Case
 from spmd.errors import PlanError
 
 LEAST = 0.9
@@ -76,7 +76,7 @@ def measure(name: str, case: Case, even: bool, **options: Any) -> Row:
         PlanError: it has no plan that fits in the limit.
     """
     ranks = dist.get_world_size()
-    step = case.jit(**options)
+    step = case.jit(machine=MACHINE, **options)
     plan = step.plan(*case.arguments())
     found: list[Any] = [None] * ranks
     dist.all_gather_object(found, peaks(step, case.arguments))

@@ -16,6 +16,18 @@ from spmd.optim import AdamWState
 
 SEED = 0
 
+MACHINE = spmd.Machine(
+    flops=4e10,
+    memory_bandwidth=3e10,
+    link_bandwidth=6e8,
+    latency=3e-3,
+    operator_latency=2e-6,
+    overlap=0.1,
+    fuses=False,
+    origin="about four gloo processes on two cores",
+)
+"""What all programs are planned for: measured constants vary, and plans with them."""
+
 
 @attrs.frozen(eq=False)
 class Case:
