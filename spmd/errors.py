@@ -40,3 +40,7 @@ class DivergenceError(SpmdError):
 
 class CheckpointError(SpmdError):
     """A checkpoint cannot be written or read, or does not hold what is asked of it."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not complete, or its bytes are not those that were written."""

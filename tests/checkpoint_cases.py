@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from distributed_cases import CONFIG, error_of, on, values
 
 import layouts
 import spmd
 import training
 from spmd import DTensorSpec, P
-from spmd.checkpoint import load, save, save_async
-from spmd.checkpoint.folder import Writer
+from spmd.checkpoint import load, save, save_async, saved
+from spmd.checkpoint.writer import Writer
 from spmd.job.process import process_index
 
 
@@ -107,6 +109,23 @@ def errors(folder: str) -> dict[str, str]:
     assert 1 == load(folder, {"step": 0})["step"]
     assert 1 == len(list(Path(folder).glob("data-*")))
     return found
+
+
+def damaged_on_one_rank(folder: str) -> tuple[str, list[str], int]:
+    """The error of other options on one rank; the warnings and the step of a load when one rank's file is damaged."""
+    mesh = spmd.make_mesh({"x": 2}, runtime="distributed")
+    trees = [{"x": spmd.distribute(values(6), P("x"), mesh), "step": step} for step in range(3)]
+    error = error_of(lambda: save(trees[0], folder, keep=2 + process_index()))
+    for tree in trees:
+        save(tree, folder, keep=2)
+    if process_index() == 1:
+        path = saved(folder)[0] / "__1_0.distcp"
+        path.write_bytes(path.read_bytes().replace(b"\0\0\x80@", b"\0\0\x81@"))  # 4.0
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loaded = load(folder, trees[0])
+    return error, [str(warning.message) for warning in warned], loaded["step"]
 
 
 def on_full_disk(function: Callable[..., Any], *args: Any) -> Any:

@@ -23,11 +23,11 @@ def tree(number, mesh):
     return {"params": spmd.distribute(values, specs, mesh), "step": number}
 
 
-def save_forever(folder, first, done):
+def save_forever(folder, first, done, keep=1):
     """Save trees of first, first + 1, ... and send each number when its save has returned."""
     mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
     for number in itertools.count(first):
-        spmd.checkpoint.save(tree(number, mesh), folder)
+        spmd.checkpoint.save(tree(number, mesh), folder, keep=keep)
         done.send(number)
 
 
@@ -68,11 +68,17 @@ def sent(done):
             return
 
 
-def assert_one_number(folder, mesh, among):
-    """The number of the one save that a folder holds, which must be among some."""
+def loaded_number(folder, mesh):
+    """The number of the one save that a load finds; all of its elements must be that number."""
     loaded = spmd.checkpoint.load(folder, tree(0, mesh))
     number = loaded["step"]
-    assert number in among
     for leaf in loaded["params"].values():
         assert torch.full((64, 33), float(number)).equal(leaf.full_tensor())
+    return number
+
+
+def assert_one_number(folder, mesh, among):
+    """The number of the one save that a folder holds, which must be among some."""
+    number = loaded_number(folder, mesh)
+    assert number in among
     return number

@@ -1,233 +1,141 @@
-"""A checkpoint's folder on disk: complete, checked, and replaced in one step.
+"""A checkpoint's folder on disk: saves that never change, each of which appears and disappears in one step.
 
     run/checkpoint/
-        .metadata                 what is stored where, as DCP's pickle and as JSON; defines the checkpoint
-        data-0a1b2c3d4e5f/        the data of one save: one file for each process
-            __0_0.distcp
+        data-00000007-0a1b2c3d4e5f/         a complete save, which is a checkpoint of DCP itself
+            .metadata                       what is stored where, as DCP's pickle and as JSON
+            __0_0.distcp                    the data: one file for each process
+        data-00000004-9c1f7e3b5a20-best/    an older one, with a name
+        .metadata                           for DCP's tools, when they are given the whole folder: the newest save
+        tmp-data-00000008-5d6e7f8091a2/     a save that is being written, or removed
 
-A save writes a new data folder, then replaces `.metadata`, which is atomic, and last removes the data of earlier
-saves. If it is killed at any point, `.metadata` refers to one complete save. DCP's own reader can read the folder.
+A save is written under a temporary name and renamed when it is complete, and renamed back before its files are removed.
+If it is killed at any point, the folder holds complete saves only. A load that runs in another process while the save
+that it reads is removed finds its folder gone, and starts again with a newer one.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
 import uuid
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
 
-import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+import attrs
 
-from spmd.checkpoint.contents import Part
-from spmd.checkpoint.manifest import Manifest, append_manifest, read_manifest
-from spmd.checkpoint.payloads import check_archive, read_tensor
-from spmd.core.spec import TensorMeta
+from spmd.checkpoint.manifest import has_manifest
 from spmd.errors import CheckpointError
 
 METADATA = ".metadata"
 
-_DATA = re.compile(r"data-[0-9a-f]{12}")
-_BLOCK = 1 << 20
+TEMPORARY = "tmp-"
+"""The beginning of the name of a save that is not complete."""
+
+_SAVE = re.compile(r"data-(?P<number>[0-9]{8,20})-[0-9a-f]{12}(?:-(?P<name>.+))?")
+_REMOVABLE = re.compile(rf"{TEMPORARY}data-.*|data-[0-9a-f]{{12}}|{_SAVE.pattern}")
+"""What a save may remove: other saves, what killed ones have left, and the data of earlier versions."""
+
+_NAME = re.compile(r"[\w.+=@-]{1,100}")
 
 
-def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a checkpoint; it is complete unless files were removed from it.
+@attrs.frozen
+class Save:
+    """A complete save in a checkpoint's folder.
+
+    Args:
+        number: its place in the order of saves.
+        folder: its folder's name, in the checkpoint's folder.
+        name: the name that the user has given to it.
+    """
+
+    number: int
+    folder: str
+    name: str | None
+
+
+def exists(path: str | os.PathLike[str], *, name: str | None = None) -> bool:
+    """Whether a folder holds a checkpoint (of this name); it is complete unless files were removed from it.
 
     >>> exists("no/such/folder")
     False
     """
-    return (Path(path) / METADATA).is_file()
+    return bool(places(Path(path), name))
 
 
-def new_data_name() -> str:
-    """A name for the data folder of one save."""
-    return f"data-{uuid.uuid4().hex[:12]}"
+def saved(path: str | os.PathLike[str], *, name: str | None = None) -> list[Path]:
+    """The folders of all saves in a checkpoint's folder (or of the one of this name), the newest first.
+
+    Each is a checkpoint of its own, which `load` and torch's tools take, and which can be copied elsewhere.
+
+    >>> saved("no/such/folder")
+    []
+    """
+    return [Path(path) / place for place in places(Path(path), name)]
 
 
-class Writer(FileSystemWriter):
-    """DCP's file writer, for a data folder; `finish`, which DCP calls on the first process, makes it the checkpoint.
+def places(folder: Path, name: str | None = None) -> list[str]:
+    """Where checkpoints are in a folder, the newest first: folders relative to it.
+
+    The folder itself is one if torch has saved there, or an earlier version of `spmd`.
+    """
+    saves = [save.folder for save in _saves(folder) if name in (None, save.name)]
+    whole = folder / METADATA
+    is_whole = name is None and whole.is_file() and not (saves and has_manifest(whole))
+    return [".", *saves] if is_whole else saves
+
+
+def new_save(folder: Path, name: str | None) -> str:
+    """A name for the folder of the next save."""
+    number = max((save.number for save in _saves(folder)), default=0) + 1
+    return f"data-{number:08}-{uuid.uuid4().hex[:12]}" + ("" if name is None else f"-{name}")
+
+
+def check_options(keep: int | None, name: str | None) -> None:
+    """Raise a CheckpointError if a save cannot have these options."""
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise CheckpointError(f"keep must be a number of saves from 1, or None for all of them (got {keep!r}).")
+    if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise CheckpointError(
+            f"The name of a save must be 1 to 100 letters, digits and characters of '_.+=@-' (got {name!r:.120})."
+        )
+
+
+def remove_older(folder: Path, newest: str, keep: int | None) -> None:
+    """Remove saves when a new one is complete: unnamed ones but the last `keep`, those whose name it has, and remains.
 
     Args:
         folder: the checkpoint's folder.
-        data: the name of the data folder, the same in all processes.
+        newest: the folder of the new save.
+        keep: the number of unnamed saves that stay; None for all.
     """
-
-    def __init__(self, folder: Path, data: str) -> None:
-        super().__init__(folder / data)
-        self._folder = folder
-        self._data = data
-        self._is_in_place = False
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this process's files, and add to every record a checksum, which DCP's own reader ignores."""
-        written = super().write_data(plan, planner)
-        for info in (result.storage_data for result in written.value()):
-            with (self._folder / self._data / info.relative_path).open("rb") as file:
-                # DCP pickles its records with all attributes that are set on them.
-                info.crc32 = _checksum(file, info.offset, info.length)
-            info.relative_path = f"{self._data}/{info.relative_path}"
-        return written
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata`, which makes this save the checkpoint, then remove the data of earlier saves."""
-        super().finish(metadata, results)
-        append_manifest(self._folder / self._data / METADATA, metadata)
-        _sync(self._folder / self._data)
-        self._is_in_place = True
-        os.replace(self._folder / self._data / METADATA, self._folder / METADATA)
-        _sync(self._folder)
-        _sync(self._folder.absolute().parent)
-        for path in self._folder.iterdir():
-            if _DATA.fullmatch(path.name) and path.name != self._data:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def discard(self) -> None:
-        """Remove the data of a failed save, unless `finish` has already made it the checkpoint."""
-        if not self._is_in_place:
-            shutil.rmtree(self._folder / self._data, ignore_errors=True)
+    saves = _saves(folder)
+    unnamed = [save.folder for save in saves if save.name is None]
+    named = {save.name: save.folder for save in reversed(saves) if save.name is not None}
+    stay = {newest, *unnamed[:keep], *named.values()}
+    for path in list(folder.iterdir()):
+        if _REMOVABLE.fullmatch(path.name) and path.name not in stay:
+            remove(path)
 
 
-class Reader(FileSystemReader):
-    """DCP's file reader, which reads and checks every chunk once, for any number of shards that need a part of it.
-
-    No code from the folder is run: `spmd.checkpoint.manifest` reads the metadata, and torch's weights-only unpickler
-    reads the chunks.
-
-    Args:
-        folder: the checkpoint's folder.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._folder = folder
-        self.manifest = self._read_manifest()
-        self.contents = self.manifest.contents
-        self._metadata = self.contents.metadata()
-        self._check_files()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata when this reader was made; the checkpoint may have been replaced since."""
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of the plan into the planner's tensors and values.
-
-        Raises:
-            CheckpointError: a chunk or value is damaged.
-        """
-        wanted: dict[MetadataIndex, list[ReadItem]] = {}
-        for item in plan.items:
-            wanted.setdefault(item.storage_index, []).append(item)
-        for index, items in wanted.items():
-            if items[0].type == LoadItemType.BYTE_IO:
-                planner.load_bytes(items[0], io.BytesIO(self._read(index.fqn, self.contents.values[index.fqn])))
-                continue
-            chunk = self._read_chunk(index)
-            for item in items:
-                target = planner.resolve_tensor(item).detach()
-                ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                target.copy_(chunk[tuple(slice(start, start + length) for start, length in ranges)])
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read_manifest(self) -> Manifest:
-        if not exists(self._folder):
-            raise CheckpointError(
-                f"There is no checkpoint in {self._folder}: it has no file {METADATA}, which a save writes last. Check "
-                "the path, or wait() for the save."
-            )
-        path = self._folder / METADATA
+def remove(path: Path) -> None:
+    """Remove a save, complete or not: first its name, then its files."""
+    if not path.name.startswith(TEMPORARY):
         try:
-            return read_manifest(path.read_bytes())
-        except (CheckpointError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}. {_REMEDY}") from error
-
-    def _check_files(self) -> None:
-        """Check that every file exists, is inside the folder, and has the expected length."""
-        lengths: dict[str, int] = {}
-        for part in self.contents.parts:
-            lengths[part.file] = max(lengths.get(part.file, 0), part.offset + part.length)
-        wrong = [text for name, length in sorted(lengths.items()) if (text := self._wrong_file(name, length))]
-        if wrong:
-            raise CheckpointError(f"The checkpoint in {self._folder} is incomplete: {'; '.join(wrong)}. {_REMEDY}")
-
-    def _wrong_file(self, name: str, length: int) -> str | None:
-        path = self._folder / name
-        try:
-            if not path.is_file():
-                return f"{name} is missing"
-            if not path.resolve().is_relative_to(self._folder.resolve()):
-                return f"{name} is a link to a file elsewhere"
-            size = path.stat().st_size
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        return f"{name} has {size} bytes and not {length}" if size < length else None
-
-    def _read_chunk(self, index: MetadataIndex) -> torch.Tensor:
-        name, chunk = index.fqn, self._metadata.storage_data[index]
-        data = self._read(name, chunk.part)
-        with self._named(name, chunk.part):
-            return read_tensor(data, TensorMeta(chunk.sizes, self.contents.tensors[name].meta.dtype))
-
-    def _read(self, name: str, part: Part) -> bytes:
-        path = self._folder / part.file
-        with path.open("rb") as file:
-            file.seek(part.offset)
-            data = file.read(part.length)
-        if len(data) != part.length or part.crc32 not in (None, zlib.crc32(data)):
-            raise CheckpointError(f"The bytes of {name} in {path} are not those that were written. {_REMEDY}")
-        if part.crc32 is None:  # written by torch without spmd
-            with self._named(name, part):
-                check_archive(data)
-        return data
-
-    @contextmanager
-    def _named(self, name: str, part: Part) -> Iterator[None]:
-        """Add to errors the name of what is damaged, and its file."""
-        try:
-            yield
-        except CheckpointError as error:
-            raise CheckpointError(f"{name} in {self._folder / part.file} is damaged: {error}. {_REMEDY}") from error
+            path = path.rename(path.with_name(TEMPORARY + path.name))
+        except OSError:  # somebody else removes it
+            return
+    shutil.rmtree(path, ignore_errors=True)
 
 
-_REMEDY = "Load an older checkpoint, or save this one again."
+def _saves(folder: Path) -> list[Save]:
+    """The complete saves in a folder, the newest first; links are not followed."""
+    paths = [path for path in folder.iterdir() if not path.is_symlink()] if folder.is_dir() else []
+    found = [(path.name, match) for path in paths if (match := _SAVE.fullmatch(path.name))]
+    saves = [Save(int(match["number"]), place, match["name"]) for place, match in found]
+    return sorted(saves, key=lambda save: (save.number, save.folder), reverse=True)
 
 
-def _checksum(file: IO[bytes], offset: int, length: int) -> int:
-    """The CRC-32 of a part of a file."""
-    found = 0
-    for block in _blocks(file, offset, length):
-        found = zlib.crc32(block, found)
-    return found
-
-
-def _blocks(file: IO[bytes], offset: int, length: int) -> Iterator[bytes]:
-    file.seek(offset)
-    while length > 0:
-        block = file.read(min(length, _BLOCK))
-        if not block:
-            raise CheckpointError(f"{file.name} ends {length} bytes too early. Is the disk full?")
-        length -= len(block)
-        yield block
-
-
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Make the entries of a folder durable (fsync), if the system supports it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)

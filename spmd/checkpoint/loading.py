@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +16,48 @@ from torch.distributed.checkpoint.planner import ReadItem
 from spmd.api.values.checkpointable import check_final
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.checkpoint.contents import Contents, check_tiling
-from spmd.checkpoint.folder import Reader
+from spmd.checkpoint.folder import METADATA, places
 from spmd.checkpoint.leaves import PLAIN, named_leaves
 from spmd.checkpoint.payloads import read_value
-from spmd.checkpoint.processes import processes_of
+from spmd.checkpoint.processes import Processes, processes_of
+from spmd.checkpoint.reader import Reader
 from spmd.checkpoint.saving import ignore_notice, wait_for_last
 from spmd.core.mesh import Mesh, current_mesh
 from spmd.core.pytree import is_spec, make_spec, tree_leaves
 from spmd.core.spec import DTensorSpec, TensorMeta
-from spmd.errors import CheckpointError, ShardingError
+from spmd.errors import CheckpointError, DamagedError, ShardingError
+
+_REPLACED = 100
+"""How often a load starts again because another job has removed what it reads."""
 
 
-def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -> Any:
+def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None, name: str | None = None) -> Any:
     """Load a checkpoint with the shardings of `like`; it may have been saved with other specs, mesh and runtime.
+
+    Of several saves in the folder it is the newest one. If that is damaged, a warning says so, and the newest one that
+    is not is loaded. Another job may save into the folder meanwhile.
 
     The checkpoint need not be trusted: no code in it is run, and all that is read is checked. On a distributed mesh
     this is a collective call, and each rank reads only the parts that it needs.
 
     Args:
-        path: the folder that was given to `save`, or that torch.distributed.checkpoint wrote.
+        path: the folder that was given to `save`, one of those that `saved` lists, or one that
+            torch.distributed.checkpoint wrote.
         like: a pytree with a leaf for each value to load. For a DTensor or a `DTensorSpec`, the result is a DTensor of
             the same shape, dtype and spec. For a `P`, or a tuple of placements, it is a DTensor with that spec, and
             shape and dtype are those in the checkpoint. For a plain tensor or a `TensorMeta`, it is a plain tensor,
             which every rank reads whole. For a number or text, it is the saved value. Other names in the checkpoint are
             ignored.
         mesh: the mesh of `P`s and tuples of placements; by default that of `use_mesh`.
+        name: load the save of this name.
 
     Returns:
         A pytree of new values; those in `like` do not change.
 
     Raises:
-        CheckpointError: no checkpoint, an incomplete or damaged one, or one that does not match `like`; the message
+        CheckpointError: no checkpoint, only incomplete or damaged ones, or one that does not match `like`; the message
             lists all missing names, other shapes and dtypes, and specs that do not fit or are partial.
-        DivergenceError: ranks have different `like`s, or find different checkpoints.
+        DivergenceError: ranks have different paths or `like`s, or find different checkpoints.
         SpmdError: a rank failed, or never makes the call.
         MeshError: a `P` without a mesh, or both virtual and distributed meshes.
 
@@ -64,10 +74,44 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -
     meshes = [leaf.mesh for leaf in leaves if isinstance(leaf, (DTensor, DTensorSpec))]
     processes = processes_of("checkpoint.load", meshes if mesh is None else [*meshes, mesh])
     processes.together(wait_for_last)
+    damaged: dict[str, DamagedError] = {}
+    for _ in range(_REPLACED):
+        found = processes.first(processes.together(lambda: _found(folder, name)))
+        place = next((place for place in found if place not in damaged), None)
+        if place is None:
+            raise damaged[found[0]]
+        try:
+            loaded = _load(folder, folder / place, like, mesh, processes)
+        except DamagedError as error:
+            # if it is gone, it was removed for newer ones
+            if processes.first(place in places(folder, name)):
+                damaged[place] = error
+            continue
+        for damage in damaged.values():
+            warnings.warn(f"{damage} Loaded {folder / place} instead.", stacklevel=2)
+        return loaded
+    raise CheckpointError(
+        f"Each of {_REPLACED} saves in {folder} was removed while it was read. Save with a larger keep=, or less often."
+    )
+
+
+def _found(folder: Path, name: str | None) -> list[str]:
+    found = places(folder, name)
+    if not found:
+        which = "" if name is None else f" named {name!r}"
+        raise CheckpointError(
+            f"There is no checkpoint{which} in {folder}: it has no complete save and no file {METADATA}. Check the "
+            "path, or wait() for the save."
+        )
+    return found
+
+
+def _load(folder: Path, save: Path, like: Any, mesh: Mesh | None, processes: Processes) -> Any:
+    """Load one save of a checkpoint's folder."""
 
     def prepare() -> tuple[Reader, list[_Target], optree.PyTreeSpec]:
         names, leaves, structure = named_leaves(like, is_leaf=is_spec)
-        reader = Reader(folder)
+        reader = Reader(save)
         return reader, _targets(reader.contents, dict(zip(names, leaves, strict=True)), mesh, folder), structure
 
     reader, targets, structure = processes.together(prepare)
@@ -75,7 +119,7 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None) -
     processes.agree(lambda: {"the path": str(folder), "the save": reader.manifest.digest, **claims})
     ignore_notice()
     values = {target.name: target.empty() for target in targets}
-    with processes.errors_of(f"Loading from {folder}"):
+    with processes.errors_of(f"Loading from {save}"):
         dcp.load(
             values,
             storage_reader=reader,

@@ -45,6 +45,13 @@ def append_manifest(path: Path, metadata: Metadata) -> None:
         os.fsync(file.fileno())
 
 
+def has_manifest(path: Path) -> bool:
+    """Whether a `.metadata` ends as those do that `append_manifest` has completed."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - _LONGEST, 0))
+        return _FOOTER.search(file.read()) is not None
+
+
 def read_manifest(data: bytes) -> Manifest:
     """The manifest in the bytes of a `.metadata`; without one, the same from the pickle.
 

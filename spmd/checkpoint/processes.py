@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from spmd.collectives.distributed.agreement import check_agreement, gather
 from spmd.collectives.distributed.process_groups import group_for
 from spmd.core.mesh import Mesh, Runtime
-from spmd.errors import CheckpointError, MeshError, SpmdError
+from spmd.errors import CheckpointError, DamagedError, MeshError, SpmdError
 from spmd.job.collective_scope import CollectiveScope, failed
 from spmd.job.process import process_count, process_index
 
@@ -52,19 +52,25 @@ class Processes:
 
         Raises:
             CheckpointError: the step failed in another process; the message has its rank and its error.
+            DamagedError: the step failed, and in no process by any other error.
         """
         error, result = None, None
         try:
             result = step()
         except Exception as caught:
             error = caught
-        errors = self.gather(None if error is None else _text(error))
-        if error is not None:
+        errors = self.gather(None if error is None else (_is_damage(error), _text(error)))
+        kind = DamagedError if all(is_damage for is_damage, _ in filter(None, errors)) else CheckpointError
+        if error is not None and _is_damage(error) == (kind is DamagedError):
             raise error
-        for rank, text in enumerate(errors):
-            if text is not None:
-                raise CheckpointError(f"Rank {rank} of {len(errors)} failed: {text}")
+        for rank, failure in enumerate(errors):
+            if failure is not None:
+                raise kind(f"Rank {rank} of {len(errors)} failed: {failure[1]}")
         return result  # type: ignore[return-value]
+
+    def first(self, value: T) -> T:
+        """The value of the first process, on all processes."""
+        return self.gather(value)[0]
 
     def agree(self, claims: Callable[[], Mapping[str, str]]) -> None:
         """Check that all processes make the same claims, as `check_agreement` does; nothing for one process.
@@ -83,7 +89,8 @@ class Processes:
         DCP raises its errors in all processes.
 
         Raises:
-            CheckpointError: for a RuntimeError, or DCP's `CheckpointException`, which derives from `BaseException`.
+            CheckpointError: for a RuntimeError, or DCP's `CheckpointException`, which derives from `BaseException`; a
+                DamagedError if all failures are such.
         """
         try:
             yield
@@ -94,10 +101,15 @@ class Processes:
                     raise error from None
             prefix = "" if self.group is None else "rank {}: "
             reasons = "; ".join(f"{prefix.format(rank)}{_text(error)}" for rank, (error, _) in failures)
-            raise CheckpointError(f"{what} failed: {reasons}") from failures[0][1][0]
+            kind = DamagedError if all(_is_damage(error) for _, (error, _) in failures) else CheckpointError
+            raise kind(f"{what} failed: {reasons}") from failures[0][1][0]
         except RuntimeError as error:  # from a collective
             scope = CollectiveScope(what, range(process_count()))
             raise CheckpointError(str(failed(scope, error))) from error
+
+
+def _is_damage(error: BaseException) -> bool:
+    return isinstance(error, DamagedError)
 
 
 def _text(error: BaseException) -> str:

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from spmd.api.values.checkpointable import check_final, offsets, owned
 from spmd.api.values.dtensor import DTensor, wrap
-from spmd.checkpoint.folder import Writer, new_data_name
+from spmd.checkpoint.folder import check_options, new_save
 from spmd.checkpoint.leaves import PLAIN, describe_leaf, named_leaves
 from spmd.checkpoint.processes import Processes, processes_of
+from spmd.checkpoint.writer import Writer
 from spmd.core.pytree import leaf_remedy, tree_leaves
 from spmd.errors import CheckpointError
 
@@ -27,24 +28,34 @@ Progress: TypeAlias = Callable[[int, int], object]
 """A callback `on_progress(done, total)`: the bytes that this process has written, and all that it writes."""
 
 
-def save(tree: Any, path: str | os.PathLike[str], *, on_progress: Progress | None = None) -> None:
+def save(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    keep: int | None = 1,
+    name: str | None = None,
+    on_progress: Progress | None = None,
+) -> None:
     """Write a pytree as a checkpoint, and return when it is on disk.
 
     On a distributed mesh this is a collective call, and each rank writes its part; the folder must be on a file system
-    that all ranks share. An earlier checkpoint in the folder is replaced atomically: if the save is killed, the folder
-    holds a complete checkpoint, the earlier or the new one.
+    that all ranks share. Earlier saves in the folder are removed when the new one is complete: if the save is killed,
+    the folder holds a complete checkpoint, the earlier or the new one.
 
     Args:
         tree: a pytree of DTensors, plain tensors, and numbers or text. Plain leaves, which all ranks hold, are written
             by rank 0.
         path: the checkpoint's folder; it is created if it does not exist.
+        keep: how many saves without a name stay in the folder, with the new one; None for all. Orbax's `max_to_keep`.
+        name: a name for the save, such as "best". It stays until another save has this name, whatever `keep` is.
         on_progress: called as `on_progress(done, total)` with bytes of this process; `done == total` once the
             checkpoint is complete.
 
     Raises:
         ShardingError: a partial leaf, or a DTensor that was donated.
-        CheckpointError: a leaf that cannot be stored, two leaves with one name, or a failure to write, on any rank.
-        DivergenceError: ranks save different trees, or to different paths.
+        CheckpointError: a leaf that cannot be stored, two leaves with one name, an impossible `keep` or `name`, or a
+            failure to write, on any rank.
+        DivergenceError: ranks save different trees, to different paths, or with other options.
         SpmdError: a rank failed, or never makes the call.
         MeshError: leaves on both virtual and distributed meshes.
 
@@ -56,10 +67,17 @@ def save(tree: Any, path: str | os.PathLike[str], *, on_progress: Progress | Non
     ...     spmd.checkpoint.load(folder, {"w": spmd.P(), "step": 0}, mesh=mesh)
     {'w': DTensor(f32[3] P() on Mesh(data=2), shards 2x[3]), 'step': 7}
     """
-    _prepare(tree, path).write(on_progress)
+    _prepare(tree, path, keep, name).write(on_progress)
 
 
-def save_async(tree: Any, path: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Saving:
+def save_async(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    keep: int | None = 1,
+    name: str | None = None,
+    on_progress: Progress | None = None,
+) -> Saving:
     """Copy a pytree to CPU memory, and write it in a background thread.
 
     When this returns, the values may be donated. One save runs at a time: the next save or load first waits for it, and
@@ -77,7 +95,7 @@ def save_async(tree: Any, path: str | os.PathLike[str], *, on_progress: Progress
     ...     saving.wait()
     """
     global _last
-    staged = _prepare(tree, path).copied()
+    staged = _prepare(tree, path, keep, name).copied()
     _last = Saving(lambda: staged.write(on_progress))
     return _last
 
@@ -128,13 +146,15 @@ class _Save:
     Args:
         leaves: the leaves of which this process writes a part, by name.
         folder: the checkpoint's folder.
-        data: the name of the data folder.
+        save: the name of the save's folder.
+        keep: the number of unnamed saves that stay in the checkpoint's folder; None for all.
         processes: the processes that take part.
     """
 
     leaves: dict[str, Any]
     folder: Path
-    data: str
+    save: str
+    keep: int | None
     processes: Processes
 
     def copied(self) -> _Save:
@@ -144,7 +164,7 @@ class _Save:
     def write(self, on_progress: Progress | None) -> None:
         """Write it; on failure, remove what was written."""
         ignore_notice()
-        writer, planner = Writer(self.folder, self.data), _Planner(on_progress)
+        writer, planner = Writer(self.folder, self.save, self.keep), _Planner(on_progress)
         try:
             with self.processes.errors_of(f"Saving to {self.folder}"):
                 dcp.save(
@@ -192,17 +212,21 @@ def _size(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def _prepare(tree: Any, path: str | os.PathLike[str]) -> _Save:
+def _prepare(tree: Any, path: str | os.PathLike[str], keep: int | None, name: str | None) -> _Save:
     processes = processes_of("checkpoint.save", (leaf.mesh for leaf in tree_leaves(tree) if isinstance(leaf, DTensor)))
     processes.together(wait_for_last)
     folder = Path(path)
-    leaves = processes.together(lambda: _checked_leaves(tree, folder))
-    processes.agree(
-        lambda: {"the path": str(folder), **{f"leaf {name}": describe_leaf(leaf) for name, leaf in leaves.items()}}
-    )
+
+    def prepare() -> tuple[dict[str, Any], str]:
+        check_options(keep, name)
+        return _checked_leaves(tree, folder), new_save(folder, name)
+
+    leaves, save = processes.together(prepare)
+    claims = {"the path": str(folder), "keep": repr(keep), "name": repr(name)}
+    processes.agree(lambda: {**claims, **{f"leaf {name}": describe_leaf(leaf) for name, leaf in leaves.items()}})
     if not processes.is_first:
         leaves = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, DTensor)}
-    return _Save(leaves, folder, processes.gather(new_data_name())[0], processes)
+    return _Save(leaves, folder, processes.first(save), keep, processes)
 
 
 def _checked_leaves(tree: Any, folder: Path) -> dict[str, Any]:

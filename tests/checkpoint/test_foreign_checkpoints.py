@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import spmd
 from spmd import CheckpointError, P, TensorMeta
-from spmd.checkpoint import load, save
+from spmd.checkpoint import exists, load, save, saved
 
 MESH = spmd.make_mesh({"data": 2, "model": 3}, runtime="virtual")
 TREE = {
@@ -40,8 +40,10 @@ GIVEN = {"w": TREE["w"], "b": TREE["b"], "step": 0, "name": ""}
 
 @pytest.fixture
 def folder(tmp_path):
+    """The folder of one save."""
     save(TREE, tmp_path / "checkpoint")
-    return tmp_path / "checkpoint"
+    (folder,) = saved(tmp_path / "checkpoint")
+    return folder
 
 
 @pytest.fixture
@@ -313,11 +315,11 @@ def test_links_that_leave_the_folder_are_refused(folder):
         load(folder, BARE, mesh=MESH)
     path.unlink()
     outside.rename(path)
-    moved = folder.parent / path.parent.name
-    path.parent.rename(moved)
-    (folder / moved.name).symlink_to(moved)
+    moved = folder.parent.parent / folder.name
+    folder.rename(moved)
+    folder.symlink_to(moved)
     with pytest.raises(CheckpointError, match="is a link to a file elsewhere"):
-        load(folder, BARE, mesh=MESH)
+        load(folder.parent, BARE, mesh=MESH)
 
 
 def test_links_to_a_folder_and_inside_of_it_are_followed(folder):
@@ -466,7 +468,34 @@ def test_sizes_that_no_file_could_fill_are_refused(folder):
 # earlier versions, and torch
 
 
-def test_what_an_earlier_version_saved_loads(folder):
+def test_what_an_earlier_version_saved_loads_and_is_replaced(folder):
+    whole, old = folder.parent, folder.parent / "data-0a1b2c3d4e5f"
+    pickled, document = parts(whole)
+    for part in (
+        *document["tensors"]["w"]["chunks"],
+        *document["tensors"]["b"]["chunks"],
+        *document["values"].values(),
+    ):
+        part["file"] = f"{old.name}/{os.path.basename(part['file'])}"
+    (folder / ".metadata").unlink()
+    folder.rename(old)
+    write_metadata(whole, pickled, document)
+    assert exists(whole) and [whole] == saved(whole)
+    assert is_right(load(whole, BARE, mesh=MESH))
+    save(TREE, whole)
+    assert 1 == len(saved(whole)) and not old.exists()
+    assert is_right(load(whole, BARE, mesh=MESH))
+
+
+def test_what_torch_has_saved_last_is_the_newest(folder):
+    with pytest.warns(UserWarning, match="torch.distributed is disabled|overwriting"):
+        dcp.save({"step": 4}, checkpoint_id=folder.parent)
+    assert {"step": 4} == load(folder.parent, {"step": 0})
+    save({"step": 5}, folder.parent)
+    assert {"step": 5} == load(folder.parent, {"step": 0})
+
+
+def test_what_an_earlier_version_saved_without_a_manifest_loads(folder):
     pickled, _ = parts(folder)
     write_metadata(folder, pickled)
     assert is_right(load(folder, BARE, mesh=MESH))
