@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import layouts
 import spmd
 import training
 from spmd import DTensorSpec, P
-from spmd.checkpoint import load, save, save_async, saved
+from spmd.checkpoint import Saving, load, save, save_async, saved
 from spmd.checkpoint.writer import Writer
 from spmd.job.process import process_index
 
@@ -128,14 +129,39 @@ def damaged_on_one_rank(folder: str) -> tuple[str, list[str], int]:
     return error, [str(warning.message) for warning in warned], loaded["step"]
 
 
-def on_full_disk(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function while rank 2 cannot write."""
+def errors_in_the_background(folder: str) -> dict[str, str]:
+    """The error of what each rank calls after a save in the background that has failed; the next call works."""
+    tree = {"step": 0}
+    save(tree, folder)
+    calls: dict[str, Callable[[Saving], Any]] = {
+        "wait": lambda saving: saving.wait(),
+        "save": lambda _: save(tree, folder),
+        "save_async": lambda _: save_async(tree, folder),
+        "load": lambda _: load(folder, tree),
+    }
+    found = {}
+    for name, call in calls.items():
+        saving = on_full_disk(lambda: ended(save_async({"step": 1}, folder)), full_on=1)
+        found[name] = error_of(call, saving)
+        assert tree == load(folder, tree)
+    return found
+
+
+def ended(saving: Saving) -> Saving:
+    """A save that has ended, whose error nobody has seen."""
+    while not saving.is_done:
+        time.sleep(0.01)
+    return saving
+
+
+def on_full_disk(function: Callable[..., Any], *args: Any, full_on: int = 2) -> Any:
+    """Call a function while one rank cannot write."""
     write = Writer.write_data
 
     def fail(*_: Any) -> Any:
         raise OSError("no space left on device")
 
-    if process_index() == 2:
+    if process_index() == full_on:
         Writer.write_data = fail  # type: ignore[method-assign]
     try:
         return function(*args)

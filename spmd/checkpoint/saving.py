@@ -23,6 +23,7 @@ from spmd.checkpoint.processes import Processes, processes_of
 from spmd.checkpoint.writer import Writer
 from spmd.core.pytree import leaf_remedy, tree_leaves
 from spmd.errors import CheckpointError
+from spmd.job.background import wait_before_exit
 
 Progress: TypeAlias = Callable[[int, int], object]
 """A callback `on_progress(done, total)`: the bytes that this process has written, and all that it writes."""
@@ -81,7 +82,8 @@ def save_async(
     """Copy a pytree to CPU memory, and write it in a background thread.
 
     When this returns, the values may be donated. One save runs at a time: the next save or load first waits for it, and
-    raises its error if `Saving.wait` has not. A program that ends waits for it too.
+    raises its error if `Saving.wait` has not. A program that ends waits for it too, and prints an error that nobody has
+    seen; its exit status is 120 then, on all ranks.
 
     Args and errors are those of `save`; failures to write are raised by `Saving.wait`. `on_progress` is called in the
     background thread.
@@ -97,6 +99,7 @@ def save_async(
     global _last
     staged = _prepare(tree, path, keep, name).copied()
     _last = Saving(lambda: staged.write(on_progress))
+    wait_before_exit(wait_for_last)
     return _last
 
 

@@ -43,7 +43,10 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this process's files, and add to every record a checksum, which DCP's own reader ignores."""
-        written = super().write_data(plan, planner)
+        try:
+            written = super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise _error_of_file(error) from error
         for info in (result.storage_data for result in written.value()):
             with (self._path / info.relative_path).open("rb") as file:
                 # DCP pickles its records with all attributes that are set on them.
@@ -68,6 +71,14 @@ class Writer(FileSystemWriter):
     def discard(self) -> None:
         """Remove a save that has failed; nothing if it is complete."""
         remove(self._path)
+
+
+def _error_of_file(error: BaseException) -> BaseException:
+    """The error of the file because of which torch's archive could not be written; torch raises one of its own."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__context__
+    return found or error
 
 
 def _checksum(file: IO[bytes], offset: int, length: int) -> int:

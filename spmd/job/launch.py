@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from spmd.errors import MeshError, SpmdError
+from spmd.job.background import wait_for_all
 from spmd.job.failure_detector import announce
 from spmd.job.process import is_distributed
 
@@ -80,6 +81,7 @@ def _rank(function: Callable[..., Any], args: tuple[Any, ...], folder: str) -> b
     torch.set_num_threads(1)  # ranks share the machine, and threads do not survive a fork
     try:
         result = function(*args)
+        wait_for_all()
     except BaseException as error:
         when = time.time_ns()
         announce(error)

@@ -206,9 +206,7 @@ def test_a_save_that_is_removed_while_it_is_read_is_left_for_a_newer_one(folder,
 def test_a_folder_whose_saves_are_removed_all_the_time_is_an_error(folder, before_reading):
     save({"step": 1}, folder)
     before_reading(lambda: save({"step": 2}, folder))
-    with pytest.raises(
-        CheckpointError, match=r"Each of 100 saves in .* was removed while it was read\. "
-    ):
+    with pytest.raises(CheckpointError, match=r"Each of 100 saves in .* was removed while it was read\. "):
         load(folder, STEP)
 
 

@@ -1,0 +1,54 @@
+"""What a process runs in the background: the process waits for it before it ends, and fails if it has failed."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+_waits: list[Callable[[], object]] = []
+
+
+def wait_before_exit(wait: Callable[[], object]) -> None:
+    """Call a function before this process ends; if it raises an error, that is printed, and the exit status is 120.
+
+    Args:
+        wait: waits for what runs in the background, and raises its error if nobody has seen it.
+    """
+    if not _waits:
+        atexit.register(_at_exit)
+    if wait not in _waits:
+        _waits.append(wait)
+
+
+def wait_for_all() -> None:
+    """Wait for all that runs in the background; raise the error of what has failed."""
+    for wait in _waits:
+        wait()
+
+
+def _at_exit() -> None:
+    try:
+        wait_for_all()
+    except Exception as error:
+        print("What ran in the background has failed, and so does this process:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, error.__traceback__)
+        sys.stderr = _FailsToFlush(sys.stderr)  # type: ignore[assignment]
+
+
+class _FailsToFlush:
+    """A stream that cannot be flushed, which makes the interpreter end with status 120 (see `sys.exit`).
+
+    An error of a function of `atexit` does not change the status, and `os._exit` would skip other such functions.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        raise OSError("this process has failed")
