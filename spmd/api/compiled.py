@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from spmd.api.call_check import CallCheck
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.signature import Signature, split, with_dynamic
@@ -24,6 +25,7 @@ from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph
+from spmd.job import checks
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
@@ -76,6 +78,15 @@ class Compiled:
         of = "the result"
         given = leaf_specs(self._out_specs, tree, self.mesh, what="out_specs", item="result", of=of, optional=True)
         return Program(self.traced, self.mesh, self.in_specs, tuple(given), self._donated, self.options)
+
+    @functools.cached_property
+    def check_call(self) -> CallCheck:
+        """Compares a call with those of the other ranks, under `init(check="calls")`."""
+
+        def is_random() -> bool:
+            return any(operation.is_random for operation in self.traced.graph.operations)
+
+        return CallCheck(self._function, self._signature, self.in_specs, functools.cache(is_random))
 
     @property
     def plan(self) -> Plan:
@@ -145,6 +156,8 @@ class Compiled:
                 "modes, the deterministic mode or the choice of kernels differ now. Call the jitted function instead, "
                 "or restore them."
             )
+        if checks.every_call and spans_processes(self.mesh):
+            self.check_call(leaves)
         return self.run(self.place(leaves), leaves)
 
     @functools.cached_property

@@ -21,6 +21,7 @@ from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
 from spmd.core.spec import has_meta
 from spmd.errors import MeshError, PlanError, TraceError
+from spmd.job import checks
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import isolated, torch_settings
@@ -76,7 +77,8 @@ class Jitted:
             `donate_argnums` has no effect.
 
         Raises:
-            DivergenceError: in the first call, ranks have different arguments or call different functions.
+            DivergenceError: in the first call, ranks have different arguments or call different functions; under
+                `init(check="calls")` in every call.
             SpmdError: another rank failed, or never makes the call.
             MeshError: no mesh, an abstract one, or one that differs from an argument's.
             ShardingError: specs that do not fit the arguments, or a DTensor whose spec is not that of `in_specs`.
@@ -97,6 +99,8 @@ class Jitted:
             raise RecordingError(
                 f"{self!r} was called while make_fx records, at {where(user_source())}. Put spmd.jit outside of it."
             )
+        if checks.every_call and spans_processes(mesh):
+            self._lookup_together(args, mesh).check_call(leaves)
         if is_transformed(leaves):
             return self._lookup_together(args, mesh).transformed(leaves)
         last = self._last

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 from typing import Any
 
 import attrs
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _EXACT = (int, bool, str, bytes, type(None))
 
 
@@ -50,3 +52,25 @@ def _fields(value: Any) -> Any:
     except TypeError:  # a field that is not hashable, so the class has its own `__hash__`
         return value
     return key
+
+
+def static_text(key: Any) -> str:
+    """A cache key of `static_key` as text that is the same in every process: no addresses, no order of hashes.
+
+    >>> static_text(static_key((1, max, frozenset({"b", "a"}))))
+    "(1, builtins.max, frozenset('a', 'b'))"
+    """
+    kind, value = key
+    if isinstance(value, tuple) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+        name = "" if kind is tuple else kind.__qualname__
+        return f"{name}({', '.join(map(static_text, value))})"
+    if isinstance(value, frozenset):
+        return f"{kind.__qualname__}({', '.join(sorted(map(static_text, value)))})"
+    return value if issubclass(kind, numbers.Number) and isinstance(value, str) else stable_text(value)
+
+
+def stable_text(value: Any) -> str:
+    """An object as text without its address; a function or a class by its name."""
+    if hasattr(value, "__qualname__"):
+        return f"{getattr(value, '__module__', None)}.{value.__qualname__}"
+    return _ADDRESS.sub("", repr(value))

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.distributed.nn.functional  # imported while a job runs, its default
 from torch.distributed.constants import default_pg_timeout
 
 from spmd.errors import MeshError, SpmdError
-from spmd.job import failure_detector
+from spmd.job import checks, failure_detector
 from spmd.job.collective_scope import name_ranks
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -26,7 +27,7 @@ def is_distributed() -> bool:
     return dist.is_initialized() or all(name in os.environ for name in VARIABLES)
 
 
-def init(*, timeout: timedelta | float | None = None) -> None:
+def init(*, timeout: timedelta | float | None = None, check: Literal["first", "calls"] | None = None) -> None:
     """Start torch.distributed from torchrun's variables: gloo for CPU tensors and, where there are GPUs, NCCL.
 
     `make_mesh(runtime="distributed")` does this; call it first to choose a timeout. What is started already is left
@@ -35,11 +36,18 @@ def init(*, timeout: timedelta | float | None = None) -> None:
     Args:
         timeout: how long a collective may wait for the other ranks, and a rank for the others to start, in seconds or
             as a timedelta; by default torch's.
+        check: what ranks compare of the calls of jitted functions: `"first"` the first call of each program, `"calls"`
+            every call: the function, its static arguments, the shapes, dtypes and specs of its arguments, digests of
+            those that must be equal, and the state of the random generator, if it draws (`docs/debugging.md`). By
+            default what the environment variable SPMD_CHECK says, or `"first"`. It can be chosen again at any time; all
+            ranks must choose the same.
 
     Raises:
-        MeshError: a launcher's variables are missing; a timeout that is not positive, or that comes too late.
+        MeshError: a launcher's variables are missing; a timeout that is not positive, or that comes too late; no such
+            check.
         SpmdError: other ranks did not start in time; the message names them.
     """
+    checks.choose(check)
     limit = _parse_timeout(timeout)
     if dist.is_initialized():
         if limit is not None:

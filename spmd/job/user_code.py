@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
+from types import FrameType
 
 import attrs
 import optree
@@ -29,3 +31,11 @@ def is_user_file(file: str) -> bool:
     if file.startswith(_STANDARD) and not file[len(_STANDARD) :].startswith(_INSTALLED):
         return False
     return not file.startswith(_INTERNAL)
+
+
+def user_line() -> str:
+    """The file and line of the innermost user code on the stack, as `train.py:22`."""
+    found: FrameType | None = sys._getframe(1)
+    while found is not None and not is_user_file(found.f_code.co_filename):
+        found = found.f_back
+    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno}" if found else "no line of the user's"

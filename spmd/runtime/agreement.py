@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
-from spmd.collectives.distributed.agreement import check_agreement, describe
+from spmd.collectives.distributed.agreement import check_agreement, describe, digest, spans_processes
+from spmd.collectives.distributed.history import history
 from spmd.core.mesh import Mesh
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.torch_settings import generator_state
@@ -16,10 +16,14 @@ def first_run(mesh: Mesh) -> str:
     return f"the first run of a jitted function on {mesh}"
 
 
-def check_same_program(program: LocalProgram) -> None:
+def check_same_program(program: LocalProgram) -> int | None:
     """Compare the program across ranks and, if it has random operators, the state of their default generators.
 
     All ranks must make this call.
+
+    Returns:
+        The number of the program in the history of the job; None if it has no collectives, so that a rank may run it
+        alone.
 
     Raises:
         DivergenceError: on every rank, if they differ; it shows the first argument, result or line that differs.
@@ -32,13 +36,25 @@ def check_same_program(program: LocalProgram) -> None:
         "All ranks must call the same function with arguments of the same shapes, dtypes and specs, in the same order.",
     )
     if any(operation.is_random for operation in program.graph().operations):
-        state = generator_state(program.mesh.device)
         check_agreement(
             call,
-            {f"The random generator before {program.name}": hashlib.sha256(bytes(state.tolist())).hexdigest()[:8]},
-            "Every rank draws the whole tensor, so that numbers do not depend on the mesh: call torch.manual_seed with "
-            "one seed on all ranks, and draw alike before the call.",
+            {f"The random generator before {program.name}": generator_digest(program.mesh)},
+            SAME_GENERATOR,
         )
+    sent = program.collectives
+    return history().number(f"{program.name} at {sent[0].source}") if sent and spans_processes(program.mesh) else None
+
+
+SAME_GENERATOR = (
+    "Every rank draws the whole tensor, so that numbers do not depend on the mesh: call torch.manual_seed with one "
+    "seed on all ranks, and draw alike before the call."
+)
+"""What is expected of the generators of ranks, and what to do."""
+
+
+def generator_digest(mesh: Mesh) -> str:
+    """A digest of the state of the default generator of the mesh's device, which is on the host."""
+    return digest(generator_state(mesh.device))
 
 
 def _claims(program: LocalProgram) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from spmd.collectives.distributed.history import history
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import check_same_program
 from spmd.runtime.codegen import RankProgram, generate, name_origin
@@ -26,10 +27,10 @@ class DistributedProgram:
             collective fails.
     """
 
-    __slots__ = ("_function", "source")
+    __slots__ = ("_function", "_history", "_number", "source")
 
     def __init__(self, program: LocalProgram) -> None:
-        check_same_program(program)
+        self._number, self._history = check_same_program(program), history()
         (coordinate,) = program.mesh.held_coordinates
         generated = generate(overlap(program.graph(coordinate), program.mesh, coordinate, program.schedule))
         self._function, self.source = generated.function, generated.source
@@ -49,6 +50,8 @@ class DistributedProgram:
         Returns:
             For each output this rank's shard, alone in a tuple.
         """
+        if self._number is not None:
+            self._history.add(self._number)
         shards = [shard for (shard,) in inputs]
         inputs.clear()
         try:

@@ -167,8 +167,7 @@ def trace(
     static = {number % len(args) for number in static_argnums} if args else set()
     dynamic = [number for number in range(len(args)) if number not in static]
     leaves, in_tree = tree_flatten(tuple(args[number] for number in dynamic))
-    accessors = in_tree.accessors()
-    paths = [f"{dynamic[accessor[0].entry]}{accessor[1:].codify('')}" for accessor in accessors]
+    accessors, paths = in_tree.accessors(), dynamic_paths(in_tree, dynamic)
     for leaf, path in zip(leaves, paths, strict=True):
         _check_leaf(leaf, path)
     parameters = _parameter_names(function, len(args))
@@ -185,8 +184,17 @@ def trace(
         return outputs
 
     graph = trace_flat(flat, leaves, names=hints, paths=paths)
-    name = name or str(getattr(function, "__name__", type(function).__name__))
-    return Traced(graph, in_tree, result["tree"], tuple(paths), result["paths"], name)
+    return Traced(graph, in_tree, result["tree"], tuple(paths), result["paths"], name or name_of(function))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function in programs and messages."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def dynamic_paths(tree: optree.PyTreeSpec, dynamic: Sequence[int]) -> list[str]:
+    """The path of each leaf of the dynamic arguments, which have these positions among all arguments."""
+    return [f"{dynamic[accessor[0].entry]}{accessor[1:].codify('')}" for accessor in tree.accessors()]
 
 
 def trace_flat(

@@ -13,7 +13,7 @@ from spmd.collectives.distributed.agreement import check_agreement, describe, fa
 from spmd.collectives.distributed.exchange import broadcast
 from spmd.core.mesh import Coordinate, Mesh, Runtime, current_mesh
 from spmd.core.placement import neutral_element
-from spmd.core.pytree import broadcast_prefix, flatten_with_paths, leaf_meta, leaf_specs, tree_flatten
+from spmd.core.pytree import broadcast_prefix, flatten_with_paths, leaf_meta, leaf_specs
 from spmd.core.spec import DTensorSpec
 from spmd.errors import MeshError, ShardingError
 
@@ -112,8 +112,9 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     """Global tensors from the part that each process has loaded; `jax.make_array_from_process_local_data`.
 
     A dim that the spec shards over some axes joins the parts of the ranks along these axes, in the order of the axes.
-    Ranks that differ only in other axes must have loaded equal parts. On a distributed mesh this is a collective call.
-    On a virtual mesh, where one process has all of the data, it is `distribute`.
+    Ranks that differ only in other axes must have loaded equal parts, which is checked, by digests (for tensors above
+    16 MiB, of samples). On a distributed mesh this is a collective call. On a virtual mesh, where one process has all
+    of the data, it is `distribute`.
 
     Args:
         tree: a pytree of tensors on any device; they are moved to the device of the mesh.
@@ -124,7 +125,7 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
         The tree with DTensors for leaves.
 
     Raises:
-        DivergenceError: ranks make different calls.
+        DivergenceError: ranks make different calls, or have loaded different parts where they must be equal.
         ShardingError: specs that do not fit, or parts that are not the chunks of `torch.chunk` of the joined tensor.
         MeshError: no mesh, or an abstract one.
 
@@ -138,9 +139,9 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     call = f"from_process_data(..., {specs!r}) on {mesh}"
     with failing_together(call, spans_processes(mesh)):
         prefix = broadcast_prefix(specs, tree, what="specs", of="the tree")
-        leaves, structure = tree_flatten(tree)
+        paths, leaves, structure = flatten_with_paths(tree)
         held = [(leaf.detach().to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf,) for leaf in leaves]
-    found = joint_specs(call, held, prefix, mesh)
+    found = joint_specs(call, held, prefix, mesh, names=[f"leaf {path}".rstrip() for path in paths])
     return structure.unflatten([wrap(spec, shards) for spec, shards in zip(found, held, strict=True)])
 
 

@@ -24,6 +24,7 @@ from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.shards import join
 from spmd.core.spec import Dims, DTensorSpec, Reductions, TensorMeta
 from spmd.errors import ShardingError
+from spmd.job import checks
 from spmd.job.process import process_index
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.tracing.recorder import where as place_text
@@ -170,19 +171,20 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """A DTensor from the shards of this process, which are not copied.
 
-        On a distributed mesh this is a collective call, each rank with its own shard; ranks compare shapes, not values.
+        On a distributed mesh this is a collective call, each rank with its own shard; ranks compare shapes, and values
+        only under `init(check="calls")`.
         Gradients flow through: a shard gets its part of the gradient, replicas and the parts of a sum all of it.
 
         Args:
             shards: the shards of this process's ranks in rank order; a process with one rank may pass the tensor.
             mesh: the mesh.
-            spec: the spec of the global tensor. Replicas must be equal, which is not checked.
+            spec: the spec of the global tensor. Replicas must be equal.
             shape: the global shape; by default each sharded dim has the sum of the lengths of its shards.
 
         Raises:
             ShardingError: a wrong number of shards, or a shard whose shape, dtype or device does not match the spec;
                 the message names the rank.
-            DivergenceError: ranks make different calls.
+            DivergenceError: ranks make different calls, or hold replicas that differ.
 
         >>> from spmd import P, make_mesh
         >>> mesh = make_mesh({"data": 2}, runtime="virtual")
@@ -191,7 +193,8 @@ class DTensor(torch.Tensor):
         """
         held = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
         call = f"DTensor.from_local(..., {spec!r}{'' if shape is None else f', shape={tuple(shape)}'}) on {mesh}"
-        (found,) = joint_specs(call, [held], [spec], mesh, shape)
+        names = ["the tensor"] if checks.every_call else None
+        (found,) = joint_specs(call, [held], [spec], mesh, shape, names=names)
         return _of_parts(found, *held)
 
     def __getattr__(self, name: str) -> Any:  # only for attributes that are missing

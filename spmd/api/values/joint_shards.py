@@ -8,11 +8,12 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.collectives.distributed.agreement import gather, spans_processes
+from spmd.collectives.distributed.agreement import describe, gather_with_replicas, spans_processes
+from spmd.collectives.distributed.replicas import Replica, replicated_axes
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.spec import DTensorSpec, P, TensorMeta
-from spmd.errors import ShardingError
+from spmd.errors import DivergenceError, ShardingError
 
 
 @attrs.frozen
@@ -36,6 +37,8 @@ def joint_specs(
     specs: Sequence[SpecLike],
     mesh: Mesh,
     shape: Sequence[int] | None = None,
+    *,
+    names: Sequence[str] | None = None,
 ) -> list[DTensorSpec]:
     """The specs of the DTensors of which all processes hold shards; on a distributed mesh a collective call.
 
@@ -45,14 +48,18 @@ def joint_specs(
         specs: the spec of each DTensor.
         mesh: the mesh.
         shape: the global shape of all of them; by default computed from the shards.
+        names: the name of each DTensor, for messages, if replicas are to be compared, by digests.
 
     Raises:
         ShardingError: a wrong number of shards, or a shard that does not match its spec.
-        DivergenceError: ranks make different calls.
+        DivergenceError: ranks make different calls, or hold replicas that differ.
         SpmdError: a rank failed, or never makes the call.
     """
     facts = [[_Facts.of(shard) for shard in shards] for shards in held]
-    every = gather(call, facts) if spans_processes(mesh) else [facts]
+    every, difference = [facts], None
+    if spans_processes(mesh):
+        replicas = _replicas(mesh, names or (), held, facts, specs)
+        every, difference = gather_with_replicas(call, facts, mesh, replicas)
     count = len(mesh.held_coordinates)
     found = []
     for number, spec in enumerate(specs):
@@ -67,6 +74,27 @@ def joint_specs(
                 )
             ranks += here
         found.append(_joint_spec(ranks, spec, mesh, shape))
+    if difference is not None:
+        raise DivergenceError(
+            f"In {call}, {difference}. Along axes that its spec does not name, ranks must hold the same: load it from "
+            "the same part of the data, or take that of one rank by spmd.distribute(..., src_rank=0)."
+        )
+    return found
+
+
+def _replicas(
+    mesh: Mesh,
+    names: Sequence[str],
+    held: Sequence[Sequence[Any]],
+    facts: Sequence[Sequence[_Facts]],
+    specs: Sequence[SpecLike],
+) -> list[Replica]:
+    """The shards of this process that other ranks hold too."""
+    found = []
+    for name, shards, known, spec in zip(names, held, facts, specs, strict=False):
+        if axes := replicated_axes(mesh, spec):
+            texts = [describe(shard) if fact.meta else fact.kind for shard, fact in zip(shards, known, strict=True)]
+            found.append(Replica(name, axes, "; ".join(texts)))
     return found
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,11 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd.collectives.distributed import replicas as held
+from spmd.collectives.distributed.checksums import as_bytes, checksums
+from spmd.collectives.distributed.history import Ran, history
 from spmd.collectives.distributed.process_groups import group_for
+from spmd.collectives.distributed.replicas import Replica
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.spec import TensorMeta
 from spmd.errors import DivergenceError, SpmdError
+from spmd.job import checks
 from spmd.job.collective_scope import CollectiveScope, who_says_what
+from spmd.job.user_code import user_line
 
 WHOLE = 1 << 24
 """Tensors of up to this many bytes are compared in full, larger ones by samples."""
@@ -36,51 +40,122 @@ def spans_processes(mesh: Mesh) -> bool:
 def gather(call: str, value: Any) -> list[Any]:
     """An all_gather of Python values: those of all processes in rank order, on every process.
 
+    Ranks compare beside them which programs they have run so far (`history`), and how much they check.
+
     Args:
         call: the user's call that needs this, as text; it must be the same on all ranks, and is compared too.
         value: the value of this process; anything that can be pickled.
 
     Raises:
-        DivergenceError: on every rank, if ranks make different calls.
+        DivergenceError: on every rank, if ranks make different calls, or have run different programs.
         SpmdError: a rank failed in the call, or never reaches it.
     """
-    every: list[tuple[str, Any]] = [(call, value)] * dist.get_world_size()
-    if len(every) == 1:
-        return [value]
+    return gather_with_replicas(call, value, None, ())[0]
+
+
+def gather_with_replicas(
+    call: str, value: Any, mesh: Mesh | None, replicas: Sequence[Replica]
+) -> tuple[list[Any], str | None]:
+    """As `gather`, and compare what ranks hold alike.
+
+    Args:
+        call, value: as for `gather`.
+        mesh: the mesh of the replicas; None if there are none.
+        replicas: those of this process, of which all ranks have the same names and axes.
+
+    Returns:
+        The values, and where the calls are and what differs between replicas; None if nothing does.
+    """
+    count = dist.get_world_size()
+    if count == 1:
+        return [value], None
     group = group_for("comparisons")
-    with CollectiveScope(f"the comparison of ranks in {call}", range(len(every))):
-        if not _are_equal(pickle.dumps((call, value)), group):
-            dist.all_gather_object(every, (call, value), group=group)
+    with CollectiveScope(f"the comparison of ranks in {call}", range(count)):
+        if _are_equal((call, value, checks.every_call, history().mark), mesh, replicas, group):
+            return [value] * count, None
+        mine = _Said(call, value, checks.every_call, history().ran, tuple(replicas), user_line())
+        every: list[_Said] = [mine] * count
+        dist.all_gather_object(every, mine, group=group)
+    _refuse_other_calls(every)
+    different = None if mesh is None else held.difference(mesh, [said.replicas for said in every])
+    lines = places(said.line for said in every)
+    return [said.value for said in every], different and f"at {lines}: {different}"
+
+
+@attrs.frozen
+class _Said:
+    """What a process says to the others in a call: the arguments of `gather`, and where it is."""
+
+    call: str
+    value: Any
+    checks_every_call: bool
+    ran: Ran
+    replicas: tuple[Replica, ...]
+    line: str
+
+
+def _are_equal(said: object, mesh: Mesh | None, replicas: Sequence[Replica], group: dist.ProcessGroup) -> bool:
+    """Whether all processes say the same, and those that must hold alike do, by their digests."""
+    digests = [held.digest_of(pickle.dumps(said)), *(held.digests_along(mesh, replicas) if mesh else ())]
+    row = b"".join(digests).ljust((1 + held.slots(group.size())) * held.WIDTH, b"\0")  # as long on all ranks
+    every = [torch.empty(len(row), dtype=torch.uint8) for _ in range(group.size())]
+    dist.all_gather(every, torch.frombuffer(bytearray(row), dtype=torch.uint8), group=group)
+    table = torch.stack(every).view(len(every), -1, held.WIDTH)
+    if not torch.equal(table[:, 0], table[:1, 0].expand_as(table[:, 0])):
+        return False
+    return mesh is None or held.are_equal_along(mesh, table[:, 1:])
+
+
+def _refuse_other_calls(every: Sequence[_Said]) -> None:
+    """Raise an error if a rank failed, or if ranks make different calls or have run different programs."""
     failures = [
-        f"Rank {rank} failed in {given}: {value.text}"
-        for rank, (given, value) in enumerate(every)
-        if isinstance(value, _Failure)
+        f"Rank {rank} failed in {said.call}: {said.value.text}"
+        for rank, said in enumerate(every)
+        if isinstance(said.value, _Failure)
     ]
     if failures:
         raise known(SpmdError("\n".join(failures)))
-    calls = [given for given, _ in every]
-    if len(set(calls)) > 1:
-        raise known(
-            DivergenceError(
-                f"Ranks make different calls: {who_says_what(dict(enumerate(calls)))}. All ranks must make the same "
-                "calls, in the same order, on the same mesh."
-            )
+    lines = f"They are at {places(said.line for said in every)}."
+    calls = {rank: said.call for rank, said in enumerate(every)}
+    checked = {rank: repr(checks.CALLS if said.checks_every_call else checks.FIRST) for rank, said in enumerate(every)}
+    past = history()
+    if not _all_equal(checked.values()):
+        message = (
+            f"Ranks check different calls: check is {who_says_what(checked)}. {lines} Give all ranks the same "
+            f"spmd.init(check=...), or the same {checks.VARIABLE}."
         )
-    return [given for _, given in every]
+    elif not _all_equal(calls.values()):
+        message = (
+            f"Ranks make different calls: {who_says_what(calls)}. {lines} All ranks must make the same calls, in the "
+            "same order, on the same mesh."
+        )
+    elif not _all_equal(said.ran for said in every):
+        message = (
+            f"Ranks have run different programs: {past.difference([said.ran for said in every])}. {lines} They were "
+            f"compared in {every[0].call}. All ranks must make the same calls, in the same order; "
+            f"{checks.VARIABLE}={checks.CALLS} finds the first that differs, before it runs."
+        )
+    else:
+        return
+    past.forget()  # all ranks know
+    raise known(DivergenceError(message))
+
+
+def places(lines: Iterable[str]) -> str:
+    """Where processes are, in rank order: one line, if all are there."""
+    every = dict(enumerate(lines))
+    return every[0] if _all_equal(every.values()) else who_says_what(every)
+
+
+def _all_equal(values: Iterable[Any]) -> bool:
+    first, *others = values
+    return all(first == other for other in others)
 
 
 def known(error: SpmdError) -> SpmdError:
     """The error, marked as one that all ranks know of: none of them reports it to the others."""
     error.on_all_ranks = True
     return error
-
-
-def _are_equal(mine: bytes, group: dist.ProcessGroup) -> bool:
-    """Whether the bytes are the same on every process, by their digests."""
-    digest = torch.frombuffer(bytearray(hashlib.sha256(mine).digest()), dtype=torch.uint8)
-    every = [torch.empty_like(digest) for _ in range(group.size())]
-    dist.all_gather(every, digest, group=group)
-    return all(digest.equal(other) for other in every)
 
 
 @attrs.frozen
@@ -124,17 +199,20 @@ def check_agreement(call: str, claims: Mapping[str, str], expected: str) -> None
         SpmdError: a rank failed in the call, or never reaches it.
     """
     # A digest and not the claims: they may be long, and equal ones need not be pickled into equal bytes.
-    said = hashlib.sha256(repr(list(claims.items())).encode()).digest()
-    if len(set(gather(call, said))) == 1:
+    if _all_equal(gather(call, held.digest_of(repr(list(claims.items()))))):
         return
-    every: list[dict[str, str]] = gather(call, dict(claims))
+    if found := difference(gather(call, dict(claims))):
+        raise DivergenceError(f"{found}. {expected}")
+
+
+def difference(every: Sequence[Mapping[str, str]]) -> str | None:
+    """The first thing that processes describe in different ways, and which ranks say what; None if there is none."""
     for name in dict.fromkeys(name for given in every for name in given):
         texts = [given.get(name, "nothing") for given in every]
         if len(set(texts)) > 1:
             where, lines = _first_difference(texts)
-            raise DivergenceError(
-                f"{name} differs between ranks{where}: {who_says_what(dict(enumerate(lines)))}. {expected}"
-            )
+            return f"{name} differs between ranks{where}: {who_says_what(dict(enumerate(lines)))}"
+    return None
 
 
 def _first_difference(texts: Sequence[str]) -> tuple[str, list[str]]:
@@ -157,12 +235,8 @@ def describe(value: Any) -> str:
 
 def digest(value: Tensor) -> str:
     """A digest of the elements of a dense tensor, in eight hexadecimal digits; above `WHOLE` bytes, of samples."""
-    flat = value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    flat = as_bytes(value)
     if flat.numel() > WHOLE:
         stride = (flat.numel() - BLOCK) // (BLOCKS - 1)
-        flat = flat.as_strided((BLOCKS, BLOCK), (stride, 1)).reshape(-1)
-    flat = flat.cpu()
-    found = hashlib.blake2b(digest_size=4)
-    if flat.numel():  # by address, because numpy is no dependency
-        found.update((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))
-    return found.hexdigest()
+        flat = flat.as_strided((BLOCKS, BLOCK), (stride, 1))
+    return f"{checksums([flat])[0] & 0xFFFFFFFF:08x}"
