@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 import time
 import warnings
@@ -17,9 +18,9 @@ import layouts
 import spmd
 import training
 from spmd import DTensorSpec, P
-from spmd.checkpoint import Saving, load, save, save_async, saved
+from spmd.checkpoint import Position, Saving, load, save, save_async, saved
 from spmd.checkpoint.writer import Writer
-from spmd.job.process import process_index
+from spmd.job.process import process_count, process_index
 
 
 def write(folder: str, specs: list[DTensorSpec], values: list[torch.Tensor], runtime: str) -> None:
@@ -110,6 +111,41 @@ def errors(folder: str) -> dict[str, str]:
     assert 1 == load(folder, {"step": 0})["step"]
     assert 1 == len(list(Path(folder).glob("data-*")))
     return found
+
+
+def positions(folder: str) -> dict[str, Any]:
+    """What each rank finds of positions that all ranks share, and of such as differ between them."""
+    rank = process_index()
+    mesh = spmd.make_mesh({"x": process_count()}, runtime="distributed")
+    x = spmd.distribute(values(6), P("x"), mesh)
+    torch.manual_seed(0)
+    random.seed(0)
+    save({"x": x, "position": Position.now(7, {"batch": 3})}, f"{folder}-same")
+    own = torch.Generator().manual_seed(rank)
+    random.seed(rank)
+    save({"x": x, "position": Position.now(8, {"batch": 10 + rank}, generators={"own": own})}, f"{folder}-different")
+    expected = torch.rand(2, generator=own), torch.rand(2), random.random()
+    loaded = load(f"{folder}-different", {"x": x, "position": Position()})["position"]
+    own.manual_seed(9)
+    loaded.restore(generators={"own": own})
+    found = torch.rand(2, generator=own), torch.rand(2), random.random()
+    return {
+        "data": (loaded.step, loaded.data),
+        "goes on": [
+            torch.as_tensor(one).equal(torch.as_tensor(other)) for one, other in zip(expected, found, strict=True)
+        ],
+        "step": error_of(save, {"position": Position(rank)}, folder),
+    }
+
+
+def load_position(folder: str) -> str:
+    """The position that a job of another size loads, or the error."""
+    mesh = spmd.make_mesh({"x": process_count()}, runtime="distributed")
+    like = {"x": P("x"), "position": Position()}
+    try:
+        return str(load(folder, like, mesh=mesh)["position"])
+    except spmd.CheckpointError as error:
+        return str(error)
 
 
 def damaged_on_one_rank(folder: str) -> tuple[str, list[str], int]:

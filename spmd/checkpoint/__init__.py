@@ -11,6 +11,7 @@ folder may hold several, the last ones and named ones; a load takes the newest t
 
 from spmd.checkpoint.folder import exists, saved
 from spmd.checkpoint.loading import load
+from spmd.checkpoint.position import Position
 from spmd.checkpoint.saving import Saving, save, save_async
 
-__all__ = ["Saving", "exists", "load", "save", "save_async", "saved"]
+__all__ = ["Position", "Saving", "exists", "load", "save", "save_async", "saved"]

@@ -9,6 +9,7 @@ import optree
 import torch
 
 from spmd.api.values.dtensor import DTensor
+from spmd.checkpoint.position import Position
 from spmd.collectives.distributed.agreement import describe
 from spmd.core.pytree import NAMESPACE
 from spmd.errors import CheckpointError
@@ -50,8 +51,15 @@ def _part(entry: optree.PyTreeEntry) -> str:
     return str(entry.entry) if isinstance(entry, optree.MappingEntry) else entry.codify("").strip(".[]")
 
 
+def name_of_process(name: str, process: int | str) -> str:
+    """The name under which a process stores a `Position` that is not that of the first process."""
+    return f"{name}@{process}"
+
+
 def describe_leaf(leaf: Any) -> str:
     """A leaf as text, by which ranks compare it: a DTensor's spec and mesh, a tensor's digest, or the Python value."""
+    if isinstance(leaf, Position):  # the rest may differ
+        return f"a Position at step {leaf.step}"
     if isinstance(leaf, DTensor):
         return f"{leaf.spec} on {leaf.mesh}"
     return describe(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)

@@ -17,8 +17,9 @@ from spmd.api.values.checkpointable import check_final
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.checkpoint.contents import Contents, check_tiling
 from spmd.checkpoint.folder import METADATA, places
-from spmd.checkpoint.leaves import PLAIN, named_leaves
+from spmd.checkpoint.leaves import PLAIN, name_of_process, named_leaves
 from spmd.checkpoint.payloads import read_value
+from spmd.checkpoint.position import Position, parse
 from spmd.checkpoint.processes import Processes, processes_of
 from spmd.checkpoint.reader import Reader
 from spmd.checkpoint.saving import ignore_notice, wait_for_last
@@ -46,8 +47,8 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None, n
         like: a pytree with a leaf for each value to load. For a DTensor or a `DTensorSpec`, the result is a DTensor of
             the same shape, dtype and spec. For a `P`, or a tuple of placements, it is a DTensor with that spec, and
             shape and dtype are those in the checkpoint. For a plain tensor or a `TensorMeta`, it is a plain tensor,
-            which every rank reads whole. For a number or text, it is the saved value. Other names in the checkpoint are
-            ignored.
+            which every rank reads whole. For a number, text or `Position`, it is the saved value. Other names in the
+            checkpoint are ignored.
         mesh: the mesh of `P`s and tuples of placements; by default that of `use_mesh`.
         name: load the save of this name.
 
@@ -112,13 +113,14 @@ def _load(folder: Path, save: Path, like: Any, mesh: Mesh | None, processes: Pro
     def prepare() -> tuple[Reader, list[_Target], optree.PyTreeSpec]:
         names, leaves, structure = named_leaves(like, is_leaf=is_spec)
         reader = Reader(save)
-        return reader, _targets(reader.contents, dict(zip(names, leaves, strict=True)), mesh, folder), structure
+        wanted = dict(zip(names, leaves, strict=True))
+        return reader, _targets(reader.contents, wanted, mesh, folder, processes), structure
 
     reader, targets, structure = processes.together(prepare)
     claims = {f"leaf {target.name}": str(target) for target in targets}
     processes.agree(lambda: {"the path": str(folder), "the save": reader.manifest.digest, **claims})
     ignore_notice()
-    values = {target.name: target.empty() for target in targets}
+    values = {target.stored: target.empty() for target in targets}
     with processes.errors_of(f"Loading from {save}"):
         dcp.load(
             values,
@@ -127,7 +129,30 @@ def _load(folder: Path, save: Path, like: Any, mesh: Mesh | None, processes: Pro
             process_group=processes.group,
             no_dist=processes.group is None,
         )
-    return structure.unflatten(values[target.name] for target in targets)
+    if any(target.is_position for target in targets):
+        values.update(processes.together(lambda: _positions(values, targets, reader.contents, processes)))
+    return structure.unflatten(values[target.stored] for target in targets)
+
+
+def _positions(
+    values: dict[str, Any], targets: list[_Target], contents: Contents, processes: Processes
+) -> dict[str, Position]:
+    """The positions in values that were read; of another number of processes only one that all of them shared."""
+    found = {}
+    for target in targets:
+        if not target.is_position:
+            continue
+        try:
+            found[target.stored], count = parse(values[target.stored])
+        except CheckpointError as error:
+            raise CheckpointError(f"Leaf {target.name} of the checkpoint cannot be loaded: {error}") from error
+        own = sum(name.startswith(name_of_process(target.name, "")) for name in contents.values)
+        if own and count != processes.count:
+            raise CheckpointError(
+                f"Leaf {target.name} was saved by {count} processes, of which {own} had other data or generators than "
+                f"rank 0, and cannot be loaded by {processes.count}. Load it with as many, or leave it out of like."
+            )
+    return found
 
 
 class _Planner(dcp.DefaultLoadPlanner):
@@ -153,12 +178,24 @@ class _Target:
         meta: the shape and dtype of a tensor; None for a number or text.
         spec: the spec of a DTensor; None for others.
         device: the device of a plain tensor.
+        position: the name under which this process finds its position; None for others.
     """
 
     name: str
     meta: TensorMeta | None = None
     spec: DTensorSpec | None = None
     device: torch.device = torch.device("cpu")
+    position: str | None = None
+
+    @property
+    def is_position(self) -> bool:
+        """Whether it is a `Position`."""
+        return self.position is not None
+
+    @property
+    def stored(self) -> str:
+        """The name in the checkpoint of what this process reads."""
+        return self.name if self.position is None else self.position
 
     def empty(self) -> Any:
         """A value with uninitialized memory, into which DCP reads."""
@@ -174,12 +211,14 @@ class _Target:
         return _text(self.meta) if self.spec is None else f"{self.spec} on {self.spec.mesh}"
 
 
-def _targets(contents: Contents, wanted: dict[str, Any], mesh: Mesh | None, folder: Path) -> list[_Target]:
+def _targets(
+    contents: Contents, wanted: dict[str, Any], mesh: Mesh | None, folder: Path, processes: Processes
+) -> list[_Target]:
     """The targets of all wanted names; a CheckpointError lists every name that is missing or different."""
     targets, wrong = [], []
     for name, leaf in wanted.items():
         try:
-            targets.append(_target(name, leaf, contents, mesh))
+            targets.append(_target(name, leaf, contents, mesh, processes))
         except (CheckpointError, ShardingError) as error:
             wrong.append(str(error))
     if not wrong:
@@ -189,13 +228,17 @@ def _targets(contents: Contents, wanted: dict[str, Any], mesh: Mesh | None, fold
     raise CheckpointError("\n  ".join([f"The checkpoint in {folder} is not like what is wanted:", *wrong]) + rest)
 
 
-def _target(name: str, leaf: Any, contents: Contents, mesh: Mesh | None) -> _Target:
+def _target(name: str, leaf: Any, contents: Contents, mesh: Mesh | None, processes: Processes) -> _Target:
     """The target of one name; an error if the checkpoint has something else under it."""
     if name not in contents.names:
         raise CheckpointError(f"{name}: missing")
     saved = contents.tensors.get(name)
     meta = None if saved is None else saved.meta
-    target = _wanted(name, leaf, meta, mesh)
+    if isinstance(leaf, Position):
+        own = name_of_process(name, processes.index)
+        target = _Target(name, position=own if own in contents.values else name)
+    else:
+        target = _wanted(name, leaf, meta, mesh)
     if meta != target.meta:
         raise CheckpointError(f"{name}: {_text(meta)} in the checkpoint, {_text(target.meta)} in like")
     if saved is not None:

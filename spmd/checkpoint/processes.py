@@ -34,9 +34,19 @@ class Processes:
     group: dist.ProcessGroup | None
 
     @property
+    def index(self) -> int:
+        """The number of this process among them."""
+        return 0 if self.group is None else process_index()
+
+    @property
+    def count(self) -> int:
+        """The number of processes."""
+        return 1 if self.group is None else process_count()
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the process that writes plain leaves and the metadata: rank 0, or the only one."""
-        return self.group is None or process_index() == 0
+        return self.index == 0
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes in rank order, on every process.

@@ -18,8 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from spmd.api.values.checkpointable import check_final, offsets, owned
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.checkpoint.folder import check_options, new_save
-from spmd.checkpoint.leaves import PLAIN, describe_leaf, named_leaves
+from spmd.checkpoint.leaves import PLAIN, describe_leaf, name_of_process, named_leaves
+from spmd.checkpoint.position import Position
 from spmd.checkpoint.processes import Processes, processes_of
+from spmd.checkpoint.staging import Staging
 from spmd.checkpoint.writer import Writer
 from spmd.core.pytree import leaf_remedy, tree_leaves
 from spmd.errors import CheckpointError
@@ -44,8 +46,8 @@ def save(
     the folder holds a complete checkpoint, the earlier or the new one.
 
     Args:
-        tree: a pytree of DTensors, plain tensors, and numbers or text. Plain leaves, which all ranks hold, are written
-            by rank 0.
+        tree: a pytree of DTensors, plain tensors, numbers or text, and a `Position`. Plain leaves, which all ranks
+            hold, are written by rank 0.
         path: the checkpoint's folder; it is created if it does not exist.
         keep: how many saves without a name stay in the folder, with the new one; None for all. Orbax's `max_to_keep`.
         name: a name for the save, such as "best". It stays until another save has this name, whatever `keep` is.
@@ -81,9 +83,10 @@ def save_async(
 ) -> Saving:
     """Copy a pytree to CPU memory, and write it in a background thread.
 
-    When this returns, the values may be donated. One save runs at a time: the next save or load first waits for it, and
-    raises its error if `Saving.wait` has not. A program that ends waits for it too, and prints an error that nobody has
-    seen; its exit status is 120 then, on all ranks.
+    When this returns, the values may be donated; copies from a GPU go on, and what its stream is given later waits for
+    them. One save runs at a time: the next save or load first waits for it, and raises its error if `Saving.wait` has
+    not. A program that ends waits for it too, and prints an error that nobody has seen; its exit status is 120 then, on
+    all ranks.
 
     Args and errors are those of `save`; failures to write are raised by `Saving.wait`. `on_progress` is called in the
     background thread.
@@ -152,6 +155,7 @@ class _Save:
         save: the name of the save's folder.
         keep: the number of unnamed saves that stay in the checkpoint's folder; None for all.
         processes: the processes that take part.
+        staging: the copies to wait for before leaves are read.
     """
 
     leaves: dict[str, Any]
@@ -159,15 +163,19 @@ class _Save:
     save: str
     keep: int | None
     processes: Processes
+    staging: Staging = attrs.field(factory=Staging)
 
     def copied(self) -> _Save:
         """The same save with copies of the leaves, in CPU memory."""
-        return attrs.evolve(self, leaves={name: _copy(name, leaf) for name, leaf in self.leaves.items()})
+        staging = Staging()
+        leaves = {name: _copy(name, leaf, staging) for name, leaf in self.leaves.items()}
+        staging.finish()
+        return attrs.evolve(self, leaves=leaves, staging=staging)
 
     def write(self, on_progress: Progress | None) -> None:
         """Write it; on failure, remove what was written."""
         ignore_notice()
-        writer, planner = Writer(self.folder, self.save, self.keep), _Planner(on_progress)
+        writer, planner = Writer(self.folder, self.save, self.keep), _Planner(on_progress, self.staging)
         try:
             with self.processes.errors_of(f"Saving to {self.folder}"):
                 dcp.save(
@@ -187,12 +195,14 @@ class _Save:
 class _Planner(dcp.DefaultSavePlanner):
     """DCP's save planner with progress: when DCP asks for an item, it has written the items before."""
 
-    def __init__(self, on_progress: Progress | None) -> None:
+    def __init__(self, on_progress: Progress | None, staging: Staging) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._on_progress = on_progress
+        self._staging = staging
         self._done = self._next = self._total = 0
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._staging.wait()
         self._total = sum(map(_size, new_plan.items))
         return super().finish_plan(new_plan)
 
@@ -227,9 +237,17 @@ def _prepare(tree: Any, path: str | os.PathLike[str], keep: int | None, name: st
     leaves, save = processes.together(prepare)
     claims = {"the path": str(folder), "keep": repr(keep), "name": repr(name)}
     processes.agree(lambda: {**claims, **{f"leaf {name}": describe_leaf(leaf) for name, leaf in leaves.items()}})
-    if not processes.is_first:
-        leaves = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, DTensor)}
-    return _Save(leaves, folder, processes.first(save), keep, processes)
+    return _Save(_written(leaves, processes), folder, processes.first(save), keep, processes)
+
+
+def _written(leaves: dict[str, Any], processes: Processes) -> dict[str, Any]:
+    """The leaves of which this process writes a part; positions as text, of other processes only if they differ."""
+    positions = {name: leaf.to_text(processes.count) for name, leaf in leaves.items() if isinstance(leaf, Position)}
+    firsts = processes.first(positions) if positions else {}
+    if processes.is_first:
+        return {**leaves, **positions}
+    own = {name_of_process(name, processes.index): text for name, text in positions.items() if text != firsts[name]}
+    return {**{name: leaf for name, leaf in leaves.items() if isinstance(leaf, DTensor)}, **own}
 
 
 def _checked_leaves(tree: Any, folder: Path) -> dict[str, Any]:
@@ -244,20 +262,20 @@ def _checked_leaves(tree: Any, folder: Path) -> dict[str, Any]:
             if leaf.is_meta or leaf.layout is not torch.strided:
                 kind = "a meta tensor" if leaf.is_meta else f"layout {leaf.layout}"
                 raise CheckpointError(f"Leaf {name} must be a dense tensor with data (got {kind}).")
-        elif not isinstance(leaf, PLAIN):
+        elif not isinstance(leaf, (*PLAIN, Position)):
             raise CheckpointError(
                 f"Leaf {name} must be a tensor, a number or text (got {type(leaf).__name__}). {leaf_remedy(leaf)}"
             )
     return dict(zip(names, (leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), strict=True))
 
 
-def _copy(name: str, leaf: Any) -> Any:
+def _copy(name: str, leaf: Any, staging: Staging) -> Any:
     """A copy of a leaf in CPU memory; of a DTensor, only the shards that this process writes are copied."""
     if not isinstance(leaf, DTensor):
-        return leaf.to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
+        return staging.copy(leaf) if isinstance(leaf, torch.Tensor) else leaf
     spec, coordinates = leaf.spec, leaf.mesh.held_coordinates
     copies = {
-        offsets(spec, coordinates[position]): leaf.shards[position].to("cpu", copy=True)
+        offsets(spec, coordinates[position]): staging.copy(leaf.shards[position])
         for position in owned(spec, coordinates, name)
     }
     nothing = torch.empty(0)
