@@ -79,6 +79,8 @@ def launch(function: Callable[..., Any], nprocs: int, *args: Any) -> Any:
 def _rank(function: Callable[..., Any], args: tuple[Any, ...], folder: str) -> bytes:
     """The life of a rank; its result as bytes, which outlive it."""
     torch.set_num_threads(1)  # ranks share the machine, and threads do not survive a fork
+    # A fork has the launcher's handler, which waits for Python, and with it for whatever this rank waits for.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         result = function(*args)
         wait_for_all()

@@ -26,17 +26,44 @@ def test_a_rank_that_is_killed_is_the_error():
         launch(cases.die_on_rank_one, 2)
 
 
-def printed_by(code):
-    """What a notebook prints, say: functions of its own are called in forks."""
+def run_in_notebook(code):
+    """As a notebook, say: functions of its own are called in forks."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert run.stdout, run.stderr
-    return run.stdout
+    return run
+
+
+def printed_by(code):
+    return run_in_notebook(code).stdout
 
 
 def test_a_function_of_a_notebook_is_distributed():
     code = "import spmd\ndef f(x):\n    return spmd.process_count() * x\nprint(spmd.launch(f, 2, 21))"
     assert "42\n" == printed_by(code)
+
+
+FAILS_FIRST = """
+import spmd
+
+def f():
+    if spmd.process_index() == 1:
+        raise OSError("no such file")
+    spmd.make_mesh({"x": 2})
+
+try:
+    spmd.launch(f, 2)
+except spmd.SpmdError as error:
+    print(error)
+"""
+
+
+@pytest.mark.faults
+def test_a_function_of_a_notebook_may_fail_before_there_is_a_mesh():
+    """The rank that waits for the others ends when it is told to, and not when the launcher's patience is over."""
+    run = run_in_notebook(FAILS_FIRST)
+    assert "OSError: no such file" in run.stdout
+    assert "SIGTERM" in run.stderr and "SIGKILL" not in run.stderr
 
 
 ENDED = """
