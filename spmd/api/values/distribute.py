@@ -70,10 +70,11 @@ def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
         DivergenceError: on every rank, if they differ; it names the leaf, and which ranks hold what.
     """
     if spans_processes(mesh):
-        claims = {
-            name: str(leaf.spec) if isinstance(leaf, DTensor) else describe(leaf)
-            for name, leaf in zip(names, leaves, strict=True)
-        }
+        with failing_together(call):
+            claims = {
+                name: str(leaf.spec) if isinstance(leaf, DTensor) else describe(leaf)
+                for name, leaf in zip(names, leaves, strict=True)
+            }
         check_agreement(
             call,
             claims,

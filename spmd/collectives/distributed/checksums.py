@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spmd.collectives.distributed.transport_dtypes import viewed
+
 BLOCK = 1 << 20
 """The number of words that are multiplied at once on a device."""
 
@@ -27,7 +29,7 @@ def checksums(values: Sequence[Tensor]) -> list[int]:
 
 def as_bytes(value: Tensor) -> Tensor:
     """The bytes of the elements, in their order."""
-    return value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return viewed(value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous(), torch.uint8)
 
 
 def _of_memory(flat: Tensor) -> int:

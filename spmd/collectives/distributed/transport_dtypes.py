@@ -39,7 +39,12 @@ def moved(dtype: torch.dtype) -> TransportDtype:
     """The transport dtype of collectives that only move elements: bytes if the backends lack the dtype."""
     if dtype in _CARRIED:
         return _PLAIN
-    return TransportDtype(lambda x: x.view(torch.uint8), lambda x: x.view(dtype), dtype.itemsize)
+    return TransportDtype(lambda x: viewed(x, torch.uint8), lambda x: x.view(dtype), dtype.itemsize)
+
+
+def viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A flat contiguous tensor as elements of a narrower dtype; that of one element may have any stride."""
+    return x.as_strided(x.shape, (1,)).view(dtype)
 
 
 def reduced(dtype: torch.dtype, op: str) -> TransportDtype:
@@ -50,7 +55,7 @@ def reduced(dtype: torch.dtype, op: str) -> TransportDtype:
     """
     if dtype.is_complex:
         real = dtype.to_real()
-        return TransportDtype(lambda x: x.view(real), lambda x: x.view(dtype), 2)
+        return TransportDtype(lambda x: viewed(x, real), lambda x: x.view(dtype), 2)
     if dtype.is_floating_point and op in ("max", "min"):
         return _ordered(dtype, op)
     wider = _WIDER.get(dtype)
