@@ -9,9 +9,11 @@ class SpmdError(Exception):
 
     Attributes:
         on_all_ranks: whether all ranks know of the error, because it came out of a comparison of them.
+        is_of_others: whether it says that a collective failed, of which another rank is the cause.
     """
 
     on_all_ranks = False
+    is_of_others = False
 
 
 class MeshError(SpmdError):

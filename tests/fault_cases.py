@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -19,11 +20,13 @@ import torch.distributed as dist
 
 import spmd
 from spmd import P
+from spmd.collectives.distributed import exchange
+from spmd.collectives.distributed.process_groups import process_group
 
-PATIENT, TIMEOUT = 60.0, 3.0
+PATIENT, TIMEOUT = 240.0, 8.0
 """Seconds that a collective waits: before the fault, for a machine may be busy, and then."""
 
-START = 8.0
+START = 15.0
 """Seconds that a rank waits for one that never starts."""
 
 
@@ -36,6 +39,9 @@ def rank(
     try:
         spmd.init(timeout=timeout)
         case(*args)
+    except SystemExit as error:
+        sender.send(f"SystemExit: {error}")
+        raise
     except BaseException as error:
         sender.send(f"{type(error).__name__}: {error}")
         sys.excepthook(*sys.exc_info())
@@ -79,7 +85,7 @@ def stopped(on: int) -> None:
 def stuck(on: int) -> None:
     step, x = steps()
     if spmd.process_index() == on:
-        time.sleep(60)  # stuck
+        time.sleep(PATIENT)  # stuck
     step(x)
 
 
@@ -99,6 +105,114 @@ def raises_in_function(on: int) -> None:
         return center(x)
 
     spmd.jit(function, P("data"), P("data"), mesh=x.mesh)(x)
+
+
+def returns(on: int) -> None:
+    step, x = steps()
+    while spmd.process_index() != on:
+        step(x)
+
+
+def exits(on: int) -> None:
+    step, x = steps()
+    while True:
+        try:
+            step(read_part(x, on))
+        except ValueError:
+            sys.exit(1)
+
+
+def read_part(x: Any, on: int) -> Any:
+    if spmd.process_index() == on:
+        raise ValueError("no such file")
+    return x
+
+
+def fails_after_another(first: int, fails: Callable[[], object], on: int) -> None:
+    """A rank comes too late to a collective of two, which both survive; later one of the others fails."""
+    mesh = spmd.make_mesh({"data": 2, "model": 2})
+    x = spmd.distribute(torch.ones(8, 8), P("data", "model"), mesh)
+    pair = spmd.jit(lambda x: x - x.sum(1, keepdim=True), P("data", "model"), P("data", "model"), mesh=mesh)
+    both = spmd.jit(center, P("data", "model"), P("data", "model"), mesh=mesh)
+    y = both(pair(x))
+    dist.barrier()
+    short = timedelta(seconds=TIMEOUT)
+    dist.distributed_c10d._set_pg_timeout(short, process_group(mesh, ("model",)))
+    if spmd.process_index() // 2 == first // 2:
+        if spmd.process_index() == first:
+            time.sleep(2 * TIMEOUT)
+        try:
+            pair(x)
+        except spmd.SpmdError as error:
+            assert f"rank {first} is in no collective" in str(error) or spmd.process_index() == first, error
+        else:
+            raise AssertionError("nobody was late")
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(short, dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(short, process_group(mesh, ("data",)))
+    if spmd.process_index() == on:
+        fails()
+    while True:
+        both(y)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("no such file")
+
+
+def out_of_memory(on: int) -> None:
+    """An accelerator's allocator fails in a collective, as that of a stand-in."""
+
+    def allocate(pending: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    step, x = steps()
+    if spmd.process_index() == on:
+        exchange.wait = allocate
+    step(x)
+
+
+def out_of_host_memory(on: int) -> None:
+    """The allocator of the CPU fails in a collective: what is gathered does not fit."""
+    mesh = spmd.make_mesh({"data": spmd.process_count()})
+    gather = spmd.jit(lambda x: x + 1, P("data"), P(), mesh=mesh)
+    gather(torch.ones(8, 8))
+    x = spmd.DTensor.from_local(torch.ones(1 << 22), mesh, P("data"))
+    gather(x)
+    if spmd.process_index() == on:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), resource.RLIM_INFINITY))
+    gather(x)
+
+
+def interrupted(on: int, fails_with: Callable[[], Callable[[], object]]) -> None:
+    """While a rank waits for the others in a step, a handler of a signal fails; the step itself succeeds."""
+    step, x = steps()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENT), dist.group.WORLD)
+    if spmd.process_index() == on:
+        threading.Timer(0.5, fails_with()).start()
+    else:
+        time.sleep(2.0)
+    while True:
+        step(x)
+
+
+def handler_that_fails() -> Callable[[], object]:
+    def handler(*_: object) -> None:
+        raise RuntimeError("the machine is wanted by others")
+
+    signal.signal(signal.SIGUSR1, handler)
+    return lambda: os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def loader_with_a_worker() -> Callable[[], object]:
+    loader = iter(torch.utils.data.DataLoader(range(1000), num_workers=1))
+    next(loader)
+    return lambda: os.kill(loader._workers[0].pid, signal.SIGKILL)
 
 
 def other_argument_later(on: int) -> None:
@@ -129,6 +243,16 @@ def launched(case: Callable[..., Any], on: int, folder: str) -> None:
     spmd.init(timeout=PATIENT)
     leave_pid(folder)
     case(on)
+
+
+def strided() -> torch.Tensor:
+    """A tensor of one element, which on one rank has another stride."""
+    mesh = spmd.make_mesh({"x": 4}, runtime="distributed")
+    wide = torch.ones(2, dtype=torch.complex64)
+    x = wide[::2] if spmd.process_index() == 1 else wide[:1]
+    whole = spmd.distribute(x, P(), mesh).full_tensor()
+    parts = spmd.DTensor.from_local(x, mesh, P("x"))
+    return parts.redistribute(P()).full_tensor().sum(0, keepdim=True) / 4 * whole
 
 
 def diverge(name: str) -> str:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import attrs
+import torch
+import torch.distributed as dist
 
+from spmd import errors
 from spmd.errors import DivergenceError, SpmdError
 from spmd.job import failure_detector
-from spmd.job.failure_detector import AWAY, FAILED, WAITS
+from spmd.job.failure_detector import AWAY, ENDED, FAILED, IN_TURN, WAITS, Interrupted, Reported
+
+MOST = 16
+"""How many ranks a message names."""
 
 
 @attrs.frozen
@@ -29,29 +37,58 @@ class CollectiveScope:
     ranks: Sequence[int]
 
     def __enter__(self) -> None:
-        failure_detector.waits_in = self.what
+        failure_detector.position = self.what
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
-        try:
-            if isinstance(error, RuntimeError):
-                raise failed(self, error) from error
-        finally:
-            failure_detector.waits_in = None
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            failure_detector.position = None
+            return
+        if not is_of_torch_distributed(error):
+            failure_detector.position = Interrupted(f"{_first_line(error)} in {self.what}")
+            return
+        failure = failed(self, error)
+        failure_detector.position = Interrupted(_first_line(failure))
+        raise failure from error
+
+
+def is_of_torch_distributed(error: BaseException) -> bool:
+    """Whether torch.distributed raised an error, and not what else runs while a collective does.
+
+    Backends raise a RuntimeError of no more special type. So do the allocator of the CPU, and handlers of signals, such
+    as that of a DataLoader whose worker was killed; but these are Python, and the innermost frame is theirs.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    if type(error) is not RuntimeError or "DefaultCPUAllocator" in str(error):
+        return False
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    file = innermost.f_code.co_filename
+    return file.startswith(_LIBRARIES) and not file.startswith(_LOADERS)
+
+
+_LIBRARIES = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, errors.__file__))
+_LOADERS = os.path.join(_LIBRARIES[0], "utils", "data")
 
 
 def failed(scope: CollectiveScope, error: BaseException) -> SpmdError:
     """The error of a collective that failed: reports the failure, and says what the other ranks report."""
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    reason = _first_line(error)
     detector = failure_detector.current()
     if detector is None:
-        return SpmdError(f"{scope.what} failed: {reason}")
-    said = detector.ask(f"{WAITS}{scope.what}")
+        return _of_others(SpmdError(f"{scope.what} failed: {reason}"))
+    position = failure_detector.position
+    if isinstance(position, Reported) and position.what == scope.what:
+        said = detector.hear(position.round)
+    else:
+        said = detector.ask(f"{WAITS}{scope.what}")
     if said is None:
-        return SpmdError(
-            f"{scope.what} failed: rank 0 or the launcher, which keeps the store of torch.distributed, does not "
-            f"answer. ({reason})"
+        return _of_others(
+            SpmdError(
+                f"{scope.what} failed: rank 0 or the launcher, which keeps the store of torch.distributed, does not "
+                f"answer. ({reason})"
+            )
         )
-    return explain(scope, said, reason)
+    return _of_others(explain(scope, said, reason))
 
 
 def explain(scope: CollectiveScope, said: Sequence[str | None], reason: str) -> SpmdError:
@@ -63,9 +100,9 @@ def explain(scope: CollectiveScope, said: Sequence[str | None], reason: str) -> 
         reason: what torch says of the failure.
     """
     what = scope.what
-    ends = [f"rank {rank} {text}" for rank, text in enumerate(said) if text and text.startswith(FAILED)]
-    if ends:
-        return SpmdError(f"{what} failed, because {'; '.join(ends)}")
+    found = {rank: text for rank, text in enumerate(said) if text is not None}
+    if failures := _beginning_with(FAILED, found):
+        return SpmdError(f"{what} failed, because {failures}")
     missing = [rank for rank, text in enumerate(said) if text is None]
     if missing:
         verb = "does" if len(missing) == 1 else "do"
@@ -73,16 +110,34 @@ def explain(scope: CollectiveScope, said: Sequence[str | None], reason: str) -> 
             f"{what} failed: {name_ranks(missing)} {verb} not answer. A rank that does not answer was killed or "
             f"stopped, or cannot be reached. ({reason})"
         )
-    away = [f"rank {rank} {text}" for rank, text in enumerate(said) if text and text.startswith(AWAY)]
-    if away:
-        return SpmdError(f"{what} failed: {'; '.join(away)}. ({reason})")
-    places = {rank: said[rank] or "" for rank in scope.ranks}
+    in_turn = {rank: text for rank, text in found.items() if text.startswith(IN_TURN)}
+    first = {rank: text for rank, text in found.items() if rank not in in_turn}
+    for gone in (_beginning_with(ENDED, first), _beginning_with(AWAY, first), _beginning_with(IN_TURN, in_turn)):
+        if gone:
+            return SpmdError(f"{what} failed: {gone}. ({reason})")
+    places = {rank: found[rank] for rank in scope.ranks}
     if len(set(places.values())) > 1:
         return DivergenceError(
             f"Ranks wait for each other in different places: {who_says_what(places)}. All ranks must make the same "
             f"calls in the same order. ({reason})"
         )
     return SpmdError(f"{what} failed, although all ranks are there: {reason}")
+
+
+def _beginning_with(beginning: str, said: dict[int, str]) -> str:
+    """Which ranks say what begins so."""
+    texts = dict.fromkeys(text for text in said.values() if text.startswith(beginning))
+    return "; ".join(f"{name_ranks(rank for rank in said if said[rank] == text)} {text}" for text in texts)
+
+
+def _of_others(error: SpmdError) -> SpmdError:
+    """The error, marked as one of which another rank is the cause."""
+    error.is_of_others = True
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def who_says_what(said: dict[int, str]) -> str:
@@ -102,4 +157,6 @@ def name_ranks(ranks: Iterable[int]) -> str:
     ('rank 3', 'ranks 0, 2')
     """
     names = [str(rank) for rank in ranks]
+    if len(names) > MOST:
+        names = [*names[: MOST - 1], f"and {len(names) - MOST + 1} others"]
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"

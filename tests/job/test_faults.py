@@ -12,6 +12,7 @@ from pathlib import Path
 import fault_cases as cases
 import pytest
 import restarted_example
+import torch
 
 import gpt
 import layouts
@@ -28,7 +29,7 @@ from spmd.job.launch import launch
 pytestmark = pytest.mark.faults
 
 RANKS = 4
-SLACK = 10.0
+SLACK = 60.0
 """Seconds for a busy machine."""
 
 
@@ -39,6 +40,12 @@ def context():
     return started
 
 
+def free_address():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+
+
 def run_job(context, case, *args, ranks=range(RANKS), waits_for=None, timeout=cases.PATIENT):
     """The error by which each rank of a job ends, None if it is killed; only `ranks` are started.
 
@@ -46,13 +53,9 @@ def run_job(context, case, *args, ranks=range(RANKS), waits_for=None, timeout=ca
         waits_for: those whose end is waited for; the others are killed then.
         timeout: of starting, and of collectives before the fault.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    processes, ends = {}, {}
+    address, processes, ends = free_address(), {}, {}
     for rank in ranks:
-        variables = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        environment = {name: str(value) for name, value in variables.items()}
+        environment = {**address, "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=cases.rank, args=(case, args, timeout, environment, sender))
         process.start()
@@ -107,6 +110,84 @@ def test_an_error_in_user_code_reaches_the_others(context):
     assert "ValueError: no such file" == ends.pop(1)
     for end in ends.values():
         assert re.match(COLLECTIVE + ", because rank 1 failed: ValueError: no such file", end), end
+
+
+GONE = "has ended: its script is over or has called sys.exit"
+
+
+@pytest.mark.parametrize("on", [0, 2])
+@pytest.mark.parametrize(
+    ("case", "end", "words"),
+    [(cases.returns, "", GONE), (cases.exits, "SystemExit: 1", r"has ended by sys\.exit\(1\)")],
+    ids=["end", "exit"],
+)
+def test_a_rank_that_ends_is_called_what_it_is(context, case, on, end, words):
+    ends = run_job(context, case, on)
+    assert end == ends.pop(on)
+    for other in ends.values():
+        assert re.match(COLLECTIVE + f": rank {on} {words}", other), other
+
+
+SCRIPT = """
+import sys, torch, spmd
+from spmd import P
+
+mesh = spmd.make_mesh({"x": 2})
+step = spmd.jit(lambda x: x - x.sum(), P("x"), P("x"), mesh=mesh)
+x = step(torch.ones(4))
+if spmd.process_index() == ON:
+    sys.exit(1)
+step(x)
+"""
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_script_that_ends_is_called_what_it_is(on):
+    variables = {**free_address(), "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCRIPT.replace("ON", str(on))]
+    scripts = [
+        subprocess.Popen(command, env={**os.environ, **variables, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [script.communicate(timeout=cases.PATIENT)[1] for script in scripts]
+    finally:
+        for script in scripts:
+            script.kill()
+    assert f"rank {on} {GONE}" in errors[1 - on], errors
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [(cases.kill, ": rank 2 does not answer"), (cases.fail, ", because rank 2 failed: ValueError: no such file")],
+    ids=["SIGKILL", "error"],
+)
+def test_the_second_failure_of_a_job_is_not_blamed_on_the_first(context, fails, reason):
+    for end in run_job(context, cases.fails_after_another, 1, fails, 2, waits_for=others(2)).values():
+        assert re.match(r"SpmdError: (all_reduce|all_gather|reduce_scatter) over .* failed" + reason, end), end
+
+
+@pytest.mark.parametrize(
+    ("case", "more", "error"),
+    [
+        (cases.out_of_memory, (), "OutOfMemoryError: CUDA out of memory"),
+        (cases.out_of_host_memory, (), r"RuntimeError: .*DefaultCPUAllocator: .*"),
+        (cases.interrupted, (cases.handler_that_fails,), "RuntimeError: the machine is wanted by others"),
+        (cases.interrupted, (cases.loader_with_a_worker,), r"RuntimeError: DataLoader worker \(pid \d+\) is killed by"),
+    ],
+    ids=["accelerator", "host", "handler", "loader"],
+)
+def test_an_error_in_a_collective_that_is_not_its_own_is_kept(context, case, more, error):
+    ends = run_job(context, case, 1, *more)
+    mine = ends.pop(1)
+    assert re.match(error, mine), mine
+    for end in ends.values():
+        assert re.match(COLLECTIVE + f", because rank 1 failed: {error}", end), end
+
+
+def test_a_shard_of_other_strides_on_one_rank_is_placed(workers):
+    for found in workers.run(cases.strided, ranks=RANKS):
+        assert torch.ones(1, dtype=torch.complex64).equal(found)
 
 
 def test_an_error_in_the_function_reaches_the_others(context):
