@@ -14,12 +14,18 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported while a job runs, its defaults would keep the job's group for ever
 from torch.distributed.constants import default_pg_timeout
 
+if sys.platform != "win32":
+    import resource
+
 from spmd.errors import MeshError, SpmdError
 from spmd.job import checks, failure_detector
 from spmd.job.collective_scope import name_ranks
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and other launchers in its manner, set for each process."""
+
+CONNECTIONS, OWN = 2, 512
+"""Descriptors of the process that keeps the store: for each rank's connections, and for all else that it opens."""
 
 
 def is_distributed() -> bool:
@@ -64,6 +70,8 @@ def init(*, timeout: timedelta | float | None = None, check: Literal["first", "c
             "script by `torchrun --nproc-per-node 8 script.py`, or take runtime='virtual' in one process."
         )
     atexit.register(_leave)
+    # Gloo connects ranks at their first exchange, and not each with each other: torch reads it at the first group.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), limit or default_pg_timeout
     try:
         store = _store(rank, size, patience)
@@ -91,9 +99,31 @@ def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
         store: dist.Store = next(iter(dist.rendezvous("env://", timeout=limit)))[0]
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         return dist.PrefixStore(f"attempt{attempt}", store) if _is_restarted() else store
+    if rank == 0:
+        _reserve_descriptors(CONNECTIONS * size + OWN)
     # as torch makes it, but it does not wait for all ranks: who is missing shows in the roll call
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, size, rank == 0, limit, wait_for_workers=False, multi_tenant=True)
+
+
+def _reserve_descriptors(count: int) -> None:
+    """Let this process open so many files, as far as its user may.
+
+    Raises:
+        SpmdError: the user may not. Without descriptors the store would let processes wait for ever.
+    """
+    if sys.platform == "win32":
+        return
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= count:
+        return
+    if highest != resource.RLIM_INFINITY and highest < count:
+        raise SpmdError(
+            f"Rank 0 keeps the store of torch.distributed and needs about {count} open files (the limit is {highest}). "
+            "Raise the limit where rank 0 runs (`ulimit -Hn`), or start the job by torchrun, whose agent keeps the "
+            "store."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, highest))
 
 
 def _roll_call(store: dist.Store, rank: int, size: int, limit: timedelta) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -14,14 +14,12 @@ from spmd.collectives.group import Group, groups
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.job.collective_scope import CollectiveScope
 
-Partition: TypeAlias = tuple[tuple[int, ...], ...]
-"""A partition of all ranks into groups, each in ascending order, as torch numbers ranks inside a group."""
+Key: TypeAlias = tuple[tuple[int, ...] | str, str]
+"""The ranks of a group in ascending order, as torch numbers them inside of it, or its purpose; and its backend."""
 
 # Process groups are global to the process, so this cache is too. A job that is stopped and started again, as in tests,
 # has another world group, and the entry of the old one is dropped with it.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Partition | str, dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 @attrs.frozen
@@ -61,13 +59,27 @@ def member(mesh: Mesh, axes: tuple[str, ...], coordinate: Coordinate, *, communi
 
 
 def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """Torch's group along `axes` that has this process's rank; all ranks make it together, at its first use."""
-    partition = tuple(sorted(tuple(sorted(group.ranks)) for group in groups(mesh, axes)))
-    if len(partition) == 1:
-        return _world()
-    lists = [list(ranks) for ranks in partition]
-    what = f"process groups over {', '.join(axes)}"
-    return _once(partition, what, lambda limit: dist.new_subgroups_by_enumeration(lists, timeout=limit)[0])
+    """Torch's group along `axes` that has this process's rank, made at its first use by the ranks that are in it.
+
+    It has the backend of the mesh's device only: NCCL's groups have no connections of gloo's.
+    """
+    rank, world = dist.get_rank(), _world()
+    ranks = next(tuple(sorted(group.ranks)) for group in groups(mesh, axes) if rank in group.ranks)
+    if len(ranks) == world.size():
+        return world
+    kind = backend(mesh)
+
+    def make(limit: timedelta | None) -> dist.ProcessGroup:
+        made = dist.new_group(list(ranks), backend=kind, timeout=limit, use_local_synchronization=True)
+        assert made is not None
+        return made
+
+    return _once((ranks, kind), f"a process group over {', '.join(axes)}", ranks, make)
+
+
+def backend(mesh: Mesh) -> str:
+    """The backend of torch.distributed for the mesh's device."""
+    return str(dist.get_backend_config()).partition(f"{mesh.device.type}:")[2].partition(",")[0]
 
 
 def group_for(purpose: str) -> dist.ProcessGroup:
@@ -76,16 +88,19 @@ def group_for(purpose: str) -> dist.ProcessGroup:
     It is separate because ranks may make different calls. In a shared group, the comparison of one rank could then be
     matched with a collective of the program on another, and gloo ends a process that receives more than it expects.
     """
+    ranks = range(_world().size())
     what = f"a process group for {purpose}"
-    return _once(purpose, what, lambda limit: dist.new_group(backend="gloo", timeout=limit))
+    return _once((purpose, "gloo"), what, ranks, lambda limit: dist.new_group(backend="gloo", timeout=limit))
 
 
-def _once(key: Partition | str, what: str, make: Callable[[timedelta | None], dist.ProcessGroup]) -> dist.ProcessGroup:
+def _once(
+    key: Key, what: str, ranks: Sequence[int], make: Callable[[timedelta | None], dist.ProcessGroup]
+) -> dist.ProcessGroup:
     """A group of the job that runs now, made at its first use, with the job's timeout."""
     world = _world()
     made = _made.setdefault(world, {})
     if key not in made:
-        with CollectiveScope(f"the start of {what}", range(world.size())):
+        with CollectiveScope(f"the start of {what}", ranks):
             made[key] = make(_timeout_of(world))
     return made[key]
 

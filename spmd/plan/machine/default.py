@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from spmd.collectives.distributed.agreement import gather
+from spmd.collectives.distributed.process_groups import backend
 from spmd.core.mesh import Mesh, Runtime
 from spmd.job.process import process_index
 from spmd.plan.machine.cache import load_machine, save_machine
-from spmd.plan.machine.hosts import assumed_hosts, backend, device_name, gather_hosts, hosts_along
+from spmd.plan.machine.hosts import assumed_hosts, device_name, gather_hosts, hosts_along
 from spmd.plan.machine.machine import Machine
 
 FORMAT = 2

@@ -8,9 +8,9 @@ import socket
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from spmd.collectives.distributed.agreement import gather
+from spmd.collectives.distributed.process_groups import backend
 from spmd.core.mesh import Mesh
 from spmd.job.process import process_count
 
@@ -52,8 +52,3 @@ def describe_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> str:
     count = len(set(hosts))
     processes = f"{mesh.size} {backend(mesh)} process{'' if mesh.size == 1 else 'es'}"
     return f"{processes} on {count} host{'' if count == 1 else 's'}"
-
-
-def backend(mesh: Mesh) -> str:
-    """The backend of torch.distributed for the mesh's device."""
-    return str(dist.get_backend_config()).partition(f"{mesh.device.type}:")[2].partition(",")[0]
