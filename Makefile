@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-shard-map test-memory operators lint format types bench bench-peers bench-predictions notebook readme wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-shard-map test-memory test-scale operators lint format types bench bench-peers bench-predictions notebook readme wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -48,6 +48,10 @@ test-memory: $(STAMP)
 	$(BIN)/python -m proofs.memory_of_ranks --markdown docs/memory_of_ranks.md; \
 	status=$$?; $(BIN)/python -m proofs.memory_of_ranks fsdp --limits 0.6 0.4 --markdown docs/memory_of_ranks.md && \
 	exit $$status
+
+# What jobs of 8 to 64 gloo processes cost each of them; rewrites docs/scale_of_jobs.md.
+test-scale: $(STAMP)
+	$(BIN)/python -m proofs.scale_of_jobs --markdown docs/scale_of_jobs.md
 
 # Rewrites docs/operators.md with what the sweeps over torch's operators and modules find.
 operators: $(STAMP)
