@@ -10,10 +10,10 @@ from spmd.ir.graph import Annotations, Graph, Operation, Value
 from spmd.ir.list_schedule import Unit
 from spmd.ir.names import Namer
 from spmd.ir.printing import operator_name
-from spmd.lowering.repetitions import repetitions
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
 from spmd.plan.local.fragments import Fragments
+from spmd.plan.memory.repetitions import repetitions
 
 
 def emit(plan: PlanData, coordinate: Coordinate) -> Graph:

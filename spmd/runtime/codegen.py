@@ -163,8 +163,9 @@ def aliases_of(graph: Graph) -> set[Value]:
     """
     found = {value for value, _ in graph.constants}
     for operation in graph.operations:
-        is_bucket = isinstance(operation.op, MethodType) and isinstance(operation.op.__self__, Bucket)
-        if is_bucket or (operation.operands and operation.operands[0] in found and _may_alias(operation)):
+        exchange = operation.op.__self__ if isinstance(operation.op, MethodType) else None
+        in_bucket = isinstance(exchange, Bucket) and exchange.is_shared
+        if in_bucket or (operation.operands and operation.operands[0] in found and _may_alias(operation)):
             found.update(operation.tensors)
     return found
 

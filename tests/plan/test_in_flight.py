@@ -1,18 +1,22 @@
 """Memory of the buffers of collectives under way."""
 
-import math
+from types import SimpleNamespace
 
 import memory_cases as cases
 import pytest
 import torch
 from workers import call_on_mesh
 
+import spmd
 from spmd.core.spec import TensorMeta
-from spmd.ir.comm import StepKind
-from spmd.plan.memory.in_flight import Sizes, sizes
-from spmd.plan.memory.liveness import Collective
+from spmd.ir.graph import Operation, Value
+from spmd.plan.memory.launch_buffers import launch_buffers
+from spmd.plan.memory.strided import Strided, StridedCall
 
 F32 = torch.float32
+
+NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+spmd_ops = SimpleNamespace(**{name: getattr(torch.ops.spmd, name).default for name in NAMES})
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -25,27 +29,58 @@ def test_buffers_count(workers, ranks):
     workers.run(call_on_mesh, cases.buffers_count, {"data": ranks}, "distributed", ranks=ranks)
 
 
-def collective(kind, operand, result, *arguments, contiguous=True):
-    return Collective(kind, ("x",), arguments, TensorMeta(operand, F32), TensorMeta(result, F32), contiguous)
+def call_of(op, operand, result, *arguments, strides=None):
+    meta = TensorMeta(operand, F32)
+    layout = Strided.contiguous(meta) if strides is None else Strided(meta, strides)
+    x, y = Value("x", meta), Value("y", TensorMeta(result, F32))
+    return StridedCall.of(Operation(op, (x, *arguments, ["x"]), {}, (y,)), [layout])
+
+
+def numels(*calls):
+    """The numbers of elements that a rank allocates when it packs, for the launch itself, and when it unpacks."""
+    found = launch_buffers(spmd.make_mesh({"x": 2}, runtime="abstract"), (0,), calls)
+    operands = range(len(calls))
+    packed, unpacked = (
+        [found.metas[number].numel for _, writes in allocations for number in writes]
+        for allocations in (found.packing, found.unpacking)
+    )
+    received = found.received not in (*operands, found.sent)
+    return packed, [found.metas[found.received].numel] * received, unpacked
 
 
 @pytest.mark.parametrize(
-    ("one", "expected"),
+    ("call", "expected"),
     [
-        (collective(StepKind.ALL_REDUCE, (6, 2), (6, 2), "sum"), Sizes(0, 12, 0, 12, 0)),
-        (collective(StepKind.ALL_REDUCE, (6, 2), (6, 2), "sum", contiguous=False), Sizes(12, 12, 0, 12, 0)),
-        (collective(StepKind.ALL_GATHER, (2, 3), (4, 3), 0, 4), Sizes(0, 12, 0, 6, 12)),
-        (collective(StepKind.ALL_GATHER, (3, 2), (3, 4), 1, 4), Sizes(0, 12, 12, 6, 12)),
-        (collective(StepKind.ALL_GATHER, (3, 3), (5, 3), 0, 5), Sizes(0, 18, 15, 9, 15)),
-        (collective(StepKind.REDUCE_SCATTER, (4, 3), (2, 3), "sum", 0, 2), Sizes(0, 6, 0, 12, 0)),
-        (collective(StepKind.REDUCE_SCATTER, (3, 4), (3, 2), "sum", 1, 2), Sizes(12, 6, 0, 12, 0)),
-        (collective(StepKind.REDUCE_SCATTER, (5, 3), (3, 3), "sum", 0, 3), Sizes(18, 9, 0, 18, 0)),
-        (collective(StepKind.ALL_TO_ALL, (4, 3), (2, 6), 0, 1, 4, 6), Sizes(0, 12, 12, 0, 12)),
-        (collective(StepKind.ALL_TO_ALL, (3, 4), (6, 2), 1, 0, 4, 6), Sizes(12, 12, 0, 12, 0)),
-        (collective(StepKind.PERMUTE, (4,), (4,), [0, 1], [4]), Sizes(0, 4, 0, 0, 0)),
+        (call_of(spmd_ops.all_reduce, (6, 2), (6, 2), "sum"), ([], [12], [])),
+        (call_of(spmd_ops.all_reduce, (6, 2), (6, 2), "sum", strides=(1, 6)), ([12], [12], [])),
+        (call_of(spmd_ops.all_gather, (2, 3), (4, 3), 0, 4), ([], [12], [])),
+        (call_of(spmd_ops.all_gather, (3, 2), (3, 4), 1, 4), ([], [12], [12])),
+        (call_of(spmd_ops.all_gather, (3, 3), (5, 3), 0, 5), ([], [18], [15])),
+        (call_of(spmd_ops.reduce_scatter, (4, 3), (2, 3), "sum", 0, 2), ([], [6], [])),
+        (call_of(spmd_ops.reduce_scatter, (3, 4), (3, 2), "sum", 1, 2), ([12], [6], [])),
+        (call_of(spmd_ops.reduce_scatter, (5, 3), (3, 3), "sum", 0, 3), ([9, 18], [9], [])),
+        (call_of(spmd_ops.all_to_all, (4, 3), (2, 6), 0, 1, 2, 6), ([], [12], [12])),
+        (call_of(spmd_ops.all_to_all, (3, 4), (6, 2), 1, 0, 2, 6), ([12], [12], [])),
+        (call_of(spmd_ops.permute, (4,), (4,), [-1, 0], [4]), ([], [4], [])),
     ],
-    ids=str,
+    ids=lambda value: f"{value.op}{value.operands[0].meta}" if isinstance(value, StridedCall) else "",
 )
-def test_the_sizes_of_buffers_among_two_ranks(one, expected):
-    assert expected == sizes(one, 2)
-    assert math.prod(one.result.shape) in (expected.unpacked, expected.pending) or expected.unpacked == 15
+def test_what_a_rank_of_two_allocates_for_a_collective(call, expected):
+    assert expected == numels(call)
+
+
+def test_what_a_rank_of_two_allocates_for_a_bucket():
+    gather = call_of(spmd_ops.all_gather, (2, 3), (4, 3), 0, 4)
+    assert ([12], [24], [12, 12]) == numels(gather, gather)
+    reduce = call_of(spmd_ops.all_reduce, (4,), (4,), "sum")
+    assert ([8], [], []) == numels(reduce, reduce)
+    scatter = call_of(spmd_ops.reduce_scatter, (5, 3), (3, 3), "sum", 0, 3)
+    assert ([9, 18, 9, 18, 36], [18], []) == numels(scatter, scatter)
+
+
+def test_chunks_in_another_order_than_the_ranks_are_packed():
+    mesh = spmd.make_mesh({"x": 2, "y": 2}, runtime="abstract")
+    meta = TensorMeta((4,), F32)
+    call = Operation(spmd_ops.reduce_scatter, (Value("x", meta), "sum", 0, 1, ["y", "x"]), {}, (Value("y", meta),))
+    found = launch_buffers(mesh, (0, 0), (StridedCall.of(call, [Strided.contiguous(meta)]),))
+    assert [4] == [found.metas[number].numel for _, writes in found.packing for number in writes]

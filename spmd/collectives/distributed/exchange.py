@@ -54,9 +54,13 @@ class Exchange:
     unpack: Callable[[Tensor], Tensor]
     sends: int = attrs.field(default=1, kw_only=True)
     receives: int = attrs.field(default=1, kw_only=True)
-    width: int = attrs.field(default=0, kw_only=True)
+    width: int = attrs.field(kw_only=True)
     in_place: Callable[..., Tensor] | None = attrs.field(default=None, kw_only=True)
     scope: CollectiveScope = attrs.field(default=CollectiveScope("a collective", ()), kw_only=True)
+
+    def received(self, packed: Tensor) -> Tensor:
+        """A new buffer like the one that is received for `packed`."""
+        return packed.new_empty(self.receives * self.width)
 
     def start(self, x: Tensor) -> Tensor:
         """Start the collective on this rank's operand; the result is pending, and only `finish` may use it."""
@@ -85,10 +89,13 @@ def bind(
     operand: TensorMeta | None,
     arguments: tuple[Any, ...],
     cause: str = "",
+    *,
+    communicates: bool = True,
 ) -> Exchange | RaggedExchange | Local:
     """The function that the rank at `coordinate` runs for one call of a primitive.
 
-    Where the primitive communicates, this is a collective call: process groups are made at their first use.
+    Where the primitive communicates, this is a collective call: process groups are made at their first use. Without
+    `communicates` it is none, and the function can pack and unpack only.
 
     Args:
         op: a primitive, `torch.ops.spmd.<name>.default`.
@@ -107,7 +114,7 @@ def bind(
     """
     op = UNTYPED.get(op, op)
     *rest, axes = arguments
-    place = member(mesh, tuple(axes), coordinate, communicates=op in _EXCHANGES)
+    place = member(mesh, tuple(axes), coordinate, communicates=communicates and op in _EXCHANGES)
     if op in LOCALS:
         return LOCALS[op](place.group, place.index, *([] if operand is None else [operand]), *rest)
     assert operand is not None
@@ -238,7 +245,7 @@ def _single(
     unpack: Callable[[Tensor], Tensor],
 ) -> Exchange:
     splits = [[numel * wire.factor for numel in numels] for numels in (received, sent)]
-    return Exchange(_c10d.all_to_all_single.default, (*splits, place.name), pack, unpack)
+    return Exchange(_c10d.all_to_all_single.default, (*splits, place.name), pack, unpack, width=sum(splits[0]))
 
 
 _EXCHANGES: Mapping[torch._ops.OpOverload, Callable[..., Exchange | RaggedExchange]] = MappingProxyType(

@@ -2,32 +2,32 @@
 
 The runtimes are eager, so every result that is not a view is a buffer of its own. Whether an operator returns a view is
 found by running it on meta tensors with the strides of the rank's tensors: a reshape copies where strides require it.
-The rank is the one at coordinate zero, which holds the largest shards. Not modelled are the temporaries inside kernels
-and collectives, and results that lowering shares between the local implementations of several operations.
+Operators that lowering merges run once. Not modelled are the temporaries inside kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import attrs
 import torch
 
-from spmd.collectives.local import LOCALS, run_local
-from spmd.collectives.primitives import COLLECTIVES, UNTYPED
+from spmd.collectives.local import LOCALS
+from spmd.collectives.primitives import COLLECTIVES
 from spmd.collectives.resharding import redistribution
-from spmd.core.mesh import Mesh
+from spmd.core.mesh import Coordinate
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import StepKind
-from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.graph import Operation, Value, freeze
 from spmd.ir.in_place import rewritable
 from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
 from spmd.plan.local.fragments import RESHAPE, Fragments, Known
+from spmd.plan.memory.repetitions import repetitions
+from spmd.plan.memory.strided import Result, Strided, StridedCall, run_on_meta
 from spmd.rules.layouts import Need, lay_out
 
 aten = torch.ops.aten
@@ -58,38 +58,18 @@ class Buffer:
 
 
 @attrs.frozen(eq=False)
-class Collective:
-    """What a rank communicates in one event.
-
-    Args:
-        kind: its kind.
-        axes: the mesh axes.
-        arguments: those of the primitive after its operand.
-        operand, result: their local metas.
-        is_contiguous: whether the operand is.
-    """
-
-    kind: StepKind
-    axes: tuple[str, ...]
-    arguments: tuple[Any, ...]
-    operand: TensorMeta
-    result: TensorMeta
-    is_contiguous: bool
-
-
-@attrs.frozen(eq=False)
 class Event:
     """One operator that a rank runs for `operation`: it reads the buffers `reads` and allocates `writes`.
 
     `rewritable` has pairs of a buffer that it reads and one that it need not allocate if the other is not read later.
-    `collective` says what it communicates, if it does; `is_view` whether it only makes a view.
+    `collective` is its call if ranks communicate in it; `is_view` says whether it only makes a view.
     """
 
     operation: Operation
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     rewritable: tuple[tuple[Buffer, Buffer], ...] = ()
-    collective: Collective | None = None
+    collective: StridedCall | None = None
     is_view: bool = False
 
 
@@ -102,6 +82,7 @@ class Liveness:
         inputs, outputs: the buffers of the program's arguments and results; a result may be an argument.
         constants: the buffers of the tensors that the program closed over.
         buffers: the buffer of every value; views share that of their base.
+        coordinate: the mesh coordinate of the rank.
     """
 
     events: tuple[Event, ...]
@@ -109,53 +90,27 @@ class Liveness:
     outputs: tuple[Buffer, ...]
     constants: tuple[Buffer, ...]
     buffers: dict[Value, Buffer]
+    coordinate: Coordinate
 
 
-def record(plan: PlanData, known: Known | None = None) -> Liveness:
-    """The liveness of the program of a plan; `known` is as in `Fragments`."""
-    return _Recorder(plan, known).run()
-
-
-@attrs.frozen
-class _Strided:
-    """The properties of a local tensor that decide whether an operator returns a view of it."""
-
-    meta: TensorMeta
-    strides: tuple[int, ...]
-
-    @classmethod
-    def contiguous(cls, meta: TensorMeta) -> _Strided:
-        strides = [1]
-        for size in reversed(meta.shape[1:]):
-            strides.append(strides[-1] * max(size, 1))
-        return cls(meta, tuple(reversed(strides)) if meta.shape else ())
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether elements are in row-major order without gaps; strides of dims of length 1 do not matter."""
-        expected = _Strided.contiguous(self.meta).strides
-        dims = zip(self.meta.shape, self.strides, expected, strict=True)
-        return self.meta.numel < 2 or all(size == 1 or stride == other for size, stride, other in dims)
-
-    def tensor(self) -> torch.Tensor:
-        return torch.empty_strided(self.meta.shape, self.strides, dtype=self.meta.dtype, device="meta")
-
-
-@attrs.frozen
-class _Result:
-    """A result of an operator: its strides, and the position of the operand that it is a view of, if it is one."""
-
-    layout: _Strided
-    view_of: int | None = None
+def record(plan: PlanData, known: Known | None = None, coordinate: Coordinate | None = None) -> Liveness:
+    """The liveness of the program of the rank at a coordinate, by default zero; `known` is as in `Fragments`."""
+    return _Recorder(plan, known, coordinate or (0,) * len(plan.mesh.names)).run()
 
 
 class _Recorder:
-    def __init__(self, plan: PlanData, known: Known | None) -> None:
+    def __init__(self, plan: PlanData, known: Known | None, coordinate: Coordinate) -> None:
         self.plan = plan
-        self.fragments = Fragments(plan, (0,) * len(plan.mesh.names), known)
+        self.fragments = Fragments(plan, coordinate, known)
         self.events: list[Event] = []
+        self.values: dict[Value, Value] = {}
+        """The local tensor of each value of the plan."""
+        self.made: dict[Hashable, tuple[Value, ...]] = {}
+        """The results of operators without effects."""
+        self.copies: dict[tuple[Value, Need], Buffer] = {}
         self.buffers: dict[Value, Buffer] = {}
-        self.layouts: dict[Value, _Strided] = {}
+        self.layouts: dict[Value, Strided] = {}
+        self.repetitions = repetitions(plan.graph, plan.specs)
         self.fills = self.sharded_constants()
 
     def run(self) -> Liveness:
@@ -164,8 +119,9 @@ class _Recorder:
         constants = tuple(self.given(value) for value, _ in graph.constants)
         for unit in scheduled(self.plan):
             self.unit(unit)
-        outputs = tuple(self.buffers[value] for value in graph.outputs)
-        found = Liveness(tuple(self.events), inputs, outputs, constants, self.buffers)
+        buffers = {value: self.buffers[same] for value, same in self.values.items()}
+        outputs = tuple(buffers[value] for value in graph.outputs)
+        found = Liveness(tuple(self.events), inputs, outputs, constants, buffers, self.fragments.coordinate)
         return _written_in_place(found, self.plan.request.donated)
 
     def sharded_constants(self) -> frozenset[Value]:
@@ -189,9 +145,10 @@ class _Recorder:
     def given(self, value: Value) -> Buffer:
         """The buffer of an input or a constant."""
         meta = self.fragments.local(value)
-        return self.hold(value, _Strided.contiguous(meta), Buffer(value, meta))
+        self.values[value] = Value(value.name, meta)
+        return self.hold(self.values[value], Strided.contiguous(meta), Buffer(value, meta))
 
-    def hold(self, value: Value, layout: _Strided, buffer: Buffer) -> Buffer:
+    def hold(self, value: Value, layout: Strided, buffer: Buffer) -> Buffer:
         self.layouts[value], self.buffers[value] = layout, buffer
         return buffer
 
@@ -201,7 +158,7 @@ class _Recorder:
         reads: Iterable[Buffer],
         writes: Iterable[Buffer],
         pairs: tuple[tuple[Buffer, Buffer], ...] = (),
-        collective: Collective | None = None,
+        collective: StridedCall | None = None,
         *,
         is_view: bool = False,
     ) -> None:
@@ -217,36 +174,46 @@ class _Recorder:
         ]
         if first.op is aten.full.default and first.tensors[0] in self.fills:
             ((value, local),) = results
-            self.hold(value, _Strided.contiguous(local.meta), Buffer(value, TensorMeta((0,), local.meta.dtype)))
+            self.values[value] = local
+            self.hold(local, Strided.contiguous(local.meta), Buffer(value, TensorMeta((0,), local.meta.dtype)))
             self.event(first, [], [])
             return
         if first.op is REDISTRIBUTE and first.operands[0] in self.fills:
             self.event(first, [], [self.given(first.tensors[0])])
             return
-        for local, value in zip(graph.inputs, unit.operands, strict=True):
-            self.hold(local, self.layouts[value], self.buffers[value])
+        here = {local: self.values[value] for local, value in zip(graph.inputs, unit.operands, strict=True)}
         for local, _ in graph.constants:
-            self.hold(local, _Strided.contiguous(local.meta), Buffer(None, local.meta))
+            here[local] = Value(local.name, local.meta)
+            self.hold(here[local], Strided.contiguous(local.meta), Buffer(None, local.meta))
         named = {} if self.fragments.local_implementation(first) else {local: value for value, local in results}
         for operation in graph.operations:
-            reads = self.operands(operation, first)
-            writes = self.call(operation, named)
-            pairs = tuple((self.buffers[a], self.buffers[b]) for a, b in rewritable(operation))
-            pairs = tuple(pair for pair in pairs if pair[1] in writes)
-            is_view = not writes and isinstance(operation.op, torch._ops.OpOverload) and operation.is_view
-            self.event(first, reads, writes, pairs, self.collective(operation), is_view=is_view)
-        for value, local in results:
-            self.hold(value, self.layouts[local], self.buffers[local])
+            placed = operation.substitute(here)
+            key = (operation.op, freeze(placed.args), freeze(dict(placed.kwargs)), self.repetitions.get(first, 0))
+            if operation.effect is not None or key not in self.made:
+                new = {value: Value(value.name, value.meta) for value in operation.tensors}
+                placed = attrs.evolve(placed, results=tuple(value and new[value] for value in operation.results))
+                self.operation(placed, first, {new[local]: named[local] for local in new.keys() & named.keys()})
+                self.made[key] = placed.tensors
+            here.update(zip(operation.tensors, self.made[key], strict=True))
+        self.values.update((value, here[local]) for value, local in results)
 
-    def collective(self, operation: Operation) -> Collective | None:
-        """What an operation of a fragment communicates."""
-        op = UNTYPED.get(operation.op, operation.op)
-        if op not in COLLECTIVES:
-            return None
-        operand, (result,) = operation.operands[0], operation.tensors
-        *arguments, axes = operation.args[len(operation.operands) :]
-        contiguous = self.layouts[operand].is_contiguous
-        return Collective(COLLECTIVES[op], tuple(axes), tuple(arguments), operand.meta, result.meta, contiguous)
+    def operation(self, operation: Operation, planned: Operation, named: Mapping[Value, Value]) -> None:
+        """Record what a rank runs for a planned operation; `named` has the results that are values of the plan."""
+        reads = self.operands(operation, planned)
+        writes = self.call(operation, named)
+        pairs = tuple((self.buffers[a], self.buffers[b]) for a, b in rewritable(operation) if self.is_whole(a))
+        pairs = tuple(pair for pair in pairs if pair[1] in writes)
+        is_view = not writes and isinstance(operation.op, torch._ops.OpOverload) and operation.is_view
+        collective = self.strided(operation) if operation.op in COLLECTIVES else None
+        self.event(planned, reads, writes, pairs, collective, is_view=is_view)
+
+    def is_whole(self, value: Value) -> bool:
+        """Whether a value is all of its buffer, in row-major order, so that an operator may write to it."""
+        return self.layouts[value].is_contiguous and self.buffers[value].nbytes == value.meta.nbytes
+
+    def strided(self, operation: Operation) -> StridedCall:
+        """The call of an operation on this rank's tensors."""
+        return StridedCall.of(operation, [self.layouts[value] for value in operation.operands])
 
     def operands(self, operation: Operation, planned: Operation) -> list[Buffer]:
         """The buffers that an operator reads; an operand whose strides its kernel does not support is copied first."""
@@ -261,14 +228,16 @@ class _Recorder:
         for value in dict.fromkeys(operation.operands):
             buffer, layout = self.buffers[value], self.layouts[value]
             if value in needs and not needs[value].is_met(layout.tensor()):
-                copy = Buffer(None, layout.meta)
-                self.event(planned, [buffer], [copy])
-                buffer = copy
+                key = value, needs[value]
+                if key not in self.copies:
+                    self.copies[key] = Buffer(None, layout.meta)
+                    self.event(planned, [buffer], [self.copies[key]])
+                buffer = self.copies[key]
             found.append(buffer)
         return found
 
     def call(self, operation: Operation, named: Mapping[Value, Value]) -> list[Buffer]:
-        """The buffers that an operator allocates; `named` has the values of the plan for those that stand for one."""
+        """The buffers that an operator allocates; `named` is as in `operation`."""
         writes = []
         operands = operation.operands
         for value, result in zip(operation.tensors, self.results(operation), strict=True):
@@ -278,26 +247,21 @@ class _Recorder:
                 self.hold(value, result.layout, self.buffers[operands[result.view_of]])
         return writes
 
-    def results(self, operation: Operation) -> tuple[_Result, ...]:
+    def results(self, operation: Operation) -> tuple[Result, ...]:
         operands = operation.operands
         metas = tuple(value.meta for value in operation.tensors)
-        fresh = tuple(_Result(_Strided.contiguous(meta)) for meta in metas)
+        fresh = tuple(Result(Strided.contiguous(meta)) for meta in metas)
         if not operands or operation.effect is not None or operation.op is TO_PARTIAL:
             return fresh
         first = self.layouts[operands[0]]
         same = len(metas) == 1 and metas[0] == first.meta
         if same and (operation.op in _IDENTITIES or operation.op in (RESHAPE, aten.expand.default)):
-            return (_Result(first, 0),)
+            return (Result(first, 0),)
         layouts = [self.layouts[value] for value in operands]
         if torch.Tag.pointwise in operation.op.tags and all(layout.is_contiguous for layout in layouts):
             return fresh
-        numbers = iter(range(len(operands)))
-        arguments = map_leaves(
-            lambda leaf: _Operand(next(numbers)) if isinstance(leaf, Value) else leaf,
-            (operation.args, dict(operation.kwargs)),
-        )
-        call = _Call(operation.op, freeze(arguments), tuple(layouts), metas, arguments)
-        return _run_on_meta(call, self.plan.mesh if operation.op in LOCALS else None) or fresh
+        place = (self.plan.mesh, self.plan.mesh.rank(self.fragments.coordinate)) if operation.op in LOCALS else None
+        return run_on_meta(self.strided(operation), place) or fresh
 
 
 def _written_in_place(liveness: Liveness, donated: Collection[int]) -> Liveness:
@@ -322,54 +286,5 @@ def _written_in_place(liveness: Liveness, donated: Collection[int]) -> Liveness:
         tuple(merged.get(buffer, buffer) for buffer in liveness.outputs),
         liveness.constants,
         {value: merged.get(buffer, buffer) for value, buffer in liveness.buffers.items()},
+        liveness.coordinate,
     )
-
-
-@attrs.frozen
-class _Operand:
-    number: int
-
-
-@attrs.frozen
-class _Call:
-    """A call on local tensors, as a cache key: equal calls have results with equal strides and views."""
-
-    op: torch._ops.OpOverload
-    key: Hashable
-    operands: tuple[_Strided, ...]
-    results: tuple[TensorMeta, ...]
-    arguments: Any = attrs.field(eq=False)
-
-
-@lru_cache(maxsize=16384)
-def _run_on_meta(call: _Call, mesh: Mesh | None) -> tuple[_Result, ...] | None:
-    """The strides of the results and which are views; None if the operator does not run on meta tensors.
-
-    The mesh is that of a primitive without communication, which runs as on the first rank.
-    """
-    operands = [layout.tensor() for layout in call.operands]
-
-    def concrete(leaf: Any) -> Any:
-        if isinstance(leaf, _Operand):
-            return operands[leaf.number]
-        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
-
-    args, kwargs = map_leaves(concrete, call.arguments)
-    try:
-        made = call.op(*args, **kwargs) if mesh is None else run_local(call.op, mesh, 0, *args)
-    except (NotImplementedError, RuntimeError):
-        return None
-    tensors = [leaf for leaf in iterate_leaves(made) if leaf is not None]
-    if [TensorMeta.of(tensor) for tensor in tensors] != list(call.results):
-        return None
-    storages = [_storage(tensor) for tensor in operands]
-    return tuple(
-        _Result(
-            _Strided(meta, tensor.stride()), storages.index(_storage(tensor)) if _storage(tensor) in storages else None
-        )
-        for tensor, meta in zip(tensors, call.results, strict=True)
-    )
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

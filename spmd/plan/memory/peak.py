@@ -14,12 +14,13 @@ from itertools import accumulate
 
 import attrs
 
-from spmd.core.mesh import Runtime
+from spmd.core.mesh import Coordinate, Runtime
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Operation, Value
 from spmd.ir.source import Source
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.fragments import Known
+from spmd.plan.local.variants import plan_at
 from spmd.plan.memory.in_flight import in_flight
 from spmd.plan.memory.liveness import Buffer, Liveness, record
 
@@ -113,15 +114,23 @@ _found: weakref.WeakKeyDictionary[PlanData, Memory] = weakref.WeakKeyDictionary(
 
 
 def memory_of(plan: PlanData) -> Memory:
-    """The memory of the rank with the largest shards under a plan: the peak, its operation, and the tensors held."""
+    """The memory of the rank that holds most under a plan: the peak, its operation, and the tensors held.
+
+    It is that at coordinate zero, whose shards are the largest, or one whose program differs inside manual regions.
+    """
     if plan not in _found:
-        _found[plan] = measure(liveness_of(plan), plan.request.donated, plan.source)
+        variants = plan.request.graph.variants
+        others = [coordinate for coordinate, _ in variants.graphs.values()] if variants else []
+        coordinates = [(0,) * len(plan.mesh.names), *others]
+        livenesses = (liveness_of(plan_at(plan, place), coordinate=place) for place in coordinates)
+        found = [measure(liveness, plan.request.donated, plan.source) for liveness in livenesses]
+        _found[plan] = max(found, key=lambda memory: memory.peak)
     return _found[plan]
 
 
-def liveness_of(plan: PlanData, known: Known | None = None) -> Liveness:
-    """The liveness of what runs, on a distributed mesh with the buffers of collectives; `known` as in `Fragments`."""
-    liveness = record(plan, known)
+def liveness_of(plan: PlanData, known: Known | None = None, coordinate: Coordinate | None = None) -> Liveness:
+    """The liveness of what runs, on a distributed mesh with the buffers of collectives; arguments as of `record`."""
+    liveness = record(plan, known, coordinate)
     return in_flight(plan, liveness) if plan.mesh.runtime is Runtime.DISTRIBUTED else liveness
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
-import torch
 
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.ir.simplify import eliminate_dead
 from spmd.plan.memory.liveness import Buffer, Liveness
+from spmd.plan.memory.repetitions import is_cheap
 
 
 @attrs.frozen(eq=False)
@@ -78,14 +77,6 @@ def candidates(graph: Graph, liveness: Liveness, peak: Operation) -> Iterator[Re
         freed = buffer.nbytes - sum(other.nbytes for other in kept)
         if freed > 0:
             yield Rematerialization(operation, buffer, late[0], freed)
-
-
-def is_cheap(operation: Operation) -> bool:
-    """Whether an operation may run twice: it is a redistribution, elementwise, or without tensor operands."""
-    if len(operation.tensors) != 1 or operation.is_random or operation.op is RELABEL or operation.is_view:
-        return False
-    pointwise = torch.Tag.pointwise in operation.op.tags or not operation.operands
-    return operation.op is REDISTRIBUTE or pointwise
 
 
 def rewrite(graph: Graph, liveness: Liveness, peak: Operation, chosen: Sequence[Rematerialization]) -> Rewritten:

@@ -12,7 +12,7 @@ from spmd.plan.cost.account import Account, account
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
 from spmd.plan.machine.machine import Machine
-from spmd.plan.memory.in_flight import PlacedLaunch, launches
+from spmd.plan.memory.in_flight import PlacedLaunch, happenings_of, launches
 from spmd.plan.memory.liveness import Liveness, record
 
 
@@ -58,18 +58,17 @@ class Simulation:
         `Machine.overlap` leaves stops computation, as does copying the operands and results of several collectives.
         """
         machine, events = plan.request.machine, self.liveness.events
-        starts: dict[int, list[PlacedLaunch]] = defaultdict(list)
-        finishes: dict[int, list[PlacedLaunch]] = defaultdict(list)
-        for launch in launches(plan, self.liveness):
-            starts[launch.start].append(launch)
-            finishes[launch.finish].append(launch)
+        happenings = happenings_of(launches(plan, self.liveness))
         comms = dict(zip((event for event in events if event.collective), plan.comms, strict=True))
         now = compute = communication = 0.0
         free: dict[str, float] = defaultdict(float)
         ends: dict[PlacedLaunch, float] = {}
         taken: set[Operation] = set()
         for index, event in enumerate((*events, None)):
-            for launch in starts[index]:
+            for launch, starts in happenings[index]:
+                if not starts:
+                    now = max(now, ends[launch])
+                    continue
                 sent = [comms[collective] for collective in launch.events]
                 takes = machine.collective_seconds(sent[0].kind, sent[0].axes, sum(comm.bytes for comm in sent))
                 copies = _copy_seconds(machine, launch)
@@ -78,8 +77,6 @@ class Simulation:
                 free.update(dict.fromkeys(sent[0].axes, ends[launch]))
                 communication += takes + copies
                 now += (1 - machine.overlap) * takes
-            for launch in finishes[index]:
-                now = max(now, ends[launch])
             if event is not None and event.operation not in taken:
                 taken.add(event.operation)
                 compute += self.seconds.get(event.operation, 0.0)
@@ -100,5 +97,6 @@ def _copy_seconds(machine: Machine, launch: PlacedLaunch) -> float:
     """Seconds of the copies to and from the buffer of several collectives."""
     if len(launch.events) == 1:
         return 0.0
-    copied = sum(one.operand.nbytes + one.result.nbytes for event in launch.events if (one := event.collective))
+    calls = [event.collective for event in launch.events if event.collective]
+    copied = sum(call.operands[0].meta.nbytes + call.results[0].nbytes for call in calls)
     return _CALLS * len(launch.events) * machine.operator_latency + machine.compute_seconds(0.0, 2 * copied)

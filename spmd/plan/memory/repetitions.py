@@ -1,4 +1,4 @@
-"""Operations that a plan runs again on purpose, which common-subexpression elimination must not merge."""
+"""Operations that a plan may run again on purpose, and those that it does, which no pass must merge with the first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value, freeze
-from spmd.plan.memory.rematerialization import is_cheap
+from spmd.ir.markers import REDISTRIBUTE, RELABEL
+
+
+def is_cheap(operation: Operation) -> bool:
+    """Whether an operation may run twice: it is a redistribution, elementwise, or without tensor operands."""
+    if len(operation.tensors) != 1 or operation.is_random or operation.op is RELABEL or operation.is_view:
+        return False
+    pointwise = torch.Tag.pointwise in operation.op.tags or not operation.operands
+    return operation.op is REDISTRIBUTE or pointwise
 
 
 def repetitions(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> dict[Operation, int]:

@@ -1,0 +1,144 @@
+"""The buffers that a rank allocates for the collectives of one launch.
+
+They are found by what runs (`spmd.collectives.distributed`): its functions that pack operands and unpack results, on
+meta tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmd.collectives.distributed.bucket import Bucket
+from spmd.collectives.distributed.exchange import Exchange, bind
+from spmd.core.mesh import Coordinate, Mesh
+from spmd.core.spec import TensorMeta
+from spmd.ir.graph import iterate_leaves
+from spmd.plan.memory.strided import StridedCall, storage_of
+
+Allocation: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The numbers of the buffers that an operator reads, and of those that it allocates."""
+
+PERMUTE, RAGGED = torch.ops.spmd.permute.default, torch.ops.spmd.ragged_all_to_all.default
+
+
+@attrs.frozen
+class LaunchBuffers:
+    """The buffers of a launch, by their numbers.
+
+    Args:
+        metas: of each buffer, which is flat; the first are those of the operands.
+        packing: what is allocated before it starts.
+        sent, received: the buffers of the launch itself.
+        unpacking: what is allocated after it has been waited for.
+        results: the buffer of each result.
+        holds_sent: whether the buffer that is sent is held until then.
+    """
+
+    metas: tuple[TensorMeta, ...]
+    packing: tuple[Allocation, ...]
+    sent: int
+    received: int
+    unpacking: tuple[Allocation, ...]
+    results: tuple[int, ...]
+    holds_sent: bool
+
+
+@lru_cache(maxsize=4096)
+def launch_buffers(mesh: Mesh, coordinate: Coordinate, calls: tuple[StridedCall, ...]) -> LaunchBuffers:
+    """The buffers of a launch.
+
+    Args:
+        mesh: the mesh.
+        coordinate: the mesh coordinate of the rank.
+        calls: the calls of primitives that are launched as one.
+    """
+    if calls[0].op is RAGGED:
+        return _ragged(*calls)
+    if mesh.axis_size(calls[0].arguments[0][-1]) == 1:
+        return _alone(*calls)
+    bound = [_bound(mesh, coordinate, call) for call in calls]
+    run = bound[0] if len(bound) == 1 else Bucket.of(bound)
+    operands = [call.operands[0].tensor() for call in calls]
+    storages = _Storages(operands)
+    with storages:
+        packed = run.pack(*operands)
+    packing = storages.taken()
+    received = run.received(packed)
+    numbers = storages.number(packed), storages.number(received)
+    with storages:
+        results = run.unpack(received)
+    found = tuple(map(storages.number, results if isinstance(results, tuple) else (results,)))
+    return LaunchBuffers(storages.metas, packing, *numbers, storages.taken(), found, run.in_place is None)
+
+
+def _bound(mesh: Mesh, coordinate: Coordinate, call: StridedCall) -> Exchange:
+    """The exchange of a call; in a permutation each rank sends and receives, as those that hold most do."""
+    *rest, axes = call.arguments[0][1:]
+    if call.op is PERMUTE:
+        rest[0] = list(range(mesh.axis_size(axes)))
+    found = bind(call.op, mesh, coordinate, call.operands[0].meta, (*rest, axes), communicates=False)
+    assert isinstance(found, Exchange)
+    return found
+
+
+def _ragged(call: StridedCall) -> LaunchBuffers:
+    """Those of an exchange whose sizes are known when it runs: all rows are sent and received."""
+    (rows, table), (result,) = (operand.meta for operand in call.operands), call.results
+    metas = tuple(map(_flat, (rows, table, rows, result, result)))
+    return LaunchBuffers(metas, (((0, 1), (2,)),), 2, 3, (((3,), (4,)),), (4,), holds_sent=True)
+
+
+def _alone(call: StridedCall) -> LaunchBuffers:
+    """Those in a group of one rank: a copy of its operand."""
+    metas = tuple(map(_flat, (call.operands[0].meta, *call.results)))
+    return LaunchBuffers(metas, (((0,), (1,)),), 1, 1, (), (1,), holds_sent=False)
+
+
+def _flat(meta: TensorMeta) -> TensorMeta:
+    return TensorMeta((meta.numel,), meta.dtype)
+
+
+class _Storages(TorchDispatchMode):
+    """Numbers the storages of meta tensors, and records where operators allocate them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors: list[torch.Tensor] = []  # held, so that no storage has the address of an earlier one
+        self._numbers: dict[int, int] = {}
+        self._allocations: list[Allocation] = []
+        for tensor in tensors:
+            self.number(tensor)
+
+    @property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        """The shape and dtype of each storage, as a flat tensor."""
+        nbytes = ((tensor.untyped_storage().nbytes(), tensor.dtype) for tensor in self._tensors)
+        return tuple(TensorMeta((size // dtype.itemsize,), dtype) for size, dtype in nbytes)
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage, a new one if it has none."""
+        key = storage_of(tensor)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            self._tensors.append(tensor)
+        return self._numbers[key]
+
+    def taken(self) -> tuple[Allocation, ...]:
+        """The allocations since the last call."""
+        found = tuple(self._allocations)
+        self._allocations.clear()
+        return found
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = [self.number(leaf) for leaf in iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known, made = len(self._numbers), op(*args, **(kwargs or {}))
+        writes = {self.number(leaf) for leaf in iterate_leaves(made) if isinstance(leaf, torch.Tensor)}
+        if new := tuple(number for number in sorted(writes) if number >= known):
+            self._allocations.append((tuple(reads), new))
+        return made

@@ -1,0 +1,120 @@
+"""Local tensors with their strides, by which operators return views or copies of them; no tensor is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+
+from spmd.collectives.local import run_local
+from spmd.core.mesh import Mesh
+from spmd.core.spec import TensorMeta
+from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+
+
+@attrs.frozen
+class Strided:
+    """The properties of a local tensor that decide whether an operator returns a view of it."""
+
+    meta: TensorMeta
+    strides: tuple[int, ...]
+
+    @classmethod
+    def contiguous(cls, meta: TensorMeta) -> Strided:
+        """A tensor in row-major order."""
+        strides = [1]
+        for size in reversed(meta.shape[1:]):
+            strides.append(strides[-1] * max(size, 1))
+        return cls(meta, tuple(reversed(strides)) if meta.shape else ())
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether elements are in row-major order without gaps; strides of dims of length 1 do not matter."""
+        expected = Strided.contiguous(self.meta).strides
+        dims = zip(self.meta.shape, self.strides, expected, strict=True)
+        return self.meta.numel < 2 or all(size == 1 or stride == other for size, stride, other in dims)
+
+    def tensor(self) -> torch.Tensor:
+        """A new tensor like it on the meta device."""
+        return torch.empty_strided(self.meta.shape, self.strides, dtype=self.meta.dtype, device="meta")
+
+
+@attrs.frozen
+class Result:
+    """A result of an operator: its strides, and the position of the operand that it is a view of, if it is one."""
+
+    layout: Strided
+    view_of: int | None = None
+
+
+@attrs.frozen
+class _Operand:
+    number: int
+
+
+@attrs.frozen
+class StridedCall:
+    """A call on local tensors, as a cache key: equal calls have results with equal strides and views.
+
+    Args:
+        op: the operator.
+        key: the arguments, hashable.
+        operands: the tensors among them.
+        results: the shapes and dtypes of the results.
+        arguments: positional ones and by keyword, with numbers in place of tensors.
+    """
+
+    op: torch._ops.OpOverload
+    key: Hashable
+    operands: tuple[Strided, ...]
+    results: tuple[TensorMeta, ...]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = attrs.field(eq=False)
+
+    @classmethod
+    def of(cls, operation: Operation, operands: Sequence[Strided]) -> StridedCall:
+        """The call of an operation on tensors with these strides, in the order of its operands."""
+        numbers = iter(range(len(operands)))
+        arguments: Any = map_leaves(
+            lambda leaf: _Operand(next(numbers)) if isinstance(leaf, Value) else leaf,
+            (operation.args, dict(operation.kwargs)),
+        )
+        metas = tuple(value.meta for value in operation.tensors)
+        return cls(operation.op, freeze(arguments), tuple(operands), metas, arguments)
+
+
+@lru_cache(maxsize=16384)
+def run_on_meta(call: StridedCall, place: tuple[Mesh, int] | None) -> tuple[Result, ...] | None:
+    """The strides of the results and which are views; None if the operator does not run on meta tensors.
+
+    Args:
+        call: the call.
+        place: of a primitive without communication, the mesh and the number of the rank.
+    """
+    operands = [layout.tensor() for layout in call.operands]
+
+    def concrete(leaf: Any) -> Any:
+        if isinstance(leaf, _Operand):
+            return operands[leaf.number]
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = map_leaves(concrete, call.arguments)
+    try:
+        made = call.op(*args, **kwargs) if place is None else run_local(call.op, *place, *args)
+    except (NotImplementedError, RuntimeError):
+        return None
+    tensors = [leaf for leaf in iterate_leaves(made) if leaf is not None]
+    if [TensorMeta.of(tensor) for tensor in tensors] != list(call.results):
+        return None
+    storages = [storage_of(tensor) for tensor in operands]
+    return tuple(
+        Result(Strided(meta, tensor.stride()), storages.index(key) if (key := storage_of(tensor)) in storages else None)
+        for tensor, meta in zip(tensors, call.results, strict=True)
+    )
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tests whether two tensors that exist share their memory."""
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
