@@ -35,7 +35,7 @@ class Program:
         return result
 
     def collective(self, operand: Value, launch: int) -> Value:
-        op = Exchange(lambda x: x, (), lambda x: x, lambda x: x)
+        op = Exchange(lambda x: x, (), lambda x: x, lambda x: x, width=4)
         return self.call(op, operand, comm=Comm(StepKind.ALL_REDUCE, ("x",), 4.0, 0.0, "", None, launch))
 
     def view(self, operand: Value) -> Value:
