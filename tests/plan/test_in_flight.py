@@ -36,9 +36,9 @@ def call_of(op, operand, result, *arguments, strides=None):
     return StridedCall.of(Operation(op, (x, *arguments, ["x"]), {}, (y,)), [layout])
 
 
-def numels(*calls):
+def numels(*calls, ranks=((0,), (1,))):
     """The numbers of elements that a rank allocates when it packs, for the launch itself, and when it unpacks."""
-    found = launch_buffers(spmd.make_mesh({"x": 2}, runtime="abstract"), (0,), calls)
+    found = launch_buffers(spmd.make_mesh({"x": 2}, runtime="abstract"), ranks, calls)
     operands = range(len(calls))
     packed, unpacked = (
         [found.metas[number].numel for _, writes in allocations for number in writes]
@@ -82,5 +82,11 @@ def test_chunks_in_another_order_than_the_ranks_are_packed():
     mesh = spmd.make_mesh({"x": 2, "y": 2}, runtime="abstract")
     meta = TensorMeta((4,), F32)
     call = Operation(spmd_ops.reduce_scatter, (Value("x", meta), "sum", 0, 1, ["y", "x"]), {}, (Value("y", meta),))
-    found = launch_buffers(mesh, (0, 0), (StridedCall.of(call, [Strided.contiguous(meta)]),))
+    found = launch_buffers(mesh, ((0, 0),), (StridedCall.of(call, [Strided.contiguous(meta)]),))
     assert [4] == [found.metas[number].numel for _, writes in found.packing for number in writes]
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, ([], [0], [4])), (1, ([], [4], []))])
+def test_ranks_that_receive_nothing_in_a_permutation_make_zeros_when_it_ends(rank, expected):
+    call = call_of(spmd_ops.permute, (4,), (4,), [-1, 0], [4])
+    assert expected == numels(call, ranks=((rank,),))

@@ -7,11 +7,13 @@ launch becomes two, a start and a finish, with the buffers that the runtime allo
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
+from spmd.core.mesh import Coordinate
 from spmd.ir.launch_schedule import Call, placed, starts
 from spmd.plan.data.plan import PlanData
 from spmd.plan.memory.launch_buffers import Allocation, launch_buffers
@@ -85,11 +87,12 @@ def in_flight(plan: PlanData, liveness: Liveness) -> Liveness:
     happenings = happenings_of(launches(plan, liveness))
     shared: dict[Buffer, Buffer] = {}
     finishes: dict[PlacedLaunch, list[Event]] = {}
+    ranks = _ranks_like(plan, liveness.coordinate)
     events: list[Event] = []
     for index, event in enumerate((*liveness.events, None)):
         for launch, starts_here in happenings[index]:
             if starts_here:
-                start, finishes[launch] = _events(plan, liveness, launch, shared)
+                start, finishes[launch] = _events(plan, ranks, launch, shared)
                 events += start
             else:
                 events += finishes[launch]
@@ -101,12 +104,21 @@ def in_flight(plan: PlanData, liveness: Liveness) -> Liveness:
     return attrs.evolve(liveness, events=tuple(events))
 
 
+def _ranks_like(plan: PlanData, coordinate: Coordinate) -> tuple[Coordinate, ...]:
+    """The ranks that share the program of that at a coordinate, which comes first."""
+    variants, every = plan.request.graph.variants, itertools.product(*map(range, plan.mesh.axes.values()))
+    if variants is None:
+        return tuple(every)
+    key = variants.unevenness.key
+    return tuple(other for other in every if key(other) == key(coordinate))
+
+
 def _events(
-    plan: PlanData, liveness: Liveness, launch: PlacedLaunch, shared: dict[Buffer, Buffer]
+    plan: PlanData, ranks: tuple[Coordinate, ...], launch: PlacedLaunch, shared: dict[Buffer, Buffer]
 ) -> tuple[list[Event], list[Event]]:
     """The events of the start and of the finish of a launch; adds results that share a buffer to `shared`."""
     calls = tuple(event.collective for event in launch.events if event.collective)
-    found = launch_buffers(plan.mesh, liveness.coordinate, calls)
+    found = launch_buffers(plan.mesh, ranks, calls)
     operands = [shared.get(buffer, buffer) for event in launch.events for buffer in event.reads]
     buffers = dict(enumerate(operands))
     for number, result in zip(

@@ -50,19 +50,20 @@ class LaunchBuffers:
 
 
 @lru_cache(maxsize=4096)
-def launch_buffers(mesh: Mesh, coordinate: Coordinate, calls: tuple[StridedCall, ...]) -> LaunchBuffers:
+def launch_buffers(mesh: Mesh, ranks: tuple[Coordinate, ...], calls: tuple[StridedCall, ...]) -> LaunchBuffers:
     """The buffers of a launch.
 
     Args:
         mesh: the mesh.
-        coordinate: the mesh coordinate of the rank.
+        ranks: the mesh coordinates of the ranks that run it with operands of these shapes; they differ in what they
+            send and receive in permutations only.
         calls: the calls of primitives that are launched as one.
     """
     if calls[0].op is RAGGED:
         return _ragged(*calls)
     if mesh.axis_size(calls[0].arguments[0][-1]) == 1:
         return _alone(*calls)
-    bound = [_bound(mesh, coordinate, call) for call in calls]
+    bound = [_bound(mesh, ranks, call) for call in calls]
     run = bound[0] if len(bound) == 1 else Bucket.of(bound)
     operands = [call.operands[0].tensor() for call in calls]
     storages = _Storages(operands)
@@ -77,13 +78,24 @@ def launch_buffers(mesh: Mesh, coordinate: Coordinate, calls: tuple[StridedCall,
     return LaunchBuffers(storages.metas, packing, *numbers, storages.taken(), found, run.in_place is None)
 
 
-def _bound(mesh: Mesh, coordinate: Coordinate, call: StridedCall) -> Exchange:
-    """The exchange of a call; in a permutation each rank sends and receives, as those that hold most do."""
+def _bound(mesh: Mesh, ranks: Sequence[Coordinate], call: StridedCall) -> Exchange:
+    """The exchange of a call."""
     *rest, axes = call.arguments[0][1:]
     if call.op is PERMUTE:
-        rest[0] = list(range(mesh.axis_size(axes)))
-    found = bind(call.op, mesh, coordinate, call.operands[0].meta, (*rest, axes), communicates=False)
+        rest[0] = _busiest(rest[0], [mesh.axis_index(rank, axes) for rank in ranks])
+    found = bind(call.op, mesh, ranks[0], call.operands[0].meta, (*rest, axes), communicates=False)
     assert isinstance(found, Exchange)
+    return found
+
+
+def _busiest(sources: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """The sources of a permutation in which the first of some ranks sends if any of them does, and receives so, too."""
+    first, found = ranks[0], [-1] * len(sources)
+    other = (first + 1) % len(sources)
+    if any(rank in sources for rank in ranks):
+        found[other] = first
+    if any(sources[rank] >= 0 for rank in ranks):
+        found[first] = other
     return found
 
 
