@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoint_writers
 import torch
 import torch.distributed as dist
 from distributed_cases import CONFIG, error_of, on, values
@@ -146,6 +147,15 @@ def load_position(folder: str) -> str:
         return str(load(folder, like, mesh=mesh)["position"])
     except spmd.CheckpointError as error:
         return str(error)
+
+
+def load_repeatedly(folder: str, axes: dict[str, int], runtime: str, times: int) -> list[int]:
+    """The numbers of the saves that loads find, one after the other, until they have found four saves."""
+    mesh = spmd.make_mesh(axes, runtime=runtime)
+    found: list[int] = []
+    while len(found) < times or len(set(found)) < 4:
+        found.append(checkpoint_writers.loaded_number(folder, mesh))
+    return found
 
 
 def damaged_on_one_rank(folder: str) -> tuple[str, list[str], int]:

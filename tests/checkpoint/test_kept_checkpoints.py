@@ -2,6 +2,7 @@
 
 import multiprocessing
 import re
+import threading
 
 import checkpoint_cases as cases
 import checkpoint_writers
@@ -9,12 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import spmd
 from spmd import CheckpointError
 from spmd.checkpoint import exists, load, save, save_async, saved
 from spmd.checkpoint.reader import Reader
 
-HALVES = spmd.make_mesh({"data": 2}, runtime="virtual")
 STEP = {"step": 0}
 
 
@@ -165,20 +164,39 @@ def processes():
     return context
 
 
+@pytest.fixture
+def saving_job(folder, processes):
+    """Starts a job that saves to the folder again and again, until the test is over."""
+    started = []
+
+    def start(keep):
+        done, sender = processes.Pipe(duplex=False)
+        process = processes.Process(target=checkpoint_writers.save_forever, args=(str(folder), 1, sender, keep))
+        process.start()
+        started.append(process)
+        sender.close()
+        done.recv()
+        threading.Thread(target=lambda: list(checkpoint_writers.sent(done)), daemon=True).start()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("keep", [1, 3])
-def test_loads_while_another_job_saves_find_one_whole(folder, processes, keep):
-    save(checkpoint_writers.tree(0, HALVES), folder)
-    done, sender = processes.Pipe(duplex=False)
-    process = processes.Process(target=checkpoint_writers.save_forever, args=(str(folder), 1, sender, keep))
-    process.start()
-    sender.close()
-    done.recv()
-    found = [checkpoint_writers.loaded_number(folder, HALVES) for _ in range(300)]
-    process.kill()
-    process.join()
+def test_loads_while_another_job_saves_find_one_whole(folder, saving_job, keep):
+    saving_job(keep)
+    found = cases.load_repeatedly(str(folder), {"data": 2}, "virtual", 200)
     assert sorted(found) == found
-    assert len(set(found)) > 3
+
+
+@pytest.mark.faults
+def test_processes_that_load_while_another_job_saves_find_the_same(workers, folder, saving_job):
+    saving_job(1)
+    first, second = workers.run(cases.load_repeatedly, str(folder), {"data": 2}, "distributed", 30, ranks=2)
+    assert first == second == sorted(first)
 
 
 @pytest.fixture
