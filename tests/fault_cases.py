@@ -210,7 +210,7 @@ def handler_that_fails() -> Callable[[], object]:
 
 
 def loader_with_a_worker() -> Callable[[], object]:
-    loader = iter(torch.utils.data.DataLoader(range(1000), num_workers=1))
+    loader = iter(torch.utils.data.DataLoader(range(1000), num_workers=1, multiprocessing_context="fork"))
     next(loader)
     return lambda: os.kill(loader._workers[0].pid, signal.SIGKILL)
 

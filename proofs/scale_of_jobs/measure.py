@@ -37,7 +37,7 @@ class Phase:
 
     Args:
         operations: of the store, by name.
-        descriptors: open at the end.
+        descriptors: open at the end, beyond those that the process began with.
         seconds: how long it took.
     """
 
@@ -97,11 +97,12 @@ def _live(rank: int, ranks: int, variables: dict[str, str], folder: str) -> None
     process._store = counted  # type: ignore[assignment]
     phases: dict[str, Phase] = {}
     before, start = Counter(operations), time.monotonic()
+    inherited = _descriptors()
 
     def end(name: str) -> None:
         nonlocal before, start
         now = Counter(operations)
-        phases[name] = Phase(now - before, len(os.listdir("/proc/self/fd")), time.monotonic() - start)
+        phases[name] = Phase(now - before, _descriptors() - inherited, time.monotonic() - start)
         before, start = Counter(operations), time.monotonic()
 
     spmd.init(timeout=TIMEOUT)
@@ -124,6 +125,10 @@ def _live(rank: int, ranks: int, variables: dict[str, str], folder: str) -> None
         error = str(failure)
     end("kill")
     Path(folder, str(rank)).write_bytes(pickle.dumps(Life(phases, error)))
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def _model(mesh: spmd.Mesh) -> tuple[Any, Any, Any]:
