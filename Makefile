@@ -74,6 +74,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/planner.py $(ARGS)
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/call_overhead.py
+	$(BIN)/python benchmarks/call_checks.py
 	$(BIN)/python benchmarks/eager_overhead.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/virtual_ranks.py

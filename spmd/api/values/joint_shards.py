@@ -92,7 +92,7 @@ def _replicas(
     """The shards of this process that other ranks hold too."""
     found = []
     for name, shards, known, spec in zip(names, held, facts, specs, strict=False):
-        if axes := replicated_axes(mesh, spec):
+        if axes := replicated_axes(mesh, spec if isinstance(spec, P) else tuple(spec)):
             texts = [describe(shard) if fact.meta else fact.kind for shard, fact in zip(shards, known, strict=True)]
             found.append(Replica(name, axes, "; ".join(texts)))
     return found

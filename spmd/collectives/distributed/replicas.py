@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import attrs
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from spmd.collectives.group import groups
 from spmd.core.mesh import Mesh
-from spmd.core.placement import Replicate
-from spmd.core.pytree import SpecLike
+from spmd.core.placement import Placement, Replicate
 from spmd.core.spec import DTensorSpec, P
 from spmd.job.collective_scope import who_says_what
 
@@ -35,7 +35,8 @@ class Replica:
     text: str
 
 
-def replicated_axes(mesh: Mesh, spec: SpecLike | DTensorSpec) -> tuple[str, ...]:
+@lru_cache(maxsize=4096)
+def replicated_axes(mesh: Mesh, spec: P | DTensorSpec | tuple[Placement, ...]) -> tuple[str, ...]:
     """The axes of `long_axes` along which ranks hold equal shards."""
     if isinstance(spec, (P, DTensorSpec)):
         used = {axis for axes in spec.dims for axis in axes} | {axis for axis, _ in spec.partial}
