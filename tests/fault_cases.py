@@ -234,6 +234,13 @@ def full_tensor_later(on: int) -> None:
     step(x)
 
 
+def ends_a_call_early(on: int) -> None:
+    spmd.init(check="calls")
+    step, x = steps()
+    for _ in range(1 if spmd.process_index() == on else 2):
+        step(x)
+
+
 def leave_pid(folder: str) -> None:
     Path(folder, f"pid{spmd.process_index()}").write_text(str(os.getpid()))
 

@@ -210,6 +210,15 @@ def test_ranks_that_part_after_the_first_run_say_where_they_are(context, case, p
         assert re.match("DivergenceError: Ranks wait for each other in different places: .*" + pattern, end), end
 
 
+def test_a_rank_that_ends_a_call_early_is_named(context):
+    ends = run_job(context, cases.ends_a_call_early, 1)
+    assert "" == ends.pop(1)
+    for end in ends.values():
+        assert re.match(r"SpmdError: the comparison of ranks in call 3 of jitted functions, center on .*rank 1", end), (
+            end
+        )
+
+
 # Slow without rank 0: the others wait for its store, and then for torch to give up.
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_does_not_start_is_named(context, missing):
