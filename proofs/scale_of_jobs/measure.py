@@ -47,8 +47,13 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """The number of operations."""
-        return sum(self.operations.values())
+        """The number of operations, without `looks`."""
+        return sum(self.operations.values()) - self.looks
+
+    @property
+    def looks(self) -> int:
+        """How often the failure detector has looked for a failure, which depends on the time that the phase took."""
+        return self.operations["check"]
 
 
 @attrs.frozen

@@ -48,6 +48,7 @@ def markdown(lives: Lives) -> str:
 def _phases(lives: Lives) -> Iterator[str]:
     head = (
         "phase", "ranks", "operations, all ranks", "of rank 0", "of another, most",
+        "looks, most",
         "descriptors of rank 0", "of another, most", "seconds",
     )  # fmt: skip
     rows = []
@@ -62,6 +63,7 @@ def _phases(lives: Lives) -> Iterator[str]:
                     f"{sum(each.total for each in found.values()):,}",
                     f"{found[0].total}",
                     f"{max(each.total for each in others)}",
+                    f"{max(each.looks for each in found.values())}",
                     f"{found[0].descriptors}",
                     f"{max(each.descriptors for each in others)}",
                     f"{max(each.seconds for each in found.values()):.1f}",
