@@ -20,6 +20,7 @@ from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.distribute import check_same, place
 from spmd.api.values.dtensor import DTensor, Shards, release_donated, wrap
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
+from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
 from spmd.core.spec import TensorMeta
@@ -178,8 +179,18 @@ class Compiled:
                 check_argument(leaf, spec, f"argument {path}")
         return self.traced.out_tree.unflatten(call(self.flat, leaves))
 
+    @functools.cached_property
+    def flatten(self) -> Flattener:
+        """The leaves of the dynamic arguments of a call, if they have this structure; else None."""
+        return flattener(self._signature.tree)
+
     def match(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> list[Shards] | None:
-        """The shards of a call's arguments, if its `Signature.key`, specs, shapes and dtypes are these; else None."""
+        """The shards of a call's arguments, if its `Signature.key`, specs, shapes and dtypes are these; else None.
+
+        Args:
+            key: the key of the call's signature.
+            leaves: what `flatten` returns for its dynamic arguments.
+        """
         if key != self._key:
             return None
         try:

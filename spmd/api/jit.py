@@ -94,20 +94,21 @@ class Jitted:
             return self._uncompiled(args)
         mesh = current_mesh(self._mesh)
         static, dynamic = split(args, self._options.static_argnums)
-        leaves, tree = tree_flatten(dynamic)
         if recorder():
             raise RecordingError(
                 f"{self!r} was called while make_fx records, at {where(user_source())}. Put spmd.jit outside of it."
             )
         if checks.every_call and spans_processes(mesh):
-            self._lookup_together(args, mesh).check_call(leaves)
-        if is_transformed(leaves):
-            return self._lookup_together(args, mesh).transformed(leaves)
+            self._lookup_together(args, mesh).check_call(tree_leaves(dynamic))
         last = self._last
-        if last is not None:
-            shards = last.match((torch_settings(), mesh, static, tree), leaves)
+        leaves = None if last is None else last.flatten(dynamic)
+        if last is not None and leaves is not None and not is_transformed(leaves):
+            shards = last.match((torch_settings(), mesh, static), leaves)
             if shards is not None:
                 return last.run(shards, leaves)
+        leaves = tree_leaves(dynamic)
+        if is_transformed(leaves):
+            return self._lookup_together(args, mesh).transformed(leaves)
         compiled = self._lookup_together(args, mesh)
         result = compiled.run(compiled.place(leaves), leaves)
         self._last = compiled

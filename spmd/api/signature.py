@@ -52,8 +52,8 @@ class Signature:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The part that a call knows before it looks at each leaf, which `Compiled.match` does."""
-        return self.settings, self.mesh, self.static, self.tree
+        """The part that a call knows before it looks at its dynamic arguments, as `Compiled.match` does."""
+        return self.settings, self.mesh, self.static
 
     def donated(self, options: Options) -> frozenset[int]:
         """The positions of the donated tensors among the leaves of the dynamic arguments.

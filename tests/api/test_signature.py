@@ -48,7 +48,7 @@ def test_what_else_tells_signatures_apart() -> None:
     found.append(signature({"w": x}, 3, static_argnums=1, mesh=spmd.make_mesh({"y": 2}, runtime="virtual")))
     with torch.autocast("cpu"):
         found.append(signature({"w": x}, 3, static_argnums=1))
-    assert len(found) == len(set(found)) == len({one.key for one in found})
+    assert len(found) == len(set(found)) == len({(one.key, one.tree) for one in found})
 
 
 @pytest.mark.parametrize(

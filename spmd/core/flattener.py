@@ -1,0 +1,75 @@
+"""Flattening trees of one known structure, by code that is generated for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import optree
+
+from spmd.core.pytree import tree_flatten
+
+Flattener: TypeAlias = Callable[[Any], list[Any] | None]
+"""Returns the leaves of trees of one structure, and None for other trees."""
+
+_SEQUENCES = (optree.PyTreeKind.TUPLE, optree.PyTreeKind.LIST, optree.PyTreeKind.NAMEDTUPLE)
+
+
+def flattener(structure: optree.PyTreeSpec) -> Flattener:
+    """A function like `tree_flatten` for trees of one structure, about ten times as fast.
+
+    What stands in the place of a leaf is returned without a look at its type: it may be a container.
+
+    >>> flatten = flattener(optree.tree_structure(({"w": 1, "b": 2}, [3])))
+    >>> flatten(({"b": 5, "w": 6}, [7])), flatten(({"b": 5}, [7])), flatten(({"b": 5, "w": 6}, (7,)))
+    ([5, 6, 7], None, None)
+    """
+    writer = _Writer()
+    leaves = ", ".join(writer.leaves("tree", structure))
+    lines = ["def flatten(tree):", "    try:", *writer.lines, f"        return [{leaves}]"]
+    lines += ["    except KeyError:", "        return None"]
+    exec(compile("\n".join(lines), "<spmd flattener>", "exec"), writer.namespace)
+    return writer.namespace["flatten"]  # type: ignore[no-any-return]
+
+
+class _Writer:
+    """The lines that check the containers of a tree, and the objects that they refer to by name."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.namespace: dict[str, Any] = {}
+
+    def leaves(self, node: str, structure: optree.PyTreeSpec) -> list[str]:
+        """The expressions of the leaves below a node, an expression, after lines that check the node."""
+        if structure.is_leaf():
+            return [node]
+        found, kind = f"v{len(self.lines)}", structure.kind
+        if kind not in (*_SEQUENCES, optree.PyTreeKind.DICT):
+            self.check(f"({found} := {self.refer(_by_optree(structure))}({node})) is None")
+            return [f"*{found}"]
+        keys = structure.entries() if kind is optree.PyTreeKind.DICT else range(structure.num_children)
+        self.check(f"type({found} := {node}) is not {self.refer(structure.type)} or len({found}) != {len(keys)}")
+        children = zip(keys, structure.children(), strict=True)
+        return [leaf for key, child in children for leaf in self.leaves(f"{found}[{self.refer(key)}]", child)]
+
+    def check(self, differs: str) -> None:
+        """Add the line that returns None where a condition holds."""
+        self.lines.append(f"        if {differs}: return None")
+
+    def refer(self, target: Any) -> str:
+        """An expression of an object."""
+        if type(target) in (int, str):
+            return repr(target)
+        name = f"g{len(self.namespace)}"
+        self.namespace[name] = target
+        return name
+
+
+def _by_optree(structure: optree.PyTreeSpec) -> Flattener:
+    """As `flattener`, by optree."""
+
+    def flatten(tree: Any) -> list[Any] | None:
+        leaves, found = tree_flatten(tree)
+        return leaves if found == structure else None
+
+    return flatten
