@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -28,15 +28,13 @@ def call_in_place(op: InPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     in_place = callable_of(in_place_variant(op.op), args, kwargs)
 
     def single(first: Tensors, *args: Any, **kwargs: Any) -> Any:
-        return (in_place if free[0] and is_owned(first, 0) else functional)(first[0], *args, **kwargs)
+        return (in_place if free[0] and is_owned(first)[0] else functional)(first[0], *args, **kwargs)
 
     def each(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
-        owned = [allowed and is_owned(tensors, index) for index, allowed in enumerate(free)]
+        owned = _writable(tensors, free)
         if not any(owned):
             return functional(tensors, *args, **kwargs)
-        for index, is_own in enumerate(owned):
-            if not is_own:
-                tensors[index] = tensors[index].clone()
+        _copy_others(tensors, owned, torch.preserve_format)
         in_place(tensors, *args, **kwargs)
         return tensors
 
@@ -49,9 +47,7 @@ def call_in_place(op: InPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 tensors[:] = [tensor.contiguous() for tensor in tensors]
                 results += [None] * len(tensors)
                 continue
-            for index in range(len(tensors)):
-                if not (next(allowed) and is_owned(tensors, index)):
-                    tensors[index] = tensors[index].clone(memory_format=torch.contiguous_format)
+            _copy_others(tensors, _writable(tensors, allowed), torch.contiguous_format)
             results += tensors
         in_place(*lists, **kwargs)
         return results
@@ -59,22 +55,39 @@ def call_in_place(op: InPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return fused if op.op in FUSED else each if op.takes_lists else single
 
 
-_REFERENCES = 3
-"""To a tensor that nobody else holds: of the program's variable, of the list, and of the argument of `getrefcount`."""
+def _writable(tensors: Tensors, free: Iterable[bool]) -> list[bool]:
+    """For each tensor whether it can be written to; takes as many items of `free`."""
+    return [allowed and is_own for is_own, allowed in zip(is_owned(tensors), free, strict=False)]
+
+
+def _copy_others(tensors: Tensors, writable: Sequence[bool], memory_format: torch.memory_format) -> None:
+    """Replace the tensors that cannot be written to by copies."""
+    for index, can_write in enumerate(writable):
+        if not can_write:
+            tensors[index] = tensors[index].clone(memory_format=memory_format)
+
+
+_REFERENCES = 4
+"""To a tensor that nobody else holds: of the program's variable, of the list, of the variable of the loop over it, and
+of the argument of `getrefcount`.
+"""
 
 _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
-def is_owned(tensors: Tensors, index: int) -> bool:
-    """Whether only one variable and this list hold a tensor, which is contiguous and alone in its whole memory."""
-    if sys.getrefcount(tensors[index]) != _REFERENCES or tensors[index]._use_count() != 1:  # type: ignore[attr-defined]
-        return False
-    tensor = tensors[index]
-    memory = tensor.untyped_storage()
-    return (
-        _storage_uses(memory._cdata) == 2  # of the tensor, and of `memory`
-        and memory.nbytes() == tensor.nbytes
-        and tensor.is_contiguous()
-        and memory.resizable()  # else it is not torch's, but numpy's, for one
-        and (tensor.is_cuda or not memory.is_shared())  # with other processes; for CUDA, torch always says so
-    )
+def is_owned(tensors: Tensors) -> list[bool]:
+    """For each tensor, whether only one variable and the list hold it, and it is contiguous and alone in its memory."""
+    found = []
+    for tensor in tensors:
+        if getrefcount(tensor) != _REFERENCES or tensor._use_count() != 1:  # type: ignore[attr-defined]
+            found.append(False)
+            continue
+        memory = tensor.untyped_storage()
+        found.append(
+            _storage_uses(memory._cdata) == 2  # of the tensor, and of `memory`
+            and memory.nbytes() == tensor.nbytes
+            and tensor.is_contiguous()
+            and memory.resizable()  # else it is not torch's, but numpy's, for one
+            and (not memory.is_shared() or tensor.is_cuda)  # with other processes; for CUDA, torch always says so
+        )
+    return found
