@@ -18,7 +18,7 @@ from spmd.api.transforms.transformed import call
 from spmd.api.values.arguments import check_argument
 from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.distribute import check_same, place
-from spmd.api.values.dtensor import DTensor, Shards, release_donated, wrap
+from spmd.api.values.dtensor import DONATED, DTensor, Shards, lose_shards, wrap
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
@@ -245,8 +245,8 @@ class Compiled:
         """
         if is_watched():
             record_comms(self.program.collectives, self.traced.name)
-        for index in self._donated:
-            release_donated(leaves[index])
+        donated = [leaves[index] for index in self._donated]
+        lose_shards([leaf for leaf in donated if isinstance(leaf, DTensor)], DONATED)
         results = self._executable(shards)
         return self._out_tree.unflatten(list(map(wrap, self._results, results)))
 

@@ -107,7 +107,7 @@ def write(value: DTensor, shards: Shards, *, through: bool = False) -> None:
         for alias in held.aliases:
             replace_shards(alias, shards)
         for view in held.views:
-            lose_shards(view, *_stale())
+            lose_shards([view], _stale())
     elif not through:
         replace_shards(value, shards)
         set_family(value, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import torch
@@ -379,28 +379,26 @@ def _holds_shards(value: DTensor) -> bool:
     return True
 
 
-def release_donated(leaf: Any) -> None:
-    """Drop the shards of a donated DTensor, which cannot be read from then on; other leaves stay as they are."""
-    if isinstance(leaf, DTensor):
-        lose_shards(leaf, "donated", _DONATED)
-
-
-_DONATED = (
-    "it was donated to a jitted function. Use what the function returned, or leave the argument out of donate_argnums."
-)
-
-
-def lose_shards(value: DTensor, state: str, reason: str) -> None:
-    """Drop the shards of a DTensor; reading them is an error.
+def lose_shards(values: Iterable[DTensor], why: tuple[str, str]) -> None:
+    """Drop the shards of DTensors; reading them is an error.
 
     Args:
-        value: the DTensor.
-        state: what it is from then on, in its `repr`.
-        reason: for the error: what happened, and what to do.
+        values: the DTensors; some may have lost their shards already.
+        why: what they are from then on, in their `repr`; and for the error: what happened, and what to do.
     """
-    if _holds_shards(value):
-        _delete_shards(value)
-        _set_gone(value, (state, reason))
+    for value in values:
+        try:
+            _delete_shards(value)
+        except AttributeError:
+            continue
+        _set_gone(value, why)
+
+
+DONATED = (
+    "donated",
+    "it was donated to a jitted function. Use what the function returned, or leave the argument out of donate_argnums.",
+)
+"""Why a donated DTensor has no shards."""
 
 
 def become(value: DTensor, other: DTensor) -> None:
