@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data._utils import signal_handling
 
 import spmd
 from spmd import P
@@ -173,7 +175,8 @@ def out_of_memory(on: int) -> None:
     step, x = steps()
     if spmd.process_index() == on:
         exchange.wait = allocate
-    step(x)
+    while True:
+        step(x)
 
 
 def out_of_host_memory(on: int) -> None:
@@ -186,7 +189,8 @@ def out_of_host_memory(on: int) -> None:
     if spmd.process_index() == on:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), resource.RLIM_INFINITY))
-    gather(x)
+    while True:
+        gather(x)
 
 
 def interrupted(on: int, fails_with: Callable[[], Callable[[], object]]) -> None:
@@ -210,9 +214,11 @@ def handler_that_fails() -> Callable[[], object]:
 
 
 def loader_with_a_worker() -> Callable[[], object]:
-    loader = iter(torch.utils.data.DataLoader(range(1000), num_workers=1, multiprocessing_context="fork"))
-    next(loader)
-    return lambda: os.kill(loader._workers[0].pid, signal.SIGKILL)
+    """What a DataLoader does for a worker, which only sleeps here: a fork of a process with threads may hang."""
+    worker = subprocess.Popen(["sleep", "600"])
+    signal_handling._set_worker_pids(1, (worker.pid,))
+    signal_handling._set_SIGCHLD_handler()
+    return worker.kill
 
 
 def other_argument_later(on: int) -> None:

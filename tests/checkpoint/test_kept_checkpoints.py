@@ -194,7 +194,7 @@ def test_loads_while_another_job_saves_find_one_whole(folder, saving_job, keep):
 
 @pytest.mark.faults
 def test_processes_that_load_while_another_job_saves_find_the_same(workers, folder, saving_job):
-    saving_job(1)
+    saving_job(20)
     first, second = workers.run(cases.load_repeatedly, str(folder), {"data": 2}, "distributed", 30, ranks=2)
     assert first == second == sorted(first)
 

@@ -1,5 +1,6 @@
 """A rank that goes wrong: every other one says so in time, and says which and why."""
 
+import functools
 import multiprocessing
 import os
 import re
@@ -83,16 +84,20 @@ def others(rank):
     return [other for other in range(RANKS) if other != rank]
 
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+"""A case that only `make test-faults` and `make test-all` run."""
+
 COLLECTIVE = r"SpmdError: (all_reduce|all_gather|reduce_scatter) over data \(.* at fault_cases\.py:\d+\) failed"
 
 
-@pytest.mark.parametrize("case", [cases.killed, cases.stopped], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("case", [cases.killed, SLOW(cases.stopped)], ids=["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_is_gone_in_a_step_is_named(context, case):
     ends = run_job(context, case, 2, waits_for=others(2))
     for end in ends.values():
         assert re.match(COLLECTIVE + ": rank 2 does not answer", end), end
 
 
+@pytest.mark.slow
 def test_without_the_rank_that_keeps_the_store_it_is_said(context):
     ends = run_job(context, cases.killed, 0, waits_for=others(0))
     for end in ends.values():
@@ -115,7 +120,7 @@ def test_an_error_in_user_code_reaches_the_others(context):
 GONE = "has ended: its script is over or has called sys.exit"
 
 
-@pytest.mark.parametrize("on", [0, 2])
+@pytest.mark.parametrize("on", [SLOW(0), 2])
 @pytest.mark.parametrize(
     ("case", "end", "words"),
     [(cases.returns, "", GONE), (cases.exits, "SystemExit: 1", r"has ended by sys\.exit\(1\)")],
@@ -141,7 +146,7 @@ step(x)
 """
 
 
-@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("on", [0, SLOW(1)])
 def test_a_script_that_ends_is_called_what_it_is(on):
     variables = {**free_address(), "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SCRIPT.replace("ON", str(on))]
@@ -159,7 +164,7 @@ def test_a_script_that_ends_is_called_what_it_is(on):
 
 @pytest.mark.parametrize(
     ("fails", "reason"),
-    [(cases.kill, ": rank 2 does not answer"), (cases.fail, ", because rank 2 failed: ValueError: no such file")],
+    [SLOW(cases.kill, ": rank 2 does not answer"), (cases.fail, ", because rank 2 failed: ValueError: no such file")],
     ids=["SIGKILL", "error"],
 )
 def test_the_second_failure_of_a_job_is_not_blamed_on_the_first(context, fails, reason):
@@ -171,7 +176,7 @@ def test_the_second_failure_of_a_job_is_not_blamed_on_the_first(context, fails, 
     ("case", "more", "error"),
     [
         (cases.out_of_memory, (), "OutOfMemoryError: CUDA out of memory"),
-        (cases.out_of_host_memory, (), r"RuntimeError: .*DefaultCPUAllocator: .*"),
+        SLOW(cases.out_of_host_memory, (), r"RuntimeError: .*DefaultCPUAllocator: .*"),
         (cases.interrupted, (cases.handler_that_fails,), "RuntimeError: the machine is wanted by others"),
         (cases.interrupted, (cases.loader_with_a_worker,), r"RuntimeError: DataLoader worker \(pid \d+\) is killed by"),
     ],
@@ -201,8 +206,10 @@ def test_an_error_in_the_function_reaches_the_others(context):
     ("case", "pattern"),
     [
         (cases.other_argument_later, r"waits in the comparison of ranks in the first run .* on rank 1"),
-        (cases.other_call_later, r"waits in the comparison of ranks in distribute on .* on rank 1"),
-        (cases.full_tensor_later, r"waits in the comparison of ranks in full_tensor\(\) of f32\[64,8\] .* on rank 1"),
+        SLOW(cases.other_call_later, r"waits in the comparison of ranks in distribute on .* on rank 1"),
+        SLOW(
+            cases.full_tensor_later, r"waits in the comparison of ranks in full_tensor\(\) of f32\[64,8\] .*on rank 1"
+        ),
     ],
 )
 def test_ranks_that_part_after_the_first_run_say_where_they_are(context, case, pattern):
@@ -210,6 +217,7 @@ def test_ranks_that_part_after_the_first_run_say_where_they_are(context, case, p
         assert re.match("DivergenceError: Ranks wait for each other in different places: .*" + pattern, end), end
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_a_call_early_is_named(context):
     ends = run_job(context, cases.ends_a_call_early, 1)
     assert "" == ends.pop(1)
@@ -220,7 +228,7 @@ def test_a_rank_that_ends_a_call_early_is_named(context):
 
 
 # Slow without rank 0: the others wait for its store, and then for torch to give up.
-@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("missing", [SLOW(0), 2])
 def test_a_rank_that_does_not_start_is_named(context, missing):
     for end in run_job(context, cases.steps, ranks=others(missing), timeout=cases.START).values():
         message = "could not start .* Is rank 0 there" if missing == 0 else "rank 2 did not"
