@@ -86,10 +86,8 @@ def placed(
     needed = dict(needed)
     launches = []
     for group in reversed(groups):
-        place, need = (
-            max(call.place for call in group),
-            min(needed.get(value, end) for call in group for value in call.writes),
-        )
+        place = max(call.place for call in group)
+        need = min(needed.get(value, end) for call in group for value in call.writes)
         reads = [value for call in group for value in call.reads]
         ready = latest = min(place, need)
         if results.isdisjoint(reads):

@@ -71,11 +71,12 @@ class _Overlap:
     def __init__(self, graph: Graph, window_bytes: float) -> None:
         self.graph = graph
         self.producers = {value: operation for operation in graph.operations for value in operation.tensors}
-        self.launches = _launches(graph)
-        self.launch_of = {value: n for n, found in enumerate(self.launches) for o in found for value in o.tensors}
+        launches = _launches(graph)
+        self.launches = [_joined(found) for found in launches]
+        self.launch_of = {value: n for n, operation in enumerate(self.launches) for value in operation.tensors}
         self.starts: dict[int, int] = {}
         """The number of the last launch that starts at each position."""
-        for number, position in enumerate(starts(_placed(graph, self.launches), window_bytes)):
+        for number, position in enumerate(starts(_placed(graph, launches), window_bytes)):
             self.starts[position] = number
         self.pending: dict[int, Value] = {}
         """What the launches that are under way are waited for by."""
@@ -123,7 +124,7 @@ class _Overlap:
     def start(self, last: int) -> None:
         """Start all launches up to one."""
         while self.started <= last:
-            number, operation = self.started, _joined(self.launches[self.started])
+            number, operation = self.started, self.launches[self.started]
             self.make(operation.operands)
             result = operation.tensors[0]
             self.pending[number] = Value(f"{result.name}_start", result.meta)
@@ -133,7 +134,7 @@ class _Overlap:
     def finish(self, number: int) -> None:
         """Wait for a launch."""
         self.start(number)
-        operation = _joined(self.launches[number])
+        operation = self.launches[number]
         finished = attrs.evolve(operation, op=operation.op.finish, args=(self.pending.pop(number),))
         self.operations.append(finished)
         self.made.update(finished.tensors)
