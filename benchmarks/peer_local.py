@@ -70,7 +70,7 @@ def measure_optimizer(config: gpt.Config, rounds: int) -> Comparison:
 
 
 def adamw_step(config: gpt.Config, mesh: spmd.Mesh) -> Step:
-    """Jitted AdamW; what it returns for a loss is one number of the parameters."""
+    """Jitted AdamW; what it returns for a loss is one number of the embeddings."""
     optimizer = adamw(lr=1e-3, weight_decay=DECAY)
     replicated = (P(), AdamWState(P(), P(), P()))
     update = spmd.jit(optimizer.update, (*replicated, P()), replicated, mesh=mesh, donate_argnums=(0, 1))
@@ -81,21 +81,22 @@ def adamw_step(config: gpt.Config, mesh: spmd.Mesh) -> Step:
     def step() -> float:
         nonlocal state
         state = update(*state, placed)
-        return tree_leaves(state[0])[0].to_local().view(-1)[0].item()
+        return state[0]["tokens"].to_local().view(-1)[0].item()
 
     return step
 
 
 def torchs_adamw(config: gpt.Config, kind: str) -> Step:
     """The same by torch's optimizer, which writes to its parameters."""
-    params = [leaf.requires_grad_() for leaf in tree_leaves(gpt.init(config))]
+    tree = tree_map(torch.Tensor.requires_grad_, gpt.init(config))
+    params, tokens = tree_leaves(tree), tree["tokens"]
     for leaf, grad in zip(params, tree_leaves(gradients(config)), strict=True):
         leaf.grad = grad
     optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=DECAY, **{kind: True})
 
     def step() -> float:
         optimizer.step()
-        return params[0].detach().view(-1)[0].item()
+        return tokens.detach().view(-1)[0].item()
 
     return step
 
