@@ -33,7 +33,7 @@ from spmd.plan.machine.measure import DTYPES
 Run: TypeAlias = Callable[[], object]
 
 _BLOCKS, _BLOCK = 3, 1.6e-2
-"""How many blocks of runs are timed, and seconds of each: some time slices of a system on which ranks share processors."""
+"""How many blocks of runs are timed, and seconds of each: some time slices, where ranks share processors."""
 
 _MANY, _FEW = 9, 3
 """How many runs of each collective are timed: of small ones, and of others."""
