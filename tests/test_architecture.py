@@ -28,6 +28,7 @@ ROOMS = (
     "plan.solver",
     "plan.cost",
     "plan.memory",
+    "plan.schedule",
     "plan.search",
     "plan",
     "inspect.layers",

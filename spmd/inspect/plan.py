@@ -13,7 +13,7 @@ from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.memory.peak import Memory, memory_of
-from spmd.plan.memory.schedule import best_schedule
+from spmd.plan.schedule.choice import best_schedule
 
 if TYPE_CHECKING:
     from spmd.inspect.layers.layers import Layers
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spmd.inspect.questions.explain import Explanation
     from spmd.inspect.report.figures import Report
     from spmd.inspect.saving.document import Document
-    from spmd.plan.memory.timing import Timing
+    from spmd.plan.schedule.timing import Timing
 
 # What answers a question is imported with the first question: most programs ask none, and import time counts.
 
@@ -117,7 +117,7 @@ class Plan(PlanData):
     @cached_property
     def timing(self) -> Timing:
         """The predicted time of a step on processes, and the part of its communication that is exposed."""
-        from spmd.plan.memory.timing import timing_of
+        from spmd.plan.schedule.timing import timing_of
 
         return timing_of(self)
 

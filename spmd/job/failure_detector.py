@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TypeAlias
 
 import attrs
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from spmd.errors import SpmdError
 from spmd.job.reports import PATIENCE, Reports
-from spmd.job.user_code import is_user_file
+from spmd.job.user_code import line_in
 
 INTERVAL = 0.5
 """Seconds between two looks at the store."""
@@ -232,11 +232,8 @@ def _whereabouts(held: Round) -> str:
         reported.what, position = position, reported  # type: ignore[assignment]  # at once: the main thread writes it, too
     if isinstance(position, Reported):
         return f"{WAITS}{position.what}"
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    line = f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "at no line of the user's"
-    return f"{AWAY}{line}{_interruption()}"
+    line = line_in(sys._current_frames().get(threading.main_thread().ident or 0))
+    return f"{AWAY}at {line}{_interruption()}"
 
 
 def _interruption() -> str:

@@ -35,7 +35,11 @@ def is_user_file(file: str) -> bool:
 
 def user_line() -> str:
     """The file and line of the innermost user code on the stack, as `train.py:22`."""
-    found: FrameType | None = sys._getframe(1)
-    while found is not None and not is_user_file(found.f_code.co_filename):
-        found = found.f_back
-    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno}" if found else "no line of the user's"
+    return line_in(sys._getframe(1))
+
+
+def line_in(frame: FrameType | None) -> str:
+    """The file and line of the innermost user code from a frame outward."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "no line of the user's"

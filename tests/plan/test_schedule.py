@@ -8,7 +8,7 @@ import spmd
 from spmd import Machine, P
 from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.plan.cost.account import account, launched
-from spmd.plan.memory.schedule import best_schedule
+from spmd.plan.schedule.choice import best_schedule
 
 MACHINE = Machine(flops=2e10, memory_bandwidth=1e10, link_bandwidth=5e7, latency=1e-5)
 

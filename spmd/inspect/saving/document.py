@@ -32,7 +32,7 @@ from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
 from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.peak import memory_of
-from spmd.plan.memory.timing import timing_of
+from spmd.plan.schedule.timing import timing_of
 from spmd.rules.strategy import Strategy
 
 FORMAT = 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import attrs
 
@@ -19,11 +18,9 @@ from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.causes import cause_of
 from spmd.plan.data.dataflow import fused_values, latency_shares
 from spmd.plan.data.draft import Draft
-from spmd.plan.data.plan import PlanData
+from spmd.plan.data.plan import AnyPlan, PlanData
 from spmd.plan.local.calls import local_collectives, scheduled
 from spmd.plan.machine.machine import Machine
-
-AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 
 @attrs.frozen

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
+from typing import TypeVar
 
 import attrs
 from typing_extensions import Self
@@ -141,3 +142,7 @@ class PlanData:
             specs = ", ".join(f"{self.layout(value)}" for value in operation.tensors)
             lines.append(f"{operation!r}  # {specs} {operation.source or ''}".rstrip())
         return "\n".join(lines)
+
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+"""A function that changes a plan returns one of the same class."""

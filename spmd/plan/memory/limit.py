@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import TypeVar
 
 import attrs
 
@@ -19,14 +18,12 @@ from spmd.errors import PlanError
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.account import account, launched
-from spmd.plan.data.plan import PlanData
+from spmd.plan.data.plan import AnyPlan, PlanData
 from spmd.plan.local.fragments import Known
 from spmd.plan.memory.liveness import Buffer, Liveness
 from spmd.plan.memory.peak import liveness_of, measure, memory_of
 from spmd.plan.memory.rematerialization import Rematerialization, Rewritten, candidates, rewrite
 from spmd.plan.memory.reorder import by_results
-
-AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 _LAUNCH = 1e-7
 """Seconds added to the cost of every operation, so that many small ones are not preferred to one large one."""

@@ -17,7 +17,7 @@ from spmd.plan.data.request import Request
 from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.limit import fit, fits, fitting, memory_prices
 from spmd.plan.memory.peak import memory_of
-from spmd.plan.memory.schedule import best_schedule
+from spmd.plan.schedule.choice import best_schedule
 from spmd.plan.search.finish import finish
 from spmd.plan.search.insert_reshards import insert_reshards
 from spmd.plan.search.prepare import Prepared, prepare

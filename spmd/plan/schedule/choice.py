@@ -5,16 +5,12 @@ Large buckets save latencies; small ones start earlier and pass beside computati
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from spmd.core.mesh import Runtime
 from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.plan.cost.account import account, launched
-from spmd.plan.data.plan import PlanData
+from spmd.plan.data.plan import AnyPlan, PlanData
 from spmd.plan.memory.limit import fits
-from spmd.plan.memory.timing import Simulation
-
-AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+from spmd.plan.schedule.timing import Simulation
 
 _PARTS = (1, 2, 4, 8, 16)
 """By how much buckets are smaller than the largest."""
