@@ -1,7 +1,7 @@
 """Measurements of the cost model's constants on a distributed mesh, by all ranks together.
 
-All ranks compute at once, because those of one host share its processors and memory, and each of them measures. Times
-are medians of several runs, and ranks agree on one value for each. All takes about a second.
+All ranks compute at once, because those of one host share its processors and memory, and each of them measures. Each
+time is that of several runs, and ranks agree on the median of theirs. All takes about a second.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from spmd.plan.machine.measure import DTYPES
 
 Run: TypeAlias = Callable[[], object]
 
-_BLOCKS, _BLOCK = 3, 1.6e-2
+_BLOCKS, _BLOCK = 4, 1.6e-2
 """How many blocks of runs are timed, and seconds of each: some time slices, where ranks share processors."""
 
-_MANY, _FEW = 9, 3
-"""How many runs of each collective are timed: of small ones, and of others."""
+_MANY, _FEW = 20, 3
+"""How many runs of each collective are timed: of small ones together, whose times vary much, and of others."""
 
 _LONG = 1e-2
 """Seconds that are long for a collective of medium size: a larger one is not timed."""
@@ -158,7 +158,14 @@ def _times(mesh: Mesh, axis: str) -> dict[Hashable, float]:
 def _send(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> float:
     """Seconds of a collective."""
     call, x = _collective(mesh, axis, kind, nbytes)
-    return _together(mesh, functools.partial(call, x), _MANY if nbytes == _SMALL else _FEW)
+    if nbytes > _SMALL:
+        return _together(mesh, functools.partial(call, x))
+
+    def many() -> None:
+        for _ in range(_MANY):
+            call(x)
+
+    return _together(mesh, many, 1) / _MANY
 
 
 def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Hashable, float]) -> Link:
@@ -192,12 +199,12 @@ def _overlap(mesh: Mesh, axis: str) -> float:
 
 
 def _seconds(mesh: Mesh, run: Run) -> float:
-    """Seconds of a run while all ranks compute: the median of blocks of runs.
+    """Seconds of a run while all ranks compute: the least mean of blocks of runs, as what else runs only adds to it.
 
     Ranks do not wait for each other here: what one of them computes depends on its times.
     """
     run()
-    return statistics.median(_block(mesh, run) for _ in range(_BLOCKS))
+    return min(_block(mesh, run) for _ in range(_BLOCKS))
 
 
 def _block(mesh: Mesh, run: Run) -> float:
@@ -211,10 +218,10 @@ def _block(mesh: Mesh, run: Run) -> float:
 
 
 def _together(mesh: Mesh, run: Run, runs: int = _FEW) -> float:
-    """The median of the seconds of a few runs, which communicate: as many on every rank."""
+    """The least seconds of a few runs, which communicate: as many on every rank."""
     run()
     _start(mesh)
-    return statistics.median(_once(mesh, run) for _ in range(runs))
+    return min(_once(mesh, run) for _ in range(runs))
 
 
 def _once(mesh: Mesh, run: Run) -> float:
