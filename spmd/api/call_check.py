@@ -30,7 +30,7 @@ from spmd.errors import DivergenceError
 from spmd.job.user_code import user_line
 from spmd.runtime.agreement import SAME_GENERATOR, generator_digest
 from spmd.runtime.torch_settings import isolated
-from spmd.tracing.trace import dynamic_paths, name_of
+from spmd.tracing.trace import name_of
 
 SAME_CALL = (
     "All ranks must call the same functions, with the same static arguments and with arguments of the same shapes, "
@@ -83,9 +83,7 @@ class CallCheck:
         is_random: Callable[[], bool],
     ) -> None:
         self._function, self._signature, self._in_specs, self._is_random = function, signature, in_specs, is_random
-        static = {number for number, _ in signature.static}
-        count = len(static) + signature.tree.num_children
-        self._paths = dynamic_paths(signature.tree, [number for number in range(count) if number not in static])
+        self._paths = signature.layout.paths(signature.tree)
         self._number: tuple[History, int] | None = None
 
     def __call__(self, leaves: Sequence[Any]) -> None:
@@ -138,7 +136,7 @@ class CallCheck:
         place = f" at {os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code else ""
         return {
             "The function": f"{stable_text(function)}{place}",
-            **{f"Static argument {number}": static_text(key) for number, key in signature.static},
+            **{f"Static argument {signature.layout.labels[n]}": static_text(key) for n, key in signature.static},
             "The structure of the arguments": str(signature.tree),
             **{
                 f"Argument {path}": _text(leaf, meta)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from spmd.api.call_check import CallCheck
+from spmd.api.parameters import Layout, Parameters
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.signature import Signature, split, with_dynamic
@@ -23,7 +24,7 @@ from spmd.collectives.distributed.agreement import failing_together, spans_proce
 from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
-from spmd.core.spec import TensorMeta
+from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph
 from spmd.job import checks
@@ -44,7 +45,7 @@ class Compiled:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        parameters: Parameters,
         args: tuple[Any, ...],
         signature: Signature,
         in_specs: Any,
@@ -52,11 +53,15 @@ class Compiled:
         options: Options,
     ) -> None:
         self.mesh, self.options = signature.mesh, options
-        self._function, self._out_specs, self._signature = function, out_specs, signature
-        self._donated = signature.donated(options)
-        _, dynamic = split(args, options.static_argnums)
-        of = "the arguments that are not static" if options.static_argnums else "the arguments"
-        self.in_specs = tuple(leaf_specs(in_specs, dynamic, self.mesh, what="in_specs", of=of))
+        self._parameters, self._out_specs, self._signature = parameters, out_specs, signature
+        self._function = signature.layout.by_position(parameters.function)
+        self._donated = signature.donated
+        _, dynamic = split(args, signature.layout.static)
+        prefix, of = signature.layout.prefix(in_specs), signature.layout.described
+        given = leaf_specs(prefix, dynamic, self.mesh, what="in_specs", of=of, optional=True)
+        found = (spec or own for spec, own in zip(given, signature.own, strict=True))
+        self.in_specs: tuple[DTensorSpec, ...] = tuple(spec for spec in found if spec is not None)
+        self._takes_plain = [own is None or own.is_replicated for own in signature.own]
         stand_ins = [StandIn(spec.meta, self.mesh.device) for spec in self.in_specs]
         self._args = with_dynamic(args, signature.static, signature.tree.unflatten(stand_ins))
         self._key = signature.key
@@ -67,8 +72,8 @@ class Compiled:
     def traced(self) -> Traced:
         """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
         with use_mesh(self.mesh):
-            static_argnums = [number for number, _ in self._signature.static]
-            traced = trace(self._function, self._args, static_argnums=static_argnums)
+            layout = self._signature.layout
+            traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
         return attrs.evolve(traced, graph=_with_copies(traced.graph, {}))
 
     @functools.cached_property
@@ -137,16 +142,21 @@ class Compiled:
         for leaf, spec, path in zip(leaves or (), self.in_specs, self.traced.input_paths, strict=leaves is not None):
             check_argument(leaf, spec, f"argument {path}")
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run with arguments of this signature.
 
         Raises:
             TraceError: other static arguments, another structure, or other settings of torch than those of compilation.
             DivergenceError, MeshError, ShardingError: as `place`.
         """
-        static, dynamic = split(args, self.options.static_argnums)
+        held, layout = self._signature, self._parameters.layout(args, keywords)
+        if layout != held.layout:
+            raise TraceError(
+                f"{self!r} was compiled for arguments {', '.join(held.layout.labels)} (got "
+                f"{', '.join(layout.labels)}). Call the jitted function instead."
+            )
+        static, dynamic = split(layout.positional(args, keywords), layout.static)
         leaves, tree = tree_flatten(dynamic)
-        held = self._signature
         if static != held.static:
             raise TraceError(f"{self!r} was compiled for other static arguments. Call the jitted function instead.")
         if tree != held.tree:
@@ -179,6 +189,16 @@ class Compiled:
                 check_argument(leaf, spec, f"argument {path}")
         return self.traced.out_tree.unflatten(call(self.flat, leaves))
 
+    def leaves(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
+        """The flattened dynamic arguments of a call of this signature."""
+        layout = self._parameters.layout(args, keywords)
+        return tree_leaves(split(layout.positional(args, keywords), layout.static)[1])
+
+    @property
+    def layout(self) -> Layout:
+        """Which arguments it takes, in order."""
+        return self._signature.layout
+
     @functools.cached_property
     def flatten(self) -> Flattener:
         """The leaves of the dynamic arguments of a call, if they have this structure; else None."""
@@ -205,12 +225,12 @@ class Compiled:
     def _match_plain(self, leaves: Sequence[Any]) -> list[Shards] | None:
         """As `match`, of leaves of which some are not DTensors."""
         shards = []
-        for leaf, spec in zip(leaves, self.in_specs, strict=True):
+        for leaf, spec, takes_plain in zip(leaves, self.in_specs, self._takes_plain, strict=True):
             if isinstance(leaf, DTensor):
                 if leaf._spec != spec:
                     return None
                 shards.append(leaf._shards)
-            elif _fits(leaf, spec.meta):
+            elif takes_plain and _fits(leaf, spec.meta):
                 shards.append(place(leaf, spec)._shards)
             else:
                 return None

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from spmd.api.compiled import Compiled
+from spmd.api.methods import bound_to
+from spmd.api.parameters import Layout, Parameters
 from spmd.api.programs.never_gathered import KeepSharded
 from spmd.api.programs.options import Comms, JitOptions, Options
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.api.transforms.linearize import linearize_dtensors
 from spmd.api.transforms.transformed import is_transformed
+from spmd.api.values.dtensor import DTensor
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
-from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh
+from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh, default_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
 from spmd.core.spec import has_meta
 from spmd.errors import MeshError, PlanError, TraceError
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
     from spmd.plan.machine.machine import Machine
     from spmd.rules.rule import Rule
 
-_MISSING: Any = object()
 linearize_dtensors()
 
 
@@ -55,7 +57,8 @@ class Jitted:
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Mesh | None, options: Options
     ) -> None:
         functools.update_wrapper(self, function)
-        self._function, self._in_specs, self._out_specs = function, in_specs, out_specs
+        self._in_specs, self._out_specs = in_specs, out_specs
+        self._parameters = Parameters(function, options, in_specs)
         self._mesh, self._options = None if mesh is None else check_mesh(mesh), options
         self._compiled: dict[tuple[Signature, Machine | None], Compiled] = {}
         self._last: Compiled | None = None
@@ -69,7 +72,7 @@ class Jitted:
         Args:
             args: DTensors with the specs of `in_specs`, plain tensors, which are placed by `in_specs`, and static
                 arguments.
-            keywords: arguments by name; each takes its position in the function's signature.
+            keywords: arguments by name; where it can, each takes its position in the function's signature.
 
         Returns:
             The result, with a DTensor by `out_specs` for each tensor. Under autograd and under transforms of
@@ -87,29 +90,30 @@ class Jitted:
             PlanError: no plan fits in `memory_limit`, the plan sends more than `comms` allows, or `plan` was made for
                 another program, mesh or specs.
         """
-        args = self._positional(args, keywords) if keywords else args
         if is_tracing():
-            return self._inline(args)
+            return self._inline(args, keywords)
         if is_jit_disabled():
-            return self._uncompiled(args)
-        mesh = current_mesh(self._mesh)
-        static, dynamic = split(args, self._options.static_argnums)
+            return self._uncompiled(args, keywords)
         if recorder():
             raise RecordingError(
                 f"{self!r} was called while make_fx records, at {where(user_source())}. Put spmd.jit outside of it."
             )
-        if checks.every_call and spans_processes(mesh):
-            self._lookup_together(args, mesh).check_call(tree_leaves(dynamic))
-        last = self._last
-        leaves = None if last is None else last.flatten(dynamic)
-        if last is not None and leaves is not None and not is_transformed(leaves):
-            shards = last.match((torch_settings(), mesh, static), leaves)
-            if shards is not None:
-                return last.run(shards, leaves)
-        leaves = tree_leaves(dynamic)
+        if checks.every_call and spans_processes(self._find_mesh(tree_leaves((args, keywords)))):
+            compiled = self._lookup_together(args, keywords)
+            compiled.check_call(compiled.leaves(args, keywords))
+        last, layout = self._last, self._parameters.known(args, keywords)
+        if last is not None and layout is not None:
+            static, dynamic = split(layout.positional(args, keywords), layout.static)
+            leaves = last.flatten(dynamic)
+            if leaves is not None and not is_transformed(leaves):
+                key = torch_settings(), self._find_mesh(leaves), layout, static
+                shards = last.match(key, leaves)
+                if shards is not None:
+                    return last.run(shards, leaves)
+        compiled = self._lookup_together(args, keywords)
+        leaves = compiled.leaves(args, keywords)
         if is_transformed(leaves):
-            return self._lookup_together(args, mesh).transformed(leaves)
-        compiled = self._lookup_together(args, mesh)
+            return compiled.transformed(leaves)
         result = compiled.run(compiled.place(leaves), leaves)
         self._last = compiled
         return result
@@ -128,45 +132,36 @@ class Jitted:
 
     def compile(self, *args: Any, **keywords: Any) -> Compiled:
         """The compiled function for such arguments, which can be called; on a distributed mesh a collective call."""
-        compiled = self._lookup_together(self._positional(args, keywords), current_mesh(self._mesh))
+        compiled = self._lookup_together(args, keywords)
         compiled.prepare()
         return compiled
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Jitted:
+        """The function as a method: `in_specs` and argument numbers speak of what follows `self`, which is static."""
+        return self if instance is None else bound_to(instance, self, self._bind_to)
+
+    def _bind_to(self, instance: Any) -> Jitted:
+        method = MethodType(self._parameters.function, instance)
+        return Jitted(method, self._in_specs, self._out_specs, self._mesh, self._options)
+
     def __repr__(self) -> str:
-        return f"spmd.jit({getattr(self._function, '__qualname__', self._function)})"
+        return f"spmd.jit({self._parameters.name})"
 
     def _stages(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
-        return self._lookup(self._positional(args, keywords), current_mesh(self._mesh))
+        return self._lookup(args, keywords, self._find_mesh(tree_leaves((args, keywords))))
 
-    def _positional(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments by position, because `in_specs` and `static_argnums` refer to positions."""
-        if not keywords:
-            return args
-        bound = self._bind(args, keywords, follow_wrapped=True)
-        if bound is None or bound.kwargs:
-            names = ", ".join(keywords if bound is None else bound.kwargs)
-            raise TraceError(
-                f"{self!r} was given {names} by name, which cannot go by position. in_specs speak of positions: make "
-                "a function of positional arguments, as lambda x, y: f(x, option=y)."
-            )
-        return bound.args
+    def _find_mesh(self, leaves: Sequence[Any]) -> Mesh:
+        """The mesh of a call: that of `jit` or of `use_mesh`, else that of the first DTensor; MeshError without one."""
+        if self._mesh is not None:
+            return self._mesh
+        found = (leaf.mesh for leaf in leaves if isinstance(leaf, DTensor))
+        return default_mesh() or next(found, None) or current_mesh()
 
-    def _bind(
-        self, args: tuple[Any, ...], keywords: dict[str, Any], *, follow_wrapped: bool
-    ) -> inspect.BoundArguments | None:
-        """The arguments bound to the function's signature; None if that is not available."""
-        try:
-            signature = inspect.signature(self._function, follow_wrapped=follow_wrapped)
-        except (TypeError, ValueError):
-            return None
-        try:
-            return signature.bind(*args, **keywords)
-        except TypeError as error:
-            raise TraceError(f"{self!r} takes {signature}: {error}.") from None
-
-    def _lookup(self, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
+    def _lookup(self, args: tuple[Any, ...], keywords: dict[str, Any], mesh: Mesh) -> Compiled:
         """What is compiled for the signature of a call; a new one is checked, and compiled stage by stage when used."""
-        signature, machine = Signature.of(args, mesh, self._options), None
+        layout = self._parameters.layout(args, keywords)
+        args = layout.positional(args, keywords)
+        signature, machine = Signature.of(args, layout, mesh, self._in_specs), None
         if self._chooses_machine(mesh):
             from spmd.plan.machine.default import default_machine  # not by `import spmd`
 
@@ -179,14 +174,14 @@ class Jitted:
                 "). Pass tuples for lists, or pass tensors as dynamic arguments."
             ) from None
         if found is None:
-            self._bind(args, {}, follow_wrapped=False)  # its own: a decorator may change the arguments
-            self._refuse_static_tensors(args, signature)
-            found = Compiled(self._function, args, signature, self._in_specs, self._out_specs, self._options)
+            self._refuse_static_tensors(args, layout)
+            found = Compiled(self._parameters, args, signature, self._in_specs, self._out_specs, self._options)
             self._compiled[signature, machine] = found
         return found
 
-    def _lookup_together(self, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
+    def _lookup_together(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
         """As `_lookup`, in a call that all ranks make: an error on one rank is raised on all ranks."""
+        mesh = self._find_mesh(tree_leaves((args, keywords)))
         call = first_run(mesh)
         with failing_together(call, spans_processes(mesh)):
             if self._chooses_machine(mesh):
@@ -194,33 +189,37 @@ class Jitted:
 
                 with isolated():
                     agree_on_machine(mesh, call)
-            return self._lookup(args, mesh)
+            return self._lookup(args, keywords, mesh)
 
     def _chooses_machine(self, mesh: Mesh) -> bool:
         """Whether plans are for a machine that the ranks of a distributed mesh agree on."""
         options = self._options
         return mesh.runtime is Runtime.DISTRIBUTED and options.machine is None and options.plan is None
 
-    def _refuse_static_tensors(self, args: tuple[Any, ...], signature: Signature) -> None:
-        for number, _ in signature.static:
+    def _refuse_static_tensors(self, args: tuple[Any, ...], layout: Layout) -> None:
+        for number in layout.static:
             if any(has_meta(leaf) for leaf in tree_leaves(args[number])):
+                label, got = layout.labels[number], type(args[number]).__name__
                 raise TraceError(
-                    f"Static argument {number} of {self!r} holds a tensor (got {type(args[number]).__name__}): every "
-                    "new one would be a new program. Pass it as a dynamic argument, or close over it."
+                    f"Static argument {label} of {self!r} holds a tensor (got {got}): every new one would be a new "
+                    "program. Pass it as a dynamic argument, or close over it."
                 )
 
-    def _uncompiled(self, args: tuple[Any, ...]) -> Any:
+    def _uncompiled(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call the function as it is written, under `spmd.disable_jit`."""
         from spmd.api.uncompiled.inside import is_inside  # few need them: `import spmd` leaves them out
         from spmd.api.uncompiled.whole import call_whole
 
         if is_inside():
-            return self._inline(args)
-        static, dynamic = split(args, self._options.static_argnums)
-        call = lambda given: self._function(*with_dynamic(args, static, given))  # noqa: E731
-        return call_whole(call, dynamic, current_mesh(self._mesh), self._in_specs, self._out_specs, repr(self))
+            return self._inline(args, keywords)
+        mesh, layout = self._find_mesh(tree_leaves((args, keywords))), self._parameters.layout(args, keywords)
+        args = layout.positional(args, keywords)
+        static, dynamic = split(args, layout.static)
+        function = layout.by_position(self._parameters.function)
+        call = lambda given: function(*with_dynamic(args, static, given))  # noqa: E731
+        return call_whole(call, dynamic, mesh, layout.prefix(self._in_specs), self._out_specs, repr(self))
 
-    def _inline(self, args: tuple[Any, ...]) -> Any:
+    def _inline(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call the function in a trace that is running, with its specs as sharding constraints."""
         outer = current_mesh()
         if self._mesh is not None and self._mesh != outer:
@@ -228,15 +227,17 @@ class Jitted:
                 f"{self!r} was made for {self._mesh} and is called in a function under jit on {outer}. "
                 "Functions that call each other share one mesh."
             )
-        static, dynamic = split(args, self._options.static_argnums)
-        placed = _constrain(self._in_specs, dynamic, what="in_specs", of="the arguments")
-        result = self._function(*with_dynamic(args, static, placed))
-        return _constrain(self._out_specs, result, what="out_specs", of="the result", optional=True)
+        layout = self._parameters.layout(args, keywords)
+        args = layout.positional(args, keywords)
+        static, dynamic = split(args, layout.static)
+        placed = _constrain(layout.prefix(self._in_specs), dynamic, what="in_specs", of="the arguments")
+        result = layout.by_position(self._parameters.function)(*with_dynamic(args, static, placed))
+        return _constrain(self._out_specs, result, what="out_specs", of="the result")
 
 
-def _constrain(specs: Any, tree: Any, *, what: str, of: str, optional: bool = False) -> Any:
+def _constrain(specs: Any, tree: Any, *, what: str, of: str) -> Any:
     leaves, structure = tree_flatten(tree)
-    prefix = broadcast_prefix(specs, tree, what=what, of=of, optional=optional)
+    prefix = broadcast_prefix(specs, tree, what=what, of=of, optional=True)
     return structure.unflatten(
         [leaf if spec is None else constrain(leaf, spec) for leaf, spec in zip(leaves, prefix, strict=True)]
     )
@@ -244,26 +245,29 @@ def _constrain(specs: Any, tree: Any, *, what: str, of: str, optional: bool = Fa
 
 @overload
 def jit(
-    function: Callable[..., Any], in_specs: Any, out_specs: Any = ..., /, **options: Unpack[JitOptions]
+    function: Callable[..., Any], in_specs: Any = ..., out_specs: Any = ..., /, **options: Unpack[JitOptions]
 ) -> Jitted: ...
 
 
 @overload
 def jit(
-    in_specs: Any, out_specs: Any = ..., /, **options: Unpack[JitOptions]
+    in_specs: Any = ..., out_specs: Any = ..., /, **options: Unpack[JitOptions]
 ) -> Callable[[Callable[..., Any]], Jitted]: ...
 
 
 @overload
-def jit(*function: Callable[..., Any], in_specs: Any, out_specs: Any = ..., **options: Unpack[JitOptions]) -> Any: ...
+def jit(*function: Callable[..., Any], **options: Unpack[JitOptions]) -> Any: ...
 
 
 def jit(
     *positional: Any,
-    in_specs: Any = _MISSING,
+    in_specs: Any = None,
     out_specs: Any = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     mesh: Mesh | None = None,
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     comms: Comms = "allow",
     backend: Literal["eager", "inductor"] = "eager",
@@ -281,12 +285,16 @@ def jit(
     with collectives between them. Modelled on `jax.jit` with `in_shardings` and `out_shardings`.
 
     Args:
-        in_specs: a pytree prefix of the tuple of arguments that are not static. Its leaves are `P`s, or tuples of one
-            placement for each mesh axis.
+        in_specs: a pytree prefix of the tuple of arguments that are not static, or a dict from names of parameters to
+            prefixes. Its leaves are `P`s, or tuples of one placement for each mesh axis. Where it is None or names
+            nothing, and for arguments that cannot go by position (keyword-only ones, `**kwargs`, those after one that
+            is left to its default), a DTensor keeps its spec, and a plain tensor is replicated.
         out_specs: a pytree prefix of the result, with the same leaves. None, here or inside the tree, leaves the spec
             of these results to the planner: whatever is cheapest, with no reduction pending.
-        mesh: the mesh; by default that of `use_mesh` when the function is called.
+        in_shardings, out_shardings: JAX's names of `in_specs` and `out_specs`.
+        mesh: the mesh; by default that of `use_mesh` when the function is called, else that of its first DTensor.
         static_argnums: positions of arguments without tensors, which must be hashable; each new value is a new program.
+        static_argnames: names of such arguments, which may also be keyword-only.
         donate_argnums: positions of arguments that the caller does not use again: their memory is freed at their last
             use in the program, or holds a result. A donated DTensor cannot be read after the call. Plain tensors are
             copied when they are placed, so they stay valid.
@@ -327,9 +335,13 @@ def jit(
     >>> double(torch.arange(4.0)).full_tensor()
     tensor([0., 2., 4., 6.])
     """
-    function, in_specs, out_specs = _parse(positional, in_specs, out_specs)
+    given = _first("in_specs", in_specs, "in_shardings", in_shardings)
+    function, in_specs, out_specs = _parse(
+        positional, given, _first("out_specs", out_specs, "out_shardings", out_shardings)
+    )
     options = Options(
         static_argnums=static_argnums,
+        static_argnames=static_argnames,
         donate_argnums=donate_argnums,
         comms=comms,
         backend=backend,
@@ -350,13 +362,20 @@ def _parse(positional: tuple[Any, ...], in_specs: Any, out_specs: Any) -> tuple[
         raise PlanError("jit takes the mesh by name (got it by position). Write mesh=mesh.")
     rest = list(positional)
     function = rest.pop(0) if rest and callable(rest[0]) else None
-    if rest and in_specs is _MISSING:
+    if rest and in_specs is None:
         in_specs = rest.pop(0)
     if rest and out_specs is None:
         out_specs = rest.pop(0)
-    if rest or in_specs is _MISSING:
+    if rest:
         raise PlanError(
-            f"jit takes in_specs and perhaps out_specs, after the function if it is given (got {len(positional)} "
+            f"jit takes in_specs and out_specs once, after the function if it is given (got {len(positional)} "
             "positional arguments). Write @spmd.jit(in_specs, out_specs) or spmd.jit(f, in_specs, out_specs)."
         )
     return function, in_specs, out_specs
+
+
+def _first(name: str, specs: Any, alias: str, others: Any) -> Any:
+    """The specs that are given under one of two names."""
+    if specs is not None and others is not None:
+        raise PlanError(f"{alias} is JAX's name of {name}: give one of them (got both).")
+    return others if specs is None else specs

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 import attrs
 import optree
 
-from spmd.api.programs.options import Options
+from spmd.api.parameters import Layout
 from spmd.api.static_arguments import static_key
+from spmd.api.values.arguments import own_spec
 from spmd.core.mesh import Mesh
-from spmd.core.pytree import tree_flatten
-from spmd.core.spec import TensorMeta, has_meta
-from spmd.errors import TraceError
+from spmd.core.pytree import broadcast_prefix, tree_flatten
+from spmd.core.spec import DTensorSpec, TensorMeta, has_meta
 from spmd.runtime.torch_settings import torch_settings
 
 Static: TypeAlias = tuple[tuple[int, Any], ...]
@@ -27,68 +27,65 @@ class Signature:
     Args:
         settings: torch's settings that a program depends on.
         mesh: the mesh.
+        layout: which arguments are given, in order.
         static: the static arguments.
         tree: the structure of the tuple of dynamic arguments.
         metas: the meta of each leaf of the dynamic arguments; None for a leaf that is no tensor.
+        own: for each of these leaves, the spec that it brings because `in_specs` has none for it; else None.
     """
 
     settings: tuple[Any, ...]
     mesh: Mesh
+    layout: Layout
     static: Static
     tree: optree.PyTreeSpec
     metas: tuple[TensorMeta | None, ...]
+    own: tuple[DTensorSpec | None, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], mesh: Mesh, options: Options) -> Signature:
-        """The signature of a call.
+    def of(cls, args: tuple[Any, ...], layout: Layout, mesh: Mesh, in_specs: Any) -> Signature:
+        """The signature of a call with arguments by position.
 
         Raises:
-            TraceError: `static_argnums` names an argument that the call does not have.
+            ShardingError: `in_specs` does not match the arguments, or one without a spec is no tensor.
         """
-        static, dynamic = split(args, options.static_argnums)
+        static, dynamic = split(args, layout.static)
         leaves, tree = tree_flatten(dynamic)
         metas = tuple(TensorMeta.of(leaf) if has_meta(leaf) else None for leaf in leaves)
-        return cls(torch_settings(), mesh, static, tree, metas)
+        given = broadcast_prefix(layout.prefix(in_specs), dynamic, what="in_specs", of=layout.described, optional=True)
+        paths = layout.paths(tree) if None in given else [""] * len(leaves)
+        own = tuple(
+            own_spec(leaf, mesh, f"argument {path}") if spec is None else None
+            for leaf, spec, path in zip(leaves, given, paths, strict=True)
+        )
+        return cls(torch_settings(), mesh, layout, static, tree, metas, own)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """The part that a call knows before it looks at its dynamic arguments, as `Compiled.match` does."""
-        return self.settings, self.mesh, self.static
+        return self.settings, self.mesh, self.layout, self.static
 
-    def donated(self, options: Options) -> frozenset[int]:
-        """The positions of the donated tensors among the leaves of the dynamic arguments.
-
-        Raises:
-            TraceError: `donate_argnums` names an argument that is static, or that the call does not have.
-        """
-        static = {number for number, _ in self.static}
-        count = len(static) + self.tree.num_children
-        donated = _positions(options.donate_argnums, count, "donate_argnums")
-        if not static.isdisjoint(donated):
-            raise TraceError(
-                f"Argument {min(static.intersection(donated))} is both in static_argnums={options.static_argnums} and "
-                f"in donate_argnums={options.donate_argnums}. Static arguments hold no tensors that could be donated."
-            )
-        dynamic = [number for number in range(count) if number not in static]
+    @property
+    def donated(self) -> frozenset[int]:
+        """The positions of the donated tensors among the leaves of the dynamic arguments."""
         owners = [
             number
-            for number, subtree in zip(dynamic, self.tree.children(), strict=True)
+            for number, subtree in zip(self.layout.dynamic, self.tree.children(), strict=True)
             for _ in range(subtree.num_leaves)
         ]
-        return frozenset(position for position, owner in enumerate(owners) if owner in donated)
+        return frozenset(position for position, owner in enumerate(owners) if owner in self.layout.donated)
 
 
-def split(args: tuple[Any, ...], static_argnums: Sequence[int]) -> tuple[Static, tuple[Any, ...]]:
+def split(args: tuple[Any, ...], static: Sequence[int]) -> tuple[Static, tuple[Any, ...]]:
     """The static and the dynamic arguments of a call.
 
-    >>> split(("add", 1.0, 2.0), (-3,))
+    >>> split(("add", 1.0, 2.0), (0,))
     (((0, (<class 'str'>, 'add')),), (1.0, 2.0))
     """
-    if not static_argnums:
+    if not static:
         return (), args
-    numbers = _positions(static_argnums, len(args), "static_argnums")
-    static = tuple((number, static_key(args[number])) for number in numbers)
-    return static, tuple(arg for number, arg in enumerate(args) if number not in numbers)
+    keys = tuple((number, static_key(args[number])) for number in static)
+    return keys, tuple(arg for number, arg in enumerate(args) if number not in static)
 
 
 def with_dynamic(args: tuple[Any, ...], static: Static, dynamic: Iterable[Any]) -> tuple[Any, ...]:
@@ -100,11 +97,3 @@ def with_dynamic(args: tuple[Any, ...], static: Static, dynamic: Iterable[Any]) 
     """
     numbers, values = {number for number, _ in static}, iter(dynamic)
     return tuple(arg if number in numbers else next(values) for number, arg in enumerate(args))
-
-
-def _positions(numbers: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """Argument numbers counted from the start, without repetitions, in order."""
-    for number in numbers:
-        if not -count <= number < count:
-            raise TraceError(f"{what}={tuple(numbers)} names argument {number}, but the call has {count} arguments.")
-    return tuple(sorted({number % count for number in numbers}))

@@ -247,6 +247,11 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
         _default_mesh.reset(token)
 
 
+def default_mesh() -> Mesh | None:
+    """The mesh set by `use_mesh`, if there is one."""
+    return _default_mesh.get()
+
+
 def current_mesh(mesh: Mesh | None = None) -> Mesh:
     """`mesh` if one is given, else the default set by `use_mesh`; MeshError if there is neither."""
     found = _default_mesh.get() if mesh is None else check_mesh(mesh)

@@ -144,6 +144,7 @@ def trace(
     args: tuple[Any, ...],
     *,
     static_argnums: Sequence[int] = (),
+    labels: Sequence[str] = (),
     name: str | None = None,
 ) -> Traced:
     """Trace a function of pytrees of tensors.
@@ -153,6 +154,7 @@ def trace(
         args: its positional arguments. Leaves are tensors on any device, or anything with `shape` and `dtype`
             (TensorMeta); None is an empty subtree. Values are not read.
         static_argnums: positions of the arguments that are passed to the function unchanged, as in `jax.jit`.
+        labels: what paths call each argument; by default its position.
         name: the name of the program; by default the function's name.
 
     Raises:
@@ -167,7 +169,8 @@ def trace(
     static = {number % len(args) for number in static_argnums} if args else set()
     dynamic = [number for number in range(len(args)) if number not in static]
     leaves, in_tree = tree_flatten(tuple(args[number] for number in dynamic))
-    accessors, paths = in_tree.accessors(), dynamic_paths(in_tree, dynamic)
+    accessors = in_tree.accessors()
+    paths = dynamic_paths(in_tree, [labels[number] for number in dynamic] if labels else dynamic)
     for leaf, path in zip(leaves, paths, strict=True):
         _check_leaf(leaf, path)
     parameters = _parameter_names(function, len(args))
@@ -192,9 +195,9 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def dynamic_paths(tree: optree.PyTreeSpec, dynamic: Sequence[int]) -> list[str]:
-    """The path of each leaf of the dynamic arguments, which have these positions among all arguments."""
-    return [f"{dynamic[accessor[0].entry]}{accessor[1:].codify('')}" for accessor in tree.accessors()]
+def dynamic_paths(tree: optree.PyTreeSpec, labels: Sequence[object]) -> list[str]:
+    """The path of each leaf of the dynamic arguments, which have these positions or names."""
+    return [f"{labels[accessor[0].entry]}{accessor[1:].codify('')}" for accessor in tree.accessors()]
 
 
 def trace_flat(

@@ -109,10 +109,3 @@ def test_saved_plans_hold_the_choice(tmp_path: Path) -> None:
 def test_explanations_name_the_result() -> None:
     plan = spmd.jit(layer, (P("data"), P(None, "model")), mesh=MESH).plan(torch.ones(4, 6, 4), torch.ones(4, 9))
     assert "result 4 requires P('data', None, 'model')" in str(plan.explain("relu"))
-
-
-def test_arguments_still_need_a_spec() -> None:
-    with pytest.raises(spmd.ShardingError, match=r"None is not a spec\. Write P\(\) for a tensor"):
-        spmd.jit(layer, (None, P()), mesh=MESH)(torch.ones(4, 6, 4), torch.ones(4, 9))
-    with pytest.raises(spmd.PlanError, match="jit takes in_specs and perhaps out_specs"):
-        spmd.jit(layer, mesh=MESH)

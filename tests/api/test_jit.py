@@ -219,7 +219,7 @@ def test_stages() -> None:
     compiled = f.compile(x, w)
     close(compiled(x, w), x @ w)
     with pytest.raises(spmd.TraceError, match=r"Compiled for arguments .* Call the jitted function instead"):
-        compiled(x)
+        compiled(x, {"w": w})
 
 
 def test_abstract_meshes_are_planned_and_not_run() -> None:

@@ -10,21 +10,32 @@ import torch
 import spmd
 import spmd.api.compiled
 from spmd import P, TensorMeta
+from spmd.api.parameters import Parameters
 from spmd.api.programs.options import Options
 from spmd.api.signature import Signature, split, with_dynamic
 
 MESH = spmd.make_mesh({"x": 2}, runtime="virtual")
+WHOLE = P()
 
 
 def options(static_argnums: Any = (), donate_argnums: Any = ()) -> Options:
     return Options(static_argnums, donate_argnums, comms="allow", backend="eager", machine=None, rules=None)
 
 
-def signature(*args: Any, static_argnums: Any = (), mesh: spmd.Mesh = MESH) -> Signature:
-    return Signature.of(args, mesh, options(static_argnums))
+def signature(
+    *args: Any, static_argnums: Any = (), donate_argnums: Any = (), mesh: spmd.Mesh = MESH, specs: Any = WHOLE
+) -> Signature:
+    parameters = Parameters(lambda *args: args, options(static_argnums, donate_argnums), specs)
+    return Signature.of(args, parameters.layout(args, {}), mesh, specs)
 
 
-def test_values_and_specs_are_no_part_of_a_signature() -> None:
+def test_a_spec_that_is_not_given_is_part_of_a_signature() -> None:
+    x = torch.zeros(4)
+    plain, whole, sharded = x, spmd.distribute(x, P(), MESH), spmd.distribute(x, P("x"), MESH)
+    assert signature(plain, specs=None) == signature(whole, specs=None) != signature(sharded, specs=None)
+
+
+def test_values_and_given_specs_are_no_part_of_a_signature() -> None:
     base = signature({"w": torch.zeros(4)}, 3, static_argnums=1)
     same = [torch.ones(4), TensorMeta((4,), torch.float32), spmd.distribute(torch.zeros(4), P("x"), MESH)]
     for leaf in same:
@@ -56,7 +67,8 @@ def test_what_else_tells_signatures_apart() -> None:
     [((), [], "abc"), ((1,), [1], "ac"), ((-1, 0), [0, 2], "b"), ((2, -1, 2), [2], "ab"), ((0, 1, 2), [0, 1, 2], "")],
 )
 def test_arguments_are_split_and_put_together(static: tuple[int, ...], positions: list[int], dynamic: str) -> None:
-    keys, found = split(tuple("abc"), static)
+    layout = Parameters(lambda *args: args, options(static), None).layout("abc", {})
+    keys, found = split(tuple("abc"), layout.static)
     assert (positions, tuple(dynamic)) == ([number for number, _ in keys], found)
     replaced = [letter.upper() if letter in dynamic else letter for letter in "abc"]
     assert tuple(replaced) == with_dynamic(tuple("abc"), keys, dynamic.upper())
@@ -70,21 +82,19 @@ ARGUMENTS = ({"b": torch.zeros(1), "a": torch.zeros(2)}, "static", None, (torch.
     [((), []), ((0,), [0, 1]), ((-1,), [2, 3]), ((2,), []), ((3, 0, -4), [0, 1, 2, 3])],
 )
 def test_donated_positions_count_the_leaves_of_dynamic_arguments(donate: tuple[int, ...], positions: list[int]) -> None:
-    given = options(1, donate)
-    assert frozenset(positions) == Signature.of(ARGUMENTS, MESH, given).donated(given)
+    assert frozenset(positions) == signature(*ARGUMENTS, static_argnums=1, donate_argnums=donate).donated
 
 
 @pytest.mark.parametrize(
     ("donate", "message"),
     [
         ((4,), r"donate_argnums=\(4,\) names argument 4, but the call has 4"),
-        ((-3,), "Argument 1 is both in static_arg"),
+        ((-3,), r"Argument 1 is static and in donate_argnums=\(-3,\)"),
     ],
 )
 def test_what_cannot_be_donated(donate: tuple[int, ...], message: str) -> None:
-    given = options(1, donate)
     with pytest.raises(spmd.TraceError, match=message):
-        Signature.of(ARGUMENTS, MESH, given).donated(given)
+        signature(*ARGUMENTS, static_argnums=1, donate_argnums=donate)
 
 
 def test_a_call_that_lacks_the_donated_argument_is_told_of_the_argument() -> None:

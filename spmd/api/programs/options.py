@@ -31,8 +31,13 @@ Comms = Literal["allow", "error"] | Mapping[str, int | str]
 class JitOptions(TypedDict, total=False):
     """The keyword arguments of `jit`, which documents them."""
 
+    in_specs: Any
+    out_specs: Any
+    in_shardings: Any
+    out_shardings: Any
     mesh: Mesh | None
     static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
     donate_argnums: int | Sequence[int]
     comms: Comms
     backend: Literal["eager", "inductor"]
@@ -48,6 +53,13 @@ def _argnums(numbers: int | Sequence[int]) -> tuple[int, ...]:
     found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if not all(isinstance(number, int) for number in found):
         raise TraceError(f"Argument numbers are positions from 0, or from the end below it (got {numbers!r}).")
+    return found
+
+
+def _argnames(names: str | Sequence[str]) -> tuple[str, ...]:
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if not all(isinstance(name, str) for name in found):
+        raise TraceError(f"static_argnames must be names of parameters (got {names!r}).")
     return found
 
 
@@ -121,3 +133,4 @@ class Options:
     plan: Plan | str | os.PathLike[str] | None = attrs.field(default=None, validator=optional(_check_plan))
     keep_sharded: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=None, converter=parse_keep_sharded)
     reduce_dtype: torch.dtype | None = attrs.field(default=None, validator=optional(_check_reduce_dtype))
+    static_argnames: tuple[str, ...] = attrs.field(default=(), converter=_argnames)

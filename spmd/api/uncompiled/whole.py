@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spmd.api.uncompiled.derivatives import whole_function
-from spmd.api.values.arguments import check_argument
+from spmd.api.values.arguments import check_argument, own_spec
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.pytree import flatten_with_paths, leaf_specs, tree_flatten
 from spmd.core.spec import DTensorSpec, P, TensorMeta
@@ -41,7 +41,10 @@ def call_whole(
     if mesh.runtime is Runtime.ABSTRACT:
         raise MeshError(f"{mesh} is abstract: nothing runs on it. Use make_mesh(..., runtime='virtual').")
     paths, leaves, tree = flatten_with_paths(args)
-    specs = leaf_specs(in_specs, args, mesh, what="in_specs", of="the arguments")
+    given = leaf_specs(in_specs, args, mesh, what="in_specs", of="the arguments", optional=True)
+    specs = [
+        spec or own_spec(leaf, mesh, f"argument {path}") for leaf, spec, path in zip(leaves, given, paths, strict=True)
+    ]
     for leaf, spec, path in zip(leaves, specs, paths, strict=True):
         check_argument(leaf, spec, f"argument {path}")
     out_trees: list[Any] = []

@@ -8,6 +8,8 @@ import torch
 
 from spmd.api.values.distribute import check_placeable
 from spmd.api.values.dtensor import DTensor
+from spmd.core.mesh import Mesh
+from spmd.core.pytree import leaf_meta
 from spmd.core.spec import DTensorSpec
 from spmd.errors import MeshError, ShardingError
 from spmd.tracing.recorder import where
@@ -35,6 +37,19 @@ def check_argument(leaf: Any, spec: DTensorSpec, name: str) -> None:
         )
     if leaf.spec != spec:
         raise _spec_mismatch(leaf.spec, spec, name)
+
+
+def own_spec(leaf: Any, mesh: Mesh, where: str) -> DTensorSpec:
+    """The spec of an argument for which none is given: a DTensor has one, a plain tensor is replicated.
+
+    A DTensor on another mesh, which is refused later, counts as replicated.
+
+    Raises:
+        ShardingError: the argument is no tensor; `where` names it.
+    """
+    if isinstance(leaf, DTensor) and leaf.mesh == mesh:
+        return leaf.spec
+    return DTensorSpec.replicated(mesh, leaf_meta(leaf, where))
 
 
 def _spec_mismatch(held: DTensorSpec, wanted: DTensorSpec, name: str) -> ShardingError:
