@@ -29,11 +29,15 @@ from spmd.ir.comm import StepKind
 from spmd.plan.machine.hosts import hosts_along
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import DTYPES
+from spmd.plan.machine.reference import predicted_seconds, reference
 
 Run: TypeAlias = Callable[[], object]
 
 _BLOCKS, _BLOCK = 4, 1.6e-2
 """How many blocks of runs are timed, and seconds of each: some time slices, where ranks share processors."""
+
+_LONG_BLOCK = 5e-2
+"""Seconds of a block of runs of the reference program, of which one takes some milliseconds."""
 
 _MANY, _FEW = 20, 3
 """How many runs of each collective are timed: of small ones together, whose times vary much, and of others."""
@@ -82,6 +86,7 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
     _start(mesh)
     seconds: dict[Hashable, float] = {}  # a product's per operation, traffic's per byte, that of others per call
     with torch.no_grad():
+        seconds["reference"] = _seconds(mesh, reference(mesh.device), _LONG_BLOCK)
         seconds |= {str(dtype): found for dtype in DTYPES if (found := _product(mesh, dtype)) is not None}
         seconds |= {"traffic": _traffic(mesh), "operator": _operator(mesh)}
         layouts = _layouts(mesh, hosts)
@@ -90,9 +95,12 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
         overlap = min((_overlap(mesh, axis) for axis in dict.fromkeys(layouts.values())), default=1.0)
     every: list[tuple[dict[Hashable, float], float]] = gather(f"the measurement of {mesh}", (seconds, overlap))
     agreed = {key: statistics.median(of.get(key, math.inf) for of, _ in every) for key in every[0][0]}
+    rates = {str(dtype): 1 / agreed[str(dtype)] for dtype in DTYPES if agreed.get(str(dtype), math.inf) < math.inf}
+    constants = rates[str(torch.float32)], 1 / agreed["traffic"], agreed["operator"]
+    slower = max(agreed["reference"] / predicted_seconds(reference(mesh.device), *constants), 1.0)
     return RankConstants(
-        {str(dtype): 1 / agreed[str(dtype)] for dtype in DTYPES if agreed.get(str(dtype), math.inf) < math.inf},
-        1 / agreed["traffic"],
+        {dtype: rate / slower for dtype, rate in rates.items()},
+        1 / agreed["traffic"] / slower,
         agreed["operator"],
         tuple(_link(mesh, axis, like, kind, agreed) for axis, like in layouts.items() for kind in _CALLS),
         statistics.median(value for _, value in every),
@@ -198,21 +206,21 @@ def _overlap(mesh: Mesh, axis: str) -> float:
     return min(max((apart + computing - both_seconds) / min(apart, computing), 0.0), 1.0)
 
 
-def _seconds(mesh: Mesh, run: Run) -> float:
+def _seconds(mesh: Mesh, run: Run, seconds: float = _BLOCK) -> float:
     """Seconds of a run while all ranks compute: the least mean of blocks of runs, as what else runs only adds to it.
 
     Ranks do not wait for each other here: what one of them computes depends on its times.
     """
     run()
-    return min(_block(mesh, run) for _ in range(_BLOCKS))
+    return min(_block(mesh, run, seconds) for _ in range(_BLOCKS))
 
 
-def _block(mesh: Mesh, run: Run) -> float:
+def _block(mesh: Mesh, run: Run, seconds: float) -> float:
     start, runs = time.perf_counter(), 0
     while True:
         run()
         runs += 1
-        if time.perf_counter() - start > _BLOCK:
+        if time.perf_counter() - start > seconds:
             _synchronize(mesh)
             return (time.perf_counter() - start) / runs
 

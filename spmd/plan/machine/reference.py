@@ -1,0 +1,75 @@
+"""A reference program, by which measured rates become those of operators among others.
+
+The same operator run again and again finds its operands in caches, and for its result the memory that was just freed. In
+a program it finds neither: on processors, fresh pages alone can take a third of the time. So each rate is divided by
+what the reference takes over what the rates predict for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_CPU, _ACCELERATOR = (8, 64, 256), (8, 1024, 2048)
+"""Sequences, tokens of each, and width."""
+
+_HEAD = 32
+"""The width of a head."""
+
+
+def reference(device: torch.device) -> Callable[[], torch.Tensor]:
+    """One block of a transformer, without gradients."""
+    sequences, tokens, width = _CPU if device.type == "cpu" else _ACCELERATOR
+    x = torch.randn(sequences, tokens, width, device=device)
+    square, up = (torch.randn(rows, width, device=device) / math.sqrt(width) for rows in (width, 4 * width))
+    down = up.t().contiguous()
+
+    def heads(y: torch.Tensor) -> torch.Tensor:
+        return y.view(sequences, tokens, -1, _HEAD).transpose(1, 2)
+
+    def block() -> torch.Tensor:
+        y = F.layer_norm(x, (width,))
+        q, k, v = (heads(F.linear(y, square)) for _ in range(3))
+        attention = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(_HEAD), dim=-1)
+        z = x + F.linear((attention @ v).transpose(1, 2).reshape(x.shape), square)
+        return z + F.linear(F.gelu(F.linear(F.layer_norm(z, (width,)), up)), down)
+
+    return block
+
+
+def predicted_seconds(run: Callable[[], object], flops: float, bandwidth: float, latency: float) -> float:
+    """What the operators of a function take by the roofline model of `plan/cost`.
+
+    Args:
+        run: the function.
+        flops: operations a second in matrix products.
+        bandwidth: bytes a second of others.
+        latency: seconds of an operator.
+    """
+    roofline = _Roofline(flops, bandwidth, latency)
+    with roofline:
+        run()
+    return roofline.seconds
+
+
+class _Roofline(TorchDispatchMode):
+    def __init__(self, flops: float, bandwidth: float, latency: float) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self._flops, self._bandwidth, self._latency = flops, bandwidth, latency
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
+            traffic = sum(leaf.nbytes for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
+            count = flop_registry.get(func.overloadpacket)
+            work = count(*args, **(kwargs or {}), out_val=result) if count else 0.0
+            self.seconds += max(work / self._flops, traffic / self._bandwidth) + self._latency
+        return result
