@@ -375,3 +375,21 @@ DIVERGENT: dict[str, Callable[[spmd.Mesh, spmd.DTensor, bool], None]] = {
 
 # Ranks are forks of a process that has imported this; what tracing imports need not be read again by each of them.
 spmd.jit(center, P("data"), P("data"), mesh=spmd.make_mesh({"data": 4}, runtime="abstract")).lower(torch.empty(4, 8))
+
+
+def fails_in_a_submesh(fails: Callable[[], object], on: int) -> None:
+    """A rank of one of two meshes fails; those of the other one go on, and wait for it later, in a call of all."""
+    halves = [spmd.make_mesh({"data": 2}, ranks=ranks) for ranks in (range(2), range(2, 4))]
+    every, mesh = spmd.make_mesh({"data": 4}), halves[spmd.process_index() // 2]
+    x = spmd.distribute(torch.ones(8, 8), P("data"), every)
+    own = spmd.distribute(torch.ones(8, 8), P("data"), mesh)
+    steps = [spmd.jit(center, P("data"), P("data"), mesh=where) for where in (every, mesh)]
+    x, own = steps[0](x), steps[1](own)
+    dist.barrier()
+    for group in (dist.group.WORLD, process_group(mesh, ("data",))):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
+    if spmd.process_index() == on:
+        fails()
+    for _ in range(20 if spmd.process_index() // 2 != on // 2 else 1):
+        own = steps[1](own)
+    steps[0](x)

@@ -98,9 +98,10 @@ class CallCheck:
                 draws.
             SpmdError: a rank failed, or never makes the call.
         """
-        job, mesh, name, line = history(), self._signature.mesh, name_of(self._function), user_line()
+        mesh, name, line = self._signature.mesh, name_of(self._function), user_line()
+        job = history(mesh.ranks)
         call = f"call {job.calls + 1} of jitted functions, {name} on {mesh}"
-        with failing_together(call), isolated():
+        with failing_together(call, mesh), isolated():
             number = self._number[1] if self._number and self._number[0] is job else None
             tensors, replicas = self._values(leaves)
             signature = {} if number is not None and self._is_usual(leaves, tensors) else self._describe(leaves)
@@ -112,7 +113,7 @@ class CallCheck:
         if len(set(every)) > 1:
             function = {} if number is None else {f"The function of the name {name}": f"number {number + 1}"}
             mine = _Call(signature or self._describe(leaves), function, tensors, generator, line)
-            _refuse(call, gather(call, mine))
+            _refuse(call, dict(zip(mesh.ranks, gather(call, mine, mesh.ranks), strict=True)))
         if drifted is not None:
             raise known(DivergenceError(f"In {call}, {drifted}. {SAME_REPLICA}"))
         job.calls += 1
@@ -176,15 +177,15 @@ def _is_abstract(leaf: torch.Tensor) -> bool:
     return leaf.is_meta or is_functorch_wrapped_tensor(leaf)
 
 
-def _refuse(call: str, every: Sequence[_Call]) -> NoReturn:
+def _refuse(call: str, every: Mapping[int, _Call]) -> NoReturn:
     """Raise the error of a call that differs between ranks."""
-    lines = places(said.line for said in every)
-    for claims, expected in (
-        ([said.signature for said in every], SAME_CALL),
-        ([said.function for said in every], SAME_CALL),
-        ([said.tensors for said in every], SAME_TENSOR),
-        ([said.generator for said in every], SAME_GENERATOR),
+    lines = places({rank: said.line for rank, said in every.items()})
+    for part, expected in (
+        ("signature", SAME_CALL),
+        ("function", SAME_CALL),
+        ("tensors", SAME_TENSOR),
+        ("generator", SAME_GENERATOR),
     ):
-        if found := difference(claims):
+        if found := difference({rank: getattr(said, part) for rank, said in every.items()}):
             raise known(DivergenceError(f"In {call}, at {lines}: {found}. {expected}"))
     raise known(DivergenceError(f"{call}, at {lines}, differs between ranks. {SAME_CALL}"))

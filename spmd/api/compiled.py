@@ -122,7 +122,7 @@ class Compiled:
         """
         first = "staged" not in self.__dict__ or not self.staged.is_ready
         name = first_run(self.mesh) if first else self._call
-        with failing_together(name, (first or self._compares(leaves or ())) and spans_processes(self.mesh)):
+        with failing_together(name, self.mesh, first or self._compares(leaves or ())):
             self._check_call(leaves)
         self._executable, self._results = self.staged.executable, self.staged.out_specs
         self._out_tree = self.traced.out_tree

@@ -183,7 +183,7 @@ class Jitted:
         """As `_lookup`, in a call that all ranks make: an error on one rank is raised on all ranks."""
         mesh = self._find_mesh(tree_leaves((args, keywords)))
         call = first_run(mesh)
-        with failing_together(call, spans_processes(mesh)):
+        with failing_together(call, mesh):
             if self._chooses_machine(mesh):
                 from spmd.plan.machine.default import agree_on_machine  # not by `import spmd`
 

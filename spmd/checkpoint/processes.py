@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -22,40 +22,42 @@ T = TypeVar("T")
 
 @attrs.frozen
 class Processes:
-    """All processes of a job, or this one alone.
+    """Some processes of a job, or this one alone.
 
     Args:
         call: the user's call, for messages.
         group: a separate gloo group, so that collectives of a background save do not mix with those of training; None
             for this process alone.
+        ranks: the numbers of the processes in the job, ascending, as torch numbers them in the group.
     """
 
     call: str
     group: dist.ProcessGroup | None
+    ranks: tuple[int, ...] = (0,)
 
     @property
     def index(self) -> int:
         """The number of this process among them."""
-        return 0 if self.group is None else process_index()
+        return 0 if self.group is None else self.ranks.index(process_index())
 
     @property
     def count(self) -> int:
         """The number of processes."""
-        return 1 if self.group is None else process_count()
+        return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes plain leaves and the metadata: rank 0, or the only one."""
+        """Whether this is the process that writes plain leaves and the metadata: the first, or the only one."""
         return self.index == 0
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes in rank order, on every process.
+        """The values of all these processes in rank order, on each of them.
 
         Raises:
             DivergenceError: a process makes another call.
             SpmdError: a process never makes the call.
         """
-        return [value] if self.group is None else gather(self.call, value)
+        return [value] if self.group is None else gather(self.call, value, self.ranks)
 
     def together(self, step: Callable[[], T]) -> T:
         """Run a local step and return its result; if it fails in any process, all processes raise an error.
@@ -73,7 +75,7 @@ class Processes:
         kind = DamagedError if all(is_damage for is_damage, _ in filter(None, errors)) else CheckpointError
         if error is not None and _is_damage(error) == (kind is DamagedError):
             raise error
-        for rank, failure in enumerate(errors):
+        for rank, failure in zip(self.ranks, errors, strict=True):
             if failure is not None:
                 raise kind(f"Rank {rank} of {len(errors)} failed: {failure[1]}")
         return result  # type: ignore[return-value]
@@ -90,7 +92,7 @@ class Processes:
         """
         if self.group is not None:
             expected = "Every rank must make the same call, with the same path and the same tree."
-            check_agreement(self.call, claims(), expected)
+            check_agreement(self.call, claims(), expected, self.ranks)
 
     @contextmanager
     def errors_of(self, what: str) -> Iterator[None]:
@@ -110,11 +112,11 @@ class Processes:
                 if not isinstance(error, Exception):  # as a KeyboardInterrupt
                     raise error from None
             prefix = "" if self.group is None else "rank {}: "
-            reasons = "; ".join(f"{prefix.format(rank)}{_text(error)}" for rank, (error, _) in failures)
+            reasons = "; ".join(f"{prefix.format(self.ranks[rank])}{_text(error)}" for rank, (error, _) in failures)
             kind = DamagedError if all(_is_damage(error) for _, (error, _) in failures) else CheckpointError
             raise kind(f"{what} failed: {reasons}") from failures[0][1][0]
         except RuntimeError as error:  # from a collective
-            scope = CollectiveScope(what, range(process_count()))
+            scope = CollectiveScope(what, self.ranks)
             raise CheckpointError(str(failed(scope, error))) from error
 
 
@@ -127,23 +129,40 @@ def _text(error: BaseException) -> str:
 
 
 def processes_of(call: str, meshes: Iterable[Mesh]) -> Processes:
-    """The processes that save or load a tree: this one alone for virtual meshes or without a job, else all of the job.
+    """The processes that save or load a tree.
+
+    This one alone for virtual meshes or without a job, else those of the meshes, or all of the job if there is no mesh.
 
     Args:
         call: the user's call, for messages.
         meshes: the meshes of the tree's DTensors.
 
     Raises:
-        MeshError: virtual and distributed meshes in one tree.
+        MeshError: virtual and distributed meshes in one tree, or meshes over different processes, or not over this one.
         DivergenceError: ranks make different calls.
         SpmdError: a rank never makes the call.
     """
-    runtimes = {mesh.runtime for mesh in meshes}
+    given = list(meshes)
+    runtimes = {mesh.runtime for mesh in given}
     if len(runtimes) > 1:
         names = " and ".join(sorted(runtime.value for runtime in runtimes))
         raise MeshError(f"The leaves of a checkpoint must be on meshes of one runtime (got {names}). Save them apart.")
     alone = Runtime.VIRTUAL in runtimes or not dist.is_available() or not dist.is_initialized()
     if alone:
         return Processes(call, None)
-    gather(call, None)  # check that all make this call before a group is made
-    return Processes(call, group_for("checkpoints"))
+    ranks = _ranks_of(given)
+    gather(call, None, ranks)  # check that all make this call before a group is made
+    return Processes(call, group_for("checkpoints", ranks), ranks)
+
+
+def _ranks_of(meshes: Sequence[Mesh]) -> tuple[int, ...]:
+    """The processes of distributed meshes, ascending; all of the job if there is none."""
+    every = {tuple(sorted(mesh.ranks)): mesh for mesh in meshes}
+    for mesh in every.values():
+        mesh.held_coordinates  # noqa: B018  # raises an error where the mesh is not over this process
+    if len(every) > 1:
+        names = " and ".join(map(str, every.values()))
+        raise MeshError(
+            f"The leaves of a checkpoint must be on meshes over the same processes (got {names}). Save them apart."
+        )
+    return next(iter(every), tuple(range(process_count())))

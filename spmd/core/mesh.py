@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
 
 from spmd.errors import MeshError
+from spmd.job.collective_scope import MOST, name_ranks
 from spmd.job.process import choose_device, init, is_distributed, process_count, process_index
 
 Coordinate = tuple[int, ...]
@@ -33,26 +35,40 @@ def _as_device(device: torch.device | str) -> torch.device:
     return torch.device(device)
 
 
+def _as_processes(ranks: Iterable[int] | None, mesh: Any) -> tuple[int, ...] | None:
+    """The processes of a mesh; None where the ranks of the mesh have the numbers of theirs, so that such are equal."""
+    given = None if ranks is None else tuple(ranks)
+    return None if given == tuple(range(len(given or ()))) and len(given) == mesh.size else given
+
+
 @attrs.frozen(cache_hash=True)
 class Mesh:
     """A grid of ranks with named axes; ranks are numbered row-major (the last axis varies fastest).
 
-    Immutable, hashable, and equal to every mesh of the same axes, runtime and device. `make_mesh` makes one.
+    Immutable, hashable, and equal to every mesh of the same axes, runtime, device and processes. `make_mesh` makes one,
+    and `mesh["data"]` is its part along some axes.
 
     Args:
         names: the name of each axis.
         sizes: the number of ranks along each axis.
         runtime: where the ranks run.
         device: the device of the shards.
+        ranks: on a distributed mesh, the number of each rank's process in the job, in rank order; by default that of
+            the rank.
 
     Raises:
-        MeshError: no axis, a repeated or malformed name, or a size below 1.
+        MeshError: no axis, a repeated or malformed name, a size below 1, or ranks that are not distinct numbers, one
+            for each rank of a distributed mesh.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     runtime: Runtime = Runtime.VIRTUAL
     device: torch.device = attrs.field(default=torch.device("cpu"), converter=_as_device)
+    _ranks: tuple[int, ...] | None = attrs.field(
+        default=None,
+        converter=attrs.Converter(_as_processes, takes_self=True),  # type: ignore[misc]  # too new for mypy's plugin
+    )
 
     def __attrs_post_init__(self) -> None:
         if not self.names:
@@ -66,6 +82,16 @@ class Mesh:
                 raise MeshError(f"Mesh axis names must be identifiers (got {name!r}).")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise MeshError(f"Mesh axis {name!r} must have a positive integer size (got {size!r}).")
+        if self._ranks is not None:
+            _check_processes(self, self._ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of each rank's process in the job (`process_index()` there), in rank order.
+
+        Only a distributed mesh of some of the job's processes has others than 0, 1, ... Messages name these numbers.
+        """
+        return tuple(range(self.size)) if self._ranks is None else self._ranks
 
     @property
     def size(self) -> int:
@@ -122,7 +148,7 @@ class Mesh:
         """The coordinates of the ranks that run in this process, in rank order.
 
         Raises:
-            MeshError: the mesh is abstract: it has no running ranks.
+            MeshError: the mesh is abstract: it has no running ranks; or it is distributed, and not over this process.
         """
         if self.runtime is Runtime.ABSTRACT:
             raise MeshError(f"An abstract mesh holds no data (got {self}). Use runtime='virtual'.")
@@ -149,8 +175,31 @@ class Mesh:
             groups.setdefault(rest, []).append((self.axis_index(coordinate, axes), rank))
         return tuple(tuple(rank for _, rank in sorted(group)) for group in groups.values())
 
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
+        """The submesh along one or several axes, in their order: on a distributed mesh the one over this process.
+
+        The idea is that of torch's `DeviceMesh`.
+
+        Raises:
+            MeshError: an unknown axis, or one that is named twice; or the mesh is distributed, and not over this
+                process.
+
+        >>> make_mesh({"data": 2, "model": 4}, runtime="virtual")["model"]
+        Mesh(model=4)
+        """
+        names = axes if isinstance(axes, tuple) else (axes,)
+        sizes, ranks = tuple(self.sizes[self.axis_position(name)] for name in names), None
+        if self.runtime is Runtime.DISTRIBUTED:
+            mine = self.rank(self.held_coordinates[0])
+            along = next(group for group in self.groups(names) if mine in group)
+            ranks = [self.ranks[rank] for rank in along]
+        return Mesh(names, sizes, self.runtime, self.device, ranks)
+
+    __iter__ = None  # or else Python would try mesh[0], mesh[1], ...
+
     def __str__(self) -> str:
-        return "Mesh(" + ", ".join(f"{name}={size}" for name, size in self.axes.items()) + ")"
+        said = [f"{name}={size}" for name, size in self.axes.items()]
+        return f"Mesh({', '.join(said if self._ranks is None else [*said, f'ranks={_shown(self._ranks)}'])})"
 
 
 def make_mesh(
@@ -158,6 +207,7 @@ def make_mesh(
     *,
     runtime: Literal["auto", "virtual", "distributed", "abstract"] = "auto",
     device: torch.device | str | None = None,
+    ranks: Iterable[int] | None = None,
 ) -> Mesh:
     """Make a mesh of ranks with named axes.
 
@@ -167,10 +217,14 @@ def make_mesh(
             torch.distributed is not initialized yet), `"abstract"` (planning only), or `"auto"`: distributed under
             torchrun, else virtual.
         device: the device of the shards, by default the CPU. On a distributed mesh `"cuda"` is the local rank's GPU.
+        ranks: the processes of a distributed mesh by their numbers in the job, in rank order, such as `range(4)`; by
+            default all of the job. Every process may make the mesh, but only those in `mesh.ranks` may run anything on
+            it; the others can plan for it.
 
     Raises:
         MeshError: no axis, a repeated or malformed name, a size below 1, a runtime or a device that is not available,
-            or a distributed mesh whose size is not the number of processes.
+            a distributed mesh whose size is not the number of processes, or ranks that are not distinct processes of
+            the job, one for each rank of a distributed mesh.
 
     >>> mesh = make_mesh({"data": 2, "model": 4})
     >>> mesh.size, mesh.coordinate(5)
@@ -183,19 +237,28 @@ def make_mesh(
     if runtime not in tuple(choice.value for choice in Runtime):
         raise MeshError(f"runtime must be 'auto', 'virtual', 'distributed' or 'abstract' (got {runtime!r}).")
     mesh = Mesh(tuple(axes), tuple(axes.values()), Runtime(runtime), _parse_device(device or "cpu"))
+    if ranks is not None:
+        mesh = attrs.evolve(mesh, ranks=_parse_ranks(mesh, ranks))
     if mesh.runtime is Runtime.DISTRIBUTED:
-        return _join(mesh)
+        return _join(mesh, all_processes=ranks is None)
     if mesh.runtime is Runtime.VIRTUAL:
         _check_available(mesh.device)
     return mesh
 
 
-def _join(mesh: Mesh) -> Mesh:
-    """The distributed mesh of which this process is one rank: initializes torch.distributed and chooses the device."""
-    if is_distributed() and mesh.size != process_count():
+def _join(mesh: Mesh, *, all_processes: bool) -> Mesh:
+    """The distributed mesh, of which this process may be a rank: initializes torch.distributed, chooses the device."""
+    count = process_count()
+    if is_distributed() and all_processes and mesh.size != count:
+        some = f", or choose some of them: make_mesh(..., ranks=range({mesh.size}))" if mesh.size < count else ""
         raise MeshError(
-            f"{mesh} has {mesh.size} ranks, but the job has {process_count()} processes. Choose axes whose product is "
-            f"{process_count()}, or start the script by `torchrun --nproc-per-node {mesh.size}`."
+            f"{mesh} has {mesh.size} ranks, but the job has {count} processes. Choose axes whose product is "
+            f"{count}, or start the script by `torchrun --nproc-per-node {mesh.size}`{some}."
+        )
+    if is_distributed() and not all_processes and max(mesh.ranks) >= count:
+        raise MeshError(
+            f"ranks must be processes of the job, which has the {count} of 0 to {count - 1} (got "
+            f"{_shown(mesh.ranks)}). Choose others, or start more by `torchrun --nproc-per-node {max(mesh.ranks) + 1}`."
         )
     device = choose_device(mesh.device)
     _check_available(device)
@@ -203,9 +266,49 @@ def _join(mesh: Mesh) -> Mesh:
     return attrs.evolve(mesh, device=device)
 
 
+def _parse_ranks(mesh: Mesh, ranks: Iterable[int]) -> tuple[int, ...]:
+    """The argument `ranks` of `make_mesh`, checked."""
+    if mesh.runtime is not Runtime.DISTRIBUTED:
+        raise MeshError(
+            f"ranks are the processes of a distributed mesh (got ranks={ranks!r} for {mesh}, which is "
+            f"{mesh.runtime.value}). Leave them out here, or start the script by torchrun."
+        )
+    try:
+        found = tuple(map(operator.index, ranks))
+    except TypeError:
+        raise MeshError(f"ranks must be numbers of processes, such as range({mesh.size}) (got {ranks!r}).") from None
+    _check_processes(mesh, found)
+    return found
+
+
+def _check_processes(mesh: Mesh, ranks: tuple[int, ...]) -> None:
+    if mesh.runtime is not Runtime.DISTRIBUTED:
+        raise MeshError(f"Only a distributed mesh has ranks of its own (got ranks={_shown(ranks)} for {mesh.runtime}).")
+    if len(ranks) != mesh.size or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+        axes = ", ".join(f"{name}={size}" for name, size in mesh.axes.items())
+        raise MeshError(
+            f"ranks must be {mesh.size} different processes for the axes {axes} (got {len(ranks)}: {_shown(ranks)}). "
+            f"Give one for each rank of the mesh, such as range({mesh.size})."
+        )
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    """Numbers of processes, as a call of `make_mesh` has them; of many, the first ones."""
+    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"range({ranks[0]}, {ranks[-1] + 1})"
+    return str(tuple(ranks)) if len(ranks) <= MOST else f"({', '.join(map(str, ranks[:MOST]))}, ...)"
+
+
 @lru_cache(maxsize=256)
-def _held_coordinates(mesh: Mesh, rank: int | None) -> tuple[Coordinate, ...]:
-    return tuple(mesh.coordinates()) if rank is None else (mesh.coordinate(rank),)
+def _held_coordinates(mesh: Mesh, process: int | None) -> tuple[Coordinate, ...]:
+    if process is None:
+        return tuple(mesh.coordinates())
+    if process not in mesh.ranks:
+        raise MeshError(
+            f"This process is rank {process} of the job, and {mesh} has {name_ranks(mesh.ranks)}. Guard what runs on "
+            "the mesh: `if spmd.process_index() in mesh.ranks:`."
+        )
+    return (mesh.coordinate(mesh.ranks.index(process)),)
 
 
 def _parse_device(device: torch.device | str) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 import attrs
@@ -26,7 +26,8 @@ class CollectiveScope:
 
     Args:
         what: the collective and its cause, for messages; the same on all ranks that take part.
-        ranks: those that take part.
+        ranks: those that take part, by their numbers in the job.
+        mesh: the ranks whose failures can be why one of them does not arrive; by default those that take part.
 
     Raises:
         SpmdError: the collective failed; the message has which ranks are missing, or what became of them.
@@ -35,6 +36,7 @@ class CollectiveScope:
 
     what: str
     ranks: Sequence[int]
+    mesh: Sequence[int] = ()
 
     def __enter__(self) -> None:
         failure_detector.position = self.what
@@ -99,23 +101,20 @@ def explain(scope: CollectiveScope, said: Sequence[str | None], reason: str) -> 
         said: the report of each rank; None if it does not answer.
         reason: what torch says of the failure.
     """
-    what = scope.what
-    found = {rank: text for rank, text in enumerate(said) if text is not None}
-    if failures := _beginning_with(FAILED, found):
-        return SpmdError(f"{what} failed, because {failures}")
-    missing = [rank for rank, text in enumerate(said) if text is None]
-    if missing:
-        verb = "does" if len(missing) == 1 else "do"
-        return SpmdError(
-            f"{what} failed: {name_ranks(missing)} {verb} not answer. A rank that does not answer was killed or "
-            f"stopped, or cannot be reached. ({reason})"
-        )
-    in_turn = {rank: text for rank, text in found.items() if text.startswith(IN_TURN)}
-    first = {rank: text for rank, text in found.items() if rank not in in_turn}
-    for gone in (_beginning_with(ENDED, first), _beginning_with(AWAY, first), _beginning_with(IN_TURN, in_turn)):
+    what, near = scope.what, {rank: said[rank] for rank in scope.mesh or scope.ranks}
+    if failure := _failure(what, near, reason):
+        return failure
+    in_turn = {rank: text for rank, text in near.items() if str(text).startswith(IN_TURN)}
+    first = {rank: text for rank, text in near.items() if rank not in in_turn}
+    for gone in (_beginning_with(ENDED, first), _beginning_with(AWAY, first)):
         if gone:
             return SpmdError(f"{what} failed: {gone}. ({reason})")
-    places = {rank: found[rank] for rank in scope.ranks}
+    places = {rank: str(said[rank]) for rank in scope.ranks}
+    elsewhere = in_turn or len(set(places.values())) > 1  # some may have waited for a rank outside of the mesh
+    if elsewhere and (failure := _failure(what, dict(enumerate(said)), reason)):
+        return failure
+    if in_turn:
+        return SpmdError(f"{what} failed: {_beginning_with(IN_TURN, in_turn)}. ({reason})")
     if len(set(places.values())) > 1:
         return DivergenceError(
             f"Ranks wait for each other in different places: {who_says_what(places)}. All ranks must make the same "
@@ -124,9 +123,23 @@ def explain(scope: CollectiveScope, said: Sequence[str | None], reason: str) -> 
     return SpmdError(f"{what} failed, although all ranks are there: {reason}")
 
 
-def _beginning_with(beginning: str, said: dict[int, str]) -> str:
+def _failure(what: str, said: Mapping[int, str | None], reason: str) -> SpmdError | None:
+    """The error of a collective if ranks have failed, or do not answer; None if all do."""
+    if failures := _beginning_with(FAILED, said):
+        return SpmdError(f"{what} failed, because {failures}")
+    missing = [rank for rank, text in said.items() if text is None]
+    if not missing:
+        return None
+    verb = "does" if len(missing) == 1 else "do"
+    return SpmdError(
+        f"{what} failed: {name_ranks(missing)} {verb} not answer. A rank that does not answer was killed or "
+        f"stopped, or cannot be reached. ({reason})"
+    )
+
+
+def _beginning_with(beginning: str, said: Mapping[int, str | None]) -> str:
     """Which ranks say what begins so."""
-    texts = dict.fromkeys(text for text in said.values() if text.startswith(beginning))
+    texts = dict.fromkeys(text for text in said.values() if text is not None and text.startswith(beginning))
     return "; ".join(f"{name_ranks(rank for rank in said if said[rank] == text)} {text}" for text in texts)
 
 
@@ -140,7 +153,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def who_says_what(said: dict[int, str]) -> str:
+def who_says_what(said: Mapping[int, str]) -> str:
     """What was said, and by which ranks.
 
     >>> who_says_what({0: "f32[2]", 1: "f32[3]", 2: "f32[2]"})
@@ -156,7 +169,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
     >>> name_ranks([3]), name_ranks([0, 2])
     ('rank 3', 'ranks 0, 2')
     """
-    names = [str(rank) for rank in ranks]
+    names = [str(rank) for rank in sorted(ranks)]
     if len(names) > MOST:
         names = [*names[: MOST - 1], f"and {len(names) - MOST + 1} others"]
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"

@@ -22,8 +22,8 @@ def check_same_program(program: LocalProgram) -> int | None:
     All ranks must make this call.
 
     Returns:
-        The number of the program in the history of the job; None if it has no collectives, so that a rank may run it
-        alone.
+        The number of the program in the history of the mesh's processes; None if it has no collectives, so that a rank
+        may run it alone.
 
     Raises:
         DivergenceError: on every rank, if they differ; it shows the first argument, result or line that differs.
@@ -34,15 +34,19 @@ def check_same_program(program: LocalProgram) -> int | None:
         call,
         dict(_claims(program)),
         "All ranks must call the same function with arguments of the same shapes, dtypes and specs, in the same order.",
+        program.mesh.ranks,
     )
     if any(operation.is_random for operation in program.graph().operations):
         check_agreement(
             call,
             {f"The random generator before {program.name}": generator_digest(program.mesh)},
             SAME_GENERATOR,
+            program.mesh.ranks,
         )
     sent = program.collectives
-    return history().number(f"{program.name} at {sent[0].source}") if sent and spans_processes(program.mesh) else None
+    if not sent or not spans_processes(program.mesh):
+        return None
+    return history(program.mesh.ranks).number(f"{program.name} at {sent[0].source}")
 
 
 SAME_GENERATOR = (

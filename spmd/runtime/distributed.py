@@ -30,7 +30,7 @@ class DistributedProgram:
     __slots__ = ("_function", "_history", "_number", "source")
 
     def __init__(self, program: LocalProgram) -> None:
-        self._number, self._history = check_same_program(program), history()
+        self._number, self._history = check_same_program(program), history(program.mesh.ranks)
         (coordinate,) = program.mesh.held_coordinates
         generated = generate(overlap(program.graph(coordinate), program.mesh, coordinate, program.schedule))
         self._function, self.source = generated.function, generated.source

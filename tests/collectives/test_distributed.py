@@ -125,13 +125,12 @@ def test_optimizers_train_in_place(workers, optimizer):
 
 
 def test_torchs_dtensor_is_the_same_shards(workers):
-    order, virtual, average, ranks = workers.run(cases.convert, ranks=4)[0]
+    order, virtual, average = workers.run(cases.convert, ranks=4)[0]
     assert re.match(
         r"ShardingError: torch has no placement for dim 0 .* value\.redistribute\(P\(\('x', 'y'\)\)\)", order
     )
     assert re.match(r"MeshError: torch's DTensor needs a distributed mesh \(got Mesh\(x=2\), which is virtual", virtual)
     assert re.match(r"ShardingError: spmd has no placement Partial\(avg\)", average)
-    assert re.match(r"MeshError: .* all 4 ranks of the job in order \(got the ranks \[3, 2, 1, 0\]\)", ranks)
 
 
 def test_a_failure_in_a_worker_is_one_here_and_the_next_call_works():

@@ -34,7 +34,7 @@ def test_the_same_runs_have_the_same_mark():
 def test_the_first_difference_is_named(monkeypatch, runs, message):
     monkeypatch.setattr(history, "SHOWN", 3)
     every = [after(run) for run in runs]
-    assert message == every[0].difference([ran.ran for ran in every])
+    assert message == every[0].difference({rank: ran.ran for rank, ran in enumerate(every)})
 
 
 def test_ranks_that_know_start_again():

@@ -153,3 +153,80 @@ def test_each_process_takes_the_gpu_of_its_local_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(MeshError, match=r"wants GPU 2, but there are 2 here\. Start at most one process a GPU"):
         choose_device(torch.device("cuda"))
+
+
+def distributed(axes, ranks=None):
+    return Mesh(tuple(axes), tuple(axes.values()), Runtime.DISTRIBUTED, "cpu", ranks)
+
+
+def test_ranks_are_numbers_of_processes():
+    mesh = distributed({"data": 2, "model": 2}, (5, 4, 1, 0))
+    assert (5, 4, 1, 0) == mesh.ranks
+    assert (((0, 1), (2, 3)), (1, 0)) == (mesh.groups(("model",)), mesh.coordinate(2))
+    assert (0, 1, 2) == make_mesh({"data": 3}, runtime="virtual").ranks == make_mesh({"x": 3}, runtime="abstract").ranks
+
+
+def test_meshes_over_other_processes_differ():
+    mesh, other = distributed({"data": 2}, (0, 1)), distributed({"data": 2}, (2, 3))
+    assert (mesh, hash(mesh)) == (distributed({"data": 2}), hash(distributed({"data": 2})))
+    assert mesh != other and other != distributed({"data": 2}, (3, 2))
+    assert other == pickle.loads(pickle.dumps(other)) == copy.deepcopy(other) == distributed({"data": 2}, [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (None, "Mesh(data=3)"),
+        (range(3), "Mesh(data=3)"),
+        (range(3, 6), "Mesh(data=3, ranks=range(3, 6))"),
+        ((0, 4, 2), "Mesh(data=3, ranks=(0, 4, 2))"),
+    ],
+)
+def test_str_has_the_processes(ranks, text):
+    assert text == str(distributed({"data": 3}, ranks))
+
+
+def test_str_has_some_of_many_processes():
+    assert str(distributed({"data": 17}, range(0, 34, 2))).endswith(
+        "ranks=(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, ...))"
+    )
+
+
+@pytest.mark.parametrize("runtime", ["virtual", "abstract"])
+def test_a_part_has_some_axes_in_their_order(runtime):
+    mesh = make_mesh({"pipe": 2, "data": 3, "model": 4}, runtime=runtime)
+    assert make_mesh({"data": 3}, runtime=runtime) == mesh["data"]
+    assert make_mesh({"model": 4, "pipe": 2}, runtime=runtime) == mesh["model", "pipe"]
+    assert mesh == mesh["pipe", "data", "model"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ("expert", r"Unknown mesh axis 'expert': Mesh\(data=2\) has axes 'data'\."),
+        (0, "Unknown mesh axis 0"),
+        ((), "needs at least one axis"),
+        (("data", "data"), "must be unique"),
+    ],
+)
+def test_wrong_parts_are_refused(axes, text):
+    with pytest.raises(MeshError, match=text):
+        make_mesh({"data": 2}, runtime="virtual")[axes]
+
+
+def test_a_mesh_is_no_sequence():
+    with pytest.raises(TypeError, match="not iterable"):
+        list(make_mesh({"data": 2}))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runtime", "text"),
+    [
+        ((1, 1), Runtime.DISTRIBUTED, r"ranks must be 2 different processes for the axes data=2 \(got 2: \(1, 1\)\)"),
+        ((1,), Runtime.DISTRIBUTED, r"got 1: \(1,\)"),
+        ((2, 3), Runtime.VIRTUAL, "Only a distributed mesh has ranks of its own"),
+    ],
+)
+def test_wrong_ranks_are_refused(ranks, runtime, text):
+    with pytest.raises(MeshError, match=text):
+        Mesh(("data",), (2,), runtime, "cpu", ranks)

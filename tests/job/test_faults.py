@@ -173,6 +173,17 @@ def test_the_second_failure_of_a_job_is_not_blamed_on_the_first(context, fails, 
 
 
 @pytest.mark.parametrize(
+    ("fails", "reason"),
+    [SLOW(cases.kill, ": rank 3 does not answer"), (cases.fail, ", because rank 3 failed: ValueError: no such file")],
+    ids=["SIGKILL", "error"],
+)
+def test_a_failure_in_a_submesh_is_told_to_those_who_wait(context, fails, reason):
+    ends = run_job(context, cases.fails_in_a_submesh, fails, 3, waits_for=others(3))
+    for end in ends.values():
+        assert re.match(r"SpmdError: \w+ over data \(.*\) failed" + reason, end), end
+
+
+@pytest.mark.parametrize(
     ("case", "more", "error"),
     [
         (cases.out_of_memory, (), "OutOfMemoryError: CUDA out of memory"),
@@ -337,5 +348,20 @@ A, B, AWAY = "waits in a", "waits in b", "is in no collective, at data.py:10"
     ],
 )
 def test_what_ranks_say_of_a_collective_of_two_of_them_is_explained(said, message):
+    error = explain(CollectiveScope("a", (0, 1), range(4)), said, "reset")
+    assert f"{type(error).__name__}: {error}".startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([A, A, None, "failed: OSError: x"], "SpmdError: a failed, although all ranks are there: reset"),
+        ([A, AWAY, None, "failed: OSError: x"], "SpmdError: a failed: rank 1 is in no collective, at data.py:10."),
+        ([A, B, A, AWAY], "DivergenceError: Ranks wait for each other in different places: waits in a on rank 0; wait"),
+        ([A, B, A, "failed: OSError: x"], "SpmdError: a failed, because rank 3 failed: OSError: x"),
+        ([A, "has ended in turn, by SpmdError: b", A, None], "SpmdError: a failed: rank 3 does not answer."),
+    ],
+)
+def test_ranks_outside_of_a_mesh_are_blamed_only_where_one_of_it_has_waited_for_them(said, message):
     error = explain(CollectiveScope("a", (0, 1)), said, "reset")
     assert f"{type(error).__name__}: {error}".startswith(message)

@@ -10,7 +10,7 @@ import torch
 from spmd.api.programs.options import Options
 from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.dtensor import DTensor, Shards, wrap
-from spmd.collectives.distributed.agreement import failing_together, spans_processes
+from spmd.collectives.distributed.agreement import failing_together
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError
@@ -112,7 +112,7 @@ class Program:
             MeshError: an abstract mesh, on which nothing can run.
         """
         if not self.is_ready:
-            with failing_together(first_run(self.mesh), spans_processes(self.mesh)):
+            with failing_together(first_run(self.mesh), self.mesh):
                 self.check_runs()
             self.executable  # noqa: B018  # compiles at the first access
 

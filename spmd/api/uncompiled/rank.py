@@ -180,11 +180,11 @@ class ProcessRank(Rank):
     def _compare(self, call: Any, value: Any) -> list[Any]:
         said = (None, "") if call is ENDED else (call.what, call.source)
         with isolated(), _disable_current_modes():
-            every = gather(call_name(self.mesh), (said, value))
-        for other, (its, _) in enumerate(every):
+            every = gather(call_name(self.mesh), (said, value), self.mesh.ranks)
+        for other, (its, _) in zip(self.mesh.ranks, every, strict=True):
             if its[0] != every[0][0][0]:
                 calls = [ENDED if what is None else _Call(what, line, None, ()) for what, line in (every[0][0], its)]
-                raise known(_divergence(0, calls[0], other, calls[1]))
+                raise known(_divergence(self.mesh.ranks[0], calls[0], other, calls[1]))
         return [given for _, given in every]
 
 

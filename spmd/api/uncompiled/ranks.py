@@ -15,7 +15,7 @@ from spmd.api.uncompiled.baton import Baton
 from spmd.api.uncompiled.operators import BackwardPasses, RankOperators
 from spmd.api.uncompiled.rank import ProcessRank, Rank, ThreadRank, answer, call_name
 from spmd.api.uncompiled.values import RankTrace
-from spmd.collectives.distributed.agreement import failing_together, spans_processes
+from spmd.collectives.distributed.agreement import failing_together
 from spmd.core.mesh import Mesh, Runtime, use_mesh
 from spmd.core.pytree import tree_leaves
 from spmd.runtime.torch_settings import generator_state, set_generator_state
@@ -44,7 +44,7 @@ def run_on_ranks(mesh: Mesh, function: Callable[[], T]) -> T:
     if mesh.runtime is Runtime.DISTRIBUTED:
         (coordinate,) = mesh.held_coordinates
         rank = ProcessRank(mesh, coordinate, user_source())
-        with failing_together(call_name(mesh), spans_processes(mesh)):
+        with failing_together(call_name(mesh), mesh):
             result = _run(rank, function)
         rank.end()
         return result

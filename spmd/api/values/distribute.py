@@ -29,8 +29,9 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
         specs: a pytree prefix of specs: `P`s, or tuples of one placement for each mesh axis. Where a spec is partial,
             the rank at index 0 of the axis holds the value, and the others hold the neutral element.
         mesh: the mesh; by default that of `use_mesh`.
-        src_rank: on a distributed mesh, the rank whose tensors are broadcast; of those of other ranks only shapes and
-            dtypes matter, so they can be meta tensors. By default nothing is broadcast.
+        src_rank: on a distributed mesh, the rank of the mesh (counted from 0 in it) whose tensors are broadcast; of
+            those of other ranks only shapes and dtypes matter, so they can be meta tensors. By default nothing is
+            broadcast.
 
     Returns:
         The tree with DTensors for leaves. Their shards are copies; gradients do not flow through.
@@ -49,7 +50,7 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
     """
     mesh = current_mesh(mesh)
     call = f"distribute on {mesh}"
-    with failing_together(call, spans_processes(mesh)):
+    with failing_together(call, mesh):
         targets = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree")
         paths, leaves, structure = flatten_with_paths(tree)
         names = [f"leaf {path}".rstrip() for path in paths]
@@ -70,7 +71,7 @@ def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
         DivergenceError: on every rank, if they differ; it names the leaf, and which ranks hold what.
     """
     if spans_processes(mesh):
-        with failing_together(call):
+        with failing_together(call, mesh):
             claims = {
                 name: str(leaf.spec) if isinstance(leaf, DTensor) else describe(leaf)
                 for name, leaf in zip(names, leaves, strict=True)
@@ -80,6 +81,7 @@ def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
             claims,
             "Every rank must hold the same whole tensor. To take one rank's, spmd.distribute(..., src_rank=0); where "
             "each rank has its own part, spmd.from_process_data(...).",
+            mesh.ranks,
         )
 
 
@@ -87,15 +89,16 @@ def _broadcast(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
     """The leaves of one rank, on all ranks; DTensors stay as they are."""
     if not spans_processes(mesh):
         return list(leaves)
-    with failing_together(call):
+    with failing_together(call, mesh):
         metas = [leaf_meta(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
     has_data = [isinstance(leaf, torch.Tensor) and not leaf.is_meta for leaf in leaves]
     check_agreement(
         call,
         {name: f"{meta}" for name, meta in zip(names, metas, strict=True)},
         f"Ranks other than src_rank={src_rank} must give tensors of the same shapes and dtypes, such as meta tensors.",
+        mesh.ranks,
     )
-    if not all(gather(call, has_data)[src_rank]):
+    if not all(gather(call, has_data, mesh.ranks)[src_rank]):
         raise ShardingError(f"src_rank={src_rank} must hold tensors with data. Meta tensors are for the other ranks.")
     received: list[Any] = []
     for leaf, meta in zip(leaves, metas, strict=True):
@@ -105,7 +108,7 @@ def _broadcast(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
         buffer = torch.empty(meta.shape, dtype=meta.dtype, device=mesh.device)
         if mesh.rank(mesh.held_coordinates[0]) == src_rank:
             buffer.copy_(leaf)
-        received.append(broadcast(buffer, src_rank))
+        received.append(broadcast(buffer, mesh, src_rank))
     return received
 
 
@@ -138,7 +141,7 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     if mesh.runtime is not Runtime.DISTRIBUTED:
         return distribute(tree, specs, mesh)
     call = f"from_process_data(..., {specs!r}) on {mesh}"
-    with failing_together(call, spans_processes(mesh)):
+    with failing_together(call, mesh):
         prefix = broadcast_prefix(specs, tree, what="specs", of="the tree")
         paths, leaves, structure = flatten_with_paths(tree)
         held = [(leaf.detach().to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf,) for leaf in leaves]

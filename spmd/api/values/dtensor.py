@@ -25,7 +25,6 @@ from spmd.core.shards import join
 from spmd.core.spec import Dims, DTensorSpec, Reductions, TensorMeta
 from spmd.errors import ShardingError
 from spmd.job import checks
-from spmd.job.process import process_index
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.tracing.recorder import where as place_text
 
@@ -158,7 +157,7 @@ class DTensor(torch.Tensor):
         if is_watched():
             record_move(call, self._spec, target)
         if spans_processes(self.mesh) and any(step.is_collective for step in redistribution(self._spec, target)):
-            gather(f"{call} of {self._spec} on {self.mesh}", None)
+            gather(f"{call} of {self._spec} on {self.mesh}", None, self.mesh.ranks)
         return redistribute_shards(self._shards, self._spec, target)
 
     @staticmethod
@@ -239,7 +238,8 @@ class DTensor(torch.Tensor):
         if self.mesh.runtime is Runtime.VIRTUAL:
             held, which = join(self._shards, self._spec), ""
         else:
-            held, which = self._shards[0], "" if self._spec.is_replicated else f"shard {process_index()} of "
+            rank = self.mesh.rank(self.mesh.held_coordinates[0])
+            held, which = self._shards[0], "" if self._spec.is_replicated else f"shard {rank} of "
         return f"DTensor({_tensor_str(held, len('DTensor('))}, {which}{self._spec} on {self.mesh})"
 
     def __format__(self, format_spec: str) -> str:
@@ -260,7 +260,7 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         mesh, meta = self.mesh, self._spec.meta
-        where = (mesh.names, mesh.sizes, mesh.runtime.value, str(mesh.device))
+        where = (mesh.names, mesh.sizes, mesh.runtime.value, str(mesh.device), mesh.ranks)
         spec = (self._spec.dims, self._spec.partial, tuple(meta.shape), meta.dtype)
         is_parameter = isinstance(self, torch.nn.Parameter)
         return restore, (where, spec, self._shards, self.requires_grad, is_parameter)
@@ -441,7 +441,7 @@ def wrap(
 
 
 def restore(
-    where: tuple[tuple[str, ...], tuple[int, ...], str, str],
+    where: tuple[Any, ...],
     spec: tuple[Dims, Reductions, tuple[int, ...], torch.dtype],
     shards: tuple[torch.Tensor, ...],
     requires_grad: bool,
@@ -452,9 +452,9 @@ def restore(
     Raises:
         MeshError, ShardingError: parts that do not fit together or not this process.
     """
-    names, sizes, runtime, device = where
+    names, sizes, runtime, device, *ranks = where  # without ranks: a pickle of an earlier version
     dims, partial, shape, dtype = spec
-    mesh = Mesh(names, sizes, Runtime(runtime), torch.device(device))
+    mesh = Mesh(names, sizes, Runtime(runtime), torch.device(device), *ranks)
     made = DTensorSpec(mesh, dims, partial, TensorMeta(shape, dtype))
     if len(shards) != len(mesh.held_coordinates):
         raise ShardingError(

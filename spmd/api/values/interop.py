@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from spmd.api.values.dtensor import DTensor, wrap
@@ -28,19 +27,15 @@ def from_torch_dtensor(value: TorchDTensor) -> DTensor:
     the major one in both libraries.
 
     Raises:
-        MeshError: a device mesh other than all ranks of the job in order.
+        MeshError: a device mesh that this process is not in.
         ShardingError: a placement that `spmd` does not have, such as `Partial("avg")`.
     """
     device_mesh = value.device_mesh
-    ranks = device_mesh.mesh.flatten().tolist()
-    if ranks != list(range(dist.get_world_size())):
-        raise MeshError(
-            f"A mesh of spmd is all {dist.get_world_size()} ranks of the job in order (got the ranks {ranks}). "
-            "Redistribute the tensor to such a device mesh first."
-        )
     names = device_mesh.mesh_dim_names or tuple(f"dim_{dim}" for dim in range(device_mesh.ndim))
     axes = dict(zip(names, device_mesh.shape, strict=True))
-    mesh = make_mesh(axes, runtime="distributed", device=device_mesh.device_type)
+    ranks = device_mesh.mesh.flatten().tolist()
+    mesh = make_mesh(axes, runtime="distributed", device=device_mesh.device_type, ranks=ranks)
+    mesh.held_coordinates  # noqa: B018  # raises an error where the mesh is not over this process
     placements = [_from_torch(placement, value) for placement in value.placements]
     meta = TensorMeta(tuple(value.shape), value.dtype)
     spec = DTensorSpec.make(mesh, P.from_placements(placements, mesh), meta)
@@ -54,7 +49,7 @@ def to_torch_dtensor(value: DTensor) -> TorchDTensor:
     This is a collective call: process groups for the axes are made if they do not exist.
 
     Raises:
-        MeshError: a mesh that is not distributed.
+        MeshError: a mesh that is not distributed, or whose processes are not in ascending order.
         ShardingError: several axes shard a dim in another order than that of the mesh; torch has no placement for that.
     """
     if value.mesh.runtime is not Runtime.DISTRIBUTED:
@@ -84,11 +79,16 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     """Torch's device mesh for a distributed mesh, with the process groups of programs on it; a collective call."""
     from torch.distributed.device_mesh import DeviceMesh
 
+    for name in mesh.names:
+        along = mesh[name].ranks
+        if list(along) != sorted(along):
+            raise MeshError(
+                f"torch's groups have their processes in ascending order (got {along} along {name!r} of {mesh}). Make "
+                "the mesh with ascending ranks."
+            )
     groups = [process_group(mesh, (name,)) for name in mesh.names]
-    ranks = torch.arange(mesh.size).view(mesh.sizes)
-    return DeviceMesh.from_group(
-        groups if len(groups) > 1 else groups[0], mesh.device.type, mesh=ranks, mesh_dim_names=mesh.names
-    )
+    ranks = torch.tensor(mesh.ranks).view(mesh.sizes)
+    return DeviceMesh.from_group(groups, mesh.device.type, mesh=ranks, mesh_dim_names=mesh.names)
 
 
 def _from_torch(placement: TorchPlacement, value: TorchDTensor) -> Placement:

@@ -67,7 +67,7 @@ def joint_specs(
         for process, given in enumerate(every):
             here = given[number] if number < len(given) else []
             if len(here) != count:
-                where = f"process {process}" if len(every) > 1 else "this process"
+                where = f"process {mesh.ranks[process]}" if len(every) > 1 else "this process"
                 raise ShardingError(
                     f"from_local needs one shard for each of the {count} ranks of {mesh} that {where} holds "
                     f"(got {len(here)})."
@@ -113,9 +113,9 @@ def _joint_spec(ranks: Sequence[_Facts], spec: SpecLike, mesh: Mesh, shape: Sequ
     metas: list[TensorMeta] = []
     for rank, held in enumerate(ranks):
         if held.meta is None:
-            raise ShardingError(f"Shard of rank {rank} must be a plain torch.Tensor (got {held.kind}).")
+            raise ShardingError(f"Shard of rank {mesh.ranks[rank]} must be a plain torch.Tensor (got {held.kind}).")
         metas.append(held.meta)
-    pspec = make_spec(mesh, spec, metas[0], where="shard of rank 0").pspec
+    pspec = make_spec(mesh, spec, metas[0], where=f"shard of rank {mesh.ranks[0]}").pspec
     meta = TensorMeta(_global_shape(metas, mesh, pspec) if shape is None else shape, metas[0].dtype)
     complete = make_spec(mesh, pspec, meta, where="global tensor")
     for coordinate, held in zip(mesh.coordinates(), ranks, strict=True):
@@ -134,7 +134,7 @@ def _global_shape(metas: Sequence[TensorMeta], mesh: Mesh, pspec: P) -> tuple[in
 
 
 def _check_shard(spec: DTensorSpec, coordinate: Coordinate, held: _Facts) -> None:
-    rank = spec.mesh.rank(coordinate)
+    rank = spec.mesh.ranks[spec.mesh.rank(coordinate)]
     expected = TensorMeta(spec.local_shape(coordinate), spec.meta.dtype)
     if held.meta != expected:
         raise ShardingError(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd.collectives.distributed.flat_chunks import FlatChunks, pad, resized
-from spmd.collectives.distributed.process_groups import Member, member
+from spmd.collectives.distributed.process_groups import Member, member, process_group
 from spmd.collectives.distributed.ragged import RaggedExchange, stay
 from spmd.collectives.distributed.transport_dtypes import TransportDtype, moved, reduced
 from spmd.collectives.local import LOCALS, Local
@@ -122,7 +122,8 @@ def bind(
         return _alone(op, place, rest)
     kind = op._schema.name.removeprefix("spmd::")
     what = f"{kind} over {', '.join(axes)}{cause and f' ({cause})'}"
-    return attrs.evolve(_EXCHANGES[op](place, operand, *rest), scope=CollectiveScope(what, place.group.ranks))
+    scope = CollectiveScope(what, place.processes, mesh.ranks)
+    return attrs.evolve(_EXCHANGES[op](place, operand, *rest), scope=scope)
 
 
 def run(op: torch._ops.OpOverload, mesh: Mesh, coordinate: Coordinate, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
@@ -131,12 +132,13 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, coordinate: Coordinate, x: Tensor
     return call(x)
 
 
-def broadcast(x: Tensor, src_rank: int) -> Tensor:
-    """The tensor of one rank, on all ranks of the job; on the others `x` gives only the shape and dtype."""
-    wire = moved(x.dtype)
+def broadcast(x: Tensor, mesh: Mesh, src_rank: int) -> Tensor:
+    """The tensor of one rank, on all ranks of the mesh; on the others `x` gives only the shape and dtype."""
+    wire, process = moved(x.dtype), mesh.ranks[src_rank]
     buffer = wire.encode(_flat(x))
-    with CollectiveScope(f"the broadcast from rank {src_rank}", range(dist.get_world_size())):
-        dist.broadcast(buffer, src_rank)
+    group = process_group(mesh, mesh.names)
+    with CollectiveScope(f"the broadcast from rank {process}", mesh.ranks):
+        dist.broadcast(buffer, process, group=group)
     return wire.decode(buffer).view(x.shape)
 
 

@@ -1,4 +1,4 @@
-"""The programs with collectives that this process has run in a job: the same on all ranks, in the same order.
+"""The programs with collectives that this process has run with some others: the same on all, in the same order.
 
 They are counted and hashed where they run, which takes a fraction of a microsecond, and compared beside what ranks
 compare anyway. So ranks that part after the first calls are told at the next comparison, and nothing more is sent.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class Ran:
 
 
 class History:
-    """The programs with collectives of one job.
+    """The programs with collectives that some processes of a job run together.
 
     Programs are numbered when ranks have compared them, so that a number is the same program on all ranks.
     """
@@ -71,15 +71,15 @@ class History:
         """What this process has run."""
         return Ran(self._count, self._digest, tuple(self._last))
 
-    def difference(self, every: Sequence[Ran]) -> str:
+    def difference(self, every: Mapping[int, Ran]) -> str:
         """The first program that ranks do not share, and which rank has run what."""
-        counts = [ran.count for ran in every]
-        first = max(ran.count - len(ran.last) for ran in every)
-        for number in range(first, max(counts)):
-            rows = [self._at(number, ran) for ran in every]
-            if len(set(rows)) > 1:
-                return f"run {number + 1} is of {who_says_what(dict(enumerate(rows)))}"
-        said = {rank: f"{count} programs" for rank, count in enumerate(counts)}
+        counts = {rank: ran.count for rank, ran in every.items()}
+        first = max(ran.count - len(ran.last) for ran in every.values())
+        for number in range(first, max(counts.values())):
+            rows = {rank: self._at(number, ran) for rank, ran in every.items()}
+            if len(set(rows.values())) > 1:
+                return f"run {number + 1} is of {who_says_what(rows)}"
+        said = {rank: f"{count} programs" for rank, count in counts.items()}
         return f"{who_says_what(said)}, and they differ before the last {SHOWN}"
 
     def _at(self, number: int, ran: Ran) -> str:
@@ -90,11 +90,11 @@ class History:
 
 
 # A job that is stopped and started again, as in tests, has another world group.
-_histories: weakref.WeakKeyDictionary[dist.ProcessGroup, History] = weakref.WeakKeyDictionary()
+_histories: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], History]] = weakref.WeakKeyDictionary()
 
 
-def history() -> History:
-    """The history of the job that runs now."""
+def history(ranks: Sequence[int]) -> History:
+    """The history of some processes of the job that runs now: what they have run on meshes over exactly these."""
     world = dist.group.WORLD
     assert world is not None, "make_mesh starts torch.distributed"
-    return _histories.setdefault(world, History())
+    return _histories.setdefault(world, {}).setdefault(tuple(sorted(ranks)), History())

@@ -1,4 +1,4 @@
-"""Printing on a distributed mesh: the texts of all ranks go to rank 0, which prints them in rank order."""
+"""Printing on a distributed mesh: the texts of all ranks go to the first one, which prints them in rank order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd.collectives.distributed.process_groups import group_for
+from spmd.collectives.distributed.process_groups import group_for, in_rank_order
 from spmd.collectives.host import print_lines, text_of
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.job.collective_scope import CollectiveScope
@@ -24,18 +24,18 @@ class Printer:
     __name__ = "host_print"
 
     def __init__(self, mesh: Mesh, coordinate: Coordinate, pieces: tuple[str, ...]) -> None:
-        self._rank, self._size, self._pieces = mesh.rank(coordinate), mesh.size, pieces
+        self._is_first, self._ranks, self._pieces = mesh.rank(coordinate) == 0, mesh.ranks, pieces
         # On the CPU and apart from the program's groups, whose collectives may be in flight.
-        self._group = group_for("printing") if mesh.size > 1 else None
+        self._group = group_for("printing", mesh.ranks) if mesh.size > 1 else None
 
     def __call__(self, *values: Tensor) -> Tensor:
-        """Send this rank's text to rank 0; there, wait for those of all ranks and print them."""
+        """Send this rank's text to the first rank; there, wait for those of all ranks and print them."""
         text = text_of(values, self._pieces)
-        texts: list[str] = [text] * self._size
+        texts: list[str] = [text] * len(self._ranks)
         if self._group is not None:
-            received = texts if self._rank == 0 else None
-            with CollectiveScope(f"spmd.debug.print({''.join(self._pieces[::2])!r:.40})", range(self._size)):
-                dist.gather_object(text, received, dst=0, group=self._group)
-        if self._rank == 0:
-            print_lines(enumerate(texts))
+            received = texts if self._is_first else None
+            with CollectiveScope(f"spmd.debug.print({''.join(self._pieces[::2])!r:.40})", self._ranks):
+                dist.gather_object(text, received, dst=self._ranks[0], group=self._group)
+        if self._is_first:
+            print_lines(zip(self._ranks, in_rank_order(texts, self._ranks), strict=True))
         return torch.empty(0)

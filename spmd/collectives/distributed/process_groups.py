@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import attrs
 import torch.distributed as dist
@@ -14,8 +15,10 @@ from spmd.collectives.group import Group, groups
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.job.collective_scope import CollectiveScope
 
-Key: TypeAlias = tuple[tuple[int, ...] | str, str]
-"""The ranks of a group in ascending order, as torch numbers them inside of it, or its purpose; and its backend."""
+Key: TypeAlias = tuple[tuple[int, ...], str, str]
+"""The processes of a group in ascending order, as torch numbers them inside of it, its purpose, and its backend."""
+
+T = TypeVar("T")
 
 # Process groups are global to the process, so this cache is too. A job that is stopped and started again, as in tests,
 # has another world group, and the entry of the old one is dropped with it.
@@ -28,6 +31,7 @@ class Member:
 
     Args:
         group: the group.
+        processes: for each index along the axes, the number of that rank's process in the job.
         index: this rank's index along the group's axes.
         places: for each index along the axes, that rank's number inside torch's group, which numbers ranks in
             ascending order.
@@ -35,6 +39,7 @@ class Member:
     """
 
     group: Group
+    processes: tuple[int, ...]
     index: int
     places: tuple[int, ...]
     name: str
@@ -53,9 +58,16 @@ def member(mesh: Mesh, axes: tuple[str, ...], coordinate: Coordinate, *, communi
     """
     rank = mesh.rank(coordinate)
     group = next(group for group in groups(mesh, axes) if rank in group.ranks)
-    ascending = sorted(group.ranks)
+    processes = _processes(mesh, group)
+    ascending = sorted(processes)
     name = process_group(mesh, axes).group_name if communicates and group.size > 1 else ""
-    return Member(group, group.ranks.index(rank), tuple(ascending.index(other) for other in group.ranks), name)
+    places = tuple(ascending.index(process) for process in processes)
+    return Member(group, processes, group.ranks.index(rank), places, name)
+
+
+def _processes(mesh: Mesh, group: Group) -> tuple[int, ...]:
+    every = mesh.ranks
+    return tuple(every[rank] for rank in group.ranks)
 
 
 def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
@@ -63,18 +75,11 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
 
     It has the backend of the mesh's device only: NCCL's groups have no connections of gloo's.
     """
-    rank, world = dist.get_rank(), _world()
-    ranks = next(tuple(sorted(group.ranks)) for group in groups(mesh, axes) if rank in group.ranks)
-    if len(ranks) == world.size():
-        return world
-    kind = backend(mesh)
-
-    def make(limit: timedelta | None) -> dist.ProcessGroup:
-        made = dist.new_group(list(ranks), backend=kind, timeout=limit, use_local_synchronization=True)
-        assert made is not None
-        return made
-
-    return _once((ranks, kind), f"a process group over {', '.join(axes)}", ranks, make)
+    rank = mesh.rank(mesh.held_coordinates[0])
+    ranks = next(_processes(mesh, group) for group in groups(mesh, axes) if rank in group.ranks)
+    if len(ranks) == _world().size():
+        return _world()
+    return _group(ranks, "", backend(mesh), f"a process group over {', '.join(axes)}", mesh.ranks)
 
 
 def backend(mesh: Mesh) -> str:
@@ -82,27 +87,56 @@ def backend(mesh: Mesh) -> str:
     return str(dist.get_backend_config()).partition(f"{mesh.device.type}:")[2].partition(",")[0]
 
 
-def group_for(purpose: str) -> dist.ProcessGroup:
-    """A gloo group of all ranks for one purpose, made once; on the CPU, whatever the device of the mesh.
+def group_for(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A gloo group of some processes for one purpose, made once; on the CPU, whatever the device of the mesh.
 
     It is separate because ranks may make different calls. In a shared group, the comparison of one rank could then be
     matched with a collective of the program on another, and gloo ends a process that receives more than it expects.
+
+    Args:
+        purpose: the purpose, in words.
+        ranks: the numbers of the processes, of which this one is one.
     """
-    ranks = range(_world().size())
-    what = f"a process group for {purpose}"
-    return _once((purpose, "gloo"), what, ranks, lambda limit: dist.new_group(backend="gloo", timeout=limit))
+    return _group(ranks, purpose, "gloo", f"a process group for {purpose}", ranks)
 
 
-def _once(
-    key: Key, what: str, ranks: Sequence[int], make: Callable[[timedelta | None], dist.ProcessGroup]
-) -> dist.ProcessGroup:
-    """A group of the job that runs now, made at its first use, with the job's timeout."""
-    world = _world()
+def in_rank_order(found: Sequence[T], ranks: Sequence[int]) -> list[T]:
+    """What torch has gathered, which is in ascending order of the processes, in the order of `ranks`."""
+    by_process = dict(zip(sorted(ranks), found, strict=True))
+    return [by_process[rank] for rank in ranks]
+
+
+def _group(ranks: Sequence[int], purpose: str, kind: str, what: str, mesh: Sequence[int]) -> dist.ProcessGroup:
+    """A group of the job that runs now, made at its first use by the processes that are in it, with the job's timeout.
+
+    Not by `dist.new_group(..., use_local_synchronization=True)`: it names a group by the number of those that the
+    process has made before, which differs where processes are in different submeshes, and ranks that give one group two
+    names never meet.
+    """
+    world, key = _world(), (tuple(sorted(ranks)), purpose, kind)
     made = _made.setdefault(world, {})
     if key not in made:
-        with CollectiveScope(f"the start of {what}", ranks):
-            made[key] = make(_timeout_of(world))
+        name = f"spmd_{hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()}"
+        with CollectiveScope(f"the start of {what}", ranks, mesh):
+            made[key] = _make(world, key, name)
     return made[key]
+
+
+def _make(world: dist.ProcessGroup, key: Key, name: str) -> dist.ProcessGroup:
+    """What `dist.new_group` does, with a given name."""
+    (ranks, _, kind), c10d = key, dist.distributed_c10d
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(world.rank()),
+        list(ranks),
+        c10d.Backend(kind),
+        c10d._get_default_store(),
+        c10d.GroupName(name),
+        timeout=_timeout_of(world) or c10d.default_pg_timeout,
+        device_id=world.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
 
 def _world() -> dist.ProcessGroup:

@@ -52,7 +52,7 @@ class RaggedExchange:
             SpmdError: on all ranks alike, if the table is wrong.
         """
         group, me = self.member.group, self.member.index
-        routes = Routes.read(table, self.transposed, group.ranks)
+        routes = Routes.read(table, self.transposed, self.member.processes)
         sent, received = ([0] * group.size for _ in range(2))
         pieces = [x.new_empty(0, *self.row)] * group.size
         numel = math.prod(self.row) * self.wire.factor
@@ -89,4 +89,4 @@ class RaggedExchange:
 
 def stay(member: Member, size: int, transposed: bool, x: Tensor, table: Tensor) -> Tensor:
     """`ragged_all_to_all` in a group of one rank, which does not communicate."""
-    return exchange_rows(Routes.read(table, transposed, member.group.ranks), [x], [size])[0]
+    return exchange_rows(Routes.read(table, transposed, member.processes), [x], [size])[0]

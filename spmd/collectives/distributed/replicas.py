@@ -78,9 +78,10 @@ def are_equal_along(mesh: Mesh, digests: Tensor) -> bool:
 
 def difference(mesh: Mesh, every: Sequence[Sequence[Replica]]) -> str | None:
     """The first replica that differs between ranks that must hold the same, and which holds what; None if none does."""
+    processes = mesh.ranks
     for replicas in zip(*every, strict=False):
         for group in groups(mesh, replicas[0].axes):
-            texts = {rank: replicas[rank].text for rank in sorted(group.ranks)}
+            texts = {processes[rank]: replicas[rank].text for rank in sorted(group.ranks)}
             if len(set(texts.values())) > 1:
                 which = "" if len(texts) == mesh.size else f", which differ only along {', '.join(replicas[0].axes)}"
                 return f"{replicas[0].name} differs between ranks{which}: {who_says_what(texts)}"

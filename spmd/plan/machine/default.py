@@ -51,14 +51,14 @@ def default_machine(mesh: Mesh) -> Machine:
         return _UNKNOWN
     if found := _agreed_here().get(mesh):
         return found
-    hosts = assumed_hosts()
+    hosts = assumed_hosts(mesh)
     return _preset(mesh, hosts) or load_machine(_about(mesh, hosts)) or _UNMEASURED
 
 
 def agree_on_machine(mesh: Mesh, call: str) -> None:
     """Agree with all ranks on the machine of a distributed mesh, if they have not yet; a collective call.
 
-    Rank 0 decides: by its GPU, or by its file. If it has none, all ranks measure.
+    The first rank decides: by its GPU, or by its file. If it has none, all ranks measure.
 
     Args:
         mesh: the mesh; nothing happens on others than distributed ones.
@@ -70,16 +70,17 @@ def agree_on_machine(mesh: Mesh, call: str) -> None:
     if mesh.runtime is not Runtime.DISTRIBUTED or mesh in _agreed_here():
         return
     call = f"the choice of a machine for {call}"
-    hosts = gather_hosts(call)
+    hosts = gather_hosts(call, mesh)
     about = _about(mesh, hosts)
     of_ranks = {name: value for name, value in about.items() if name != "mesh"}
-    known = (_preset(mesh, hosts) or load_machine(about), load_machine(of_ranks)) if process_index() == 0 else ()
-    found, like = gather(call, known)[0]
+    is_first = process_index() == mesh.ranks[0]
+    known = (_preset(mesh, hosts) or load_machine(about), load_machine(of_ranks)) if is_first else ()
+    found, like = gather(call, known, mesh.ranks)[0]
     if found is None:
         found = Machine.measure(mesh)
         if like is not None:
             found = attrs.evolve(found, **{name: getattr(like, name) for name in _OF_RANKS})
-        if process_index() == 0:
+        if is_first:
             save_machine(about, found)
             save_machine(of_ranks, like or found)
     _agreed_here()[mesh] = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,21 +16,25 @@ from spmd.core.mesh import Mesh
 from spmd.job.process import process_count
 
 
-def gather_hosts(call: str) -> tuple[int, ...]:
-    """The number of each rank's host, from 0 in order of the ranks; a collective call.
+def gather_hosts(call: str, mesh: Mesh) -> tuple[int, ...]:
+    """The number of each rank's host, from 0 in order of the ranks; a collective call of a distributed mesh.
 
     Args:
         call: the user's call that needs this, as for `gather`.
+        mesh: the mesh.
     """
-    names = gather(call, socket.gethostname())
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return tuple(numbers[name] for name in names)
+    return _numbers(gather(call, socket.gethostname(), mesh.ranks))
 
 
-def assumed_hosts() -> tuple[int, ...]:
+def assumed_hosts(mesh: Mesh) -> tuple[int, ...]:
     """As `gather_hosts` without communication, by the launcher's count of ranks on each host."""
     each = int(os.environ.get("LOCAL_WORLD_SIZE", process_count()))
-    return tuple(rank // each for rank in range(process_count()))
+    return _numbers([rank // each for rank in mesh.ranks])
+
+
+def _numbers(names: Sequence[Hashable]) -> tuple[int, ...]:
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
 
 
 def hosts_along(mesh: Mesh, axis: str, hosts: tuple[int, ...]) -> int:

@@ -93,7 +93,9 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
         for axis in dict.fromkeys(layouts.values()):
             seconds.update(_times(mesh, axis))
         overlap = min((_overlap(mesh, axis) for axis in dict.fromkeys(layouts.values())), default=1.0)
-    every: list[tuple[dict[Hashable, float], float]] = gather(f"the measurement of {mesh}", (seconds, overlap))
+    every: list[tuple[dict[Hashable, float], float]] = gather(
+        f"the measurement of {mesh}", (seconds, overlap), mesh.ranks
+    )
     agreed = {key: statistics.median(of.get(key, math.inf) for of, _ in every) for key in every[0][0]}
     rates = {str(dtype): 1 / agreed[str(dtype)] for dtype in DTYPES if agreed.get(str(dtype), math.inf) < math.inf}
     constants = rates[str(torch.float32)], 1 / agreed["traffic"], agreed["operator"]
@@ -156,7 +158,7 @@ def _times(mesh: Mesh, axis: str) -> dict[Hashable, float]:
     call = f"the measurement of {mesh}"
     sizes = _SMALL, _MEDIUM
     found: dict[Hashable, float] = {(axis, kind, n): _send(mesh, axis, kind, n) for kind in _CALLS for n in sizes}
-    every = gather(call, found)
+    every = gather(call, found, mesh.ranks)
     for kind in _CALLS:
         if statistics.median(of[axis, kind, _MEDIUM] for of in every) < _LONG:
             found[axis, kind, _LARGE] = _send(mesh, axis, kind, _LARGE)
@@ -243,7 +245,7 @@ def _start(mesh: Mesh) -> None:
     """Wait until all ranks are here and their devices idle."""
     _synchronize(mesh)
     if spans_processes(mesh):
-        dist.barrier(group=group_for("measurements"))
+        dist.barrier(group=group_for("measurements", mesh.ranks))
 
 
 def _synchronize(mesh: Mesh) -> None:
