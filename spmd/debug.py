@@ -23,7 +23,8 @@ def print(fmt: str, *values: Any, **named: Any) -> None:
 
     Inside `jit` each rank prints the shard that it holds, in the layout that the plan gives to the value: printing
     changes no sharding, and pending sums are reduced first. Inside `shard_map` each rank prints its own value. Every
-    line begins with the rank, as in `[rank 0] loss 0.25`. On a distributed mesh process 0 prints the lines of all.
+    line begins with the rank, as in `[rank 0] loss 0.25`. On a distributed mesh the process of its first rank prints
+    the lines of all.
 
     Calls print in program order, also if nothing else depends on their values. Values have no gradient here, so one
     that is differentiated can be printed, and is what it is without `grad`. Under `vmap` the whole batch is printed

@@ -41,13 +41,14 @@ def save(
 ) -> None:
     """Write a pytree as a checkpoint, and return when it is on disk.
 
-    On a distributed mesh this is a collective call, and each rank writes its part; the folder must be on a file system
-    that all ranks share. Earlier saves in the folder are removed when the new one is complete: if the save is killed,
-    the folder holds a complete checkpoint, the earlier or the new one.
+    On a distributed mesh this is a collective call of its ranks, or of the whole job if the tree has no DTensor, and
+    each rank writes its part; the folder must be on a file system that all ranks share. Earlier
+    saves in the folder are removed when the new one is complete: if the save is killed, the folder holds a complete
+    checkpoint, the earlier or the new one.
 
     Args:
         tree: a pytree of DTensors, plain tensors, numbers or text, and a `Position`. Plain leaves, which all ranks
-            hold, are written by rank 0.
+            hold, are written by the first rank.
         path: the checkpoint's folder; it is created if it does not exist.
         keep: how many saves without a name stay in the folder, with the new one; None for all. Orbax's `max_to_keep`.
         name: a name for the save, such as "best". It stays until another save has this name, whatever `keep` is.
