@@ -1,8 +1,8 @@
 """A reference program, by which measured rates become those of operators among others.
 
-The same operator run again and again finds its operands in caches, and for its result the memory that was just freed. In
-a program it finds neither: on processors, fresh pages alone can take a third of the time. So each rate is divided by
-what the reference takes over what the rates predict for it.
+The same operator run again and again finds its operands in caches, and for its result the memory that was just freed.
+In a program it finds neither: on processors, fresh pages alone can take a third of the time. So each rate is divided
+by what the reference takes over what the rates predict for it.
 """
 
 from __future__ import annotations
