@@ -18,23 +18,24 @@ if sys.platform != "win32":
     import resource
 
 from spmd.errors import MeshError, SpmdError
-from spmd.job import checks, failure_detector
+from spmd.job import checks, failure_detector, launcher
 from spmd.job.collective_scope import name_ranks
-
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, and other launchers in its manner, set for each process."""
 
 CONNECTIONS, OWN = 2, 512
 """Descriptors of the process that keeps the store: for each rank's connections, and for all else that it opens."""
 
 
 def is_distributed() -> bool:
-    """Whether this process belongs to a distributed job: it started torch.distributed, or a launcher started it."""
-    return dist.is_initialized() or all(name in os.environ for name in VARIABLES)
+    """Whether this process belongs to a distributed job: it started torch.distributed, or a launcher started it.
+
+    Launchers are torchrun and, for more than one process, `srun` of SLURM and the `mpirun` of Open MPI, MPICH or Intel
+    MPI (`docs/gpus.md`).
+    """
+    return dist.is_initialized() or launcher.started() is not None
 
 
 def init(*, timeout: timedelta | float | None = None, check: Literal["first", "calls"] | None = None) -> None:
-    """Start torch.distributed from torchrun's variables: gloo for CPU tensors and, where there are GPUs, NCCL.
+    """Start torch.distributed from a launcher's variables: gloo for CPU tensors and, where there are GPUs, NCCL.
 
     `make_mesh(runtime="distributed")` does this; call it first to choose a timeout. What is started already is left
     alone.
@@ -63,38 +64,54 @@ def init(*, timeout: timedelta | float | None = None, check: Literal["first", "c
             )
         failure_detector.start()
         return
-    missing = [name for name in VARIABLES if name not in os.environ]
-    if missing:
+    process = launcher.started()
+    if process is None:
+        missing = ", ".join(name for name in launcher.VARIABLES if not os.environ.get(name))
         raise MeshError(
-            f"A distributed mesh needs the variables that torchrun sets (missing: {', '.join(missing)}). Start the "
-            "script by `torchrun --nproc-per-node 8 script.py`, or take runtime='virtual' in one process."
+            f"A distributed mesh needs the variables that torchrun sets (missing: {missing}), or those of several "
+            "tasks of srun or mpirun. Start the script by `torchrun --nproc-per-node 8 script.py`, or take "
+            "runtime='virtual' in one process."
         )
+    rank, size, patience, (host, port) = process.rank, process.size, limit or default_pg_timeout, process.address
     atexit.register(_leave)
     # Gloo connects ranks at their first exchange, and not each with each other: torch reads it at the first group.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), limit or default_pg_timeout
     try:
-        store = _store(rank, size, patience)
+        store = _store(process, patience)
         late = _roll_call(store, rank, size, patience)
         if not late:
-            dist.init_process_group(store=store, rank=rank, world_size=size, timeout=limit)
+            dist.init_process_group(_backends(), store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).splitlines()[0]
         raise SpmdError(
-            f"Rank {rank} of {size} could not start torch.distributed at {address}. Is rank 0 there? ({reason})"
+            f"Rank {rank} of {size} could not start torch.distributed at {host}:{port}. Is rank 0 there? ({reason})"
         ) from error
     if late:
         raise SpmdError(
             f"Only {size - len(late)} of {size} processes started within {patience}: "
-            f"{name_ranks(late)} did not. Start all of them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or "
-            "wait longer: spmd.init(timeout=...)."
+            f"{name_ranks(late)} did not. Start all of them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE "
+            f"(rank 0 waited at {host}:{port}), or wait longer: spmd.init(timeout=...)."
         )
     failure_detector.start()
 
 
-def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
+def _backends() -> str:
+    """Gloo for CPU tensors, whatever the mesh: ranks compare values on the host; and that of the accelerator, if any.
+
+    By default, torch takes one backend only, that of the accelerator (`BackendConfig` in torch 2.13).
+
+    The device is not given here, as `device_id`: torch would connect all ranks at once and split each later NCCL group
+    from this one, by `ncclCommSplit`, which all ranks of the job must call. But groups of mesh axes are made by their
+    members only, where a missing one is named (`spmd.collectives.distributed.process_groups`).
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    name = found and dist.Backend.default_device_backend_map.get(found.type)
+    return f"cpu:gloo,{found.type}:{name}" if found and name and dist.is_backend_available(name) else "cpu:gloo"
+
+
+def _store(process: launcher.Process, limit: timedelta) -> dist.Store:
     """The store of torch.distributed: torchrun's, or else one that rank 0 keeps."""
+    rank, size = process.rank, process.size
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store: dist.Store = next(iter(dist.rendezvous("env://", timeout=limit)))[0]
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -102,8 +119,10 @@ def _store(rank: int, size: int, limit: timedelta) -> dist.Store:
     if rank == 0:
         _reserve_descriptors(CONNECTIONS * size + OWN)
     # as torch makes it, but it does not wait for all ranks: who is missing shows in the roll call
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, size, rank == 0, limit, wait_for_workers=False, multi_tenant=True)
+    host, port = process.address
+    made = dist.TCPStore(host, port, size, rank == 0, limit, wait_for_workers=False, multi_tenant=True)
+    # ports of two SLURM jobs may be equal: ranks that reach the other's store must not meet there
+    return made if process.slurm_step is None else dist.PrefixStore("slurm{}.{}".format(*process.slurm_step), made)
 
 
 def _reserve_descriptors(count: int) -> None:
@@ -181,31 +200,60 @@ def process_count() -> int:
     """The number of processes of the job; 1 outside of one. JAX's `jax.process_count`."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+    process = launcher.started()
+    return 1 if process is None else process.size
 
 
 def process_index() -> int:
     """The rank of this process; 0 outside of a distributed job. JAX's `jax.process_index`."""
     if dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ["RANK"]) if is_distributed() else 0
+    process = launcher.started()
+    return 0 if process is None else process.rank
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group's first backend; None if it has none."""
+    return getattr(group._get_backend(group._device_types[0]).options, "_timeout", None)
 
 
 def choose_device(device: torch.device) -> torch.device:
     """The device of a mesh whose ranks are processes: of several GPUs, each process takes the one of its local rank.
 
+    The local rank is what the launcher says. A job of one process takes the current GPU, and a process that sees only
+    one GPU takes that, if its launcher says nothing of local ranks (a container for each process) or shows each process
+    one of its own (`srun --gpus-per-task 1`). That two processes do not share it cannot be seen here; NCCL refuses it
+    when it connects them. A device with an index is taken as it is.
+
     The result has no index, so that it is the same on all ranks; the process's current device says which one it is.
 
     Raises:
-        MeshError: fewer GPUs than processes on this machine.
+        MeshError: fewer GPUs than processes on this machine, or no local rank in a job of several processes.
     """
     if device.type != "cuda":
         return device
-    index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+    index = _gpu() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise MeshError(
             f"Rank {process_index()} wants GPU {index}, but there are {torch.cuda.device_count()} here. Start at most "
-            "one process a GPU, or pass device='cpu'."
+            "one process a GPU, or pass device='cpu'; device='cuda:0' if each process sees one GPU, a different one."
         )
     torch.cuda.set_device(index)
     return torch.device("cuda")
+
+
+def _gpu() -> int:
+    """The index of the GPU for this process."""
+    rank, size, count = process_index(), process_count(), torch.cuda.device_count()
+    local_rank = launcher.local_rank(rank, size)
+    if local_rank is not None:
+        return 0 if count == 1 and launcher.has_own_gpu() else local_rank
+    if count < 2:
+        return 0
+    if size == 1:
+        return torch.cuda.current_device()
+    raise MeshError(
+        f"Rank {rank} of {size} sees {count} GPUs and does not know which one is its own. Set "
+        "LOCAL_RANK to its number among the processes of its machine, as torchrun does (srun and mpirun set variables "
+        "of their own), or pass device='cuda:<number>'."
+    )

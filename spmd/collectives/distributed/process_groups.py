@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TypeAlias, TypeVar
 
 import attrs
+import torch
 import torch.distributed as dist
 
 from spmd.collectives.group import Group, groups
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.job.collective_scope import CollectiveScope
+from spmd.job.process import timeout_of
 
 Key: TypeAlias = tuple[tuple[int, ...], str, str]
 """The processes of a group in ascending order, as torch numbers them inside of it, its purpose, and its backend."""
@@ -73,7 +74,8 @@ def _processes(mesh: Mesh, group: Group) -> tuple[int, ...]:
 def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """Torch's group along `axes` that has this process's rank, made at its first use by the ranks that are in it.
 
-    It has the backend of the mesh's device only: NCCL's groups have no connections of gloo's.
+    It has the backend of the mesh's device only: NCCL's groups have no connections of gloo's. Those are made at once,
+    because they are told this process's GPU, and not at the first collective: a rank that is missing shows here.
     """
     rank = mesh.rank(mesh.held_coordinates[0])
     ranks = next(_processes(mesh, group) for group in groups(mesh, axes) if rank in group.ranks)
@@ -131,9 +133,9 @@ def _make(world: dist.ProcessGroup, key: Key, name: str) -> dist.ProcessGroup:
         list(ranks),
         c10d.Backend(kind),
         c10d._get_default_store(),
-        c10d.GroupName(name),
-        timeout=_timeout_of(world) or c10d.default_pg_timeout,
-        device_id=world.bound_device_id,
+        name,  # type: ignore[arg-type]
+        timeout=timeout_of(world) or c10d.default_pg_timeout,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else None,
     )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
@@ -143,8 +145,3 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "make_mesh starts torch.distributed"
     return world
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group's first backend, to pass to new groups, for which torch would use its default."""
-    return getattr(group._get_backend(group._device_types[0]).options, "_timeout", None)

@@ -1,0 +1,40 @@
+"""The backends of torch.distributed and the process groups of a mesh of GPUs, with stand-ins for GPUs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spmd.collectives.distributed import process_groups
+from spmd.core.mesh import Mesh, Runtime
+from spmd.job import process
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "has_nccl", "expected"),
+    [(None, False, "cpu:gloo"), ("cuda", True, "cpu:gloo,cuda:nccl"), ("cuda", False, "cpu:gloo")],
+)
+def test_gloo_is_always_there_for_comparisons(monkeypatch, accelerator, has_nccl, expected):
+    found = accelerator and torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
+    assert expected == process._backends()
+
+
+@pytest.mark.parametrize(("device", "bound"), [("cuda", torch.device("cuda", 3)), ("cpu", None)])
+def test_a_group_of_nccl_is_told_its_gpu(monkeypatch, device, bound):
+    class World:
+        def size(self):
+            return 4
+
+    made = {}
+    monkeypatch.setattr(process_groups, "_world", World().__class__)
+    monkeypatch.setattr(process_groups, "timeout_of", lambda world: None)
+    monkeypatch.setattr(process_groups, "backend", lambda mesh: "nccl")
+    monkeypatch.setattr(process_groups, "_made", {})
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **keywords: made.update(keywords, ranks=ranks) or "group")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    mesh = Mesh(("data", "model"), (2, 2), Runtime.DISTRIBUTED, torch.device(device))
+    assert "group" == process_groups.process_group(mesh, ("model",))
+    assert ([2, 3], bound) == (made["ranks"], made["device_id"])
+    assert made["use_local_synchronization"]
