@@ -19,32 +19,49 @@ Local: TypeAlias = Callable[..., Tensor]
 """One call of such a primitive on one rank: a function of its operand, if it has one."""
 
 
-def _shard(group: Group, index: int, operand: TensorMeta, dim: int, size: int) -> Local:
+def _shard(group: Group, index: int, device: torch.device, operand: TensorMeta, dim: int, size: int) -> Local:
     start, stop = group.bounds(operand.shape[dim])[index]
     return lambda x: x.narrow(dim, start, stop - start).contiguous()
 
 
-def _to_partial(group: Group, index: int, operand: TensorMeta, op: str) -> Local:
+def _to_partial(group: Group, index: int, device: torch.device, operand: TensorMeta, op: str) -> Local:
     if index == 0:
         return lambda x: x.contiguous()
     neutral = neutral_element(op, operand.dtype)  # type: ignore[arg-type]
     return lambda x: torch.full_like(x, neutral, memory_format=torch.contiguous_format)
 
 
-def _constant(value: int) -> Local:
-    return lambda: torch.tensor(value)
+def _pcast(group: Group, index: int, device: torch.device, operand: TensorMeta, source: str, to: str) -> Local:
+    return lambda x: x
+
+
+def _axis_index(group: Group, index: int, device: torch.device) -> Local:
+    return _number(index, device)
+
+
+def _shard_offset(group: Group, index: int, device: torch.device, size: int) -> Local:
+    return _number(group.bounds(size)[index][0], device)
+
+
+def _number(value: int, device: torch.device) -> Local:
+    """A number that a kernel of the device writes: one made on the host would be copied, which waits for a GPU.
+
+    It is new at each call, for callers may write to it.
+    """
+    return lambda: torch.full((), value, dtype=torch.int64, device=device)
 
 
 LOCALS: Mapping[torch._ops.OpOverload, Callable[..., Local]] = MappingProxyType(
     {
-        torch.ops.spmd.pcast.default: lambda group, index, operand, source, to: lambda x: x,
+        torch.ops.spmd.pcast.default: _pcast,
         torch.ops.spmd.shard.default: _shard,
         torch.ops.spmd.to_partial.default: _to_partial,
-        torch.ops.spmd.axis_index.default: lambda group, index: _constant(index),
-        torch.ops.spmd.shard_offset.default: lambda group, index, size: _constant(group.bounds(size)[index][0]),
+        torch.ops.spmd.axis_index.default: _axis_index,
+        torch.ops.spmd.shard_offset.default: _shard_offset,
     }
 )
-"""For each primitive, what the rank with an index in a group runs for an operand and the other arguments but the axes.
+"""For each primitive, what the rank with an index in a group runs on a device, for an operand and the other arguments
+but the axes.
 """
 
 
@@ -59,7 +76,7 @@ def bind_local(op: torch._ops.OpOverload, mesh: Mesh, rank: int, *args: Any) -> 
     """
     *given, axes = args
     group, index = group_of(mesh, tuple(axes), rank)
-    return LOCALS[op](group, index, *given)
+    return LOCALS[op](group, index, mesh.device, *given)
 
 
 def run_local(op: torch._ops.OpOverload, mesh: Mesh, rank: int, *args: Any) -> Tensor:

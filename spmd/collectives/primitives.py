@@ -238,7 +238,8 @@ INDEX_SCHEMAS: tuple[str, ...] = (
     "shard_offset(int size, str[] axes) -> Tensor",
 )
 """Primitives without a tensor argument: this rank's index along the axes, and the start of its chunk of a dim of length
-`size`. Results are 0-d int64 tensors on the CPU, which torch combines with tensors of any device."""
+`size`. Results are 0-d int64 tensors on the mesh's device; in a trace, where no mesh is known, on the CPU, which torch
+combines with tensors of any device."""
 
 
 def inverse_permutation(sources: Sequence[int]) -> list[int]:

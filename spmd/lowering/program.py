@@ -17,6 +17,7 @@ from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation
 from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.printing import program_text
+from spmd.lowering.device import on_device
 from spmd.lowering.fx_module import fx_module
 
 
@@ -48,7 +49,7 @@ class LocalProgram:
         key = tuple(spec.local_shape(coordinate) for spec in self.uneven)
         if key not in self._graphs:
             with single_threaded():
-                self._graphs[key] = self.build(coordinate)
+                self._graphs[key] = on_device(self.build(coordinate), self.mesh.device)
         return self._graphs[key]
 
     def graph_module(self, coordinate: Coordinate | None = None) -> GraphModule:

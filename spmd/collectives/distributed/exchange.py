@@ -116,7 +116,8 @@ def bind(
     *rest, axes = arguments
     place = member(mesh, tuple(axes), coordinate, communicates=communicates and op in _EXCHANGES)
     if op in LOCALS:
-        return LOCALS[op](place.group, place.index, *([] if operand is None else [operand]), *rest)
+        operands = [] if operand is None else [operand]
+        return LOCALS[op](place.group, place.index, mesh.device, *operands, *rest)
     assert operand is not None
     if place.group.size == 1:
         return _alone(op, place, rest)
