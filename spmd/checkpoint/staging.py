@@ -34,6 +34,8 @@ class Staging:
             stream = self._streams[tensor.device] = self._cuda.Stream(tensor.device)
             stream.wait_stream(self._cuda.current_stream(tensor.device))
         with self._cuda.stream(stream):
+            tensor.record_stream(stream)  # who frees it on another stream must not get its memory before
+            tensor = tensor.resolve_conj().resolve_neg()  # torch would do that to the copy, without waiting for it
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
             return copy.copy_(tensor, non_blocking=True)
 

@@ -54,6 +54,7 @@ class Stream:
 def stand(monkeypatch):
     found = Stand()
     monkeypatch.setattr(saving, "Staging", lambda: Staging(found, "cpu"))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: found.log.append(f"{stream.name} holds it"))
     return found
 
 
@@ -62,7 +63,7 @@ def test_copies_wait_for_the_present_and_are_waited_for_by_the_future(stand, tmp
     save_async({"w": w, "b": torch.ones(2), "step": 3}, tmp_path).wait()
     assert [
         "side of cpu waits for current",
-        *["copy on side of cpu"] * 3,
+        *["copy on side of cpu", "side of cpu holds it"] * 3,
         "current waits for side of cpu",
         "event on side of cpu",
         "host waits for side of cpu",
@@ -90,3 +91,20 @@ def test_views_are_copied_whole(stand):
     other = Staging(stand)  # CPU tensors are not on its devices
     length = len(stand.log)
     assert base.equal(other.copy(base)) and length == len(stand.log)
+
+
+@pytest.mark.parametrize("name", ["conj", "imag"])
+def test_no_bit_of_the_source_is_left_to_the_copy(stand, monkeypatch, name):
+    """Torch resolves it on the CPU, without waiting for what a GPU still has to copy."""
+    copy_, sources = torch.Tensor.copy_, []
+
+    def recorded(self, source, non_blocking=False):
+        sources.append((source.is_conj(), source.is_neg(), non_blocking))
+        return copy_(self, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", recorded)
+    x = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    view = x if name == "conj" else x.imag
+    assert view.is_conj() or view.is_neg()
+    copy = Staging(stand, "cpu").copy(view)
+    assert view.resolve_conj().resolve_neg().equal(copy) and [(False, False, True)] == sources
