@@ -27,6 +27,7 @@ import attrs
 import torch.distributed as dist
 
 from spmd.errors import SpmdError
+from spmd.job import device_launches
 from spmd.job.reports import PATIENCE, Reports
 from spmd.job.user_code import line_in
 
@@ -225,13 +226,18 @@ class FailureDetector:
 
 
 def _whereabouts(held: Round) -> str:
-    """Where the main thread is; if it waits in a collective, that is noted as what it has reported in this round."""
+    """Where the main thread is; if it waits in a collective, that is noted as what it has reported in this round.
+
+    If it does not, but its device has not finished a collective, that is where this process waits.
+    """
     global position
     if position.__class__ is str:
         reported = Reported(held, "")
         reported.what, position = position, reported  # type: ignore[assignment]  # at once: the main thread writes it, too
     if isinstance(position, Reported):
         return f"{WAITS}{position.what}"
+    if (launched := device_launches.launches.unfinished()) is not None:
+        return f"{WAITS}{launched.what}"
     line = line_in(sys._current_frames().get(threading.main_thread().ident or 0))
     return f"{AWAY}at {line}{_interruption()}"
 

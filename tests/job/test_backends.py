@@ -20,21 +20,29 @@ def test_gloo_is_always_there_for_comparisons(monkeypatch, accelerator, has_nccl
     assert expected == process._backends()
 
 
-@pytest.mark.parametrize(("device", "bound"), [("cuda", torch.device("cuda", 3)), ("cpu", None)])
-def test_a_group_of_nccl_is_told_its_gpu(monkeypatch, device, bound):
+@pytest.mark.parametrize(("kind", "bound"), [("nccl", torch.device("cuda", 3)), ("gloo", None)])
+def test_a_group_of_nccl_is_told_its_gpu(monkeypatch, kind, bound):
     class World:
         def size(self):
             return 4
 
+        def rank(self):
+            return 2
+
     made = {}
-    monkeypatch.setattr(process_groups, "_world", World().__class__)
+
+    def helper(size, rank, ranks, *rest, **keywords):
+        made.update(keywords, ranks=ranks, rank=rank)
+        return "group", None
+
+    monkeypatch.setattr(process_groups, "_world", World)
     monkeypatch.setattr(process_groups, "timeout_of", lambda world: None)
-    monkeypatch.setattr(process_groups, "backend", lambda mesh: "nccl")
+    monkeypatch.setattr(process_groups, "backend", lambda mesh: kind)
     monkeypatch.setattr(process_groups, "_made", {})
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **keywords: made.update(keywords, ranks=ranks) or "group")
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", helper)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    mesh = Mesh(("data", "model"), (2, 2), Runtime.DISTRIBUTED, torch.device(device))
+    mesh = Mesh(("data", "model"), (2, 2), Runtime.DISTRIBUTED, torch.device("cuda"))
     assert "group" == process_groups.process_group(mesh, ("model",))
-    assert ([2, 3], bound) == (made["ranks"], made["device_id"])
-    assert made["use_local_synchronization"]
+    assert ([2, 3], 0, bound) == (made["ranks"], made["rank"], made["device_id"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd.collectives.distributed.exchange import Exchange, wait
+from spmd.job import device_watch
 from spmd.job.collective_scope import CollectiveScope
 
 
@@ -71,6 +72,8 @@ class Bucket:
         """Wait for the collective that `start` has started, and return all results."""
         with self.scope:
             buffer = wait(pending)
+        if buffer.is_cuda:
+            device_watch.note(self.scope)
         return self.unpack(buffer)
 
     def __str__(self) -> str:

@@ -26,6 +26,7 @@ from spmd.collectives.local import LOCALS, Local
 from spmd.collectives.primitives import UNTYPED
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.spec import TensorMeta
+from spmd.job import device_watch
 from spmd.job.collective_scope import CollectiveScope
 
 _c10d = torch.ops._c10d_functional
@@ -72,6 +73,8 @@ class Exchange:
         """Wait for a collective that `start` has started, and return its result."""
         with self.scope:
             buffer = wait(pending)
+        if buffer.is_cuda:
+            device_watch.note(self.scope)
         return self.unpack(buffer)
 
     def __str__(self) -> str:
@@ -137,9 +140,11 @@ def broadcast(x: Tensor, mesh: Mesh, src_rank: int) -> Tensor:
     """The tensor of one rank, on all ranks of the mesh; on the others `x` gives only the shape and dtype."""
     wire, process = moved(x.dtype), mesh.ranks[src_rank]
     buffer = wire.encode(_flat(x))
-    group = process_group(mesh, mesh.names)
-    with CollectiveScope(f"the broadcast from rank {process}", mesh.ranks):
+    scope, group = CollectiveScope(f"the broadcast from rank {process}", mesh.ranks), process_group(mesh, mesh.names)
+    with scope:
         dist.broadcast(buffer, process, group=group)
+    if buffer.is_cuda:
+        device_watch.note(scope)
     return wire.decode(buffer).view(x.shape)
 
 

@@ -13,6 +13,7 @@ from spmd.collectives.distributed.process_groups import Member
 from spmd.collectives.distributed.transport_dtypes import TransportDtype, moved
 from spmd.collectives.routes import Routes, exchange_rows
 from spmd.core.spec import TensorMeta
+from spmd.job import device_watch
 from spmd.job.collective_scope import CollectiveScope
 
 _c10d = torch.ops._c10d_functional
@@ -68,6 +69,8 @@ class RaggedExchange:
         buffer, routes = pending
         with self.scope:
             buffer = _c10d.wait_tensor.default(buffer)
+        if buffer.is_cuda:
+            device_watch.note(self.scope)
         counts, me = [0] * self.member.group.size, self.member.index
         for index, place in enumerate(self.member.places):
             counts[place] = routes.counts[index][me]
