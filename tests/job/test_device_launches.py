@@ -1,5 +1,10 @@
 """Collectives that a GPU does not finish, with stand-ins for its events."""
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -190,3 +195,49 @@ def test_a_noted_collective_is_watched(device, monkeypatch):
     for _ in range(2):
         device_watch.note(collective_scope.CollectiveScope("a", (0, 1)))
     assert ["spmd-device-watch"] == [thread.name for thread in started] and started[0].daemon
+
+
+SCRIPT = """
+import os, signal, threading, torch, spmd
+from spmd import P
+from spmd.job import device_launches, device_watch
+from spmd.job.collective_scope import CollectiveScope
+
+class Never:
+    query = lambda self: False
+
+mesh = spmd.make_mesh({"x": 2})
+spmd.jit(lambda x: x.sum(), P("x"), P(), mesh=mesh)(torch.arange(4.0))
+if spmd.process_index() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+told, say = threading.Event(), device_watch._print
+device_watch._print = lambda text: (say(text), told.set())
+device_watch._limit = lambda: 1.0
+device_launches.launches = device_launches.DeviceLaunches(Never)
+device_watch.note(CollectiveScope("all_reduce over x (sum at train.py:22)", (0, 1)))
+told.wait(240)  # as a kernel that does not end
+os._exit(0)
+"""
+
+
+@pytest.mark.faults
+def test_a_killed_rank_is_named_while_the_main_thread_waits_for_its_device():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, **job, **paths, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        (_, error), _ = (rank.communicate(timeout=240) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert "[rank 0] SpmdError: all_reduce over x (sum at train.py:22) failed: rank 1 does not answer." in error

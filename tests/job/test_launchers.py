@@ -1,5 +1,10 @@
 """Which process of a job this is, by the variables of torchrun, SLURM and MPI."""
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -150,3 +155,38 @@ def test_a_process_does_not_guess_its_gpu(environment, gpus, variables, count, m
     with pytest.raises(MeshError, match=message):
         choose_device(torch.device("cuda"))
     assert not taken
+
+
+SCRIPT = """
+import torch, spmd
+from spmd import P
+
+mesh = spmd.make_mesh({"x": 2})
+total = spmd.jit(lambda x: x.sum(), P("x"), P(), mesh=mesh)
+print(spmd.process_index(), mesh.runtime.value, total(torch.arange(4.0)).item())
+"""
+
+
+@pytest.mark.parametrize("rank", ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK"])
+def test_tasks_of_slurm_and_mpi_meet(environment, rank):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        environment(SLURM if rank in SLURM else OPEN_MPI, SLURM_NTASKS="2", OMPI_COMM_WORLD_SIZE="2")
+        environment({"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free.getsockname()[1])})
+    if rank in OPEN_MPI:
+        environment(MASTER_ADDR="localhost")
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, rank: str(number), "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        printed = [task.communicate(timeout=240)[0] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert ["0 distributed 6.0\n", "1 distributed 6.0\n"] == printed
