@@ -39,7 +39,7 @@ def test_a_group_of_nccl_is_told_its_gpu(monkeypatch, kind, bound):
     monkeypatch.setattr(process_groups, "timeout_of", lambda world: None)
     monkeypatch.setattr(process_groups, "backend", lambda mesh: kind)
     monkeypatch.setattr(process_groups, "_made", {})
-    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr("spmd.core.mesh.process_index", lambda: 2)
     monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", helper)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
