@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from spmd import collectives, optim
+from spmd.api.compile_log import log_compiles
 from spmd.api.eager.dispatch import implicit_replication
 from spmd.api.jit import jit
 from spmd.api.shard_map import shard_map
@@ -67,6 +68,7 @@ __all__ = [
     "is_distributed",
     "jit",
     "launch",
+    "log_compiles",
     "make_mesh",
     "optim",
     "process_count",

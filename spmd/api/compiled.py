@@ -53,7 +53,7 @@ class Compiled:
         options: Options,
     ) -> None:
         self.mesh, self.options = signature.mesh, options
-        self._parameters, self._out_specs, self._signature = parameters, out_specs, signature
+        self._parameters, self._out_specs, self.signature = parameters, out_specs, signature
         self._function = signature.layout.by_position(parameters.function)
         self._donated = signature.donated
         _, dynamic = split(args, signature.layout.static)
@@ -72,7 +72,7 @@ class Compiled:
     def traced(self) -> Traced:
         """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
         with use_mesh(self.mesh):
-            layout = self._signature.layout
+            layout = self.signature.layout
             traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
         return attrs.evolve(traced, graph=_with_copies(traced.graph, {}))
 
@@ -92,7 +92,7 @@ class Compiled:
         def is_random() -> bool:
             return any(operation.is_random for operation in self.traced.graph.operations)
 
-        return CallCheck(self._function, self._signature, self.in_specs, functools.cache(is_random))
+        return CallCheck(self._function, self.signature, self.in_specs, functools.cache(is_random))
 
     @property
     def plan(self) -> Plan:
@@ -105,7 +105,7 @@ class Compiled:
         return self.staged.local
 
     def __repr__(self) -> str:
-        return f"Compiled({self.traced.name} for {self._signature.tree} on {self.mesh})"
+        return f"Compiled({self.traced.name} for {self.signature.tree} on {self.mesh})"
 
     def prepare(self, leaves: Sequence[Any] | None = None) -> None:
         """Make all that a call needs, and check its arguments; on a distributed mesh a collective call.
@@ -149,7 +149,7 @@ class Compiled:
             TraceError: other static arguments, another structure, or other settings of torch than those of compilation.
             DivergenceError, MeshError, ShardingError: as `place`.
         """
-        held, layout = self._signature, self._parameters.layout(args, keywords)
+        held, layout = self.signature, self._parameters.layout(args, keywords)
         if layout != held.layout:
             raise TraceError(
                 f"{self!r} was compiled for arguments {', '.join(held.layout.labels)} (got "
@@ -176,8 +176,8 @@ class Compiled:
         """The function of its flat tensors, of which transforms from outside are programs too."""
 
         def function(*leaves: torch.Tensor) -> list[torch.Tensor]:
-            dynamic = self._signature.tree.unflatten(leaves)
-            return tree_leaves(self._function(*with_dynamic(self._args, self._signature.static, dynamic)))
+            dynamic = self.signature.tree.unflatten(leaves)
+            return tree_leaves(self._function(*with_dynamic(self._args, self.signature.static, dynamic)))
 
         given = [None if spec is None else spec.pspec for spec in self.staged.given_out_specs]
         return FlatFunction(function, self.mesh, self.in_specs, given, self.options, self.traced.name)
@@ -197,12 +197,12 @@ class Compiled:
     @property
     def layout(self) -> Layout:
         """Which arguments it takes, in order."""
-        return self._signature.layout
+        return self.signature.layout
 
     @functools.cached_property
     def flatten(self) -> Flattener:
         """The leaves of the dynamic arguments of a call, if they have this structure; else None."""
-        return flattener(self._signature.tree)
+        return flattener(self.signature.tree)
 
     def match(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> list[Shards] | None:
         """The shards of a call's arguments, if its `Signature.key`, specs, shapes and dtypes are these; else None.

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from spmd.api.compile_log import log_compile
 from spmd.api.compiled import Compiled
 from spmd.api.methods import bound_to
 from spmd.api.parameters import Layout, Parameters
+from spmd.api.program_cache import CacheInfo, ProgramCache
 from spmd.api.programs.never_gathered import KeepSharded
 from spmd.api.programs.options import Comms, JitOptions, Options
 from spmd.api.signature import Signature, split, with_dynamic
@@ -50,7 +52,8 @@ class Jitted:
 
     The stages `trace`, `plan`, `lower` and `compile` take the arguments of a call; meta tensors or `TensorMeta`s can
     replace tensors. The stages are cached by signature: structure, shapes, dtypes, static arguments, mesh, and the
-    settings of torch that a program depends on (`spmd.runtime.torch_settings`).
+    settings of torch that a program depends on (`spmd.runtime.torch_settings`). The least recently used programs are
+    dropped (`cache_info()`, `cache_clear()`); `spmd.log_compiles()` says why one is made.
     """
 
     def __init__(
@@ -60,8 +63,9 @@ class Jitted:
         self._in_specs, self._out_specs = in_specs, out_specs
         self._parameters = Parameters(function, options, in_specs)
         self._mesh, self._options = None if mesh is None else check_mesh(mesh), options
-        self._compiled: dict[tuple[Signature, Machine | None], Compiled] = {}
-        self._last: Compiled | None = None
+        self._compiled: ProgramCache[Compiled] = ProgramCache()
+        self._last: Compiled | None = None  # of the last call: another one like it does not look up its signature
+        self._newest: Compiled | None = None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run the function on the mesh.
@@ -109,6 +113,7 @@ class Jitted:
                 key = torch_settings(), self._find_mesh(leaves), layout, static
                 shards = last.match(key, leaves)
                 if shards is not None:
+                    self._compiled.hits += 1
                     return last.run(shards, leaves)
         compiled = self._lookup_together(args, keywords)
         leaves = compiled.leaves(args, keywords)
@@ -135,6 +140,15 @@ class Jitted:
         compiled = self._lookup_together(args, keywords)
         compiled.prepare()
         return compiled
+
+    def cache_info(self) -> CacheInfo:
+        """How many programs are kept, of how many at most, and how many calls found theirs."""
+        return self._compiled.info
+
+    def cache_clear(self) -> None:
+        """Drop all programs. On a distributed mesh all ranks must do so between the same calls."""
+        self._compiled.clear()
+        self._last = self._newest = None
 
     def __get__(self, instance: Any, owner: type | None = None) -> Jitted:
         """The function as a method: `in_specs` and argument numbers speak of what follows `self`, which is static."""
@@ -176,7 +190,9 @@ class Jitted:
         if found is None:
             self._refuse_static_tensors(args, layout)
             found = Compiled(self._parameters, args, signature, self._in_specs, self._out_specs, self._options)
-            self._compiled[signature, machine] = found
+            log_compile(repr(self), signature, None if self._newest is None else self._newest.signature)
+            self._compiled.add((signature, machine), found)
+        self._newest = found
         return found
 
     def _lookup_together(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:

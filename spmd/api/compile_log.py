@@ -1,0 +1,66 @@
+"""`log_compiles`: which functions are compiled, and what is new about the call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from spmd.api.signature import Signature
+from spmd.api.static_arguments import static_text
+from spmd.tracing.recorder import where
+from spmd.tracing.source import user_source
+
+_logger = logging.getLogger("spmd")
+_logs: ContextVar[bool] = ContextVar("spmd_log_compiles", default=False)
+
+
+@contextlib.contextmanager
+def log_compiles() -> Iterator[None]:
+    """Log each compilation of a jitted function in the `with` block, with its reason; as `jax.log_compiles`.
+
+    Messages go to the logger `"spmd"`, as warnings, so that they show by default. The reason is what differs from the
+    call whose program was used last: the shape, dtype or spec of an argument, a static argument, the structure of the
+    arguments, the mesh, or torch's settings.
+
+    >>> import torch
+    >>> from spmd import P, jit, make_mesh
+    >>> double = jit(lambda x: 2 * x, P("data"), mesh=make_mesh({"data": 2}, runtime="virtual"))
+    >>> with log_compiles():
+    ...     x = double(torch.ones(4))
+    """
+    token = _logs.set(True)
+    try:
+        yield
+    finally:
+        _logs.reset(token)
+
+
+def log_compile(name: str, signature: Signature, last: Signature | None) -> None:
+    """Log that a function is compiled for a signature, under `log_compiles`; `last` is that of its last program."""
+    if _logs.get():
+        reason = "it was not called before" if last is None else "; ".join(_differences(signature, last))
+        _logger.warning("Compiling %s at %s: %s.", name, where(user_source()), reason)
+
+
+def _differences(new: Signature, old: Signature) -> Iterator[str]:
+    """What tells two signatures apart, in words."""
+    if new.mesh != old.mesh:
+        yield f"it runs on {new.mesh}, and ran on {old.mesh}"
+    if new.settings != old.settings:
+        yield "torch's settings differ (autocast, default dtype, modes, ...)"
+    if new.layout != old.layout:
+        yield f"it has the arguments {', '.join(new.layout.labels)}, and had {', '.join(old.layout.labels)}"
+    elif new.static != old.static:
+        for (number, key), (_, before) in zip(new.static, old.static, strict=True):
+            if key != before:
+                label = new.layout.labels[number]
+                yield f"static argument {label} is {static_text(key)}, and was {static_text(before)}"
+    if new.tree != old.tree:
+        yield f"the structure of the arguments is {new.tree}, and was {old.tree}"
+        return
+    for path, *leaves in zip(new.layout.paths(new.tree), new.metas, old.metas, new.own, old.own, strict=True):
+        meta, meta_before, own, own_before = leaves
+        if (meta, own) != (meta_before, own_before):
+            yield f"argument {path} is {own or meta}, and was {own_before or meta_before}"
