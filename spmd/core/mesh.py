@@ -215,7 +215,7 @@ def make_mesh(
         axes: the size of each axis, by name, in rank order (the last axis varies fastest).
         runtime: `"virtual"` (all ranks in this process), `"distributed"` (one rank per process; calls `init` if
             torch.distributed is not initialized yet), `"abstract"` (planning only), or `"auto"`: distributed under
-            torchrun, else virtual.
+            torchrun, `srun` or `mpirun`, else virtual.
         device: the device of the shards, by default the CPU. On a distributed mesh `"cuda"` is the local rank's GPU.
         ranks: the processes of a distributed mesh by their numbers in the job, in rank order, such as `range(4)`; by
             default all of the job. Every process may make the mesh, but only those in `mesh.ranks` may run anything on
