@@ -12,7 +12,6 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from spmd.api.signature import Signature
-from spmd.api.static_arguments import stable_text, static_text
 from spmd.api.values.dtensor import DTensor
 from spmd.collectives.distributed.agreement import (
     difference,
@@ -26,6 +25,7 @@ from spmd.collectives.distributed.checksums import checksums
 from spmd.collectives.distributed.history import History, history
 from spmd.collectives.distributed.replicas import Replica, digest_of, replicated_axes
 from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.core.static_key import stable_text, static_text
 from spmd.errors import DivergenceError
 from spmd.job.user_code import user_line
 from spmd.runtime.agreement import SAME_GENERATOR, generator_digest

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from spmd.api.signature import Signature
-from spmd.api.static_arguments import static_text
+from spmd.core.static_key import static_text
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 

@@ -9,11 +9,11 @@ import attrs
 import optree
 
 from spmd.api.parameters import Layout
-from spmd.api.static_arguments import static_key
 from spmd.api.values.arguments import own_spec
 from spmd.core.mesh import Mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten
 from spmd.core.spec import DTensorSpec, TensorMeta, has_meta
+from spmd.core.static_key import static_key
 from spmd.runtime.torch_settings import torch_settings
 
 Static: TypeAlias = tuple[tuple[int, Any], ...]

@@ -11,10 +11,11 @@ import torch
 from spmd.api.values.dtensor import DTensor
 from spmd.checkpoint.position import Position
 from spmd.collectives.distributed.agreement import describe
-from spmd.core.pytree import NAMESPACE
+from spmd.core.containers import VALUES, values_as_leaves
+from spmd.core.pytree import tree_flatten_with_accessor
 from spmd.errors import CheckpointError
 
-PLAIN = (bool, int, float, complex, str, bytes)
+PLAIN = VALUES
 """The types of Python values that a checkpoint may hold besides tensors."""
 
 
@@ -36,7 +37,8 @@ def named_leaves(
     >>> named_leaves({"params": [{"w": 1.0}], "step": 3})[0]
     ['params.0.w', 'step']
     """
-    accessors, leaves, structure = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    with values_as_leaves():
+        accessors, leaves, structure = tree_flatten_with_accessor(tree, is_leaf)
     names = [".".join(map(_part, accessor)) or "value" for accessor in accessors]
     if len(set(names)) != len(names):
         repeated = next(name for name in names if names.count(name) > 1)

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import optree
 
+from spmd.core.containers import declared_constants
 from spmd.core.pytree import tree_flatten
 
 Flattener: TypeAlias = Callable[[Any], list[Any] | None]
@@ -27,7 +28,7 @@ def flattener(structure: optree.PyTreeSpec) -> Flattener:
     writer = _Writer()
     leaves = ", ".join(writer.leaves("tree", structure))
     lines = ["def flatten(tree):", "    try:", *writer.lines, f"        return [{leaves}]"]
-    lines += ["    except KeyError:", "        return None"]
+    lines += ["    except (KeyError, AttributeError):", "        return None"]
     exec(compile("\n".join(lines), "<spmd flattener>", "exec"), writer.namespace)
     return writer.namespace["flatten"]  # type: ignore[no-any-return]
 
@@ -44,6 +45,8 @@ class _Writer:
         if structure.is_leaf():
             return [node]
         found, kind = f"v{len(self.lines)}", structure.kind
+        if kind is optree.PyTreeKind.CUSTOM and (constants := declared_constants(structure)) is not None:
+            return self.fields(found, node, structure, constants)
         if kind not in (*_SEQUENCES, optree.PyTreeKind.DICT):
             self.check(f"({found} := {self.refer(_by_optree(structure))}({node})) is None")
             return [f"*{found}"]
@@ -51,6 +54,15 @@ class _Writer:
         self.check(f"type({found} := {node}) is not {self.refer(structure.type)} or len({found}) != {len(keys)}")
         children = zip(keys, structure.children(), strict=True)
         return [leaf for key, child in children for leaf in self.leaves(f"{found}[{self.refer(key)}]", child)]
+
+    def fields(self, found: str, node: str, structure: optree.PyTreeSpec, constants: dict[str, Any]) -> list[str]:
+        """As `leaves`, of an object that has these constants in its other fields."""
+        self.check(f"type({found} := {node}) is not {self.refer(structure.type)}")
+        for name, value in constants.items():
+            expected, kind = self.refer(value), self.refer(type(value))
+            self.check(f"type(field := {found}.{name}) is not {kind} or field != {expected}")
+        children = zip(structure.entries(), structure.children(), strict=True)
+        return [leaf for name, child in children for leaf in self.leaves(f"{found}.{name}", child)]
 
     def check(self, differs: str) -> None:
         """Add the line that returns None where a condition holds."""

@@ -2,20 +2,20 @@
 
 A prefix, as in JAX, is a tree of specs that may end above the leaves of the arguments: a spec in it holds for all
 leaves below. A leaf of a prefix is a `P` or a tuple of placements, one per mesh axis; a tuple of `P`s is a container.
-Trees are those of optree: dicts, tuples, lists and namedtuples are containers, and None is an empty subtree. Users
-register classes of their own with optree, either globally or in the namespace `"spmd"`, for example by
-`optree.dataclasses.dataclass(namespace="spmd")`.
+Trees are those of optree: dicts, tuples, lists and namedtuples are containers, and None is an empty subtree. So are
+dataclasses, and what torch's pytrees know (`spmd.core.containers`). Users register other classes with optree, either
+globally or in the namespace `"spmd"`, or with `torch.utils._pytree`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 import optree
 import torch
 
+from spmd.core.containers import NAMESPACE, fields_of, is_registered, register_containers
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.core.spec import DTensorSpec, P, TensorMeta
@@ -24,15 +24,40 @@ from spmd.errors import ShardingError
 SpecLike: TypeAlias = P | Sequence[Placement]
 """The spec of one tensor as users write it: a `P`, or one placement for each mesh axis."""
 
-NAMESPACE = "spmd"
-"""The optree namespace in which users register their own containers."""
-
-tree_flatten = functools.partial(optree.tree_flatten, namespace=NAMESPACE)
-tree_leaves = functools.partial(optree.tree_leaves, namespace=NAMESPACE)
-tree_map = functools.partial(optree.tree_map, namespace=NAMESPACE)
-tree_structure = functools.partial(optree.tree_structure, namespace=NAMESPACE)
+_IsLeaf: TypeAlias = Callable[[Any], bool] | None
 
 _TEXT_LIMIT = 300
+
+
+def tree_flatten(tree: Any, is_leaf: _IsLeaf = None) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The leaves of a pytree, in optree's order, and its structure."""
+    leaves, structure = optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
+    return tree_flatten(tree, is_leaf) if register_containers(leaves) else (leaves, structure)
+
+
+def tree_leaves(tree: Any, is_leaf: _IsLeaf = None) -> list[Any]:
+    """The leaves of a pytree, in optree's order."""
+    return tree_flatten(tree, is_leaf)[0]
+
+
+def tree_structure(tree: Any, is_leaf: _IsLeaf = None) -> optree.PyTreeSpec:
+    """The structure of a pytree."""
+    return tree_flatten(tree, is_leaf)[1]
+
+
+def tree_map(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: _IsLeaf = None) -> Any:
+    """A pytree of what a function returns for the leaves of pytrees of one structure."""
+    for other in (tree, *rest):
+        tree_flatten(other, is_leaf)  # registers containers
+    return optree.tree_map(function, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def tree_flatten_with_accessor(
+    tree: Any, is_leaf: _IsLeaf = None
+) -> tuple[list[optree.PyTreeAccessor], list[Any], optree.PyTreeSpec]:
+    """As `tree_flatten`, with the way to each leaf."""
+    tree_flatten(tree, is_leaf)  # registers containers
+    return optree.tree_flatten_with_accessor(tree, is_leaf, namespace=NAMESPACE)  # type: ignore[no-any-return]
 
 
 def is_spec(node: Any) -> bool:
@@ -65,7 +90,7 @@ def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSp
     >>> paths, leaves
     (["0['w']", '1'], [1, 2])
     """
-    accessors, leaves, structure = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
+    accessors, leaves, structure = tree_flatten_with_accessor(tree)
     return [path_text(accessor) for accessor in accessors], leaves, structure
 
 
@@ -193,11 +218,14 @@ def structure_text(tree: Any) -> str:
     """A pytree as shown in messages: `({'w': f32[8,6]}, i64[])`."""
 
     def show(leaf: Any) -> _Text:
+        if is_registered(leaf):
+            children = (f"{name}={structure_text(child)}" for name, (_, child) in _children(leaf).items())
+            return _Text(f"{type(leaf).__name__}({', '.join(children)})")
         if isinstance(leaf, torch.Tensor):
             return _Text(str(TensorMeta.of(leaf)))
         return _Text(str(leaf) if isinstance(leaf, TensorMeta) else type(leaf).__name__)
 
-    return repr(tree_map(show, tree))
+    return repr(tree_map(show, tree, is_leaf=is_registered))
 
 
 class _Text(str):
@@ -227,33 +255,51 @@ def _broadcast(prefix: Any, tree: Any, accessor: optree.PyTreeAccessor, optional
         raise _MismatchError(accessor, f"{_shorten(repr(prefix))} is not a spec. {_remedy(prefix)}")
     if tree is None or _is_leaf(tree):
         raise _MismatchError(accessor, f"expected one spec for {structure_text(tree)} (got {_container(prefix)}).")
-    wanted, given = _children(tree), _children(prefix)
-    if not _same_container(prefix, tree) or wanted.keys() != given.keys():
+    wanted, given = _children(tree), _given(prefix)
+    if not _same_container(prefix, tree) or not _covers(given, wanted, tree):
         raise _MismatchError(accessor, f"expected one spec or {_container(tree)} (got {_container(prefix)}).")
     specs: list[SpecLike | None] = []
     for key, (entry, child) in wanted.items():
-        specs += _broadcast(given[key][1], child, accessor + optree.PyTreeAccessor((entry,)), optional)
+        if key in given:
+            specs += _broadcast(given[key], child, accessor + optree.PyTreeAccessor((entry,)), optional)
     return specs
 
 
 def _is_leaf(node: Any) -> bool:
-    return optree.tree_is_leaf(node, namespace=NAMESPACE)
+    return bool(optree.tree_is_leaf(node, namespace=NAMESPACE)) and not register_containers([node])
 
 
 def _children(node: Any) -> dict[Any, tuple[optree.PyTreeEntry, Any]]:
     """The children of a container, by key: each with its optree entry, in optree's order."""
-    accessors, children, _ = optree.tree_flatten_with_accessor(
-        node, is_leaf=lambda item: item is not node, namespace=NAMESPACE
-    )
+    accessors, children, _ = tree_flatten_with_accessor(node, is_leaf=lambda item: item is not node)
     entries = [accessor[0] for accessor in accessors]
     return {entry.entry: (entry, child) for entry, child in zip(entries, children, strict=True)}
 
 
+def _given(prefix: Any) -> dict[Any, Any]:
+    """What a container of a prefix has for the children of a tree, by key."""
+    fields = fields_of(prefix)
+    return {key: child for key, (_, child) in _children(prefix).items()} if fields is None else fields
+
+
+def _covers(given: Mapping[Any, Any], wanted: Mapping[Any, Any], tree: Any) -> bool:
+    """Whether a container of a prefix has what it must, and no more: fields without tensors need no spec."""
+    fields = fields_of(tree)
+    if fields is None:
+        return given.keys() == wanted.keys()
+    return {key for key, (_, child) in wanted.items() if tree_leaves(child)} <= given.keys() <= fields.keys()
+
+
 def _same_container(prefix: Any, tree: Any) -> bool:
-    if isinstance(prefix, Mapping) and isinstance(tree, Mapping):
+    if isinstance(prefix, Mapping) and (isinstance(tree, Mapping) or _is_by_name(tree)):
         return True
     # For torch's named results (structseqs, such as torch.return_types.sort), a plain tuple of specs matches too.
     return type(prefix) is type(tree) or (type(prefix) is tuple and optree.is_structseq(tree))
+
+
+def _is_by_name(node: Any) -> bool:
+    """Whether the children of a container have names, of fields or others."""
+    return fields_of(node) is not None or all(isinstance(key, str) for key in _children(node))
 
 
 def _container(node: Any) -> str:
@@ -262,6 +308,8 @@ def _container(node: Any) -> str:
         return f"a {name} with keys {_shorten(', '.join(map(repr, _children(node))))}"
     if isinstance(node, (tuple, list)):
         return f"a {name} of {len(node)}"
+    if fields_of(node) is not None:
+        return f"a {name} with fields {_shorten(', '.join(_children(node)))}"
     return f"a {name}"
 
 

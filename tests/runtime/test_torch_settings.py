@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import spmd
 from spmd import P
-from spmd.api.static_arguments import static_key
+from spmd.core.static_key import static_key
 from spmd.runtime.torch_settings import torch_settings
 
 MESH = spmd.make_mesh({"data": 2}, runtime="virtual")

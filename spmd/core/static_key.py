@@ -10,7 +10,8 @@ from typing import Any
 import attrs
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_EXACT = (int, bool, str, bytes, type(None))
+EXACT = (int, bool, str, bytes, type(None))
+"""The types whose values are their own keys, beside the type."""
 
 
 def static_key(value: Any) -> Any:
@@ -24,7 +25,7 @@ def static_key(value: Any) -> Any:
     True
     """
     kind = type(value)
-    if kind in _EXACT:
+    if kind in EXACT:
         return kind, value
     if isinstance(value, numbers.Number):
         return kind, repr(value)
