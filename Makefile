@@ -15,7 +15,7 @@ setup: $(STAMP)
 # One stamp stands for the whole environment: it is made again when what is to be installed has changed.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples,notebooks,testing,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples,notebooks,safetensors,testing,dev]'
 	touch $@
 
 train: $(STAMP)

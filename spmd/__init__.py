@@ -32,6 +32,8 @@ from spmd.tracing.disable_jit import disable_jit
 if TYPE_CHECKING:
     from spmd import checkpoint, debug, rules
     from spmd.api.values.interop import from_torch_dtensor, to_torch_dtensor
+    from spmd.checkpoint.safetensors_loading import load_safetensors
+    from spmd.checkpoint.safetensors_saving import save_safetensors
     from spmd.plan import Machine
 
 __version__ = "0.1.0"
@@ -68,6 +70,7 @@ __all__ = [
     "is_distributed",
     "jit",
     "launch",
+    "load_safetensors",
     "log_compiles",
     "make_mesh",
     "optim",
@@ -75,6 +78,7 @@ __all__ = [
     "process_index",
     "reshard",
     "rules",
+    "save_safetensors",
     "shard_map",
     "to_torch_dtensor",
     "use_mesh",
@@ -85,6 +89,8 @@ _SUBMODULES = ("checkpoint", "debug", "inspect", "plan", "rules")
 _HOMES = {
     "Machine": "spmd.plan",
     "from_torch_dtensor": "spmd.api.values.interop",
+    "load_safetensors": "spmd.checkpoint.safetensors_loading",
+    "save_safetensors": "spmd.checkpoint.safetensors_saving",
     "to_torch_dtensor": "spmd.api.values.interop",
 }
 """What `import spmd` leaves out: the first plan imports the planner, the rules and the lowering, which are half of the

@@ -17,7 +17,12 @@ tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-OPTIONAL = {"testing": ("hypothesis",), "plan_report.py": ("rich",), "__main__.py": ("proofs",)}
+OPTIONAL = {
+    "testing": ("hypothesis",),
+    "plan_report.py": ("rich",),
+    "safetensors_loading.py": ("safetensors",),
+    "__main__.py": ("proofs",),
+}
 """What only one part of the package imports: each has an extra of its own, or is a command of a clone."""
 
 
@@ -48,6 +53,7 @@ def test_import_brings_in_no_heavy_module_of_torch():
         "sympy",
         "numpy",
         "rich",
+        "safetensors",
         "hypothesis",
         "scipy",
     )
