@@ -7,10 +7,13 @@ from spmd import collectives, optim
 from spmd.api.compile_log import log_compiles
 from spmd.api.eager.dispatch import implicit_replication
 from spmd.api.jit import jit
+from spmd.api.model_specs.by_path import specs
+from spmd.api.model_specs.fully_sharded import fsdp_specs
 from spmd.api.shard_map import shard_map
 from spmd.api.values.communication import comms_of
 from spmd.api.values.distribute import distribute, from_process_data
 from spmd.api.values.dtensor import DTensor
+from spmd.api.values.full_tree import full_tree
 from spmd.core.mesh import Mesh, make_mesh, use_mesh
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.core.spec import DTensorSpec, P, TensorMeta
@@ -31,6 +34,7 @@ from spmd.tracing.disable_jit import disable_jit
 
 if TYPE_CHECKING:
     from spmd import checkpoint, debug, rules
+    from spmd.api.model_specs.tensor_parallel import tensor_parallel_specs
     from spmd.api.values.interop import from_torch_dtensor, to_torch_dtensor
     from spmd.checkpoint.safetensors_loading import load_safetensors
     from spmd.checkpoint.safetensors_saving import save_safetensors
@@ -65,6 +69,8 @@ __all__ = [
     "distribute",
     "from_process_data",
     "from_torch_dtensor",
+    "fsdp_specs",
+    "full_tree",
     "implicit_replication",
     "init",
     "is_distributed",
@@ -80,6 +86,8 @@ __all__ = [
     "rules",
     "save_safetensors",
     "shard_map",
+    "specs",
+    "tensor_parallel_specs",
     "to_torch_dtensor",
     "use_mesh",
 ]
@@ -91,6 +99,7 @@ _HOMES = {
     "from_torch_dtensor": "spmd.api.values.interop",
     "load_safetensors": "spmd.checkpoint.safetensors_loading",
     "save_safetensors": "spmd.checkpoint.safetensors_saving",
+    "tensor_parallel_specs": "spmd.api.model_specs.tensor_parallel",
     "to_torch_dtensor": "spmd.api.values.interop",
 }
 """What `import spmd` leaves out: the first plan imports the planner, the rules and the lowering, which are half of the

@@ -40,6 +40,7 @@ ROOMS = (
     "lowering",
     "runtime",
     "api.values",
+    "api.model_specs",
     "api.programs",
     "api.transforms",
     "api.uncompiled",

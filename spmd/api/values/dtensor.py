@@ -114,17 +114,16 @@ class DTensor(torch.Tensor):
             DivergenceError: ranks make different calls.
             SpmdError: a rank failed, or never makes the call.
         """
-        spec = self._spec
-        return linear(DTensor._whole, lambda cotangent: _of_whole(spec.complete, cotangent), self)  # type: ignore[no-any-return]
+        return assemble(self)
 
-    def _whole(self) -> torch.Tensor:
-        """`full_tensor`, without a gradient."""
+    def _whole(self, agreed: bool = False) -> torch.Tensor:
+        """`full_tensor`, without a gradient; ranks do not compare their calls if they have `agreed` on them."""
         spec = self._spec
         if self.mesh.runtime is Runtime.VIRTUAL:
             if is_watched():
                 record_move("full_tensor()", spec, DTensorSpec.replicated(self.mesh, spec.meta))
             return join(self._shards, spec)
-        (whole,) = self._move("full_tensor()", DTensorSpec.replicated(self.mesh, spec.meta))
+        (whole,) = self._move("full_tensor()", DTensorSpec.replicated(self.mesh, spec.meta), agreed)
         return whole.clone() if whole is self._shards[0] else whole
 
     def redistribute(self, spec: SpecLike) -> DTensor:
@@ -152,11 +151,12 @@ class DTensor(torch.Tensor):
             self,
         )
 
-    def _move(self, call: str, target: DTensorSpec) -> tuple[torch.Tensor, ...]:
+    def _move(self, call: str, target: DTensorSpec, agreed: bool = False) -> tuple[torch.Tensor, ...]:
         """The shards under another spec; if ranks communicate, they first check that all of them make this call."""
         if is_watched():
             record_move(call, self._spec, target)
-        if spans_processes(self.mesh) and any(step.is_collective for step in redistribution(self._spec, target)):
+        compares = not agreed and spans_processes(self.mesh)
+        if compares and any(step.is_collective for step in redistribution(self._spec, target)):
             gather(f"{call} of {self._spec} on {self.mesh}", None, self.mesh.ranks)
         return redistribute_shards(self._shards, self._spec, target)
 
@@ -314,6 +314,12 @@ def _refuse_local_gradient(spec: DTensorSpec) -> NoReturn:
         "on what all ranks compute from theirs. Compute on the DTensor itself or on .full_tensor(), or use "
         ".detach().to_local()."
     )
+
+
+def assemble(value: DTensor, agreed: bool = False) -> torch.Tensor:
+    """`value.full_tensor()`; `agreed` says that all ranks have compared what they are about to assemble."""
+    spec, whole = value._spec, functools.partial(DTensor._whole, agreed=agreed)
+    return linear(whole, lambda cotangent: _of_whole(spec.complete, cotangent), value)  # type: ignore[no-any-return]
 
 
 def _of_whole(spec: DTensorSpec, whole: torch.Tensor) -> DTensor:

@@ -66,9 +66,20 @@ def prepare(request: Request) -> Prepared:
     Raises:
         RuleError: a rule contradicts its operator.
     """
-    factors = _factorize(request.graph, request.rules)
-    refinement = refine(request.graph, factors)
-    return Prepared(request, refinement, _derive(request.graph.operations, factors, refinement))
+    return Prepared(request, *strategies_of(request.graph, request.rules))
+
+
+def strategies_of(
+    graph: Graph, rules: Mapping[torch._ops.OpOverload, Rule]
+) -> tuple[Refinement, dict[Operation, tuple[Strategy, ...]]]:
+    """The atoms of a canonical program, and the strategies on one mesh axis of every operation that has a rule.
+
+    Raises:
+        RuleError: a rule contradicts its operator.
+    """
+    factors = _factorize(graph, rules)
+    refinement = refine(graph, factors)
+    return refinement, _derive(graph.operations, factors, refinement)
 
 
 def _derive(

@@ -1,0 +1,37 @@
+"""From a tree of DTensors to one of plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmd.api.values.dtensor import DTensor, assemble
+from spmd.collectives.distributed.agreement import check_agreement, failing_together, spans_processes
+from spmd.core.pytree import flatten_with_paths
+
+
+def full_tree(tree: Any) -> Any:
+    """The pytree with the global tensor in place of each DTensor; all other leaves are the same objects.
+
+    On a distributed mesh this is a collective call, and all ranks get the tensors. One small collective compares the
+    DTensors of the ranks, in place of one for each `full_tensor()`. Gradients flow through, as there.
+
+    Args:
+        tree: a pytree; its DTensors may be on several meshes.
+
+    Raises:
+        DivergenceError: ranks with DTensors at different paths, or of different specs; or ranks make different calls.
+        SpmdError: a rank failed, or never makes the call.
+
+    >>> from spmd import P, distribute, make_mesh
+    >>> import torch
+    >>> placed = distribute({"w": torch.arange(3)}, P("data"), make_mesh({"data": 2}, runtime="virtual"))
+    >>> full_tree({**placed, "step": 7})
+    {'w': tensor([0, 1, 2]), 'step': 7}
+    """
+    paths, leaves, structure = flatten_with_paths(tree)
+    held = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, DTensor)}
+    if any(spans_processes(leaf.mesh) for leaf in held.values()):
+        with failing_together("full_tree"):
+            claims = {f"leaf {path}".rstrip(): f"{leaf.spec} on {leaf.mesh}" for path, leaf in held.items()}
+        check_agreement("full_tree", claims, "Every rank must assemble the same DTensors.")
+    return structure.unflatten([assemble(leaf, agreed=True) if isinstance(leaf, DTensor) else leaf for leaf in leaves])
