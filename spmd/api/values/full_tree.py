@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from spmd.api.values.dtensor import DTensor, assemble
-from spmd.collectives.distributed.agreement import check_agreement, failing_together, spans_processes
+from spmd.collectives.distributed.agreement import check_agreement, spans_processes
 from spmd.core.pytree import flatten_with_paths
 
 
 def full_tree(tree: Any) -> Any:
     """The pytree with the global tensor in place of each DTensor; all other leaves are the same objects.
 
-    On a distributed mesh this is a collective call, and all ranks get the tensors. One small collective compares the
-    DTensors of the ranks, in place of one for each `full_tensor()`. Gradients flow through, as there.
+    On a distributed mesh this is a collective call, and all ranks get the tensors. One small collective for each mesh
+    compares the DTensors of its ranks, in place of one for each `full_tensor()`. Gradients flow through, as there.
 
     Args:
         tree: a pytree; its DTensors may be on several meshes.
@@ -30,8 +30,8 @@ def full_tree(tree: Any) -> Any:
     """
     paths, leaves, structure = flatten_with_paths(tree)
     held = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, DTensor)}
-    if any(spans_processes(leaf.mesh) for leaf in held.values()):
-        with failing_together("full_tree"):
-            claims = {f"leaf {path}".rstrip(): f"{leaf.spec} on {leaf.mesh}" for path, leaf in held.items()}
-        check_agreement("full_tree", claims, "Every rank must assemble the same DTensors.")
+    for mesh in dict.fromkeys(leaf.mesh for leaf in held.values() if spans_processes(leaf.mesh)):
+        claims = {f"leaf {path}".rstrip(): str(leaf.spec) for path, leaf in held.items() if leaf.mesh == mesh}
+        call = f"full_tree on {mesh}"
+        check_agreement(call, claims, "Every rank must assemble the same DTensors.", mesh.ranks)
     return structure.unflatten([assemble(leaf, agreed=True) if isinstance(leaf, DTensor) else leaf for leaf in leaves])
