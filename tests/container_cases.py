@@ -77,6 +77,18 @@ torch_pytree.register_pytree_node(
 )
 
 
+@dataclasses.dataclass
+class Registered:
+    """A dataclass that is registered by torch's function for dataclasses."""
+
+    first: Any
+    second: Any
+    third: Any = None
+
+
+torch_pytree.register_dataclass(Registered)
+
+
 class Encoding(UserDict):
     """As transformers' BatchEncoding, whose other attributes are of one batch."""
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from container_cases import Cache, Encoding, Fields, Frozen, Kind, Layer, Output, Pair, State, Unknown
+from container_cases import Cache, Encoding, Fields, Frozen, Kind, Layer, Output, Pair, Registered, State, Unknown
 
 import spmd
 from spmd import P
@@ -96,7 +96,11 @@ def test_out_specs_by_field():
 
 @pytest.mark.parametrize(
     ("argument", "specs"),
-    [(Output(X, Y), {"loss": P("data"), "hidden": P("model")}), (Pair(X, Y), P("data"))],
+    [
+        (Output(X, Y), {"loss": P("data"), "hidden": P("model")}),
+        (Pair(X, Y), P("data")),
+        (Registered(X, Y), {"first": P("data"), "second": P()}),
+    ],
 )
 def test_gradients_are_those_of_one_device(argument, specs):
     def loss(tree):
