@@ -67,3 +67,12 @@ def buffers_count(mesh: Mesh) -> None:
     assert [launch.start for launch in placed] == sorted(launch.start for launch in placed)
     assert all(launch.start <= launch.finish for launch in placed)
     assert len(placed) == len({comm.launch for comm in plan.comms})
+
+
+def operands_are_held_until_their_call_returns(mesh: Mesh) -> None:
+    """Where a collective is one call, its caller holds the operand while the result is unpacked."""
+    gather = spmd.jit(lambda x: x, P(None, "data"), P(), mesh=mesh, donate_argnums=0)
+    plan = gather.plan(torch.zeros(64, 64))
+    whole, shard = 64 * 64 * 4, 64 * 64 * 4 // mesh.size
+    assert memory_of(synchronous(plan)).peak == shard + 2 * whole
+    assert plan.memory.peak == 2 * whole

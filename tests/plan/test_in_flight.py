@@ -90,3 +90,10 @@ def test_chunks_in_another_order_than_the_ranks_are_packed():
 def test_ranks_that_receive_nothing_in_a_permutation_make_zeros_when_it_ends(rank, expected):
     call = call_of(spmd_ops.permute, (4,), (4,), [-1, 0], [4])
     assert expected == numels(call, ranks=((rank,),))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_operands_are_held_until_their_call_returns(workers, ranks):
+    workers.run(
+        call_on_mesh, cases.operands_are_held_until_their_call_returns, {"data": ranks}, "distributed", ranks=ranks
+    )

@@ -139,6 +139,8 @@ def _events(
         for reads, writes in allocations:
             yield event((*held, *map(buffers.__getitem__, reads)), map(buffers.__getitem__, writes))
 
+    # One call does all of it where nothing overlaps, and its caller holds the operands until it returns.
+    held = operands if plan.schedule is None else []
     starts = [*allocate(operands, found.packing), event((*operands, sent), {received} - {sent})]
-    waits = event((*([sent] if found.holds_sent else []), received), ())
-    return starts, [waits, *allocate([received], found.unpacking)]
+    waits = event((*([sent] if found.holds_sent else []), *held, received), ())
+    return starts, [waits, *allocate([received, *held], found.unpacking)]
