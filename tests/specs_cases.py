@@ -25,17 +25,17 @@ def compared_once(mesh: spmd.Mesh) -> list[str]:
     """The comparisons of ranks in one call."""
     placed = spmd.distribute({"a": torch.ones(4), "b": torch.ones(4)}, P("data"), mesh)
     seen: list[str] = []
-    original = gather.__globals__["gather_with_replicas"]
+    original = gather.__globals__["_gather"]
 
     def counted(call: str, *args: object) -> object:
         seen.append(call)
         return original(call, *args)
 
-    gather.__globals__["gather_with_replicas"] = counted
+    gather.__globals__["_gather"] = counted
     try:
         spmd.full_tree(placed)
     finally:
-        gather.__globals__["gather_with_replicas"] = original
+        gather.__globals__["_gather"] = original
     return seen
 
 

@@ -67,6 +67,7 @@ class Mesh:
     device: torch.device = attrs.field(default=torch.device("cpu"), converter=_as_device)
     _ranks: tuple[int, ...] | None = attrs.field(
         default=None,
+        repr=False,
         converter=attrs.Converter(_as_processes, takes_self=True),  # type: ignore[misc]  # too new for mypy's plugin
     )
 
@@ -184,7 +185,7 @@ class Mesh:
             MeshError: an unknown axis, or one that is named twice; or the mesh is distributed, and not over this
                 process.
 
-        >>> make_mesh({"data": 2, "model": 4}, runtime="virtual")["model"]
+        >>> print(make_mesh({"data": 2, "model": 4}, runtime="virtual")["model"])
         Mesh(model=4)
         """
         names = axes if isinstance(axes, tuple) else (axes,)

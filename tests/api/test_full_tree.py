@@ -17,7 +17,7 @@ def test_dtensors_are_assembled_and_other_leaves_stay(on_ranks: OnRanks) -> None
 
 def test_ranks_compare_once(workers: Workers) -> None:
     seen = workers.run(call_on_mesh, specs_cases.compared_once, {"data": 2}, "distributed", ranks=2)
-    assert [["full_tree"]] * 2 == seen
+    assert [["full_tree on Mesh(data=2)"]] * 2 == seen
 
 
 def test_different_trees_are_an_error_on_every_rank(workers: Workers) -> None:
