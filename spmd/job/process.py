@@ -106,7 +106,7 @@ def _backends() -> str:
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     name = found and dist.Backend.default_device_backend_map.get(found.type)
-    return f"cpu:gloo,{found.type}:{name}" if found and name and dist.is_backend_available(name) else "cpu:gloo"
+    return f"cpu:gloo,{found.type}:{name}" if found and name and dist.is_backend_available(name) else "gloo"
 
 
 def _store(process: launcher.Process, limit: timedelta) -> dist.Store:

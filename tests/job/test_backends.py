@@ -11,7 +11,7 @@ from spmd.job import process
 
 @pytest.mark.parametrize(
     ("accelerator", "has_nccl", "expected"),
-    [(None, False, "cpu:gloo"), ("cuda", True, "cpu:gloo,cuda:nccl"), ("cuda", False, "cpu:gloo")],
+    [(None, False, "gloo"), ("cuda", True, "cpu:gloo,cuda:nccl"), ("cuda", False, "gloo")],
 )
 def test_gloo_is_always_there_for_comparisons(monkeypatch, accelerator, has_nccl, expected):
     found = accelerator and torch.device(accelerator)
