@@ -11,6 +11,7 @@ import torch
 from spmd.api.values.dtensor import DTensor
 from spmd.checkpoint.position import Position
 from spmd.collectives.distributed.agreement import describe
+from spmd.core.argument_paths import dotted_path
 from spmd.core.containers import VALUES, values_as_leaves
 from spmd.core.pytree import tree_flatten_with_accessor
 from spmd.errors import CheckpointError
@@ -39,7 +40,7 @@ def named_leaves(
     """
     with values_as_leaves():
         accessors, leaves, structure = tree_flatten_with_accessor(tree, is_leaf)
-    names = [".".join(map(_part, accessor)) or "value" for accessor in accessors]
+    names = [dotted_path(accessor) or "value" for accessor in accessors]
     if len(set(names)) != len(names):
         repeated = next(name for name in names if names.count(name) > 1)
         ways = " and ".join(
@@ -47,10 +48,6 @@ def named_leaves(
         )
         raise CheckpointError(f"Two leaves would be stored as {repeated!r}: {ways}. Rename one of the keys.")
     return names, leaves, structure
-
-
-def _part(entry: optree.PyTreeEntry) -> str:
-    return str(entry.entry) if isinstance(entry, optree.MappingEntry) else entry.codify("").strip(".[]")
 
 
 def name_of_process(name: str, process: int | str) -> str:

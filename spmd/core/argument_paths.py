@@ -1,9 +1,24 @@
-"""Finds the inputs of a program by a text: a path into the arguments, or an input's name in the program."""
+"""The paths of leaves as dotted names, and the inputs of a program that a text names: a path, or an input's name."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import optree
+
+
+def dotted_path(accessor: Iterable[optree.PyTreeEntry]) -> str:
+    """The path to a leaf as keys, numbers and fields with dots between them; empty for a tree that is a leaf.
+
+    >>> import optree
+    >>> [dotted_path(accessor) for accessor in optree.tree_accessors({"layers": [{"w": 1.0}], "step": 3})]
+    ['layers.0.w', 'step']
+    """
+    return ".".join(
+        str(entry.entry) if isinstance(entry, optree.MappingEntry) else entry.codify("").strip(".[]")
+        for entry in accessor
+    )
 
 
 def find_inputs(text: str, paths: Sequence[str], names: Sequence[str]) -> list[int]:

@@ -9,6 +9,7 @@ import attrs
 import optree
 import torch
 
+from spmd.core.argument_paths import dotted_path
 from spmd.core.mesh import Mesh
 from spmd.core.pytree import NAMESPACE, SpecLike, leaf_meta, make_spec
 from spmd.core.quantity import size_text
@@ -58,7 +59,7 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], optree.PyTreeSpec]:
     if isinstance(tree, torch.nn.Module):
         tree = model_state(tree)
     accessors, values, structure = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
-    paths = [".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors]
+    paths = map(dotted_path, accessors)
     return [
         Leaf(path, leaf_meta(value, f"leaf {path!r}")) for path, value in zip(paths, values, strict=True)
     ], structure
