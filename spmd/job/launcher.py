@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import attrs
@@ -25,18 +25,20 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @attrs.frozen
 class _Names:
-    """The variables of a launcher: for the rank, the number of processes, and the rank on this machine."""
+    """The variables of a launcher: for the rank, the number of processes, and both on this machine."""
 
     rank: str
     size: str
     local_rank: str
+    local_size: str
 
 
-_TORCHRUN = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_SLURM = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+_TORCHRUN = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SLURM = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _OTHERS = (
-    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
-    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI; not `srun --mpi=pmi2`, without the last
+    _Names(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # Open MPI
+    # MPICH, Intel MPI; not `srun --mpi=pmi2`, without the last two
+    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _SLURM,
 )
 
@@ -120,13 +122,21 @@ def local_rank(rank: int, size: int, environment: Mapping[str, str] = os.environ
         rank, size: of this process, and of the job, whoever has started it.
         environment: the environment variables.
     """
-    if (found := _number(environment, _TORCHRUN.local_rank)) is not None:
-        return found
-    for names in _OTHERS:
-        is_of_job = (rank, size) == _place(environment, names)
-        if is_of_job and (found := _number(environment, names.local_rank)) is not None:
-            return found
-    return None
+    return _on_machine(lambda names: names.local_rank, (rank, size), environment)
+
+
+def local_size(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number of processes on this machine; None if no launcher says. Arguments are those of `local_rank`.
+
+    Of SLURM, which lists the tasks of each host, it is the first host's.
+
+    >>> local_size(3, 10, {"SLURM_PROCID": "3", "SLURM_NTASKS": "10", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+    ...     "SLURM_STEP_TASKS_PER_NODE": "4(x2),2"})
+    4
+    """
+    tasks = re.match(r"\d*", environment.get(_SLURM.local_size, ""))
+    first = {_SLURM.local_size: tasks[0] if tasks else ""}
+    return _on_machine(lambda names: names.local_size, (rank, size), {**environment, **first})
 
 
 def has_own_gpu(environment: Mapping[str, str] = os.environ) -> bool:
@@ -136,6 +146,18 @@ def has_own_gpu(environment: Mapping[str, str] = os.environ) -> bool:
     """
     shown = next(filter(None, map(environment.get, _VISIBLE)), "")
     return bool(shown) and "," not in shown and not environment.get(_TORCHRUN.local_rank)
+
+
+def _on_machine(
+    variable: Callable[[_Names], str], place: tuple[int, int], environment: Mapping[str, str]
+) -> int | None:
+    """A number that a launcher says of the processes on this machine; only that of the launcher of this job."""
+    if (found := _number(environment, variable(_TORCHRUN))) is not None:
+        return found
+    for names in _OTHERS:
+        if place == _place(environment, names) and (found := _number(environment, variable(names))) is not None:
+            return found
+    return None
 
 
 def _place(environment: Mapping[str, str], names: _Names) -> tuple[int, int] | None:

@@ -8,9 +8,11 @@ import sys
 import pytest
 import torch
 
+from spmd.core.mesh import make_mesh
 from spmd.errors import MeshError
-from spmd.job.launcher import local_rank, started
+from spmd.job.launcher import local_rank, local_size, started
 from spmd.job.process import choose_device, init, is_distributed, process_count, process_index
+from spmd.plan.machine.hosts import assumed_hosts
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1234", "LOCAL_RANK": "1"}
 SLURM = {
@@ -18,8 +20,18 @@ SLURM = {
     "SLURM_STEP_NODELIST": "gpu[003-004,009]",
 }  # fmt: skip
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 PMI = {"PMI_RANK": "2", "PMI_SIZE": "6", "MPI_LOCALRANKID": "0"}
-NAMES = (*TORCHRUN, *SLURM, *OPEN_MPI, *PMI, "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+NAMES = (
+    *TORCHRUN,
+    *SLURM,
+    *OPEN_MPI,
+    *PMI,
+    *LOCAL_SIZES,
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+)
 
 
 @pytest.fixture
@@ -78,6 +90,25 @@ def test_a_local_rank_of_another_launcher_counts_only_if_it_numbers_the_same_pro
     assert local_rank(5, 16) is None and local_rank(0, 8) is None
     environment(LOCAL_RANK="2")
     assert 2 == local_rank(0, 16)
+
+
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}, 2),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"}, 4),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({**PMI, "MPI_LOCALNRANKS": "3"}, 3),
+        ({**OPEN_MPI, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None),  # the tasks are daemons
+        (SLURM, None),
+    ],
+)
+def test_the_processes_on_a_machine_are_counted_as_the_launcher_says(environment, variables, count):
+    environment(variables)
+    found = started()
+    assert count == local_size(found.rank, found.size)
+    hosts = assumed_hosts(make_mesh({"x": found.size}, runtime="abstract"))
+    assert tuple(rank // (count or found.size) for rank in range(found.size)) == hosts
 
 
 def test_a_slurm_step_meets_on_its_first_host(environment):

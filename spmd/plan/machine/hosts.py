@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 from collections.abc import Hashable, Sequence
@@ -13,7 +12,8 @@ import torch
 from spmd.collectives.distributed.agreement import gather
 from spmd.collectives.distributed.process_groups import backend
 from spmd.core.mesh import Mesh
-from spmd.job.process import process_count
+from spmd.job import launcher
+from spmd.job.process import process_count, process_index
 
 
 def gather_hosts(call: str, mesh: Mesh) -> tuple[int, ...]:
@@ -28,7 +28,8 @@ def gather_hosts(call: str, mesh: Mesh) -> tuple[int, ...]:
 
 def assumed_hosts(mesh: Mesh) -> tuple[int, ...]:
     """As `gather_hosts` without communication, by the launcher's count of ranks on each host."""
-    each = int(os.environ.get("LOCAL_WORLD_SIZE", process_count()))
+    count = process_count()
+    each = launcher.local_size(process_index(), count) or count
     return _numbers([rank // each for rank in mesh.ranks])
 
 
