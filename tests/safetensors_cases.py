@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from distributed_cases import error_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spmd
 from spmd import P
@@ -51,6 +52,23 @@ def load(path: str, mesh: spmd.Mesh) -> dict[str, tuple[P, torch.Tensor]]:
         for one, other in zip(expected[name].shards, tensor.shards, strict=True):
             assert one.shape == other.shape and torch.equal(one, other)
     return {name: (tensor.spec.pspec, tensor.full_tensor()) for name, tensor in loaded.items()}
+
+
+def bytes_held_while_saving(folder: str, mesh: spmd.Mesh) -> int:
+    """The bytes of the largest tensor that this process makes in a save of one tensor."""
+    placed, largest = spmd.distribute({"w": torch.ones(64, 4096)}, P(*mesh.names), mesh), 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor) and not isinstance(made, spmd.DTensor):
+                largest = max(largest, made.nbytes)
+            return made
+
+    with Largest():
+        spmd.save_safetensors(placed, folder)
+    return largest
 
 
 class Counted:

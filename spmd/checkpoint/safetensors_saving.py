@@ -1,7 +1,7 @@
 """Saving tensors as safetensors files, in the layout of Hugging Face's models.
 
 The format is a length, a header in JSON, and the bytes of the tensors. Files are written here and not by the package
-`safetensors`, which takes all tensors of a file at once: here one tensor at a time is gathered and written.
+`safetensors`, which takes all tensors of a file at once: here the first process gathers one at a time and writes it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import torch
 from spmd.api.values.checkpointable import check_final
 from spmd.api.values.dtensor import DTensor
 from spmd.checkpoint.folder import sync
+from spmd.checkpoint.gathering import gathered
 from spmd.checkpoint.leaves import describe_leaf, named_leaves
-from spmd.checkpoint.processes import processes_of
+from spmd.checkpoint.processes import Processes, processes_of
 from spmd.checkpoint.safetensors_loading import DTYPES, FILE, INDEX, SINGLE
+from spmd.collectives.distributed.checksums import as_bytes
 from spmd.core.pytree import leaf_remedy, tree_leaves
 from spmd.core.quantity import parse_bytes
 from spmd.core.spec import TensorMeta
@@ -34,9 +36,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def save_safetensors(tree: Any, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
     """Save the tensors of a pytree as safetensors files, as transformers reads them.
 
-    On a distributed mesh this is a collective call: tensors are gathered one by one, and rank 0 writes them. Files get
-    their names when all are written: a save that is killed leaves none that is not whole. Of several files that replace
-    several, a kill at that moment can leave a part, without an index.
+    On a distributed mesh this is a collective call: the first rank holds one tensor at a time whole, and writes it; the
+    others send it their shards. Files get their names when all are written: a save that is killed leaves none that is
+    not whole. Of several files that replace several, a kill at that moment can leave a part, without an index.
 
     Args:
         tree: a pytree of DTensors and plain tensors, such as a dict by names. The names in the file are the paths,
@@ -74,7 +76,7 @@ def save_safetensors(tree: Any, path: str | os.PathLike[str], *, max_shard_size:
     try:
         failure = None
         for file in files:
-            failure = file.write(leaves, is_written=processes.is_first and failure is None) or failure
+            failure = file.write(leaves, processes, failure)
         processes.together(lambda: _finish(Path(path), files, failure) if processes.is_first else None)
     finally:
         if processes.is_first:
@@ -96,13 +98,19 @@ class _File:
     metas: Mapping[str, TensorMeta]
     temporary: Path
 
-    def write(self, leaves: Mapping[str, torch.Tensor], *, is_written: bool) -> OSError | None:
-        """Gather the tensors one by one, in all processes, and write them in one; the error of writing."""
-        failure = self._start() if is_written else None
+    def write(
+        self, leaves: Mapping[str, torch.Tensor], processes: Processes, failure: OSError | None
+    ) -> OSError | None:
+        """Gather the tensors one by one in the first process, which writes them unless writing has failed.
+
+        Returns:
+            The error of writing, of this file or before it.
+        """
+        if processes.is_first and failure is None:
+            failure = self._start()
         for name in self.metas:
-            leaf = leaves[name].detach()
-            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-            if is_written and failure is None:
+            whole = gathered(leaves[name], name, processes)
+            if whole is not None and failure is None:
                 failure = self._append(whole)
             del whole
         return failure
@@ -125,10 +133,10 @@ class _File:
         return None
 
     def _append(self, tensor: torch.Tensor) -> OSError | None:
-        data = tensor.cpu().contiguous()
+        data = as_bytes(tensor)
         try:
             with self.temporary.open("ab") as file:
-                file.write((ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr()))
+                file.write((ctypes.c_char * data.numel()).from_address(data.data_ptr()))
         except OSError as error:
             return error
         return None

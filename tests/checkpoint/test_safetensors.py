@@ -74,6 +74,21 @@ def test_a_rank_reads_its_shards_only(workers, tmp_path, ranks):
             assert [size // ranks] * 3 == [read, held, stored]
 
 
+def test_a_rank_sends_its_shard_and_only_the_first_holds_a_tensor_whole(workers, tmp_path):
+    args = (cases.bytes_held_while_saving, {"x": 2, "y": 2}, "distributed", str(tmp_path))
+    first, *others = workers.run(call_on_mesh, *args, ranks=4)
+    whole = 64 * 4096 * 4
+    assert [whole, *[whole // 4] * 3] == [first, *others]
+    assert torch.equal(torch.ones(64, 4096), safetensors.torch.load_file(tmp_path / "model.safetensors")["w"])
+
+
+def test_a_conjugate_is_saved_as_its_values(tmp_path):
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    spmd.save_safetensors({"x": x.conj(), "y": spmd.distribute(x, P("x"), MESH).conj()}, tmp_path)
+    found = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert [x.conj().tolist()] * 2 == [found["x"].tolist(), found["y"].tolist()]
+
+
 def test_saves_replace_each_other(tmp_path):
     for limit, expected in ((200, TENSORS), ("1 kB", TENSORS), (200, {"w": torch.ones(60), "v": torch.zeros(60)})):
         spmd.save_safetensors(expected, tmp_path, max_shard_size=limit)
