@@ -23,9 +23,15 @@ def save_unwaited(folder: str, full_on: int) -> None:
     spmd.checkpoint.save_async({"x": x}, folder)
 
 
+def save_alone(folder: str) -> None:
+    """As `save_unwaited` in a process that is no rank of a job."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    spmd.checkpoint.save_async({"x": torch.ones(4, 50_000)}, folder)
+
+
 if __name__ == "__main__":
     folder, full_on, status = sys.argv[1:]
-    spmd.init(timeout=60)
+    spmd.init(timeout=240)
     save_unwaited(folder, int(full_on))
     print("the end of the script")
     sys.exit(int(status))

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
+FAILED = 120
+"""The exit status of a process whose background work has failed: that of the interpreter if it cannot flush stdout."""
+
 _waits: list[Callable[[], object]] = []
+
+_process: int | None = None
+"""The process that calls `_waits` before it ends; a fork of it does not yet."""
 
 
 def wait_before_exit(wait: Callable[[], object]) -> None:
@@ -16,8 +24,12 @@ def wait_before_exit(wait: Callable[[], object]) -> None:
     Args:
         wait: waits for what runs in the background, and raises its error if nobody has seen it.
     """
-    if not _waits:
+    global _process
+    if _process != os.getpid():
+        _process = os.getpid()
         atexit.register(_at_exit)
+        # processes of multiprocessing end without atexit; before the failure detector, which says that this one ends
+        multiprocessing.util.Finalize(None, _at_end_of_multiprocessing, exitpriority=200)
     if wait not in _waits:
         _waits.append(wait)
 
@@ -29,12 +41,24 @@ def wait_for_all() -> None:
 
 
 def _at_exit() -> None:
+    if _has_failed():
+        sys.stderr = _FailsToFlush(sys.stderr)  # type: ignore[assignment]
+
+
+def _at_end_of_multiprocessing() -> None:
+    if _has_failed():
+        multiprocessing.util.Finalize(None, sys.exit, args=(FAILED,), exitpriority=-200)  # after all others
+
+
+def _has_failed() -> bool:
+    """Whether the background work has failed, which is printed then."""
     try:
         wait_for_all()
     except Exception as error:
         print("What ran in the background has failed, and so does this process:", file=sys.stderr)
         sys.__excepthook__(type(error), error, error.__traceback__)
-        sys.stderr = _FailsToFlush(sys.stderr)  # type: ignore[assignment]
+        return True
+    return False
 
 
 class _FailsToFlush:

@@ -1,5 +1,6 @@
 """A save in the background that fails: the error reaches the user on every rank, at the latest by the exit status."""
 
+import multiprocessing
 import os
 import re
 import socket
@@ -41,7 +42,7 @@ def run_script(folder, full_on, status):
         for rank in range(RANKS)
     ]
     try:
-        outputs = [rank.communicate(timeout=240) for rank in ranks]
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -61,6 +62,19 @@ def test_ranks_that_end_without_waiting_for_a_sound_save_do_not(tmp_path):
     assert [(0, "the end of the script\n", "")] * RANKS == run_script(tmp_path / "run", -1, 0)
     mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
     assert 200_000 == load(tmp_path / "run", {"x": P("data")}, mesh=mesh)["x"].full_tensor().sum()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_process_of_multiprocessing_fails_with_its_save(tmp_path, method, capfd):
+    process = multiprocessing.get_context(method).Process(
+        target=unwaited_save.save_alone, args=(str(tmp_path / "run"),)
+    )
+    process.start()
+    process.join()
+    assert 120 == process.exitcode
+    errors = capfd.readouterr().err
+    assert 1 == errors.count("in the background has failed, and so does this process:\n"), errors
+    assert "File too large" in errors
 
 
 def test_launch_raises_the_error_of_a_save_that_nobody_waited_for(tmp_path):
