@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-"""How long a collective waits in a worker."""
+COLLECTIVE_TIMEOUT = timedelta(seconds=240)
+"""How long a collective waits in a worker: on a busy machine, ranks import modules for minutes."""
 
 CALL_TIMEOUT = 300.0
 """Seconds after which a call that does not come back is given up, and the workers with it."""
