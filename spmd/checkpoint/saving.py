@@ -50,7 +50,9 @@ def save(
         tree: a pytree of DTensors, plain tensors, numbers or text, and a `Position`. Plain leaves, which all ranks
             hold, are written by the first rank.
         path: the checkpoint's folder; it is created if it does not exist.
-        keep: how many saves without a name stay in the folder, with the new one; None for all. Orbax's `max_to_keep`.
+        keep: how many saves without a name stay in the folder, with the new one; None for all. Orbax's `max_to_keep`. A
+            load of the whole folder that reads one which is removed goes on with a newer one; a load of the removed
+            one's own folder fails.
         name: a name for the save, such as "best". It stays until another save has this name, whatever `keep` is.
         on_progress: called as `on_progress(done, total)` with bytes of this process; `done == total` once the
             checkpoint is complete.
