@@ -21,8 +21,12 @@ from spmd.errors import MeshError, SpmdError
 from spmd.job import checks, failure_detector, launcher
 from spmd.job.collective_scope import name_ranks
 
-CONNECTIONS, OWN = 2, 512
-"""Descriptors of the process that keeps the store: for each rank's connections, and for all else that it opens."""
+CONNECTIONS, OWN = 4, 512
+"""Descriptors of the process that keeps the store: for each rank, and for all else that it opens.
+
+A rank has two connections to the store, a third to the first rank of a mesh that saves, and one where all ranks send to
+all.
+"""
 
 
 def is_distributed() -> bool:
