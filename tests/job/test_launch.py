@@ -29,7 +29,7 @@ def test_a_rank_that_is_killed_is_the_error():
 def run_in_notebook(code):
     """As a notebook, say: functions of its own are called in forks."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
     assert run.stdout, run.stderr
     return run
 

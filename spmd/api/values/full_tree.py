@@ -13,9 +13,9 @@ def full_tree(tree: Any) -> Any:
     """The pytree with the global tensor in place of each DTensor; all other leaves are the same objects.
 
     On a distributed mesh this is a collective call, and all ranks get the tensors. One small collective for each mesh
-    compares the DTensors of its ranks, in place of one for each `full_tensor()`. Gradients flow through, as there. A rank
-    whose tree has no DTensor of a mesh does not wait for that mesh's other ranks: they wait for it, until the timeout
-    (`init(timeout=...)`), and their error says where it is.
+    compares the DTensors of its ranks, in place of one for each `full_tensor()`. Gradients flow through, as there.
+    A rank whose tree has no DTensor of a mesh does not wait for that mesh's other ranks: they wait for it until the
+    timeout (`init(timeout=...)`), and their error says where it is.
 
     Args:
         tree: a pytree; its DTensors may be on several meshes.
