@@ -43,8 +43,9 @@ def test_readme_prints_what_it_says():
     assert text == run_blocks(text)
 
 
-def test_readme_shows_three_programs():
-    outputs = "".join(match["output"] or "" for match in BLOCK.finditer(README.read_text()))
+def test_pages_show_the_programs_of_a_layer_and_of_three_layouts():
+    pages = README, README.parent / "docs/programs.md"
+    outputs = "".join(match["output"] or "" for page in pages for match in BLOCK.finditer(page.read_text()))
     assert ["def layer(", *["def train_step("] * 3] == re.findall(r"def \w+\(", outputs)
 
 
