@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-shard-map test-memory test-scale operators lint format types bench bench-peers bench-predictions notebook readme wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-shard-map test-memory test-scale operators lint format types bench bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -95,6 +95,14 @@ notebook: $(STAMP)
 # Rewrites the outputs that stand in README.md with what its blocks print now.
 readme: $(STAMP)
 	$(BIN)/python tests/test_readme.py
+
+# The site, build/site/index.html: pages, notebooks as they run now, reference. A warning, such as of a dead link, is an error.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -c docs -d build/doctrees . build/site
+
+$(VENV)/.installed-docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs,notebooks,safetensors]'
+	touch $@
 
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

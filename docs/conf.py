@@ -1,0 +1,66 @@
+"""How `make docs` builds the site: Sphinx over the pages of docs/ and notebooks/, offline, warnings are errors."""
+
+from __future__ import annotations
+
+import re
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+
+import spmd
+
+project, author, copyright = "spmd", "the authors of spmd", "the authors of spmd, Apache-2.0"
+version = release = spmd.__version__
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "notebooks/*.ipynb"]
+exclude_patterns = [".*", "benchmarks", "build", "dist", "examples", "proofs", "spmd", "tests"]  # not searched
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3
+nb_execution_mode = "cache"
+nb_execution_in_temp = True
+nb_execution_timeout = 600
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
+napoleon_custom_sections = [("Fields", "params_style")]
+napoleon_numpy_docstring = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"spmd {release}"
+html_extra_path = ["_site"]  # a first page that leads to docs/index.html
+html_copy_source = html_show_sourcelink = False
+
+
+def link_pages(app: Sphinx, doctree: nodes.document) -> None:
+    """Turn the path of a page in running text, `docs/planning.md`, into a link to the page."""
+    for literal in list(doctree.findall(nodes.literal)):
+        docname, _, suffix = literal.astext().rpartition(".")
+        linked = isinstance(literal.parent, (nodes.reference, pending_xref))
+        if not linked and suffix in ("md", "ipynb") and docname in app.env.found_docs:
+            target = {"refdomain": "std", "reftype": "doc", "reftarget": f"/{docname}", "refexplicit": True}
+            literal.replace_self(pending_xref("", literal.deepcopy(), refdoc=app.env.docname, refwarn=True, **target))
+
+
+def markdown_to_rst(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Turn the little Markdown that docstrings have into reStructuredText: `code`, with links to names, and blocks."""
+    text = re.sub(r"`([^`]+)`(?=(\w?))", _code, "\n".join(lines))
+    text = re.sub(r"(?m)^( *)(.*[^:\n]):\n\n(?=\1 +)", r"\1\2::\n\n", text)
+    lines[:] = text.split("\n")
+
+
+def _code(match: re.Match[str]) -> str:
+    code = f":py:obj:`{match[1]}`" if re.fullmatch(r"[A-Za-z_][\w.]*", match[1]) else f"``{match[1]}``"
+    return code + "\\ " * bool(match[2])
+
+
+def setup(app: Sphinx) -> None:
+    """What Sphinx calls."""
+    app.connect("autodoc-process-docstring", markdown_to_rst, priority=400)  # before napoleon reads the sections
+    app.connect("doctree-read", link_pages)
