@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from spmd.api.signature import Signature
 from spmd.api.values.dtensor import DTensor
+from spmd.api.values.leaves import DYNAMIC
 from spmd.collectives.distributed.agreement import (
     difference,
     failing_together,
@@ -83,14 +84,15 @@ class CallCheck:
         is_random: Callable[[], bool],
     ) -> None:
         self._function, self._signature, self._in_specs, self._is_random = function, signature, in_specs, is_random
-        self._paths = signature.layout.paths(signature.tree)
+        self._paths = signature.tensors(signature.paths)
         self._number: tuple[History, int] | None = None
 
-    def __call__(self, leaves: Sequence[Any]) -> None:
+    def __call__(self, leaves: Sequence[Any], numbers: Sequence[float] = ()) -> None:
         """Compare a call with those that the other ranks make; on a distributed mesh a collective call.
 
         Args:
-            leaves: the flattened arguments.
+            leaves: the tensors among the flattened arguments.
+            numbers: the dynamic numbers among them.
 
         Raises:
             DivergenceError: on every rank, if the calls differ: the function, its static arguments, the shapes, dtypes
@@ -104,7 +106,11 @@ class CallCheck:
         with failing_together(call, mesh), isolated():
             number = self._number[1] if self._number and self._number[0] is job else None
             tensors, replicas = self._values(leaves)
-            signature = {} if number is not None and self._is_usual(leaves, tensors) else self._describe(leaves)
+            usual = number is not None and self._is_usual(leaves, tensors)
+            every_path = self._signature.paths
+            for position, value in zip(self._signature.numbers, numbers, strict=True):
+                tensors[f"Argument {every_path[position]}"] = f"the number {value!r}"
+            signature = {} if usual else self._describe(leaves)
             generator = {}
             if number is not None and self._is_random():  # in the first call, programs are compared with generators
                 generator[f"The random generator before {name}"] = generator_digest(mesh)
@@ -146,6 +152,10 @@ class CallCheck:
             **{
                 f"The spec of argument {path}": str(spec)
                 for path, spec in zip(self._paths, self._in_specs, strict=True)
+            },
+            **{
+                f"Argument {signature.paths[position]}": "a number" if key == DYNAMIC else static_text(key)
+                for position, key in signature.others
             },
             "What torch is set to (autocast, default dtype, modes, ...)": stable_text(signature.settings),
         }

@@ -6,8 +6,10 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 from spmd.api.signature import Signature
+from spmd.api.values.leaves import DYNAMIC
 from spmd.core.static_key import static_text
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
@@ -60,7 +62,17 @@ def _differences(new: Signature, old: Signature) -> Iterator[str]:
     if new.tree != old.tree:
         yield f"the structure of the arguments is {new.tree}, and was {old.tree}"
         return
-    for path, *leaves in zip(new.layout.paths(new.tree), new.metas, old.metas, new.own, old.own, strict=True):
+    for (position, key), (place, before) in zip(new.others, old.others, strict=False):
+        if (position, key) != (place, before):
+            yield f"argument {new.paths[position]} is {_text(key)}, and argument {new.paths[place]} was {_text(before)}"
+    if len(new.others) != len(old.others):
+        yield "other arguments are tensors"
+        return
+    for path, *leaves in zip(new.tensors(new.paths), new.metas, old.metas, new.own, old.own, strict=True):
         meta, meta_before, own, own_before = leaves
         if (meta, own) != (meta_before, own_before):
             yield f"argument {path} is {own or meta}, and was {own_before or meta_before}"
+
+
+def _text(key: Any) -> str:
+    return key if key == DYNAMIC else static_text(key)

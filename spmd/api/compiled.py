@@ -11,6 +11,7 @@ import torch
 
 from spmd.api.call_check import CallCheck
 from spmd.api.parameters import Layout, Parameters
+from spmd.api.program_cache import ProgramCache
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.signature import Signature, split, with_dynamic
@@ -20,17 +21,20 @@ from spmd.api.values.arguments import check_argument
 from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.distribute import check_same, place
 from spmd.api.values.dtensor import DONATED, DTensor, Shards, lose_shards, wrap
+from spmd.api.values.leaves import DYNAMIC, as_argument
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
 from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
 from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.core.static_key import static_key
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph
 from spmd.job import checks
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
+from spmd.tracing.numbers import Guard
 from spmd.tracing.trace import Traced, trace
 
 if TYPE_CHECKING:
@@ -57,15 +61,23 @@ class Compiled:
         self._function = signature.layout.by_position(parameters.function)
         self._donated = signature.donated
         _, dynamic = split(args, signature.layout.static)
+        leaves = list(map(as_argument, tree_leaves(dynamic)))
         prefix, of = signature.layout.prefix(in_specs), signature.layout.described
-        given = leaf_specs(prefix, dynamic, self.mesh, what="in_specs", of=of, optional=True)
-        found = (spec or own for spec, own in zip(given, signature.own, strict=True))
+        dynamic = signature.tree.unflatten(leaves)
+        given = leaf_specs(prefix, dynamic, self.mesh, what="in_specs", of=of, optional=True, only_tensors=True)
+        found = (spec or own for spec, own in zip(signature.tensors(given), signature.own, strict=True))
         self.in_specs: tuple[DTensorSpec, ...] = tuple(spec for spec in found if spec is not None)
         self._takes_plain = [own is None or own.is_replicated for own in signature.own]
         stand_ins = [StandIn(spec.meta, self.mesh.device) for spec in self.in_specs]
-        self._args = with_dynamic(args, signature.static, signature.tree.unflatten(stand_ins))
+        self._others = [(n, None if key == DYNAMIC else leaves[n]) for n, key in reversed(signature.others)]
+        self._numbers = tuple(leaves[position] for position in signature.numbers)
+        self._leaves = leaves
+        self._leaves = self._with_leaves(stand_ins, self._numbers)
+        self._args = with_dynamic(args, signature.static, signature.tree.unflatten(self._leaves))
         self._key = signature.key
         self._has_run = False
+        self._guards: tuple[Guard, ...] | None = None  # until the program is made
+        self._flats: ProgramCache[FlatFunction] = ProgramCache()
         self._seen = list(self.in_specs)  # of the last call: comparing the same objects is faster
 
     @functools.cached_property
@@ -76,14 +88,22 @@ class Compiled:
             traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
         return attrs.evolve(traced, graph=_with_copies(traced.graph, {}))
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether the function has been traced."""
+        return "traced" in self.__dict__
+
     @functools.cached_property
     def staged(self) -> Program:
         """The traced function with its specs: the later stages."""
         metas = [value.meta for value in self.traced.graph.outputs]
-        tree = self.traced.out_tree.unflatten(metas)
-        of = "the result"
-        given = leaf_specs(self._out_specs, tree, self.mesh, what="out_specs", item="result", of=of, optional=True)
-        return Program(self.traced, self.mesh, self.in_specs, tuple(given), self._donated, self.options)
+        tree, names = self.traced.result(metas, self._numbers), {"item": "result", "of": "the result"}
+        found = leaf_specs(
+            self._out_specs, tree, self.mesh, what="out_specs", optional=True, only_tensors=True, **names
+        )
+        values = dict(self.traced.values)
+        given = tuple(spec for position, spec in enumerate(found) if position not in values)
+        return Program(self.traced, self.mesh, self.in_specs, given, self._donated, self.options)
 
     @functools.cached_property
     def check_call(self) -> CallCheck:
@@ -125,7 +145,7 @@ class Compiled:
         with failing_together(name, self.mesh, first or self._compares(leaves or ())):
             self._check_call(leaves)
         self._executable, self._results = self.staged.executable, self.staged.out_specs
-        self._out_tree = self.traced.out_tree
+        self._guards = self.traced.guards.found
 
     @property
     def _call(self) -> str:
@@ -157,6 +177,7 @@ class Compiled:
             )
         static, dynamic = split(layout.positional(args, keywords), layout.static)
         leaves, tree = tree_flatten(dynamic)
+        leaves = list(map(as_argument, leaves))
         if static != held.static:
             raise TraceError(f"{self!r} was compiled for other static arguments. Call the jitted function instead.")
         if tree != held.tree:
@@ -169,30 +190,84 @@ class Compiled:
             )
         if checks.every_call and spans_processes(self.mesh):
             self.check_call(leaves)
-        return self.run(self.place(leaves), leaves)
+        numbers = self.take_numbers(leaves)
+        if numbers is None:
+            raise TraceError(
+                f"{self!r} was compiled for other values that are no tensors. Call the jitted function instead."
+            )
+        return self.run(self.place(leaves, numbers), leaves, numbers)
 
-    @functools.cached_property
-    def flat(self) -> FlatFunction:
-        """The function of its flat tensors, of which transforms from outside are programs too."""
+    def flat(self, numbers: tuple[float, ...]) -> FlatFunction:
+        """The function of its flat tensors for given numbers, of which transforms from outside are programs too."""
+        key = static_key(numbers)
+        found = self._flats.get(key)
+        if found is None:
+            found = self._make_flat(numbers)
+            self._flats.add(key, found)
+        return found
 
+    def _make_flat(self, numbers: tuple[float, ...]) -> FlatFunction:
         def function(*leaves: torch.Tensor) -> list[torch.Tensor]:
-            dynamic = self.signature.tree.unflatten(leaves)
-            return tree_leaves(self._function(*with_dynamic(self._args, self.signature.static, dynamic)))
+            dynamic = self.signature.tree.unflatten(self._with_leaves(leaves, numbers))
+            found = tree_leaves(self._function(*with_dynamic(self._args, self.signature.static, dynamic)))
+            return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
         given = [None if spec is None else spec.pspec for spec in self.staged.given_out_specs]
         return FlatFunction(function, self.mesh, self.in_specs, given, self.options, self.traced.name)
 
-    def transformed(self, leaves: Sequence[Any]) -> Any:
+    def transformed(self, leaves: Sequence[Any], numbers: tuple[float, ...] = ()) -> Any:
         """Run the function on tensors on which transforms act, or of which autograd records the use."""
         for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
             if isinstance(leaf, DTensor):
                 check_argument(leaf, spec, f"argument {path}")
-        return self.traced.out_tree.unflatten(call(self.flat, leaves))
+        return self.traced.result(call(self.flat(numbers), leaves), numbers)
+
+    def _with_leaves(self, tensors: Sequence[Any], numbers: Sequence[float]) -> list[Any]:
+        """The leaves of the dynamic arguments with these tensors and numbers."""
+        leaves, signature = list(self._leaves), self.signature
+        for position, leaf in zip(
+            (*signature.tensors(range(len(leaves))), *signature.numbers), (*tensors, *numbers), strict=True
+        ):
+            leaves[position] = leaf
+        return leaves
 
     def leaves(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
         """The flattened dynamic arguments of a call of this signature."""
         layout = self._parameters.layout(args, keywords)
-        return tree_leaves(split(layout.positional(args, keywords), layout.static)[1])
+        return list(map(as_argument, tree_leaves(split(layout.positional(args, keywords), layout.static)[1])))
+
+    def take_numbers(self, leaves: list[Any]) -> tuple[float, ...] | None:
+        """Take the leaves that are no tensors out of those of a call.
+
+        Returns:
+            The dynamic numbers; None if the program is not for these, or not for these static values.
+        """
+        if not self._others:
+            return ()
+        numbers = []
+        for position, value in self._others:  # the last one first
+            leaf = leaves.pop(position)
+            if value is None and isinstance(leaf, float):
+                numbers.append(leaf)
+            elif value is None or (leaf is not value and static_key(leaf) != static_key(value)):
+                return None
+        numbers.reverse()
+        return tuple(numbers) if self.holds_for(numbers) else None
+
+    def holds_for(self, numbers: Sequence[float]) -> bool:
+        """Whether the program is for the dynamic numbers of a call; one that is not traced yet is for its own."""
+        if self._guards is not None:
+            return not self._guards or self.failing(numbers) is None
+        if static_key(tuple(numbers)) == static_key(self._numbers):
+            return True
+        if not self.is_traced:
+            return False
+        self.program  # noqa: B018  # planning may need values, too
+        return self.failing(numbers) is None
+
+    def failing(self, numbers: Sequence[float]) -> Guard | None:
+        """The first guard that does not hold for the dynamic numbers of a call."""
+        return next((guard for guard in self.traced.guards.found if not guard.holds(numbers)), None)
 
     @property
     def layout(self) -> Layout:
@@ -236,8 +311,8 @@ class Compiled:
                 return None
         return shards
 
-    def place(self, leaves: Sequence[Any]) -> list[Shards]:
-        """The shards of the arguments; plain tensors are placed by `in_specs`.
+    def place(self, leaves: Sequence[Any], numbers: Sequence[float] = ()) -> list[Shards]:
+        """The shards of the tensors among the arguments; plain tensors are placed by `in_specs`.
 
         On a distributed mesh ranks compare their plain tensors here. `match`, which later calls use, does not.
 
@@ -249,26 +324,28 @@ class Compiled:
         self.prepare(leaves)
         names = [f"argument {path}" for path in self.traced.input_paths]
         if compares:
-            check_same(self._call, self.mesh, names, leaves)
+            paths = (f"argument {self.signature.paths[position]}" for position in self.signature.numbers)
+            check_same(self._call, self.mesh, [*names, *paths], [*leaves, *numbers])
         self._has_run = True
         return [
             leaf._shards if isinstance(leaf, DTensor) else place(leaf, spec, name)._shards
             for leaf, spec, name in zip(leaves, self.in_specs, names, strict=True)
         ]
 
-    def run(self, shards: list[Shards], leaves: Sequence[Any]) -> Any:
+    def run(self, shards: list[Shards], leaves: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
         """Run the program on shards, and wrap the shards of the results as DTensors.
 
         Args:
             shards: the shards of all arguments; the list is emptied.
-            leaves: the flattened arguments; those that are donated lose their shards.
+            leaves: the tensors among the flattened arguments; those that are donated lose their shards.
+            numbers: the dynamic numbers among them.
         """
         if is_watched():
             record_comms(self.program.collectives, self.traced.name)
         donated = [leaves[index] for index in self._donated]
         lose_shards([leaf for leaf in donated if isinstance(leaf, DTensor)], DONATED)
-        results = self._executable(shards)
-        return self._out_tree.unflatten(list(map(wrap, self._results, results)))
+        results = self._executable(shards, numbers)
+        return self.traced.result(list(map(wrap, self._results, results)), numbers)
 
 
 def _with_copies(graph: Graph, copies: dict[int, torch.Tensor]) -> Graph:

@@ -20,6 +20,7 @@ from spmd.api.programs.options import Comms, JitOptions, Options
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.api.transforms.linearize import linearize_dtensors
 from spmd.api.transforms.transformed import is_transformed
+from spmd.api.value_warnings import ValueWarnings
 from spmd.api.values.dtensor import DTensor
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh, default_mesh
@@ -66,6 +67,7 @@ class Jitted:
         self._compiled: ProgramCache[Compiled] = ProgramCache()
         self._last: Compiled | None = None  # of the last call: another one like it does not look up its signature
         self._newest: Compiled | None = None
+        self._warnings = ValueWarnings()
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run the function on the mesh.
@@ -104,22 +106,24 @@ class Jitted:
             )
         if checks.every_call and spans_processes(self._find_mesh(tree_leaves((args, keywords)))):
             compiled = self._lookup_together(args, keywords)
-            compiled.check_call(compiled.leaves(args, keywords))
+            given = compiled.leaves(args, keywords)
+            compiled.check_call(given, compiled.take_numbers(given) or ())
         last, layout = self._last, self._parameters.known(args, keywords)
         if last is not None and layout is not None:
             static, dynamic = split(layout.positional(args, keywords), layout.static)
             leaves = last.flatten(dynamic)
-            if leaves is not None and not is_transformed(leaves):
+            if leaves is not None and (numbers := last.take_numbers(leaves)) is not None and not is_transformed(leaves):
                 key = torch_settings(), self._find_mesh(leaves), layout, static
                 shards = last.match(key, leaves)
                 if shards is not None:
                     self._compiled.hits += 1
-                    return last.run(shards, leaves)
+                    return last.run(shards, leaves, numbers)
         compiled = self._lookup_together(args, keywords)
-        leaves = compiled.leaves(args, keywords)
-        if is_transformed(leaves):
-            return compiled.transformed(leaves)
-        result = compiled.run(compiled.place(leaves), leaves)
+        given = compiled.leaves(args, keywords)
+        taken = compiled.take_numbers(given) or ()
+        if is_transformed(given):
+            return compiled.transformed(given, taken)
+        result = compiled.run(compiled.place(given, taken), given, taken)
         self._last = compiled
         return result
 
@@ -176,12 +180,13 @@ class Jitted:
         layout = self._parameters.layout(args, keywords)
         args = layout.positional(args, keywords)
         signature, machine = Signature.of(args, layout, mesh, self._in_specs), None
+        numbers = signature.numbers_of(split(args, layout.static)[1])
         if self._chooses_machine(mesh):
             from spmd.plan.machine.default import default_machine  # not by `import spmd`
 
             machine = default_machine(mesh)
         try:
-            found = self._compiled.get((signature, machine))
+            found = self._compiled.get((signature, machine), lambda program: program.holds_for(numbers))
         except TypeError:
             raise TraceError(
                 f"Static arguments of {self!r} must be hashable (got {[args[number] for number, _ in signature.static]}"
@@ -191,6 +196,7 @@ class Jitted:
             self._refuse_static_tensors(args, layout)
             found = Compiled(self._parameters, args, signature, self._in_specs, self._out_specs, self._options)
             log_compile(repr(self), signature, None if self._newest is None else self._newest.signature)
+            self._warnings.of_new(repr(self), signature, numbers, self._compiled.every((signature, machine)))
             self._compiled.add((signature, machine), found)
         self._newest = found
         return found
@@ -255,7 +261,10 @@ def _constrain(specs: Any, tree: Any, *, what: str, of: str) -> Any:
     leaves, structure = tree_flatten(tree)
     prefix = broadcast_prefix(specs, tree, what=what, of=of, optional=True)
     return structure.unflatten(
-        [leaf if spec is None else constrain(leaf, spec) for leaf, spec in zip(leaves, prefix, strict=True)]
+        [
+            leaf if spec is None or not has_meta(leaf) else constrain(leaf, spec)
+            for leaf, spec in zip(leaves, prefix, strict=True)
+        ]
     )
 
 

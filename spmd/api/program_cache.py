@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 Program = TypeVar("Program")
@@ -29,25 +30,35 @@ class CacheInfo(NamedTuple):
 
 
 class ProgramCache(Generic[Program]):
-    """Programs by key; ranks that make the same calls drop the same ones."""
+    """Programs by key, of which several may have one key; ranks that make the same calls drop the same ones."""
 
     def __init__(self) -> None:
         self.hits = 0
         self._misses = 0
-        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._programs: OrderedDict[tuple[Hashable, int], Program] = OrderedDict()
 
-    def get(self, key: Hashable) -> Program | None:
-        """The program of a key, which is the most recently used one then; TypeError for a key without a hash."""
-        found = self._programs.get(key)
-        if found is not None:
-            self.hits += 1
-            self._programs.move_to_end(key)
-        return found
+    def get(self, key: Hashable, fits: Callable[[Program], bool] = lambda program: True) -> Program | None:
+        """The first program of a key that fits, which is the most recently used one then.
+
+        Raises:
+            TypeError: a key without a hash.
+        """
+        for number, program in enumerate(self.every(key)):
+            if fits(program):
+                self.hits += 1
+                self._programs.move_to_end((key, number))
+                return program
+        return None
+
+    def every(self, key: Hashable) -> Iterator[Program]:
+        """The programs of a key."""
+        numbered = (self._programs.get((key, number)) for number in itertools.count())
+        return itertools.takewhile(lambda program: program is not None, numbered)  # type: ignore[arg-type]
 
     def add(self, key: Hashable, program: Program) -> None:
         """Add a program, and drop the least recently used one if there are too many."""
         self._misses += 1
-        self._programs[key] = program
+        self._programs[key, len(list(self.every(key)))] = program
         if len(self._programs) > MAXSIZE:
             self._programs.popitem(last=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import attrs
@@ -10,6 +11,7 @@ import optree
 
 from spmd.api.parameters import Layout
 from spmd.api.values.arguments import own_spec
+from spmd.api.values.leaves import DYNAMIC, as_argument, key_of
 from spmd.core.mesh import Mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten
 from spmd.core.spec import DTensorSpec, TensorMeta, has_meta
@@ -20,7 +22,7 @@ Static: TypeAlias = tuple[tuple[int, Any], ...]
 """The static arguments of a call: position and cache key of each, by position."""
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Signature:
     """What the calls that share a program have in common: all but the values and the specs of tensors; a cache key.
 
@@ -30,8 +32,9 @@ class Signature:
         layout: which arguments are given, in order.
         static: the static arguments.
         tree: the structure of the tuple of dynamic arguments.
-        metas: the meta of each leaf of the dynamic arguments; None for a leaf that is no tensor.
-        own: for each of these leaves, the spec that it brings because `in_specs` has none for it; else None.
+        metas: the meta of each tensor among the leaves of the dynamic arguments; None for a leaf that is unknown.
+        own: for each of these tensors, the spec that it brings because `in_specs` has none for it; else None.
+        others: the position among the leaves, and the key, of each that is no tensor (`key_of`).
     """
 
     settings: tuple[Any, ...]
@@ -41,6 +44,7 @@ class Signature:
     tree: optree.PyTreeSpec
     metas: tuple[TensorMeta | None, ...]
     own: tuple[DTensorSpec | None, ...]
+    others: tuple[tuple[int, Any], ...] = ()
 
     @classmethod
     def of(cls, args: tuple[Any, ...], layout: Layout, mesh: Mesh, in_specs: Any) -> Signature:
@@ -51,28 +55,53 @@ class Signature:
         """
         static, dynamic = split(args, layout.static)
         leaves, tree = tree_flatten(dynamic)
-        metas = tuple(TensorMeta.of(leaf) if has_meta(leaf) else None for leaf in leaves)
+        leaves = list(map(as_argument, leaves))
+        keys = list(map(key_of, leaves))
+        others = tuple((position, key) for position, key in enumerate(keys) if key is not None)
         given = broadcast_prefix(layout.prefix(in_specs), dynamic, what="in_specs", of=layout.described, optional=True)
         paths = layout.paths(tree) if None in given else [""] * len(leaves)
-        own = tuple(
-            own_spec(leaf, mesh, f"argument {path}") if spec is None else None
-            for leaf, spec, path in zip(leaves, given, paths, strict=True)
-        )
-        return cls(torch_settings(), mesh, layout, static, tree, metas, own)
+        metas, own = [], []
+        for leaf, spec, path, key in zip(leaves, given, paths, keys, strict=True):
+            if key is None:
+                metas.append(TensorMeta.of(leaf) if has_meta(leaf) else None)
+                own.append(own_spec(leaf, mesh, f"argument {path}") if spec is None else None)
+        return cls(torch_settings(), mesh, layout, static, tree, tuple(metas), tuple(own), others)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """The part that a call knows before it looks at its dynamic arguments, as `Compiled.match` does."""
         return self.settings, self.mesh, self.layout, self.static
 
+    @cached_property
+    def paths(self) -> list[str]:
+        """The path of each leaf of the dynamic arguments."""
+        return self.layout.paths(self.tree)
+
+    def tensors(self, leaves: Sequence[Any]) -> list[Any]:
+        """The tensors among the leaves of the dynamic arguments, or what belongs to them among what belongs to all."""
+        others = dict(self.others)
+        return [leaf for position, leaf in enumerate(leaves) if position not in others]
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The positions of the dynamic numbers among the leaves of the dynamic arguments."""
+        return tuple(position for position, key in self.others if key == DYNAMIC)
+
+    def numbers_of(self, dynamic: tuple[Any, ...]) -> tuple[float, ...]:
+        """The dynamic numbers among the dynamic arguments of a call of this signature."""
+        leaves = tree_flatten(dynamic)[0] if self.numbers else ()
+        return tuple(float(leaves[position]) for position in self.numbers)
+
     @property
     def donated(self) -> frozenset[int]:
-        """The positions of the donated tensors among the leaves of the dynamic arguments."""
-        owners = [
-            number
-            for number, subtree in zip(self.layout.dynamic, self.tree.children(), strict=True)
-            for _ in range(subtree.num_leaves)
-        ]
+        """The positions of the donated tensors among the tensors of the dynamic arguments."""
+        owners = self.tensors(
+            [
+                number
+                for number, subtree in zip(self.layout.dynamic, self.tree.children(), strict=True)
+                for _ in range(subtree.num_leaves)
+            ]
+        )
         return frozenset(position for position, owner in enumerate(owners) if owner in self.layout.donated)
 
 

@@ -37,7 +37,8 @@ NAMESPACE = "spmd"
 VALUES = (bool, int, float, complex, str, bytes)
 """The types of Python values."""
 
-_CONSTANTS = (*VALUES, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, type)
+CONSTANTS = (*VALUES, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, type)
+"""The types of values that are no tensors, and that are the same if they are equal."""
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _ATTRIBUTES = {("transformers.cache_utils", name) for name in ("Cache", "CacheLayerMixin")}
 """Classes whose instances have no fields but attributes: what torch would call to make one computes with tensors."""
@@ -281,7 +282,7 @@ def _is_static(value: Any) -> bool:
 
 def _is_constant(leaf: Any) -> bool:
     """Whether a leaf is no tensor and compares by value: what compares by identity may hold anything."""
-    if isinstance(leaf, _CONSTANTS):
+    if isinstance(leaf, CONSTANTS):
         return True
     kind: Any = type(leaf)
     if isinstance(leaf, torch.nn.Module) or has_meta(leaf) or kind.__module__.partition(".")[0] == "spmd":

@@ -18,7 +18,7 @@ import torch
 from spmd.core.containers import NAMESPACE, fields_of, is_registered, register_containers
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Partial, Placement, Replicate, Shard
-from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.core.spec import DTensorSpec, P, TensorMeta, has_meta
 from spmd.errors import ShardingError
 
 SpecLike: TypeAlias = P | Sequence[Placement]
@@ -142,7 +142,15 @@ def leaf_specs(
 
 @overload
 def leaf_specs(
-    prefix: Any, tree: Any, mesh: Mesh, *, what: str, item: str = ..., of: str = ..., optional: bool
+    prefix: Any,
+    tree: Any,
+    mesh: Mesh,
+    *,
+    what: str,
+    item: str = ...,
+    of: str = ...,
+    optional: bool,
+    only_tensors: bool = ...,
 ) -> Sequence[DTensorSpec | None]: ...
 
 
@@ -155,10 +163,12 @@ def leaf_specs(
     item: str = "argument",
     of: str = "the arguments",
     optional: bool = False,
+    only_tensors: bool = False,
 ) -> Sequence[DTensorSpec | None]:
     """The DTensorSpec of every leaf (anything with shape and dtype) of `tree`, from a pytree prefix of specs.
 
-    The arguments are those of `broadcast_prefix`, and how messages call a leaf.
+    The arguments are those of `broadcast_prefix`, how messages call a leaf, and whether leaves that are no tensors are
+    passed over: they get None.
 
     Raises:
         ShardingError: the prefix does not match the tree, a leaf is not a tensor, or a spec does not fit its leaf; the
@@ -168,7 +178,9 @@ def leaf_specs(
     paths, leaves, _ = flatten_with_paths(tree)
     names = [f"{item} {path}".rstrip() for path in paths]
     return [
-        None if spec is None else make_spec(mesh, spec, leaf_meta(leaf, name), where=name)
+        None
+        if spec is None or (only_tensors and not has_meta(leaf))
+        else make_spec(mesh, spec, leaf_meta(leaf, name), where=name)
         for spec, leaf, name in zip(specs, leaves, names, strict=True)
     ]
 

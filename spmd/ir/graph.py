@@ -20,6 +20,7 @@ from spmd.errors import TraceError
 from spmd.ir.call import Call
 from spmd.ir.comm import Comm
 from spmd.ir.effects import Effect, effect_of
+from spmd.ir.number import Number
 from spmd.ir.source import Source
 from spmd.ir.variants import Variants
 
@@ -239,10 +240,18 @@ def iterate_leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
+def numbers_of(graph: Graph) -> Iterator[Number]:
+    """The dynamic numbers among the arguments of a program's operations."""
+    for operation in graph.operations:
+        for leaf in iterate_leaves((operation.args, dict(operation.kwargs))):
+            if isinstance(leaf, Number):
+                yield leaf
+
+
 def freeze(tree: Any) -> Any:
     """A hashable key for operator arguments: equal for equal arguments, where 1, 1.0 and True count as different."""
     if isinstance(tree, (tuple, list)):
         return tuple(freeze(item) for item in tree)
     if isinstance(tree, dict):
         return tuple((key, freeze(tree[key])) for key in sorted(tree))
-    return tree if isinstance(tree, (Value, TensorMeta)) else (type(tree), repr(tree))
+    return tree if isinstance(tree, (Value, TensorMeta, Number)) else (type(tree), repr(tree))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from spmd.ir.comm import Comm
-from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.graph import Graph, Operation, Value, numbers_of
+from spmd.ir.number import arguments_among
 
 _UNINTERESTING = ("device", "layout", "pin_memory", "memory_format")
 """Keyword arguments that are not printed, because they do not affect the numbers computed."""
@@ -37,10 +38,11 @@ def program_text(name: str, graph: Graph, header: Sequence[str]) -> str:
         graph: the program.
         header: lines to print as comments above the function.
     """
-    lines = [f"# {line}" for line in header]
-    lines.append(f"def {name}({'' if graph.inputs else '):'}")
+    lines, numbers = [f"# {line}" for line in header], arguments_among(numbers_of(graph))
+    lines.append(f"def {name}({'' if graph.inputs or numbers else '):'}")
     lines += [f"    {value.name},  # {_description(value, graph)}" for value in graph.inputs]
-    if graph.inputs:
+    lines += [f"    {number.name},  # float" for number in numbers]
+    if graph.inputs or numbers:
         lines.append("):")
     lines += [f"    {value.name} = self.{value.name}  # {_description(value, graph)}" for value, _ in graph.constants]
     used = {*graph.outputs, *(operand for operation in graph.operations for operand in operation.operands)}

@@ -16,6 +16,7 @@ import torch
 from spmd.core.placement import Partial, Placement, Reduction, Replicate
 from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
+from spmd.ir.number import Number
 from spmd.rules.notation import operand_names
 from spmd.rules.rule import Row
 
@@ -31,8 +32,9 @@ class Flow:
     """Strategies with Partial operands: `through` maps the reduction of a group's arguments to that of the results.
 
     `times` names an argument whose sign decides: if it is negative, max and min of the results are exchanged; if it is
-    zero, complex or a tensor, there are no strategies. `arithmetic` says that integers may overflow: ranks that hold
-    nothing of a maximum or minimum hold the least or largest integer, so integers have no strategies for these.
+    zero, complex, a tensor or dynamic, there are no strategies. `arithmetic` says that integers may overflow: ranks
+    that hold nothing of a maximum or minimum hold the least or largest integer, so integers have no strategies for
+    these.
     """
 
     groups: tuple[str, ...]
@@ -43,7 +45,7 @@ class Flow:
     def __call__(self, call: Call) -> Iterator[Row]:
         """The rows of one call."""
         factor = call.argument(self.times) if self.times else 1
-        if isinstance(factor, (TensorMeta, complex)) or not factor:
+        if isinstance(factor, (TensorMeta, complex, Number)) or not factor:
             return
         through = self.through if factor > 0 else _exchanged(self.through)
         for group in self.groups:

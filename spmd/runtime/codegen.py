@@ -15,14 +15,16 @@ import attrs
 import torch
 
 from spmd.collectives.distributed.bucket import Bucket
-from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.graph import Graph, Operation, Value, numbers_of
 from spmd.ir.in_place import InPlace, restricted
+from spmd.ir.number import Number, in_order
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.in_place import call_in_place
 from spmd.tracing.recorder import where
 
-RankProgram: TypeAlias = Callable[[list[Any]], tuple[Any, ...]]
-"""A function of the list of local inputs, which it empties, that returns the tuple of local outputs."""
+RankProgram: TypeAlias = Callable[..., tuple[Any, ...]]
+"""A function of the list of local inputs, which it empties, and of the numbers of a call, if the program takes any; it
+returns the tuple of local outputs."""
 
 
 @attrs.frozen(eq=False)
@@ -37,7 +39,8 @@ def generate(graph: Graph) -> Generated:
     """Compile a rank's program to a function that deletes every variable after its last use."""
     writer = Writer(graph)
     inputs = ", ".join(map(writer.variable, graph.inputs))
-    writer.lines += ["def program(inputs):", f"    [{inputs}] = inputs", "    inputs.clear()"]
+    writer.lines += ["def program(inputs, numbers=()):", f"    [{inputs}] = inputs", "    inputs.clear()"]
+    writer.compute_numbers(graph)
     dying = last_uses(graph.operations, kept_values(graph))
     writer.delete("    ", map(writer.variable, unused_inputs(graph)))
     for operation in graph.operations:
@@ -84,6 +87,15 @@ class Writer:
         self._origins: dict[int, Operation] = {}
         self._variables: dict[Value, str] = {}
         self._constants = dict(graph.constants)
+        self._numbers: dict[Number, str] = {}
+
+    def compute_numbers(self, graph: Graph) -> None:
+        """Add the lines that compute the numbers which the program's operations take."""
+        for number in in_order(numbers_of(graph)):
+            arguments = ", ".join(map(self.argument, number.args))
+            call = f"numbers[{number.position}]" if number.op is None else f"{self.reference(number.op)}({arguments})"
+            self._numbers[number] = f"n{len(self._numbers)}"
+            self.lines.append(f"    {self._numbers[number]} = {call}")
 
     def compiled(self) -> Generated:
         """The program."""
@@ -132,6 +144,8 @@ class Writer:
             if argument in self._constants:
                 return self.reference(self._constants[argument])
             return (variable or self.variable)(argument)
+        if isinstance(argument, Number):
+            return self._numbers[argument]
         if isinstance(argument, (tuple, list)):
             items = ", ".join(self.argument(item, variable) for item in argument)
             return f"[{items}]" if isinstance(argument, list) else f"({items}{',' if len(argument) == 1 else ''})"

@@ -40,12 +40,15 @@ class DistributedProgram:
         """The program of this process's rank as a function of its local inputs."""
         return (self._function,)
 
-    def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+    def __call__(
+        self, inputs: list[tuple[torch.Tensor, ...]], numbers: Sequence[float] = ()
+    ) -> list[tuple[torch.Tensor, ...]]:
         """Run the program once on this rank.
 
         Args:
             inputs: for each input this rank's shard, alone in a tuple. The list is emptied, so that shards without
                 other references are freed after their last use.
+            numbers: the dynamic numbers of the call.
 
         Returns:
             For each output this rank's shard, alone in a tuple.
@@ -55,7 +58,7 @@ class DistributedProgram:
         shards = [shard for (shard,) in inputs]
         inputs.clear()
         try:
-            results: tuple[torch.Tensor, ...] = run_isolated(self._function, shards)
+            results: tuple[torch.Tensor, ...] = run_isolated(self._function, shards, numbers)
         except Exception as error:
             name_origin(error)
             raise

@@ -61,13 +61,19 @@ class LockstepProgram:
     generated: Generated
     inputs: tuple[Instances, ...]
 
-    def start(self, shards: Sequence[Sequence[torch.Tensor]]) -> Running:
-        """The program, not yet running; `shards` has for each input the shards of all ranks, in rank order."""
+    def start(self, shards: Sequence[Sequence[torch.Tensor]], numbers: Sequence[float] = ()) -> Running:
+        """The program, not yet running.
+
+        Args:
+            shards: for each input the shards of all ranks, in rank order.
+            numbers: those of the call.
+        """
         return self.generated.function(  # type: ignore[no-any-return]
             [
                 list(held) if len(held) == len(instances.ranks) else [held[rank] for rank in instances.ranks]
                 for held, instances in zip(shards, self.inputs, strict=True)
-            ]
+            ],
+            numbers,
         )
 
 
@@ -148,8 +154,9 @@ class _Lockstep:
     def generated(self) -> Generated:
         """The program."""
         name = lambda value: f"[{self.name(value)}]" if self.instances(value).is_single else self.name(value)  # noqa: E731
-        self.lines += ["def program(inputs):", f"    [{', '.join(map(name, self.graph.inputs))}] = inputs"]
+        self.lines += ["def program(inputs, numbers=()):", f"    [{', '.join(map(name, self.graph.inputs))}] = inputs"]
         self.lines.append("    inputs.clear()")
+        self.writer.compute_numbers(self.graph)
         self.free(unused_inputs(self.graph))
         for segment in self.segments:
             if segment.operations[0].effect is not None:

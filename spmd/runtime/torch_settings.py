@@ -15,7 +15,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 # Module globals for speed: each jitted call reads all, and looking up an attribute of torch._C costs as much as a call.
@@ -98,15 +97,15 @@ def isolated() -> Iterator[None]:
         yield
 
 
-def run_isolated(function: Callable[[T], R], argument: T) -> R:
-    """Call `function(argument)` in the context `isolated`; cheap if at most gradients have to be turned off."""
+def run_isolated(function: Callable[..., R], *arguments: Any) -> R:
+    """Call `function(*arguments)` in the context `isolated`; cheap if at most gradients have to be turned off."""
     if not are_modes_off():
         with isolated():
-            return function(argument)
+            return function(*arguments)
     if not _is_grad_enabled():
-        return function(argument)
+        return function(*arguments)
     _set_grad_enabled(False)
     try:
-        return function(argument)
+        return function(*arguments)
     finally:
         _set_grad_enabled(True)

@@ -51,24 +51,27 @@ class VirtualProgram:
         generated = {graph: generate(graph).function for graph in distinct}
         return [generated[graph] for graph in self._graphs]
 
-    def __call__(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+    def __call__(
+        self, inputs: list[tuple[torch.Tensor, ...]], numbers: Sequence[float] = ()
+    ) -> list[tuple[torch.Tensor, ...]]:
         """Run the program once on all ranks.
 
         Args:
             inputs: for each input the shards of all ranks, in rank order. The list is emptied, so that shards without
                 other references are freed after their last use.
+            numbers: the dynamic numbers of the call.
 
         Returns:
             For each output the shards of all ranks, in rank order; ranks may share a tensor.
         """
         try:
-            return run_isolated(self._run, inputs)
+            return run_isolated(self._run, inputs, numbers)
         except Exception as error:
             name_origin(error)
             raise
 
-    def _run(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-        programs = [program.start(inputs) for program in self._programs]
+    def _run(self, inputs: list[tuple[torch.Tensor, ...]], numbers: Sequence[float]) -> list[tuple[torch.Tensor, ...]]:
+        programs = [program.start(inputs, numbers) for program in self._programs]
         inputs.clear()  # from here on, only the programs refer to the inputs
         return run_in_lockstep(self._mesh, programs)
 

@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
-from spmd.ir.graph import Operation, Value, iterate_leaves
+from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.list_operators import list_decomposition
 from spmd.ir.names import Namer
 from spmd.ir.random_operators import TEMPLATED, is_random
 from spmd.ir.source import Source
 from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, overlaps, places
+from spmd.tracing.numbers import number_of, settled, value_of
 from spmd.tracing.result_strides import with_kernel_strides
 from spmd.tracing.source import user_source
 
@@ -139,9 +140,9 @@ class Recorder(FakeTensorMode):
             return self._as_strided(func, types, args, kwargs)
         if _is_number_for_tensor(func, args):
             with self:
-                return func(
-                    aten.scalar_tensor.default(args[0], dtype=_NUMBER_DTYPES[type(args[0])]), *args[1:], **kwargs
-                )
+                return func(aten.scalar_tensor.default(args[0], dtype=_number_dtype(args[0])), *args[1:], **kwargs)
+        if func in _SHAPED_BY_NUMBERS:
+            args = map_leaves(settled, args)
         source = self._source()
         if func._schema.is_mutable:
             tensors = [leaf for leaf in iterate_leaves(args) if isinstance(leaf, torch.Tensor)]
@@ -263,12 +264,16 @@ class Recorder(FakeTensorMode):
         return value
 
     def _symbols(self, tree: Any) -> Any:
-        return _map_tensors(self.value, tree)
+        return _map_tensors(
+            lambda leaf: number_of(leaf) if isinstance(leaf, torch.SymFloat) else self.value(leaf), tree
+        )
 
     def _lower(self, tree: Any) -> Any:
         return _map_tensors(self._as_fake, tree)
 
-    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _as_fake(self, tensor: Any) -> Any:
+        if isinstance(tensor, torch.SymFloat):
+            return value_of(tensor)
         return tensor if isinstance(tensor, FakeTensor) else self.lift(tensor)
 
 
@@ -276,8 +281,15 @@ _BY_STORAGE = frozenset({aten._new_zeros_with_same_feature_meta.default, aten.co
 """Operators whose results may have more storage than elements, which the cache of fake results forgets."""
 
 
-def _map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
+_SHAPED_BY_NUMBERS = frozenset(
+    {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.range.default, aten.range.step}
+)
+"""Operators whose results have shapes that depend on the values of numbers."""
+
+
+def _map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply `function` to the tensors and the traced numbers among arguments."""
+    if isinstance(tree, (torch.Tensor, torch.SymFloat)):
         return function(tree)
     if type(tree) in (tuple, list):
         return type(tree)([_map_tensors(function, item) for item in tree])
@@ -295,7 +307,12 @@ def _is_number_for_tensor(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether a number is passed for an operator's only tensor, as the derivative of `x * 2j` does to `conj`."""
     parameters = func._schema.arguments
     takes_tensor = bool(args and parameters) and str(parameters[0].type) == "Tensor"
-    return takes_tensor and type(args[0]) in _NUMBER_DTYPES and not any(isinstance(x, torch.Tensor) for x in args[1:])
+    is_number = bool(args) and (type(args[0]) in _NUMBER_DTYPES or isinstance(args[0], torch.SymFloat))
+    return takes_tensor and is_number and not any(isinstance(x, torch.Tensor) for x in args[1:])
+
+
+def _number_dtype(number: Any) -> torch.dtype:
+    return torch.float64 if isinstance(number, torch.SymFloat) else _NUMBER_DTYPES[type(number)]
 
 
 def where(source: Source | None = None) -> str:

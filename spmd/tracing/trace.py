@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -28,18 +28,21 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spmd.core.containers import CONSTANTS
 from spmd.core.mesh import Coordinate
 from spmd.core.pytree import leaf_remedy, tree_flatten, tree_leaves
 from spmd.core.spec import TensorMeta, has_meta
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value, iterate_leaves
 from spmd.ir.names import Namer
+from spmd.ir.number import Number
 from spmd.ir.variants import Unevenness, Variants
 from spmd.tracing.assignments import fill_masked
 from spmd.tracing.differentiable import DIFFERENTIABLE
 from spmd.tracing.effects import Generators, refuse_changes, refuse_rebinding
 from spmd.tracing.functionalization import Functionalization
 from spmd.tracing.nested_tracers import nested_tracers, refuse_subgraph
+from spmd.tracing.numbers import DIFFERENTIABLE_IN_TENSORS, Guards, has_number, number_of, tensor_of_numbers, traced
 from spmd.tracing.recorder import Recorder, where
 from spmd.tracing.source import SourceTracker, user_source
 from spmd.tracing.torch_state import restored
@@ -119,6 +122,8 @@ class Traced:
         input_paths: the path of each input in the arguments, for messages: `0['w']`.
         output_paths: the path of each output in the result, for messages: `[1]['loss']`; empty for a bare tensor.
         name: the function's name.
+        guards: what the program takes for granted of the dynamic numbers of a call; planning may add to them.
+        values: for each leaf of the result that is no tensor, its position and the number or constant that it is.
     """
 
     graph: Graph
@@ -127,6 +132,8 @@ class Traced:
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
     name: str
+    guards: Guards = attrs.field(factory=Guards)
+    values: tuple[tuple[int, Any], ...] = ()
 
     @classmethod
     def flat(cls, graph: Graph, name: str) -> Traced:
@@ -134,6 +141,15 @@ class Traced:
         inputs, outputs = (tree_flatten(tuple(values))[1] for values in (graph.inputs, graph.outputs))
         sources, results = (tuple(map(str, range(tree.num_leaves))) for tree in (inputs, outputs))
         return cls(graph, inputs, outputs, sources, results, name)
+
+    def result(self, tensors: Iterable[Any], numbers: Sequence[float] = ()) -> Any:
+        """The result of the function, from its tensors and the dynamic numbers of the call."""
+        if not self.values:
+            return self.out_tree.unflatten(tensors)
+        leaves = list(tensors)
+        for position, value in self.values:
+            leaves.insert(position, value.evaluate(numbers) if isinstance(value, Number) else value)
+        return self.out_tree.unflatten(leaves)
 
     def __str__(self) -> str:
         return f"{self.name}\n{self.graph}"
@@ -152,15 +168,16 @@ def trace(
     Args:
         function: a pure function; `torch.func` transforms may be used inside.
         args: its positional arguments. Leaves are tensors on any device, or anything with `shape` and `dtype`
-            (TensorMeta); None is an empty subtree. Values are not read.
+            (TensorMeta), whose values are not read; floats, which are dynamic numbers; or other constants, which are
+            passed unchanged. None is an empty subtree.
         static_argnums: positions of the arguments that are passed to the function unchanged, as in `jax.jit`.
         labels: what paths call each argument; by default its position.
         name: the name of the program; by default the function's name.
 
     Raises:
-        TraceError: a leaf or a result that is not a tensor, an in-place write to an argument or to a closed-over
-            tensor, random numbers from a torch.Generator other than the default one, lasting changes of torch's state,
-            or control flow on the value of a tensor.
+        TraceError: a leaf or a result that is no tensor and no constant, an in-place write to an argument or to a
+            closed-over tensor, random numbers from a torch.Generator other than the default one, lasting changes of
+            torch's state, or control flow on the value of a tensor.
 
     >>> traced = trace(lambda x: {"y": x.sin()}, (TensorMeta((2, 3), torch.float32),))
     >>> traced.output_paths, [str(operation.op) for operation in traced.graph.operations]
@@ -173,21 +190,37 @@ def trace(
     paths = dynamic_paths(in_tree, [labels[number] for number in dynamic] if labels else dynamic)
     for leaf, path in zip(leaves, paths, strict=True):
         _check_leaf(leaf, path)
+    tensors_at = [position for position, leaf in enumerate(leaves) if has_meta(leaf)]
     parameters = _parameter_names(function, len(args))
     hints = [f"{parameters[dynamic[accessor[0].entry]]}{accessor[1:].codify('')}" for accessor in accessors]
     result: dict[str, Any] = {}
+    guards, namer = Guards(), Namer()
+    floats = [position for position, leaf in enumerate(leaves) if isinstance(leaf, float)]
+    numbers = {
+        position: Number(namer.parameter(hints[position]), index, leaves[position], guards.add)
+        for index, position in enumerate(floats)
+    }
 
     def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        values = iter(in_tree.unflatten(tensors))
+        given = [traced(numbers.get(position, leaf)) for position, leaf in enumerate(leaves)]
+        for position, tensor in zip(tensors_at, tensors, strict=True):
+            given[position] = tensor
+        values = iter(in_tree.unflatten(given))
         output = function(*(args[number] if number in static else next(values) for number in range(len(args))))
         outputs, result["tree"] = tree_flatten(output)
         result["paths"] = tuple(accessor.codify("") for accessor in result["tree"].accessors())
         for leaf, path in zip(outputs, result["paths"], strict=True):
             _check_result(leaf, path)
-        return outputs
+        found = [not isinstance(leaf, torch.Tensor) for leaf in outputs]
+        result["values"] = tuple((n, number_of(leaf)) for n, leaf in enumerate(outputs) if found[n])
+        result["paths"] = tuple(path for path, is_value in zip(result["paths"], found, strict=True) if not is_value)
+        return [leaf for leaf, is_value in zip(outputs, found, strict=True) if not is_value]
 
-    graph = trace_flat(flat, leaves, names=hints, paths=paths)
-    return Traced(graph, in_tree, result["tree"], tuple(paths), result["paths"], name or name_of(function))
+    of_tensors = lambda every: [every[position] for position in tensors_at]  # noqa: E731
+    reserved = [number.name for number in numbers.values()]
+    graph = trace_flat(flat, of_tensors(leaves), names=of_tensors(hints), paths=of_tensors(paths), reserved=reserved)
+    paths, name = of_tensors(paths), name or name_of(function)
+    return Traced(graph, in_tree, result["tree"], tuple(paths), result["paths"], name, guards, result["values"])
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -206,6 +239,7 @@ def trace_flat(
     *,
     names: Sequence[str] | None = None,
     paths: Sequence[str] | None = None,
+    reserved: Sequence[str] = (),
 ) -> Graph:
     """Trace a function from tensors to a sequence of tensors.
 
@@ -215,11 +249,12 @@ def trace_flat(
             CPU: torch chooses operators by device. They have its `strides` if it has any, else they are contiguous.
         names: hints for the names of the inputs.
         paths: the paths of the leaves, for messages.
+        reserved: names that no value has.
 
     Raises:
         TraceError: as in `trace`.
     """
-    trace = functools.partial(_trace_once, function, leaves, names, paths)
+    trace = functools.partial(_trace_once, function, leaves, names, paths, reserved)
     graph, lifting = trace(None)
     unevenness = lifting.unevenness
     if unevenness is None:
@@ -234,10 +269,11 @@ def _trace_once(
     leaves: Sequence[Any],
     names: Sequence[str] | None,
     paths: Sequence[str] | None,
+    reserved: Sequence[str],
     coordinate: Coordinate | None,
 ) -> tuple[Graph, ClosureLifting]:
     """As `trace_flat`, with the local shapes of one rank in manual regions: that at a coordinate, by default zero."""
-    namer = Namer()
+    namer = Namer(reserved)
     hints = names or [f"arg{index}" for index in range(len(leaves))]
     inputs = tuple(
         Value(namer.fresh(hint), TensorMeta(leaf.shape, leaf.dtype)) for hint, leaf in zip(hints, leaves, strict=True)
@@ -373,6 +409,8 @@ class ClosureLifting(TorchFunctionMode):
                 f".backward() at {where(user_source())} writes gradients into tensors. "
                 "Use torch.func.grad or torch.func.grad_and_value, which return them."
             )
+        if func in (torch.tensor, torch.as_tensor) and has_number(args):
+            return tensor_of_numbers(*args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor) and _is_list_of_tensors(args):
             raise TraceError(
                 f"torch.{func.__name__} of a list of tensors at {where(user_source())} needs their values, and a "
@@ -383,6 +421,8 @@ class ClosureLifting(TorchFunctionMode):
                 f"{func.__name__} at {where(user_source())} splits where a tensor says, and a program has static "
                 "shapes. Pass the places as a tuple of integers."
             )
+        if func in DIFFERENTIABLE_IN_TENSORS and has_number(args):
+            return DIFFERENTIABLE_IN_TENSORS[func](*args, **(kwargs or {}))
         if func is torch.Tensor.__setitem__ and fill_masked(*args):
             return None
         if func is torch.autograd.grad:
@@ -460,16 +500,16 @@ def _device(leaf: Any) -> torch.device:
 
 
 def _check_leaf(leaf: Any, path: str) -> None:
-    if not has_meta(leaf):
+    if not has_meta(leaf) and not isinstance(leaf, CONSTANTS):
         got = f"{type(leaf).__name__} {leaf!r:.60}"
         raise TraceError(f"Argument {path} must be a tensor (got {got}). {leaf_remedy(leaf)}")
 
 
 def _check_result(leaf: Any, path: str) -> None:
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, (torch.Tensor, torch.SymFloat, *CONSTANTS)):
         raise TraceError(
-            f"Result{path} must be a tensor (got {type(leaf).__name__} {leaf!r:.60}). "
-            "Return tensors only, or None for nothing."
+            f"Result{path} must be a tensor or a number (got {type(leaf).__name__} {leaf!r:.60}). "
+            "Return tensors, numbers or text, or None for nothing."
         )
 
 

@@ -152,8 +152,9 @@ def test_static_names_and_numbers() -> None:
     equal(by_name(x, kind="negate", times=3), -3 * x)
     both = spmd.jit(f, mesh=MESH, static_argnums=1, static_argnames="times")
     equal(both(x, "negate", times=1), -x)
+    equal(spmd.jit(f, mesh=MESH)(x, "double", times=3), 6 * x)  # what holds no tensors is static without being named
     with pytest.raises(ShardingError, match="argument times is no tensor"):
-        spmd.jit(f, mesh=MESH, static_argnames="kind")(x, "double", times=3)
+        spmd.jit(f, mesh=MESH)(x, "double", times=object())
     with pytest.raises(TraceError, match="static_argnames names 'size'"):
         spmd.jit(f, mesh=MESH, static_argnames="size")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -125,11 +126,12 @@ class Program:
             )
         self.local  # noqa: B018  # lowers at the first access
 
-    def __call__(self, shards: list[Shards]) -> list[DTensor]:
+    def __call__(self, shards: list[Shards], numbers: Sequence[float] = ()) -> list[DTensor]:
         """Run the program.
 
         Args:
             shards: the shards of all inputs; the list is emptied.
+            numbers: the dynamic numbers of the call.
 
         Returns:
             The outputs.
@@ -137,4 +139,4 @@ class Program:
         self.prepare()
         if is_watched():
             record_comms(self.local.collectives, self.traced.name)
-        return list(map(wrap, self.out_specs, self.executable(shards)))
+        return list(map(wrap, self.out_specs, self.executable(shards, numbers)))

@@ -9,6 +9,8 @@ import torch
 
 from spmd.api.uncompiled.derivatives import whole_function
 from spmd.api.values.arguments import check_argument, own_spec
+from spmd.api.values.leaves import as_argument, key_of
+from spmd.core.containers import CONSTANTS
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.pytree import flatten_with_paths, leaf_specs, tree_flatten
 from spmd.core.spec import DTensorSpec, P, TensorMeta
@@ -41,34 +43,40 @@ def call_whole(
     if mesh.runtime is Runtime.ABSTRACT:
         raise MeshError(f"{mesh} is abstract: nothing runs on it. Use make_mesh(..., runtime='virtual').")
     paths, leaves, tree = flatten_with_paths(args)
-    given = leaf_specs(in_specs, args, mesh, what="in_specs", of="the arguments", optional=True)
-    specs = [
-        spec or own_spec(leaf, mesh, f"argument {path}") for leaf, spec, path in zip(leaves, given, paths, strict=True)
-    ]
-    for leaf, spec, path in zip(leaves, specs, paths, strict=True):
-        check_argument(leaf, spec, f"argument {path}")
-    out_trees: list[Any] = []
+    leaves = list(map(as_argument, leaves))
+    args = tree.unflatten(leaves)
+    found = leaf_specs(in_specs, args, mesh, what="in_specs", of="the arguments", optional=True, only_tensors=True)
+    given = [(n, leaf, spec) for n, (leaf, spec) in enumerate(zip(leaves, found, strict=True)) if key_of(leaf) is None]
+    specs = [spec or own_spec(leaf, mesh, f"argument {paths[n]}") for n, leaf, spec in given]
+    for (n, leaf, _), spec in zip(given, specs, strict=True):
+        check_argument(leaf, spec, f"argument {paths[n]}")
+    results: list[Any] = []  # the leaves of the last result, and its structure
 
     def flat(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-        result = function(tree.unflatten(tensors))
+        for (n, _, _), tensor in zip(given, tensors, strict=True):
+            leaves[n] = tensor
+        result = function(tree.unflatten(leaves))
         _check_result(result, name)
-        results, structure = tree_flatten(result)
-        out_trees.append(structure)
-        return results
+        results[:] = tree_flatten(result)
+        return [leaf for leaf in results[0] if isinstance(leaf, torch.Tensor)]
 
-    def placed(results: Sequence[torch.Tensor]) -> list[DTensorSpec]:
-        metas = out_trees[-1].unflatten([TensorMeta.of(leaf) for leaf in results])
-        given = leaf_specs(out_specs, metas, mesh, what="out_specs", item="result", of="the result", optional=True)
-        return [spec or DTensorSpec.make(mesh, P(), TensorMeta.of(x)) for x, spec in zip(results, given, strict=True)]
+    def placed(tensors: Sequence[torch.Tensor]) -> list[DTensorSpec]:
+        result, of = results[1].unflatten(results[0]), "the result"
+        given = leaf_specs(
+            out_specs, result, mesh, what="out_specs", item="result", of=of, optional=True, only_tensors=True
+        )
+        held = [spec for spec, leaf in zip(given, results[0], strict=True) if isinstance(leaf, torch.Tensor)]
+        return [spec or DTensorSpec.make(mesh, P(), TensorMeta.of(x)) for x, spec in zip(tensors, held, strict=True)]
 
-    found = whole_function(flat, mesh, specs, placed)(leaves)
-    return out_trees[-1].unflatten(found)
+    wrapped = iter(whole_function(flat, mesh, specs, placed)([leaf for _, leaf, _ in given]))
+    every, structure = results
+    return structure.unflatten([next(wrapped) if isinstance(leaf, torch.Tensor) else leaf for leaf in every])
 
 
 def _check_result(result: Any, name: str) -> None:
     for path, leaf in zip(*flatten_with_paths(result)[:2], strict=True):
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, (torch.Tensor, *CONSTANTS)):
             raise TraceError(
-                f"Result {path} of {name} must be a tensor (got {type(leaf).__name__} {leaf!r:.60}). Return tensors "
-                "only, or None for nothing."
+                f"Result {path} of {name} must be a tensor or a number (got {type(leaf).__name__} {leaf!r:.60}). "
+                "Return tensors, numbers or text, or None for nothing."
             )

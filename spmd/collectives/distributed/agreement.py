@@ -243,9 +243,9 @@ def _first_difference(texts: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def describe(value: Any) -> str:
-    """The meta of a tensor and a digest of its bytes; of anything else, its type."""
+    """The meta of a tensor and a digest of its bytes; a number; of anything else, its type."""
     if not isinstance(value, Tensor):
-        return type(value).__name__
+        return repr(value) if isinstance(value, float) else type(value).__name__
     if value.is_meta or value.layout is not torch.strided:
         return f"{TensorMeta.of(value)} ({'meta' if value.is_meta else value.layout})"
     return f"{TensorMeta.of(value)} with digest {digest(value)}"

@@ -26,6 +26,7 @@ from spmd.ir.call import Call
 from spmd.ir.comm import Sent
 from spmd.ir.graph import Graph, Operation, Value, freeze, iterate_leaves, map_leaves
 from spmd.ir.list_schedule import Unit, schedule
+from spmd.ir.number import Number
 from spmd.ir.simplify import eliminate_dead
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.layout import regroup
@@ -33,7 +34,8 @@ from spmd.plan.data.plan import PlanData
 from spmd.rules import find_rule
 from spmd.rules.rule import Body, Rule
 from spmd.rules.strategy import Strategy
-from spmd.tracing.trace import trace_flat
+from spmd.tracing.numbers import traced
+from spmd.tracing.trace import is_tracing, trace_flat
 
 _OF_THE_RANK = (torch.ops.spmd.axis_index.default, torch.ops.spmd.shard_offset.default)
 """Primitives that take no tensor and return an integer that depends on the rank."""
@@ -100,7 +102,8 @@ class LocalCall:
             (operation.args, dict(operation.kwargs)),
         )
         results = tuple(local(value) for value in operation.tensors)
-        key = freeze(arguments)
+        notes = tuple(leaf.note for leaf in iterate_leaves(arguments) if isinstance(leaf, Number))
+        key = freeze(arguments), notes
         return cls(body, tuple(axes), mesh, operation.op, key, results, size_argument, reduce_dtype, arguments)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -111,6 +114,8 @@ class LocalCall:
         if self.size_argument is not None:
             args = with_local_size(args, self.size_argument, self.results[0].shape)
         args, kwargs = _replace(lambda operand: tensors[operand.number], (args, kwargs))
+        if is_tracing():
+            args, kwargs = map_leaves(traced, (args, kwargs))
         with reducing_in(self.reduce_dtype):
             result = self.body(self.axes, call, *args, **kwargs)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)

@@ -8,7 +8,8 @@ import attrs
 import torch
 
 from spmd.core.spec import TensorMeta
-from spmd.ir.graph import Graph, Operation, Value, map_leaves
+from spmd.ir.graph import Graph, Operation, Value, iterate_leaves, map_leaves
+from spmd.ir.number import Number as DynamicNumber
 
 Number = bool | int | float | complex
 aten = torch.ops.aten
@@ -45,6 +46,8 @@ def _full(operation: Operation, meta: TensorMeta, number: Number) -> Operation:
 
 def _fill_of(operation: Operation, fills: Mapping[Value, Number]) -> Number | None:
     """The number that all elements of an operation's only result have; None if that is not known."""
+    if any(isinstance(leaf, DynamicNumber) for leaf in iterate_leaves((operation.args, dict(operation.kwargs)))):
+        return None
     if operation.op is aten.full.default:
         number = operation.args[1]
         return number if isinstance(number, Number) else None

@@ -15,6 +15,7 @@ from spmd.ir.graph import Graph, Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.names import Namer
 from spmd.ir.source import Source
 from spmd.tracing.fused_optimizers import FUSED
+from spmd.tracing.numbers import traced
 from spmd.tracing.recorder import Recorder
 
 OpOverload = torch._ops.OpOverload
@@ -64,7 +65,7 @@ def expand_operations(graph: Graph, find: Callable[[Operation], Body | None]) ->
 
 def _record_body(recorder: Recorder, operation: Operation, body: Body) -> dict[Value, Value] | None:
     mark = len(recorder.operations)
-    fake = lambda leaf: recorder.fake(leaf) if isinstance(leaf, Value) else leaf  # noqa: E731
+    fake = lambda leaf: recorder.fake(leaf) if isinstance(leaf, Value) else traced(leaf)  # noqa: E731
     args, kwargs = map_leaves(fake, operation.args), map_leaves(fake, dict(operation.kwargs))
     try:
         with torch.no_grad(), recorder:

@@ -1,0 +1,72 @@
+"""Warnings about values of Python for which a jitted function is compiled again and again."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from spmd.api.signature import Signature
+from spmd.ir.source import Source
+from spmd.tracing.source import user_source
+
+if TYPE_CHECKING:
+    from spmd.api.compiled import Compiled
+
+MANY = 8
+"""The number of values of an int for which a function is compiled without a warning."""
+
+
+class ValueWarnings:
+    """What one jitted function has warned of: once for each line that needs a value, and for each int."""
+
+    def __init__(self) -> None:
+        self._lines: set[Source | None] = set()
+        self._ints: dict[str, set[int]] = {}
+
+    def of_new(self, name: str, signature: Signature, numbers: Sequence[float], others: Iterable[Compiled]) -> None:
+        """Warn of what makes a new program necessary.
+
+        Args:
+            name: the function.
+            signature: that of the program.
+            numbers: the dynamic numbers of the call.
+            others: the programs of this signature that do not hold for them.
+        """
+        for program in others:
+            guard = program.failing(numbers) if program.is_traced else None
+            if guard is not None and guard.source not in self._lines:
+                self._lines.add(guard.source)
+                _warn(
+                    f"Python needs the value of {guard.number} here (`if`, float(), math, ...): {name} is compiled for "
+                    f"{guard.value}, and now for {guard.number.evaluate(numbers)}. Each outcome is a program of its "
+                    "own. Compute with tensors (torch.where instead of `if`), or compute it outside and pass the "
+                    "result.",
+                    guard.source,
+                )
+        for position, key in signature.others:
+            if key[0] is int:
+                path = signature.paths[position]
+                seen = self._ints.setdefault(path, set())
+                seen.add(key[1])
+                if len(seen) == MANY + 1:
+                    _warn(
+                        f"Argument {path} of {name} is an int, and this is its value number {len(seen)}: {key[1]}. "
+                        "Ints are static, so each value is a program of its own. Pass a float or a tensor: "
+                        f"float({key[1]}) or torch.tensor({key[1]}).",
+                        user_source(),
+                    )
+
+
+def _warn(message: str, source: Source | None) -> None:
+    """Warn at a line of the user's."""
+    if source is None:
+        warnings.warn(message, stacklevel=2)
+    else:
+        warnings.warn_explicit(message, UserWarning, source.file, source.line, registry={}, module=_module(source.file))
+
+
+def _module(file: str) -> str:
+    """The name of the module of a file, by which filters of warnings select."""
+    return next((name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) == file), file)

@@ -1,0 +1,330 @@
+"""Python values among the arguments of jitted functions: floats are dynamic, ints and others static."""
+
+import functools
+import math
+import warnings
+
+import numpy
+import pytest
+import torch
+
+import spmd
+from spmd import P
+from spmd.errors import TraceError
+
+MESH = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
+
+
+def values(seed=0, *shape, dtype=torch.float32):
+    return torch.randn(shape or (6, 4), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def placed(x, *dims):
+    return spmd.distribute(x, P(*dims), MESH)
+
+
+def equal(found, expected):
+    """Whether a tree of results is that of one device, with its dtypes."""
+    found, expected = (spmd.core.pytree.tree_leaves(tree) for tree in (found, expected))
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            torch.testing.assert_close(one.full_tensor(), other, equal_nan=True)
+        else:
+            assert type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+def traced_times(function):
+    """A function, and the list that grows whenever Python runs it."""
+    calls = []
+
+    @functools.wraps(function)
+    def counted(*args):
+        calls.append(1)
+        return function(*args)
+
+    return counted, calls
+
+
+OPERATIONS = {
+    "mul": lambda x, a: x * a,
+    "rmul": lambda x, a: a * x,
+    "rsub": lambda x, a: a - x,
+    "rdiv": lambda x, a: a / (x * x + 1),
+    "floor": lambda x, a: torch.div(x, a, rounding_mode="floor"),
+    "remainder": lambda x, a: x % a,
+    "power": lambda x, a: (x * x + 1) ** a,
+    "exponent": lambda x, a: a**x,
+    "alpha": lambda x, a: torch.add(x, x.sin(), alpha=a),
+    "addcmul": lambda x, a: torch.addcmul(x, x, x, value=a),
+    "lerp": lambda x, a: torch.lerp(x, x.cos(), a),
+    "addmm": lambda x, a: torch.addmm(x[:, 0], x, x.T[:, :6], beta=a, alpha=2 * a),
+    "full": lambda x, a: x * torch.full((4,), a),
+    "full_like": lambda x, a: x * torch.full_like(x, a),
+    "tensor": lambda x, a: x * torch.tensor(a) + torch.tensor([a, 1.0, a * a, 2]),
+    "as_tensor": lambda x, a: x * torch.as_tensor(a, dtype=x.dtype),
+    "where": lambda x, a: torch.where(x > a, x, a),
+    "where_two": lambda x, a: torch.where(x > 0, a, 0.0) * x,
+    "masked_fill": lambda x, a: x.masked_fill(x > 0, a),
+    "clamp": lambda x, a: x.clamp(-a, a),
+    "clamp_max": lambda x, a: x.clamp(max=a),
+    "leaky_relu": lambda x, a: torch.nn.functional.leaky_relu(x, a),
+    "softplus": lambda x, a: torch.nn.functional.softplus(x, beta=a),
+    "setitem": lambda x, a: torch.cat([x, x.new_full((6, 1), a)], 1),
+    "sum": lambda x, a: (x * sum([a, a, 1])).sum(0) + a,
+    "mean": lambda x, a: (a * x).mean(),
+    "python": lambda x, a: x * (((1 - a) * 3 + a / 7 - a**2) * abs(-a)),
+    "foreach": lambda x, a: torch._foreach_add(torch._foreach_mul([x, x.sin()], a), [x, x], alpha=a),
+    "matmul": lambda x, a: (a * x) @ x.T,
+    "logsumexp": lambda x, a: torch.logsumexp(x / a, 1),
+    "softmax": lambda x, a: torch.softmax(x * a, -1),
+    "norm": lambda x, a: torch.linalg.vector_norm(x + a, dim=1),
+    "xlogy": lambda x, a: torch.xlogy(a, x * x + 1),
+    "linspace": lambda x, a: x * torch.linspace(0, a, 4),
+    "max": lambda x, a: (x.amax(0) * a).sum() + (x * a).amax(),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_float_is_dynamic_and_derivatives_are_those_of_one_device(name) -> None:
+    function, calls = traced_times(OPERATIONS[name])
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    for a in (0.3, 1.7, 0.125):
+        equal(jitted(placed(x, "data"), a), OPERATIONS[name](x, a))
+    assert calls == [1]
+
+    def loss(x, a):
+        found = spmd.core.pytree.tree_leaves(OPERATIONS[name](x, a))
+        return sum(leaf.square().sum() for leaf in found)
+
+    step, calls = traced_times(torch.func.grad_and_value(loss))
+    jitted = spmd.jit(step, mesh=MESH)
+    for a in (0.3, 1.7, 0.125):
+        equal(jitted(placed(x, "data"), a), torch.func.grad_and_value(loss)(x, a))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(6, 4), ()], ids=str)
+def test_a_float_promotes_as_a_python_number(dtype, shape) -> None:
+    x = (torch.arange(24).reshape(6, 4) if shape else torch.tensor(3)).to(dtype)
+    function = lambda x, a: (x * a, a - x.to(torch.float32), torch.where(x > 1, x, a), x > a, (x + a) * a)  # noqa: E731
+    jitted = spmd.jit(function, mesh=MESH)
+    for a in (0.1, 2.5):
+        equal(jitted(x, a), function(x, a))
+    with torch.autocast("cpu", torch.bfloat16):
+        function = lambda x, a: ((x * a).float() @ torch.ones(4, 4)) * a if x.ndim else x * a  # noqa: E731
+        jitted = spmd.jit(function, mesh=MESH)
+        equal(jitted(x, 0.1), function(x, 0.1))
+
+
+@pytest.mark.parametrize("a", [math.nan, math.inf, -math.inf, -0.0, 0.0, 5e-324, 1e300])
+def test_special_values_are_given_as_they_are(a) -> None:
+    function = lambda x, a: (x * a, x + a, torch.full((2,), a, dtype=torch.float64), a, a * 2)  # noqa: E731
+    jitted, x = spmd.jit(function, mesh=MESH), values(dtype=torch.float64)
+    equal(jitted(x, 1.0), function(x, 1.0))
+    found, expected = jitted(x, a), function(x, a)
+    equal(found, expected)
+    assert math.copysign(1, found[3]) == math.copysign(1, expected[3])
+    assert torch.equal(found[2].full_tensor().signbit(), expected[2].signbit())
+
+
+def test_a_hundred_values_of_a_float_are_one_trace() -> None:
+    function, calls = traced_times(lambda x, a: x * a)
+    jitted, x = spmd.jit(function, P("data"), mesh=MESH), placed(values(), "data")
+    for step in range(100):
+        equal(jitted(x, 0.01 * step), values() * (0.01 * step))
+    assert (calls, jitted.cache_info()) == ([1], (99, 1, 128, 1))
+
+
+def test_numbers_in_trees_by_name_and_of_numpy() -> None:
+    function, calls = traced_times(lambda x, config: x * config["lr"] + config["n"] * config["eps"])
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    for lr in (0.1, 0.2, numpy.float64(0.3), numpy.float32(0.5)):
+        config = {"lr": lr, "eps": 0.25, "n": 3, "name": "x", "dtype": torch.float32, "none": None}
+        equal(jitted(x, config), x * float(lr) + 0.75)
+    assert calls == [1]
+    by_name = spmd.jit(lambda x, *, lr=0.1: x * lr, mesh=MESH)
+    equal([by_name(x), by_name(x, lr=0.5), by_name(x, lr=0.25)], [x * 0.1, x * 0.5, x * 0.25])
+
+
+def test_a_float_may_be_static() -> None:
+    function, calls = traced_times(lambda x, a: x * a)
+    jitted, x = spmd.jit(function, mesh=MESH, static_argnums=1), values()
+    for a in (0.1, 0.2, 0.1):
+        equal(jitted(x, a), x * a)
+    assert calls == [1, 1]
+
+
+def test_specs_say_nothing_of_numbers() -> None:
+    x = values()
+    for specs in (P("data"), (P("data"), None), (P("data"), P()), {"x": P("data")}):
+        equal(spmd.jit(lambda x, a: (x * a, a), specs, mesh=MESH)(x, 0.5), (x * 0.5, 0.5))
+    equal(spmd.jit(lambda x, a: (x * a, a), out_specs=(P("model"), P()), mesh=MESH)(x, 0.5), (x * 0.5, 0.5))
+
+
+def branch(x, a):
+    return x + 1 if a > 0.5 else x * a  # the line of the branch
+
+
+def exact(x, a):
+    return x * math.exp(a)  # the line of exp
+
+
+def line_of(mark):
+    with open(__file__) as lines:
+        return next(number for number, line in enumerate(lines, 1) if line.rstrip().endswith(f"# {mark}"))
+
+
+def test_a_branch_is_a_guard_and_warns_at_its_line_once() -> None:
+    function, calls = traced_times(branch)
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    equal([jitted(x, 0.1), jitted(x, 0.2)], [x * 0.1, x * 0.2])
+    with pytest.warns(UserWarning, match=r"Python needs the value of \(a > 0.5\) here") as caught:
+        equal(jitted(x, 0.7), x + 1)
+    assert [(found.filename, found.lineno) for found in caught] == [(__file__, line_of("the line of the branch"))]
+    for a in (0.3, 0.8, 0.4, 0.9):
+        equal(jitted(x, a), branch(x, a))
+    assert calls == [1, 1]
+
+
+def test_a_value_that_python_computes_with_is_a_program_each() -> None:
+    function, calls = traced_times(exact)
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    equal([jitted(x, 0.1), jitted(x, 0.1)], [exact(x, 0.1)] * 2)
+    with pytest.warns(UserWarning, match="Python needs the value of a here") as caught:
+        equal([jitted(x, a) for a in (0.2, 0.3, 0.1, -0.0, 0.0)], [exact(x, a) for a in (0.2, 0.3, 0.1, -0.0, 0.0)])
+    assert [found.lineno for found in caught] == [line_of("the line of exp")]
+    assert calls == [1] * 5
+
+
+def test_an_error_for_one_value_is_not_that_of_another() -> None:
+    def function(x, a):
+        if a < 0:
+            raise ValueError("negative")
+        return x * a
+
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="negative"):
+            jitted(x, -1.0)
+        equal(jitted(x, 1.0), x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, a: x * float(a),
+        lambda x, a: x * max(a, 0.25),
+        lambda x, a: x[: int(a * 10)],
+        lambda x, a: x * {True: 1.0, False: a}[a == 0.5],
+        lambda x, a: torch.nn.functional.layer_norm(x, (4,), eps=a),
+        lambda x, a: x.sum() + torch.arange(0, 1, a).sum(),
+        lambda x, a: x * (a // 0.2) + round(a, 1) + math.floor(a),
+        lambda x, a: x * complex(0, a).imag if a else x,
+        lambda x, a: x * (a - 1) ** 2,
+        lambda x, a: (x, f"{a:.2f}"),
+        lambda x, a: x * (1j * a),
+    ],
+)
+def test_what_needs_values_holds_for_these_values_only(function) -> None:
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for a in (0.5, 0.3, 0.2, 0.5, 1.5):
+            equal(jitted(x, a), function(x, a))
+
+
+def test_an_int_of_many_values_warns_at_its_call() -> None:
+    jitted, x = spmd.jit(lambda x, step: x * step, mesh=MESH), values()
+    for step in range(8):
+        equal(jitted(x, step), x * step)
+    with pytest.warns(UserWarning, match=r"Argument 1 of spmd.jit\(.*\) is an int.*float\(8\)") as caught:
+        for step in range(8, 12):
+            equal(jitted(x, step), x * step)
+    assert [found.filename for found in caught] == [__file__]
+    equal(jitted(x, True), x * True)
+
+
+def test_numpy_arrays_are_tensors() -> None:
+    x, w = values(), values(1, 4, 4)
+    jitted = spmd.jit(lambda x, w: x @ w, (P("data"), None), mesh=MESH)
+    for array in (w.numpy(), w.numpy()[::-1], numpy.asfortranarray(w.numpy())):
+        equal(jitted(x, array), x @ torch.from_numpy(array.copy()))
+    held = w.numpy().copy()
+    held.flags.writeable = False
+    equal(jitted(x.numpy(), held), x @ w)
+    equal(spmd.jit(lambda x, n: x * n, mesh=MESH)(x, numpy.int64(3)), x * 3)
+
+
+def test_results_may_be_numbers() -> None:
+    function = lambda x, a, n: {"x": x * a, "a": a, "b": a * n + 1, "n": n, "c": 1.5, "flag": True, "s": "s"}  # noqa: E731
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    for a in (0.5, 0.25):
+        equal(jitted(x, a, 3), function(x, a, 3))
+    assert spmd.jit(lambda a: a * 2, mesh=MESH)(1.5) == 3.0
+
+
+def test_numbers_pass_through_functions_that_are_called_inside() -> None:
+    inner = spmd.jit(lambda x, a: (x * a, a), (P("data"), P()), (P("data"), None), mesh=MESH)
+    function, calls = traced_times(lambda x, a: inner(inner(x, a)[0], 2 * a)[0] + inner(x, 0.5)[0])
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    for a in (0.5, 0.25):
+        equal(jitted(x, a), x * 2 * a * a + 0.5 * x)
+    assert calls == [1]
+
+
+def test_bodies_of_shard_map_read_numbers() -> None:
+    def function(x, a):
+        body = lambda x: spmd.collectives.psum(x * a, "data") + a  # noqa: E731
+        return spmd.shard_map(body, MESH, P("data"), P())(x)
+
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    for a in (0.5, 0.25):
+        equal(jitted(x, a), (x[:3] + x[3:]) * a + a)
+
+
+def test_programs_and_plans_show_numbers(tmp_path) -> None:
+    jitted, x = spmd.jit(lambda x, rate: x * (rate * 2), P("data"), mesh=MESH), values()
+    text = jitted.lower(x, 0.1).as_text()
+    assert "rate,  # float" in text and "(rate * 2)" in text
+    plan = jitted.plan(x, 0.1)
+    assert str(plan)
+    plan.save(tmp_path / "plan.json")
+    other = spmd.jit(lambda x, rate: x * (rate * 2), P("data"), mesh=MESH, plan=tmp_path / "plan.json")
+    for a in (0.1, 0.7):
+        equal(other(x, a), x * (a * 2))
+
+
+def test_numbers_without_compilation() -> None:
+    jitted, x = spmd.jit(lambda x, a, n: (x * a, a * 2, n), P("data"), mesh=MESH), values()
+    with spmd.disable_jit():
+        equal(jitted(x, 0.5, 3), (x * 0.5, 1.0, 3))
+
+
+def test_transforms_from_outside_take_numbers() -> None:
+    function = lambda x, a: (x * a).sin().sum()  # noqa: E731
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    for a in (0.5, 0.25):
+        equal(torch.func.grad(jitted)(placed(x, "data"), a), torch.func.grad(function)(x, a))
+        equal(torch.func.vmap(jitted, (0, None))(placed(x, "data"), a), torch.func.vmap(function, (0, None))(x, a))
+        leaf = placed(x, "data").requires_grad_()
+        jitted(leaf, a).backward()
+        equal(leaf.grad, torch.func.grad(function)(x, a))
+
+
+def test_a_compiled_function_is_for_its_values() -> None:
+    jitted, x = spmd.jit(branch, mesh=MESH), values()
+    compiled = jitted.compile(x, 0.1)
+    equal(compiled(x, 0.3), x * 0.3)
+    with pytest.raises(TraceError, match="compiled for other values"):
+        compiled(x, 0.7)
+
+
+def test_a_plan_with_another_value_before_the_call() -> None:
+    function, calls = traced_times(branch)
+    jitted, x = spmd.jit(function, mesh=MESH), values()
+    jitted.trace(x, 0.1)
+    jitted.plan(x, 0.2)
+    equal(jitted(x, 0.3), x * 0.3)
+    assert calls == [1]
