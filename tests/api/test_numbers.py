@@ -328,3 +328,38 @@ def test_a_plan_with_another_value_before_the_call() -> None:
     jitted.plan(x, 0.2)
     equal(jitted(x, 0.3), x * 0.3)
     assert calls == [1]
+
+
+OPTIMIZERS = {
+    "adamw": (lambda lr: spmd.optim.adamw(lr, weight_decay=0.01), "_fused_adamw"),
+    "adam": (lambda lr: spmd.optim.adamw(lr * 0.5), "_fused_adam"),
+    "sgd": (lambda lr: spmd.optim.sgd(lr, weight_decay=0.1), None),
+    "momentum": (lambda lr: spmd.optim.sgd(lr, 0.9, nesterov=True), "_fused_sgd"),
+    "clipped": (lambda lr: spmd.optim.clip_by_global_norm(0.5, spmd.optim.adamw(lr)), "_fused_adam"),
+    "decay": (lambda lr: spmd.optim.adamw(0.01, weight_decay=lr), "_fused_adam"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_schedule_of_learning_rates_is_one_trace_with_the_fused_optimizer(name) -> None:
+    make, fused = OPTIMIZERS[name]
+    x, y = values(0, 8, 4), values(1, 8, 3)
+
+    def step(params, state, x, y, lr):
+        loss = lambda params: (x @ params["w"] + params["b"] - y).square().mean()  # noqa: E731
+        return (*make(lr).update(params, state, torch.func.grad(loss)(params)), lr)
+
+    def train(step):
+        params = {"w": values(2, 4, 3), "b": torch.zeros(3)}
+        state = make(0.1).init(params)
+        for number in range(20):
+            params, state, _ = step(params, state, x, y, 0.05 * (1 + math.cos(number / 6)))
+        return params, state
+
+    counted, calls = traced_times(step)
+    jitted = spmd.jit(counted, (P(), P(), P("data"), P("data"), None), P(), mesh=MESH)
+    equal(train(jitted), train(step))
+    assert calls == [1]
+    plan = jitted.plan(*train(jitted), x, y, 0.1)
+    found = {operation.name for operation in plan.graph.operations if "fused" in operation.name}
+    assert found == ({fused} if fused else set())

@@ -12,7 +12,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.ir.graph import Operation, Value, freeze, map_leaves
+from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.number import Number, in_order
 
 aten = torch.ops.aten
 
@@ -96,28 +97,39 @@ class Cone:
             left += self.operands(number)
         return frozenset(found)
 
-    def scalars(self, nodes: frozenset[int]) -> tuple[Value, ...]:
-        """The 0-d values that nodes are computed from, directly or through elementwise operations on 0-d values."""
-        found = dict.fromkeys(leaf for number in sorted(nodes) for leaf in _leaves(self.calls[number])
-                              if isinstance(leaf, Value))  # fmt: skip
+    def scalars(self, nodes: frozenset[int]) -> tuple[Value | Number, ...]:
+        """The 0-d values that nodes are computed from, directly or through elementwise operations on 0-d values.
+
+        And the dynamic numbers that they and the nodes are computed from.
+        """
+        leaves = [leaf for number in sorted(nodes) for leaf in _leaves(self.calls[number])]
+        found = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Value))
+        numbers = [leaf for leaf in leaves if isinstance(leaf, Number)]
         left = list(found)
         while left and len(found) < _SIZE:
             operation = self.producers.get(left.pop())
             if operation is not None and _is_elementwise(operation):
                 left += [operand for operand in operation.operands if operand not in found]
                 found |= dict.fromkeys(operation.operands)
-        return tuple(found)
+                numbers += [leaf for leaf in _leaves(_call_of(operation)) if isinstance(leaf, Number)]
+        return (*found, *in_order(numbers))
 
-    def evaluate(self, root: int, given: Mapping[int, Tensor], scalars: Mapping[Value, Tensor] | None = None) -> Tensor:
-        """The numbers of a node for given ones of other nodes and of 0-d values, each a float64 vector.
+    def evaluate(
+        self, root: int, given: Mapping[int, Tensor], scalars: Mapping[Value | Number, Tensor] | None = None
+    ) -> Tensor:
+        """The numbers of a node for given ones of other nodes and of scalars, each a float64 vector.
 
         Raises:
             NotComputable: they do not determine it.
         """
         known: dict[Any, Tensor] = {**given, **(scalars or {})}
 
-        def number_of(key: int | Value) -> Tensor:
-            if key not in known:
+        def number_of(key: int | Value | Number) -> Any:
+            if key in known:
+                return known[key]
+            if isinstance(key, Number):
+                known[key] = _compute(key, number_of)
+            else:
                 known[key] = _run(self._call(key), lambda leaf: number_of(_key(leaf)))
             return known[key]
 
@@ -129,10 +141,24 @@ class Cone:
         operation = self.producers.get(key)
         if operation is None or not (_is_elementwise(operation) or operation.op is aten.full.default):
             return None
-        return operation.op, operation.args, dict(operation.kwargs)
+        return _call_of(operation)
 
 
-def _key(leaf: Node | Value) -> int | Value:
+def _call_of(operation: Operation) -> tuple[Any, Any, Any]:
+    return operation.op, operation.args, dict(operation.kwargs)
+
+
+def _compute(number: Number, number_of: Any) -> Any:
+    """What a dynamic number is for the numbers that it is computed from."""
+    if number.op is None:
+        raise NotComputable
+    try:
+        return number.op(*(number_of(arg) if isinstance(arg, Number) else arg for arg in number.args))
+    except (RuntimeError, TypeError):  # a function of one number, such as math.sqrt
+        raise NotComputable from None
+
+
+def _key(leaf: Node | Value | Number) -> int | Value | Number:
     return leaf.number if isinstance(leaf, Node) else leaf
 
 
@@ -146,21 +172,32 @@ def _run(call: tuple[Any, Any, Any] | None, number_of: Any) -> Tensor:
         return number_of(args[0])  # type: ignore[no-any-return]
     if op is aten._to_copy.default or "rounding_mode" in kwargs:
         raise NotComputable
-    concrete = lambda leaf: number_of(leaf) if isinstance(leaf, (Node, Value)) else leaf  # noqa: E731
+    concrete = lambda leaf: number_of(leaf) if isinstance(leaf, (Node, Value, Number)) else leaf  # noqa: E731
+    if any(isinstance(leaf, Number) for leaf in iterate_leaves((args, kwargs))):
+        op, args, kwargs = _of_tensors(op, args, kwargs)
     try:
         return op(*map_leaves(concrete, args), **map_leaves(concrete, kwargs))  # type: ignore[no-any-return]
     except (RuntimeError, TypeError, NotImplementedError):  # an operator of integers, for one
         raise NotComputable from None
 
 
+def _of_tensors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A call with dynamic numbers as one in which tensors may replace them."""
+    factor = next((name for name in ("alpha", "value") if isinstance(kwargs.get(name), Number)), None)
+    if factor is None:
+        return op.overloadpacket, args, kwargs
+    scaled = lambda *given, by: op.overloadpacket(given[0], given[1] * by, *given[2:])  # noqa: E731
+    return scaled, args, {"by": kwargs[factor]} if len(kwargs) == 1 else kwargs
+
+
 def _leaves(tree: Any) -> Iterator[Any]:
-    """Nodes and values among the arguments of a call."""
+    """Nodes, values and dynamic numbers among the arguments of a call."""
     if isinstance(tree, (tuple, list)):
         for item in tree:
             yield from _leaves(item)
     elif isinstance(tree, dict):
         yield from _leaves(list(tree.values()))
-    elif isinstance(tree, (Node, Value)):
+    elif isinstance(tree, (Node, Value, Number)):
         yield tree
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spmd.ir.graph import Value
+from spmd.ir.number import Number
 from spmd.tracing.optimizers.cone import Cone, NotComputable
 
 _TOLERANCE = 1e-9
@@ -44,7 +45,8 @@ class Step:
         param, gradient: the nodes of the old parameter and of the gradient.
         states, new_states: those of the states, old and new.
         inside: all nodes that the step computes, without the new states.
-        step, rate: the 0-d values of the number of steps and of the learning rate, if they are values.
+        step, rate: the 0-d values of the number of steps and of the learning rate, if they are values; the rate may be
+            a dynamic number.
         options: the keyword arguments of the operator.
     """
 
@@ -55,7 +57,7 @@ class Step:
     new_states: tuple[int, ...]
     inside: frozenset[int]
     step: Value | None
-    rate: Value | None
+    rate: Value | Number | None
     options: Mapping[str, Any]
 
 
@@ -88,7 +90,8 @@ def adam(cone: Cone, root: int) -> Iterator[Step]:
 def _adam_steps(cone: Cone, mean: _Mean, square: _Mean) -> Iterator[Step]:
     for param, nodes in _old_parameters(cone, mean.node, square.node):
         scalars = cone.scalars(nodes)
-        for step, rate in itertools.product(scalars, _rates(scalars)):
+        steps = [scalar for scalar in scalars if isinstance(scalar, Value)]
+        for step, rate in itertools.product(steps, _rates(scalars)):
             found = _fit_adam(cone, (param, mean, square), step, rate) if step is not rate else None
             if found is None:
                 continue
@@ -107,9 +110,9 @@ def _adam_steps(cone: Cone, mean: _Mean, square: _Mean) -> Iterator[Step]:
             break
 
 
-def _rates(scalars: Sequence[Value]) -> tuple[Value | None, ...]:
-    """What the learning rate may be: a number, or one of these values."""
-    return None, *(value for value in scalars if value.meta.dtype.is_floating_point)
+def _rates(scalars: Sequence[Value | Number]) -> tuple[Value | Number | None, ...]:
+    """What the learning rate may be: a constant, or one of these."""
+    return None, *(value for value in scalars if isinstance(value, Number) or value.meta.dtype.is_floating_point)
 
 
 def _is_average(mean: _Mean) -> bool:
@@ -135,13 +138,13 @@ def _if_computable(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 @_if_computable
 def _fit_adam(
-    cone: Cone, nodes: tuple[int, _Mean, _Mean], step: Value, rate: Value | None
+    cone: Cone, nodes: tuple[int, _Mean, _Mean], step: Value, rate: Value | Number | None
 ) -> tuple[float, float, float] | None:
     """Learning rate (1 if it is a value), eps and decoupled weight decay with which a cone is a step of Adam."""
     param, mean, square = nodes
 
     def new(p: Tensor, m: Tensor, v: Tensor, t: Tensor, r: Tensor) -> Tensor:
-        scalars = {step: t} if rate is None else {step: t, rate: r}
+        scalars: dict[Value | Number, Tensor] = {step: t} if rate is None else {step: t, rate: r}
         return cone.evaluate(0, {param: p, mean.node: m, square.node: v}, scalars)
 
     zero, one, forever = _number(0.0), _number(1.0), _number(_FOREVER)
@@ -184,7 +187,7 @@ def momentum(cone: Cone, node: int) -> Iterator[Step]:
 
 
 @_if_computable
-def _fit_sgd(cone: Cone, param: int, mean: _Mean, rate: Value | None) -> tuple[float, bool] | None:
+def _fit_sgd(cone: Cone, param: int, mean: _Mean, rate: Value | Number | None) -> tuple[float, bool] | None:
     """Learning rate (1 if it is a value), and whether Nesterov's, with which a cone is a step of SGD."""
 
     def new(p: Tensor, g: Tensor, b: Tensor, r: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class _Recognition:
     def fits(self, cone: Cone, step: Step) -> bool:
         """Whether the kernels take the step's learning rate without a loss of digits."""
         dtype = cone.values[0].meta.dtype
-        return step.rate is None or dtype is _STEP_DTYPE or step.rate.meta.dtype is _STEP_DTYPE
+        return not isinstance(step.rate, Value) or dtype is _STEP_DTYPE or step.rate.meta.dtype is _STEP_DTYPE
 
     def note(self, cone: Cone, step: Step) -> None:
         self.fused[self.producers[cone.values[0]]] = cone, step
@@ -168,9 +168,10 @@ def _call(operation: Operation, cone: Cone, step: Step, cast: Any) -> Operation:
     args: list[list[Value]] = [[value(step.param)], [value(step.gradient)], *([value(n)] for n in step.states)]
     if step.step is not None:
         args += [[], [cast(step.step)]]
-    options = dict(step.options) if step.rate is None else {**step.options, "lr": cast(step.rate)}
+    rate = cast(step.rate) if isinstance(step.rate, Value) else step.rate
+    options = dict(step.options) if rate is None else {**step.options, "lr": rate}
     return Operation(
-        getattr(getattr(aten, step.name), "default" if step.rate is None else "tensor_lr"),
+        getattr(getattr(aten, step.name), "tensor_lr" if isinstance(rate, Value) else "default"),
         tuple(args),
         options,
         (value(0), None, *map(value, step.new_states)),
