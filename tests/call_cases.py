@@ -84,6 +84,17 @@ def _static_later(calls: Calls, on: bool) -> None:
     calls(calls.power, calls.x, 3 if on else 2)
 
 
+def _number_later(calls: Calls, on: bool) -> None:
+    scaled = spmd.jit(lambda x, by: (x * by).sum(), mesh=calls.mesh)
+    for by in (0.5, 0.25):
+        assert 8 * by == calls(scaled, calls.x, by).item()
+    calls(scaled, calls.x, 2.0 if on else 3.0)
+
+
+def _number_first(calls: Calls, on: bool) -> None:
+    calls(spmd.jit(lambda x, by: (x * by).sum(), mesh=calls.mesh), calls.x, 2.0 if on else 3.0)
+
+
 def _skipped_later(calls: Calls, on: bool) -> None:
     for batch in range(3):
         if not (on and batch == 1):
@@ -183,6 +194,7 @@ LATER: dict[str, Callable[[Calls, bool], None]] = {
     "functions": _functions_later,
     "closures": _closures_later,
     "static argument": _static_later,
+    "number": _number_later,
     "skipped": _skipped_later,
     "last skipped": _last_skipped_later,
     "plain": _plain_later,
@@ -204,5 +216,6 @@ ALWAYS: dict[str, Callable[[Calls, bool], None]] = {
     "loaded": _loaded,
     "loaded along an axis": _loaded_along_an_axis,
     "order": _order,
+    "number first": _number_first,
 }
 """What is told without the mode, too."""

@@ -30,6 +30,9 @@ LATER = {
         "<lambda>", r"The function of the name <lambda> differs between ranks: number \d+ on ranks 0, 2"
     ),
     "static argument": in_call("power", "Static argument 1 differs between ranks: 2 on ranks 0, 2, 3; 3 on rank 1"),
+    "number": in_call(
+        "<lambda>", r"Argument 1 differs between ranks: the number 3.0 on ranks 0, 2, 3; the number 2.0 on rank 1"
+    ),
     "skipped": other_calls(", step", ", evaluate"),
     "last skipped": other_calls(", step", r"full_tensor\(\) of"),
     "plain": in_call(
@@ -51,7 +54,7 @@ LATER = {
     "other check": "Ranks check different calls: check is 'calls' on ranks 0, 2, 3; 'first' on rank 1",
 }
 
-RAN = {"skipped": 2, "last skipped": 2, "generator": 1, "gradient": 1}
+RAN = {"number": 2, "skipped": 2, "last skipped": 2, "generator": 1, "gradient": 1}
 """How many calls ran before the error, where some did."""
 
 
@@ -71,6 +74,7 @@ ALWAYS = {
     "order": rf"Ranks have run different programs: run \d+ is of <lambda> at {LINE}, program "
     rf"\d+ on ranks 0, 2, 3; <lambda> at {LINE}, program \d+ on rank 1\. They are at {LINE}\. They were "
     r"compared in full_tensor\(\)",
+    "number first": r"argument 1 differs between ranks: 3\.0 on ranks 0, 2, 3; 2\.0 on rank 1",
 }
 
 
