@@ -52,8 +52,7 @@ class Generators:
         if self.are_changed():
             raise TraceError(
                 f"{op} at {where(source)} draws random numbers after the function has seeded the generator or set its "
-                "state, which a program cannot do. Call torch.manual_seed before the jitted function; in place of "
-                "torch.utils.checkpoint, which sets the generator back, use jit(..., memory_limit=)."
+                "state, which a program cannot do. Call torch.manual_seed before the jitted function."
             )
         self._move()
 

@@ -1,12 +1,15 @@
 """Torch's own tracers inside a trace, which would record the trace's tensors as constants.
 
-A function under torch.compile runs eagerly. torch.func.linearize, which records the derivative by make_fx, evaluates it
+A function under torch.compile runs eagerly, and `torch.compiler.is_compiling()` is true, as under torch.compile: models
+ask it before they read values of tensors. torch.func.linearize, which records the derivative by make_fx, evaluates it
 by forward mode instead, at each call of the function that it returns. Other tracers raise a TraceError.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,22 +22,48 @@ from spmd.tracing.linearize import evaluated_anew, recorder
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 
+_logger = logging.getLogger("spmd")
+
 
 @contextlib.contextmanager
 def nested_tracers() -> Iterator[None]:
     """A context manager in which this thread can use torch.compile and torch.func.linearize inside a trace."""
+    from torch._dynamo import eval_frame  # as torch.compiler.set_stance does; it takes a second
+
     owner, before = threading.get_ident(), eager_transforms.lazy_dynamo_disallow
 
     def choose(step: Any) -> Any:
         """Replace each of the two steps of `linearize`: recording the derivative, and folding its constants."""
         return before(step) if threading.get_ident() != owner else _LINEARIZE.get(step, step)
 
+    compiling, stance = torch.compiler._is_compiling_flag, eval_frame._callback_from_stance
+
+    def callback(compiler: Any) -> Any:
+        """Say that a function under torch.compile is inlined."""
+        if threading.get_ident() == owner and compiler not in (None, False):
+            _say_inlined(where(user_source()))
+        return stance(compiler)
+
     eager_transforms.lazy_dynamo_disallow = choose  # type: ignore[assignment]
+    torch.compiler._is_compiling_flag = True
+    eval_frame._callback_from_stance = callback  # type: ignore[assignment]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         eager_transforms.lazy_dynamo_disallow = before
+        torch.compiler._is_compiling_flag = compiling
+        eval_frame._callback_from_stance = stance
+
+
+@functools.lru_cache(maxsize=1024)
+def _say_inlined(line: str) -> None:
+    """Log once for each line."""
+    _logger.warning(
+        "A function under torch.compile was called in one under spmd.jit at %s: its operators are part of the program, "
+        "and torch.compile does nothing there. Call the function itself to be rid of this warning.",
+        line,
+    )
 
 
 _LINEARIZE: Mapping[Any, Callable[..., Any]] = {
@@ -43,14 +72,25 @@ _LINEARIZE: Mapping[Any, Callable[..., Any]] = {
 }
 
 
-def refuse_subgraph(operator: torch._ops.HigherOrderOperator) -> None:
-    """Raise TraceError for a higher-order operator other than that of `torch.autograd.Function` under torch.func."""
-    if operator is not torch._functorch.autograd_function.custom_function_call:
-        raise TraceError(
-            f"torch.ops.higher_order.{operator.name()} at {where(user_source())} takes functions, which a program of "
-            "operators cannot hold. Write torch.where for torch.cond, a Python loop of fixed length for while_loop, "
-            "scan and map, and scaled_dot_product_attention for flex_attention."
-        )
+def inlined(operator: torch._ops.HigherOrderOperator) -> Callable[..., Any]:
+    """What is called in place of a higher-order operator in a trace.
+
+    `flex_attention` is its definition by operators. That of `torch.autograd.Function` under torch.func is itself.
+
+    Raises:
+        TraceError: any other one.
+    """
+    if operator is torch._functorch.autograd_function.custom_function_call:
+        return operator
+    if operator.name() == "flex_attention":
+        from torch._higher_order_ops.flex_attention import math_attention
+
+        return math_attention
+    raise TraceError(
+        f"torch.ops.higher_order.{operator.name()} at {where(user_source())} takes functions, which a program of "
+        "operators cannot hold. Write torch.where for torch.cond, and a Python loop of fixed length for while_loop, "
+        "scan and map."
+    )
 
 
 def refuse_recording() -> None:

@@ -25,6 +25,7 @@ from spmd.ir.names import Namer
 from spmd.ir.random_operators import TEMPLATED, is_random
 from spmd.ir.source import Source
 from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, overlaps, places
+from spmd.tracing.checkpointed import Regions
 from spmd.tracing.numbers import number_of, settled, value_of
 from spmd.tracing.result_strides import with_kernel_strides
 from spmd.tracing.source import user_source
@@ -48,6 +49,7 @@ class Recorder(FakeTensorMode):
     Attributes:
         observe: is called with each operation that is recorded.
         check_result: is called with each result of the function.
+        regions: the checkpointed regions.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Recorder(FakeTensorMode):
         # Keyed by id: each entry keeps its tensor alive, so that Python does not reuse the id.
         self._values: dict[int, tuple[torch.Tensor, Value]] = {}
         self._fakes: dict[Value, torch.Tensor] = {}
+        self.regions = Regions()
 
     def fake(self, value: Value, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
         """The fake tensor of a value; created at the first call, contiguous or with the strides of `like`."""
@@ -247,6 +250,7 @@ class Recorder(FakeTensorMode):
             results.append(value)
         if any(results):
             self.operations.append(Operation(func, args, kwargs, tuple(results), source))
+            self.regions.note(self.operations[-1])
             self.observe(self.operations[-1])
 
     def _bind(self, tensor: torch.Tensor, value: Value) -> None:

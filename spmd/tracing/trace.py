@@ -38,10 +38,11 @@ from spmd.ir.names import Namer
 from spmd.ir.number import Number
 from spmd.ir.variants import Unevenness, Variants
 from spmd.tracing.assignments import fill_masked
+from spmd.tracing.checkpointed import checkpoints, recompute
 from spmd.tracing.differentiable import DIFFERENTIABLE
 from spmd.tracing.effects import Generators, refuse_changes, refuse_rebinding
 from spmd.tracing.functionalization import Functionalization
-from spmd.tracing.nested_tracers import nested_tracers, refuse_subgraph
+from spmd.tracing.nested_tracers import inlined, nested_tracers
 from spmd.tracing.numbers import DIFFERENTIABLE_IN_TENSORS, Guards, has_number, number_of, tensor_of_numbers, traced
 from spmd.tracing.recorder import Recorder, where
 from spmd.tracing.source import SourceTracker, user_source
@@ -288,6 +289,7 @@ def _trace_once(
     with (
         tracing_with(lifting),
         _no_modes_around(),
+        checkpoints(recorder.regions),
         _errors_raised_only(),
         recorder,
         Functionalization(lifting.lift),
@@ -304,7 +306,7 @@ def _trace_once(
     for value in results:
         recorder.check_result(value)
     graph = Graph(inputs, tuple(recorder.constants.items()), tuple(recorder.operations), results)
-    return graph.verify(), lifting
+    return recompute(graph, recorder.regions, namer).verify(), lifting
 
 
 @contextlib.contextmanager
@@ -392,7 +394,7 @@ class ClosureLifting(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):
-            refuse_subgraph(func)
+            return inlined(func)(*args, **(kwargs or {}))
         refuse_rebinding(func, args, _is_outside)
         if self._under_transform:
             for leaf in iterate_leaves((args, kwargs or {})):
@@ -404,11 +406,8 @@ class ClosureLifting(TorchFunctionMode):
                 f".{func.__name__}() at {where(user_source())} needs the values of a tensor, and a traced function has "
                 "none. Keep to torch operators, or compute it outside and pass it in."
             )
-        if func is torch.Tensor.backward:
-            raise TraceError(
-                f".backward() at {where(user_source())} writes gradients into tensors. "
-                "Use torch.func.grad or torch.func.grad_and_value, which return them."
-            )
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            self._check_backward(args[0])
         if func in (torch.tensor, torch.as_tensor) and has_number(args):
             return tensor_of_numbers(*args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor) and _is_list_of_tensors(args):
@@ -425,10 +424,22 @@ class ClosureLifting(TorchFunctionMode):
             return DIFFERENTIABLE_IN_TENSORS[func](*args, **(kwargs or {}))
         if func is torch.Tensor.__setitem__ and fill_masked(*args):
             return None
-        if func is torch.autograd.grad:
+        if func in (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward):
             with self.in_backward():
                 return func(*args, **(kwargs or {}))
         return DIFFERENTIABLE.get(func, func)(*args, **(kwargs or {}))
+
+    def _check_backward(self, outputs: Any) -> None:
+        """TraceError for a backward pass that reaches no tensor of the function, or may reach parameters outside."""
+        outside = any(tensor.requires_grad for tensor, _ in self._lifted.values())
+        if outside or not any(leaf.requires_grad for leaf in tree_leaves(outputs)):
+            found = "closes over tensors that require grad" if outside else "has no tensor here that requires grad"
+            raise TraceError(
+                f".backward() at {where(user_source())} writes gradients into tensors, and the function {found}: the "
+                "gradients of tensors from outside would be lost. Pass parameters as arguments and use "
+                "torch.func.grad, torch.func.grad_and_value or torch.autograd.grad, which return gradients; or call "
+                "x.requires_grad_() on an argument, then .backward(), and return x.grad."
+            )
 
     def check_writes(self) -> None:
         """TraceError if an argument or a closed-over tensor was written to."""

@@ -260,23 +260,20 @@ CHAINS: dict[str, tuple[Body, Body]] = {
     "sums": (lambda a: a * collectives.psum(a.sin(), "x"), lambda x: rows(x) * rows(x).sin().sum(0)),
     "indices": (lambda a: a.exp() + collectives.axis_index("x"), torch.exp),
 }
-NOT_CAST = pytest.mark.xfail(
-    strict=True, raises=spmd.TraceError, reason="operands are not cast in what a backward pass computes again"
-)
 
 
 @pytest.mark.parametrize("where", ["in the body", "around it"])
 @pytest.mark.parametrize("name", CHAINS)
-def test_recomputed_bodies(name: str, where: str, request: pytest.FixtureRequest) -> None:
-    if name == "sums" and where == "in the body":
-        request.applymarker(NOT_CAST)
+def test_recomputed_bodies(name: str, where: str) -> None:
     body, reference = CHAINS[name]
     f = mapped(recomputed(body)) if where == "in the body" else recomputed(mapped(body))
     x = randn(8)
     assert_same(gradients("autograd", f, x)[0], grad(lambda x: reference(x).sum())(x))
 
 
-@NOT_CAST
+@pytest.mark.xfail(
+    strict=True, raises=spmd.TraceError, reason="operands are not cast in what a backward pass of autograd computes"
+)
 def test_recomputed_functions_of_their_own() -> None:
     body = lambda a: checkpoint(TanOfSum.apply, collectives.pcast(a, "x"), use_reentrant=False) ** 2  # noqa: E731
     x = arange(4)

@@ -14,7 +14,8 @@ from spmd.collectives.host import HOST_PRINT
 from spmd.collectives.manual import ENTER, LEAVE
 from spmd.core.spec_text import parse_spec
 from spmd.ir.call import Call
-from spmd.rules.builders import rule
+from spmd.ir.recompute import RECOMPUTE
+from spmd.rules.builders import pointwise, rule
 from spmd.rules.notation import Rows, factors
 from spmd.rules.partial import carry, linear
 from spmd.rules.rule import FactorDims, Factors, Rule, Table
@@ -116,5 +117,6 @@ MANUAL: Table = {
     _ops.axis_index.default: factors(" -> "),
     _ops.shard_offset.default: factors(" -> "),
     HOST_PRINT: rule(_printed),
+    RECOMPUTE: pointwise(carry("x")),
 }
 """The operators of `spmd` that a program may call."""
