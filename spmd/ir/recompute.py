@@ -7,8 +7,8 @@ import torch
 torch.library.define("spmd::recompute", "(Tensor(a) x, int number) -> Tensor(a)")
 
 RECOMPUTE: torch._ops.OpOverload = torch.ops.spmd.recompute.default
-"""`recompute(x, number)`: `x`, for a computation that runs again. What is computed from calls with different numbers, or
-without one, is not a common subexpression."""
+"""`recompute(x, number)`: `x`, for a computation that runs again. What is computed from calls with different numbers,
+or without one, is not a common subexpression."""
 
 
 @torch.library.impl("spmd::recompute", "CompositeExplicitAutograd")

@@ -1,8 +1,8 @@
 """`torch.utils.checkpoint` in a trace: a backward pass computes what it reads of a region again.
 
-The function of a region runs once, and its operations are marked. Afterwards each operation of a backward pass that reads
-a value of the region gets a second computation of it, which stands just before. So `torch.func` transforms work, which
-torch's own checkpoints refuse. Values that the forward pass reads outside of the region are held in any case, and
+The function of a region runs once, and its operations are marked. Afterwards each operation of a backward pass that
+reads a value of the region gets a second computation of it, which stands just before. So `torch.func` transforms work,
+which torch's own checkpoints refuse. Values that the forward pass reads outside of the region are held in any case, and
 operations with effects run once: a second computation has the same random numbers, and no collective runs twice.
 """
 
@@ -77,8 +77,11 @@ def checkpoints(regions: Regions) -> Iterator[None]:
             return
         forward, _ = context()
         policy = getattr(forward, "policy_fn", None)  # of selective checkpoints
-        with regions.region() if policy is None else regions.region(_by_policy(policy)):
-            with forward if policy is None else contextlib.nullcontext():
+        if policy is None:
+            with regions.region(), forward:
+                yield
+        else:
+            with regions.region(_by_policy(policy)):
                 yield
 
     class Reentrant:
