@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from spmd.api.call_check import CallCheck
+from spmd.api.modules import WithModules, assign_buffers, buffer_leaves, buffer_spec, with_changed_buffers
 from spmd.api.parameters import Layout, Parameters
 from spmd.api.program_cache import ProgramCache
 from spmd.api.programs.options import Options
@@ -25,7 +26,8 @@ from spmd.api.values.leaves import DYNAMIC, as_argument
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
-from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves
+from spmd.core.modules import structures_in
+from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, with_module_states
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.core.static_key import static_key
 from spmd.errors import TraceError
@@ -61,7 +63,10 @@ class Compiled:
         self._function = signature.layout.by_position(parameters.function)
         self._donated = signature.donated
         _, dynamic = split(args, signature.layout.static)
-        leaves = list(map(as_argument, tree_leaves(dynamic)))
+        leaves = list(map(as_argument, tree_leaves(with_module_states(dynamic))))
+        self._has_modules = any(True for _ in structures_in(signature.tree))
+        if self._has_modules:
+            self._function = WithModules(self._function)
         prefix, of = signature.layout.prefix(in_specs), signature.layout.described
         dynamic = signature.tree.unflatten(leaves)
         given = leaf_specs(prefix, dynamic, self.mesh, what="in_specs", of=of, optional=True, only_tensors=True)
@@ -86,7 +91,15 @@ class Compiled:
         with use_mesh(self.mesh):
             layout = self.signature.layout
             traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
+        self._updated: tuple[int, ...] = ()
+        if self._has_modules:
+            traced, self._updated = with_changed_buffers(traced, self._buffers)
         return attrs.evolve(traced, graph=_with_copies(traced.graph, {}))
+
+    @property
+    def _buffers(self) -> list[int]:
+        """The inputs of the program that are buffers of modules."""
+        return list(map(self.signature.positions.index, buffer_leaves(self.signature.tree)))
 
     @property
     def is_traced(self) -> bool:
@@ -96,14 +109,18 @@ class Compiled:
     @functools.cached_property
     def staged(self) -> Program:
         """The traced function with its specs: the later stages."""
-        metas = [value.meta for value in self.traced.graph.outputs]
-        tree, names = self.traced.result(metas, self._numbers), {"item": "result", "of": "the result"}
+        outputs = self.traced.graph.outputs
+        count = len(outputs) - len(self._updated)
+        tree = self.traced.result([value.meta for value in outputs[:count]], self._numbers)
+        names = {"item": "result", "of": "the result"}
         found = leaf_specs(
             self._out_specs, tree, self.mesh, what="out_specs", optional=True, only_tensors=True, **names
         )
         values = dict(self.traced.values)
-        given = tuple(spec for position, spec in enumerate(found) if position not in values)
-        return Program(self.traced, self.mesh, self.in_specs, given, self._donated, self.options)
+        given = (spec for position, spec in enumerate(found) if position not in values)
+        buffers = zip(outputs[count:], (self.in_specs[number] for number in self._updated), strict=True)
+        specs = (*given, *(buffer_spec(value, spec) for value, spec in buffers))
+        return Program(self.traced, self.mesh, self.in_specs, specs, self._donated, self.options)
 
     @functools.cached_property
     def check_call(self) -> CallCheck:
@@ -169,6 +186,7 @@ class Compiled:
             TraceError: other static arguments, another structure, or other settings of torch than those of compilation.
             DivergenceError, MeshError, ShardingError: as `place`.
         """
+        keywords = {**keywords, **self._parameters.bound}
         held, layout = self.signature, self._parameters.layout(args, keywords)
         if layout != held.layout:
             raise TraceError(
@@ -176,7 +194,7 @@ class Compiled:
                 f"{', '.join(layout.labels)}). Call the jitted function instead."
             )
         static, dynamic = split(layout.positional(args, keywords), layout.static)
-        leaves, tree = tree_flatten(dynamic)
+        leaves, tree = tree_flatten(with_module_states(dynamic))
         leaves = list(map(as_argument, leaves))
         if static != held.static:
             raise TraceError(f"{self!r} was compiled for other static arguments. Call the jitted function instead.")
@@ -209,8 +227,11 @@ class Compiled:
     def _make_flat(self, numbers: tuple[float, ...]) -> FlatFunction:
         def function(*leaves: torch.Tensor) -> list[torch.Tensor]:
             dynamic = self.signature.tree.unflatten(self._with_leaves(leaves, numbers))
-            found = tree_leaves(self._function(*with_dynamic(self._args, self.signature.static, dynamic)))
-            return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+            result = self._function(*with_dynamic(self._args, self.signature.static, dynamic))
+            if not self._has_modules:
+                return _tensors(result)
+            changed = dict(zip(self._buffers, result.buffers, strict=True))
+            return [*_tensors(result.result), *(changed[number] for number in self._updated)]
 
         given = [None if spec is None else spec.pspec for spec in self.staged.given_out_specs]
         return FlatFunction(function, self.mesh, self.in_specs, given, self.options, self.traced.name)
@@ -220,21 +241,29 @@ class Compiled:
         for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
             if isinstance(leaf, DTensor):
                 check_argument(leaf, spec, f"argument {path}")
-        return self.traced.result(call(self.flat(numbers), leaves), numbers)
+        return self._finish(call(self.flat(numbers), leaves), numbers)
 
     def _with_leaves(self, tensors: Sequence[Any], numbers: Sequence[float]) -> list[Any]:
         """The leaves of the dynamic arguments with these tensors and numbers."""
         leaves, signature = list(self._leaves), self.signature
-        for position, leaf in zip(
-            (*signature.tensors(range(len(leaves))), *signature.numbers), (*tensors, *numbers), strict=True
-        ):
+        positions = (*signature.positions, *signature.numbers)
+        for position, leaf in zip(positions, (*tensors, *numbers), strict=True):
             leaves[position] = leaf
         return leaves
+
+    def _finish(self, values: Sequence[torch.Tensor], numbers: Sequence[float]) -> Any:
+        """The result of the function from what its program returns; buffers of modules are assigned."""
+        count = len(values) - len(self._updated)
+        if self._updated:
+            positions = [self.signature.positions[number] for number in self._updated]
+            assign_buffers(self.signature.tree, positions, values[count:])
+        return self.traced.result(values[:count], numbers)
 
     def leaves(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
         """The flattened dynamic arguments of a call of this signature."""
         layout = self._parameters.layout(args, keywords)
-        return list(map(as_argument, tree_leaves(split(layout.positional(args, keywords), layout.static)[1])))
+        dynamic = split(layout.positional(args, keywords), layout.static)[1]
+        return list(map(as_argument, tree_leaves(with_module_states(dynamic))))
 
     def take_numbers(self, leaves: list[Any]) -> tuple[float, ...] | None:
         """Take the leaves that are no tensors out of those of a call.
@@ -268,6 +297,12 @@ class Compiled:
     def failing(self, numbers: Sequence[float]) -> Guard | None:
         """The first guard that does not hold for the dynamic numbers of a call."""
         return next((guard for guard in self.traced.guards.found if not guard.holds(numbers)), None)
+
+    def adopt(self, signature: Signature) -> None:
+        """Take the modules of a call with an equal signature: they may be others, or hold other tensors."""
+        if self._has_modules:
+            self.signature = signature
+            self.__dict__["flatten"] = flattener(signature.tree)  # now: it compares with the modules as they are
 
     @property
     def layout(self) -> Layout:
@@ -345,7 +380,11 @@ class Compiled:
         donated = [leaves[index] for index in self._donated]
         lose_shards([leaf for leaf in donated if isinstance(leaf, DTensor)], DONATED)
         results = self._executable(shards, numbers)
-        return self.traced.result(list(map(wrap, self._results, results)), numbers)
+        return self._finish(list(map(wrap, self._results, results)), numbers)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _with_copies(graph: Graph, copies: dict[int, torch.Tensor]) -> Graph:

@@ -13,7 +13,16 @@ import torch
 from spmd.api.compile_log import log_compile
 from spmd.api.compiled import Compiled
 from spmd.api.methods import bound_to
-from spmd.api.parameters import Layout, Parameters
+from spmd.api.modules import (
+    WithBuffers,
+    WithModules,
+    assign_buffers,
+    buffer_leaves,
+    module_of,
+    set_buffers,
+    with_self,
+)
+from spmd.api.parameters import SELF, Layout, Parameters
 from spmd.api.program_cache import CacheInfo, ProgramCache
 from spmd.api.programs.never_gathered import KeepSharded
 from spmd.api.programs.options import Comms, JitOptions, Options
@@ -24,7 +33,7 @@ from spmd.api.value_warnings import ValueWarnings
 from spmd.api.values.dtensor import DTensor
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh, default_mesh
-from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves
+from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves, tree_structure, with_module_states
 from spmd.core.spec import has_meta
 from spmd.errors import MeshError, PlanError, TraceError
 from spmd.job import checks
@@ -60,9 +69,12 @@ class Jitted:
     def __init__(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Mesh | None, options: Options
     ) -> None:
-        functools.update_wrapper(self, function)
+        module = module_of(function)
+        taken = function if module is None else with_self(function)
+        functools.update_wrapper(self, taken)
+        self.__wrapped__ = function
         self._in_specs, self._out_specs = in_specs, out_specs
-        self._parameters = Parameters(function, options, in_specs)
+        self._parameters = Parameters(taken, options, in_specs, {} if module is None else {SELF: module})
         self._mesh, self._options = None if mesh is None else check_mesh(mesh), options
         self._compiled: ProgramCache[Compiled] = ProgramCache()
         self._last: Compiled | None = None  # of the last call: another one like it does not look up its signature
@@ -96,6 +108,8 @@ class Jitted:
             PlanError: no plan fits in `memory_limit`, the plan sends more than `comms` allows, or `plan` was made for
                 another program, mesh or specs.
         """
+        if self._parameters.bound:
+            keywords = {**keywords, **self._parameters.bound}
         if is_tracing():
             return self._inline(args, keywords)
         if is_jit_disabled():
@@ -104,7 +118,7 @@ class Jitted:
             raise RecordingError(
                 f"{self!r} was called while make_fx records, at {where(user_source())}. Put spmd.jit outside of it."
             )
-        if checks.every_call and spans_processes(self._find_mesh(tree_leaves((args, keywords)))):
+        if checks.every_call and spans_processes(self._mesh_of(args, keywords)):
             compiled = self._lookup_together(args, keywords)
             given = compiled.leaves(args, keywords)
             compiled.check_call(given, compiled.take_numbers(given) or ())
@@ -141,7 +155,7 @@ class Jitted:
 
     def compile(self, *args: Any, **keywords: Any) -> Compiled:
         """The compiled function for such arguments, which can be called; on a distributed mesh a collective call."""
-        compiled = self._lookup_together(args, keywords)
+        compiled = self._lookup_together(args, {**keywords, **self._parameters.bound})
         compiled.prepare()
         return compiled
 
@@ -166,7 +180,12 @@ class Jitted:
         return f"spmd.jit({self._parameters.name})"
 
     def _stages(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
-        return self._lookup(args, keywords, self._find_mesh(tree_leaves((args, keywords))))
+        keywords = {**keywords, **self._parameters.bound}
+        return self._lookup(args, keywords, self._mesh_of(args, keywords))
+
+    def _mesh_of(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Mesh:
+        """The mesh of a call."""
+        return self._find_mesh(tree_leaves(with_module_states((args, keywords))))
 
     def _find_mesh(self, leaves: Sequence[Any]) -> Mesh:
         """The mesh of a call: that of `jit` or of `use_mesh`, else that of the first DTensor; MeshError without one."""
@@ -198,12 +217,13 @@ class Jitted:
             log_compile(repr(self), signature, None if self._newest is None else self._newest.signature)
             self._warnings.of_new(repr(self), signature, numbers, self._compiled.every((signature, machine)))
             self._compiled.add((signature, machine), found)
+        found.adopt(signature)
         self._newest = found
         return found
 
     def _lookup_together(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
         """As `_lookup`, in a call that all ranks make: an error on one rank is raised on all ranks."""
-        mesh = self._find_mesh(tree_leaves((args, keywords)))
+        mesh = self._mesh_of(args, keywords)
         call = first_run(mesh)
         with failing_together(call, mesh):
             if self._chooses_machine(mesh):
@@ -234,12 +254,21 @@ class Jitted:
 
         if is_inside():
             return self._inline(args, keywords)
-        mesh, layout = self._find_mesh(tree_leaves((args, keywords))), self._parameters.layout(args, keywords)
+        mesh, layout = self._mesh_of(args, keywords), self._parameters.layout(args, keywords)
         args = layout.positional(args, keywords)
         static, dynamic = split(args, layout.static)
         function = layout.by_position(self._parameters.function)
         call = lambda given: function(*with_dynamic(args, static, given))  # noqa: E731
-        return call_whole(call, dynamic, mesh, layout.prefix(self._in_specs), self._out_specs, repr(self))
+        prefix, states = layout.prefix(self._in_specs), with_module_states(dynamic)
+        if states is dynamic:
+            return call_whole(call, dynamic, mesh, prefix, self._out_specs, repr(self))
+        leaves, tree = tree_flatten(states)
+        numbers, with_modules = buffer_leaves(tree), WithModules(lambda *given: call(given))
+        kept = tuple(leaves[n].spec.pspec if isinstance(leaves[n], DTensor) else None for n in numbers)
+        out_specs = WithBuffers(self._out_specs, kept)
+        result = call_whole(lambda given: with_modules(*given), states, mesh, prefix, out_specs, repr(self))
+        assign_buffers(tree, numbers, result.buffers)
+        return result.result
 
     def _inline(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call the function in a trace that is running, with its specs as sharding constraints."""
@@ -252,8 +281,16 @@ class Jitted:
         layout = self._parameters.layout(args, keywords)
         args = layout.positional(args, keywords)
         static, dynamic = split(args, layout.static)
-        placed = _constrain(layout.prefix(self._in_specs), dynamic, what="in_specs", of="the arguments")
-        result = layout.by_position(self._parameters.function)(*with_dynamic(args, static, placed))
+        states = with_module_states(dynamic)
+        placed = _constrain(layout.prefix(self._in_specs), states, what="in_specs", of="the arguments")
+        function = layout.by_position(self._parameters.function)
+        if states is dynamic:
+            result = function(*with_dynamic(args, static, placed))
+        else:
+            found = WithModules(function)(*with_dynamic(args, static, placed))
+            tree = tree_structure(states)
+            set_buffers(tree, buffer_leaves(tree), found.buffers)
+            result = found.result
         return _constrain(self._out_specs, result, what="out_specs", of="the result")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -13,6 +14,9 @@ from spmd.api.programs.options import Options
 from spmd.core.pytree import is_spec
 from spmd.errors import ShardingError, TraceError
 from spmd.tracing.trace import dynamic_paths
+
+SELF = "self"
+"""The keyword by which the functions of modules take their module."""
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -83,6 +87,8 @@ class Layout:
         Raises:
             ShardingError: a name that no argument of the call has.
         """
+        if is_spec(in_specs) and SELF in self.keywords:
+            return tuple(None if self.names[number] == SELF else in_specs for number in self.dynamic)
         if in_specs is None or is_spec(in_specs):
             return in_specs
         if isinstance(in_specs, Mapping):
@@ -102,14 +108,21 @@ class Parameters:
         function: the function.
         options: those of `jit`.
         in_specs: that of `jit`; if it is a mapping, its keys must be parameters.
+        bound: arguments by name that every call has beside those of the caller.
 
     Raises:
         ShardingError: `in_specs` names a parameter that the function does not have.
         TraceError: `static_argnames` does.
     """
 
-    def __init__(self, function: Callable[..., Any], options: Options, in_specs: Any) -> None:
-        self.function, self._options = function, options
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: Options,
+        in_specs: Any,
+        bound: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.function, self._options, self.bound = function, options, bound
         self._layouts: dict[Any, Layout] = {}
         self._signature, self._own = _signature(function), _signature(function, follow_wrapped=False)
         if isinstance(in_specs, Mapping):

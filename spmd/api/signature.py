@@ -13,7 +13,7 @@ from spmd.api.parameters import Layout
 from spmd.api.values.arguments import own_spec
 from spmd.api.values.leaves import DYNAMIC, as_argument, key_of
 from spmd.core.mesh import Mesh
-from spmd.core.pytree import broadcast_prefix, tree_flatten
+from spmd.core.pytree import broadcast_prefix, tree_flatten, with_module_states
 from spmd.core.spec import DTensorSpec, TensorMeta, has_meta
 from spmd.core.static_key import static_key
 from spmd.runtime.torch_settings import torch_settings
@@ -54,6 +54,7 @@ class Signature:
             ShardingError: `in_specs` does not match the arguments, or one without a spec is no tensor.
         """
         static, dynamic = split(args, layout.static)
+        dynamic = with_module_states(dynamic)
         leaves, tree = tree_flatten(dynamic)
         leaves = list(map(as_argument, leaves))
         keys = list(map(key_of, leaves))
@@ -83,13 +84,18 @@ class Signature:
         return [leaf for position, leaf in enumerate(leaves) if position not in others]
 
     @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """The position of each tensor among the leaves of the dynamic arguments."""
+        return tuple(self.tensors(range(self.tree.num_leaves)))
+
+    @cached_property
     def numbers(self) -> tuple[int, ...]:
         """The positions of the dynamic numbers among the leaves of the dynamic arguments."""
         return tuple(position for position, key in self.others if key == DYNAMIC)
 
     def numbers_of(self, dynamic: tuple[Any, ...]) -> tuple[float, ...]:
         """The dynamic numbers among the dynamic arguments of a call of this signature."""
-        leaves = tree_flatten(dynamic)[0] if self.numbers else ()
+        leaves = tree_flatten(with_module_states(dynamic))[0] if self.numbers else ()
         return tuple(float(leaves[position]) for position in self.numbers)
 
     @property

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import optree
 
 from spmd.core.containers import declared_constants
+from spmd.core.modules import ModuleState, reader, structures_in
 from spmd.core.pytree import tree_flatten
 
 Flattener: TypeAlias = Callable[[Any], list[Any] | None]
@@ -45,6 +46,10 @@ class _Writer:
         if structure.is_leaf():
             return [node]
         found, kind = f"v{len(self.lines)}", structure.kind
+        if structure.type is ModuleState:
+            ((_, module),) = structures_in(structure)
+            self.check(f"({found} := {self.refer(reader(module))}({node})) is None")
+            return [f"*{found}"]
         if kind is optree.PyTreeKind.CUSTOM and (constants := declared_constants(structure)) is not None:
             return self.fields(found, node, structure, constants)
         if kind not in (*_SEQUENCES, optree.PyTreeKind.DICT):

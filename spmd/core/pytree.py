@@ -17,6 +17,7 @@ import torch
 
 from spmd.core.containers import NAMESPACE, fields_of, is_registered, register_containers
 from spmd.core.mesh import Mesh
+from spmd.core.modules import ModuleState, register_modules
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.core.spec import DTensorSpec, P, TensorMeta, has_meta
 from spmd.errors import ShardingError
@@ -27,6 +28,8 @@ SpecLike: TypeAlias = P | Sequence[Placement]
 _IsLeaf: TypeAlias = Callable[[Any], bool] | None
 
 _TEXT_LIMIT = 300
+
+register_modules(NAMESPACE)
 
 
 def tree_flatten(tree: Any, is_leaf: _IsLeaf = None) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -50,6 +53,13 @@ def tree_map(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: _IsLe
     for other in (tree, *rest):
         tree_flatten(other, is_leaf)  # registers containers
     return optree.tree_map(function, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def with_module_states(tree: Any) -> Any:
+    """A pytree with a `ModuleState` in place of each `nn.Module`."""
+    if not any(isinstance(leaf, torch.nn.Module) for leaf in tree_leaves(tree)):
+        return tree
+    return tree_map(lambda leaf: ModuleState.of(leaf) if isinstance(leaf, torch.nn.Module) else leaf, tree)
 
 
 def tree_flatten_with_accessor(
@@ -315,6 +325,9 @@ def _is_by_name(node: Any) -> bool:
 
 
 def _container(node: Any) -> str:
+    if isinstance(node, ModuleState):
+        kind = type(node.structure.module).__name__
+        return f"a dict by the names of the tensors of {kind}: {_shorten(', '.join(node.structure.names))}"
     name = type(node).__name__
     if isinstance(node, Mapping):
         return f"a {name} with keys {_shorten(', '.join(map(repr, _children(node))))}"
