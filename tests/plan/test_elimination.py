@@ -100,3 +100,15 @@ def test_split_buckets_bound_what_cannot_be_joined() -> None:
     bounds = [lower_bound([4] * 6, clique, cells) for cells in (4, 64, 4**6)]
     assert 0 < bounds[0] < bounds[1] < best
     assert bounds[2] == pytest.approx(best)
+
+
+def test_windows_from_a_start_that_is_not_allowed():
+    """As a value that is never gathered, with consumers in all windows that start from replicated operands."""
+    forbidden = float("inf")
+    hub = Table((0,), torch.tensor([forbidden, 0.0], dtype=torch.float64))
+    fits = torch.tensor([[0.0, forbidden], [forbidden, 0.1]], dtype=torch.float64)
+    alike = torch.tensor([[0.0, 0.01], [0.01, 0.0]], dtype=torch.float64)
+    tables = [hub, *(Table((0, i), fits) for i in range(1, 21)), *(Table((i, i + 1), alike) for i in range(1, 20))]
+    found = improve([2] * 21, tables, [0] * 21, range(21), window=4)
+    assert (1,) * 21 == found.choices
+    assert pytest.approx(2.0) == found.cost

@@ -17,6 +17,9 @@ from spmd.plan.solver.table import Table
 WINDOW = 600
 """The number of variables that are optimised at a time."""
 
+_FORBIDDEN = (1e9, 1e6)
+"""Seconds that stand for infinitely many, in tables of one variable and in others, while no assignment is allowed."""
+
 
 def improve(
     domains: Sequence[int],
@@ -31,6 +34,9 @@ def improve(
     Sweeps over windows of consecutive variables, which overlap by half; each window is solved exactly while all other
     variables stay fixed. Ends when a sweep does not lower the cost. A window that is too large itself is halved.
 
+    Where the start is not allowed, what is forbidden costs much instead, so that sweeps lower the number of violations:
+    first those of single variables, such as a value that is never gathered, then those of its consumers.
+
     Args:
         domains, tables, max_cells: as for `minimize`.
         start: the choice of every variable to start from.
@@ -42,6 +48,9 @@ def improve(
     """
     choices = list(start)
     cost = evaluate(tables, choices)
+    if not math.isfinite(cost):
+        tables = _relaxed(tables)
+        cost = evaluate(tables, choices)
     touching: list[list[Table]] = [[] for _ in domains]
     for table in tables:
         for variable in table.variables:
@@ -51,10 +60,23 @@ def improve(
             _solve_window(domains, touching, choices, order[begin : begin + window], max_cells)
         improved = evaluate(tables, choices)
         if not improved < cost:
-            if not math.isfinite(cost):
+            if cost >= min(_FORBIDDEN):
                 raise PlanError("No assignment of strategies was found that satisfies the given specs and constraints.")
             return Solution(tuple(choices), cost)
         cost = improved
+
+
+def _relaxed(tables: Sequence[Table]) -> list[Table]:
+    """The tables with large costs in place of infinite ones; those that share costs still do."""
+    known: dict[tuple[int, bool], torch.Tensor] = {}
+    found = []
+    for table in tables:
+        single = len(table.variables) == 1
+        key = id(table.costs), single
+        if key not in known:
+            known[key] = table.costs.clamp(max=_FORBIDDEN[0 if single else 1])
+        found.append(Table(table.variables, known[key]))
+    return found
 
 
 def evaluate(tables: Sequence[Table], choices: Sequence[int]) -> float:
