@@ -34,6 +34,8 @@ toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = f"spmd {release}"
+html_css_files = ["wide.css"]
+html_static_path = ["_static"]
 html_extra_path = ["_site"]  # a first page that leads to docs/index.html
 html_copy_source = html_show_sourcelink = False
 

@@ -48,7 +48,7 @@ def test_the_file_of_the_first_page_prints_the_same_on_processes(tmp_path):
     text = (DOCS / "get_started.md").read_text()
     block = next(match for match in BLOCK.finditer(text) if match["code"].startswith("# train.py\n"))
     command = "torchrun --nproc-per-node 4 train.py"
-    assert f"```shell\nenv/bin/{command}\n```" in text
+    assert f"```shell\nvenv/bin/{command}\n```" in text
     (tmp_path / "train.py").write_text(block["code"])
     run = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
