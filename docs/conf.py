@@ -23,6 +23,7 @@ nb_execution_in_temp = True
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_output_stderr = "remove"  # tqdm asks for widgets when transformers is imported
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
