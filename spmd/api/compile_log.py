@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,7 +24,7 @@ def log_compiles() -> Iterator[None]:
 
     Messages go to the logger `"spmd"`, as warnings, so that they show by default. The reason is what differs from the
     call whose program was used last: the shape, dtype or spec of an argument, a static argument, the structure of the
-    arguments, the mesh, or torch's settings.
+    arguments, the mesh, torch's settings, or what the function reads beside its arguments.
 
     >>> import torch
     >>> from spmd import P, jit, make_mesh
@@ -39,10 +39,18 @@ def log_compiles() -> Iterator[None]:
         _logs.reset(token)
 
 
-def log_compile(name: str, signature: Signature, last: Signature | None) -> None:
-    """Log that a function is compiled for a signature, under `log_compiles`; `last` is that of its last program."""
+def log_compile(name: str, signature: Signature, last: Signature | None, changes: Iterable[str] = ()) -> None:
+    """Log that a function is compiled, under `log_compiles`.
+
+    Args:
+        name: the function.
+        signature: that of the call.
+        last: that of its last program.
+        changes: what it reads beside its arguments and has changed since, in words.
+    """
     if _logs.get():
-        reason = "it was not called before" if last is None else "; ".join(_differences(signature, last))
+        reasons = [] if last is None else [*_differences(signature, last), *changes]
+        reason = "it was not called before" if last is None else "; ".join(reasons)
         _logger.warning("Compiling %s at %s: %s.", name, where(user_source()), reason)
 
 

@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from spmd.api.call_check import CallCheck
+from spmd.api.hidden_state import HiddenState, attributes_of, generators_now
 from spmd.api.modules import WithModules, assign_buffers, buffer_leaves, buffer_spec, with_changed_buffers
 from spmd.api.parameters import Layout, Parameters
 from spmd.api.program_cache import ProgramCache
@@ -88,9 +89,12 @@ class Compiled:
     @functools.cached_property
     def traced(self) -> Traced:
         """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
+        draws, held = generators_now(), [held.module for _, held in structures_in(self.signature.tree)]
+        attributes = attributes_of(held)
         with use_mesh(self.mesh):
             layout = self.signature.layout
             traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
+        self.hidden.warn_of_effects(draws, attributes)
         self._updated: tuple[int, ...] = ()
         if self._has_modules:
             traced, self._updated = with_changed_buffers(traced, self._buffers)
@@ -298,8 +302,9 @@ class Compiled:
         """The first guard that does not hold for the dynamic numbers of a call."""
         return next((guard for guard in self.traced.guards.found if not guard.holds(numbers)), None)
 
-    def adopt(self, signature: Signature) -> None:
-        """Take the modules of a call with an equal signature: they may be others, or hold other tensors."""
+    def adopt(self, signature: Signature, hidden: HiddenState) -> None:
+        """Take what a call of an equal signature reads: its modules may be others, or hold other tensors."""
+        self.hidden = hidden
         if self._has_modules:
             self.signature = signature
             self.__dict__["flatten"] = flattener(signature.tree)  # now: it compares with the modules as they are

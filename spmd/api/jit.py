@@ -12,6 +12,7 @@ import torch
 
 from spmd.api.compile_log import log_compile
 from spmd.api.compiled import Compiled
+from spmd.api.hidden_state import HiddenState
 from spmd.api.methods import bound_to
 from spmd.api.modules import (
     WithBuffers,
@@ -77,6 +78,7 @@ class Jitted:
         self._parameters = Parameters(taken, options, in_specs, {} if module is None else {SELF: module})
         self._mesh, self._options = None if mesh is None else check_mesh(mesh), options
         self._compiled: ProgramCache[Compiled] = ProgramCache()
+        self._ignored: set[int] = set()
         self._last: Compiled | None = None  # of the last call: another one like it does not look up its signature
         self._newest: Compiled | None = None
         self._warnings = ValueWarnings()
@@ -123,7 +125,7 @@ class Jitted:
             given = compiled.leaves(args, keywords)
             compiled.check_call(given, compiled.take_numbers(given) or ())
         last, layout = self._last, self._parameters.known(args, keywords)
-        if last is not None and layout is not None:
+        if last is not None and layout is not None and last.hidden.unchanged():
             static, dynamic = split(layout.positional(args, keywords), layout.static)
             leaves = last.flatten(dynamic)
             if leaves is not None and (numbers := last.take_numbers(leaves)) is not None and not is_transformed(leaves):
@@ -204,8 +206,12 @@ class Jitted:
             from spmd.plan.machine.default import default_machine  # not by `import spmd`
 
             machine = default_machine(mesh)
+        hidden = HiddenState(self.__wrapped__, self._parameters.bound.get(SELF), self._ignored)
+        key = signature, machine, hidden
         try:
-            found = self._compiled.get((signature, machine), lambda program: program.holds_for(numbers))
+            if any(program.hidden.versions != hidden.versions for program in self._compiled.every(key)):
+                self._compiled.drop(key)  # a tensor that they read was written to
+            found = self._compiled.get(key, lambda program: program.holds_for(numbers))
         except TypeError:
             raise TraceError(
                 f"Static arguments of {self!r} must be hashable (got {[args[number] for number, _ in signature.static]}"
@@ -214,10 +220,12 @@ class Jitted:
         if found is None:
             self._refuse_static_tensors(args, layout)
             found = Compiled(self._parameters, args, signature, self._in_specs, self._out_specs, self._options)
-            log_compile(repr(self), signature, None if self._newest is None else self._newest.signature)
-            self._warnings.of_new(repr(self), signature, numbers, self._compiled.every((signature, machine)))
-            self._compiled.add((signature, machine), found)
-        found.adopt(signature)
+            last = self._newest
+            changes = () if last is None else hidden.differences(last.hidden)
+            log_compile(repr(self), signature, None if last is None else last.signature, changes)
+            self._warnings.of_new(repr(self), signature, numbers, self._compiled.every(key))
+            self._compiled.add(key, found)
+        found.adopt(signature, hidden)
         self._newest = found
         return found
 

@@ -62,6 +62,11 @@ class ProgramCache(Generic[Program]):
         if len(self._programs) > MAXSIZE:
             self._programs.popitem(last=False)
 
+    def drop(self, key: Hashable) -> None:
+        """Drop the programs of a key."""
+        for number in range(len(list(self.every(key)))):
+            del self._programs[key, number]
+
     def clear(self) -> None:
         """Drop all programs, and count from zero again."""
         self._programs.clear()
