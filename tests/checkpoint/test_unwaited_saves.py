@@ -1,6 +1,5 @@
 """A save in the background that fails: the error reaches the user on every rank, at the latest by the exit status."""
 
-import multiprocessing
 import os
 import re
 import socket
@@ -20,6 +19,7 @@ from spmd.job.launch import launch
 pytestmark = pytest.mark.faults
 
 RANKS = 2
+PATHS = os.pathsep.join([str(Path(spmd.__file__).parents[1]), *sys.path])
 FAILED = r"CheckpointError: Saving to \S+ failed: rank 1: OSError: "
 
 
@@ -28,8 +28,7 @@ def run_script(folder, full_on, status):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    paths = os.pathsep.join([str(Path(spmd.__file__).parents[1]), *sys.path])
-    job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "PYTHONPATH": paths}
+    job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
     command = [sys.executable, unwaited_save.__file__, str(folder), str(full_on), str(status)]
     ranks = [
         subprocess.Popen(
@@ -64,17 +63,28 @@ def test_ranks_that_end_without_waiting_for_a_sound_save_do_not(tmp_path):
     assert 200_000 == load(tmp_path / "run", {"x": P("data")}, mesh=mesh)["x"].full_tensor().sum()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_a_process_of_multiprocessing_fails_with_its_save(tmp_path, method, capfd):
-    process = multiprocessing.get_context(method).Process(
-        target=unwaited_save.save_alone, args=(str(tmp_path / "run"),)
+CHILD = """
+import multiprocessing, sys, unwaited_save
+
+child = multiprocessing.get_context(sys.argv[1]).Process(target=unwaited_save.save_alone, args=(sys.argv[2],))
+child.start()
+child.join()
+print(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_process_of_multiprocessing_fails_with_its_save(tmp_path, method):
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD, method, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": PATHS},
+        timeout=300,
     )
-    process.start()
-    process.join()
-    assert 120 == process.exitcode
-    errors = capfd.readouterr().err
-    assert 1 == errors.count("in the background has failed, and so does this process:\n"), errors
-    assert "File too large" in errors
+    assert "120\n" == run.stdout, run.stderr
+    assert 1 == run.stderr.count("in the background has failed, and so does this process:\n"), run.stderr
+    assert "File too large" in run.stderr
 
 
 def test_launch_raises_the_error_of_a_save_that_nobody_waited_for(tmp_path):
