@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-shard-map test-memory test-scale operators lint format types bench bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-shard-map test-memory test-scale test-models operators lint format types bench bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -52,6 +52,15 @@ test-memory: $(STAMP)
 # What jobs of 8 to 64 gloo processes cost each of them; rewrites docs/scale_of_jobs.md.
 test-scale: $(STAMP)
 	$(BIN)/python -m proofs.scale_of_jobs --markdown docs/scale_of_jobs.md
+
+# Stock models beside one device, and what needs transformers; rewrites docs/models.md.
+$(VENV)/.models: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[models]'
+	touch $@
+
+test-models: $(VENV)/.models
+	$(BIN)/python -m pytest tests/api/test_transformers_specs.py
+	$(BIN)/python -m proofs.models --markdown docs/models.md
 
 # Rewrites docs/operators.md with what the sweeps over torch's operators and modules find.
 operators: $(STAMP)

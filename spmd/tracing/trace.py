@@ -401,6 +401,8 @@ class ClosureLifting(TorchFunctionMode):
                 _refuse_transformed(leaf)
         if func is torch.Tensor.__deepcopy__:
             return args[0].clone()
+        if func is torch.Tensor.requires_grad_ and args[1:] in ((), (True,)) and not kwargs and args[0].requires_grad:
+            return args[0]  # torch raises under torch.func, also where nothing would change
         if func in _MEMORY_READERS:
             raise TraceError(
                 f".{func.__name__}() at {where(user_source())} needs the values of a tensor, and a traced function has "

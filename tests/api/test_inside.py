@@ -217,6 +217,14 @@ def test_autocast_around() -> None:
     torch.testing.assert_close(low, (X.bfloat16() @ W.bfloat16()), rtol=2e-2, atol=2e-2)
 
 
+def test_a_tensor_may_be_asked_to_require_grad_that_does() -> None:
+    """As transformers' hook for checkpoints does with embeddings."""
+    mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+    gradient = torch.func.grad(lambda x: (x * 2).requires_grad_(True).sin().sum())
+    found = spmd.jit(gradient, P("data"), mesh=mesh)(X)
+    torch.testing.assert_close(found.full_tensor(), 2 * (2 * X).cos())
+
+
 CLOSED = torch.ones(6, dtype=torch.float64, requires_grad=True)
 
 

@@ -1,0 +1,1 @@
+"""Stock models of transformers, torchvision, timm and diffusers under `jit`, beside one device."""

@@ -1,0 +1,151 @@
+"""Runs one model under one strategy on virtual ranks, beside one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.func import functional_call, grad_and_value
+from torch.utils import _pytree as torch_pytree
+
+import spmd
+from proofs.models.cases import Inputs, Model
+from spmd import Mesh, P
+from spmd.core.pytree import tree_leaves
+
+LIMIT = 5.0
+"""The most seconds of processor time that a plan may take."""
+
+STRATEGIES = ("data", "fully sharded", "tensor")
+
+
+@attrs.frozen
+class Case:
+    """One model, one way to run it.
+
+    Args:
+        model: the model.
+        strategy: one of `STRATEGIES`.
+        training: whether it is a step of training, with gradients; else a forward pass.
+        masked: whether masks are given.
+    """
+
+    model: Model
+    strategy: str
+    training: bool
+    masked: bool
+
+
+@attrs.frozen
+class Found:
+    """What a case has shown.
+
+    Args:
+        case: the case.
+        difference: the largest difference from one device, relative to the largest value of a tensor.
+        seconds: seconds of processor time for tracing and planning.
+        error: the error that it ended in; empty if it ran.
+    """
+
+    case: Case
+    difference: float = 0.0
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def passes(self) -> bool:
+        """Whether the numbers are those of one device, and the plan was made in time."""
+        return not self.error and self.difference < 1e-6 and self.seconds <= LIMIT
+
+
+def measure(case: Case) -> Found:
+    """Run a case."""
+    try:
+        return _measure(case)
+    except Exception as error:  # of many types: the page says what
+        return Found(case, error=f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+def _measure(case: Case) -> Found:
+    torch.manual_seed(0)
+    module = case.model.make().double().train(case.training)
+    inputs = case.model.inputs() | (case.model.masks() if case.masked else {})
+    inputs |= case.model.training() if case.training else {}
+    params = {name: value.detach() for name, value in module.named_parameters()}
+    buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
+    step = _training(module) if case.training else _forward(module)
+    torch.manual_seed(1)
+    expected = [leaf.detach().clone() for leaf in step(params, buffers, inputs)]
+    mesh, specs = _sharded(case.strategy, module, params, inputs)
+    before = time.process_time()
+    jitted = spmd.jit(step, (specs, P(), P("data")), mesh=mesh)
+    jitted.plan(params, buffers, inputs)
+    seconds = time.process_time() - before
+    torch.manual_seed(1)
+    found = [leaf.full_tensor() for leaf in jitted(params, buffers, inputs)]
+    return Found(case, max(map(_difference, found, expected)), seconds)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if not expected.numel():
+        return 0.0
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return float("inf")
+    distance = torch.where(finite, found - expected, 0.0).abs().max()
+    return float(distance / torch.where(finite, expected, 0.0).abs().max().clamp(min=1e-3))
+
+
+def _call(module: nn.Module, params: Any, buffers: Inputs, inputs: Inputs) -> Any:
+    held = {name: value.clone() for name, value in buffers.items()}  # modules write to them
+    return functional_call(module, {**params, **held}, (), inputs)
+
+
+def _floats(output: Any) -> list[torch.Tensor]:
+    leaves = torch_pytree.tree_leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def _forward(module: nn.Module) -> Callable[..., list[torch.Tensor]]:
+    def forward(params: Inputs, buffers: Inputs, inputs: Inputs) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return _floats(_call(module, params, buffers, inputs))
+
+    return forward
+
+
+def _training(module: nn.Module) -> Callable[..., list[torch.Tensor]]:
+    def step(params: Inputs, buffers: Inputs, inputs: Inputs) -> list[torch.Tensor]:
+        def loss(params: Inputs) -> torch.Tensor:
+            output = _call(module, params, buffers, inputs)
+            given = getattr(output, "loss", None)
+            return given if given is not None else torch.stack([x.sin().mean() for x in _floats(output)]).sum()
+
+        gradients, value = grad_and_value(loss)(params)
+        return [value, *(params[name] - 0.1 * gradients[name] for name in params)]
+
+    return step
+
+
+def _sharded(strategy: str, module: nn.Module, params: Inputs, inputs: Inputs) -> tuple[Mesh, Any]:
+    """The mesh of a strategy and the specs of the parameters.
+
+    The third shards parameters as Megatron-LM does where `tensor_parallel_specs` finds that; otherwise along two axes.
+    """
+    if strategy != "tensor":
+        mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+        return mesh, P() if strategy == "data" else spmd.fsdp_specs(params, "data", min_size=1, mesh=mesh)
+    mesh = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
+    training = module.training
+    try:
+        specs = spmd.tensor_parallel_specs(module.eval(), "model", (), inputs, mesh=mesh)
+    except spmd.SpmdError:
+        specs = {}
+    module.train(training)
+    if not any(spec.dims for spec in tree_leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P))):
+        specs = spmd.fsdp_specs(params, "model", min_size=1, mesh=mesh)
+    return mesh, {name: specs.get(name, P()) for name in params}
