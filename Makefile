@@ -53,7 +53,7 @@ test-memory: $(STAMP)
 test-scale: $(STAMP)
 	$(BIN)/python -m proofs.scale_of_jobs --markdown docs/scale_of_jobs.md
 
-# Stock models beside one device, and what needs transformers; rewrites docs/models.md.
+# Stock models beside one device, and what needs transformers; writes docs/models.md.
 $(VENV)/.models: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[models]'
 	touch $@

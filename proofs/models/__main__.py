@@ -1,6 +1,6 @@
 """Stock models with random weights, forward and training, under three strategies, beside one device.
 
-    python -m proofs.models                    # every case; half an hour
+    python -m proofs.models                    # every case
     python -m proofs.models llama t5           # of these models
 
 The exit status is 1 if a case differs, fails, or takes longer to plan than the limit.

@@ -203,7 +203,7 @@ MODELS: tuple[Model, ...] = (
           _STAGES), lambda: {"pixel_values": randn(3, 16, 16)}),
     _torchvision("squeezenet1_1", "convolutional"),
     _torchvision("resnet18", "convolutional"),
-    _timm("convnext_atto", "convolutional", depths=(1, 1), dims=(16, 32)),
+    _timm("convnext_atto", "convolutional", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
     _causal("mamba", "Mamba", "state space", state_size=4, expand=2, num_key_value_heads=4),
     _causal("mamba2", "Mamba2", "state space", state_size=4, num_heads=8, n_groups=1, chunk_size=4),
     _causal("mixtral", "Mixtral", "mixture of experts", num_local_experts=4, num_experts_per_tok=2,
