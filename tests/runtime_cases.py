@@ -61,6 +61,17 @@ def buckets(mesh: Mesh) -> None:
     assert len({comm.launch for comm in comms}) < len(comms)
 
 
+def buckets_of_exchanges(mesh: Mesh) -> None:
+    """Shards of other dims, several in one launch, of uneven and empty shards too."""
+    tree = {"a": normal(8, 4), "b": normal(5, 7), "c": normal(1, 3), "d": normal(6, 2, 3)}
+    before, after, machine = P(("x", "y")), P(None, ("x", "y")), Machine(latency=0.0)
+    double = lambda tree: {name: 2 * value for name, value in tree.items()}  # noqa: E731
+    check(mesh, double, (before,), after, tree, machine=machine)
+    comms = jit(double, (before,), after, mesh=mesh, machine=machine).plan(tree).comms
+    exchanges = [comm for comm in comms if comm.kind == "all_to_all"]
+    assert len({comm.launch for comm in exchanges}) < len(exchanges)
+
+
 def empty_shards(mesh: Mesh) -> None:
     function = lambda x: (x.sum(0), x.amax(1), torch.func.grad(lambda x: x.logsumexp(0).sum())(x))  # noqa: E731
     check(mesh, function, P(("x", "y")), (P(), P("x"), P("y")), normal(1, 5))
@@ -296,6 +307,7 @@ CASES: dict[str, Callable[[Mesh], None]] = {
         closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
         redistributions, free_results, gradients_from_outside, operators_outside_jit, stock_models,
         sums_in_another_dtype, gradients_of_moves, printing, buckets,
+        buckets_of_exchanges,
     )
 }  # fmt: skip
 

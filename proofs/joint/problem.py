@@ -18,7 +18,7 @@ from proofs.joint.choices import all_choices, choice_seconds
 from proofs.joint.moves import Acquired, Moves, State, find_acquired, find_moves
 from spmd.errors import PlanError
 from spmd.ir.graph import Operation, Value
-from spmd.ir.markers import FREE, PIN, REDISTRIBUTE, RELABEL
+from spmd.ir.markers import FREE, REDISTRIBUTE
 from spmd.plan.data.dataflow import fused_values
 from spmd.plan.data.draft import flat_shape
 from spmd.plan.data.plan import PlanData
@@ -77,9 +77,10 @@ class JointProblem:
         """The least cost with a plan's strategies: its predicted time, or less if its reshards are not the cheapest."""
         given = self.draft.pinned
         mine = [o for o in self.draft.graph.operations if o not in given and o.op is not FREE]
-        its = [operation for operation in plan.graph.operations if operation.op not in (PIN, REDISTRIBUTE, RELABEL)]
+        its = {operation.tensors: operation for operation in plan.graph.operations}
         allowed = [slice(count) for count in self.domains]
-        for operation, same in zip(mine, its, strict=True):
+        for operation in mine:
+            same = its[operation.tensors]
             choice = self.choices[operation].index(tuple(plan.strategies[same][axis] for axis in self.order))
             allowed[self.variables[operation]] = slice(choice, choice + 1)
         domains = [len(range(count)[part]) for count, part in zip(self.domains, allowed, strict=True)]

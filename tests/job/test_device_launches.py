@@ -119,7 +119,7 @@ SCOPE = CollectiveScope("all_reduce over data (sum at train.py:22)", (0, 1, 2, 3
 def exchanged(is_cuda=True):
     """An exchange of which the device has been told to wait for the result."""
     op = torch.ops._c10d_functional.all_reduce.default
-    made = Exchange(op, (), lambda x: x, lambda x: x, width=1, scope=SCOPE)
+    made = Exchange(op, (), lambda x: x, lambda x: x, sends=(1,), receives=(1,), scope=SCOPE)
     result = Received()
     result.is_cuda = is_cuda
     return made, result

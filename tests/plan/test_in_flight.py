@@ -76,6 +76,10 @@ def test_what_a_rank_of_two_allocates_for_a_bucket():
     assert ([8], [], []) == numels(reduce, reduce)
     scatter = call_of(spmd_ops.reduce_scatter, (5, 3), (3, 3), "sum", 0, 3)
     assert ([9, 18, 9, 18, 36], [18], []) == numels(scatter, scatter)
+    exchange = call_of(spmd_ops.all_to_all, (4, 3), (2, 6), 0, 1, 2, 6)
+    assert ([24], [24], [12, 12]) == numels(exchange, exchange)
+    uneven = call_of(spmd_ops.all_to_all, (3, 3), (2, 5), 0, 1, 2, 5)
+    assert ([9, 9, 18], [20], [10, 10, 10, 10]) == numels(uneven, uneven)
 
 
 def test_chunks_in_another_order_than_the_ranks_are_packed():

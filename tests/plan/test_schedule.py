@@ -1,14 +1,20 @@
 """The choice of the sizes of buckets and of the window."""
 
 import attrs
+import pytest
 import torch
 from memory_cases import step as step_of_layers
 
+import gpt
+import layouts
 import spmd
+from comms import workload_batch
 from spmd import Machine, P
 from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.plan.cost.account import account, launched
-from spmd.plan.schedule.choice import best_schedule
+from spmd.plan.machine.link import Link
+from spmd.plan.schedule.choice import NEAR, best_schedule
+from training import Training, init
 
 MACHINE = Machine(flops=2e10, memory_bandwidth=1e10, link_bandwidth=5e7, latency=1e-5)
 
@@ -18,6 +24,10 @@ def data_parallel(machine: Machine, runtime: str = "abstract") -> spmd.inspect.P
     mesh = spmd.make_mesh({"data": 4}, runtime=runtime)
     step = spmd.jit(step_of_layers, (P(), P("data")), P(), mesh=mesh, machine=machine)
     return step.plan([torch.empty(128, 128, device="meta")] * 64, torch.empty(4096, 128, device="meta"))
+
+
+def launches(plan: spmd.inspect.Plan) -> int:
+    return len({comm.launch for comm in plan.comms})
 
 
 def with_largest_buckets(plan: spmd.inspect.Plan) -> spmd.inspect.Plan:
@@ -39,11 +49,61 @@ def test_virtual_ranks_have_the_largest_buckets():
     assert data_parallel(MACHINE, "virtual").schedule == MACHINE.launch_schedule
 
 
-def test_the_schedule_has_the_least_step_of_all_that_are_tried():
+def test_the_schedule_has_the_fewest_launches_of_those_with_nearly_the_least_step():
     plan = data_parallel(MACHINE)
     found = account(plan)
-    for parts in (1, 2, 4, 8, 16):
-        size = MACHINE.bucket_bytes / parts
-        other = launched(plan, found, LaunchSchedule(size, size))
-        assert plan.timing.step <= other.timing.step
-        assert best_schedule(other).schedule == plan.schedule
+    sizes = [MACHINE.bucket_bytes / parts for parts in (1, 2, 4, 8, 16)]
+    others = [launched(plan, found, LaunchSchedule(size, size)) for size in sizes]
+    least = min(other.timing.step for other in others)
+    fast = [other for other in others if other.timing.step <= NEAR * least]
+    assert plan.timing.step <= NEAR * least
+    assert launches(plan) == min(map(launches, fast))
+    assert 1 < len(fast) < len(others)
+    assert {best_schedule(other).schedule for other in others} == {plan.schedule}
+
+
+GLOO = Machine(
+    flops=4.8e10,
+    memory_bandwidth=1e10,
+    link_bandwidth=6.2e8,
+    latency=5.2e-3,
+    operator_latency=3.2e-6,
+    overlap=0.3,
+    links=tuple(
+        Link(axis, kind, latency, bandwidth)
+        for axis in ("data", "model")
+        for kind, latency, bandwidth in (
+            ("all_gather", 2.1e-3, 6.2e8),
+            ("all_reduce", 3.4e-3, 1.1e9),
+            ("all_to_all", 1e-3, 7.4e8),
+            ("reduce_scatter", 5.2e-3, 8.2e8),
+        )
+    ),
+    fuses=False,
+)
+"""What four processes on two cores measure."""
+
+
+@pytest.mark.parametrize(("strategy", "most"), [("dp", 4), ("fsdp", 22), ("tp", 21)])
+def test_launches_of_a_training_step(strategy: str, most: int) -> None:
+    """Of 51 MB of gradients, or two of each layer and direction and those of parameters, inputs and losses."""
+    chosen = layouts.STRATEGIES[strategy]
+    config = gpt.Config(vocab=256, width=512)
+    training = Training(config, chosen, spmd.make_mesh(chosen.mesh_of(4), runtime="abstract"))
+    plan = training.step(machine=GLOO).plan(init(config, training.optimizer), workload_batch(config, 8))
+    assert launches(plan) <= most < len(plan.comms)
+
+
+def test_a_sum_that_only_a_result_depends_on_is_sent_with_others():
+    """The loss is divided by its count at the end of the program."""
+
+    def step(weights, x, counts):
+        gradients, total = torch.func.grad_and_value(lambda weights: (x @ weights).square().sum())(weights)
+        return weights - gradients, total.exp()
+
+    mesh = spmd.make_mesh({"data": 4}, runtime="abstract")
+    jitted = spmd.jit(step, (P(), P("data"), P()), P(), mesh=mesh, machine=MACHINE)
+    plan = jitted.plan(*(torch.empty(size, device="meta") for size in ((64, 64), (4096, 64), ())))
+    assert [comm.kind for comm in plan.comms] == ["all_reduce"] * 2
+    assert launches(plan) == 1
+    assert plan.graph.operations[-1].op is torch.ops.aten.exp.default

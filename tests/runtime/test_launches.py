@@ -35,7 +35,7 @@ class Program:
         return result
 
     def collective(self, operand: Value, launch: int) -> Value:
-        op = Exchange(lambda x: x, (), lambda x: x, lambda x: x, width=4)
+        op = Exchange(lambda x: x, (), lambda x: x, lambda x: x, sends=(4,), receives=(4,))
         return self.call(op, operand, comm=Comm(StepKind.ALL_REDUCE, ("x",), 4.0, 0.0, "", None, launch))
 
     def view(self, operand: Value) -> Value:
@@ -135,7 +135,9 @@ def test_a_bucket_has_the_parts_of_its_collectives(shapes: list[tuple[int, ...]]
 
     def part(shape: tuple[int, ...]) -> Exchange:
         numel = torch.Size(shape).numel()
-        return Exchange(lambda x: 2 * x, (), lambda x: x.reshape(-1), lambda x: x.view(shape), width=numel)
+        return Exchange(
+            lambda x: 2 * x, (), lambda x: x.reshape(-1), lambda x: x.view(shape), sends=(numel,), receives=(numel,)
+        )
 
     operands = [torch.rand(shape) for shape in shapes]
     bucket = Bucket.of([part(shape) for shape in shapes])
@@ -144,3 +146,21 @@ def test_a_bucket_has_the_parts_of_its_collectives(shapes: list[tuple[int, ...]]
     results = bucket.finish(pending)
     for x, result in zip(operands, results, strict=True):
         assert torch.equal(2 * x, result)
+
+
+def test_a_bucket_has_the_parts_of_exchanges_for_each_rank():
+    """Unequal ones, too: each rank gets its parts of all tensors, and sends its own."""
+
+    def part(sends: tuple[int, ...], receives: tuple[int, ...]) -> Exchange:
+        return Exchange(sent, ("group",), ravel, ravel, sends=sends, receives=receives, takes_sizes=True)
+
+    def sent(buffer: torch.Tensor, receives: list[int], sends: list[int], group: str) -> torch.Tensor:
+        assert ([3, 3], [3, 4], "group") == (receives, sends, group)
+        assert [0, 10, 11, 1, 2, 12, 13] == buffer.tolist()
+        return torch.tensor([20, 21, 30, 22, 31, 32])
+
+    ravel = torch.ravel
+    bucket = Bucket.of([part((1, 2), (2, 1)), part((2, 2), (1, 2))])
+    assert (7, 6) == (sum(bucket.sends), sum(bucket.receives))
+    first, second = bucket.finish(bucket.start(torch.arange(3), torch.arange(10, 14)))
+    assert ([20, 21, 22], [30, 31, 32]) == (first.tolist(), second.tolist())

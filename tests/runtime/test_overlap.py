@@ -53,7 +53,9 @@ class Story:
                 story.events.append(f"finish {name}")
                 return pending * 10
 
-        told = Told(torch.ops._c10d_functional.all_reduce.default, (), lambda x: x, lambda x: x, width=1)
+        told = Told(
+            torch.ops._c10d_functional.all_reduce.default, (), lambda x: x, lambda x: x, sends=(1,), receives=(1,)
+        )
         return self.call(told, (operand,), Comm(StepKind.ALL_REDUCE, ("x",), bytes, 0.0, "", None, launch))
 
     def run(self, *results: Value, inputs: list[int], window: float = 1.0) -> tuple[int, ...]:

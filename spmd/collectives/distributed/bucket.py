@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import attrs
 import torch
@@ -43,30 +45,48 @@ class Bucket:
     @property
     def is_shared(self) -> bool:
         """Whether results are views of the buffer that is received."""
-        return self.parts[0].receives == 1
+        return len(self.parts[0].receives) == 1
+
+    @cached_property
+    def sends(self) -> tuple[int, ...]:
+        """As in `Exchange`."""
+        return _sums([part.sends for part in self.parts])
+
+    @cached_property
+    def receives(self) -> tuple[int, ...]:
+        """As in `Exchange`."""
+        return _sums([part.receives for part in self.parts])
 
     def pack(self, *operands: Tensor) -> Tensor:
         """The buffer that is sent."""
-        sends = self.parts[0].sends
         flat = [part.pack(x) for part, x in zip(self.parts, operands, strict=True)]
-        return torch.cat([x.view(sends, x.numel() // sends) for x in flat], 1).view(-1)
+        sizes = [part.sends for part in self.parts]
+        if _are_equal(sizes):
+            rows = [x.view(len(size), size[0]) for x, size in zip(flat, sizes, strict=True)]
+            return torch.cat(rows, 1).view(-1)
+        pieces = [x.split(size) for x, size in zip(flat, sizes, strict=True)]
+        return torch.cat(list(itertools.chain(*zip(*pieces, strict=True))))
 
     def received(self, packed: Tensor) -> Tensor:
         """The buffer that is received for `packed`, which may be the same; another one has no values."""
-        return packed if self.in_place else packed.new_empty(sum(part.receives * part.width for part in self.parts))
+        return packed if self.in_place else packed.new_empty(sum(self.receives))
 
     def unpack(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """The results from the buffer that was received."""
-        widths = [part.width for part in self.parts]
-        rows = buffer.view(self.parts[0].receives, sum(widths)).split(widths, 1)
-        return tuple(part.unpack(row) for part, row in zip(self.parts, rows, strict=True))
+        sizes = [part.receives for part in self.parts]
+        if _are_equal(sizes):
+            flat = buffer.view(len(self.receives), -1).split([size[0] for size in sizes], 1)
+        else:
+            pieces = buffer.split(list(itertools.chain(*zip(*sizes, strict=True))))
+            flat = tuple(torch.cat(pieces[number :: len(sizes)]) for number in range(len(sizes)))
+        return tuple(part.unpack(row) for part, row in zip(self.parts, flat, strict=True))
 
     def start(self, *operands: Tensor) -> Tensor:
         """Start the collective on this rank's operands; the result is pending, and only `finish` may use it."""
         first = self.parts[0]
         packed = self.pack(*operands)
         with self.scope:
-            return (first.in_place or first.op)(packed, *first.arguments)
+            return (first.in_place or first.op)(packed, *first.sized_arguments(self.receives, self.sends))
 
     def finish(self, pending: Tensor) -> tuple[Tensor, ...]:
         """Wait for the collective that `start` has started, and return all results."""
@@ -78,3 +98,13 @@ class Bucket:
 
     def __str__(self) -> str:
         return self.scope.what
+
+
+def _sums(sizes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The sizes of the parts of all collectives for each rank."""
+    return tuple(map(sum, zip(*sizes, strict=True)))
+
+
+def _are_equal(sizes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether each collective's parts are equal."""
+    return all(len(set(size)) == 1 for size in sizes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -39,12 +39,12 @@ class Exchange:
 
     Args:
         op: the collective on flat tensors, by an operator of `_c10d_functional`.
-        arguments: its arguments after the tensor.
+        arguments: its arguments after the tensor and, of an all_to_all, the sizes of parts.
         pack: makes the flat buffer that is sent from the operand.
         unpack: makes the result, which is contiguous, from the buffer that was received: flat, or with a row for each
-            of `receives`.
-        sends, receives: the number of equal parts of the two buffers: one for each rank, or one.
-        width: the number of elements of one part of the buffer that is received.
+            of `receives`, if these are equal.
+        sends, receives: the number of elements of each part of the two buffers: one for each rank, or one.
+        takes_sizes: whether `op` takes `receives` and `sends`.
         in_place: as `op`, but it may write to the buffer that is sent; None if there is no such operator.
         scope: the ranks that take part; makes the error if the collective fails.
     """
@@ -53,21 +53,25 @@ class Exchange:
     arguments: tuple[Any, ...]
     pack: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
-    sends: int = attrs.field(default=1, kw_only=True)
-    receives: int = attrs.field(default=1, kw_only=True)
-    width: int = attrs.field(kw_only=True)
+    sends: tuple[int, ...] = attrs.field(kw_only=True)
+    receives: tuple[int, ...] = attrs.field(kw_only=True)
+    takes_sizes: bool = attrs.field(default=False, kw_only=True)
     in_place: Callable[..., Tensor] | None = attrs.field(default=None, kw_only=True)
     scope: CollectiveScope = attrs.field(default=CollectiveScope("a collective", ()), kw_only=True)
 
     def received(self, packed: Tensor) -> Tensor:
         """A new buffer like the one that is received for `packed`."""
-        return packed.new_empty(self.receives * self.width)
+        return packed.new_empty(sum(self.receives))
+
+    def sized_arguments(self, receives: Sequence[int], sends: Sequence[int]) -> tuple[Any, ...]:
+        """The arguments after a buffer with parts of these sizes."""
+        return (list(receives), list(sends), *self.arguments) if self.takes_sizes else self.arguments
 
     def start(self, x: Tensor) -> Tensor:
         """Start the collective on this rank's operand; the result is pending, and only `finish` may use it."""
         packed = self.pack(x)
         with self.scope:
-            return self.op(packed, *self.arguments)
+            return self.op(packed, *self.sized_arguments(self.receives, self.sends))
 
     def finish(self, pending: Tensor) -> Tensor:
         """Wait for a collective that `start` has started, and return its result."""
@@ -157,12 +161,14 @@ def _flat(x: Tensor) -> Tensor:
 
 def _all_reduce(place: Member, operand: TensorMeta, op: str) -> Exchange:
     wire, shape = reduced(operand.dtype, op), operand.shape
+    sizes = (operand.numel * wire.factor,)
     return Exchange(
         _c10d.all_reduce.default,
         (op, place.name),
         lambda x: wire.encode(_flat(x)),
         lambda buffer: wire.decode(buffer).view(shape),
-        width=operand.numel * wire.factor,
+        sends=sizes,
+        receives=sizes,
         in_place=_c10d.all_reduce_.default,
     )
 
@@ -176,8 +182,8 @@ def _all_gather(place: Member, operand: TensorMeta, dim: int, size: int) -> Exch
         (place.group.size, place.name),
         lambda x: wire.encode(pad(_flat(x), numel)),
         lambda buffer: pieces.join(wire.decode(buffer)),
-        receives=place.group.size,
-        width=numel * wire.factor,
+        sends=(numel * wire.factor,),
+        receives=(numel * wire.factor,) * place.group.size,
     )
 
 
@@ -197,13 +203,14 @@ def _reduce_scatter(place: Member, operand: TensorMeta, op: str, dim: int, size:
     pieces = FlatChunks(place, operand.shape, dim, padded=True)
     shape = pieces.piece_shape(place.index)
     numel = math.prod(shape)
+    sizes = tuple(numel * wire.factor for numel in pieces.numels)
     return Exchange(
         _c10d.reduce_scatter_tensor.default,
         (op, place.group.size, place.name),
         lambda x: wire.encode(_flat(pieces.flatten(x))),
         lambda buffer: wire.decode(buffer).view(-1)[:numel].view(shape),
-        sends=place.group.size,
-        width=pieces.numels[0] * wire.factor,
+        sends=sizes,
+        receives=sizes[:1],
     )
 
 
@@ -252,8 +259,9 @@ def _single(
     pack: Callable[[Tensor], Tensor],
     unpack: Callable[[Tensor], Tensor],
 ) -> Exchange:
-    splits = [[numel * wire.factor for numel in numels] for numels in (received, sent)]
-    return Exchange(_c10d.all_to_all_single.default, (*splits, place.name), pack, unpack, width=sum(splits[0]))
+    receives, sends = (tuple(numel * wire.factor for numel in numels) for numels in (received, sent))
+    op = _c10d.all_to_all_single.default
+    return Exchange(op, (place.name,), pack, unpack, sends=sends, receives=receives, takes_sizes=True)
 
 
 _EXCHANGES: Mapping[torch._ops.OpOverload, Callable[..., Exchange | RaggedExchange]] = MappingProxyType(

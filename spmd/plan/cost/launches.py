@@ -28,8 +28,11 @@ from spmd.plan.data.plan import PlanData
 
 Comms = Mapping[Operation, tuple[Comm, ...]]
 
-_JOINED = (StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER)
+_JOINED = (StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER, StepKind.ALL_TO_ALL)
 """The kinds that are joined."""
+
+_REDUCING = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
+"""Those of them that reduce, by an operator that is their first argument."""
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32})
 """The dtypes that are joined, each with itself."""
@@ -44,6 +47,7 @@ class _Call:
         here: the time of its place in the program.
         ready, needed: its operand is made by the one time, its result is needed at the other.
         buffer: the bytes of its larger buffer.
+        goes_on: whether its result is sent by another collective of the same operation.
     """
 
     comm: Comm
@@ -51,30 +55,41 @@ class _Call:
     ready: float
     needed: float
     buffer: float
+    goes_on: bool
 
 
-@attrs.define(eq=False)
 class _Launch:
     """Collectives that are launched as one."""
 
-    calls: list[_Call]
+    def __init__(self, call: _Call) -> None:
+        self.calls = [call]
+        self.here, self.ready, self.needed, self.buffer = call.here, call.ready, call.needed, call.buffer
 
     @property
-    def here(self) -> float:
+    def place(self) -> float:
         """The time of the launch: as late as the last of its collectives stands, unless a result is needed earlier."""
-        return min(max(call.here for call in self.calls), min(call.needed for call in self.calls))
+        return min(self.here, self.needed)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a result is what another collective of the same operation sends."""
+        return any(call.goes_on for call in self.calls)
 
     def placed(self) -> Launch:
         """The launch in the program."""
-        ready = max(call.ready for call in self.calls)
-        needed = min(call.needed for call in self.calls)
-        return Launch(min(ready + 1, self.here), self.here, needed, sum(call.comm.bytes for call in self.calls))
+        sent = sum(call.comm.bytes for call in self.calls)
+        return Launch(min(self.ready + 1, self.place), self.place, self.needed, sent)
 
     def takes(self, call: _Call, limit: float) -> bool:
         """Whether a collective can join: at some time all operands are made, and no result is needed yet."""
-        calls = [*self.calls, call]
-        fits = max(call.ready for call in calls) < min(call.needed for call in calls)
-        return fits and sum(call.buffer for call in calls) <= limit
+        fits = max(self.ready, call.ready) < min(self.needed, call.needed)
+        return fits and self.buffer + call.buffer <= limit
+
+    def add(self, call: _Call) -> None:
+        """Join a collective."""
+        self.calls.append(call)
+        self.here, self.ready = max(self.here, call.here), max(self.ready, call.ready)
+        self.needed, self.buffer = min(self.needed, call.needed), self.buffer + call.buffer
 
 
 def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -> dict[Operation, tuple[Comm, ...]]:
@@ -92,27 +107,30 @@ def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -
     made = _made(executed, comms, needed)
     launches: list[_Launch] = []
     found: dict[tuple[Operation, int], _Launch] = {}
+    waiting: dict[Hashable, list[_Launch]] = {}
     for step in range(max(map(len, comms.values()), default=0)):
-        filling: dict[Hashable, _Launch] = {}
         for time, operation in enumerate(executed):
             if len(comms.get(operation, ())) <= step:
                 continue
             ready = (
-                found[operation, step - 1].here
+                found[operation, step - 1].place
                 if step
                 else max(map(made.__getitem__, operation.operands), default=-1.0)
             )
             buffer = _buffer_bytes(comms[operation][step], plan.mesh)
             call = _call(operation, comms[operation], step, time, ready, needed, buffer)
             key = _key(plan, operation, comms[operation], step)
-            launch = filling.get(key) if key is not None else None
-            if launch is not None and launch.takes(call, limit):
-                launch.calls.append(call)
+            others = waiting.setdefault(key, []) if key is not None else []
+            launch = next((other for other in reversed(others) if other.takes(call, limit)), None)
+            if launch is not None:
+                launch.add(call)
             else:
-                launch = filling[key] = _Launch([call])
+                launch = _Launch(call)
                 launches.append(launch)
+                others.append(launch)
             found[operation, step] = launch
-    placed = {launch.placed(): launch for launch in sorted(launches, key=lambda launch: launch.here)}
+        waiting = {key: [other for other in others if not other.goes_on] for key, others in waiting.items()}
+    placed = {launch.placed(): launch for launch in sorted(launches, key=lambda launch: launch.place)}
     numbers = {placed[one]: number for number, one in enumerate(launch_order(list(placed), window))}
 
     def numbered(operation: Operation, step: int) -> Comm:
@@ -140,7 +158,8 @@ def _call(
     """A collective of an operation: the first ones are launched within half a unit of time of the last one."""
     rest = (len(found) - step) / (2 * len(found))
     last = min((needed.get(value, math.inf) for value in operation.tensors), default=math.inf)
-    return _Call(found[step], max(time + 0.5 - rest, ready), ready, last - rest, buffer)
+    goes_on = step + 1 < len(found)
+    return _Call(found[step], max(time + 0.5 - rest, ready), ready, last - rest, buffer, goes_on)
 
 
 def _needed(operations: Sequence[Operation]) -> Mapping[Value, float]:
@@ -183,7 +202,7 @@ def _key(plan: PlanData, operation: Operation, found: Sequence[Comm], step: int)
         dtype, reduction = steps[step].sent_dtype, steps[step].op
     elif (op := UNTYPED.get(operation.op, operation.op)) in COLLECTIVES:
         dtype = operation.operands[0].meta.dtype
-        reduction = None if COLLECTIVES[op] is StepKind.ALL_GATHER else operation.args[1]
+        reduction = operation.args[1] if COLLECTIVES[op] in _REDUCING else None
     else:
         return None
     comm = found[step]

@@ -16,11 +16,15 @@ _PARTS = (1, 2, 4, 8, 16)
 """By how much buckets are smaller than the largest."""
 
 
+NEAR = 1.01
+"""Schedules whose predicted steps are within this factor count as equally fast."""
+
+
 def best_schedule(plan: AnyPlan) -> AnyPlan:
     """The plan with the schedule of the least predicted step, of those that fit in its request's memory limit.
 
-    If none fits, every collective is launched alone and waited for at once. Virtual ranks launch nothing: their plan
-    has the schedule with the largest buckets.
+    Of those that are equally fast, it is the one with the fewest launches. If none fits, every collective is launched
+    alone and waited for at once. Virtual ranks launch nothing: their plan has the schedule with the largest buckets.
     """
     found = account(plan)
     plans = [launched(plan, found, schedule) for schedule in _schedules(plan)]
@@ -28,7 +32,9 @@ def best_schedule(plan: AnyPlan) -> AnyPlan:
     if len(within) < 2:
         return within[0] if within else launched(plan, found, None)
     simulation = Simulation.of(plan, found)
-    return min(within, key=lambda candidate: simulation.timing(candidate).step)
+    steps = [simulation.timing(candidate).step for candidate in within]
+    fast = [candidate for candidate, step in zip(within, steps, strict=True) if step <= NEAR * min(steps)]
+    return min(fast, key=lambda candidate: len({comm.launch for comm in candidate.comms}))
 
 
 def _schedules(plan: PlanData) -> list[LaunchSchedule]:
