@@ -19,6 +19,7 @@ from spmd.api.programs.program import Program, StandIn
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.api.transforms.flat_function import FlatFunction
 from spmd.api.transforms.transformed import call
+from spmd.api.value_warnings import warn_of_transforms
 from spmd.api.values.arguments import check_argument
 from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.distribute import check_same, place
@@ -226,6 +227,7 @@ class Compiled:
         if found is None:
             found = self._make_flat(numbers)
             self._flats.add(key, found)
+            warn_of_transforms(self.traced.name, self._flats.info.misses if numbers else 0)
         return found
 
     def _make_flat(self, numbers: tuple[float, ...]) -> FlatFunction:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from spmd.api.signature import Signature
 from spmd.ir.source import Source
+from spmd.tracing.numbers import Guard
 from spmd.tracing.source import user_source
 
-if TYPE_CHECKING:
-    from spmd.api.compiled import Compiled
+
+class Guarded(Protocol):
+    """A program that holds for some values of numbers only."""
+
+    @property
+    def is_traced(self) -> bool: ...
+
+    def failing(self, numbers: Sequence[float]) -> Guard | None:
+        """The first guard that does not hold for the dynamic numbers of a call."""
+
 
 MANY = 8
 """The number of values of an int for which a function is compiled without a warning."""
@@ -25,7 +34,7 @@ class ValueWarnings:
         self._lines: set[Source | None] = set()
         self._ints: dict[str, set[int]] = {}
 
-    def of_new(self, name: str, signature: Signature, numbers: Sequence[float], others: Iterable[Compiled]) -> None:
+    def of_new(self, name: str, signature: Signature, numbers: Sequence[float], others: Iterable[Guarded]) -> None:
         """Warn of what makes a new program necessary.
 
         Args:
@@ -57,6 +66,16 @@ class ValueWarnings:
                         f"float({key[1]}) or torch.tensor({key[1]}).",
                         user_source(),
                     )
+
+
+def warn_of_transforms(name: str, values: int) -> None:
+    """Warn if transforms from outside, whose programs are each for one value of every number, see many values."""
+    if values == MANY + 1:
+        _warn(
+            f"A transform from outside acts on {name}, and this is the {values}th value of its numbers: each is "
+            "a program of its own there. Pass them as tensors, or put spmd.jit outside of the transform.",
+            user_source(),
+        )
 
 
 def _warn(message: str, source: Source | None) -> None:

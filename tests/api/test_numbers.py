@@ -104,6 +104,21 @@ def test_a_float_is_dynamic_and_derivatives_are_those_of_one_device(name) -> Non
     assert calls == [1]
 
 
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "foreach"])
+def test_transforms_inside_pass_numbers_on(name) -> None:
+    def function(xs, a):
+        call = lambda x: tuple(spmd.core.pytree.tree_leaves(OPERATIONS[name](x, a)))  # noqa: E731
+        return torch.func.vmap(call)(xs), torch.func.jvp(call, (xs[0],), (xs[1],))
+
+    counted, calls = traced_times(function)
+    jitted, x = spmd.jit(counted, mesh=MESH), values(0, 2, 6, 4)
+    for a in (0.3, 0.8):
+        equal(jitted(placed(x, None, "data"), a), function(x, a))
+    assert calls == [1]
+    scalars = lambda x, a: torch.func.vmap(torch.func.grad(lambda x: (a * x + a) * (x - a)))(x)  # noqa: E731
+    equal(spmd.jit(scalars, mesh=MESH)(x[0, 0], 0.3), scalars(x[0, 0], 0.3))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(6, 4), ()], ids=str)
 def test_a_float_promotes_as_a_python_number(dtype, shape) -> None:
@@ -311,6 +326,16 @@ def test_transforms_from_outside_take_numbers() -> None:
         leaf = placed(x, "data").requires_grad_()
         jitted(leaf, a).backward()
         equal(leaf.grad, torch.func.grad(function)(x, a))
+
+
+def test_transforms_from_outside_warn_of_many_values() -> None:
+    jitted, x = spmd.jit(lambda x, a: (x * a).sum(), mesh=MESH), placed(values(0, 2), None)
+    for number in range(8):
+        torch.func.grad(jitted)(x, number / 8)
+    with pytest.warns(UserWarning, match="the 9th value of its numbers: .* Pass them as tensors") as caught:
+        torch.func.grad(jitted)(x, 1.5)
+        torch.func.grad(jitted)(x, 2.5)
+    assert [found.filename for found in caught] == [__file__]
 
 
 def test_a_compiled_function_is_for_its_values() -> None:
