@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, overload
 import optree
 import torch
 
-from spmd.core.containers import NAMESPACE, fields_of, is_registered, register_containers
+from spmd.core.containers import CONSTANTS, NAMESPACE, fields_of, is_registered, register_containers
 from spmd.core.mesh import Mesh
 from spmd.core.modules import ModuleState, register_modules
 from spmd.core.placement import Partial, Placement, Replicate, Shard
@@ -189,7 +189,7 @@ def leaf_specs(
     names = [f"{item} {path}".rstrip() for path in paths]
     return [
         None
-        if spec is None or (only_tensors and not has_meta(leaf))
+        if spec is None or (only_tensors and isinstance(leaf, CONSTANTS) and not has_meta(leaf))
         else make_spec(mesh, spec, leaf_meta(leaf, name), where=name)
         for spec, leaf, name in zip(specs, leaves, names, strict=True)
     ]
