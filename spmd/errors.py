@@ -3,6 +3,39 @@
 A message says what was got, what was expected, where (argument path, operator, file:line) and what to do.
 """
 
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+_shown = int(os.environ.get("SPMD_SHOW_INTERNALS", "0") not in ("", "0"))
+"""How many wishes there are, in all threads, that tracebacks have all frames."""
+
+
+@contextlib.contextmanager
+def show_internals() -> Iterator[None]:
+    """Keep the frames of this package and of torch in tracebacks, in a `with` block.
+
+    Errors of a function under `jit` or `shard_map` have only the user's frames otherwise. It holds for all threads;
+    `SPMD_SHOW_INTERNALS=1` in the environment is for the whole process. Modelled on `jax_traceback_filtering`.
+
+    >>> import spmd
+    >>> with spmd.errors.show_internals():
+    ...     mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+    """
+    global _shown
+    _shown += 1
+    try:
+        yield
+    finally:
+        _shown -= 1
+
+
+def shows_internals() -> bool:
+    """Whether tracebacks have all frames."""
+    return _shown > 0
+
 
 class SpmdError(Exception):
     """Base class of all errors raised by `spmd`.

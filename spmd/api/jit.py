@@ -38,6 +38,7 @@ from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves, tree_s
 from spmd.core.spec import has_meta
 from spmd.errors import MeshError, PlanError, TraceError
 from spmd.job import checks
+from spmd.job.tracebacks import hides_internals
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import isolated, torch_settings
@@ -83,6 +84,7 @@ class Jitted:
         self._newest: Compiled | None = None
         self._warnings = ValueWarnings()
 
+    @hides_internals
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run the function on the mesh.
 
@@ -143,18 +145,22 @@ class Jitted:
         self._last = compiled
         return result
 
+    @hides_internals
     def trace(self, *args: Any, **keywords: Any) -> Traced:
         """The function as a flat program of functional operators over global tensors."""
         return self._stages(args, keywords).traced
 
+    @hides_internals
     def plan(self, *args: Any, **keywords: Any) -> Plan:
         """The plan: a spec for every value, and every collective with its cause."""
         return self._stages(args, keywords).plan
 
+    @hides_internals
     def lower(self, *args: Any, **keywords: Any) -> LocalProgram:
         """The program that each rank runs; `print(f.lower(*args).as_text())` shows it."""
         return self._stages(args, keywords).program
 
+    @hides_internals
     def compile(self, *args: Any, **keywords: Any) -> Compiled:
         """The compiled function for such arguments, which can be called; on a distributed mesh a collective call."""
         compiled = self._lookup_together(args, {**keywords, **self._parameters.bound})
@@ -329,6 +335,7 @@ def jit(
 def jit(*function: Callable[..., Any], **options: Unpack[JitOptions]) -> Any: ...
 
 
+@hides_internals
 def jit(
     *positional: Any,
     in_specs: Any = None,

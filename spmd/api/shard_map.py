@@ -14,6 +14,7 @@ from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten
 from spmd.core.spec import P
 from spmd.errors import MeshError
+from spmd.job.tracebacks import hides_internals
 from spmd.lowering.program import LocalProgram
 from spmd.tracing.disable_jit import is_jit_disabled
 from spmd.tracing.trace import Traced, is_tracing, running_trace
@@ -39,6 +40,7 @@ class ShardMapped:
         self._in_specs, self._out_specs, self._axis_names, self._check = in_specs, out_specs, axis_names, check
         self._programs: dict[tuple[Any, ...], Jitted] = {}
 
+    @hides_internals
     def __call__(self, *args: Any) -> Any:
         """Run the function on every rank."""
         if is_tracing():
@@ -55,18 +57,22 @@ class ShardMapped:
             return call_mapped(self._region, args, mesh)
         return call_whole(lambda args: self(*args), args, mesh, self._in_specs, self._out_specs, repr(self))
 
+    @hides_internals
     def trace(self, *args: Any) -> Traced:
         """The function as a flat program of functional operators; the stages are those of a jitted function."""
         return self._program(args).trace(*args)
 
+    @hides_internals
     def plan(self, *args: Any) -> Plan:
         """The plan of the function as a whole program; its collectives are the function's own."""
         return self._program(args).plan(*args)
 
+    @hides_internals
     def lower(self, *args: Any) -> LocalProgram:
         """The program that each rank runs; `print(f.lower(*args).as_text())` shows it."""
         return self._program(args).lower(*args)
 
+    @hides_internals
     def compile(self, *args: Any) -> Compiled:
         """The compiled function for such arguments; on a distributed mesh a collective call."""
         return self._program(args).compile(*args)

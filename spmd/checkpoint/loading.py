@@ -27,11 +27,13 @@ from spmd.core.mesh import Mesh, current_mesh
 from spmd.core.pytree import is_spec, make_spec, tree_leaves
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import CheckpointError, DamagedError, ShardingError
+from spmd.job.tracebacks import hides_internals
 
 _REPLACED = 100
 """How often a load starts again because another job has removed what it reads."""
 
 
+@hides_internals
 def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None, name: str | None = None) -> Any:
     """Load a checkpoint with the shardings of `like`; it may have been saved with other specs, mesh and runtime.
 
@@ -225,7 +227,12 @@ def _targets(
         return targets
     besides = sorted(contents.names - wanted.keys())
     rest = f"\nIt has besides: {_listed(besides)}." if besides else ""
-    raise CheckpointError("\n  ".join([f"The checkpoint in {folder} is not like what is wanted:", *wrong]) + rest)
+    raise CheckpointError(
+        "\n  ".join([f"The checkpoint in {folder} is not like what is wanted:", *wrong]) + f"{rest}\n{_AS_SAVED}"
+    )
+
+
+_AS_SAVED = "Give the names, shapes and dtypes that were saved, and rename or convert what is loaded."
 
 
 def _target(name: str, leaf: Any, contents: Contents, mesh: Mesh | None, processes: Processes) -> _Target:

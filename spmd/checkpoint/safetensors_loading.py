@@ -22,6 +22,7 @@ from spmd.core.mesh import Mesh, Runtime, current_mesh
 from spmd.core.pytree import SpecLike, is_spec, make_spec
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import CheckpointError, MeshError, ShardingError
+from spmd.job.tracebacks import hides_internals
 
 INDEX = ".index.json"
 """The end of the name of the file that says which of several files has which tensor."""
@@ -53,6 +54,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 """The dtypes of the format, by their names in it."""
 
 
+@hides_internals
 def load_safetensors(
     path: str | os.PathLike[str], specs: Any, mesh: Mesh | None = None, *, dtype: torch.dtype | None = None
 ) -> dict[str, DTensor]:

@@ -29,10 +29,12 @@ from spmd.core.pytree import leaf_remedy, tree_leaves
 from spmd.core.quantity import parse_bytes
 from spmd.core.spec import TensorMeta
 from spmd.errors import CheckpointError
+from spmd.job.tracebacks import hides_internals
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+@hides_internals
 def save_safetensors(tree: Any, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
     """Save the tensors of a pytree as safetensors files, as transformers reads them.
 

@@ -26,11 +26,13 @@ from spmd.checkpoint.writer import Writer
 from spmd.core.pytree import leaf_remedy, tree_leaves
 from spmd.errors import CheckpointError
 from spmd.job.background import wait_before_exit
+from spmd.job.tracebacks import hides_internals
 
 Progress: TypeAlias = Callable[[int, int], object]
 """A callback `on_progress(done, total)`: the bytes that this process has written, and all that it writes."""
 
 
+@hides_internals
 def save(
     tree: Any,
     path: str | os.PathLike[str],
@@ -76,6 +78,7 @@ def save(
     _prepare(tree, path, keep, name).write(on_progress)
 
 
+@hides_internals
 def save_async(
     tree: Any,
     path: str | os.PathLike[str],
@@ -266,8 +269,10 @@ def _checked_leaves(tree: Any, folder: Path) -> dict[str, Any]:
                 kind = "a meta tensor" if leaf.is_meta else f"layout {leaf.layout}"
                 raise CheckpointError(f"Leaf {name} must be a dense tensor with data (got {kind}).")
         elif not isinstance(leaf, (*PLAIN, Position)):
+            is_module = isinstance(leaf, torch.nn.Module)
+            remedy = leaf_remedy(leaf) if is_module else "Leave it out, and make it again after loading."
             raise CheckpointError(
-                f"Leaf {name} must be a tensor, a number or text (got {type(leaf).__name__}). {leaf_remedy(leaf)}"
+                f"Leaf {name} must be a tensor, a number or text (got {type(leaf).__name__}). {remedy}"
             )
     return dict(zip(names, (leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), strict=True))
 

@@ -12,6 +12,7 @@ import torch
 
 from spmd.collectives.axis_types import AxisType
 from spmd.errors import SpmdError
+from spmd.job.user_code import user_line
 
 TypesOf: TypeAlias = Callable[[torch.Tensor], Mapping[str, AxisType]]
 """The types of a per-rank value along mesh axes; along those that are left out it is invariant."""
@@ -118,7 +119,8 @@ def resolve_axes(axis_name: str | Sequence[str]) -> tuple[tuple[str, ...], tuple
         known = {**later[0], **(known or {})}
     if known is None:
         raise SpmdError(
-            f"No mesh axis is bound here (got axis_name={axis_name!r}). Use collectives inside spmd.shard_map."
+            f"No mesh axis is bound at {user_line()} (got axis_name={axis_name!r}). Use collectives inside "
+            "spmd.shard_map."
         )
     for axis in axes:
         if axis not in known:

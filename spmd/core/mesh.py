@@ -18,6 +18,7 @@ import torch
 from spmd.errors import MeshError
 from spmd.job.collective_scope import MOST, name_ranks
 from spmd.job.process import choose_device, init, is_distributed, process_count, process_index
+from spmd.job.tracebacks import hides_internals
 
 Coordinate = tuple[int, ...]
 """A rank's index along each mesh axis, in mesh order."""
@@ -176,6 +177,7 @@ class Mesh:
             groups.setdefault(rest, []).append((self.axis_index(coordinate, axes), rank))
         return tuple(tuple(rank for _, rank in sorted(group)) for group in groups.values())
 
+    @hides_internals
     def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
         """The submesh along one or several axes, in their order: on a distributed mesh the one over this process.
 
@@ -203,6 +205,7 @@ class Mesh:
         return f"Mesh({', '.join(said if self._ranks is None else [*said, f'ranks={_shown(self._ranks)}'])})"
 
 
+@hides_internals
 def make_mesh(
     axes: Mapping[str, int],
     *,

@@ -9,7 +9,7 @@ globally or in the namespace `"spmd"`, or with `torch.utils._pytree`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, TypeAlias, overload
 
 import optree
@@ -231,6 +231,10 @@ def leaf_remedy(leaf: Any) -> str:
         return "Pass a tensor, torch.tensor(...); or, to a jitted function, a static argument: static_argnums."
     if hasattr(leaf, "__array__"):
         return "Pass torch.as_tensor(...)."
+    if isinstance(leaf, (Iterator, Set)):
+        return "Pass a list or a tuple: it has an order, and can be read twice."
+    if isinstance(leaf, torch.optim.Optimizer):
+        return "Pass the state as tensors, and compute the update in the function, as spmd.optim does."
     if isinstance(leaf, (str, bytes)) or callable(leaf):
         return "Pass a tensor; or, to a jitted function, a static argument: static_argnums."
     return f"Pass a tensor, or register {type(leaf).__name__} with optree as a container: namespace='{NAMESPACE}'."

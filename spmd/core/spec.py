@@ -21,6 +21,7 @@ import torch
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.placement import REDUCTIONS, Partial, Placement, Reduction, Replicate, Shard, supports_reduction
 from spmd.errors import ShardingError
+from spmd.job.tracebacks import hides_internals
 
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
 """For each tensor dim, the mesh axes that shard it, major first."""
@@ -102,6 +103,7 @@ class P:
     dims: Dims
     partial: Reductions
 
+    @hides_internals
     def __init__(self, *dims: str | Sequence[str] | None, partial: Mapping[str, Reduction] | None = None) -> None:
         parsed = tuple(_parse_dim(dim) for dim in dims)
         while parsed and not parsed[-1]:

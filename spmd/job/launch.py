@@ -42,7 +42,8 @@ def launch(function: Callable[..., Any], nprocs: int, *args: Any) -> Any:
         What the function returns on rank 0. DTensors stay with their rank: return `x.full_tensor()`.
 
     Raises:
-        SpmdError: the function failed on some rank; with the traceback of the first that did.
+        SpmdError: the function or an argument cannot be pickled; or the function failed on some rank, with the
+            traceback of the first that did.
         MeshError: a number of processes below 1, or a process that is itself one of a distributed job.
 
     >>> launch(max, 2, 3, 4)  # doctest: +SKIP
@@ -54,6 +55,14 @@ def launch(function: Callable[..., Any], nprocs: int, *args: Any) -> Any:
         raise MeshError(
             "launch was called in a process of a distributed job. Call it in the process that starts the job."
         )
+    if not _is_interactive(function):
+        try:
+            pickle.dumps((function, args))
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise SpmdError(
+                f"launch cannot send {_name(function)} and its arguments to other processes: {error}. Define the "
+                "function at the top of a module, and pass it by its name."
+            ) from None
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

@@ -194,6 +194,8 @@ def _is_restarted() -> bool:
 def _parse_timeout(timeout: timedelta | float | None) -> timedelta | None:
     if timeout is None:
         return None
+    if not isinstance(timeout, (timedelta, int, float)):
+        raise MeshError(f"timeout must be a number of seconds or a timedelta (got {timeout!r}).")
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if limit <= timedelta(0):
         raise MeshError(f"timeout must be positive (got {timeout!r}).")

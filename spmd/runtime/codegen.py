@@ -18,6 +18,7 @@ from spmd.collectives.distributed.bucket import Bucket
 from spmd.ir.graph import Graph, Operation, Value, numbers_of
 from spmd.ir.in_place import InPlace, restricted
 from spmd.ir.number import Number, in_order
+from spmd.job.tracebacks import GENERATED
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.in_place import call_in_place
 from spmd.tracing.recorder import where
@@ -52,7 +53,7 @@ def generate(graph: Graph) -> Generated:
     return writer.compiled()
 
 
-_FILE, _LINES = "<spmd local program>", "origins"
+_FILE, _LINES = GENERATED, "origins"
 
 
 def name_origin(error: BaseException) -> None:

@@ -13,6 +13,7 @@ from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.spec import P, TensorMeta
 from spmd.core.spec_text import encode_spec, parse_spec
 from spmd.errors import ShardingError
+from spmd.job.tracebacks import hides_internals
 from spmd.tracing.disable_jit import is_jit_disabled
 from spmd.tracing.recorder import where
 from spmd.tracing.trace import is_tracing
@@ -20,6 +21,7 @@ from spmd.tracing.trace import is_tracing
 T = TypeVar("T")
 
 
+@hides_internals
 def constrain(x: T, spec: SpecLike) -> T:
     """Fix the sharding of a value inside `jit`, as JAX's `with_sharding_constraint`.
 
@@ -45,6 +47,7 @@ def constrain(x: T, spec: SpecLike) -> T:
     return _apply(x, spec, "constrain")
 
 
+@hides_internals
 def reshard(x: T, spec: SpecLike) -> T:
     """Reshard a value inside `jit`; unlike with `constrain`, the sharding of its cotangent is not constrained.
 

@@ -15,9 +15,11 @@ from spmd.ir.graph import map_leaves
 from spmd.ir.list_operators import list_decomposition
 from spmd.tracing.assignments import check_masks
 from spmd.tracing.nested_tracers import refuse_recording
+from spmd.tracing.operand_dtypes import check_products
 from spmd.tracing.overlapping import OverlappingViews
 from spmd.tracing.replacements import REPLACEMENTS
 from spmd.tracing.strides import check_out, loses_strides, write_copies
+from spmd.tracing.traced_tensor import plain_types, retyped
 
 aten = torch.ops.aten
 
@@ -62,6 +64,7 @@ class Functionalization(FunctionalTensorMode):
         func = _SAFE.get(func, func)
         if func in _INDEXED_WRITES:
             check_masks(args[0], args[1])
+        check_products(func, args)
         if func in REPLACEMENTS:
             with self:
                 result = REPLACEMENTS[func](*args, **kwargs)
@@ -85,7 +88,7 @@ class Functionalization(FunctionalTensorMode):
         if targets:
             with self:
                 return write_copies(targets, func, args, kwargs)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = retyped(super().__torch_dispatch__(func, plain_types(types), args, kwargs))
         self._repeated.note(func, args, result)
         for target in outs:
             if _is_resized(func, target):

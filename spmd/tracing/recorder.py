@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorDeviceMismatchError,
     FakeTensorMode,
     disable_fake_tensor_cache,
 )
@@ -98,8 +99,8 @@ class Recorder(FakeTensorMode):
             return known[1]
         if isinstance(tensor, FakeTensor):
             raise TraceError(
-                f"A tensor {TensorMeta.of(tensor)} of another trace was used. Do not keep tensors of a traced function "
-                "in globals or attributes: return them."
+                f"A tensor {TensorMeta.of(tensor)} of another trace was used at {where(self._source())}. Do not keep "
+                "tensors of a traced function in globals or attributes: return them."
             )
         return self._constant(tensor)
 
@@ -164,6 +165,8 @@ class Recorder(FakeTensorMode):
                     outputs = with_kernel_strides(func, fake_args, outputs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise _data_dependent(func, error, source) from None
+        except FakeTensorDeviceMismatchError as error:
+            raise RuntimeError(str(error)) from None  # the type of the error on real tensors
         self._record(func, arguments, options, outputs, source)
         return outputs
 

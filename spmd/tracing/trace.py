@@ -47,6 +47,7 @@ from spmd.tracing.numbers import DIFFERENTIABLE_IN_TENSORS, Guards, has_number, 
 from spmd.tracing.recorder import Recorder, where
 from spmd.tracing.source import SourceTracker, user_source
 from spmd.tracing.torch_state import restored
+from spmd.tracing.traced_tensor import describe, is_traced, refuse_reading, retyped
 
 _tracing: ContextVar[RunningTrace | None] = ContextVar("spmd_tracing", default=None)
 
@@ -372,7 +373,7 @@ class ClosureLifting(TorchFunctionMode):
 
     def functional(self, fake: torch.Tensor) -> torch.Tensor:
         """Wrap a fake tensor for functionalization, and track it: `check_writes` raises if it was written to."""
-        wrapped = FunctionalTensor.to_functional(fake)
+        wrapped = retyped(FunctionalTensor.to_functional(fake))
         self._tracked.append((fake, wrapped))
         return wrapped
 
@@ -403,11 +404,11 @@ class ClosureLifting(TorchFunctionMode):
             return args[0].clone()
         if func is torch.Tensor.requires_grad_ and args[1:] in ((), (True,)) and not kwargs and args[0].requires_grad:
             return args[0]  # torch raises under torch.func, also where nothing would change
-        if func in _MEMORY_READERS:
-            raise TraceError(
-                f".{func.__name__}() at {where(user_source())} needs the values of a tensor, and a traced function has "
-                "none. Keep to torch operators, or compute it outside and pass it in."
-            )
+        if func is torch.Tensor.__repr__ and is_traced(args[0]):
+            return describe(args[0])
+        if func is torch.Tensor.__format__ and is_traced(args[0]) and not args[1]:
+            return describe(args[0])
+        refuse_reading(func, args)
         if func in (torch.Tensor.backward, torch.autograd.backward):
             self._check_backward(args[0])
         if func in (torch.tensor, torch.as_tensor) and has_number(args):
@@ -483,9 +484,6 @@ def _is_outside(leaf: Any) -> bool:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _SPLITTERS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
-_MEMORY_READERS = frozenset(
-    {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__}
-)
 
 
 def _is_list_of_tensors(args: tuple[Any, ...]) -> bool:

@@ -221,7 +221,7 @@ def test_pairs_of_ranks_that_are_no_permutation(pairs: list[tuple[int, int]], me
 
 def test_an_if_on_a_value() -> None:
     body = lambda a: a if collectives.psum(a, ("x", "y")).sum() < 0 else -a  # noqa: E731
-    with pytest.raises(spmd.TraceError, match=r"needed as a Python number .*torch.where instead of `if`"):
+    with pytest.raises(spmd.TraceError, match=r"needs the values of tensor .*torch.where.* in place of `if`"):
         mapped(body, GRID, BOTH, BOTH)(arange(2, 2))
     chosen = lambda a: torch.where(collectives.psum(a, ("x", "y")).sum() < 0, a, -a)  # noqa: E731
     assert_same(mapped(chosen, GRID, BOTH, BOTH)(arange(2, 2)), -arange(2, 2))

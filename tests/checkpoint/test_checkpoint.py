@@ -211,7 +211,8 @@ def test_everything_that_differs_is_listed(folder):
     assert "  c: a number or text in the checkpoint, f32[] in like" == lines[3]
     assert "  d: f32[2] in the checkpoint, a number or text in like" == lines[4]
     assert lines[5].startswith("  e f32[4]: P('data', 'model') names 2 dims but the tensor f32[4] has 1.")
-    assert ["  g: missing", "It has besides: f."] == lines[6:]
+    assert ["  g: missing", "It has besides: f."] == lines[6:8]
+    assert lines[8].startswith("Give the names, shapes and dtypes that were saved")
 
 
 def test_specs_of_numbers_and_partial_specs_are_refused(folder):

@@ -255,9 +255,9 @@ def calls_backward(x):
     [
         (writes_argument, "writes", "In-place write to argument 0['x'] f32[4,3]"),
         (writes_closed, "writes closed", "In-place write to closed-over tensor f32[3]"),
-        (asks_item, "item", "needed as a Python number"),
-        (asks_float, "float", "needed as a Python number"),
-        (asks_branch, "branch", "needed as a Python number"),
+        (asks_item, "item", ".item() at"),
+        (asks_float, "float", "float() or math at"),
+        (asks_branch, "branch", "torch.where(condition, a, b)"),
         (asks_nonzero, "nonzero", "shape of the result of aten.nonzero.default"),
         (asks_mask, "mask", "shape of the result of aten.index.Tensor"),
         (asks_unique, "unique", "shape of the result of aten._unique2.default"),

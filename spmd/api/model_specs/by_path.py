@@ -12,10 +12,12 @@ from spmd.core.mesh import Mesh, check_mesh
 from spmd.core.pytree import SpecLike, is_spec
 from spmd.core.spec import P
 from spmd.errors import ShardingError
+from spmd.job.tracebacks import hides_internals
 
 _SHOWN = 8  # paths in a message
 
 
+@hides_internals
 def specs(
     tree_or_module: Any,
     patterns: Mapping[str, SpecLike],

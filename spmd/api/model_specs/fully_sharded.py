@@ -10,8 +10,10 @@ from spmd.core.mesh import Mesh, check_mesh
 from spmd.core.pytree import SpecLike, broadcast_prefix
 from spmd.core.spec import P
 from spmd.errors import ShardingError
+from spmd.job.tracebacks import hides_internals
 
 
+@hides_internals
 def fsdp_specs(
     tree_or_module: Any,
     axis: str,

@@ -16,8 +16,10 @@ from spmd.core.placement import neutral_element
 from spmd.core.pytree import broadcast_prefix, flatten_with_paths, leaf_meta, leaf_specs
 from spmd.core.spec import DTensorSpec
 from spmd.errors import MeshError, ShardingError
+from spmd.job.tracebacks import hides_internals
 
 
+@hides_internals
 def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int | None = None) -> Any:
     """Place the tensors of a pytree on a mesh.
 
@@ -112,6 +114,7 @@ def _broadcast(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
     return received
 
 
+@hides_internals
 def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     """Global tensors from the part that each process has loaded; `jax.make_array_from_process_local_data`.
 

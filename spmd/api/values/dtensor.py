@@ -18,13 +18,14 @@ from spmd.api.values.joint_shards import check_shards, joint_specs
 from spmd.api.values.linear import linear
 from spmd.collectives.distributed.agreement import gather, spans_processes
 from spmd.collectives.resharding import redistribution
-from spmd.core.mesh import Mesh, Runtime
+from spmd.core.mesh import Mesh, Runtime, check_mesh
 from spmd.core.placement import Placement
 from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.shards import join
 from spmd.core.spec import Dims, DTensorSpec, Reductions, TensorMeta
 from spmd.errors import ShardingError
 from spmd.job import checks
+from spmd.job.tracebacks import hides_internals
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.tracing.recorder import where as place_text
 
@@ -87,6 +88,7 @@ class DTensor(torch.Tensor):
         """
         return self._shards
 
+    @hides_internals
     def to_local(self) -> torch.Tensor:
         """The shard of a process that holds one rank, as every process of a distributed mesh does; not a copy.
 
@@ -104,6 +106,7 @@ class DTensor(torch.Tensor):
             return shard
         return linear(lambda _: shard.detach(), lambda _: _refuse_local_gradient(spec), self)  # type: ignore[no-any-return]
 
+    @hides_internals
     def full_tensor(self) -> torch.Tensor:
         """The global tensor, gathered from its shards and reduced where it is partial; a new plain tensor.
 
@@ -126,6 +129,7 @@ class DTensor(torch.Tensor):
         (whole,) = self._move("full_tensor()", DTensorSpec.replicated(self.mesh, spec.meta), agreed)
         return whole.clone() if whole is self._shards[0] else whole
 
+    @hides_internals
     def redistribute(self, spec: SpecLike) -> DTensor:
         """The same global tensor under another spec: a `P`, or one placement for each mesh axis.
 
@@ -161,6 +165,7 @@ class DTensor(torch.Tensor):
         return redistribute_shards(self._shards, self._spec, target)
 
     @staticmethod
+    @hides_internals
     def from_local(
         shards: torch.Tensor | Sequence[torch.Tensor],
         mesh: Mesh,
@@ -190,6 +195,7 @@ class DTensor(torch.Tensor):
         >>> DTensor.from_local([torch.zeros(2, 3), torch.zeros(1, 3)], mesh, P("data")).shape
         torch.Size([3, 3])
         """
+        check_mesh(mesh)
         held = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
         call = f"DTensor.from_local(..., {spec!r}{'' if shape is None else f', shape={tuple(shape)}'}) on {mesh}"
         names = ["the tensor"] if checks.every_call else None
