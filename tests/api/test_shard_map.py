@@ -343,7 +343,7 @@ def test_errors_of_specs():
         spmd.shard_map(lambda x: x, MESH, P(), P(), axis_names={"z"})(X)
     with pytest.raises(ShardingError, match=r"names 'x', which is not manual here"):
         spmd.jit(spmd.shard_map(lambda x: x, GRID, P("x"), P(), axis_names={"y"}), P(), None, mesh=GRID)(X)
-    with pytest.raises(SpmdError, match=r"No mesh axis is bound here .*inside spmd.shard_map"):
+    with pytest.raises(SpmdError, match=r"No mesh axis is bound at .*inside spmd.shard_map"):
         psum(X, "x")
 
 

@@ -30,10 +30,10 @@ def wrong_result() -> None:
     step(torch.ones(4))
 
 
-@mistake("A text among the tensors of a batch", "static_argnums")
-def text_in_batch() -> None:
-    step = spmd.jit(lambda batch: batch["x"].sin(), mesh=MESH)
-    step({"x": torch.ones(4), "name": "train"})
+@mistake("A function among the tensors of a batch", "static_argnums")
+def function_in_batch() -> None:
+    step = spmd.jit(lambda batch: batch["augment"](batch["x"]), mesh=MESH)
+    step({"x": torch.ones(4), "augment": torch.sin})
 
 
 @mistake("An object of an own class as state", "register State with optree")
@@ -45,9 +45,9 @@ def object_as_state() -> None:
     step(State())
 
 
-@mistake("A text in the result", "Return tensors only")
-def text_as_result() -> None:
-    step = spmd.jit(lambda x: {"y": x.sin(), "message": "done"}, mesh=MESH)
+@mistake("A function in the result", "Return tensors, numbers or text")
+def function_as_result() -> None:
+    step = spmd.jit(lambda x: {"y": x.sin(), "backward": torch.cos}, mesh=MESH)
     step(torch.ones(4))
 
 

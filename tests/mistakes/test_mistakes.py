@@ -1,6 +1,6 @@
 """A hundred mistakes of new users: each ends in an error or a warning that names the line and the remedy.
 
-`python tests/mistakes/test_mistakes.py` writes docs/mistakes.md.
+`PYTHONPATH=tests python tests/mistakes/test_mistakes.py` writes docs/mistakes.md.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _HEAD = """# A hundred mistakes
 
 What new users write, and what they are told: an error or a warning, at their line, with what to do. Tracebacks end at
 that line; `step.py:12` stands for it where the message names it too. The cases are in `tests/mistakes/`, and this page
-is made by `python tests/mistakes/test_mistakes.py`.""".splitlines()
+is made by `PYTHONPATH=tests python tests/mistakes/test_mistakes.py`.""".splitlines()
 
 if __name__ == "__main__":
     with Workers() as started:

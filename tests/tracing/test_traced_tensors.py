@@ -94,6 +94,7 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:A traced tensor, which has no value, was put into kept")
 @pytest.mark.parametrize("name", USES)
 def test_leaked_ones(name: str) -> None:
     kept = []

@@ -21,6 +21,7 @@ from spmd.ir.variants import Unevenness
 from spmd.tracing.manual.axis_types import AxisTypes, remedy, types_of_spec
 from spmd.tracing.manual.casts import Casts
 from spmd.tracing.manual.local_shapes import LocalShapes, even_shape
+from spmd.tracing.numbers import value_of
 from spmd.tracing.recorder import where
 from spmd.tracing.trace import running_trace
 
@@ -129,8 +130,8 @@ class Region:
         for leaf, path in zip(leaves, paths, strict=True):
             if not isinstance(leaf, torch.Tensor):
                 raise TraceError(
-                    f"Argument {path} of shard_map({self.name}) must be a tensor (got {type(leaf).__name__} "
-                    f"{leaf!r:.60}). Close over what is no tensor."
+                    f"Argument {path} of shard_map({self.name}) must be a tensor (got {_text(leaf)}). "
+                    "Close over what is no tensor."
                 )
         return _Placed(
             [
@@ -170,8 +171,8 @@ class Region:
         for path, leaf in zip(*flatten_with_paths(results)[:2], strict=True):
             if not isinstance(leaf, torch.Tensor):
                 raise TraceError(
-                    f"Result {path} of shard_map({self.name}) must be a tensor (got {type(leaf).__name__} "
-                    f"{leaf!r:.60}). Return tensors only, or None for nothing."
+                    f"Result {path} of shard_map({self.name}) must be a tensor (got {_text(leaf)}). "
+                    "Return tensors only, or None for nothing."
                 )
 
     def _prepared(self, leaf: torch.Tensor, spec: P, path: str) -> tuple[torch.Tensor, P]:
@@ -246,6 +247,12 @@ class Region:
     def _leave(self, leaf: torch.Tensor, spec: P, shape: tuple[int, ...]) -> torch.Tensor:
         op = torch.ops.spmd.leave
         return op(leaf, encode_spec(spec), [], list(self.axes), self._sizes(), list(shape))  # type: ignore[no-any-return]
+
+
+def _text(leaf: Any) -> str:
+    """What is no tensor, in messages."""
+    value = value_of(leaf)
+    return f"{type(value).__name__} {value!r:.60}"
 
 
 def _op(leaf: torch.Tensor) -> Reduction:
