@@ -214,9 +214,14 @@ def handler_that_fails() -> Callable[[], object]:
     return lambda: os.kill(os.getpid(), signal.SIGUSR1)
 
 
+workers: list[subprocess.Popen[bytes]] = []
+"""Those of a loader: one that nobody holds is reaped when it ends, and nobody sees how."""
+
+
 def loader_with_a_worker() -> Callable[[], object]:
     """What a DataLoader does for a worker, which only sleeps here: a fork of a process with threads may hang."""
     worker = subprocess.Popen(["sleep", "600"])
+    workers.append(worker)
     signal_handling._set_worker_pids(1, (worker.pid,))
     signal_handling._set_SIGCHLD_handler()
     return worker.kill
