@@ -199,7 +199,8 @@ def interrupted(on: int, fails_with: Callable[[], Callable[[], object]]) -> None
     step, x = steps()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENT), dist.group.WORLD)
     if spmd.process_index() == on:
-        threading.Timer(0.5, fails_with()).start()
+        fails = fails_with()  # held: a worker that nobody holds is reaped, and no handler sees how it ended
+        threading.Timer(0.5, fails).start()
     else:
         time.sleep(2.0)
     while True:
@@ -214,14 +215,9 @@ def handler_that_fails() -> Callable[[], object]:
     return lambda: os.kill(os.getpid(), signal.SIGUSR1)
 
 
-workers: list[subprocess.Popen[bytes]] = []
-"""Those of a loader: one that nobody holds is reaped when it ends, and nobody sees how."""
-
-
 def loader_with_a_worker() -> Callable[[], object]:
     """What a DataLoader does for a worker, which only sleeps here: a fork of a process with threads may hang."""
     worker = subprocess.Popen(["sleep", "600"])
-    workers.append(worker)
     signal_handling._set_worker_pids(1, (worker.pid,))
     signal_handling._set_SIGCHLD_handler()
     return worker.kill
