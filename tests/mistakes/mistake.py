@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
@@ -71,7 +72,8 @@ class Seen:
     def text(self) -> str:
         """The message for a page, without what depends on the place."""
         text = re.sub(r"mistakes_\w+\.py:\d+( \(`.*?`\))?(?=[ .,:;)]|$)", "step.py:12", self.message)
-        text = re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"/tmp/[\w./-]+", "checkpoint", text))
+        text = re.sub(rf"{re.escape(tempfile.gettempdir())}/[\w./-]+", "checkpoint", text)
+        text = re.sub(r"0x[0-9a-f]+", "0x...", text)
         return f"{self.kind}: {' '.join(text.split())}"
 
 

@@ -17,7 +17,7 @@ mistake = collector(MISTAKES)
 
 @mistake("A folder without a checkpoint", "Check the path")
 def no_checkpoint() -> None:
-    spmd.checkpoint.load("/tmp/no-such-checkpoint", {"w": torch.ones(4)})
+    spmd.checkpoint.load("no-such-checkpoint", {"w": torch.ones(4)})
 
 
 @mistake("A name that was not saved", "Give the names")
@@ -70,7 +70,7 @@ def path_is_a_file() -> None:
 
 @mistake("A safetensors file that is not there", "Give a file *.safetensors")
 def no_safetensors() -> None:
-    spmd.load_safetensors("/tmp/no-such-model.safetensors", P(), MESH)
+    spmd.load_safetensors("no-such-model.safetensors", P(), MESH)
 
 
 @mistake("A checkpoint of which a file was cut", "Load an older checkpoint")
