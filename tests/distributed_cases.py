@@ -24,7 +24,7 @@ from spmd.api.jit import jit
 from spmd.api.values.distribute import distribute, from_process_data
 from spmd.api.values.dtensor import DTensor
 from spmd.api.values.interop import from_torch_dtensor, to_torch_dtensor
-from spmd.collectives.distributed.exchange import broadcast
+from spmd.collectives.distributed import scatter
 from spmd.core.mesh import Mesh, Runtime, make_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import SpmdError
@@ -152,6 +152,22 @@ def take_the_tensors_of_one_rank(source: int) -> None:
     placed = distribute(mine, P("x"), mesh, src_rank=source)
     for name, expected in truth.items():
         assert torch.equal(expected, placed[name].full_tensor()), name
+
+
+def scatter_every_spec(axes: dict[str, int], shape: tuple[int, ...], source: int) -> int:
+    """Each rank has the shard that `distribute` makes of the whole tensor, for every spec; in many small pieces."""
+    mesh, virtual = twins(axes)
+    whole, rank, bucket = values(*shape), process_index(), scatter.BUCKET
+    mine = whole.t().contiguous().t() if rank == source else whole.to("meta")
+    targets = all_specs(virtual, TensorMeta.of(whole))
+    for bytes_at_once in (16, 64, bucket):
+        scatter.BUCKET = bytes_at_once
+        for target in targets:
+            placed = distribute(mine, target.pspec, mesh, src_rank=source)
+            expected = distribute(whole, target.pspec, virtual).shards[rank]
+            assert torch.equal(expected, placed.to_local()) and placed.to_local().is_contiguous(), target
+    scatter.BUCKET = bucket
+    return len(targets)
 
 
 def load_parts() -> None:
@@ -321,12 +337,16 @@ def send_to_itself(device: str) -> str:
     mesh = make_mesh({"x": 1}, runtime="distributed", device=device)
     x, group = values(4, 2).to(mesh.device).view(-1), dist.group.WORLD
     calls = torch.ops._c10d_functional
+    scattered, broadcast = torch.empty_like(x), x.clone()
+    dist.scatter(scattered, [x], 0)
+    dist.broadcast(broadcast, 0)
     pending = [
         calls.all_reduce(x, "sum", group.group_name),
         calls.all_gather_into_tensor_out(x, 1, group.group_name, out=torch.empty_like(x)),
         calls.reduce_scatter_tensor(x, "sum", 1, group.group_name),
         calls.all_to_all_single(x, [8], [8], group.group_name),
-        broadcast(x, mesh, 0),
+        scattered,
+        broadcast,
     ]
     for received in pending:
         assert torch.equal(x, calls.wait_tensor(received))

@@ -57,6 +57,12 @@ def test_strategies_train_as_on_virtual_ranks(workers, name, ranks):
             assert one.bytes == pytest.approx(other.bytes, abs=4 * ranks)  # a bucket is divided as a whole
 
 
+@pytest.mark.parametrize("source", [0, 3])
+@pytest.mark.parametrize("shape", [(5, 3), (8, 2), (0, 3)], ids=str)
+def test_one_rank_scatters_to_any_spec(workers, shape, source):
+    assert workers.run(cases.scatter_every_spec, {"x": 2, "y": 2}, shape, source, ranks=4)[0] > 20
+
+
 def test_a_process_holds_its_own_shard(workers):
     workers.run(cases.hold_one_shard, ranks=4)
 

@@ -10,7 +10,7 @@ import torch
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.api.values.joint_shards import joint_specs
 from spmd.collectives.distributed.agreement import check_agreement, describe, failing_together, gather, spans_processes
-from spmd.collectives.distributed.exchange import broadcast
+from spmd.collectives.distributed.scatter import Scatter
 from spmd.core.mesh import Coordinate, Mesh, Runtime, current_mesh
 from spmd.core.placement import neutral_element
 from spmd.core.pytree import broadcast_prefix, flatten_with_paths, leaf_meta, leaf_specs
@@ -31,9 +31,9 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
         specs: a pytree prefix of specs: `P`s, or tuples of one placement for each mesh axis. Where a spec is partial,
             the rank at index 0 of the axis holds the value, and the others hold the neutral element.
         mesh: the mesh; by default that of `use_mesh`.
-        src_rank: on a distributed mesh, the rank of the mesh (counted from 0 in it) whose tensors are broadcast; of
-            those of other ranks only shapes and dtypes matter, so they can be meta tensors. By default nothing is
-            broadcast.
+        src_rank: on a distributed mesh, the rank of the mesh (counted from 0 in it) whose tensors count; of those of
+            other ranks only shapes and dtypes matter, so they can be meta tensors. It sends one tensor after the other,
+            to each rank its shard: a rank holds its shards and a bucket of at most 16 MiB. By default nothing is sent.
 
     Returns:
         The tree with DTensors for leaves. Their shards are copies; gradients do not flow through.
@@ -61,8 +61,9 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
     if src_rank is None:
         check_same(call, mesh, names, leaves)
     else:
-        leaves = _broadcast(call, mesh, names, leaves, src_rank)
-    placed = [place(leaf, target, name) for leaf, target, name in zip(leaves, targets, names, strict=True)]
+        check_source(call, mesh, names, leaves, src_rank)
+    scatter = Scatter(mesh, src_rank) if src_rank is not None and spans_processes(mesh) else None
+    placed = [place(leaf, target, name, scatter) for leaf, target, name in zip(leaves, targets, names, strict=True)]
     return structure.unflatten(placed)
 
 
@@ -87,31 +88,32 @@ def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any
         )
 
 
-def _broadcast(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any], src_rank: int) -> list[Any]:
-    """The leaves of one rank, on all ranks; DTensors stay as they are."""
+def check_source(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any], src_rank: int) -> None:
+    """Check that one rank of a distributed mesh holds tensors, and the others some of the same shapes and dtypes.
+
+    Raises:
+        DivergenceError: on every rank, if shapes or dtypes differ; it names the leaf.
+        ShardingError: on every rank, if the one lacks a tensor.
+    """
     if not spans_processes(mesh):
-        return list(leaves)
+        return
     with failing_together(call, mesh):
-        metas = [leaf_meta(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
-    has_data = [isinstance(leaf, torch.Tensor) and not leaf.is_meta for leaf in leaves]
+        claims = {name: _claim(leaf, name) for leaf, name in zip(leaves, names, strict=True)}
     check_agreement(
         call,
-        {name: f"{meta}" for name, meta in zip(names, metas, strict=True)},
+        claims,
         f"Ranks other than src_rank={src_rank} must give tensors of the same shapes and dtypes, such as meta tensors.",
         mesh.ranks,
     )
+    has_data = [isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_meta for leaf in leaves]
     if not all(gather(call, has_data, mesh.ranks)[src_rank]):
-        raise ShardingError(f"src_rank={src_rank} must hold tensors with data. Meta tensors are for the other ranks.")
-    received: list[Any] = []
-    for leaf, meta in zip(leaves, metas, strict=True):
-        if isinstance(leaf, DTensor):
-            received.append(leaf)
-            continue
-        buffer = torch.empty(meta.shape, dtype=meta.dtype, device=mesh.device)
-        if mesh.rank(mesh.held_coordinates[0]) == src_rank:
-            buffer.copy_(leaf)
-        received.append(broadcast(buffer, mesh, src_rank))
-    return received
+        raise ShardingError(
+            f"src_rank={src_rank} must hold tensors with data, and dense ones. Meta tensors are for the other ranks."
+        )
+
+
+def _claim(leaf: Any, name: str) -> str:
+    return f"{leaf.spec} on {leaf.mesh}" if isinstance(leaf, DTensor) else str(leaf_meta(leaf, name))
 
 
 @hides_internals
@@ -152,13 +154,14 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     return structure.unflatten([wrap(spec, shards) for spec, shards in zip(found, held, strict=True)])
 
 
-def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> DTensor:
+def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor", scatter: Scatter | None = None) -> DTensor:
     """The DTensor with a given spec of one tensor.
 
     Args:
         value: a whole tensor or a DTensor, with the spec's shape and dtype.
         spec: the spec.
         where: the name of the tensor, for errors.
+        scatter: sends the shards of the rank that has `value`, after `check_source`; by default each rank has it.
 
     Raises:
         MeshError: an abstract mesh, or a DTensor on another mesh.
@@ -170,6 +173,8 @@ def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor") -> 
                 f"{where} {value.spec} is on {value.mesh} and not on {spec.mesh}. Assemble it first: .full_tensor()."
             )
         return value.redistribute(spec.pspec)
+    if scatter is not None:
+        return wrap(spec, (scatter(value, spec),))
     check_placeable(value, spec, where)
     value = value.detach()
     return wrap(spec, tuple(_cut(value, spec, coordinate) for coordinate in spec.mesh.held_coordinates))

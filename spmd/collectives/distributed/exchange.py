@@ -15,11 +15,10 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from spmd.collectives.distributed.flat_chunks import FlatChunks, pad, resized
-from spmd.collectives.distributed.process_groups import Member, member, process_group
+from spmd.collectives.distributed.process_groups import Member, member
 from spmd.collectives.distributed.ragged import RaggedExchange, stay
 from spmd.collectives.distributed.transport_dtypes import TransportDtype, moved, reduced
 from spmd.collectives.local import LOCALS, Local
@@ -138,18 +137,6 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, coordinate: Coordinate, x: Tensor
     """Run one primitive on this rank's tensor; a collective call of all ranks of its group."""
     call: Callable[..., Tensor] = bind(op, mesh, coordinate, TensorMeta.of(x), arguments)
     return call(x)
-
-
-def broadcast(x: Tensor, mesh: Mesh, src_rank: int) -> Tensor:
-    """The tensor of one rank, on all ranks of the mesh; on the others `x` gives only the shape and dtype."""
-    wire, process = moved(x.dtype), mesh.ranks[src_rank]
-    buffer = wire.encode(_flat(x))
-    scope, group = CollectiveScope(f"the broadcast from rank {process}", mesh.ranks), process_group(mesh, mesh.names)
-    with scope:
-        dist.broadcast(buffer, process, group=group)
-    if buffer.is_cuda:
-        device_watch.note(scope)
-    return wire.decode(buffer).view(x.shape)
 
 
 def _flat(x: Tensor) -> Tensor:
