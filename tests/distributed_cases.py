@@ -7,6 +7,7 @@ import os
 import signal
 import weakref
 from typing import Any
+from unittest import mock
 
 import optree
 import torch
@@ -157,16 +158,15 @@ def take_the_tensors_of_one_rank(source: int) -> None:
 def scatter_every_spec(axes: dict[str, int], shape: tuple[int, ...], source: int) -> int:
     """Each rank has the shard that `distribute` makes of the whole tensor, for every spec; in many small pieces."""
     mesh, virtual = twins(axes)
-    whole, rank, bucket = values(*shape), process_index(), scatter.BUCKET
+    whole, rank = values(*shape), process_index()
     mine = whole.t().contiguous().t() if rank == source else whole.to("meta")
     targets = all_specs(virtual, TensorMeta.of(whole))
-    for bytes_at_once in (16, 64, bucket):
-        scatter.BUCKET = bytes_at_once
-        for target in targets:
-            placed = distribute(mine, target.pspec, mesh, src_rank=source)
-            expected = distribute(whole, target.pspec, virtual).shards[rank]
-            assert torch.equal(expected, placed.to_local()) and placed.to_local().is_contiguous(), target
-    scatter.BUCKET = bucket
+    for bytes_at_once in (16, 64, scatter.BUCKET):
+        with mock.patch.object(scatter, "BUCKET", bytes_at_once):
+            for target in targets:
+                placed = distribute(mine, target.pspec, mesh, src_rank=source)
+                expected = distribute(whole, target.pspec, virtual).shards[rank]
+                assert torch.equal(expected, placed.to_local()) and placed.to_local().is_contiguous(), target
     return len(targets)
 
 

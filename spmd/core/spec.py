@@ -19,7 +19,16 @@ import attrs
 import torch
 
 from spmd.core.mesh import Coordinate, Mesh
-from spmd.core.placement import REDUCTIONS, Partial, Placement, Reduction, Replicate, Shard, supports_reduction
+from spmd.core.placement import (
+    REDUCTIONS,
+    Partial,
+    Placement,
+    Reduction,
+    Replicate,
+    Shard,
+    neutral_element,
+    supports_reduction,
+)
 from spmd.errors import ShardingError
 from spmd.job.tracebacks import hides_internals
 
@@ -296,6 +305,14 @@ class DTensorSpec:
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
         """The shape of the shard of the rank at `coordinate`."""
         return tuple(part.stop - part.start for part in self.local_slices(coordinate))
+
+    def neutral_at(self, coordinate: Coordinate) -> float | int | bool | None:
+        """What fills the shard at `coordinate` when a whole tensor is placed; None where it has the tensor's values.
+
+        Along a partial axis the rank at index 0 has the values, and the others have the neutral element.
+        """
+        partial = (op for axis, op in self.partial if coordinate[self.mesh.axis_position(axis)] > 0)
+        return next((neutral_element(op, self.meta.dtype) for op in partial), None)
 
     def local_bytes(self) -> int:
         """The size in bytes of the largest shard (the one at coordinate zero)."""

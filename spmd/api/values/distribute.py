@@ -12,7 +12,6 @@ from spmd.api.values.joint_shards import joint_specs
 from spmd.collectives.distributed.agreement import check_agreement, describe, failing_together, gather, spans_processes
 from spmd.collectives.distributed.scatter import Scatter
 from spmd.core.mesh import Coordinate, Mesh, Runtime, current_mesh
-from spmd.core.placement import neutral_element
 from spmd.core.pytree import broadcast_prefix, flatten_with_paths, leaf_meta, leaf_specs
 from spmd.core.spec import DTensorSpec
 from spmd.errors import MeshError, ShardingError
@@ -58,11 +57,12 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
         names = [f"leaf {path}".rstrip() for path in paths]
         if src_rank is not None:
             mesh.coordinate(src_rank)  # a rank of the mesh
+    scatter = None
     if src_rank is None:
         check_same(call, mesh, names, leaves)
-    else:
+    elif spans_processes(mesh):
         check_source(call, mesh, names, leaves, src_rank)
-    scatter = Scatter(mesh, src_rank) if src_rank is not None and spans_processes(mesh) else None
+        scatter = Scatter(mesh, src_rank)
     placed = [place(leaf, target, name, scatter) for leaf, target, name in zip(leaves, targets, names, strict=True)]
     return structure.unflatten(placed)
 
@@ -95,8 +95,6 @@ def check_source(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[A
         DivergenceError: on every rank, if shapes or dtypes differ; it names the leaf.
         ShardingError: on every rank, if the one lacks a tensor.
     """
-    if not spans_processes(mesh):
-        return
     with failing_together(call, mesh):
         claims = {name: _claim(leaf, name) for leaf, name in zip(leaves, names, strict=True)}
     check_agreement(
@@ -194,9 +192,7 @@ def check_placeable(value: Any, spec: DTensorSpec, where: str) -> None:
 
 def _cut(value: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:
     """The shard of the rank at `coordinate`, as a copy."""
-    for axis, op in spec.partial:
-        if coordinate[spec.mesh.axis_position(axis)] > 0:
-            neutral = neutral_element(op, value.dtype)
-            return torch.full(spec.local_shape(coordinate), neutral, dtype=value.dtype, device=spec.mesh.device)
+    if (neutral := spec.neutral_at(coordinate)) is not None:
+        return torch.full(spec.local_shape(coordinate), neutral, dtype=value.dtype, device=spec.mesh.device)
     part = value[spec.local_slices(coordinate)]
     return part.to(spec.mesh.device, copy=True, memory_format=torch.contiguous_format)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from spmd.collectives.distributed.process_groups import process_group
 from spmd.collectives.distributed.transport_dtypes import moved
-from spmd.core.mesh import Coordinate, Mesh
-from spmd.core.placement import neutral_element
+from spmd.collectives.group import group_of
+from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec
 from spmd.job import device_watch
 from spmd.job.collective_scope import CollectiveScope
@@ -35,10 +35,10 @@ class Scatter:
 
     def __init__(self, mesh: Mesh, src_rank: int) -> None:
         (self._here,), self._source = mesh.held_coordinates, mesh.coordinate(src_rank)
+        self._rank, self._source_rank = mesh.rank(self._here), src_rank
         self._mesh, self._process = mesh, mesh.ranks[src_rank]
-        self._bucket = torch.empty(
-            BUCKET, dtype=torch.uint8, device=mesh.device
-        )  # one: the host's heap is not compacted
+        # One for all tensors, because the host's heap is not compacted.
+        self._bucket = torch.empty(BUCKET, dtype=torch.uint8, device=mesh.device)
 
     def __call__(self, whole: Tensor, spec: DTensorSpec) -> Tensor:
         """The shard of this process's rank; a collective call of all ranks of the mesh.
@@ -51,33 +51,34 @@ class Scatter:
         shard = torch.empty(spec.local_shape(here), dtype=spec.meta.dtype, device=mesh.device)
         sharded = tuple(axis for axes in spec.dims for axis in axes)
         others = tuple(axis for axis in mesh.names if axis not in sharded)
-        if mesh.axis_index(here, others) == mesh.axis_index(self._source, others):
+        if self._source_rank in self._along(sharded):
             self._send(whole.detach(), shard, spec, sharded)
         self._broadcast(shard, others)
-        for axis, op in spec.partial:
-            if here[mesh.axis_position(axis)] > 0:
-                shard.fill_(neutral_element(op, shard.dtype))
+        if (neutral := spec.neutral_at(here)) is not None:
+            shard.fill_(neutral)
         return shard
 
     def _send(self, whole: Tensor, shard: Tensor, spec: DTensorSpec, axes: tuple[str, ...]) -> None:
         """Write the shards of the ranks that differ from the source only along `axes`, of which this is one."""
-        if self._here == self._source:
+        mesh, is_source = self._mesh, self._rank == self._source_rank
+        if is_source:
             shard.copy_(whole[spec.local_slices(self._source)])
-        coordinates, wire = self._along(axes), moved(shard.dtype)
-        if len(coordinates) == 1:
+        ranks, wire = self._along(axes), moved(shard.dtype)
+        if len(ranks) == 1:
             return
-        scope, group = self._scope("scatter"), process_group(self._mesh, axes)
-        largest = spec.local_shape((0,) * len(self._mesh.names))
+        ranks = tuple(sorted(ranks, key=mesh.ranks.__getitem__))  # as torch numbers processes
+        scope, group = self._scope("scatter"), process_group(mesh, axes)
+        largest = spec.local_shape((0,) * len(mesh.names))
         bucket = self._bucket.view(shard.dtype)
-        for box in _boxes(largest, max(1, len(bucket) // len(coordinates))):
+        for box in _boxes(largest, max(1, len(bucket) // len(ranks))):
             mine, size = shard[box], math.prod(part.stop - part.start for part in box)
             received, rows = bucket[:size], None
-            if self._here == self._source:  # parts of equal size, as torch requires: smaller ones leave a rest
-                rows = [bucket[number * size :][:size] for number in range(len(coordinates))]
-                for row, coordinate in zip(rows, coordinates, strict=True):
-                    part = whole[spec.local_slices(coordinate)][box]
+            if is_source:  # parts of equal size, as torch requires: smaller ones leave a rest
+                rows = [bucket[number * size :][:size] for number in range(len(ranks))]
+                for row, rank in zip(rows, ranks, strict=True):
+                    part = whole[spec.local_slices(mesh.coordinate(rank))][box]
                     row[: part.numel()].view(part.shape).copy_(part)
-                received = rows[coordinates.index(self._here)]
+                received = rows[ranks.index(self._rank)]
             with scope:
                 sent = rows and [wire.encode(row) for row in rows]
                 dist.scatter(wire.encode(received), sent, self._process, group=group)
@@ -88,22 +89,19 @@ class Scatter:
 
     def _broadcast(self, shard: Tensor, axes: tuple[str, ...]) -> None:
         """Overwrite this rank's shard with that of the rank that has the source's indices along `axes`."""
-        mesh, coordinates = self._mesh, self._along(axes)
-        if len(coordinates) == 1 or not shard.numel():
+        mesh, ranks = self._mesh, self._along(axes)
+        if len(ranks) == 1 or not shard.numel():
             return
-        index = mesh.axis_index(self._source, axes)
-        holder = next(coordinate for coordinate in coordinates if mesh.axis_index(coordinate, axes) == index)
+        holder = ranks[mesh.axis_index(self._source, axes)]
         scope, group = self._scope("broadcast"), process_group(mesh, axes)
         with scope:
-            dist.broadcast(moved(shard.dtype).encode(shard.view(-1)), mesh.ranks[mesh.rank(holder)], group=group)
+            dist.broadcast(moved(shard.dtype).encode(shard.view(-1)), mesh.ranks[holder], group=group)
         if shard.is_cuda:
             device_watch.note(scope)
 
-    def _along(self, axes: tuple[str, ...]) -> list[Coordinate]:
-        """The ranks that differ from this one only along `axes`, in the order in which torch numbers processes."""
-        mesh = self._mesh
-        ranks = next(group for group in mesh.groups(axes) if mesh.rank(self._here) in group)
-        return [mesh.coordinate(rank) for rank in sorted(ranks, key=mesh.ranks.__getitem__)]
+    def _along(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from this one only along `axes`, in the order of their index along these."""
+        return group_of(self._mesh, axes, self._rank)[0].ranks
 
     def _scope(self, what: str) -> CollectiveScope:
         return CollectiveScope(f"the {what} of the tensors of rank {self._process}", self._mesh.ranks)
