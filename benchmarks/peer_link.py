@@ -39,6 +39,7 @@ COLUMNS = (
     "spmd free link, ms",
     "peer free link, ms",
     "spmd exposed",
+    "planned",
     "peer exposed",
     "spmd MB",
     "on the link, ms",
@@ -58,12 +59,14 @@ class LinkComparison:
         limited: on links of the rate.
         free: on links without.
         synchronous: `spmd` on links of the rate, waiting for each collective where it is launched.
+        planned: the part of a step of `spmd` that its schedule exposes, as predicted.
     """
 
     rate: float
     limited: Comparison
     free: Comparison
     synchronous: Timing
+    planned: float
 
     def disagreement(self) -> str:
         """As `Comparison.disagreement`."""
@@ -88,10 +91,11 @@ def rows(found: Sequence[LinkComparison]) -> Iterator[tuple[str, ...]]:
                 milliseconds(free),
                 "" if peer.error else milliseconds(theirs),
                 f"{exposed(ours, free):.0%}",
+                f"{comparison.planned:.0%}",
                 "" if peer.error else f"{exposed(peer.wall, theirs):.0%}",
                 f"{limited.sent / 1e6:.2f}",
                 milliseconds(8 * limited.sent / comparison.rate),
-                peer.error or verdict(ours, free, peer.wall),
+                peer.error or verdict(ours, free, peer.wall, comparison.planned),
             )
 
 
@@ -105,11 +109,11 @@ def exposed(limited: float, free: float) -> float:
     return (limited - free) / limited
 
 
-def verdict(ours: float, free: float, peer: float) -> str:
-    """What `spmd` loses."""
+def verdict(ours: float, free: float, peer: float, planned: float) -> str:
+    """What `spmd` loses, and whether its schedule says so."""
     found = ["loses wall"] if ours > peer else []
     if exposed(ours, free) > ALLOWED:
-        found.append(f"exposes more than {ALLOWED:.0%}")
+        found.append(f"exposes more than {ALLOWED:.0%}{', as planned' if planned > ALLOWED else ''}")
     return ", ".join(found)
 
 
@@ -133,7 +137,8 @@ def measure_on_links(case: Case, rounds: int, rate: str) -> LinkComparison:
     comparisons = [
         prepared.comparison({name: found[name, limited] for name in losses} | failures) for limited in (True, False)
     ]
-    return LinkComparison(link.bits_per_second(rate), *comparisons, found[SYNCHRONOUS, True])
+    planned = prepared.ours.timing.exposed / prepared.ours.timing.step
+    return LinkComparison(link.bits_per_second(rate), *comparisons, found[SYNCHRONOUS, True], planned)
 
 
 def change(rate: str | None) -> None:

@@ -27,6 +27,7 @@ from comms import workload_batch
 from peer_model import Gpt, adam, spread
 from spmd.lowering.program import LocalProgram
 from spmd.plan import Machine
+from spmd.plan.schedule.timing import Timing as Predicted
 from training import Training
 
 STRATEGIES = ("dp", "fsdp", "tp", "dp_tp", "fsdp_tp")
@@ -207,7 +208,9 @@ class SpmdStep:
 
     def __init__(self, step: Any, state: Any, batch: Any) -> None:
         self._step, self._state, self._batch = step, state, batch
-        self.program: LocalProgram = step.compile(state, batch).program
+        compiled = step.compile(state, batch)
+        self.program: LocalProgram = compiled.program
+        self.timing: Predicted = compiled.plan.timing
 
     @classmethod
     def of(cls, training: Training, batch: gpt.Batch, machine: Machine | None = None) -> SpmdStep:

@@ -17,12 +17,14 @@ from peer_steps import Comparison, Timing
 ROOT = Path(__file__).parents[1]
 
 
-def compared(limited: float, free: float, peer: tuple[float, float] = (0.2, 0.1), error: str = "") -> LinkComparison:
+def compared(
+    limited: float, free: float, peer: tuple[float, float] = (0.2, 0.1), error: str = "", planned: float = 0.05
+) -> LinkComparison:
     def on_links(ours: float, theirs: float) -> Comparison:
         peers = {"DDP": Timing.failed(error) if error else Timing(0.1, theirs, (1.0,))}
         return Comparison("dp", 128, 16, 4, Timing(0.1, ours, (1.0,)), peers, {"all_reduce": 2}, 2e6)
 
-    return LinkComparison(1e9, on_links(limited, peer[0]), on_links(free, peer[1]), Timing(0.1, 0.3, ()))
+    return LinkComparison(1e9, on_links(limited, peer[0]), on_links(free, peer[1]), Timing(0.1, 0.3, ()), planned)
 
 
 @pytest.mark.parametrize(("text", "bits"), [("1Gbit", 1e9), ("250Mbit", 2.5e8), ("56kbit", 5.6e4), ("2.5Gbit", 2.5e9)])
@@ -38,7 +40,7 @@ def test_other_rates_are_refused(text):
 
 def test_what_is_exposed_is_what_the_link_adds():
     (row,) = peer_link.rows([compared(0.1, 0.09)])
-    expected = ("100.0", "200.0", "0.50", "300.0", "90.0", "100.0", "10%", "50%", "2.00", "16.0", "")
+    expected = ("100.0", "200.0", "0.50", "300.0", "90.0", "100.0", "10%", "5%", "50%", "2.00", "16.0", "")
     assert ("dp", "128", "16", "DDP", *expected) == row
 
 
@@ -46,6 +48,8 @@ def test_rows_say_what_is_lost_and_what_fails():
     found = [compared(0.1, 0.08), compared(0.3, 0.3), compared(0.3, 0.1), compared(0.1, 0.1, error="RuntimeError: no")]
     verdicts = ["exposes more than 15%", "loses wall", "loses wall, exposes more than 15%", "RuntimeError: no"]
     assert verdicts == [row[-1] for row in peer_link.rows(found)]
+    (planned,) = peer_link.rows([compared(0.1, 0.08, planned=0.18)])
+    assert planned[-1] == "exposes more than 15%, as planned"
 
 
 def test_markdown_marks_what_is_lost():

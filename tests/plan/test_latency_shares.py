@@ -39,6 +39,16 @@ def test_few_values_pay_for_their_own_launches():
     assert latency_shares(plan_of(4).request.graph, 1e9) == {}
 
 
+def test_values_of_another_dtype_pay_for_their_own_launches():
+    mesh = spmd.make_mesh({"data": 4}, runtime="abstract")
+    weights = [torch.empty(WIDTH, WIDTH, device="meta")] * 8
+    rows = torch.empty(64, dtype=torch.int64, device="meta")
+    step = spmd.jit(lambda ws, rows: [w[rows].sum() for w in ws], (P(), P("data")), P(), mesh=mesh)
+    graph = step.plan(weights, rows).request.graph
+    shares = latency_shares(graph, 1e9)
+    assert [value.meta.dtype is torch.float32 for value in graph.inputs] == [value in shares for value in graph.inputs]
+
+
 def test_views_and_redistributions_share_as_what_they_are_made_from():
     plan = plan_of(8)
     shares = latency_shares(plan.graph, 1e9)
@@ -54,3 +64,23 @@ def test_data_parallelism_is_found_where_a_launch_for_each_gradient_is_too_slow(
     assert len(reduces) == 64
     assert len({comm.launch for comm in reduces}) < 8
     assert sum(comm.seconds for comm in reduces) < 64 * SLOW_LAUNCHES.latency / 4
+
+
+def test_the_count_of_a_mean_of_losses_is_known_before_the_scores():
+    """Nothing but the targets is read for it, so it is no launch between the forward and the backward pass."""
+    mesh = spmd.make_mesh({"data": 4}, runtime="abstract")
+
+    def gradient(x, targets):
+        return torch.func.grad(lambda x: torch.nn.functional.cross_entropy(x, targets))(x)
+
+    step = spmd.jit(gradient, (P("data"), P("data")), P("data"), mesh=mesh, machine=SLOW_LAUNCHES)
+    plan = step.plan(torch.empty(64, 8, device="meta"), torch.empty(64, dtype=torch.int64, device="meta"))
+    (sent,) = [o for o in plan.graph.operations if str(o.op) == "spmd.redistribute.default"]
+    made = {value: operation for operation in plan.graph.operations for value in operation.tensors}
+    needs, todo = set(), [sent.operands[0]]
+    while todo:
+        value = todo.pop()
+        needs.add(value)
+        todo += made[value].operands if value in made else ()
+    assert plan.graph.inputs[0] not in needs
+    assert plan.graph.inputs[1] in needs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 
 from spmd.ir.effects import Effect
@@ -48,8 +50,8 @@ def latency_shares(graph: Graph, bucket_bytes: float) -> dict[Value, float]:
     """For values whose collectives are sent together with others, the part of a launch's latency that each pays.
 
     Parameters wait from the start of the program, gradients for the optimizer, that is for elementwise operators at the
-    end of the program, and results for its end. Those that wait alike share launches, of at most `bucket_bytes`, by
-    their bytes. Views and markers count as the value that they are made from, and are no use of it.
+    end of the program, and results for its end. Those of one dtype that wait alike share launches, of at most
+    `bucket_bytes`, by their bytes. Views and markers count as the value that they are made from, and are no use of it.
     """
     root: dict[Value, Value] = {}
     given = dict.fromkeys((*graph.inputs, *(value for value, _ in graph.constants)))
@@ -67,8 +69,12 @@ def latency_shares(graph: Graph, bucket_bytes: float) -> dict[Value, float]:
         made.update(dict.fromkeys(() if operation in last else operation.tensors))
     late = [value for value in made if value in used - early]
     results = dict.fromkeys(root.get(value, value) for value in graph.outputs)
+    together: dict[tuple[int, torch.dtype], list[Value]] = defaultdict(list)
+    for group, values in enumerate((given, late, [value for value in results if value not in used])):
+        for value in values:
+            together[group, value.meta.dtype].append(value)
     shares: dict[Value, float] = {}
-    for waiting in (given, late, [value for value in results if value not in used]):
+    for waiting in together.values():
         launch = min(sum(value.meta.nbytes for value in waiting), bucket_bytes)
         if len(waiting) >= _SEVERAL and launch:
             shares |= {value: min(value.meta.nbytes / launch, 1.0) for value in waiting}

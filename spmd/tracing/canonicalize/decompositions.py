@@ -156,6 +156,9 @@ def _nll_forward(op: OpOverload) -> Body:
         if reduction != _MEAN:
             return NotImplemented
         total, total_weight = op(x, target, weight, _SUM, ignore_index)
+        if weight is None:  # a count of targets needs no scores, so that its sum over ranks can come early
+            counted = (target != ignore_index).to(_wide(x.dtype))
+            total_weight = aten.sum.dim_IntList(counted, list(range(target.ndim))).to(x.dtype)
         return total / total_weight, total_weight
 
     return body
