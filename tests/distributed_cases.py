@@ -73,6 +73,17 @@ def redistribute_all_pairs(axes: dict[str, int], shape: tuple[int, ...]) -> int:
     return len(specs) ** 2
 
 
+def scatter_sums(axes: dict[str, int], length: int, dtype: torch.dtype) -> None:
+    """Terms that a sum in another order would round to another number."""
+    mesh, virtual = twins(axes)
+    meta, generator = TensorMeta((3, length), dtype), torch.Generator().manual_seed(0)
+    partial = P(partial=dict.fromkeys(axes, "sum"))
+    shards = [torch.randn(meta.shape, generator=generator).to(dtype) for _ in range(virtual.size)]
+    for target in (P(tuple(axes)), P(None, tuple(axes)), P(None, tuple(reversed(axes)))):
+        specs = (DTensorSpec.make(virtual, spec, meta) for spec in (partial, target))
+        check_redistribution(mesh, *specs, shards)
+
+
 def redistribute_strided(dtype: torch.dtype) -> None:
     """Shards of a length of one element in every other place of memory."""
     mesh, virtual = twins({"x": 2})
@@ -110,10 +121,7 @@ def train(
     launches: dict[int, list[Comm]] = {}
     for comm in step.plan(state, batch).comms:
         launches.setdefault(comm.launch, []).append(comm)
-    planned = [
-        Executed(joined[0].kind, mesh.axis_size(joined[0].axes), sum(comm.bytes for comm in joined))
-        for joined in launches.values()
-    ]
+    planned = [Executed.of_launch(joined, mesh) for joined in launches.values()]
     local = sum(shard.nbytes for leaf in optree.tree_leaves(state.params) for shard in leaf.shards)
     return losses, planned, executed.found, local
 

@@ -73,11 +73,10 @@ def supports_reduction(op: Reduction, dtype: torch.dtype) -> bool:
     return dtype != torch.bool if op == "sum" else not dtype.is_complex
 
 
-def combine(op: Reduction, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The elementwise reduction of two tensors of the same shape and dtype."""
-    if op == "sum":
-        return torch.add(left, right)
-    return torch.maximum(left, right) if op == "max" else torch.minimum(left, right)
+def combine(op: Reduction, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The elementwise reduction of two tensors of the same shape and dtype, written to `out` if that is given."""
+    reduce = torch.add if op == "sum" else torch.maximum if op == "max" else torch.minimum
+    return reduce(left, right, out=out)
 
 
 def neutral_element(op: Reduction, dtype: torch.dtype) -> float | int | bool:

@@ -51,7 +51,8 @@ class Comm:
             reduce_scatter or an all_to_all with an argument of S bytes, and S for a permute. Uneven and empty shards
             count with their own sizes (`spmd.collectives.bytes_sent`; `record_traffic` measures the same on virtual
             ranks). The sizes of a ragged_all_to_all are data: it counts with all of its operand, and its cause says so.
-            Between processes, all_gather and reduce_scatter pad uneven shards to the largest one and send the padding.
+            Between processes, all_gather pads uneven shards to the largest one and sends the padding; reduce_scatter
+            does, too, on GPUs and in groups of more than 16 ranks.
         seconds: predicted time.
         cause: for a redistribution, the producer with its spec and the consumer with the spec that it requires; for a
             collective inside a local implementation, the operator.

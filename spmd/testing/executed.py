@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.collectives.bytes_sent import max_bytes_sent
+from spmd.collectives.distributed.exchange import is_sent_in_parts
 from spmd.collectives.traffic import ring_bytes
-from spmd.ir.comm import StepKind
+from spmd.core.mesh import Mesh
+from spmd.ir.comm import Comm, StepKind
 
 _c10d = torch.ops._c10d_functional
 
@@ -34,6 +36,14 @@ class Executed:
     kind: StepKind
     ranks: int
     bytes: float
+
+    @classmethod
+    def of_launch(cls, joined: Sequence[Comm], mesh: Mesh) -> Executed:
+        """What runs for the collectives of a launch of a plan; on processors a reduce_scatter may be an all_to_all."""
+        kind, ranks = joined[0].kind, mesh.axis_size(joined[0].axes)
+        if kind is StepKind.REDUCE_SCATTER and is_sent_in_parts(mesh.device.type, ranks):
+            kind = StepKind.ALL_TO_ALL
+        return cls(kind, ranks, sum(comm.bytes for comm in joined))
 
 
 class ExecutedCollectives(TorchDispatchMode):

@@ -24,6 +24,12 @@ def test_every_pair_of_specs_on_four_ranks(workers, shape):
     assert workers.run(cases.redistribute_all_pairs, {"x": 2, "y": 2}, shape, ranks=4)[0] > 100
 
 
+@pytest.mark.parametrize("axes", [{"x": 4}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize(("length", "dtype"), [(8, torch.float32), (5, torch.float32), (8, torch.bfloat16)], ids=str)
+def test_a_reduce_scatter_sums_in_rank_order(workers, axes, length, dtype):
+    workers.run(cases.scatter_sums, axes, length, dtype, ranks=4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int16], ids=str)
 def test_shards_of_any_strides(workers, dtype):
     workers.run(cases.redistribute_strided, dtype, ranks=2)

@@ -56,9 +56,9 @@ def numels(*calls, ranks=((0,), (1,))):
         (call_of(spmd_ops.all_gather, (2, 3), (4, 3), 0, 4), ([], [12], [])),
         (call_of(spmd_ops.all_gather, (3, 2), (3, 4), 1, 4), ([], [12], [12])),
         (call_of(spmd_ops.all_gather, (3, 3), (5, 3), 0, 5), ([], [18], [15])),
-        (call_of(spmd_ops.reduce_scatter, (4, 3), (2, 3), "sum", 0, 2), ([], [6], [])),
-        (call_of(spmd_ops.reduce_scatter, (3, 4), (3, 2), "sum", 1, 2), ([12], [6], [])),
-        (call_of(spmd_ops.reduce_scatter, (5, 3), (3, 3), "sum", 0, 3), ([9, 18], [9], [])),
+        (call_of(spmd_ops.reduce_scatter, (4, 3), (2, 3), "sum", 0, 2), ([], [12], [6])),
+        (call_of(spmd_ops.reduce_scatter, (3, 4), (3, 2), "sum", 1, 2), ([12], [12], [6])),
+        (call_of(spmd_ops.reduce_scatter, (5, 3), (3, 3), "sum", 0, 3), ([15], [18], [9])),
         (call_of(spmd_ops.all_to_all, (4, 3), (2, 6), 0, 1, 2, 6), ([], [12], [12])),
         (call_of(spmd_ops.all_to_all, (3, 4), (6, 2), 1, 0, 2, 6), ([12], [12], [])),
         (call_of(spmd_ops.permute, (4,), (4,), [-1, 0], [4]), ([], [4], [])),
@@ -75,7 +75,7 @@ def test_what_a_rank_of_two_allocates_for_a_bucket():
     reduce = call_of(spmd_ops.all_reduce, (4,), (4,), "sum")
     assert ([8], [], []) == numels(reduce, reduce)
     scatter = call_of(spmd_ops.reduce_scatter, (5, 3), (3, 3), "sum", 0, 3)
-    assert ([9, 18, 9, 18, 36], [18], []) == numels(scatter, scatter)
+    assert ([15, 15, 30], [36], [9, 9]) == numels(scatter, scatter)
     exchange = call_of(spmd_ops.all_to_all, (4, 3), (2, 6), 0, 1, 2, 6)
     assert ([24], [24], [12, 12]) == numels(exchange, exchange)
     uneven = call_of(spmd_ops.all_to_all, (3, 3), (2, 5), 0, 1, 2, 5)

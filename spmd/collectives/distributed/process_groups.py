@@ -37,6 +37,7 @@ class Member:
         places: for each index along the axes, that rank's number inside torch's group, which numbers ranks in
             ascending order.
         name: the name of torch's group, for functional collectives; empty if nothing is communicated.
+        device: the type of the mesh's device.
     """
 
     group: Group
@@ -44,6 +45,7 @@ class Member:
     index: int
     places: tuple[int, ...]
     name: str
+    device: str
 
     @property
     def in_order(self) -> bool:
@@ -63,7 +65,7 @@ def member(mesh: Mesh, axes: tuple[str, ...], coordinate: Coordinate, *, communi
     ascending = sorted(processes)
     name = process_group(mesh, axes).group_name if communicates and group.size > 1 else ""
     places = tuple(ascending.index(process) for process in processes)
-    return Member(group, processes, group.ranks.index(rank), places, name)
+    return Member(group, processes, group.ranks.index(rank), places, name, mesh.device.type)
 
 
 def _processes(mesh: Mesh, group: Group) -> tuple[int, ...]:
