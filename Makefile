@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-shard-map test-memory test-scale test-models operators lint format types bench bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-models operators lint format types bench bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -37,6 +37,11 @@ test-rules: $(STAMP)
 RUNS ?= 20
 test-faults: $(STAMP)
 	SPMD_FAULT_RUNS=$(RUNS) $(BIN)/python -m pytest -m faults tests
+
+# The same beside busy processes; on two cores a run takes half an hour and more.
+LOAD ?= 8
+test-faults-at-load: $(STAMP)
+	$(BIN)/python -m proofs.faults_at_load --runs $(RUNS) --load $(LOAD)
 
 # Random programs with shard_map, so many, against a loop over ranks.
 PROGRAMS ?= 10000

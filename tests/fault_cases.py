@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import spmd
 from spmd import P
 from spmd.collectives.distributed import exchange
 from spmd.collectives.distributed.process_groups import process_group
+from spmd.job import failure_detector
 from spmd.plan.machine.default import agree_on_machine
 
 PATIENT, TIMEOUT = 360.0, 8.0
@@ -34,11 +36,17 @@ START = 15.0
 
 
 def rank(
-    case: Callable[..., Any], args: tuple[Any, ...], timeout: float, environment: dict[str, str], sender: Connection
+    case: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    environment: dict[str, str],
+    together: Barrier,
+    sender: Connection,
 ) -> None:
-    """The life of a rank, as that of a script: it sends how it ended."""
+    """The life of a rank, as that of a script: it sends how it ended. All that are started begin together."""
     os.environ.update(environment)
     torch.set_num_threads(1)
+    together.wait(PATIENT)
     try:
         spmd.init(timeout=timeout)
         case(*args)
@@ -143,7 +151,7 @@ def fails_after_another(first: int, fails: Callable[[], object], on: int) -> Non
     dist.distributed_c10d._set_pg_timeout(short, process_group(mesh, ("model",)))
     if spmd.process_index() // 2 == first // 2:
         if spmd.process_index() == first:
-            time.sleep(2 * TIMEOUT)
+            wait_until_asked()
         try:
             pair(x)
         except spmd.SpmdError as error:
@@ -157,6 +165,13 @@ def fails_after_another(first: int, fails: Callable[[], object], on: int) -> Non
         fails()
     while True:
         both(y)
+
+
+def wait_until_asked() -> None:
+    """Be in no collective until another rank's has failed, and all have said where they are."""
+    detector, deadline = failure_detector.current(), time.monotonic() + PATIENT
+    while detector is not None and detector._known is None and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def kill() -> None:

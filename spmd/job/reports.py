@@ -12,6 +12,9 @@ import torch.distributed as dist
 PATIENCE = 3.0
 """Seconds that processes have to report, on a machine that is not busy."""
 
+SLOWER, LONGEST_PATIENCE = 3.0, 3.0
+"""How much longer than the slowest so far the others may take to report, and how often PATIENCE they have at most."""
+
 LAST = 1.0
 """Seconds that the process which keeps the store waits for the others to end, too."""
 
@@ -50,9 +53,9 @@ class Reports:
         if self._store.add(f"count{number}", 1) == 1:
             self._collect(number)
         try:
-            self._store.wait([f"result{number}"], timedelta(seconds=4 * PATIENCE))
+            self._store.wait([f"result{number}"], timedelta(seconds=5 * PATIENCE))
         except RuntimeError:  # DistStoreError, or that of a file
-            self._collect(number)  # who should have done it is gone
+            self._collect(number)  # who should have done it is gone, or slow: the first result holds
         found: list[str | None] = [None] * self._size
         for text, ranks in json.loads(self._store.get(f"result{number}")):
             for rank in ranks:
@@ -67,29 +70,30 @@ class Reports:
 
     def all_have_ended(self) -> bool:
         """Whether all processes have ended, which is waited for, but not long."""
-        return self._wait_for(lambda: self._count("ended") >= self._size, LAST)
+        return wait_until_none(lambda: self._size - self._count("ended"), LAST)
 
     def wait_until_heard(self, number: int) -> None:
         """Wait until those that have reported in a round have read its result, but not for ever."""
-        self._wait_for(lambda: self._count(f"heard{number}") >= self._count(f"count{number}"), PATIENCE)
+        wait_until_none(lambda: self._count(f"count{number}") - self._count(f"heard{number}"), PATIENCE)
 
     def _collect(self, number: int) -> None:
         """Wait for the reports of a round, and write them down: each text once, with the ranks whose report it is."""
         count = f"count{number}"
         said: dict[int, str] = {}
 
-        def is_complete() -> bool:
-            if self._count(count) + self._count("ended") < self._size:
-                return False
+        def missing() -> int:
+            absent = self._size - self._count(count) - self._count("ended")
+            if absent > 0:
+                return absent
             said.update(self._read(number))
-            return len(said) == self._size
+            return self._size - len(said)
 
-        if not self._wait_for(is_complete, PATIENCE):
+        if not wait_until_none(missing, PATIENCE, LONGEST_PATIENCE):
             said.update(self._read(number))
         ranks: dict[str, list[int]] = {}
         for rank, text in sorted(said.items()):
             ranks.setdefault(text, []).append(rank)
-        self._store.set(f"result{number}", json.dumps(list(ranks.items())))
+        self._store.compare_set(f"result{number}", "", json.dumps(list(ranks.items())))
 
     def _read(self, number: int) -> dict[int, str]:
         """What ranks have said in a round, or last."""
@@ -112,10 +116,29 @@ class Reports:
     def _count(self, key: str) -> int:
         return self._store.add(key, 0)
 
-    def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition holds, so many seconds, or longer where a busy machine lets this thread wait."""
-        for _ in range(round(seconds / PAUSE)):
-            if condition():
-                return True
-            time.sleep(PAUSE)
-        return condition()
+
+def wait_until_none(missing: Callable[[], int], seconds: float, most: float = 1.0) -> bool:
+    """Wait until nothing is missing, so many seconds, or longer where a busy machine lets this thread wait.
+
+    Args:
+        missing: how many of those that are waited for have not come.
+        seconds: how long.
+        most: where what comes takes long, the rest has SLOWER times as long as the last that came, and at most so many
+            times the seconds.
+
+    Returns:
+        Whether nothing is missing.
+
+    >>> found = iter([2, 2, 1, 1, 0])
+    >>> wait_until_none(lambda: next(found), 0.1), wait_until_none(lambda: next(found), 0.1)
+    (False, True)
+    """
+    looks, limit, longest = 0, seconds / PAUSE, most * seconds / PAUSE
+    before = left = missing()
+    while left > 0 and looks < limit:
+        time.sleep(PAUSE)
+        looks += 1
+        left = missing()
+        if left < before:
+            before, limit = left, max(limit, min(SLOWER * looks, longest))
+    return left <= 0

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from proofs.scale_of_jobs.counted import CountedStore
 from spmd.job import reports
-from spmd.job.reports import Reports
+from spmd.job.reports import LONGEST_PATIENCE, PATIENCE, Reports
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -56,3 +56,29 @@ def test_a_rank_asks_the_store_as_often_in_large_jobs():
         return totals[-2], totals[-1]  # of all but the one that collects, and of that, but for its pauses
 
     assert most(4) == most(32)
+
+
+@pytest.mark.parametrize(
+    ("come", "is_all", "looks"),
+    [
+        ([0, 5, 9], True, 9),  # in time
+        ([0, 5], False, 60),  # 3 seconds of 20 looks each
+        ([0, 25, 70], True, 70),  # three times as long as the one that took 25
+        ([0, 25, 76], False, 75),
+        ([0, 50, 140, 179], True, 179),
+        ([0, 50, 140, 181], False, 180),  # three times the patience, however slowly they come
+    ],
+)
+def test_where_reports_come_slowly_the_rest_has_more_time(monkeypatch, come, is_all, looks):
+    slept = []
+    monkeypatch.setattr(reports.time, "sleep", slept.append)
+    missing = lambda: max(3, len(come)) - sum(look <= len(slept) for look in come)  # noqa: E731
+    assert (is_all, looks) == (reports.wait_until_none(missing, PATIENCE, LONGEST_PATIENCE), len(slept))
+
+
+def test_the_first_result_of_a_round_holds(store, monkeypatch):
+    monkeypatch.setattr(reports, "PATIENCE", 0.5)
+    store.add("count0", 1)  # who has begun it is slow
+    assert [[None, "b"]] == exchanged([store] * 2, 0, {1: "b"})
+    store.add("count0", -2)  # and collects now
+    assert [[None, "b"]] == exchanged([store] * 2, 0, {0: "a"})

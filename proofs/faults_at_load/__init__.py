@@ -1,0 +1,1 @@
+"""The tests of ranks that go wrong, again and again beside busy processes."""
