@@ -11,13 +11,41 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import attrs
+
+from spmd.collectives.block_exchange import BlockExchange
+from spmd.collectives.resharding import LAUNCH_BYTES, eager_cost
+from spmd.collectives.step import Step
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 
-Cost = tuple[float, int]
-"""The bytes that a rank sends, by the ring model, and the number of collectives."""
 
-INFINITE: Cost = (math.inf, 0)
+@attrs.frozen(order=True)
+class Cost:
+    """What a sequence of steps costs.
+
+    Args:
+        price: by the cost model: the bytes in a program; outside of one `eager_cost`.
+        count: the number of collectives.
+        bytes: the bytes that a rank sends, by the ring model.
+    """
+
+    price: float
+    count: int
+    bytes: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.price + other.price, self.count + other.count, self.bytes + other.bytes)
+
+
+NONE, INFINITE = Cost(0.0, 0, 0.0), Cost(math.inf, 0, math.inf)
+
+
+def cost_of(steps: Sequence[Step | BlockExchange], *, eager: bool) -> Cost:
+    """The cost of the steps that the library has found."""
+    sent = math.fsum(step.bytes for step in steps)
+    price = math.fsum(map(eager_cost, steps)) if eager else sent
+    return Cost(price, sum(step.is_collective for step in steps), sent)
 
 
 def every_spec(mesh: Mesh, meta: TensorMeta, reductions: Sequence[str] = ("sum", "max")) -> list[DTensorSpec]:
@@ -34,24 +62,48 @@ def every_spec(mesh: Mesh, meta: TensorMeta, reductions: Sequence[str] = ("sum",
     return list(found)
 
 
-def optima(specs: Sequence[DTensorSpec]) -> list[list[Cost]]:
-    """The least cost of a sequence of steps from each spec to each other: fewest bytes, then fewest collectives."""
-    least = [[min(_steps(before, after), default=INFINITE) for after in specs] for before in specs]
-    for number, row in enumerate(least):
-        row[number] = (0.0, 0)
-    for middle, source in itertools.product(range(len(specs)), repeat=2):
-        first = least[source][middle]
-        if first[0] < math.inf:
-            row = least[source]
-            for target, (sent, count) in enumerate(least[middle]):
-                found = (first[0] + sent, first[1] + count)
-                if found < row[target]:
-                    row[target] = found
-    return least
+def optima(specs: Sequence[DTensorSpec], *, eager: bool) -> list[list[Cost]]:
+    """The least cost of a sequence of steps from each spec to each other, through any specs of no larger shards.
+
+    Args:
+        specs: all specs of a mesh, with even shards.
+        eager: whether an exchange of blocks is a step, and launches take time.
+    """
+    least = [[_cheapest(before, after, eager) for after in specs] for before in specs]
+    ends = [[max(before.local_bytes(), after.local_bytes()) for after in specs] for before in specs]
+    found = [list(row) for row in least]
+    # Floyd and Warshall's algorithm over ever larger shards: what it has after some size has passed through no larger.
+    by_size = sorted(range(len(specs)), key=lambda number: specs[number].local_bytes())
+    for size, middles in itertools.groupby(by_size, key=lambda number: specs[number].local_bytes()):
+        for middle in middles:
+            _join(least, middle)
+        for source, target in itertools.product(range(len(specs)), repeat=2):
+            if ends[source][target] == size:
+                found[source][target] = least[source][target]
+    return found
 
 
-def _steps(before: DTensorSpec, after: DTensorSpec) -> Iterator[Cost]:
-    """The costs of the primitives that lead from one spec to another; shards must be even."""
+def _join(least: list[list[Cost]], middle: int) -> None:
+    """Let sequences pass through one more spec."""
+    for row in least:
+        first = row[middle]
+        if first.price < math.inf:
+            for target, second in enumerate(least[middle]):
+                if first.price + second.price <= row[target].price:
+                    row[target] = min(row[target], first + second)
+
+
+def _cheapest(before: DTensorSpec, after: DTensorSpec, eager: bool) -> Cost:
+    if before == after:
+        return NONE
+    found = [Cost(sent + LAUNCH_BYTES * count * eager, count, sent) for sent, count in _steps(before, after)]
+    if eager:
+        found.append(cost_of([BlockExchange(before, after)], eager=True))
+    return min(found, default=INFINITE)
+
+
+def _steps(before: DTensorSpec, after: DTensorSpec) -> Iterator[tuple[float, int]]:
+    """The bytes and the collectives of the primitives that lead from one spec to another; shards must be even."""
     held, wanted = before.local_bytes(), after.local_bytes()
     pending, left = dict(before.partial), dict(after.partial)
     changed = [dim for dim, pair in enumerate(zip(before.dims, after.dims, strict=True)) if pair[0] != pair[1]]
@@ -72,7 +124,7 @@ def _steps(before: DTensorSpec, after: DTensorSpec) -> Iterator[Cost]:
         yield float(held), 1
 
 
-def _on_one_dim(before: DTensorSpec, after: DTensorSpec, dim: int) -> Iterator[Cost]:
+def _on_one_dim(before: DTensorSpec, after: DTensorSpec, dim: int) -> Iterator[tuple[float, int]]:
     """The steps that change one dim only: shard, reduce_scatter and all_gather."""
     pending, left = dict(before.partial), dict(after.partial)
     if run := _rest(before.dims[dim], after.dims[dim]):

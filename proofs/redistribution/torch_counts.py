@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from proofs.redistribution.optimum import Cost
+from spmd.collectives.resharding import LAUNCH_BYTES
 from spmd.collectives.traffic import ring_bytes
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec
@@ -72,7 +73,7 @@ class _Counter(TorchDispatchMode):
 
 
 def torch_cost(mesh: DeviceMesh, source: DTensorSpec, target: DTensorSpec, *, min_cost: bool = False) -> Cost | None:
-    """The bytes and the number of collectives of torch's redistribution; None if torch refuses it.
+    """The cost of torch's redistribution; None if torch refuses it.
 
     Args:
         mesh: a mesh of `fake_mesh`.
@@ -90,7 +91,7 @@ def torch_cost(mesh: DeviceMesh, source: DTensorSpec, target: DTensorSpec, *, mi
     except (RuntimeError, AssertionError, NotImplementedError):
         return None
     assert tuple(found.shape) == target.local_shape((0,) * len(source.mesh.names))
-    return counter.bytes, counter.count
+    return Cost(counter.bytes + LAUNCH_BYTES * counter.count, counter.count, counter.bytes)
 
 
 def _spec(mesh: DeviceMesh, spec: DTensorSpec) -> TorchSpec:

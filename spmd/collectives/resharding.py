@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from spmd.collectives.block_exchange import BlockExchange
-from spmd.collectives.moves import next_steps
+from spmd.collectives.moves import eager_steps, exchanges, next_steps
 from spmd.collectives.step import Step, without_trivial
 from spmd.collectives.traffic import ring_bytes
 from spmd.core.spec import DTensorSpec
@@ -100,9 +100,6 @@ def eager_redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step
 LAUNCH_BYTES = 200_000
 """What a rank could send in the time of a launch: 0.5 us at 400 GB/s, as `Machine` has it, or 100 us at 2 GB/s."""
 
-MOST_RANKS = 256
-"""The ranks of a mesh up to which an exchange is considered, because planning one takes time for each pair of them."""
-
 
 def eager_cost(step: Step | BlockExchange) -> float:
     """The time of a step outside of a program, in bytes that could be sent in it.
@@ -141,12 +138,13 @@ def _search(
 ) -> tuple[Step | BlockExchange, ...] | None:
     """The steps that send the fewest bytes; among those, the fewest collectives, then steps. With `eager`, by its cost.
 
-    Dijkstra's algorithm over specs; ties are broken by the order in which `next_steps` lists steps.
+    Dijkstra's algorithm over specs; ties are broken by the order in which steps are listed.
     """
     counter = itertools.count()
     queue: list[tuple[tuple[float, int, int], int, DTensorSpec, tuple[Step | BlockExchange, ...]]]
     queue = [((0.0, 0, 0), 0, source, ())]
     done: set[DTensorSpec] = set()
+    best = math.inf  # of the ways to the goal that were found
     while queue:
         (sent, collectives, count), _, here, path = heapq.heappop(queue)
         if here == goal:
@@ -155,12 +153,17 @@ def _search(
             continue
         done.add(here)
         steps: Iterator[Step | BlockExchange] = next_steps(here, goal, reduce_dtype)
-        if eager and here.mesh.size <= MOST_RANKS:
-            steps = itertools.chain(steps, (BlockExchange(here, goal),))
+        if eager:
+            steps = eager_steps(here, goal)
+            if sent + LAUNCH_BYTES < best or not path:
+                steps = itertools.chain(steps, exchanges(here, goal))
         for step in steps:
             if step.target not in done and step.target.local_bytes() <= limit:
-                price = eager_cost(step) if eager else _ring_bytes(step)
-                cost = (round(sent + price, 3), collectives + step.is_collective, count + 1)
+                price = round(sent + (eager_cost(step) if eager else _ring_bytes(step)), 3)
+                if price > best:
+                    continue
+                best = price if step.target == goal else best
+                cost = (price, collectives + step.is_collective, count + 1)
                 heapq.heappush(queue, (cost, next(counter), step.target, (*path, step)))
     return None
 
