@@ -2,6 +2,7 @@
 
     python -m proofs.redistribution                       # meshes (4), (2, 2) and (2, 2, 2): some minutes
     python -m proofs.redistribution --meshes 4 2x2        # seconds
+    python -m proofs.redistribution --every 15            # from every fifteenth spec to all
 
 The exit status is 1 if a value or a gradient is wrong, torch is better in bytes or collectives and not worse in the
 other, or a pair whose target is not partial costs more than the optimum.
@@ -46,15 +47,16 @@ def main() -> int:
     )
     parser.add_argument("--meshes", nargs="+", default=["4", "2x2", "2x2x2"], help="their sizes")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to this page")
+    parser.add_argument("--every", type=int, default=1, help="of the sources, only every so many-th")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)  # torch warns of every sequence that it cannot join
     rows, errors, examples = [], [], []
     for sizes in options.meshes:
         mesh = _mesh(sizes)
-        errors += list(wrong(mesh, TensorMeta(UNEVEN, torch.float32)))
+        errors += list(wrong(mesh, TensorMeta(UNEVEN, torch.float32), options.every))
         for shape in SHAPES:
-            found = compare(mesh, TensorMeta(shape, torch.float32))
+            found = compare(mesh, TensorMeta(shape, torch.float32), options.every)
             rows.append(_row(mesh, shape, found))
             examples += [f"- {mesh}, {list(shape)}: {example}." for example in found.examples]
             if found.dominated or found.against["price", 1] or found.above["complete"]:
