@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-models operators lint format types bench bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-models operators lint format types bench bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -57,6 +57,11 @@ test-memory: $(STAMP)
 # What jobs of 8 to 64 gloo processes cost each of them; rewrites docs/scale_of_jobs.md.
 test-scale: $(STAMP)
 	$(BIN)/python -m proofs.scale_of_jobs --markdown docs/scale_of_jobs.md
+
+# Every redistribution of meshes of up to 2 x 2 x 2 beside an optimum and torch's; rewrites docs/redistribution.md.
+test-redistribution: $(STAMP)
+	$(BIN)/python -m proofs.redistribution --meshes 4 2x2 --markdown docs/redistribution.md
+	$(BIN)/python -m proofs.redistribution --meshes 2x2x2 --markdown docs/redistribution.md
 
 # Stock models beside one device, and what needs transformers; writes docs/models.md.
 $(VENV)/.models: $(STAMP)

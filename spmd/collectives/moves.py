@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 import torch
 
+from spmd.collectives.block_exchange import BlockExchange
 from spmd.collectives.precision import summed_in
 from spmd.collectives.step import Step, changed_axes
 from spmd.core.spec import Dims, DTensorSpec
@@ -30,6 +31,25 @@ def next_steps(here: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype |
     yield from _permutations(here, goal)
     yield from _gathers(here)
     yield from _partials(here, goal)
+
+
+def eager_steps(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
+    """The steps outside of a program: those of `next_steps`, and reduce_scatters to any dim."""
+    yield from next_steps(here, goal)
+    for chosen in _subsets(tuple(axis for axis, _ in here.partial)):
+        for dim, held in enumerate(here.dims):
+            result = _with_dims(_reduced(here, chosen), (dim, held + chosen))
+            yield Step(StepKind.REDUCE_SCATTER, chosen, here, result, (dim,), here.partial[0][1])
+
+
+def exchanges(here: DTensorSpec, goal: DTensorSpec) -> Iterator[BlockExchange]:
+    """The exchanges outside of a program: to the goal, or to what local steps make partial, so that replicas share."""
+    if here.mesh.size <= MOST_RANKS:
+        yield from (BlockExchange(here, spec) for spec in dict.fromkeys((goal, goal.complete)))
+
+
+MOST_RANKS = 256
+"""The ranks of a mesh up to which an exchange is considered, because planning one takes time for each pair of them."""
 
 
 def _slices(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:

@@ -8,27 +8,40 @@ from typing import Any
 from torch import Tensor
 
 from spmd.collectives import virtual
+from spmd.collectives.block_exchange import BlockExchange
 from spmd.collectives.distributed import exchange
-from spmd.collectives.resharding import redistribution
-from spmd.core.mesh import Runtime
+from spmd.collectives.distributed.blocks import exchange_blocks
+from spmd.collectives.resharding import eager_redistribution
+from spmd.collectives.step import Step
+from spmd.core.mesh import Coordinate, Mesh, Runtime
 from spmd.core.spec import DTensorSpec
-from spmd.errors import ShardingError
+from spmd.errors import MeshError, ShardingError
+from spmd.job.process import process_index
 
 
-def redistribute_shards(shards: Sequence[Tensor], source: DTensorSpec, target: DTensorSpec) -> tuple[Tensor, ...]:
-    """Redistribute a value; on a distributed mesh all ranks must make the call.
+def redistribute_shards(
+    shards: Sequence[Tensor],
+    source: DTensorSpec,
+    target: DTensorSpec,
+    steps: Sequence[Step | BlockExchange] | None = None,
+) -> tuple[Tensor, ...]:
+    """Redistribute a value; on distributed meshes all their ranks must make the call.
+
+    Beside the argument, a rank holds the operand and the result of one step, and what that step sends and receives; no
+    spec between the steps has larger shards than those of both ends.
 
     Args:
-        shards: the shards that this process holds under `source`, in rank order: one on a distributed mesh,
-            those of all ranks on a virtual mesh.
-        source, target: specs of one mesh, shape and dtype.
+        shards: the shards that this process holds under `source`, in rank order: one on a distributed mesh, none if the
+            process is not in it, those of all ranks on a virtual mesh.
+        source, target: specs of one shape and dtype, on meshes of one runtime.
+        steps: the steps that lead from one to the other; by default those of `eager_redistribution`.
 
     Returns:
         The shards that this process holds under `target`, in rank order; read-only, since ranks may share a tensor.
 
     Raises:
-        MeshError: the mesh is abstract.
-        ShardingError: specs of different meshes or metas, or a wrong number of shards.
+        MeshError: a mesh is abstract, or the meshes do not go together.
+        ShardingError: specs of different metas, or a wrong number of shards.
 
     >>> from spmd.core.mesh import make_mesh
     >>> import torch
@@ -38,19 +51,52 @@ def redistribute_shards(shards: Sequence[Tensor], source: DTensorSpec, target: D
     >>> redistribute_shards([torch.tensor([1]), torch.tensor([2])], source, target)
     (tensor([1, 2]), tensor([1, 2]))
     """
-    mesh, held = source.mesh, source.mesh.held_coordinates
+    if source.mesh != target.mesh:
+        check_same_job(source.mesh, target.mesh)
+    held = coordinates_here(source.mesh)
     if len(shards) != len(held):
         raise ShardingError(
-            f"Expected one shard for each of the {len(held)} ranks of {mesh} that live in this process "
+            f"Expected one shard for each of the {len(held)} ranks of {source.mesh} that live in this process "
             f"(got {len(shards)})."
         )
-    for step in redistribution(source, target):
-        if mesh.runtime is Runtime.DISTRIBUTED:
-            (x,), (coordinate,) = shards, held
-            shards = [exchange.run(step.primitive, mesh, coordinate, x, step.arguments(coordinate))]
-        else:
-            calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-                ((x, *step.arguments(where)), {}) for x, where in zip(shards, held, strict=True)
-            ]
-            shards = virtual.run(step.primitive, mesh, calls)
-    return tuple(shards)
+    found = tuple(shards)
+    del shards
+    for step in eager_redistribution(source, target) if steps is None else steps:
+        found = _exchanged(step, found) if isinstance(step, BlockExchange) else _stepped(step, found, held)
+    return found
+
+
+def _stepped(step: Step, shards: tuple[Tensor, ...], held: Sequence[Coordinate]) -> tuple[Tensor, ...]:
+    mesh = step.source.mesh
+    if mesh.runtime is Runtime.DISTRIBUTED:
+        pairs = zip(shards, held, strict=True)
+        return tuple(exchange.run(step.primitive, mesh, where, x, step.arguments(where)) for x, where in pairs)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x, *step.arguments(where)), {}) for x, where in zip(shards, held, strict=True)
+    ]
+    return tuple(virtual.run(step.primitive, mesh, calls))
+
+
+def _exchanged(step: BlockExchange, shards: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if step.source.mesh.runtime is Runtime.VIRTUAL:
+        return step.run_virtual(shards)
+    if process_index() not in step.processes:
+        return ()
+    shard = exchange_blocks(step, shards[0] if shards else None)
+    return () if shard is None else (shard,)
+
+
+def coordinates_here(mesh: Mesh) -> tuple[Coordinate, ...]:
+    """The coordinates of a mesh's ranks in this process; none on a distributed mesh that is not over it."""
+    outside = mesh.runtime is Runtime.DISTRIBUTED and process_index() not in mesh.ranks
+    return () if outside else mesh.held_coordinates
+
+
+def check_same_job(source: Mesh, target: Mesh) -> None:
+    """MeshError unless values can go from one mesh to another."""
+    if source.runtime is not target.runtime or source.device.type != target.device.type:
+        raise MeshError(
+            f"A value on {source} ({source.runtime.value}, {source.device}) cannot go to {target} "
+            f"({target.runtime.value}, {target.device}): both meshes must have one runtime and one kind of device. "
+            "Assemble it first: spmd.distribute(x.full_tensor(), spec, mesh)."
+        )

@@ -14,8 +14,12 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.lockstep import generate_lockstep
 
 
-class _Counter(TorchDispatchMode):
-    """Counts the bytes of the storages that are alive after every operator."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that are alive after every operator; `peak` is the most.
+
+    Args:
+        tensors: what is alive at the start.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -24,6 +28,7 @@ class _Counter(TorchDispatchMode):
         self.see(tensors)
 
     def see(self, made: Any) -> None:
+        """Count the storages of new tensors."""
         for leaf in iterate_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
@@ -51,7 +56,7 @@ def peak_bytes(program: LocalProgram, donated: frozenset[int] = frozenset()) -> 
     inputs = [torch.ones(value.meta.shape, dtype=value.meta.dtype) for value in graph.inputs]
     held = [tensor for position, tensor in enumerate(inputs) if position not in donated]
     stops = iter([operation for operation in graph.operations if operation.effect is not None])
-    with torch.no_grad(), _Counter([*inputs, *(tensor for _, tensor in graph.constants)]) as counter:
+    with torch.no_grad(), LiveBytes([*inputs, *(tensor for _, tensor in graph.constants)]) as counter:
         rank = generate_lockstep(graph, program.mesh, [0]).start([[tensor] for tensor in inputs])
         inputs.clear()
         waiting = [next(rank)]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd.collectives.bytes_sent import chunk_lengths, max_bytes_sent
-from spmd.collectives.resharding import redistribution
+from spmd.collectives.resharding import eager_redistribution, redistribution
 from spmd.collectives.traffic import record_traffic, ring_bytes
 from spmd.core.mesh import make_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta, chunk_bounds
@@ -28,8 +28,8 @@ def planned(source: P, target: P, shape: tuple[int, ...], **axes: int) -> list[t
     specs = [DTensorSpec.make(mesh, spec, meta) for spec in (source, target)]
     held = [torch.zeros(specs[0].local_shape(coordinate)) for coordinate in mesh.coordinates()]
     with record_traffic() as traffic:
-        redistribute_shards(held, *specs)
-    found = [(step.kind.value, step.bytes) for step in redistribution(*specs) if step.is_collective]
+        redistribute_shards(held, *specs, steps := redistribution(*specs))
+    found = [(step.kind.value, step.bytes) for step in steps if step.is_collective]
     assert [(transfer.kind, max(transfer.sent)) for transfer in traffic.transfers] == found
     return found
 
@@ -111,16 +111,17 @@ def test_few_chunks_stand_for_all(sizes, counts):
     assert every == chunk_lengths(tuple(sizes), tuple(counts))
 
 
-@settings(max_examples=300)
+@pytest.mark.parametrize("find", [redistribution, eager_redistribution])
+@settings(max_examples=200)
 @given(data=st.data())
-def test_bytes_of_steps_are_those_of_the_rank_that_sends_most(data):
+def test_bytes_of_steps_are_those_of_the_rank_that_sends_most(find, data):
     mesh = data.draw(meshes(max_size=4))
     meta = TensorMeta(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)), F32)
     source, target = (data.draw(tensor_specs(mesh=mesh, meta=meta)) for _ in range(2))
     held, _ = data.draw(shards(source))
     with record_traffic() as traffic:
-        redistribute_shards(held, source, target)
-    steps = [step for step in redistribution(source, target) if step.is_collective]
+        redistribute_shards(held, source, target, every := find(source, target))
+    steps = [step for step in every if step.is_collective]
     assert [(step.kind.value, step.axes, step.bytes) for step in steps] == [
         (transfer.kind, transfer.axes, max(transfer.sent)) for transfer in traffic.transfers
     ]

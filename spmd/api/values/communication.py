@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 import attrs
 
-from spmd.collectives.resharding import redistribution
+from spmd.collectives.resharding import eager_redistribution
 from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
 from spmd.ir.comm import Comm
@@ -110,6 +110,6 @@ def record_program(comms: Iterable[Comm], call: str) -> None:
 
 def record_move(call: str, source: DTensorSpec, target: DTensorSpec) -> None:
     """Record the collectives of a redistribution."""
-    steps = [step for step in redistribution(source, target) if step.is_collective]
+    steps = [step for step in eager_redistribution(source, target) if step.is_collective]
     cause = f"{source.pspec!r} -> {target.pspec!r} by {call}"
     record_program([Comm(step.kind, step.axes, step.bytes, 0.0, cause, None) for step in steps], call)

@@ -16,17 +16,15 @@ from spmd.api.values.checkpointable import read_chunks, shard_at, write_items
 from spmd.api.values.communication import is_watched, record_move
 from spmd.api.values.joint_shards import check_shards, joint_specs
 from spmd.api.values.linear import linear
-from spmd.collectives.distributed.agreement import gather, spans_processes
-from spmd.collectives.resharding import redistribution
+from spmd.api.values.moves import move_shards, target_of, why_outside
 from spmd.core.mesh import Mesh, Runtime, check_mesh
 from spmd.core.placement import Placement
-from spmd.core.pytree import SpecLike, make_spec
+from spmd.core.pytree import SpecLike
 from spmd.core.shards import join
 from spmd.core.spec import Dims, DTensorSpec, Reductions, TensorMeta
 from spmd.errors import ShardingError
 from spmd.job import checks
 from spmd.job.tracebacks import hides_internals
-from spmd.runtime.redistribute import redistribute_shards
 from spmd.tracing.recorder import where as place_text
 
 Shards: TypeAlias = tuple[torch.Tensor, ...]
@@ -130,13 +128,19 @@ class DTensor(torch.Tensor):
         return whole.clone() if whole is self._shards[0] else whole
 
     @hides_internals
-    def redistribute(self, spec: SpecLike) -> DTensor:
-        """The same global tensor under another spec: a `P`, or one placement for each mesh axis.
+    def redistribute(self, spec: SpecLike | DTensorSpec, *, mesh: Mesh | None = None) -> DTensor:
+        """The same global tensor under another spec: a `P`, one placement for each mesh axis, or a DTensorSpec.
 
         On a distributed mesh this is a collective call. Gradients flow through, and have the spec of this tensor.
 
+        Args:
+            spec: the spec.
+            mesh: another mesh to bring the tensor to: other axes over the same ranks, or other ranks. All ranks of both
+                meshes make the call; where the new mesh is not, the result has no values, and only this call takes it.
+
         Raises:
             ShardingError: the spec does not fit the mesh or the tensor.
+            MeshError: the other mesh has another runtime or kind of device.
             DivergenceError: ranks make different calls.
             SpmdError: a rank failed, or never makes the call.
 
@@ -145,24 +149,20 @@ class DTensor(torch.Tensor):
         >>> x.redistribute(P()).shards
         (tensor([0, 1, 2]), tensor([0, 1, 2]))
         """
-        target = make_spec(self.mesh, spec, self._spec.meta, where="the tensor")
+        target = target_of(self._spec, spec, mesh)
         if target == self._spec:
             return self
-        call, source = f"redistribute({target.pspec!r})", self._spec
+        source, where = self._spec, "" if target.mesh == self.mesh else f", mesh={target.mesh}"
+        call = f"redistribute({target.pspec!r}{where})"
         return linear(  # type: ignore[no-any-return]
-            lambda value: wrap(target, value._move(call, target), value._strides),
-            lambda cotangent: cotangent.redistribute(source.complete.pspec),
+            lambda value: _moved(target, value._move(call, target), value._strides),
+            lambda cotangent: cotangent.redistribute(source.complete),
             self,
         )
 
     def _move(self, call: str, target: DTensorSpec, agreed: bool = False) -> tuple[torch.Tensor, ...]:
         """The shards under another spec; if ranks communicate, they first check that all of them make this call."""
-        if is_watched():
-            record_move(call, self._spec, target)
-        compares = not agreed and spans_processes(self.mesh)
-        if compares and any(step.is_collective for step in redistribution(self._spec, target)):
-            gather(f"{call} of {self._spec} on {self.mesh}", None, self.mesh.ranks)
-        return redistribute_shards(self._shards, self._spec, target)
+        return move_shards(call, lambda: self._shards, self._spec, target, agreed)
 
     @staticmethod
     @hides_internals
@@ -411,6 +411,14 @@ DONATED = (
     "it was donated to a jitted function. Use what the function returned, or leave the argument out of donate_argnums.",
 )
 """Why a donated DTensor has no shards."""
+
+
+def _moved(spec: DTensorSpec, shards: Shards, strides: tuple[int, ...] | None) -> DTensor:
+    """The DTensor of what `_move` returns; it has no shards where its mesh is not over this process."""
+    value = wrap(spec, shards, strides)
+    if not shards:
+        lose_shards([value], why_outside(spec.mesh))
+    return value
 
 
 def become(value: DTensor, other: DTensor) -> None:

@@ -86,6 +86,13 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     return _group(ranks, "", backend(mesh), f"a process group over {', '.join(axes)}", mesh.ranks)
 
 
+def group_among(processes: Sequence[int], mesh: Mesh) -> dist.ProcessGroup:
+    """Torch's group of some processes of the job, this one among them, for a mesh's device; made by all of them."""
+    if len(processes) == _world().size():
+        return _world()
+    return _group(processes, "", backend(mesh), "a process group over two meshes", processes)
+
+
 def backend(mesh: Mesh) -> str:
     """The backend of torch.distributed for the mesh's device."""
     return str(dist.get_backend_config()).partition(f"{mesh.device.type}:")[2].partition(",")[0]

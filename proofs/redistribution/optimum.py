@@ -1,0 +1,160 @@
+"""The cheapest sequences of steps between all specs of a mesh, found by exhaustion.
+
+Independent of `spmd.collectives.moves`: every ordered pair of specs is asked whether one primitive leads from one to
+the other, by what the ranks hold before and after, and Floyd and Warshall's algorithm joins the answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from spmd.collectives.block_exchange import BlockExchange
+from spmd.collectives.resharding import LAUNCH_BYTES, eager_cost
+from spmd.collectives.step import Step
+from spmd.core.mesh import Mesh
+from spmd.core.spec import DTensorSpec, P, TensorMeta
+
+
+@attrs.frozen(order=True)
+class Cost:
+    """What a sequence of steps costs.
+
+    Args:
+        price: by the cost model: the bytes in a program; outside of one `eager_cost`.
+        count: the number of collectives.
+        bytes: the bytes that a rank sends, by the ring model.
+    """
+
+    price: float
+    count: int
+    bytes: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.price + other.price, self.count + other.count, self.bytes + other.bytes)
+
+
+NONE, INFINITE = Cost(0.0, 0, 0.0), Cost(math.inf, 0, math.inf)
+
+
+def cost_of(steps: Sequence[Step | BlockExchange], *, eager: bool) -> Cost:
+    """The cost of the steps that the library has found."""
+    sent = math.fsum(step.bytes for step in steps)
+    price = math.fsum(map(eager_cost, steps)) if eager else sent
+    return Cost(price, sum(step.is_collective for step in steps), sent)
+
+
+def every_spec(mesh: Mesh, meta: TensorMeta, reductions: Sequence[str] = ("sum", "max")) -> list[DTensorSpec]:
+    """Every spec of a tensor: each axis replicated, partial or on a dim, in every order of the axes of a dim."""
+    found: dict[DTensorSpec, None] = {}
+    choices = (None, "partial", *range(meta.ndim))
+    for order in itertools.permutations(mesh.names):
+        for places in itertools.product(choices, repeat=len(order)):
+            placed = list(zip(order, places, strict=True))
+            dims = [tuple(axis for axis, place in placed if place == dim) for dim in range(meta.ndim)]
+            for op in reductions:
+                partial = {axis: op for axis, place in placed if place == "partial"}
+                found[DTensorSpec.make(mesh, P(*dims, partial=partial), meta)] = None  # type: ignore[arg-type]
+    return list(found)
+
+
+def optima(specs: Sequence[DTensorSpec], *, eager: bool) -> list[list[Cost]]:
+    """The least cost of a sequence of steps from each spec to each other, through any specs of no larger shards.
+
+    Args:
+        specs: all specs of a mesh, with even shards.
+        eager: whether an exchange of blocks is a step, and launches take time.
+    """
+    least = [[_cheapest(before, after, eager) for after in specs] for before in specs]
+    ends = [[max(before.local_bytes(), after.local_bytes()) for after in specs] for before in specs]
+    found = [list(row) for row in least]
+    # Floyd and Warshall's algorithm over ever larger shards: what it has after some size has passed through no larger.
+    by_size = sorted(range(len(specs)), key=lambda number: specs[number].local_bytes())
+    for size, middles in itertools.groupby(by_size, key=lambda number: specs[number].local_bytes()):
+        for middle in middles:
+            _join(least, middle)
+        for source, target in itertools.product(range(len(specs)), repeat=2):
+            if ends[source][target] == size:
+                found[source][target] = least[source][target]
+    return found
+
+
+def _join(least: list[list[Cost]], middle: int) -> None:
+    """Let sequences pass through one more spec."""
+    for row in least:
+        first = row[middle]
+        if first.price < math.inf:
+            for target, second in enumerate(least[middle]):
+                if first.price + second.price <= row[target].price:
+                    row[target] = min(row[target], first + second)
+
+
+def _cheapest(before: DTensorSpec, after: DTensorSpec, eager: bool) -> Cost:
+    if before == after:
+        return NONE
+    found = [Cost(sent + LAUNCH_BYTES * count * eager, count, sent) for sent, count in _steps(before, after)]
+    if eager:
+        found.append(cost_of([BlockExchange(before, after)], eager=True))
+    return min(found, default=INFINITE)
+
+
+def _steps(before: DTensorSpec, after: DTensorSpec) -> Iterator[tuple[float, int]]:
+    """The bytes and the collectives of the primitives that lead from one spec to another; shards must be even."""
+    held, wanted = before.local_bytes(), after.local_bytes()
+    pending, left = dict(before.partial), dict(after.partial)
+    changed = [dim for dim, pair in enumerate(zip(before.dims, after.dims, strict=True)) if pair[0] != pair[1]]
+    if not changed and left.items() < pending.items():
+        ranks = before.mesh.axis_size([axis for axis in pending if axis not in left])
+        yield 2 * held * (ranks - 1) / ranks, 1
+    if not changed and pending.items() < left.items() and not _axes(before) & (left.keys() - pending.keys()):
+        yield 0.0, 0
+    if len(changed) == 1:
+        yield from _on_one_dim(before, after, changed[0])
+    if len(changed) == 2 and pending == left:
+        for grown, shrunk in (changed, reversed(changed)):
+            run = _rest(before.dims[grown], after.dims[grown])
+            if run and run == _rest(after.dims[shrunk], before.dims[shrunk]):
+                ranks = before.mesh.axis_size(run)
+                yield held * (ranks - 1) / ranks, 1
+    if held == wanted and set(pending.values()) == set(left.values()) and _holdings(before) == _holdings(after):
+        yield float(held), 1
+
+
+def _on_one_dim(before: DTensorSpec, after: DTensorSpec, dim: int) -> Iterator[tuple[float, int]]:
+    """The steps that change one dim only: shard, reduce_scatter and all_gather."""
+    pending, left = dict(before.partial), dict(after.partial)
+    if run := _rest(before.dims[dim], after.dims[dim]):
+        if pending == left and not _axes(before) & set(run):
+            yield 0.0, 0
+        if (
+            pending.items() - left.items() == {(axis, pending.get(axis)) for axis in run}
+            and left.items() < pending.items()
+        ):
+            ranks = before.mesh.axis_size(run)
+            yield before.local_bytes() * (ranks - 1) / ranks, 1
+    if (run := _rest(after.dims[dim], before.dims[dim])) and pending == left:
+        ranks = before.mesh.axis_size(run)
+        yield after.local_bytes() * (ranks - 1) / ranks, 1
+
+
+def _rest(start: tuple[str, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
+    """What follows in `axes` after `start`; empty if they do not begin so."""
+    return axes[len(start) :] if axes[: len(start)] == start else ()
+
+
+def _axes(spec: DTensorSpec) -> set[str]:
+    """The axes along which ranks hold different things."""
+    return {*itertools.chain(*spec.dims), *(axis for axis, _ in spec.partial)}
+
+
+def _holdings(spec: DTensorSpec) -> Counter[object]:
+    """How many ranks hold each block of each part of a value: equal before and after a permute."""
+    parts = [axis for axis, _ in spec.partial]
+    return Counter(
+        (spec.mesh.axis_index(where, parts), *((part.start, part.stop) for part in spec.local_slices(where)))
+        for where in spec.mesh.coordinates()
+    )

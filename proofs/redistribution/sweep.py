@@ -1,0 +1,124 @@
+"""The comparison of all pairs of specs of a mesh: with the optimum, with torch, and values with those of one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from proofs.redistribution.optimum import Cost, cost_of, every_spec, optima
+from proofs.redistribution.torch_counts import fake_mesh, torch_cost
+from spmd.api.values.dtensor import DTensor, wrap
+from spmd.collectives.resharding import eager_redistribution, redistribution
+from spmd.core.mesh import Mesh
+from spmd.core.placement import combine
+from spmd.core.spec import DTensorSpec, TensorMeta
+
+SLACK = 1e-6
+"""What sums of bytes may differ by when they are added in another order, as a part of them."""
+
+
+@attrs.define
+class Found:
+    """What all pairs of specs of one mesh and one tensor have in common.
+
+    Args:
+        pairs: the number of pairs.
+        above: how many cost more than the optimum outside of a program, by whether the target is partial; and in one.
+        excess: the greatest ratio of a price to the optimum's outside of a program.
+        ours, theirs: the sums of bytes and of collectives, of the pairs that torch has.
+        against: of those pairs, how many have fewer, as many or more than torch: `("bytes", -1)` and so on.
+        refused: how many torch refuses.
+        dominated: pairs for which torch sends no more bytes in no more collectives, and less of one of them.
+        examples: some pairs that torch does with less of something, with the costs.
+    """
+
+    pairs: int = 0
+    above: Counter[str] = attrs.field(factory=Counter)
+    excess: float = 1.0
+    ours: Counter[str] = attrs.field(factory=Counter)
+    theirs: Counter[str] = attrs.field(factory=Counter)
+    against: Counter[tuple[str, int]] = attrs.field(factory=Counter)
+    refused: int = 0
+    dominated: int = 0
+    examples: list[str] = attrs.field(factory=list)
+
+
+def compare(mesh: Mesh, meta: TensorMeta, every: int = 1) -> Found:
+    """Compare the costs of all pairs with the optimum and with torch's; `every` fifth source, if that is 5."""
+    specs, found = every_spec(mesh, meta), Found()
+    least, in_program = optima(specs, eager=True), optima(specs, eager=False)
+    with fake_mesh(mesh) as theirs:
+        for row, source in list(enumerate(specs))[::every]:
+            for column, target in enumerate(specs):
+                cost = cost_of(eager_redistribution(source, target), eager=True)
+                planned = cost_of(redistribution(source, target), eager=False)
+                found.pairs += 1
+                best = least[row][column].price
+                if cost.price > best * (1 + SLACK):
+                    found.above["partial" if target.partial else "complete"] += 1
+                    found.excess = max(found.excess, cost.price / best)
+                found.above["program"] += planned.price > in_program[row][column].price * (1 + SLACK)
+                _count(found, source, target, cost, torch_cost(theirs, source, target))
+    return found
+
+
+def _count(found: Found, source: DTensorSpec, target: DTensorSpec, ours: Cost, theirs: Cost | None) -> None:
+    if theirs is None:
+        found.refused += 1
+        return
+    signs = {}
+    for name in ("bytes", "count", "price"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        signs[name] = 0 if abs(mine - other) <= SLACK * other else -1 if mine < other else 1
+        found.ours[name] += mine
+        found.theirs[name] += other
+        found.against[name, signs[name]] += 1
+    both = {signs["bytes"], signs["count"]}
+    found.dominated += both in ({1}, {0, 1})
+    if 1 in both and len(found.examples) < 4:
+        found.examples.append(
+            f"{source.pspec!r} -> {target.pspec!r}: {ours.bytes:,.0f} bytes in {ours.count} beside torch's "
+            f"{theirs.bytes:,.0f} in {theirs.count}"
+        )
+
+
+def wrong(mesh: Mesh, meta: TensorMeta, every: int = 1) -> Iterator[str]:
+    """The pairs whose value or gradient is not that of one device; `every` as in `compare`."""
+    generator = torch.Generator().manual_seed(0)
+    specs = every_spec(mesh, meta)
+    for source in specs[::every]:
+        value, whole = made(source, generator)
+        weight = torch.randint(-9, 10, meta.shape, generator=generator).to(meta.dtype)
+        for target in specs:
+            leaf: Any = value.detach().requires_grad_()
+            moved = leaf.redistribute(target)
+            shapes = [tuple(shard.shape) for shard in moved.shards]
+            (moved.full_tensor() * weight).sum().backward()
+            right = (
+                moved.spec == target
+                and shapes == [target.local_shape(where) for where in mesh.coordinates()]
+                and torch.equal(moved.full_tensor(), whole)
+                and leaf.grad is not None
+                and leaf.grad.spec == source.complete
+                and torch.equal(leaf.grad.full_tensor(), weight)
+            )
+            if not right:
+                yield f"{source} -> {target.pspec!r} on {mesh}"
+
+
+def made(spec: DTensorSpec, generator: torch.Generator) -> tuple[DTensor, torch.Tensor]:
+    """A DTensor of random whole numbers, whose parts do not cancel, and its global value."""
+    mesh, axes = spec.mesh, tuple(axis for axis, _ in spec.partial)
+    parts = [
+        torch.randint(-9, 10, spec.meta.shape, generator=generator).to(spec.meta.dtype)
+        for _ in range(mesh.axis_size(axes))
+    ]
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = combine(spec.partial[0][1], whole, part)
+    shards = [parts[mesh.axis_index(where, axes)][spec.local_slices(where)].clone() for where in mesh.coordinates()]
+    return wrap(spec, tuple(shards)), whole
