@@ -59,3 +59,13 @@ def test_names_of_jax_are_the_same_objects():
     assert spmd.PartitionSpec is P
     step = spmd.jit(lambda x: x * 2, in_shardings=(P("data"),), out_shardings=P("data"), mesh=MESH)
     assert P("data") == step(torch.ones(4)).spec.pspec
+
+
+def test_stages_show_themselves_in_notebooks():
+    step = spmd.jit(lambda x, w: torch.relu(x @ w), (P(None, "model"), P("model")), P(), mesh=MESH)
+    args = torch.ones(4, 4), torch.ones(4, 2)
+    program = step.lower(*args)._repr_html_()
+    assert 1 == program.count("background: #f5851840") == len(step.lower(*args).collectives)
+    assert "relu_1 = relu(all_reduce_1)" in program
+    assert "aten.relu.default" in step.trace(*args)._repr_html_()
+    assert "relu_1 = relu(all_reduce_1)" in step.compile(*args)._repr_html_()
