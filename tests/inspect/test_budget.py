@@ -151,7 +151,11 @@ def test_suggestions_name_arguments_by_path_with_their_memory_and_together() -> 
     assert {"0['down']", "0['up']"} == {path for path, _ in pins}
     assert re.search(r"\n  all 2 at once: .* a step, \+[\d,]+ bytes held, within the budget\n", message)
     mesh = spmd.make_mesh({"model": 4}, runtime="abstract")
-    meta = torch.empty(64, 256, device="meta"), torch.empty(256, 64, device="meta"), torch.empty(65536, 64, device="meta")
+    meta = (
+        torch.empty(64, 256, device="meta"),
+        torch.empty(256, 64, device="meta"),
+        torch.empty(65536, 64, device="meta"),
+    )
     held = [
         spmd.jit(two_layers, ({"up": spec, "down": spec}, P("model")), P("model"), mesh=mesh)
         .plan({"up": meta[0], "down": meta[1]}, meta[2])
