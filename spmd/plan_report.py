@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         options.html.write_text(render_page(report), encoding="utf-8")
     console = console or make_console()
     tables = [summary_table(report), lines_table(report, options.rows), causes_table(report, options.rows)]
+    tables.append(machine_table(report))
     if report.layers:
         tables.insert(1, layers_table(report))
     for table in tables:
@@ -75,6 +76,14 @@ def summary_table(report: Report) -> Table:
         _add_row(table, name, text)
     for text in report.fallbacks:
         _add_row(table, "runs replicated, without a rule", text)
+    return table
+
+
+def machine_table(report: Report) -> Table:
+    """The figures of the machine."""
+    table = Table(title="Machine", title_justify="left", show_header=False)
+    for name, text in report.machine.items():
+        _add_row(table, name, text)
     return table
 
 

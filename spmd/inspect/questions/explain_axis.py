@@ -42,12 +42,12 @@ class AxisExplainer:
             () if operation is None or operation in self.draft.pinned else self.alternatives(operation, exact)
         )
         state, atoms = self.replay.source(self.value, {}), self.draft.logical[self.value]
-        refined = isinstance(state, Shard) and any(len(group) > 1 for group in atoms)
+        refined = any(len(group) > 1 for group in atoms)
         return AxisExplanation(
             axis,
             self.draft.mesh.axis_size(axis),
             state,
-            f"shards {atom_text(atoms, state.dim)}" if refined else "",
+            f"shards {atom_text(atoms, state.dim)}" if refined and isinstance(state, Shard) else "",
             (*self.givers(operation), *self.takers(self.value)),
             tuple(alternatives),
             self.typed,

@@ -42,18 +42,14 @@ Pinning: TypeAlias = Callable[[Request], Request]
 """Adds a pin to a request."""
 
 
-@attrs.frozen
-class _PinnedSpec:
-    """Gives an argument or a result another spec: `field` of the request at a position."""
+def _with_input_spec(request: Request, position: int, spec: DTensorSpec) -> Request:
+    specs = [spec if number == position else given for number, given in enumerate(request.input_specs)]
+    return attrs.evolve(request, input_specs=specs)
 
-    field: str
-    position: int
-    spec: DTensorSpec
 
-    def __call__(self, request: Request) -> Request:
-        specs = list(getattr(request, self.field))
-        specs[self.position] = self.spec
-        return attrs.evolve(request, **{self.field: specs})
+def _with_output_spec(request: Request, position: int, spec: DTensorSpec) -> Request:
+    specs = [spec if number == position else given for number, given in enumerate(request.output_specs)]
+    return attrs.evolve(request, output_specs=specs)
 
 
 @attrs.frozen(eq=False)
@@ -202,7 +198,8 @@ def _input_trial(plan: PlanData, position: int, wanted: Value) -> Iterator[_Tria
     if spec is not None:
         made = DTensorSpec.make(plan.mesh, spec, request.input_specs[position].meta)
         name = request.input_paths[position] if request.input_paths else request.graph.inputs[position].name
-        yield _Trial(_PinnedSpec("input_specs", position, made), 0.0, f"give {name} in_specs {spec!r}", "")
+        pin = functools.partial(_with_input_spec, position=position, spec=made)
+        yield _Trial(pin, 0.0, f"give {name} in_specs {spec!r}", "")
 
 
 def _output_trial(plan: PlanData, position: int, held: Value) -> Iterator[_Trial]:
@@ -210,7 +207,8 @@ def _output_trial(plan: PlanData, position: int, held: Value) -> Iterator[_Trial
     spec, request = _pspec(plan, held, plan.specs[held]), plan.request
     if spec is not None:
         made = DTensorSpec.make(plan.mesh, spec, request.graph.outputs[position].meta)
-        yield _Trial(_PinnedSpec("output_specs", position, made), 0.0, f"give result {position} out_specs {spec!r}", "")
+        pin = functools.partial(_with_output_spec, position=position, spec=made)
+        yield _Trial(pin, 0.0, f"give result {position} out_specs {spec!r}", "")
 
 
 def _pspec(plan: PlanData, value: Value, spec: DTensorSpec) -> P | None:
