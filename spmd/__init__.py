@@ -14,9 +14,10 @@ from spmd.api.values.communication import comms_of
 from spmd.api.values.distribute import distribute, from_process_data
 from spmd.api.values.dtensor import DTensor
 from spmd.api.values.full_tree import full_tree
+from spmd.api.values.visualize import visualize
 from spmd.core.mesh import Mesh, make_mesh, use_mesh
 from spmd.core.placement import Partial, Replicate, Shard
-from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.core.spec import DTensorSpec, P, PartitionSpec, TensorMeta
 from spmd.errors import (
     CheckpointError,
     DivergenceError,
@@ -52,6 +53,7 @@ __all__ = [
     "MeshError",
     "P",
     "Partial",
+    "PartitionSpec",
     "PlanError",
     "Replicate",
     "RuleError",
@@ -90,6 +92,7 @@ __all__ = [
     "tensor_parallel_specs",
     "to_torch_dtensor",
     "use_mesh",
+    "visualize",
 ]
 
 

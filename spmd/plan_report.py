@@ -1,4 +1,7 @@
-"""`python -m spmd.plan_report plan.json`: the figures of a saved plan in a terminal, or as a page of HTML."""
+"""`python -m spmd.plan_report plan.json`: the figures of a saved plan in a terminal, or as a page of HTML.
+
+`python -m spmd.plan_report before.json after.json`: how the second plan differs from the first.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 
 from spmd.core.quantity import size_text, time_text
 from spmd.errors import PlanError
+from spmd.inspect.questions.difference import compare
 from spmd.inspect.report.figures import Report, make_report
 from spmd.inspect.report.html import render_page
 from spmd.inspect.saving.document import read
@@ -30,15 +34,20 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         console: where the tables are printed; by default `make_console()`.
 
     Returns:
-        The exit status: 0, or 1 if the file is no plan.
+        The exit status: 0, or 1 if a file is no plan, or two plans have nothing in common.
     """
     parser = argparse.ArgumentParser(prog="python -m spmd.plan_report", description=__doc__)
     parser.add_argument("file", type=Path, help="a plan that plan.save(path) wrote")
+    parser.add_argument("other", type=Path, nargs="?", help="another plan: print how it differs, no tables")
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write a self-contained page there")
     parser.add_argument("--rows", type=int, default=30, help="the most rows of a table (default 30)")
     options = parser.parse_args(arguments)
     try:
-        report = make_report(read(options.file))
+        document = read(options.file)
+        if options.other is not None:
+            print(compare(document, read(options.other)))
+            return 0
+        report = make_report(document)
     except PlanError as error:
         print(error, file=sys.stderr)
         return 1
@@ -46,6 +55,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         options.html.write_text(render_page(report), encoding="utf-8")
     console = console or make_console()
     tables = [summary_table(report), lines_table(report, options.rows), causes_table(report, options.rows)]
+    tables.append(machine_table(report))
     if report.layers:
         tables.insert(1, layers_table(report))
     for table in tables:
@@ -66,6 +76,14 @@ def summary_table(report: Report) -> Table:
         _add_row(table, name, text)
     for text in report.fallbacks:
         _add_row(table, "runs replicated, without a rule", text)
+    return table
+
+
+def machine_table(report: Report) -> Table:
+    """The figures of the machine."""
+    table = Table(title="Machine", title_justify="left", show_header=False)
+    for name, text in report.machine.items():
+        _add_row(table, name, text)
     return table
 
 

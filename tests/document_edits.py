@@ -307,7 +307,7 @@ def turn(entry: Document, document: Document, draw: random.Random) -> None:
 def marker(operand: str, result: str, draw: random.Random) -> Document:
     """An operation that moves a value, or claims to move nothing."""
     operator = draw.choice(["spmd.redistribute.default"] * 2 + ["spmd.relabel.default"])
-    blank = {"at": "", "code": "", "seconds": 0.0, "group": None, "of": None, "strategies": {}}
+    blank = {"at": "", "code": "", "seconds": 0.0, "group": None, "of": None, "strategies": {}, "held": 0}
     return {**blank, "operator": operator, "operands": [operand], "results": [result]}
 
 

@@ -20,6 +20,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {
     "testing": ("hypothesis",),
     "plan_report.py": ("rich",),
+    "rich_text.py": ("rich",),
+    "picture.py": ("rich",),
     "safetensors_loading.py": ("safetensors",),
     "__main__.py": ("proofs",),
 }

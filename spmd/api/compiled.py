@@ -34,6 +34,7 @@ from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.core.static_key import static_key
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph
+from spmd.ir.program_html import program_html
 from spmd.job import checks
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
@@ -148,6 +149,9 @@ class Compiled:
 
     def __repr__(self) -> str:
         return f"Compiled({self.traced.name} for {self.signature.tree} on {self.mesh})"
+
+    def _repr_html_(self) -> str:
+        return program_html(repr(self), self.program.as_text())
 
     def prepare(self, leaves: Sequence[Any] | None = None) -> None:
         """Make all that a call needs, and check its arguments; on a distributed mesh a collective call.

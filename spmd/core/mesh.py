@@ -15,6 +15,8 @@ from typing import Any, Literal
 import attrs
 import torch
 
+from spmd.core.pictures.blocks import Blocks, Dim
+from spmd.core.pictures.picture import Picture
 from spmd.errors import MeshError
 from spmd.job.collective_scope import MOST, name_ranks
 from spmd.job.process import choose_device, init, is_distributed, process_count, process_index
@@ -203,6 +205,18 @@ class Mesh:
     def __str__(self) -> str:
         said = [f"{name}={size}" for name, size in self.axes.items()]
         return f"Mesh({', '.join(said if self._ranks is None else [*said, f'ranks={_shown(self._ranks)}'])})"
+
+    @property
+    def picture(self) -> Picture:
+        """Where each rank is in the grid; see `spmd.visualize`."""
+        dims = tuple(
+            Dim(f"{name} ({size})", (name,), tuple((i, i + 1) for i in range(size)), tuple(map(str, range(size))))
+            for name, size in self.axes.items()
+        )
+        return Picture(Blocks(str(self), self.axes, self.ranks, dims))
+
+    def _repr_html_(self) -> str:
+        return self.picture._repr_html_()
 
 
 @hides_internals

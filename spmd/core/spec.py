@@ -9,6 +9,7 @@ The representation is that of Shardy (https://github.com/openxla/shardy), the no
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -19,6 +20,8 @@ import attrs
 import torch
 
 from spmd.core.mesh import Coordinate, Mesh
+from spmd.core.pictures.blocks import Blocks, Dim
+from spmd.core.pictures.picture import Picture
 from spmd.core.placement import (
     REDUCTIONS,
     Partial,
@@ -159,6 +162,10 @@ class P:
 
     def __repr__(self) -> str:
         return _spec_text(self.dims, self.partial)
+
+
+PartitionSpec = P
+"""JAX's long name of `P`."""
 
 
 def _parse_dim(dim: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -325,6 +332,28 @@ class DTensorSpec:
 
     def __str__(self) -> str:
         return f"{self.meta} {self.pspec!r}"
+
+    @property
+    def picture(self) -> Picture:
+        """Which rank holds which block of the tensor; see `spmd.visualize`."""
+        pending = dict(self.partial)
+        partial = tuple(axis for axis in self.mesh.names if axis in pending)
+        reduction = pending[partial[0]] if partial else ""
+        dims = tuple(_drawn(self, number) for number in range(self.meta.ndim))
+        return Picture(Blocks(f"{self} on {self.mesh}", self.mesh.axes, self.mesh.ranks, dims, partial, reduction))
+
+    def _repr_html_(self) -> str:
+        return self.picture._repr_html_()
+
+
+def _drawn(spec: DTensorSpec, number: int) -> Dim:
+    """A dim and its chunks, for a picture."""
+    size, axes = spec.meta.shape[number], spec.dims[number]
+    counts = [spec.mesh.axis_size(axis) for axis in axes]
+    indices = itertools.product(*map(range, counts))
+    bounds = tuple(chunk_bounds(size, counts, index) for index in indices)
+    split = f" by {', then '.join(axes)}" if axes else ""
+    return Dim(f"dim {number} ({size}){split}", axes, bounds, tuple(f"{start}:{stop}" for start, stop in bounds))
 
 
 def _positive_dims(placements: Sequence[Placement], meta: TensorMeta) -> tuple[Placement, ...]:

@@ -101,8 +101,11 @@ class Plan(PlanData):
         from spmd.inspect.saving.document import saved_machine
         from spmd.inspect.saving.restore import restore
 
-        if own_machine:
-            request = attrs.evolve(request, machine=saved_machine(document))
+        saved, here = saved_machine(document), request.machine
+        if saved != here:
+            kept = "its figures are for the former" if own_machine else "its figures are for the latter"
+            note = f"made for another machine, {saved}; here it is {here}; {kept}"
+            request = attrs.evolve(request, machine=saved if own_machine else here, made_elsewhere=note)
         parts = attrs.asdict(restore(document, request), recurse=False)
         schedule = request.machine.launch_schedule
         plan = cls(request=request, mesh=request.mesh, seconds=0.0, comms=(), schedule=schedule, **parts)

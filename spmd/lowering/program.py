@@ -17,6 +17,7 @@ from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation
 from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.printing import program_text
+from spmd.ir.program_html import program_html
 from spmd.lowering.device import on_device
 from spmd.lowering.fx_module import fx_module
 
@@ -80,6 +81,9 @@ class LocalProgram:
 
     def __repr__(self) -> str:
         return f"LocalProgram({self.name} on {self.mesh}, {len(self.collectives)} collectives)"
+
+    def _repr_html_(self) -> str:
+        return program_html(repr(self), self.as_text())
 
     def count(self) -> dict[str, int]:
         """The number of collectives of each kind, by kind."""

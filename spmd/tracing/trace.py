@@ -36,6 +36,7 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value, iterate_leaves
 from spmd.ir.names import Namer
 from spmd.ir.number import Number
+from spmd.ir.program_html import program_html
 from spmd.ir.variants import Unevenness, Variants
 from spmd.tracing.assignments import fill_masked
 from spmd.tracing.checkpointed import checkpoints, recompute
@@ -155,6 +156,10 @@ class Traced:
 
     def __str__(self) -> str:
         return f"{self.name}\n{self.graph}"
+
+    def _repr_html_(self) -> str:
+        operations = len(self.graph.operations)
+        return program_html(f"{self.name}: {operations} operators on global tensors", str(self.graph))
 
 
 def trace(

@@ -1,5 +1,6 @@
 """What a plan may send: limits by kind of collective, and errors that say how to keep to them."""
 
+import re
 from typing import Any
 
 import pytest
@@ -127,3 +128,38 @@ def test_a_pinned_request_is_that_of_a_constraint() -> None:
     assert pinned.comms
     assert [(c.kind, c.bytes) for c in expected.comms] == [(c.kind, c.bytes) for c in pinned.comms]
     assert expected.seconds == pinned.seconds
+
+
+def two_layers(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ params["up"]) @ params["down"]
+
+
+def refused(specs: object) -> str:
+    mesh = spmd.make_mesh({"model": 4}, runtime="abstract")
+    f = spmd.jit(two_layers, (specs, P("model")), P("model"), mesh=mesh, comms="error")
+    params = {"up": torch.empty(64, 256, device="meta"), "down": torch.empty(256, 64, device="meta")}
+    with pytest.raises(spmd.PlanError) as caught:
+        f.plan(params, torch.empty(65536, 64, device="meta"))
+    return str(caught.value)
+
+
+def test_suggestions_name_arguments_by_path_with_their_memory_and_together() -> None:
+    message = refused({"up": P("model"), "down": P("model")})
+    pins = re.findall(
+        r"to avoid it, give (0\[.*?\]) in_specs P\(\): .* us and .* a step, \+([\d,]+) bytes held", message
+    )
+    assert {"0['down']", "0['up']"} == {path for path, _ in pins}
+    assert re.search(r"\n  all 2 at once: .* a step, \+[\d,]+ bytes held, within the budget\n", message)
+    mesh = spmd.make_mesh({"model": 4}, runtime="abstract")
+    meta = (
+        torch.empty(64, 256, device="meta"),
+        torch.empty(256, 64, device="meta"),
+        torch.empty(65536, 64, device="meta"),
+    )
+    held = [
+        spmd.jit(two_layers, ({"up": spec, "down": spec}, P("model")), P("model"), mesh=mesh)
+        .plan({"up": meta[0], "down": meta[1]}, meta[2])
+        .memory.peak
+        for spec in (P("model"), P())
+    ]
+    assert f"{held[1] - held[0]:+,} bytes held, within the budget" in message

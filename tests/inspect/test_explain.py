@@ -146,5 +146,63 @@ def test_what_would_gather_an_argument_that_is_kept_is_impossible() -> None:
     (axis,) = step.plan(torch.empty(64, 32), torch.empty(32, 64)).explain("mm", exact=True).axes
     impossible = [alternative for alternative in axis.alternatives if "impossible" in str(alternative)]
     assert {"replicate", "i"} == {alternative.label for alternative in impossible}
-    assert all("(impossible when planned anew)" in str(alternative) for alternative in impossible)
+    assert all("impossible (impossible with all else as planned)" in str(item) for item in impossible)
     assert axis.chosen not in impossible
+
+
+def test_exact_figures_order_the_alternatives() -> None:
+    plan, moved = gpt_plan(TENSOR_PARALLEL, P()), 0
+    for operation in plan.request.graph.operations[:12]:
+        for axis in plan.explain(operation, exact=True).axes:
+            others = [alternative for alternative in axis.alternatives if not alternative.chosen]
+            exact = [alternative.replanned.seconds for alternative in others if alternative.replanned is not None]
+            assert sorted(exact) == exact
+            moved += sorted(alternative.extra_seconds for alternative in others) != [a.extra_seconds for a in others]
+    assert moved, "the two orders are the same here: take another program"
+
+
+def test_needs_are_moves_to_what_the_alternative_requires() -> None:
+    """The value of two consumers that require different specs is moved for both; each needs its own move only."""
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = spmd.constrain(torch.tanh(x), P("model"))
+        return torch.relu(spmd.constrain(y, P(None, "model"))), y @ w
+
+    mesh = spmd.make_mesh({"model": 4}, runtime="abstract")
+    plan = spmd.jit(f, (P("model"), P()), (P(None, "model"), P()), mesh=mesh).plan(
+        torch.empty(512, 256, device="meta"), torch.empty(256, 256, device="meta")
+    )
+    (axis,) = plan.explain("mm").axes
+    held = next(neighbour.has for neighbour in axis.neighbours if neighbour.name.startswith("constrain"))
+    for alternative in axis.alternatives:
+        operand = [move for move in alternative.moves if move.value == "constrain"]
+        assert bool(operand) == (alternative.operands[0] != held)
+
+
+def test_specs_of_atoms_can_be_typed() -> None:
+    def f(x: torch.Tensor, w: torch.Tensor, code: str = "") -> torch.Tensor:
+        mm = torch.relu(torch.nn.functional.linear(x, w)).reshape(-1, 32)
+        return torch.tanh(eval(code, {"spmd": spmd, "P": P}, {"relu_flat": mm}) if code else mm)
+
+    mesh = spmd.make_mesh({"data": 2, "model": 4}, runtime="abstract")
+    args = torch.empty(16, 128, 64, device="meta"), torch.empty(32, 64, device="meta")
+
+    def plan(code: str) -> Plan:
+        step = spmd.jit(f, (P(None, "data"), P("model")), None, mesh=mesh, static_argnames="code")
+        return step.plan(*args, code=code)
+
+    def flat_layouts(plan: Plan) -> set[str]:
+        return {str(plan.layout(value)) for value in plan.specs if value.meta.shape == (2048, 32)}
+
+    found = plan("").explain("mm")
+    text = str(found)
+    assert "i.1: the 128 of dim 0 (16·128) of mm" in text or "i.1: the 128 of dim 0 (16·128) of view" in text
+    assert "along data (2 ranks): shards the 128 of dim 0 (16·128)" in text
+    typed = {spec: code for axis in found.axes for spec, code in axis.typed.items()}
+    assert "P((16·128@data))" in typed
+    assert "P((16@model·128@data))" in typed
+    for spec, code in typed.items():
+        assert f"to ask for {spec}: {code}" in text
+        if "partial" not in spec and code.startswith("spmd.constrain(mm."):
+            assert spec in flat_layouts(plan(code.replace("(mm.", "(relu_flat.")))
+    assert "P((16@model·128@data))" not in flat_layouts(plan(""))

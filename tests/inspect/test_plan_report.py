@@ -1,6 +1,7 @@
 """Reports of plans: their figures are the plan's, in a terminal and as a page."""
 
 import io
+import itertools
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,8 +14,10 @@ import spmd
 from spmd import P
 from spmd.core.quantity import size_text, time_text
 from spmd.inspect import Plan
+from spmd.inspect.report.charts import ticks
 from spmd.inspect.report.figures import make_report
 from spmd.inspect.report.html import render_page
+from spmd.inspect.report.words import in_words, machine_figures
 from spmd.inspect.saving.document import make_document
 from spmd.plan_report import main, make_console
 
@@ -131,7 +134,7 @@ def test_layers_are_shown_by_how_they_lie(tmp_path: Path) -> None:
         for numbers, alike in zip(("0-1 of 3", "2 of 3"), layers.alike, strict=True)
     ]
     page = Page(plan.to_html())
-    assert ["Plan", "Timeline", "Layers", "Lines", "Collectives"] == page.headings
+    assert ["Plan", "Timeline", "Memory", "Layers", "Lines", "Collectives", "Machine"] == page.headings
     assert set(rows) <= {tuple(row) for row in page.rows}
     plan.save(tmp_path / "plan.json")
     console = Console(file=io.StringIO(), width=200)
@@ -154,7 +157,7 @@ def test_the_timeline_is_in_order_and_has_no_gaps() -> None:
 def test_the_page_is_html_with_all_figures() -> None:
     plan = planned()
     page = Page(plan.to_html())
-    assert ["Plan", "Timeline", "Lines", "Collectives"] == page.headings
+    assert ["Plan", "Timeline", "Memory", "Lines", "Collectives", "Machine"] == page.headings
     report = make_report(make_document(plan))
     rows = [tuple(row) for row in page.rows]
     for cause in report.causes:
@@ -229,3 +232,42 @@ def test_fallbacks_are_reported(tmp_path: Path) -> None:
 def test_amounts_and_times_for_people() -> None:
     assert ["999 B", "1 kB", "1.5 GB", "2 TB"] == [size_text(n) for n in (999, 999.7, 1.5e9, 2e12)]
     assert ["0.5 us", "1 ms", "2 s"] == [time_text(seconds) for seconds in (5e-7, 1e-3, 2)]
+
+
+def test_partial_specs_are_named() -> None:
+    text = planned().to_html()
+    assert "partial=" not in text
+    assert "and a partial sum over" in text or "a partial sum over" in text
+    assert "P(('x', 'y')) and a partial max over z, q" == in_words("P(('x', 'y'), partial={'z': 'max', 'q': 'max'})")
+    assert "f produces P('a'), g requires a partial sum over b" == in_words(
+        "f produces P('a'), g requires P(partial={'b': 'sum'})"
+    )
+
+
+def test_the_memory_chart_has_the_peak_on_the_clock_of_the_timeline() -> None:
+    plan = planned()
+    report = make_report(make_document(plan))
+    assert len(plan.graph.operations) == len(report.held)
+    assert plan.memory.peak == max(held.bytes for held in report.held)
+    assert 0.0 == report.held[0].start
+    assert all(one.stop == two.start for one, two in itertools.pairwise(report.held))
+    assert report.seconds == pytest.approx(report.held[-1].stop)
+    (event,) = {n for n, o in enumerate(plan.graph.operations) if o is plan.memory.operation}
+    assert plan.memory.peak == report.held[event].bytes
+
+
+@pytest.mark.parametrize("total", [3e-9, 1e-6, 4.1e-6, 9.99e-4, 0.25, 17.0])
+def test_ticks_are_round_and_few(total: float) -> None:
+    found = ticks(total)
+    assert 2 <= len(found) <= 11
+    assert 0.0 == found[0]
+    assert total * 0.5 < found[-1] <= total * (1 + 1e-6)
+    assert all(len(f"{tick:.6e}".partition("e")[0].rstrip("0").rstrip(".")) <= 3 for tick in found)
+
+
+def test_the_machine_is_a_table() -> None:
+    rows = [tuple(row) for row in Page(planned().to_html()).rows]
+    assert ("links", "400 GB/s") in rows
+    figures = machine_figures(spmd.Machine.preset("h100_nvlink", axis_bandwidth={"data": 5e10}))
+    assert "989.5 Tflop/s" == figures["arithmetic in bfloat16"]
+    assert "50 GB/s" == figures["links along data"]

@@ -248,6 +248,9 @@ class DTensor(torch.Tensor):
             held, which = self._shards[0], "" if self._spec.is_replicated else f"shard {rank} of "
         return f"DTensor({_tensor_str(held, len('DTensor('))}, {which}{self._spec} on {self.mesh})"
 
+    def _repr_html_(self) -> str:
+        return self._spec.picture.titled(repr(self))._repr_html_()
+
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if format_spec else str(self)
 

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 KINDS = tuple(kind for kind in StepKind if kind.is_collective)
 
-MAX_EXAMINED = 3
-"""The most collectives over budget for which a pin is searched, the largest first."""
-
 
 @attrs.frozen
 class Limit:
@@ -60,24 +57,26 @@ class Budget:
             name: the function's name, for the message.
 
         Raises:
-            PlanError: it does not; the message lists the offending collectives with their lines, and for the largest
-                the cheapest pin that avoids each.
+            PlanError: it does not; the message lists the offending collectives with their lines, the cheapest pin that
+                avoids each (of a large program, each of the largest), and what all these pins cost together.
         """
         over = {kind: limit for kind, limit in self.limits.items() if limit.excess(_of_kind(plan, kind))}
         offending = [comm for comm in plan.comms if comm.kind in over]
         fallbacks = () if self.fallbacks else plan.fallbacks
         if not offending and not fallbacks:
             return
-        examined = sorted(offending, key=lambda comm: -comm.bytes)[:MAX_EXAMINED]
-        from spmd.inspect.questions.pins import suggest  # imported only for a plan over its budget
+        from spmd.inspect.questions.pins import examined, suggest, together  # only for a plan over its budget
 
-        found = suggest(plan, examined, self.excess)
+        found = suggest(plan, examined(plan, offending), self.excess)
         lines = [] if not self.fallbacks else [_total(plan, kind, limit) for kind, limit in over.items()]
         for comm in offending:
             lines.append(f"  {comm}")
-            if any(comm is other for other in examined):
+            if id(comm) in found:
                 lines.append(f"    {_remedy(found[id(comm)])}")
         lines += [f"  {o.op} has no sharding rule and runs replicated, at {o.source}" for o in fallbacks]
+        every = together(plan, filter(None, found.values()), self.excess)
+        if every is not None:
+            lines.append(f"  {every}, {'within' if every.within else 'still over'} the budget")
         listed = "\n".join(lines)
         raise PlanError(
             f"comms={self.text} forbids what the plan of {name} does:\n{listed}\n"

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 import attrs
 
-from spmd.inspect.saving.document import unique_names
+from spmd.errors import PlanError
+from spmd.inspect.saving.document import make_document, saved_machine
+from spmd.inspect.saving.schema import Document
+from spmd.ir.markers import FREE, MARKERS
 from spmd.plan.data.plan import PlanData
-from spmd.plan.memory.peak import memory_of
 
 SHOWN = 20
 """The most lines of each kind that a printed difference has."""
@@ -61,6 +63,7 @@ class Difference:
             shape and dtype count as the same value. Redistributions of a value show only in the collectives.
         comms: the collectives that differ.
         seconds, bytes, memory: predicted seconds, bytes sent per rank and peak bytes held, of the first and the second.
+        machines, meshes: the machines and the meshes that they are for, as text.
     """
 
     values: tuple[Change, ...]
@@ -68,10 +71,12 @@ class Difference:
     seconds: tuple[float, float]
     bytes: tuple[float, float]
     memory: tuple[int, int]
+    machines: tuple[str, str]
+    meshes: tuple[str, str]
 
     def __bool__(self) -> bool:
         """Whether the plans differ."""
-        figures = (self.seconds, self.bytes, self.memory)
+        figures = (self.seconds, self.bytes, self.memory, self.machines, self.meshes)
         return bool(self.values or self.comms) or any(first != second for first, second in figures)
 
     def __str__(self) -> str:
@@ -79,6 +84,8 @@ class Difference:
             return "The plans are the same."
         (seconds, later), (sent, more), (held, holds) = self.seconds, self.bytes, self.memory
         lines = [
+            *_changed("made for another mesh", self.meshes),
+            *_changed("made for another machine, so that seconds tell the machines apart as well", self.machines),
             f"seconds a step  {seconds:.4g} -> {later:.4g}",
             f"bytes sent      {sent:,.0f} -> {more:,.0f}",
             f"bytes held      {held:,} -> {holds:,}",
@@ -93,35 +100,78 @@ def _listed(title: str, items: tuple[Change | CommChange, ...]) -> list[str]:
     return [title, *(f"  {item}" for item in items[:SHOWN]), *rest] if items else []
 
 
+def _changed(what: str, pair: tuple[str, str]) -> list[str]:
+    return [] if pair[0] == pair[1] else [f"{what}:", f"  {pair[0]}", f"  -> {pair[1]}"]
+
+
 def difference(first: PlanData, second: PlanData) -> Difference:
-    """How a second plan differs from a first."""
+    """How a second plan differs from a first; errors as of `compare`."""
+    return compare(make_document(first), make_document(second))
+
+
+def compare(first: Document, second: Document) -> Difference:
+    """How a second plan differs from a first, from their documents.
+
+    Raises:
+        PlanError: no value of one program, argument or computed, has the name, shape and dtype of one of the other.
+    """
     before, after = _layouts(first), _layouts(second)
-    names = dict.fromkeys((*before, *after))
+    if before and after and not before.keys() & after.keys():
+        raise PlanError(
+            "The plans are of programs that have nothing in common: no value of one has the name, shape and dtype of "
+            f"one of the other.\n  the first has  {_some(before)}\n  the second has {_some(after)}\n"
+            "  Compare plans of one function, on other specs, meshes or machines, or of two versions of it."
+        )
     changes = (
         Change(f"{name} {meta}", before.get((name, meta)), after.get((name, meta)))
-        for name, meta in names
+        for name, meta in dict.fromkeys((*before, *after))
         if before.get((name, meta)) != after.get((name, meta))
     )
-    sent = tuple(sum(comm.bytes for comm in plan.comms) for plan in (first, second))
     return Difference(
         tuple(changes),
         _comm_changes(first, second),
-        (first.seconds, second.seconds),
-        (sent[0], sent[1]),
-        (memory_of(first).peak, memory_of(second).peak),
+        (first["seconds"], second["seconds"]),
+        (_sent(first), _sent(second)),
+        (first["memory"]["peak"], second["memory"]["peak"]),
+        (str(saved_machine(first)), str(saved_machine(second))),
+        (_mesh(first), _mesh(second)),
     )
 
 
-def _layouts(plan: PlanData) -> Mapping[tuple[str, str], str]:
-    """The layout of every value of the program, by its name and meta; redistributed values are left out."""
-    program = unique_names(plan.request.graph)
-    return {(name, str(v.meta)): str(plan.layout(v)) for v, name in program.items() if v in plan.specs}
+def _some(layouts: Mapping[tuple[str, str], str]) -> str:
+    shown = ", ".join(f"{name} {meta}" for name, meta in list(layouts)[:4])
+    return shown + (f" and {len(layouts) - 4} more" if len(layouts) > 4 else "")
 
 
-def _comm_changes(first: PlanData, second: PlanData) -> tuple[CommChange, ...]:
+def _sent(document: Document) -> float:
+    return float(sum(comm["bytes"] for comm in document["comms"]))
+
+
+def _mesh(document: Document) -> str:
+    return ", ".join(f"{name}={size}" for name, size in document["mesh"].items())
+
+
+def _layouts(document: Document) -> Mapping[tuple[str, str], str]:
+    """The layout of every value of the program, by its name and meta; without redistributed and repeated ones."""
+    markers = {str(op) for op in (*MARKERS, FREE)}
+    computed: dict[int, list[str]] = {}
+    for operation in document["operations"]:
+        if operation["operator"] not in markers and operation["of"] is not None:
+            computed.setdefault(operation["of"], operation["results"])
+    names = [*document["arguments"], *document["constants"], *(name for n in sorted(computed) for name in computed[n])]
+    seen: Counter[str] = Counter()
+    found = {}
+    for name in names:
+        base, value = name.partition(":")[0], document["values"][name]
+        seen[base] += 1
+        found[base if seen[base] == 1 else f"{base}:{seen[base]}", value["meta"]] = value["spec"]
+    return found
+
+
+def _comm_changes(first: Document, second: Document) -> tuple[CommChange, ...]:
     counts = [
-        Counter((comm.kind, comm.axes, comm.bytes, comm.cause, str(comm.source or "")) for comm in plan.comms)
-        for plan in (first, second)
+        Counter((c["kind"], tuple(c["axes"]), c["bytes"], c["cause"], c["at"]) for c in document["comms"])
+        for document in (first, second)
     ]
     keys = dict.fromkeys((*counts[0], *counts[1]))
     return tuple(

@@ -5,7 +5,9 @@ A pin is a spec that the user can give: `in_specs` of an argument, `out_specs` o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -22,6 +24,7 @@ from spmd.plan.cost.account import account
 from spmd.plan.data.draft import logical_meta, spec_of
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
+from spmd.plan.memory.peak import memory_of
 from spmd.plan.search.boundary import expressed
 from spmd.plan.search.orders import plan as search
 
@@ -30,6 +33,23 @@ TRIALS = 4
 
 WORK = 5_000
 """The most operations that all trials together may plan: for a large program, fewer pins are tried."""
+
+MIN_EXAMINED = 3
+"""How many collectives pins are searched for, the largest first, however large the program is."""
+
+
+Pinning: TypeAlias = Callable[[Request], Request]
+"""Adds a pin to a request."""
+
+
+def _with_input_spec(request: Request, position: int, spec: DTensorSpec) -> Request:
+    specs = [spec if number == position else given for number, given in enumerate(request.input_specs)]
+    return attrs.evolve(request, input_specs=specs)
+
+
+def _with_output_spec(request: Request, position: int, spec: DTensorSpec) -> Request:
+    specs = [spec if number == position else given for number, given in enumerate(request.output_specs)]
+    return attrs.evolve(request, output_specs=specs)
 
 
 @attrs.frozen(eq=False)
@@ -40,25 +60,38 @@ class Suggestion:
         text: what to write.
         where: the line to write it at, starting with " at "; "" for `in_specs` and `out_specs`.
         seconds, bytes: the increase of predicted seconds and of bytes sent per rank in a step; negative for a decrease.
+        memory: the increase of the most bytes that a rank holds.
+        within: whether the plan with the pin is within the budget.
+        pin: adds it to a request.
     """
 
     text: str
     where: str
     seconds: float
     bytes: float
+    memory: int
+    within: bool
+    pin: Pinning
 
     def __str__(self) -> str:
-        return f"{self.text}{self.where}: {1e6 * self.seconds:+.3g} us and {self.bytes:+,.0f} bytes a step"
+        sent = f"{1e6 * self.seconds:+.3g} us and {self.bytes:+,.0f} bytes a step"
+        return f"{self.text}{self.where}: {sent}, {self.memory:+,} bytes held"
 
 
 @attrs.frozen(eq=False)
 class _Trial:
-    """A request with one more pin, and the expected increase in seconds."""
+    """A pin, and the expected increase in seconds."""
 
-    request: Request
+    pin: Pinning
     expected: float
     text: str
     where: str
+
+
+def examined(plan: PlanData, comms: Sequence[Comm]) -> list[Comm]:
+    """The collectives for which pins are searched: the largest, as many as are planned in reasonable time."""
+    most = max(MIN_EXAMINED, WORK // max(1, len(plan.request.graph.operations)))
+    return sorted(comms, key=lambda comm: -comm.bytes)[:most]
 
 
 def suggest(plan: PlanData, comms: Sequence[Comm], excess: Callable[[PlanData], float]) -> dict[int, Suggestion | None]:
@@ -79,20 +112,39 @@ def suggest(plan: PlanData, comms: Sequence[Comm], excess: Callable[[PlanData], 
         operation = next(o for other, o in operations if other == comm)
         operations.remove((comm, operation))
         ordered = sorted(_trials(plan, explainer, operation), key=lambda trial: trial.expected)
-        tried = (_try(plan, trial, excess) for trial in ordered[:trials])
+        tried = (_priced(plan, trial.text, trial.where, trial.pin, excess) for trial in ordered[:trials])
         found[id(comm)] = min(filter(None, tried), key=lambda suggestion: suggestion.seconds, default=None)
     return found
 
 
-def _try(plan: PlanData, trial: _Trial, excess: Callable[[PlanData], float]) -> Suggestion | None:
+def _priced(
+    plan: PlanData, text: str, where: str, pin: Pinning, excess: Callable[[PlanData], float]
+) -> Suggestion | None:
+    """A pin with what it costs; None if no plan has it, or it does not help."""
     try:
-        pinned = search(trial.request)
+        pinned = search(pin(plan.request))
     except PlanError:
         return None
-    if excess(pinned) >= excess(plan):
+    left = excess(pinned)
+    if left >= excess(plan):
         return None
     sent = [sum(comm.bytes for comm in found.comms) for found in (plan, pinned)]
-    return Suggestion(trial.text, trial.where, pinned.seconds - plan.seconds, sent[1] - sent[0])
+    held = memory_of(pinned).peak - memory_of(plan).peak
+    return Suggestion(text, where, pinned.seconds - plan.seconds, sent[1] - sent[0], held, not left, pin)
+
+
+def together(
+    plan: PlanData, suggestions: Iterable[Suggestion], excess: Callable[[PlanData], float]
+) -> Suggestion | None:
+    """All pins of different suggestions at once, with what they cost together; None if there are fewer than two."""
+    chosen = list({suggestion.text: suggestion for suggestion in suggestions}.values())
+
+    def pin(request: Request) -> Request:
+        for suggestion in chosen:
+            request = suggestion.pin(request)
+        return request
+
+    return _priced(plan, f"all {len(chosen)} at once", "", pin, excess) if len(chosen) > 1 else None
 
 
 def _trials(plan: PlanData, explainer: Explainer, operation: Operation) -> Iterator[_Trial]:
@@ -136,26 +188,27 @@ def _alternatives(plan: PlanData, explainer: Explainer, value: Value) -> Iterato
                 text = f"constrain {value.name} to {spec!r}"
                 code = f" (`{producer.source.code}`)" if producer.source.code else ""
                 where = f" at {producer.source}{code}"
-                yield _Trial(constrained(plan.request, value, spec), alternative.extra_seconds, text, where)
+                pin = functools.partial(constrained, value=value, spec=spec)
+                yield _Trial(pin, alternative.extra_seconds, text, where)
 
 
 def _input_trial(plan: PlanData, position: int, wanted: Value) -> Iterator[_Trial]:
     """The argument with the spec that its consumer requires."""
     spec, request = _pspec(plan, wanted, plan.specs[wanted]), plan.request
     if spec is not None:
-        specs = list(request.input_specs)
-        specs[position] = DTensorSpec.make(plan.mesh, spec, specs[position].meta)
-        name = request.graph.inputs[position].name
-        yield _Trial(attrs.evolve(request, input_specs=specs), 0.0, f"give {name} in_specs {spec!r}", "")
+        made = DTensorSpec.make(plan.mesh, spec, request.input_specs[position].meta)
+        name = request.input_paths[position] if request.input_paths else request.graph.inputs[position].name
+        pin = functools.partial(_with_input_spec, position=position, spec=made)
+        yield _Trial(pin, 0.0, f"give {name} in_specs {spec!r}", "")
 
 
 def _output_trial(plan: PlanData, position: int, held: Value) -> Iterator[_Trial]:
     """The result with the spec that it is produced with."""
     spec, request = _pspec(plan, held, plan.specs[held]), plan.request
     if spec is not None:
-        specs = list(request.output_specs)
-        specs[position] = DTensorSpec.make(plan.mesh, spec, request.graph.outputs[position].meta)
-        yield _Trial(attrs.evolve(request, output_specs=specs), 0.0, f"give result {position} out_specs {spec!r}", "")
+        made = DTensorSpec.make(plan.mesh, spec, request.graph.outputs[position].meta)
+        pin = functools.partial(_with_output_spec, position=position, spec=made)
+        yield _Trial(pin, 0.0, f"give result {position} out_specs {spec!r}", "")
 
 
 def _pspec(plan: PlanData, value: Value, spec: DTensorSpec) -> P | None:

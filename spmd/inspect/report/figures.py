@@ -10,6 +10,7 @@ import attrs
 
 from spmd.core.quantity import size_text, time_text
 from spmd.inspect.layers.layers import LayerGroup
+from spmd.inspect.report.words import in_words, machine_figures
 from spmd.inspect.saving.document import Document, saved_machine
 
 _NUMBER = re.compile(r"(?<=_)\d+(?=_)")
@@ -93,12 +94,21 @@ class Span:
 
 
 @attrs.frozen
+class Held:
+    """The memory of a rank during one operation, on the clock of the timeline: bytes from `start` to `stop`."""
+
+    start: float
+    stop: float
+    bytes: int
+
+
+@attrs.frozen
 class Report:
     """The figures of one plan.
 
     Args:
         mesh: sizes of the axes.
-        machine: the machine for which times are predicted.
+        machine: the figures of the machine for which times are predicted, formatted, by name.
         gap: how much the plan may be slower than the best one, as in `PlanData`; None if there is no bound.
         compute, communication: predicted seconds of a step.
         step, exposed: seconds of a step in which they pass beside each other, and of the communication that does not.
@@ -107,12 +117,13 @@ class Report:
         layers: by repeated part of the program and by sharding.
         lines: one for each line, in order of first execution.
         causes: one for each cause, the most bytes first.
-        spans: in order of execution.
+        spans: in order of execution, one after the other.
+        held: the memory during each operation, in the same order.
         fallbacks: operators without a rule, which run replicated, and their lines.
     """
 
     mesh: Mapping[str, int]
-    machine: str
+    machine: Mapping[str, str]
     gap: float | None
     compute: float
     communication: float
@@ -124,6 +135,7 @@ class Report:
     lines: tuple[Line, ...]
     causes: tuple[Cause, ...]
     spans: tuple[Span, ...]
+    held: tuple[Held, ...]
     fallbacks: tuple[str, ...]
 
     @property
@@ -146,7 +158,7 @@ class Report:
             "sent per rank": size_text(self.bytes),
             "held per rank": f"{size_text(self.memory['peak'])} at the peak: {held}",
             "search": self._search,
-            "machine": self.machine,
+            "machine": self.machine["made for"],
         }
 
     @property
@@ -158,10 +170,11 @@ class Report:
 
 def make_report(document: Document) -> Report:
     """The figures of a plan from its document."""
-    operations, comms = document["operations"], document["comms"]
+    operations = document["operations"]
+    comms = [{**comm, "cause": in_words(comm["cause"])} for comm in document["comms"]]
     return Report(
         mesh=document["mesh"],
-        machine=str(saved_machine(document)),
+        machine=machine_figures(saved_machine(document)),
         gap=document["gap"],
         compute=sum(operation["seconds"] for operation in operations),
         communication=sum(comm["seconds"] for comm in comms),
@@ -173,6 +186,7 @@ def make_report(document: Document) -> Report:
         lines=tuple(_lines(operations, comms)),
         causes=tuple(sorted(_causes(comms), key=lambda cause: (-cause.bytes, cause.place, cause.cause))),
         spans=tuple(_spans(operations, comms)),
+        held=tuple(_held(operations, comms)),
         fallbacks=tuple(f"{operations[n]['operator']} at {operations[n]['at']}" for n in document["fallbacks"]),
     )
 
@@ -234,6 +248,15 @@ def _spans(operations: list[Document], comms: list[Document]) -> Iterator[Span]:
             clock += comm["seconds"]
     if run is not None:
         yield run
+
+
+def _held(operations: list[Document], comms: list[Document]) -> Iterator[Held]:
+    sent = _grouped((comm["operation"], comm) for comm in comms)
+    clock = 0.0
+    for number, operation in enumerate(operations):
+        stop = clock + operation["seconds"] + _total(sent.get(number, []), "seconds")
+        yield Held(clock, stop, operation["held"])
+        clock = stop
 
 
 def _grouped(pairs: Iterable[tuple[Any, Document]]) -> dict[Any, list[Document]]:

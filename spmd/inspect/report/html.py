@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from html import escape
 
 from spmd.core.quantity import size_text, time_text
-from spmd.inspect.report.figures import Report, Span
-
-_WIDTH, _LANE = 1000.0, 22
-_COLOURS = {
-    "compute": "#4c78a8",
-    "all_reduce": "#e45756",
-    "all_gather": "#f58518",
-    "reduce_scatter": "#54a24b",
-    "all_to_all": "#b279a2",
-    "permute": "#9d755d",
-}
-"""The lanes of the timeline, with their colours."""
+from spmd.inspect.report.charts import memory_chart, timeline
+from spmd.inspect.report.figures import Report
 
 _STYLE = """
 .spmd-plan { font: 13px/1.4 system-ui, sans-serif; max-width: 72rem; }
 .spmd-plan table { border-collapse: collapse; margin: 0 0 1rem; }
 .spmd-plan th, .spmd-plan td { text-align: left; padding: 2px 10px; border-bottom: 1px solid #8884; }
 .spmd-plan .number { text-align: right; white-space: nowrap; }
-.spmd-plan code { font-size: 12px; }
+.spmd-plan td:first-child { white-space: nowrap; }
 .spmd-plan svg { width: 100%; height: auto; }
 """
+
+
+_PAGE_STYLE = "<style>:root { color-scheme: light dark; } body { margin: 1.5rem; }</style>"
+"""A page of its own is dark where the reader's system is; a notebook has its own colours."""
 
 
 def render_page(report: Report) -> str:
     """Render a report as a complete HTML document."""
     title = escape(f"Plan on {report.summary['mesh']}")
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title></head>\n'
+        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title>\n{_PAGE_STYLE}</head>\n'
         f"<body>\n{render_fragment(report)}\n</body>\n</html>\n"
     )
 
@@ -43,9 +37,11 @@ def render_fragment(report: Report) -> str:
     sections = (
         ("Plan", _summary(report)),
         ("Timeline", _timeline(report)),
+        *([("Memory", _memory(report))] if report.held else []),
         *([("Layers", _layers(report))] if report.layers else []),
         ("Lines", _lines(report)),
         ("Collectives", _causes(report)),
+        ("Machine", _table((), report.machine.items(), numbers=())),
     )
     body = "\n".join(f"<section><h3>{title}</h3>\n{content}</section>" for title, content in sections)
     return f'<div class="spmd-plan">\n<style>{_STYLE}</style>\n{body}\n</div>'
@@ -107,20 +103,9 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], numbers: tupl
 
 
 def _timeline(report: Report) -> str:
-    """Bars in order of predicted time, one lane for compute and one for each kind of collective that there is."""
-    lanes = [kind for kind in _COLOURS if any(span.kind == kind for span in report.spans)]
-    height = _LANE * max(1, len(lanes)) + 4
-    bars = "\n".join(_bars(report.spans, lanes, report.seconds))
-    names = " ".join(f'<span style="color:{_COLOURS[lane]}">&#9632;</span> {escape(lane)}' for lane in lanes)
-    drawing = f'<svg viewBox="0 0 {_WIDTH:.0f} {height}" role="img" aria-label="timeline">\n{bars}\n</svg>'
-    return f"<p>{names}: {time_text(report.seconds)} from left to right</p>\n{drawing}\n"
+    order = f"Operators and collectives one after the other, {time_text(report.seconds)}"
+    return f"<p>{order}; where they overlap, a step takes {time_text(report.step)}.</p>\n{timeline(report)}\n"
 
 
-def _bars(spans: Iterable[Span], lanes: list[str], total: float) -> Iterator[str]:
-    scale = _WIDTH / total if total else 0.0
-    for span in spans:
-        x, width = scale * span.start, max(0.3, scale * span.seconds)
-        y = _LANE * lanes.index(span.kind) + 2
-        title = escape(f"{span.kind}, {time_text(span.seconds)}: {span.label}")
-        place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LANE - 4}"'
-        yield f'<rect {place} fill="{_COLOURS[span.kind]}"><title>{title}</title></rect>'
+def _memory(report: Report) -> str:
+    return f"<p>What a rank holds over the same time: {report.summary['held per rank']}.</p>\n{memory_chart(report)}\n"

@@ -35,7 +35,7 @@ from spmd.plan.memory.peak import memory_of
 from spmd.plan.schedule.timing import timing_of
 from spmd.rules.strategy import Strategy
 
-FORMAT = 4
+FORMAT = 5
 """The version of the format; files of other versions are refused."""
 
 
@@ -70,11 +70,24 @@ def make_document(plan: PlanData) -> Document:
         "constants": [names[value] for value, _ in plan.graph.constants],
         "results": [names[value] for value in plan.graph.outputs],
         "values": {name: _value(plan, value) for value, name in names.items()},
-        "operations": [_operation(plan, o, names, origins[o], found.seconds[o]) for o in plan.graph.operations],
+        "operations": [
+            {**_operation(plan, o, names, origins[o], found.seconds[o]), "held": held}
+            for o, held in zip(plan.graph.operations, _held(plan), strict=True)
+        ],
         "comms": [_comm(comm, numbers[o]) for o, comms in found.comms.items() for comm in comms],
         "layers": [_layers(layers) for layers in find_layers(plan, found)],
         "fallbacks": [numbers[operation] for operation in plan.fallbacks],
     }
+
+
+def _held(plan: PlanData) -> list[int]:
+    """The bytes that a rank holds during each operation; of one that runs nothing, as before it."""
+    memory, found = memory_of(plan), []
+    known, now = memory.by_operation, memory.timeline[0]
+    for operation in plan.graph.operations:
+        now = known.get(operation, now)
+        found.append(now)
+    return found
 
 
 def save(plan: PlanData, path: str | os.PathLike[str]) -> None:

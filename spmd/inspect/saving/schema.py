@@ -25,6 +25,7 @@ _OPERATION: Mapping[str, Kind] = {
     "group": Maybe(int),
     "of": Maybe(int),
     "strategies": MapOf(_STRATEGY),
+    "held": int,
 }
 
 _VALUE: Mapping[str, Kind] = {

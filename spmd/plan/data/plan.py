@@ -132,11 +132,13 @@ class PlanData:
         return (
             f"Plan({len(self.graph.operations)} operations on {self.mesh}, {len(self.comms)} collectives, "
             f"{sum(comm.bytes for comm in self.comms):,.0f} bytes sent per rank, {self.seconds:.3g} s"
-            f"{f', machine {self.request.machine.origin or GIVEN}' if self._names_machine else ''})"
+            f"{f', machine {self.request.machine.origin or GIVEN}' if self._names_machine else ''}"
+            f"{', made for another machine' if self.request.made_elsewhere else ''})"
         )
 
     def __str__(self) -> str:
         lines = [f"# machine {self.request.machine}"] if self._names_machine else []
+        lines += [f"# {self.request.made_elsewhere}"] if self.request.made_elsewhere else []
         lines += [f"{value!r} {self.layout(value)}" for value in self.graph.inputs]
         for operation in self.graph.operations:
             specs = ", ".join(f"{self.layout(value)}" for value in operation.tensors)

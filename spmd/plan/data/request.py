@@ -40,6 +40,7 @@ class Request:
         keep_sharded: by the position of an input, the mesh axes along which it is never gathered.
         reduce_dtype: the dtype in which floating values of fewer bits are summed over ranks; None for their own.
         input_paths: the path of each input in the user's arguments, such as `0['w']`; empty if unknown.
+        made_elsewhere: for a plan that was made for another machine than the one where it runs, both of them in words.
     """
 
     graph: Graph
@@ -53,3 +54,4 @@ class Request:
     keep_sharded: Mapping[int, frozenset[str]] = _NONE_NEVER_GATHERED
     reduce_dtype: torch.dtype | None = None
     input_paths: tuple[str, ...] = ()
+    made_elsewhere: str = ""

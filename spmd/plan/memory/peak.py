@@ -72,6 +72,7 @@ class Memory:
         source: the line of the user's code for it.
         held: the tensors held at the peak, the largest first.
         timeline: the bytes held during each event of the liveness, in order of execution.
+        operations: the operation of each event.
     """
 
     peak: int
@@ -79,6 +80,15 @@ class Memory:
     source: Source | None
     held: tuple[Held, ...]
     timeline: tuple[int, ...]
+    operations: tuple[Operation, ...]
+
+    @property
+    def by_operation(self) -> Mapping[Operation, int]:
+        """The most bytes held during each operation that runs something."""
+        found: dict[Operation, int] = {}
+        for operation, held in zip(self.operations, self.timeline, strict=False):  # without events there is one entry
+            found[operation] = max(held, found.get(operation, 0))
+        return found
 
     @property
     def by_kind(self) -> Mapping[Kind, int]:
@@ -154,7 +164,8 @@ def measure(liveness: Liveness, donated: frozenset[int], source: Callable[[Opera
     held.sort(key=lambda item: -item.nbytes)
     operation = liveness.events[index].operation if liveness.events else None
     where = source(operation) if operation else None
-    return Memory(timeline[index], operation, where, tuple(held), tuple(timeline))
+    operations = tuple(event.operation for event in liveness.events)
+    return Memory(timeline[index], operation, where, tuple(held), tuple(timeline), operations)
 
 
 def lifetimes(liveness: Liveness, donated: frozenset[int]) -> dict[Buffer, tuple[int, int]]:
