@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +10,9 @@ from torch import Tensor
 from spmd.collectives import virtual
 from spmd.collectives.distributed import exchange
 from spmd.collectives.resharding import redistribution
+from spmd.collectives.step import Step
 from spmd.core.mesh import Runtime
-from spmd.core.spec import DTensorSpec
+from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
 
 
@@ -54,3 +55,43 @@ def redistribute_shards(shards: Sequence[Tensor], source: DTensorSpec, target: D
             ]
             shards = virtual.run(step.primitive, mesh, calls)
     return tuple(shards)
+
+
+def start_redistribution(
+    shards: Sequence[Tensor], source: DTensorSpec, target: DTensorSpec, cause: str
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Redistribute a value on a distributed mesh, up to its last collective, which is only started.
+
+    Earlier ones are waited for, so that what is left to do needs no other rank to come along.
+
+    Args:
+        shards, source, target: as for `redistribute_shards`.
+        cause: the user's call and where it is, for the error of a collective that fails.
+
+    Returns:
+        A function that waits for the collective, does the rest, and returns the shards; it is to be called once.
+    """
+    (x,), (coordinate,), steps = shards, source.mesh.held_coordinates, redistribution(source, target)
+
+    def bound(step: Step, x: Tensor) -> Any:
+        return exchange.bind(
+            step.primitive, source.mesh, coordinate, TensorMeta.of(x), step.arguments(coordinate), cause
+        )
+
+    def run(steps: Sequence[Step], x: Tensor) -> Tensor:
+        for step in steps:
+            x = bound(step, x)(x)
+        return x
+
+    last = max((number for number, step in enumerate(steps) if step.is_collective), default=None)
+    if last is None:
+        moved = run(steps, x)
+        return lambda: (moved,)
+    sent = run(steps[:last], x)
+    call = bound(steps[last], sent)
+    pending = call.start(sent)
+
+    def finish(_: Tensor = sent) -> tuple[Tensor, ...]:  # held, so that nothing writes to it while it is being sent
+        return (run(steps[last + 1 :], call.finish(pending)),)
+
+    return finish
