@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import itertools
@@ -62,6 +63,39 @@ def memory_of_distribute(name: str) -> tuple[int, int]:
     tree = dict(model("cpu" if is_source else "meta").named_parameters())
     peak, placed = peak_of(lambda: spmd.distribute(tree, spec, mesh, src_rank=0))
     return peak, shard_bytes(placed)
+
+
+def specs_of(spec: P) -> Callable[..., Any]:
+    return lambda name, module, mesh: {"weight": spec} if isinstance(module, torch.nn.Linear) else None
+
+
+def memory_of_distribute_module(name: str, how: str) -> tuple[int, int]:
+    """As `memory_of_distribute`, of a module: whose tensors all ranks have, or one rank that sends them, or nobody."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: a tensor that is freed is given back at once
+    mesh, spec = spmd.make_mesh({"data": 2, "model": 2}), SPECS[name]
+    spmd.distribute_module(torch.nn.Linear(4, 4), mesh, specs_of(spec), src_rank=0)  # process groups
+    if how == "made":
+        given, src_rank = model("meta"), None
+
+        def partition(path: str, module: torch.nn.Module, mesh: spmd.Mesh) -> None:
+            for key, value in module.named_parameters(recurse=False):
+                setattr(module, key, torch.nn.Parameter(spmd.zeros_like(value, spec=spec, mesh=mesh), False))
+    else:
+        is_meta, src_rank = how == "sent" and spmd.process_index() > 0, 0 if how == "sent" else None
+        given, partition = model("meta" if is_meta else "cpu"), specs_of(spec)
+        with torch.no_grad():
+            for value in given.parameters() if not is_meta else ():
+                value.fill_(1.0)  # the memory is there
+    peak, placed = peak_of(lambda: spmd.distribute_module(given, mesh, partition, src_rank=src_rank))
+    expected = 0.0 if how == "made" else 1.0
+    assert all(bool((value.to_local() == expected).all()) for value in placed.parameters())
+    return peak, shard_bytes(dict(placed.named_parameters()))
+
+
+def memory_of_factory(name: str) -> tuple[int, int]:
+    mesh = spmd.make_mesh({"data": 2, "model": 2})
+    peak, made = peak_of(lambda: spmd.ones(LAYERS * WIDTH, WIDTH, spec=SPECS[name], mesh=mesh))
+    return peak, shard_bytes([made])
 
 
 def parts_of(x: Any, gradient: Any) -> tuple[torch.Tensor, ...]:
@@ -130,7 +164,7 @@ def refused_local_tensors() -> dict[str, str]:
 
 
 def in_flight(axes: dict[str, int]) -> bool:
-    """Moves that are started and waited for later, with other collectives between; whether each had to be waited for."""
+    """Moves that are started and waited for later, with others between; whether each was in flight."""
     mesh, twin = spmd.make_mesh(axes), spmd.make_mesh(axes, runtime="virtual")
     whole, rank = torch.arange(35.0).view(5, 7), spmd.process_index()
     y = "y" if "y" in axes else None
@@ -172,3 +206,32 @@ def failing_in_flight() -> str:
     with mock.patch.object(exchange, "wait", fail), mock.patch.object(failure_detector, "current", lambda: None):
         fail.__code__ = fail.__code__.replace(co_filename=torch.__file__)  # as one of torch's own
         return error_of(lambda: moved.shards)
+
+
+def _fail_on_one(path: str, module: torch.nn.Module, mesh: spmd.Mesh) -> None:
+    if spmd.process_index() == 1:
+        raise spmd.ShardingError("on rank 1")
+
+
+def modules_on_processes() -> dict[str, str]:
+    """Modules of equal values, of one rank's values, and of values that differ."""
+    mesh, rank, call = spmd.make_mesh({"x": 2, "y": 2}), spmd.process_index(), spmd.distribute_module
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(5, 6)
+    equal = call(copy.deepcopy(plain), mesh, specs_of(P("x", "y")))
+    given = copy.deepcopy(plain) if rank == 3 else torch.nn.Linear(5, 6, device="meta")
+    sent = call(given, mesh, specs_of(P(("y", "x"))), src_rank=3)
+    for module in (equal, sent):
+        for expected, found in zip(plain.parameters(), module.parameters(), strict=True):
+            assert torch.equal(expected, found.full_tensor()) and found.requires_grad
+    for make, theirs in ((spmd.rand, torch.rand), (spmd.randn, torch.randn)):
+        torch.manual_seed(5)
+        drawn = make(5, 3, spec=P("y", "x"), mesh=mesh)
+        torch.manual_seed(5)
+        assert torch.equal(theirs(5, 3), drawn.full_tensor())
+    torch.manual_seed(rank)
+    different = torch.nn.Linear(5, 6)
+    return {
+        "values": error_of(call, different, mesh),
+        "failure": error_of(call, copy.deepcopy(plain), mesh, _fail_on_one),
+    }

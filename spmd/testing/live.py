@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,15 @@ class _Counter(TorchDispatchMode):
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
+        self.peak = self.largest = 0
         self.see(tensors)
 
     def see(self, made: Any) -> None:
         for leaf in iterate_leaves(made):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
         self.alive = {key: item for key, item in self.alive.items() if not item[0].expired()}
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
 
@@ -62,6 +63,13 @@ def peak_bytes(program: LocalProgram, donated: frozenset[int] = frozenset()) -> 
             waiting.append(rank.send(result))
     del held
     return counter.peak
+
+
+def largest_bytes(call: Callable[[], Any]) -> int:
+    """The size of the largest storage that operators make in a call; buffers inside kernels are not counted."""
+    with _Counter([]) as counter:
+        call()
+    return counter.largest
 
 
 def _made_up(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

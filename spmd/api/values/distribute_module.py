@@ -149,22 +149,22 @@ class _State:
         found = {}
         for name, places in [*zip(self._names, self._places, strict=True), *new]:
             slots = [(held, key) for held, key in places if isinstance(held.get(key), torch.Tensor)]
-            made = {id(held[key]): held[key] for held, key in slots if isinstance(held[key], DTensor)}
-            given = [specs[id(held), key] for held, key in slots if (id(held), key) in specs]
-            if not slots or (made and len(made) == len(slots) == 1 and not given):
-                continue
-            first = next(iter(made.values()), None)
-            meta = leaf_meta(slots[0][0][slots[0][1]], name)
-            wanted = {make_spec(mesh, spec, meta, where=name) for spec in given} | {
-                value.spec for value in made.values()
-            }
-            if len(wanted) > 1:
-                texts = " and ".join(sorted(repr(spec.pspec) for spec in wanted))
+            if any(nn.parameter.is_lazy(held[key]) for held, key in slots):
+                raise ShardingError(f"{name} has no shape yet. Call the module once before it is distributed.")
+            given = {(id(held), key): specs[id(held), key] for held, key in slots if (id(held), key) in specs}
+            ready = [
+                x for x in (held[key] for held, key in slots if (id(held), key) not in given) if isinstance(x, DTensor)
+            ]
+            metas = [leaf_meta(held[key], name) for held, key in slots[:1]]
+            wanted = [value.spec for value in ready]
+            wanted += [make_spec(mesh, spec, meta, where=name) for meta in metas for spec in given.values()]
+            if len(set(wanted)) > 1:
+                texts = " and ".join(sorted({repr(spec.pspec) for spec in wanted}))
                 raise ShardingError(f"{name} is tied: one tensor, of which partition_fn makes {texts}. Choose one.")
-            if first is None:
-                found[name] = slots, next(iter(wanted), DTensorSpec.replicated(mesh, meta))
-            for held, key in slots if first is not None else ():
-                held[key] = first
+            for held, key in slots if ready else ():
+                held[key] = ready[0]
+            for meta in () if ready else metas:
+                found[name] = slots, wanted[0] if wanted else DTensorSpec.replicated(mesh, meta)
         return found
 
     def place(
@@ -195,8 +195,6 @@ class _State:
 def _refuse_meta(names: list[str], leaves: list[torch.Tensor]) -> None:
     """Raise a ShardingError for tensors without data."""
     for name, leaf in zip(names, leaves, strict=True):
-        if nn.parameter.is_lazy(leaf):
-            raise ShardingError(f"{name} has no shape yet. Call the module once before it is distributed.")
         if leaf.is_meta:
             raise ShardingError(
                 f"{name} is on the meta device and has no data. Make it in partition_fn, module.weight = "
