@@ -25,7 +25,7 @@ class _Counter(TorchDispatchMode):
 
     def see(self, made: Any) -> None:
         for leaf in iterate_leaves(made):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or hasattr(leaf, "shards")):  # it has memory
                 storage = leaf.untyped_storage()
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
@@ -70,6 +70,14 @@ def largest_bytes(call: Callable[[], Any]) -> int:
     with _Counter([]) as counter:
         call()
     return counter.largest
+
+
+def peak_beside(call: Callable[[], Any], tensors: Callable[[], Sequence[torch.Tensor]]) -> int:
+    """The most bytes that are alive after an operator of a call, beside those of the given tensors before it."""
+    with _Counter(tensors()) as counter:
+        before = counter.peak
+        call()
+    return counter.peak - before
 
 
 def _made_up(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ import spmd
 from spmd import P
 from spmd.collectives.distributed import scatter
 from spmd.errors import MeshError, ShardingError
-from spmd.testing.live import largest_bytes
+from spmd.testing.live import largest_bytes, peak_beside
 
 NOISE = 8 << 20
 """Resident bytes that are neither shards nor a bucket: what libraries allocate at first use."""
@@ -40,8 +40,6 @@ def test_a_rank_holds_its_shards_and_a_bucket_while_a_module_is_distributed(
     workers: Workers, name: str, how: str
 ) -> None:
     for peak, shards in workers.run(cases.memory_of_distribute_module, name, how, ranks=4):
-        if how == "equal":  # a plain tensor goes as soon as its shard is there
-            shards //= cases.LAYERS
         assert peak <= shards + scatter.BUCKET + NOISE
 
 
@@ -224,6 +222,13 @@ def test_a_module_on_the_meta_device_is_made_sharded_with_the_values_of_one_devi
             layer.reset_parameters()
     for expected, found in zip(plain.parameters(), made.parameters(), strict=True):
         assert torch.equal(expected, found.detach().full_tensor()) and P("x") == found.spec.pspec
+
+
+def test_a_plain_tensor_goes_as_soon_as_its_shards_are_there() -> None:
+    module = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(8)])
+    mesh = spmd.make_mesh({"x": 1}, runtime="virtual")
+    peak = peak_beside(lambda: spmd.distribute_module(module, mesh), lambda: list(module.parameters()))
+    assert 4 * 64 * 64 == peak  # one of them
 
 
 def tie_differently(path: str, module: torch.nn.Module, mesh: spmd.Mesh) -> Any:

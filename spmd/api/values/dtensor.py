@@ -15,11 +15,12 @@ from torch.utils._mode_utils import no_dispatch
 
 from spmd.api.values.checkpointable import read_chunks, shard_at, write_items
 from spmd.api.values.communication import is_watched, record_move
+from spmd.api.values.gradient_specs import gradient_of_parts, gradient_spec
 from spmd.api.values.joint_shards import check_shards, joint_specs
 from spmd.api.values.linear import linear
+from spmd.api.values.on_class import OnClass
 from spmd.collectives.distributed.agreement import gather, spans_processes
 from spmd.collectives.resharding import redistribution
-from spmd.collectives.step import without_trivial
 from spmd.core.mesh import Mesh, Runtime, current_mesh
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.core.pytree import SpecLike, make_spec
@@ -40,22 +41,6 @@ Operators = TypeVar("Operators", bound=Callable[..., Any])
 
 
 _SHARD = "_shard_"
-
-
-class _OnClass:
-    """A static method that instances do not have.
-
-    Were `__tensor_unflatten__` one of theirs, `nn.Module.to` would swap tensors, which those with weak references
-    refuse: a parameter is an alias of the tensor that it was made of (`spmd.api.eager.families`).
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
-        if instance is not None:
-            raise AttributeError("__tensor_unflatten__ is called on the class.")
-        return self._function
 
 
 class DTensor(torch.Tensor):
@@ -131,7 +116,7 @@ class DTensor(torch.Tensor):
                 f"to_local() needs a process that holds one rank (got {len(self._shards)} ranks on {self.mesh}). "
                 "Use .shards[rank]."
             )
-        gradient = _gradient_spec(self._spec, grad_placements)
+        gradient = gradient_spec(self._spec, grad_placements)
         if not self.requires_grad:
             return self._shards[0]
         return local_parts(self, gradient)[0]
@@ -259,7 +244,7 @@ class DTensor(torch.Tensor):
         call = f"DTensor.from_local(..., {', '.join(said)}) on {mesh}{' with a gradient' if requires else ''}"
         names = ["the tensor"] if run_check or checks.every_call else None
         (found,) = joint_specs(call, [held], [spec], mesh, shape, names=names)
-        return _of_parts(found, *held, gradient=_gradient_spec(found, grad_placements))
+        return _of_parts(found, *held, gradient=gradient_spec(found, grad_placements))
 
     def __getattr__(self, name: str) -> Any:  # only for attributes that are missing
         if name == "_shards":
@@ -347,7 +332,7 @@ class DTensor(torch.Tensor):
         names = [f"{_SHARD}{number}" for number in range(len(self._shards))]
         return names, (self._spec, self._strides, self.requires_grad)
 
-    @_OnClass
+    @OnClass
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], context: Any, size: Sequence[int] | None = None, stride: object = None
     ) -> DTensor:
@@ -401,36 +386,6 @@ class DTensor(torch.Tensor):
     share_memory_ = functools.partialmethod(_refuse, method="share_memory_", remedy=_READ)
 
 
-def _gradient_spec(spec: DTensorSpec, given: SpecLike | None) -> DTensorSpec | None:
-    """The spec of which the gradients of a tensor's shards are shards, as `grad_placements` says it; None if it does
-    not, and the tensor is partial in another reduction than a sum, whose parts have no gradient.
-
-    Raises:
-        ShardingError: it does not fit the tensor, or shards other dims, so that gradients would have other shapes.
-    """
-    if given is None:
-        return spec.complete if all(op == "sum" for _, op in spec.partial) else None
-    found, mesh = make_spec(spec.mesh, given, spec.meta, where="grad_placements of"), spec.mesh
-    if [without_trivial(mesh, axes) for axes in found.dims] != [without_trivial(mesh, axes) for axes in spec.dims]:
-        raise ShardingError(
-            f"grad_placements must shard the dims of {spec} as it is, because a gradient has the shape of its shard "
-            f"(got {found.pspec!r}). Only the other axes have a choice: replicated, or partial."
-        )
-    if any(op != "sum" for _, op in found.partial):
-        raise ShardingError(f"grad_placements must be partial in sums (got {found.pspec!r}): gradients are added.")
-    return found
-
-
-def _gradient_of_parts(spec: DTensorSpec, gradient: DTensorSpec | None) -> DTensorSpec:
-    """The spec of the gradient of parts; ShardingError if there is none."""
-    if gradient is None:
-        raise ShardingError(
-            f"A gradient of the shards of a DTensor {spec} is needed. Only sums have one: reduce it in another way, "
-            "detach it, or say by grad_placements=... what ranks compute."
-        )
-    return gradient
-
-
 def local_parts(value: DTensor, gradient: DTensorSpec | None) -> Shards:
     """The shards of this process's ranks, through which gradients flow.
 
@@ -441,7 +396,7 @@ def local_parts(value: DTensor, gradient: DTensorSpec | None) -> Shards:
     spec, is_leaf = value._spec, value.is_leaf
 
     def transpose(*cotangents: torch.Tensor) -> DTensor:
-        found = _gradient_of_parts(spec, gradient)
+        found = gradient_of_parts(spec, gradient)
         if checks.every_call:
             call = f"the gradient of to_local() of {spec} on {spec.mesh}"
             joint_specs(call, [cotangents], [found.pspec], spec.mesh, spec.meta.shape, names=["the gradient"])
@@ -454,7 +409,7 @@ def local_parts(value: DTensor, gradient: DTensorSpec | None) -> Shards:
 def assemble(value: DTensor, agreed: bool = False, grad_placements: SpecLike | None = None) -> torch.Tensor:
     """`value.full_tensor()`; `agreed` says that all ranks have compared what they are about to assemble."""
     spec, whole = value._spec, functools.partial(DTensor._whole, agreed=agreed)
-    gradient = _gradient_spec(DTensorSpec.replicated(spec.mesh, spec.meta), grad_placements)
+    gradient = gradient_spec(DTensorSpec.replicated(spec.mesh, spec.meta), grad_placements)
     return linear(whole, lambda cotangent: _of_whole(spec.complete, cotangent, gradient), value)  # type: ignore[no-any-return]
 
 
@@ -476,7 +431,7 @@ def _of_parts(spec: DTensorSpec, *shards: torch.Tensor, gradient: DTensorSpec | 
     """The DTensor of shards that fit a spec; `gradient` is the spec of which they get their parts of a gradient."""
     return linear(  # type: ignore[no-any-return]
         lambda *shards: wrap(spec, tuple(shard.detach() for shard in shards)),
-        lambda cotangent: local_parts(cotangent.redistribute(_gradient_of_parts(spec, gradient).pspec), spec),
+        lambda cotangent: local_parts(cotangent.redistribute(gradient_of_parts(spec, gradient).pspec), spec),
         *shards,
     )
 
