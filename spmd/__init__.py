@@ -12,7 +12,23 @@ from spmd.api.model_specs.fully_sharded import fsdp_specs
 from spmd.api.shard_map import shard_map
 from spmd.api.values.communication import comms_of
 from spmd.api.values.distribute import distribute, from_process_data
+from spmd.api.values.distribute_module import distribute_module
 from spmd.api.values.dtensor import DTensor
+from spmd.api.values.factories import (
+    arange,
+    empty,
+    empty_like,
+    full,
+    full_like,
+    ones,
+    ones_like,
+    rand,
+    rand_like,
+    randn,
+    randn_like,
+    zeros,
+    zeros_like,
+)
 from spmd.api.values.full_tree import full_tree
 from spmd.api.values.visualize import visualize
 from spmd.core.mesh import Mesh, make_mesh, use_mesh
@@ -62,6 +78,7 @@ __all__ = [
     "SpmdError",
     "TensorMeta",
     "TraceError",
+    "arange",
     "checkpoint",
     "collectives",
     "comms_of",
@@ -69,9 +86,14 @@ __all__ = [
     "debug",
     "disable_jit",
     "distribute",
+    "distribute_module",
+    "empty",
+    "empty_like",
     "from_process_data",
     "from_torch_dtensor",
     "fsdp_specs",
+    "full",
+    "full_like",
     "full_tree",
     "implicit_replication",
     "init",
@@ -81,9 +103,15 @@ __all__ = [
     "load_safetensors",
     "log_compiles",
     "make_mesh",
+    "ones",
+    "ones_like",
     "optim",
     "process_count",
     "process_index",
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
     "reshard",
     "rules",
     "save_safetensors",
@@ -93,6 +121,8 @@ __all__ = [
     "to_torch_dtensor",
     "use_mesh",
     "visualize",
+    "zeros",
+    "zeros_like",
 ]
 
 

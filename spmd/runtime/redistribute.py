@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch import Tensor
 from spmd.collectives import virtual
 from spmd.collectives.block_exchange import BlockExchange
 from spmd.collectives.distributed import exchange
-from spmd.collectives.distributed.blocks import exchange_blocks
+from spmd.collectives.distributed.blocks import exchange_blocks, start_exchange
 from spmd.collectives.resharding import eager_redistribution
 from spmd.collectives.step import Step
 from spmd.core.mesh import Coordinate, Mesh, Runtime
-from spmd.core.spec import DTensorSpec
+from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError
 from spmd.job.process import process_index
 
@@ -100,3 +100,45 @@ def check_same_job(source: Mesh, target: Mesh) -> None:
             f"({target.runtime.value}, {target.device}): both meshes must have one runtime and one kind of device. "
             "Assemble it first: spmd.distribute(x.full_tensor(), spec, mesh)."
         )
+
+
+def start_redistribution(
+    shards: Sequence[Tensor], source: DTensorSpec, target: DTensorSpec, cause: str
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Redistribute a value on distributed meshes, up to the last collective, which is only started.
+
+    Earlier ones are waited for, so that what is left to do needs no other rank to come along.
+
+    Args:
+        shards, source, target: as for `redistribute_shards`.
+        cause: the user's call and where it is, for the error of a collective that fails.
+
+    Returns:
+        A function that waits for the collective, does the rest, and returns the shards; it is to be called once.
+    """
+    steps = eager_redistribution(source, target)
+    last = max((number for number, step in enumerate(steps) if step.is_collective), default=None)
+    if last is None:
+        moved = redistribute_shards(shards, source, target, steps)
+        return lambda: moved
+    sent, step = redistribute_shards(shards, source, target, steps[:last]), steps[last]
+    receive = _started(step, sent, cause)
+
+    def finish(_: tuple[Tensor, ...] = sent) -> tuple[Tensor, ...]:  # held: nothing writes to what is being sent
+        return redistribute_shards(receive(), step.target, target, steps[last + 1 :])
+
+    return finish
+
+
+def _started(step: Step | BlockExchange, shards: tuple[Tensor, ...], cause: str) -> Callable[[], tuple[Tensor, ...]]:
+    """A collective on this process's shard, if it has one, that is started; the function waits for the result."""
+    if isinstance(step, BlockExchange):
+        if process_index() not in step.processes:
+            return tuple
+        wait = start_exchange(step, shards[0] if shards else None, cause)
+        return lambda: tuple(shard for shard in (wait(),) if shard is not None)
+    (x,), (where,) = shards, step.source.mesh.held_coordinates
+    call = exchange.bind(step.primitive, step.source.mesh, where, TensorMeta.of(x), step.arguments(where), cause)
+    assert isinstance(call, exchange.Exchange)
+    pending = call.start(x)
+    return lambda: (call.finish(pending),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +24,16 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
+        self.peak = self.largest = 0
         self.see(tensors)
 
     def see(self, made: Any) -> None:
         """Count the storages of new tensors."""
         for leaf in iterate_leaves(made):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or hasattr(leaf, "shards")):  # it has memory
                 storage = leaf.untyped_storage()
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
         self.alive = {key: item for key, item in self.alive.items() if not item[0].expired()}
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
 
@@ -67,6 +68,21 @@ def peak_bytes(program: LocalProgram, donated: frozenset[int] = frozenset()) -> 
             waiting.append(rank.send(result))
     del held
     return counter.peak
+
+
+def largest_bytes(call: Callable[[], Any]) -> int:
+    """The size of the largest storage that operators make in a call; buffers inside kernels are not counted."""
+    with LiveBytes([]) as counter:
+        call()
+    return counter.largest
+
+
+def peak_beside(call: Callable[[], Any], tensors: Callable[[], Sequence[torch.Tensor]]) -> int:
+    """The most bytes that are alive after an operator of a call, beside those of the given tensors before it."""
+    with LiveBytes(tensors()) as counter:
+        before = counter.peak
+        call()
+    return counter.peak - before
 
 
 def _made_up(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -296,15 +296,7 @@ def test_vmap_of_embedding() -> None:
     assert_same(result, torch.vmap(F.embedding)(index, table))
 
 
-def backward_through_to_local() -> None:
-    """A rank's own function of its shard."""
-    one = spmd.make_mesh({"x": 1}, runtime="virtual")
-    leaf = torch.ones(4, requires_grad=True)
-    ((spmd.DTensor.from_local(leaf + 8, one, P("x")) * 6).to_local() + torch.ones(4)).sum().backward()
-
-
 CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a gradient of a rank's own shard": (backward_through_to_local, ShardingError, "to_local"),
     "a tensor without data": (
         lambda: spmd.distribute(torch.empty(4, device="meta"), P("x"), LINE),
         ShardingError,
@@ -314,11 +306,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: spmd.DTensor.from_local([torch.empty(1, device="meta")] * 4, LINE, P("x")),
         ShardingError,
         "must be on cpu .got meta",
-    ),
-    "to_empty of a module": (
-        lambda: torch.nn.ParameterList([spmd.distribute(torch.ones(4), P("x"), LINE)]).to_empty(device="cpu"),
-        AttributeError,
-        "The data of a DTensor cannot be set",
     ),
     "a shard that is a DTensor": (
         lambda: spmd.DTensor.from_local([spmd.distribute(torch.ones(4), P(), LINE)] * 4, LINE, P("x")),

@@ -105,7 +105,8 @@ def write(value: DTensor, shards: Shards, *, through: bool = False) -> None:
         replace_shards(value, shards)
     elif isinstance(held, Family):
         for alias in held.aliases:
-            replace_shards(alias, shards)
+            if alias._family is held:  # and not given other data since
+                replace_shards(alias, shards)
         for view in held.views:
             lose_shards([view], _stale())
     elif not through:

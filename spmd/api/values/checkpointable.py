@@ -99,7 +99,12 @@ def check_final(spec: DTensorSpec, name: str) -> None:
 
 
 def read_chunks(spec: DTensorSpec, coordinates: Sequence[Coordinate]) -> list[ChunkStorageMetadata]:
-    """The chunks that DCP reads for this process: one for every non-empty shard at `coordinates`, replicas included."""
+    """The chunks that DCP reads for this process: one for every non-empty shard at `coordinates`, replicas included.
+
+    Raises:
+        ShardingError: the tensor is partial; what is read would be reduced again.
+    """
+    check_final(spec, "to be read")
     return [chunk(spec, coordinates[position]) for position in _filled(spec, coordinates)]
 
 

@@ -5,32 +5,41 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import torch
 from torch._prims_common import make_contiguous_strides_for
 from torch._tensor_str import _tensor_str
+from torch.utils._mode_utils import no_dispatch
 
 from spmd.api.values.checkpointable import read_chunks, shard_at, write_items
 from spmd.api.values.communication import is_watched, record_move
+from spmd.api.values.gradient_specs import gradient_of_parts, gradient_spec
 from spmd.api.values.joint_shards import check_shards, joint_specs
 from spmd.api.values.linear import linear
-from spmd.api.values.moves import move_shards, target_of, why_outside
-from spmd.core.mesh import Mesh, Runtime, check_mesh
-from spmd.core.placement import Placement
+from spmd.api.values.moves import move_shards, start_move, target_of, why_outside
+from spmd.api.values.on_class import OnClass
+from spmd.core.mesh import Mesh, Runtime, current_mesh
+from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.core.pytree import SpecLike
 from spmd.core.shards import join
-from spmd.core.spec import Dims, DTensorSpec, Reductions, TensorMeta
+from spmd.core.spec import Dims, DTensorSpec, P, Reductions, TensorMeta
 from spmd.errors import ShardingError
 from spmd.job import checks
 from spmd.job.tracebacks import hides_internals
+from spmd.runtime.redistribute import coordinates_here
 from spmd.tracing.recorder import where as place_text
 
 Shards: TypeAlias = tuple[torch.Tensor, ...]
 """The shards of a tensor that this process holds, in rank order."""
 
+_REPLICATED = P()
+
 Operators = TypeVar("Operators", bound=Callable[..., Any])
+
+
+_SHARD = "_shard_"
 
 
 class DTensor(torch.Tensor):
@@ -87,35 +96,47 @@ class DTensor(torch.Tensor):
         return self._shards
 
     @hides_internals
-    def to_local(self) -> torch.Tensor:
+    def to_local(self, *, grad_placements: SpecLike | None = None) -> torch.Tensor:
         """The shard of a process that holds one rank, as every process of a distributed mesh does; not a copy.
 
+        Gradients flow through: those that ranks compute of their shards are the shards of the gradient of this tensor.
+
+        Args:
+            grad_placements: the spec of that gradient. By default that of this tensor, but replicated where it is
+                partial: what replicas, and the parts of a sum, are used for must be the same on all ranks, and so are
+                their gradients. If each rank uses them for a part of the result, pass a spec that is partial there.
+
         Raises:
-            ShardingError: this process holds the shards of several ranks; or, in a backward pass, a gradient of the
-                shard, as it does not say what the other ranks compute from theirs.
+            ShardingError: this process holds the shards of several ranks; or `grad_placements` does not shard the dims
+                as this tensor is; or, in a backward pass without them, a pending reduction that is no sum.
         """
         if len(self._shards) != 1:
             raise ShardingError(
                 f"to_local() needs a process that holds one rank (got {len(self._shards)} ranks on {self.mesh}). "
                 "Use .shards[rank]."
             )
-        (shard,), spec = self._shards, self._spec
+        gradient = gradient_spec(self._spec, grad_placements)
         if not self.requires_grad:
-            return shard
-        return linear(lambda _: shard.detach(), lambda _: _refuse_local_gradient(spec), self)  # type: ignore[no-any-return]
+            return self._shards[0]
+        return local_parts(self, gradient)[0]
 
     @hides_internals
-    def full_tensor(self) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: SpecLike | None = None) -> torch.Tensor:
         """The global tensor, gathered from its shards and reduced where it is partial; a new plain tensor.
 
-        On a distributed mesh this is a collective call, and all ranks get the tensor. Gradients flow through; all ranks
-        must compute the same from it.
+        On a distributed mesh this is a collective call, and all ranks get the tensor. Gradients flow through.
+
+        Args:
+            grad_placements: the spec of what ranks compute as the gradient of the result. By default it is replicated:
+                all ranks must compute the same from it. If each rank computes a part of a sum, pass a spec that is
+                partial over these axes; the parts are added.
 
         Raises:
+            ShardingError: `grad_placements` shards a dim.
             DivergenceError: ranks make different calls.
             SpmdError: a rank failed, or never makes the call.
         """
-        return assemble(self)
+        return assemble(self, grad_placements=grad_placements)
 
     def _whole(self, agreed: bool = False) -> torch.Tensor:
         """`full_tensor`, without a gradient; ranks do not compare their calls if they have `agreed` on them."""
@@ -128,7 +149,9 @@ class DTensor(torch.Tensor):
         return whole.clone() if whole is self._shards[0] else whole
 
     @hides_internals
-    def redistribute(self, spec: SpecLike | DTensorSpec, *, mesh: Mesh | None = None) -> DTensor:
+    def redistribute(
+        self, spec: SpecLike | DTensorSpec, *, mesh: Mesh | None = None, async_op: bool = False
+    ) -> DTensor:
         """The same global tensor under another spec: a `P`, one placement for each mesh axis, or a DTensorSpec.
 
         On a distributed mesh this is a collective call. Gradients flow through, and have the spec of this tensor.
@@ -137,6 +160,9 @@ class DTensor(torch.Tensor):
             spec: the spec.
             mesh: another mesh to bring the tensor to: other axes over the same ranks, or other ranks. All ranks of both
                 meshes make the call; where the new mesh is not, the result has no values, and only this call takes it.
+            async_op: return while the last collective is under way, and wait for it at the first use of the result's
+                values; so does the gradient. On a virtual mesh it makes no difference. A result that is never used
+                keeps its memory.
 
         Raises:
             ShardingError: the spec does not fit the mesh or the tensor.
@@ -154,13 +180,20 @@ class DTensor(torch.Tensor):
             return self
         source, where = self._spec, "" if target.mesh == self.mesh else f", mesh={target.mesh}"
         call = f"redistribute({target.pspec!r}{where})"
+
+        def move(value: DTensor) -> DTensor:
+            if not async_op or value.mesh.runtime is not Runtime.DISTRIBUTED:
+                return _moved(target, value._move(call, target), value._strides)
+            finish = start_move(call, lambda: value._shards, source, target, place_text())
+            if not coordinates_here(target.mesh):
+                return _moved(target, finish(), value._strides)
+            return _wrap_in_flight(target, finish, value._strides)
+
         return linear(  # type: ignore[no-any-return]
-            lambda value: _moved(target, value._move(call, target), value._strides),
-            lambda cotangent: cotangent.redistribute(source.complete),
-            self,
+            move, lambda cotangent: cotangent.redistribute(source.complete, async_op=async_op), self
         )
 
-    def _move(self, call: str, target: DTensorSpec, agreed: bool = False) -> tuple[torch.Tensor, ...]:
+    def _move(self, call: str, target: DTensorSpec, agreed: bool = False) -> Shards:
         """The shards under another spec; if ranks communicate, they first check that all of them make this call."""
         return move_shards(call, lambda: self._shards, self._spec, target, agreed)
 
@@ -168,26 +201,32 @@ class DTensor(torch.Tensor):
     @hides_internals
     def from_local(
         shards: torch.Tensor | Sequence[torch.Tensor],
-        mesh: Mesh,
-        spec: SpecLike,
+        mesh: Mesh | None = None,
+        spec: SpecLike = _REPLICATED,
         *,
+        run_check: bool = False,
         shape: Sequence[int] | None = None,
+        grad_placements: SpecLike | None = None,
     ) -> DTensor:
         """A DTensor from the shards of this process, which are not copied.
 
-        On a distributed mesh this is a collective call, each rank with its own shard; ranks compare shapes, and values
-        only under `init(check="calls")`.
+        On a distributed mesh this is a collective call, each rank with its own shard; ranks compare shapes, dtypes and
+        whether shards require gradients.
         Gradients flow through: a shard gets its part of the gradient, replicas and the parts of a sum all of it.
 
         Args:
             shards: the shards of this process's ranks in rank order; a process with one rank may pass the tensor.
-            mesh: the mesh.
-            spec: the spec of the global tensor. Replicas must be equal.
+            mesh: the mesh; by default that of `use_mesh`.
+            spec: the spec of the global tensor; by default it is replicated. Replicas must be equal.
+            run_check: whether to compare the values of replicas, by digests (for tensors above 16 MiB, of samples); so
+                does `init(check="calls")`.
             shape: the global shape; by default each sharded dim has the sum of the lengths of its shards.
+            grad_placements: the spec of which shards get their part of the gradient; by default `spec`, but replicated
+                where that is partial.
 
         Raises:
             ShardingError: a wrong number of shards, or a shard whose shape, dtype or device does not match the spec;
-                the message names the rank.
+                the message names the rank. Or `grad_placements` does not shard the dims as `spec` does.
             DivergenceError: ranks make different calls, or hold replicas that differ.
 
         >>> from spmd import P, make_mesh
@@ -195,19 +234,31 @@ class DTensor(torch.Tensor):
         >>> DTensor.from_local([torch.zeros(2, 3), torch.zeros(1, 3)], mesh, P("data")).shape
         torch.Size([3, 3])
         """
-        check_mesh(mesh)
+        mesh = current_mesh(mesh)
         held = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
-        call = f"DTensor.from_local(..., {spec!r}{'' if shape is None else f', shape={tuple(shape)}'}) on {mesh}"
-        names = ["the tensor"] if checks.every_call else None
+        said = [repr(spec), *([] if shape is None else [f"shape={tuple(shape)}"])]
+        said += [] if grad_placements is None else [f"grad_placements={grad_placements!r}"]
+        requires = torch.is_grad_enabled() and any(getattr(shard, "requires_grad", False) for shard in held)
+        call = f"DTensor.from_local(..., {', '.join(said)}) on {mesh}{' with a gradient' if requires else ''}"
+        names = ["the tensor"] if run_check or checks.every_call else None
         (found,) = joint_specs(call, [held], [spec], mesh, shape, names=names)
-        return _of_parts(found, *held)
+        return _of_parts(found, *held, gradient=gradient_spec(found, grad_placements))
 
     def __getattr__(self, name: str) -> Any:  # only for attributes that are missing
         if name == "_shards":
+            if finish := self.__dict__.get("_in_flight"):
+                replace_shards(self, finish())
+                del self.__dict__["_in_flight"]
+                return self._shards
             raise ShardingError(f"A DTensor {self._spec} was read at {place_text()}, after {self._gone[1]}")
+        if name.startswith(_SHARD) and name[len(_SHARD) :].isdigit() and int(name[len(_SHARD) :]) < len(self._shards):
+            return self._shards[int(name[len(_SHARD) :])]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
+        if name == "data" and isinstance(value, DTensor) and (value is self or value._family is None):
+            _set_data(self, value)  # as modules do: .to(dtype), .to_empty(device=...)
+            return
         if name in _FIXED:
             raise AttributeError(f"The {name} of a DTensor cannot be set. {_FIXED[name]}")
         super().__setattr__(name, value)
@@ -231,7 +282,8 @@ class DTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's is untyped
         if not _holds_shards(self):
-            return f"DTensor({self._spec} on {self.mesh}, {self._gone[0]})"
+            why = "in flight" if "_in_flight" in self.__dict__ else self._gone[0]
+            return f"DTensor({self._spec} on {self.mesh}, {why})"
         shapes = [f"[{','.join(map(str, shard.shape))}]" for shard in self._shards]
         counts = [(shape, len(list(group))) for shape, group in itertools.groupby(shapes)]
         shown = " ".join(shape if count == 1 else f"{count}x{shape}" for shape, count in counts)
@@ -239,7 +291,7 @@ class DTensor(torch.Tensor):
 
     def __str__(self) -> str:
         """The values as torch shows them, with the spec; the shard of this process where they would have to be sent."""
-        if not _holds_shards(self):
+        if not _holds_shards(self) and "_in_flight" not in self.__dict__:
             return repr(self)
         if self.mesh.runtime is Runtime.VIRTUAL:
             held, which = join(self._shards, self._spec), ""
@@ -273,6 +325,24 @@ class DTensor(torch.Tensor):
         spec = (self._spec.dims, self._spec.partial, tuple(meta.shape), meta.dtype)
         is_parameter = isinstance(self, torch.nn.Parameter)
         return restore, (where, spec, self._shards, self.requires_grad, is_parameter)
+
+    # The protocol by which torch takes a wrapper apart, and `torch.utils._python_dispatch.transform_subclass`.
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[DTensorSpec, tuple[int, ...] | None, bool]]:
+        """The names of the shards, as attributes, and what `DTensor.__tensor_unflatten__` needs beside them."""
+        names = [f"{_SHARD}{number}" for number in range(len(self._shards))]
+        return names, (self._spec, self._strides, self.requires_grad)
+
+    @OnClass
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: Any, size: Sequence[int] | None = None, stride: object = None
+    ) -> DTensor:
+        """The DTensor of shards by name; its dtype and device are those of its spec's."""
+        spec, strides, requires_grad = context
+        shards = tuple(inner[f"{_SHARD}{number}"] for number in range(len(inner)))
+        meta = TensorMeta(spec.meta.shape if size is None else size, shards[0].dtype)
+        made = wrap(DTensorSpec(spec.mesh, spec.dims, spec.partial, meta), shards, strides)
+        return _leaf(made, requires_grad, is_parameter=False)
 
     # The protocol `_Checkpointable`, by which torch.distributed.checkpoint saves a tensor or loads it in place.
 
@@ -317,47 +387,53 @@ class DTensor(torch.Tensor):
     share_memory_ = functools.partialmethod(_refuse, method="share_memory_", remedy=_READ)
 
 
-def _refuse_local_gradient(spec: DTensorSpec) -> NoReturn:
-    raise ShardingError(
-        f"A gradient of the shard that to_local() gave of a DTensor {spec} is needed: that of the whole tensor depends "
-        "on what all ranks compute from theirs. Compute on the DTensor itself or on .full_tensor(), or use "
-        ".detach().to_local()."
-    )
+def local_parts(value: DTensor, gradient: DTensorSpec | None) -> Shards:
+    """The shards of this process's ranks, through which gradients flow.
+
+    Args:
+        value: the DTensor.
+        gradient: the spec of what ranks compute as their gradients; None if they must not.
+    """
+    spec, is_leaf = value._spec, value.is_leaf
+
+    def transpose(*cotangents: torch.Tensor) -> DTensor:
+        found = gradient_of_parts(spec, gradient)
+        if checks.every_call:
+            call = f"the gradient of to_local() of {spec} on {spec.mesh}"
+            joint_specs(call, [cotangents], [found.pspec], spec.mesh, spec.meta.shape, names=["the gradient"])
+        made = _of_parts(found, *cotangents, gradient=spec)
+        return made.redistribute(spec.complete.pspec) if is_leaf else made  # what computed it may need less than all
+
+    return linear(lambda value: tuple(shard.detach() for shard in value._shards), transpose, value)  # type: ignore[no-any-return]
 
 
-def assemble(value: DTensor, agreed: bool = False) -> torch.Tensor:
+def assemble(value: DTensor, agreed: bool = False, grad_placements: SpecLike | None = None) -> torch.Tensor:
     """`value.full_tensor()`; `agreed` says that all ranks have compared what they are about to assemble."""
     spec, whole = value._spec, functools.partial(DTensor._whole, agreed=agreed)
-    return linear(whole, lambda cotangent: _of_whole(spec.complete, cotangent), value)  # type: ignore[no-any-return]
+    gradient = gradient_spec(DTensorSpec.replicated(spec.mesh, spec.meta), grad_placements)
+    return linear(whole, lambda cotangent: _of_whole(spec.complete, cotangent, gradient), value)  # type: ignore[no-any-return]
 
 
-def _of_whole(spec: DTensorSpec, whole: torch.Tensor) -> DTensor:
-    """The DTensor of a plain tensor, of which all ranks have the same."""
-    replicated, count = DTensorSpec.replicated(spec.mesh, spec.meta), len(spec.mesh.held_coordinates)
+def _of_whole(spec: DTensorSpec, whole: torch.Tensor, held: DTensorSpec | None = None) -> DTensor:
+    """The DTensor of a plain tensor of each rank: of replicas, or what `held` says of them."""
+    found, mesh = held or DTensorSpec.replicated(spec.mesh, spec.meta), spec.mesh
+    count = len(mesh.held_coordinates)
+    times = mesh.axis_size([axis for axis, _ in found.partial]) if count > 1 else 1  # one tensor here, added so often
+
+    def transpose(cotangent: DTensor) -> torch.Tensor:
+        return cotangent.full_tensor() if times == 1 else cotangent.full_tensor() * times
+
     return linear(  # type: ignore[no-any-return]
-        lambda whole: wrap(replicated, (whole.detach(),) * count).redistribute(spec.pspec), DTensor.full_tensor, whole
+        lambda whole: wrap(found, (whole.detach(),) * count).redistribute(spec.pspec), transpose, whole
     )
 
 
-def _of_parts(spec: DTensorSpec, *shards: torch.Tensor) -> DTensor:
-    """The DTensor of shards that fit a spec."""
+def _of_parts(spec: DTensorSpec, *shards: torch.Tensor, gradient: DTensorSpec | None) -> DTensor:
+    """The DTensor of shards that fit a spec; `gradient` is the spec of which they get their parts of a gradient."""
     return linear(  # type: ignore[no-any-return]
         lambda *shards: wrap(spec, tuple(shard.detach() for shard in shards)),
-        lambda cotangent: _parts(spec, cotangent),
+        lambda cotangent: local_parts(cotangent.redistribute(gradient_of_parts(spec, gradient).pspec), spec),
         *shards,
-    )
-
-
-def _parts(spec: DTensorSpec, cotangent: DTensor) -> Shards:
-    """The cotangents of the shards of which a DTensor was made: replicas, and the parts of a sum, get all of it."""
-    if any(op != "sum" for _, op in spec.partial):
-        raise ShardingError(
-            f"A gradient of the shards of DTensor.from_local for {spec} is needed. Only sums have one: reduce the "
-            "shards in another way, or detach them."
-        )
-    moved = cotangent.redistribute(spec.complete.pspec)
-    return linear(  # type: ignore[no-any-return]
-        lambda moved: tuple(shard.detach() for shard in moved._shards), functools.partial(_of_parts, spec), moved
     )
 
 
@@ -463,6 +539,29 @@ def wrap(
     return value
 
 
+def _wrap_in_flight(spec: DTensorSpec, finish: Callable[[], Shards], strides: tuple[int, ...] | None) -> DTensor:
+    """A DTensor whose shards are what `finish` returns, which is called when they are first read."""
+    value = wrap(spec, (), strides)
+    _delete_shards(value)
+    value.__dict__["_in_flight"] = finish
+    return value
+
+
+def _set_data(value: DTensor, other: DTensor) -> None:
+    """Let a DTensor be a fresh one of the same shape on its mesh, which may have another dtype."""
+    if value is other:
+        return
+    if other._spec.mesh != value._spec.mesh or other.shape != value.shape:
+        raise ShardingError(
+            f"The data of a DTensor {value._spec} on {value.mesh} can be that of one of its shape on its mesh (got "
+            f"{other._spec} on {other.mesh})."
+        )
+    with no_dispatch():  # changes the wrapper, which has no data
+        torch.Tensor.data.__set__(value, other)  # type: ignore[attr-defined]
+    become(value, other)
+    set_family(value, None)
+
+
 def restore(
     where: tuple[Any, ...],
     spec: tuple[Dims, Reductions, tuple[int, ...], torch.dtype],
@@ -492,4 +591,6 @@ def _leaf(value: DTensor, requires_grad: bool, is_parameter: bool) -> DTensor:
     return torch.nn.Parameter(value, requires_grad) if is_parameter else value.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-torch.serialization.add_safe_globals([restore])
+torch.serialization.add_safe_globals(
+    [restore, DTensorSpec, TensorMeta, P, Mesh, Runtime, Shard, Replicate, Partial]  # for specs in checkpoints
+)

@@ -10,6 +10,7 @@ import torch
 
 from spmd.collectives.distributed.agreement import describe, gather_with_replicas, spans_processes
 from spmd.collectives.distributed.replicas import Replica, replicated_axes
+from spmd.collectives.distributed.replicas import difference as replicas_differ
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.spec import DTensorSpec, P, TensorMeta
@@ -74,6 +75,12 @@ def joint_specs(
                 )
             ranks += here
         found.append(_joint_spec(ranks, spec, mesh, shape))
+    if names and count == mesh.size:
+        each = [
+            _replicas(mesh, names, [[s[rank]] for s in held], [[f[rank]] for f in facts], specs)
+            for rank in range(count)
+        ]
+        difference = replicas_differ(mesh, each)
     if difference is not None:
         raise DivergenceError(
             f"In {call}, {difference}. Along axes that its spec does not name, ranks must hold the same: load it from "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -15,7 +16,7 @@ from spmd.core.spec import DTensorSpec
 from spmd.errors import MeshError, ShardingError
 from spmd.job.collective_scope import name_ranks
 from spmd.job.process import process_index
-from spmd.runtime.redistribute import check_same_job, coordinates_here, redistribute_shards
+from spmd.runtime.redistribute import check_same_job, coordinates_here, redistribute_shards, start_redistribution
 
 
 def target_of(source: DTensorSpec, spec: SpecLike | DTensorSpec, mesh: Mesh | None) -> DTensorSpec:
@@ -37,13 +38,12 @@ def target_of(source: DTensorSpec, spec: SpecLike | DTensorSpec, mesh: Mesh | No
     return target
 
 
+Shards: TypeAlias = tuple[torch.Tensor, ...]
+
+
 def move_shards(
-    call: str,
-    shards: Callable[[], tuple[torch.Tensor, ...]],
-    source: DTensorSpec,
-    target: DTensorSpec,
-    agreed: bool = False,
-) -> tuple[torch.Tensor, ...]:
+    call: str, shards: Callable[[], Shards], source: DTensorSpec, target: DTensorSpec, agreed: bool = False
+) -> Shards:
     """The shards under another spec; if ranks communicate, they first check that all of them make this call.
 
     Args:
@@ -52,6 +52,25 @@ def move_shards(
         source, target: the specs.
         agreed: whether ranks have compared their calls already.
     """
+    return redistribute_shards(_announced(call, shards, source, target, agreed), source, target)
+
+
+def start_move(
+    call: str, shards: Callable[[], Shards], source: DTensorSpec, target: DTensorSpec, where: str
+) -> Callable[[], Shards]:
+    """As `move_shards`, up to the last collective, which is only started; the function that is returned waits for it.
+
+    Args:
+        call, shards, source, target: as for `move_shards`.
+        where: the user's line, for errors of the collective.
+    """
+    return start_redistribution(_announced(call, shards, source, target), source, target, f"{call} at {where}")
+
+
+def _announced(
+    call: str, shards: Callable[[], Shards], source: DTensorSpec, target: DTensorSpec, agreed: bool = False
+) -> Shards:
+    """The shards that are moved, after the call is recorded and ranks have compared it."""
     crosses = source.mesh != target.mesh
     held = () if crosses and not coordinates_here(source.mesh) else shards()
     if is_watched():
@@ -61,7 +80,7 @@ def move_shards(
     compares = distributed and not agreed and len(ranks) > 1 and process_index() in ranks
     if compares and any(step.is_collective for step in eager_redistribution(source, target)):
         gather(f"{call} of {source} on {source.mesh}", None, ranks)
-    return redistribute_shards(held, source, target)
+    return held
 
 
 def why_outside(mesh: Mesh) -> tuple[str, str]:

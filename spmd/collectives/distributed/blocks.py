@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,30 +18,38 @@ _c10d = torch.ops._c10d_functional
 
 
 def exchange_blocks(exchange: BlockExchange, shard: Tensor | None) -> Tensor | None:
-    """This process's shard of the target; a collective call of the processes of both meshes, if they communicate.
+    """This process's shard of the target: `start_exchange`, and the wait for it."""
+    return start_exchange(exchange, shard)()
+
+
+def start_exchange(exchange: BlockExchange, shard: Tensor | None, cause: str = "") -> Callable[[], Tensor | None]:
+    """Start an exchange; a collective call of the processes of both meshes, if they communicate.
 
     Args:
         exchange: the exchange.
         shard: the shard of the source; None if this process is not in its mesh.
+        cause: the user's call and where it is, for messages.
 
     Returns:
-        The shard, or None if this process is not in the target's mesh.
-
-    Raises:
-        SpmdError: a process is missing.
+        A function that waits for this process's shard of the target and returns it, or None if the process is not in
+        the target's mesh; it is to be called once. It and this function raise a SpmdError if a process is missing.
     """
     me = process_index()
     values: dict[Block, Tensor] = {}
     if shard is not None:
         own = [block for block in exchange.received_by(me) if block.sender == me]
         values = {block: exchange.taken(shard, block) for block in own}
-    if exchange.is_collective:
-        values |= _received(exchange, shard, me)
-    return exchange.assembled(me, values) if me in exchange.target.mesh.ranks else None
+    receive = _start(exchange, shard, me, cause) if exchange.is_collective else dict
+
+    def finish() -> Tensor | None:
+        values.update(receive())
+        return exchange.assembled(me, values) if me in exchange.target.mesh.ranks else None
+
+    return finish
 
 
-def _received(exchange: BlockExchange, shard: Tensor | None, me: int) -> dict[Block, Tensor]:
-    """The blocks that other processes send to this one."""
+def _start(exchange: BlockExchange, shard: Tensor | None, me: int, cause: str) -> Callable[[], dict[Block, Tensor]]:
+    """Send blocks; the function that is returned waits for those that other processes send to this one."""
     processes, wire = exchange.processes, moved(exchange.source.meta.dtype)
     group = group_among(processes, exchange.source.mesh)
     sent = exchange.sent_by(me)
@@ -54,16 +64,20 @@ def _received(exchange: BlockExchange, shard: Tensor | None, me: int) -> dict[Bl
     flat = [exchange.taken(shard, block).reshape(-1) for block in sent] if shard is not None else []
     empty = torch.empty(0, dtype=exchange.source.meta.dtype, device=exchange.source.mesh.device)
     packed = wire.encode(torch.cat([empty, *flat]).resolve_conj().resolve_neg())
-    del flat
-    scope = CollectiveScope(str(exchange), processes, processes)
+    scope = CollectiveScope(f"{exchange}{cause and f' ({cause})'}", processes, processes)
     with scope:
         sizes = list(receives.values()), list(sends.values())
         pending = _c10d.all_to_all_single.default(packed, *sizes, group.group_name)
-        buffer = _c10d.wait_tensor.default(pending)
-    if buffer.is_cuda:
-        device_watch.note(scope)
-    values = wire.decode(buffer).view(-1).split([block.numel for block in received])
-    return {
-        block: value.view([stop - start for start, stop in block.box])
-        for block, value in zip(received, values, strict=True)
-    }
+
+    def finish() -> dict[Block, Tensor]:
+        with scope:
+            buffer = _c10d.wait_tensor.default(pending)
+        if buffer.is_cuda:
+            device_watch.note(scope)
+        values = wire.decode(buffer).view(-1).split([block.numel for block in received])
+        return {
+            block: value.view([stop - start for start, stop in block.box])
+            for block, value in zip(received, values, strict=True)
+        }
+
+    return finish

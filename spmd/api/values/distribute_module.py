@@ -1,0 +1,203 @@
+"""A module whose parameters and buffers become DTensors, one after the other: `distribute_module`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd.api.values.distribute import check_same, check_source, place
+from spmd.api.values.dtensor import DTensor
+from spmd.collectives.distributed.agreement import failing_together, spans_processes
+from spmd.collectives.distributed.scatter import Scatter
+from spmd.core.mesh import Mesh, current_mesh
+from spmd.core.modules import ModuleStructure, Slot
+from spmd.core.pytree import SpecLike, leaf_meta, make_spec
+from spmd.core.spec import DTensorSpec
+from spmd.errors import ShardingError
+from spmd.job.tracebacks import hides_internals
+
+PartitionFn = Callable[[str, nn.Module, Mesh], Mapping[str, SpecLike] | None]
+
+_DONE = "_spmd_is_distributed"
+
+
+@hides_internals
+def distribute_module(
+    module: nn.Module,
+    mesh: Mesh | None = None,
+    partition_fn: PartitionFn | None = None,
+    input_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
+    *,
+    src_rank: int | None = None,
+) -> nn.Module:
+    """Make the parameters and buffers of a module DTensors, in place; torch's function of this name.
+
+    One tensor is placed after the other, and each replaces the plain one: beside what is there before, a rank holds the
+    shards that it has so far and one tensor; or, with `src_rank`, a bucket of at most 16 MiB. Tied tensors stay tied,
+    and parameters require gradients as before. Optimizers are to be made afterwards.
+
+    On a distributed mesh this is a collective call.
+
+    Args:
+        module: the module.
+        mesh: the mesh; by default that of `use_mesh`.
+        partition_fn: is called with the dotted name of each submodule, the submodule, and the mesh. It returns specs
+            for parameters and buffers of its own, by name; or assigns DTensors itself, as with torch, for instance by
+            `module.weight = torch.nn.Parameter(spmd.distribute(module.weight, P("model"), mesh))`. What it leaves is
+            replicated.
+        input_fn: becomes a forward pre-hook, called with the module, the tuple of its positional arguments, and the
+            mesh; if it returns something, the module gets that instead.
+        output_fn: becomes a forward hook, called with the module, its result, and the mesh; likewise.
+        src_rank: as of `distribute`: the rank of the mesh whose tensors count, while others may have the module on the
+            meta device. By default all ranks must have equal tensors.
+
+    Returns:
+        The module.
+
+    Raises:
+        ShardingError: a spec that does not fit or names a tensor that the submodule lacks, a tied tensor with two
+            specs, a tensor on the meta device, a module that was distributed before, or a hook of other arguments.
+        DivergenceError: ranks with different modules.
+        MeshError: no mesh, or an abstract one; no rank `src_rank`.
+
+    >>> import spmd
+    >>> mesh = spmd.make_mesh({"model": 2}, runtime="virtual")
+    >>> layer = distribute_module(torch.nn.Linear(4, 6), mesh, lambda name, module, mesh: {"weight": P("model")})
+    >>> layer.weight.spec.pspec, layer.bias.spec.pspec
+    (P('model'), P())
+    """
+    mesh = current_mesh(mesh)
+    call = f"distribute_module of {type(module).__name__} on {mesh}"
+    with failing_together(call, mesh):
+        if getattr(module, _DONE, False):
+            raise ShardingError(f"{type(module).__name__} was distributed before, by spmd.distribute_module.")
+        for name, hook in (("input_fn", input_fn), ("output_fn", output_fn)):
+            _check_hook(name, hook)
+        mesh.held_coordinates  # noqa: B018  # raises an error where the mesh holds no data
+        if src_rank is not None:
+            mesh.coordinate(src_rank)  # a rank of the mesh
+        state = _State(module)
+        specs = _partition(module, mesh, partition_fn)
+        targets = state.targets(mesh, specs)
+    state.place(call, mesh, targets, src_rank)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda owner, inputs: input_fn(owner, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda owner, _, outputs: output_fn(owner, outputs, mesh))
+    setattr(module, _DONE, True)
+    return module
+
+
+def _check_hook(name: str, hook: Callable[..., Any] | None) -> None:
+    """Raise a ShardingError if a function does not take a module, what it is given or returns, and a mesh."""
+    if hook is None:
+        return
+    try:
+        inspect.signature(hook).bind(None, None, None)
+    except TypeError as error:
+        expected = f"(module, {name.removesuffix('_fn')}s, mesh)"
+        raise ShardingError(f"{name} must take {expected}, but takes {inspect.signature(hook)}: {error}.") from None
+    except ValueError:  # no signature is available
+        return
+
+
+def _partition(module: nn.Module, mesh: Mesh, partition_fn: PartitionFn | None) -> dict[tuple[int, str], SpecLike]:
+    """What `partition_fn` returns: specs, by the id of the dict that holds the tensor, and its name there."""
+    found: dict[tuple[int, str], SpecLike] = {}
+    for path, owner in module.named_modules() if partition_fn else ():
+        assert partition_fn is not None
+        for name, spec in (partition_fn(path, owner, mesh) or {}).items():
+            held = next((kind for kind in (owner._parameters, owner._buffers) if kind.get(name) is not None), None)
+            if held is None:
+                own = [*owner._parameters, *owner._buffers]
+                raise ShardingError(
+                    f"partition_fn has a spec for {name!r} of {path or 'the module'}, a {type(owner).__name__}, whose "
+                    f"own tensors are {', '.join(own) or 'none'}. Return names without the path."
+                )
+            found[id(held), name] = spec
+    return found
+
+
+class _State:
+    """The places of the tensors of a module before it is partitioned; those of tied tensors together."""
+
+    def __init__(self, module: nn.Module) -> None:
+        structure, _ = ModuleStructure.of(module)
+        self._places: list[tuple[Slot, ...]] = list(structure.slots)
+        self._module, self._names = module, structure.names
+
+    def targets(
+        self, mesh: Mesh, specs: Mapping[tuple[int, str], SpecLike]
+    ) -> dict[str, tuple[list[Slot], DTensorSpec]]:
+        """For each tensor that is still to be placed, by its name, its places and its spec; ties DTensors again.
+
+        Raises:
+            ShardingError: a spec that does not fit its tensor, or a tied tensor with two.
+        """
+        known = {(id(held), key) for places in self._places for held, key in places}
+        structure, _ = ModuleStructure.of(self._module)
+        new = [  # what partition_fn has added
+            (name, places)
+            for name, places in zip(structure.names, structure.slots, strict=True)
+            if not any((id(held), key) in known for held, key in places)
+        ]
+        found = {}
+        for name, places in [*zip(self._names, self._places, strict=True), *new]:
+            slots = [(held, key) for held, key in places if isinstance(held.get(key), torch.Tensor)]
+            if any(nn.parameter.is_lazy(held[key]) for held, key in slots):
+                raise ShardingError(f"{name} has no shape yet. Call the module once before it is distributed.")
+            given = {(id(held), key): specs[id(held), key] for held, key in slots if (id(held), key) in specs}
+            ready = [
+                x for x in (held[key] for held, key in slots if (id(held), key) not in given) if isinstance(x, DTensor)
+            ]
+            metas = [leaf_meta(held[key], name) for held, key in slots[:1]]
+            wanted = [value.spec for value in ready]
+            wanted += [make_spec(mesh, spec, meta, where=name) for meta in metas for spec in given.values()]
+            if len(set(wanted)) > 1:
+                texts = " and ".join(sorted({repr(spec.pspec) for spec in wanted}))
+                raise ShardingError(f"{name} is tied: one tensor, of which partition_fn makes {texts}. Choose one.")
+            for held, key in slots if ready else ():
+                held[key] = ready[0]
+            for meta in () if ready else metas:
+                found[name] = slots, wanted[0] if wanted else DTensorSpec.replicated(mesh, meta)
+        return found
+
+    def place(
+        self, call: str, mesh: Mesh, targets: Mapping[str, tuple[list[Slot], DTensorSpec]], src_rank: int | None
+    ) -> None:
+        """Place tensors, each in the place of the plain one."""
+        names = list(targets)
+        leaves = [slots[0][0][slots[0][1]] for slots, _ in targets.values()]
+        scatter = None
+        if src_rank is None:
+            with failing_together(call, mesh):
+                _refuse_meta(names, leaves)
+            check_same(call, mesh, names, leaves)
+        elif spans_processes(mesh):
+            check_source(call, mesh, names, leaves, src_rank)
+            scatter = Scatter(mesh, src_rank)
+        leaves.clear()  # each of them goes when it is replaced
+        for name, (slots, spec) in targets.items():
+            held, key = slots[0]
+            requires, is_parameter = held[key].requires_grad, isinstance(held[key], nn.Parameter)
+            placed: torch.Tensor = place(held[key], spec, name, scatter)
+            if is_parameter:
+                placed = nn.Parameter(placed, requires)
+            for held, key in slots:
+                held[key] = placed
+
+
+def _refuse_meta(names: list[str], leaves: list[torch.Tensor]) -> None:
+    """Raise a ShardingError for tensors without data."""
+    for name, leaf in zip(names, leaves, strict=True):
+        if leaf.is_meta:
+            raise ShardingError(
+                f"{name} is on the meta device and has no data. Make it in partition_fn, module.weight = "
+                "torch.nn.Parameter(spmd.empty_like(module.weight, spec=..., mesh=mesh)), and call reset_parameters() "
+                "afterwards; or take the tensors of one rank by src_rank=0."
+            )
