@@ -39,7 +39,8 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.numbers import Guard
-from spmd.tracing.trace import Traced, trace
+from spmd.tracing.trace import trace
+from spmd.tracing.traced import Traced
 
 if TYPE_CHECKING:
     from spmd.inspect.plan import Plan

@@ -17,7 +17,8 @@ from spmd.errors import MeshError
 from spmd.job.tracebacks import hides_internals
 from spmd.lowering.program import LocalProgram
 from spmd.tracing.disable_jit import is_jit_disabled
-from spmd.tracing.trace import Traced, is_tracing, running_trace
+from spmd.tracing.running import is_tracing, running_trace
+from spmd.tracing.traced import Traced
 
 if TYPE_CHECKING:
     from spmd.inspect.plan import Plan
