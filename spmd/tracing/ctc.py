@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from spmd.errors import TraceError
-from spmd.rules.ops.ctc import ctc_losses
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 from spmd.tracing.traced_tensor import known_value
@@ -31,6 +30,8 @@ def ctc_loss(
     Raises:
         TraceError: lengths that are known and do not fit.
     """
+    from spmd.rules.ops.ctc import ctc_losses  # few need it: `import spmd` leaves rules out
+
     given = [
         x if isinstance(x, Tensor) else torch.tensor(x, device=log_probs.device)
         for x in (input_lengths, target_lengths)

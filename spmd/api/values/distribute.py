@@ -35,7 +35,7 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
             to each rank its shard: a rank holds its shards and a bucket of at most 16 MiB. By default nothing is sent.
 
     Returns:
-        The tree with DTensors for leaves. Their shards are copies; gradients do not flow through.
+        The tree with DTensors for leaves; floats in it stay. Shards are copies; gradients do not flow through.
 
     Raises:
         DivergenceError: ranks with different trees, or on different meshes.
@@ -52,8 +52,10 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
     mesh = current_mesh(mesh)
     call = f"distribute on {mesh}"
     with failing_together(call, mesh):
-        targets = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree")
-        paths, leaves, structure = flatten_with_paths(tree)
+        every = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree", numbers=True)
+        paths, held, structure = flatten_with_paths(tree)
+        tensors_at = [number for number, spec in enumerate(every) if spec is not None]
+        targets, leaves, paths = ([of[number] for number in tensors_at] for of in (every, held, paths))
         names = [f"leaf {path}".rstrip() for path in paths]
         if src_rank is not None:
             mesh.coordinate(src_rank)  # a rank of the mesh
@@ -64,7 +66,7 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
         check_source(call, mesh, names, leaves, src_rank)
         scatter = Scatter(mesh, src_rank)
     placed = [place(leaf, target, name, scatter) for leaf, target, name in zip(leaves, targets, names, strict=True)]
-    return structure.unflatten(placed)
+    return structure.unflatten((dict(enumerate(held)) | dict(zip(tensors_at, placed, strict=True))).values())
 
 
 def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any]) -> None:
