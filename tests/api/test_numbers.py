@@ -449,3 +449,22 @@ def test_floats_in_trees_stay_when_their_tensors_are_placed() -> None:
     assert (P("data"), 0.5, (0.9, 0.5)) == (placed.params.spec.pspec, placed.lr, placed.betas)
     gradient = spmd.jit(lambda s: torch.func.grad(lambda x: (x * s.lr).sin().sum())(s.params), mesh=mesh)
     torch.testing.assert_close(gradient(placed).full_tensor(), 0.5 * (torch.ones(5, 2) * 0.5).cos())
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside of jit"])
+@pytest.mark.parametrize("spec", [None, P()], ids=str)
+def test_floats_are_dynamic_arguments_of_shard_map(spec: Any, inside: bool) -> None:
+    mesh, traces = spmd.make_mesh({"data": 2}, runtime="virtual"), []
+
+    def body(state: Any, x: torch.Tensor) -> Any:
+        traces.append(state)
+        loss = lambda w: spmd.collectives.psum((w * state["lr"] * x).sin().sum(), "data")  # noqa: E731
+        return torch.func.grad(loss)(state["w"])
+
+    step = spmd.shard_map(body, mesh, ({"w": P("data"), "lr": spec}, P("data")), P("data"))
+    if inside:
+        step = spmd.jit(step, mesh=mesh)
+    for lr in (0.5, 0.25, 2.0):
+        found = step({"w": torch.ones(4), "lr": lr}, torch.arange(4.0)).full_tensor()
+        torch.testing.assert_close(found, lr * torch.arange(4.0) * (lr * torch.arange(4.0)).cos())
+    assert 1 == len(traces)
