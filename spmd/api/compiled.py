@@ -118,7 +118,7 @@ class Compiled:
         outputs = self.traced.graph.outputs
         count = len(outputs) - len(self._updated)
         tree = self.traced.result([value.meta for value in outputs[:count]], self._numbers)
-        names = {"item": "result", "of": "the result"}
+        names: dict[str, Any] = {"item": "result", "of": "the result"}
         found = leaf_specs(
             self._out_specs, tree, self.mesh, what="out_specs", optional=True, only_tensors=True, **names
         )

@@ -55,8 +55,9 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
         every = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree", numbers=True)
         paths, held, structure = flatten_with_paths(tree)
         tensors_at = [number for number, spec in enumerate(every) if spec is not None]
-        targets, leaves, paths = ([of[number] for number in tensors_at] for of in (every, held, paths))
-        names = [f"leaf {path}".rstrip() for path in paths]
+        targets = [spec for spec in every if spec is not None]
+        leaves = [held[number] for number in tensors_at]
+        names = [f"leaf {paths[number]}".rstrip() for number in tensors_at]
         if src_rank is not None:
             mesh.coordinate(src_rank)  # a rank of the mesh
     scatter = None
@@ -66,7 +67,8 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
         check_source(call, mesh, names, leaves, src_rank)
         scatter = Scatter(mesh, src_rank)
     placed = [place(leaf, target, name, scatter) for leaf, target, name in zip(leaves, targets, names, strict=True)]
-    return structure.unflatten((dict(enumerate(held)) | dict(zip(tensors_at, placed, strict=True))).values())
+    found: dict[int, Any] = dict(enumerate(held)) | dict(zip(tensors_at, placed, strict=True))
+    return structure.unflatten(found.values())
 
 
 def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any]) -> None:
