@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from proofs.fuzz.rounding import OtherRounding
 from proofs.fuzz.tensors import Recipe, agrees, in_order, nudged
 from spmd.core.spec import P
-from spmd.tracing.trace import is_tracing
+from spmd.tracing.running import is_tracing
 
 LARGEST = 4096
 """The most elements of a value."""

@@ -122,7 +122,7 @@ class Program:
             *(["import torch.nn.functional as F"] if "F." in definitions else []),
             "import spmd",
             "from spmd import P",
-            *(["from spmd.tracing.trace import is_tracing"] if "is_tracing" in definitions else []),
+            *(["from spmd.tracing.running import is_tracing"] if "is_tracing" in definitions else []),
         ]
         return (
             "\n".join(imports)

@@ -74,7 +74,15 @@ def margin_backward(multilabel: bool) -> Calls:
     return [*found, call(*backward, 2, forward(*backward[1:], 2)[1])]
 
 
+def ctc(*grad: torch.Tensor) -> Calls:
+    """The last sample is too short for its target."""
+    lengths = torch.tensor([6, 5, 6, 2]), torch.tensor([2, 1, 0, 2])
+    return [call(*grad, f(6, 4, 5).log_softmax(-1), torch.tensor([[1, 2], [3, 0], [0, 0], [4, 4]]), *lengths, 0, True)]
+
+
 LOSS = {
+    torch.ops.spmd.ctc_loss.default: ctc(),
+    torch.ops.spmd.ctc_loss_backward.default: ctc(f(4)),
     aten.multilabel_margin_loss_forward.default: multilabel_margin(),
     aten.multi_margin_loss_backward.default: margin_backward(multilabel=False),
     aten.multilabel_margin_loss_backward.default: margin_backward(multilabel=True),

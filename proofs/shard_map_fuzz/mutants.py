@@ -128,7 +128,7 @@ def _without(kind: AxisType, beside: AxisType) -> Change:
 
 
 def _value(leaf: Tensor) -> Any:
-    from spmd.tracing.trace import running_trace
+    from spmd.tracing.running import running_trace
 
     return running_trace().value(leaf)
 

@@ -31,7 +31,7 @@ from spmd.errors import DivergenceError
 from spmd.job.user_code import user_line
 from spmd.runtime.agreement import SAME_GENERATOR, generator_digest
 from spmd.runtime.torch_settings import isolated
-from spmd.tracing.trace import name_of
+from spmd.tracing.traced import name_of
 
 SAME_CALL = (
     "All ranks must call the same functions, with the same static arguments and with arguments of the same shapes, "

@@ -40,7 +40,8 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.numbers import Guard
-from spmd.tracing.trace import Traced, trace
+from spmd.tracing.trace import trace
+from spmd.tracing.traced import Traced
 
 if TYPE_CHECKING:
     from spmd.inspect.plan import Plan
@@ -118,7 +119,7 @@ class Compiled:
         outputs = self.traced.graph.outputs
         count = len(outputs) - len(self._updated)
         tree = self.traced.result([value.meta for value in outputs[:count]], self._numbers)
-        names = {"item": "result", "of": "the result"}
+        names: dict[str, Any] = {"item": "result", "of": "the result"}
         found = leaf_specs(
             self._out_specs, tree, self.mesh, what="out_specs", optional=True, only_tensors=True, **names
         )

@@ -32,7 +32,7 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
-from spmd.tracing.trace import Traced
+from spmd.tracing.traced import Traced
 
 aten = torch.ops.aten
 

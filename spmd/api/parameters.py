@@ -13,7 +13,7 @@ import optree
 from spmd.api.programs.options import Options
 from spmd.core.pytree import is_spec
 from spmd.errors import ShardingError, TraceError
-from spmd.tracing.trace import dynamic_paths
+from spmd.tracing.traced import dynamic_paths
 
 SELF = "self"
 """The keyword by which the functions of modules take their module."""

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from spmd.api.compiled import Compiled
 from spmd.api.jit import Jitted, jit
 from spmd.api.values.dtensor import DTensor
@@ -17,7 +19,8 @@ from spmd.errors import MeshError
 from spmd.job.tracebacks import hides_internals
 from spmd.lowering.program import LocalProgram
 from spmd.tracing.disable_jit import is_jit_disabled
-from spmd.tracing.trace import Traced, is_tracing, running_trace
+from spmd.tracing.running import is_tracing, running_trace
+from spmd.tracing.traced import Traced
 
 if TYPE_CHECKING:
     from spmd.inspect.plan import Plan
@@ -102,11 +105,12 @@ class ShardMapped:
         from spmd.tracing.manual.region import Region  # with the rules, which `import spmd` leaves out
 
         mesh = current_mesh(self._mesh)
+        function, in_specs, args = _without_numbers(self._function, self._in_specs, args)
         region = Region(
-            self._function,
+            function,
             mesh,
             self._manual_axes(mesh),
-            self._in_specs,
+            in_specs,
             self._out_specs,
             self._check,
             running_trace().coordinate or (0,) * len(mesh.names),
@@ -122,6 +126,24 @@ class ShardMapped:
 
     def __repr__(self) -> str:
         return f"spmd.shard_map({getattr(self._function, '__qualname__', self._function)})"
+
+
+def _without_numbers(
+    function: Callable[..., Any], in_specs: Any, args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
+    """A function of tensors that closes over the floats among its arguments, its specs, and its arguments."""
+    leaves, tree = tree_flatten(args)
+    tensors_at = [n for n, leaf in enumerate(leaves) if not isinstance(leaf, (float, torch.SymFloat))]
+    if len(tensors_at) == len(leaves):
+        return function, in_specs, args
+    specs = broadcast_prefix(in_specs, args, what="in_specs", optional=True)
+
+    @functools.wraps(function)
+    def of_tensors(*tensors: Any) -> Any:
+        given = dict(enumerate(leaves)) | dict(zip(tensors_at, tensors, strict=True))
+        return function(*tree.unflatten(given.values()))
+
+    return of_tensors, tuple(specs[n] for n in tensors_at), tuple(leaves[n] for n in tensors_at)
 
 
 def _with_automatic(leaf: Any, spec: Any, manual: Sequence[str]) -> Any:
@@ -156,8 +178,8 @@ def shard_map(
     of the gradients. `docs/shard_map.md` explains it.
 
     Args:
-        f: a function of pytrees of tensors: the shards of one rank. Tensors that it closes over are the same on all
-            ranks.
+        f: a function of pytrees of tensors, the shards of one rank, and of floats, which each rank has. Tensors that it
+            closes over are the same on all ranks.
         mesh: the mesh; by default that of `use_mesh` when the function is called.
         in_specs: a pytree prefix of the tuple of arguments, of `P`s over `axis_names`. Along an axis that a spec shards
             a value is varying, along a partial one unreduced, else invariant.

@@ -8,8 +8,8 @@ four kinds, in this order:
 - Subclasses of `collections.UserDict`, such as transformers' `BatchEncoding`: their items. Other attributes are lost.
 - Dataclasses and attrs classes: their fields. No `__init__` or `__post_init__` is called to make one.
 
-The children of an object with fields are those fields that hold tensors or containers. Fields that hold other values
-are part of the structure, as static arguments are: functions of other values are other programs.
+The children of an object with fields are those fields that hold tensors, floats or containers of these. Fields that
+hold other values are part of the structure, as static arguments are: functions of other values are other programs.
 """
 
 from __future__ import annotations
@@ -266,18 +266,27 @@ def _by_torch(node: torch_pytree.NodeDef, example: Any) -> tuple[Any, ...]:
 
 def _is_static(value: Any) -> bool:
     """Whether the value of a field is part of the structure: a constant, or lists and dicts of constants."""
-    if type(value) in VALUES:
-        return not _values_are_leaves.get()
-    if value is None:
+    if _is_leaf_value(value):
+        return False
+    if value is None or type(value) in VALUES:
         return True
     if isinstance(value, torch.Tensor) or has_meta(value):
         return False
     leaves = optree.tree_leaves(value, namespace=NAMESPACE)
     if register_containers(leaves):
         return _is_static(value)
-    if not leaves or (_values_are_leaves.get() and any(type(leaf) in VALUES for leaf in leaves)):
+    if not leaves or any(map(_is_leaf_value, leaves)):
         return False
     return all(map(_is_constant, leaves))
+
+
+def _is_leaf_value(value: Any) -> bool:
+    """Whether a Python value in a field is a child: floats, which are dynamic, and others where values are leaves."""
+    return (
+        type(value) is float
+        or isinstance(value, torch.SymFloat)
+        or (_values_are_leaves.get() and type(value) in VALUES)
+    )
 
 
 def _is_constant(leaf: Any) -> bool:

@@ -159,8 +159,9 @@ def leaf_specs(
     what: str,
     item: str = ...,
     of: str = ...,
-    optional: bool,
+    optional: bool = ...,
     only_tensors: bool = ...,
+    numbers: bool = ...,
 ) -> Sequence[DTensorSpec | None]: ...
 
 
@@ -174,11 +175,12 @@ def leaf_specs(
     of: str = "the arguments",
     optional: bool = False,
     only_tensors: bool = False,
+    numbers: bool = False,
 ) -> Sequence[DTensorSpec | None]:
     """The DTensorSpec of every leaf (anything with shape and dtype) of `tree`, from a pytree prefix of specs.
 
-    The arguments are those of `broadcast_prefix`, how messages call a leaf, and whether leaves that are no tensors are
-    passed over: they get None.
+    The arguments are those of `broadcast_prefix`, how messages call a leaf, and whether leaves that are no tensors, or
+    floats inside of a tree, are passed over: they get None.
 
     Raises:
         ShardingError: the prefix does not match the tree, a leaf is not a tensor, or a spec does not fit its leaf; the
@@ -189,7 +191,9 @@ def leaf_specs(
     names = [f"{item} {path}".rstrip() for path in paths]
     return [
         None
-        if spec is None or (only_tensors and isinstance(leaf, CONSTANTS) and not has_meta(leaf))
+        if spec is None
+        or (only_tensors and isinstance(leaf, CONSTANTS) and not has_meta(leaf))
+        or (numbers and isinstance(leaf, float) and leaf is not tree)
         else make_spec(mesh, spec, leaf_meta(leaf, name), where=name)
         for spec, leaf, name in zip(specs, leaves, names, strict=True)
     ]
@@ -286,7 +290,9 @@ def _broadcast(prefix: Any, tree: Any, accessor: optree.PyTreeAccessor, optional
         raise _MismatchError(accessor, f"expected one spec or {_container(tree)} (got {_container(prefix)}).")
     specs: list[SpecLike | None] = []
     for key, (entry, child) in wanted.items():
-        if key in given:
+        if fields_of(tree) is not None and _has_only_numbers(child):
+            specs += [None] * len(tree_leaves(child))
+        elif key in given:
             specs += _broadcast(given[key], child, accessor + optree.PyTreeAccessor((entry,)), optional)
     return specs
 
@@ -313,7 +319,13 @@ def _covers(given: Mapping[Any, Any], wanted: Mapping[Any, Any], tree: Any) -> b
     fields = fields_of(tree)
     if fields is None:
         return given.keys() == wanted.keys()
-    return {key for key, (_, child) in wanted.items() if tree_leaves(child)} <= given.keys() <= fields.keys()
+    needed = {key for key, (_, child) in wanted.items() if not _has_only_numbers(child)}
+    return needed <= given.keys() <= fields.keys()
+
+
+def _has_only_numbers(node: Any) -> bool:
+    """Whether all leaves of a field are numbers, of which specs say nothing."""
+    return all(isinstance(leaf, (float, torch.SymFloat)) for leaf in tree_leaves(node))
 
 
 def _same_container(prefix: Any, tree: Any) -> bool:

@@ -15,6 +15,7 @@ from spmd.rules.notation import factors
 from spmd.rules.ops.attention import ATTENTION
 from spmd.rules.ops.convolution import CONVOLUTION
 from spmd.rules.ops.counting import COUNTING
+from spmd.rules.ops.ctc import CTC
 from spmd.rules.ops.elementwise import POINTWISE
 from spmd.rules.ops.embedding import EMBEDDING
 from spmd.rules.ops.extremes import EXTREMES
@@ -39,7 +40,7 @@ from spmd.rules.strategy import Strategy, derive_strategies
 
 _FAMILIES = (
     POINTWISE, MATMUL, VIEWS, MOVES, INDEXING, FACTORIES, RANDOM, REDUCTION, EXTREMES, SCAN, COUNTING, SOFTMAX,
-    NORMALIZATION, ATTENTION, EMBEDDING, LOSS, LINALG, CONVOLUTION, POOLING, LAYERS, MANUAL,
+    NORMALIZATION, ATTENTION, EMBEDDING, LOSS, CTC, LINALG, CONVOLUTION, POOLING, LAYERS, MANUAL,
     OPTIMIZERS,
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from spmd.errors import ShardingError
 from spmd.job.tracebacks import hides_internals
 from spmd.tracing.disable_jit import is_jit_disabled
 from spmd.tracing.recorder import where
-from spmd.tracing.trace import is_tracing
+from spmd.tracing.running import is_tracing
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from spmd.errors import SpmdError
-from spmd.tracing.trace import is_tracing
+from spmd.tracing.running import is_tracing
 
 _disabled: ContextVar[bool] = ContextVar("spmd_disable_jit", default=False)
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._functorch import eager_transforms
 
 from spmd.errors import TraceError
+from spmd.job.user_code import is_user_file
 from spmd.tracing.linearize import evaluated_anew, recorder
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
@@ -40,7 +43,7 @@ def nested_tracers() -> Iterator[None]:
 
     def callback(compiler: Any) -> Any:
         """Say that a function under torch.compile is inlined."""
-        if threading.get_ident() == owner and compiler not in (None, False):
+        if threading.get_ident() == owner and compiler not in (None, False) and not _is_of_torch():
             _say_inlined(where(user_source()))
         return stance(compiler)
 
@@ -54,6 +57,16 @@ def nested_tracers() -> Iterator[None]:
         eager_transforms.lazy_dynamo_disallow = before
         torch.compiler._is_compiling_flag = compiling
         eval_frame._callback_from_stance = stance
+
+
+def _is_of_torch() -> bool:
+    """Whether torch itself compiles, for torch.cond and the like: these are errors, which say so."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__", "").startswith("torch._higher_order_ops."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @functools.lru_cache(maxsize=1024)

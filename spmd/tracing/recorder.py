@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
+from spmd.ir.evaluation import evaluated
 from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.list_operators import list_decomposition
 from spmd.ir.names import Namer
@@ -108,6 +110,12 @@ class Recorder(FakeTensorMode):
         """The fake tensor for a tensor from outside of the trace, which becomes a constant."""
         return self.fake(self.value(tensor), tensor.device, tensor)
 
+    def known_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor that does not depend on inputs or on random numbers, else None."""
+        value = self.value(tensor)
+        with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            return evaluated(value, self.operations, self.constants)
+
     def source_of(self, tensor: torch.Tensor) -> Source | None:
         """The line of the operation that produced a tensor, or of its nearest ancestor that has a line."""
         producers = {result: operation for operation in self.operations for result in operation.tensors}
@@ -147,6 +155,8 @@ class Recorder(FakeTensorMode):
                 return func(aten.scalar_tensor.default(args[0], dtype=_number_dtype(args[0])), *args[1:], **kwargs)
         if func in _SHAPED_BY_NUMBERS:
             args = map_leaves(settled, args)
+        if func is aten._local_scalar_dense.default and (known := self.known_value(args[0])) is not None:
+            return known.item()
         source = self._source()
         if func._schema.is_mutable:
             tensors = [leaf for leaf in iterate_leaves(args) if isinstance(leaf, torch.Tensor)]
@@ -365,6 +375,5 @@ _STATIC_SHAPES: Mapping[str, str] = {
     "repeat_interleave": "Pass output_size=..., the sum of the repeats.",
     "bincount": "Use torch.nn.functional.one_hot(index, n).sum(0), or torch.zeros(n).index_add(0, index, weights).",
     "linalg_lstsq": "Use torch.linalg.pinv(A) @ B, or torch.linalg.qr(A) and torch.linalg.solve_triangular.",
-    "_ctc_loss": "Return log_probs, and compute the loss outside of the traced function.",
 }
 """Advice for the error message, for operators whose result shapes depend on values."""

@@ -8,7 +8,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.testing._comparison import ErrorMeta
 
@@ -46,6 +47,10 @@ _READERS: Mapping[Any, tuple[str, str]] = {
     _Tensor.__reduce_ex__: ("Pickling or saving", "Return the tensor, and save the result."),
 }  # fmt: skip
 """What needs the values of a tensor: how a user writes it, and what to write instead."""
+_NUMBERS = frozenset(
+    {_Tensor.__bool__, _Tensor.__int__, _Tensor.__float__, _Tensor.__complex__, _Tensor.__index__, _Tensor.item}
+)
+"""Those that make a Python number."""
 
 
 class TracedTensor(FunctionalTensor):
@@ -112,8 +117,10 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def refuse_reading(func: Any, args: Sequence[Any]) -> None:
-    """TraceError for a function that needs the values of a traced tensor."""
+    """TraceError for a function that needs the values of a traced tensor, unless it is a number that is known."""
     if func not in _READERS or not args or not is_traced(args[0]):
+        return
+    if func in _NUMBERS and _is_running() and known_value(args[0]) is not None:
         return
     what, remedy = _READERS[func]
     if not _is_running():
@@ -126,6 +133,24 @@ def refuse_reading(func: Any, args: Sequence[Any]) -> None:
             f"it is traced. {remedy}"
         )
     )
+
+
+def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of a tensor of the trace that is running; None if it depends on arguments or on random numbers.
+
+    It is computed from the tensors that the function closes over, by the operators that the trace has recorded.
+    """
+    held = tensor
+    while is_functorch_wrapped_tensor(held):
+        if is_batchedtensor(held):
+            return None
+        held = get_unwrapped(held)
+    if isinstance(held, FunctionalTensor):
+        with temporarily_clear_interpreter_stack():  # views are made again, which no transform may wrap
+            torch._sync(held)
+        held = torch._from_functional_tensor(held.elem)
+    recorder = getattr(held, "fake_mode", None)
+    return recorder.known_value(held) if isinstance(recorder, Recorder) else None
 
 
 def _leaked(tensor: torch.Tensor, done: str) -> TraceError:

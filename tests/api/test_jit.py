@@ -20,7 +20,7 @@ from spmd.inspect.plan import Plan
 from spmd.lowering.lower import LocalProgram
 from spmd.lowering.verify import verify
 from spmd.rules import RULES, Rule, factors
-from spmd.tracing.trace import Traced
+from spmd.tracing.traced import Traced
 
 
 def mesh_of(**axes: int) -> spmd.Mesh:

@@ -1,15 +1,20 @@
 """Python values among the arguments of jitted functions: floats are dynamic, ints and others static."""
 
+import dataclasses
 import functools
 import math
 import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import attrs
 import numpy
 import pytest
 import torch
 
 import spmd
-from spmd import P
+from spmd import P, full_tree
+from spmd.core.pytree import tree_leaves
 from spmd.errors import TraceError
 
 MESH = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
@@ -388,3 +393,78 @@ def test_a_schedule_of_learning_rates_is_one_trace_with_the_fused_optimizer(name
     plan = jitted.plan(*train(jitted), x, y, 0.1)
     found = {operation.name for operation in plan.graph.operations if "fused" in operation.name}
     assert found == ({fused} if fused else set())
+
+
+@dataclasses.dataclass
+class Schedule:
+    params: torch.Tensor
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.5)
+    nested: Any = None
+
+
+class Settings(NamedTuple):
+    lr: float
+    step: int
+
+
+@attrs.frozen
+class Own:
+    w: torch.Tensor
+    scale: float
+
+
+CONTAINERS: list[tuple[Callable[..., Any], Callable[[float], Any], Any]] = [
+    (
+        lambda s: dataclasses.replace(s, params=s.params * s.lr * s.betas[1], lr=s.lr / 2, nested=s.nested["decay"]),
+        lambda lr: Schedule(torch.ones(5, 2), lr, (lr, lr * 2), {"decay": lr + 1}),
+        {"params": P("data")},
+    ),
+    (lambda own: Own(own.w.sin() ** own.scale, own.scale), lambda lr: Own(torch.ones(5), lr), Own(P("data"), 0.0)),
+    (lambda s: (torch.ones(3) * s.lr, s), lambda lr: Settings(lr, 3), None),
+    (lambda d: {"w": d["w"] + d["opt"][0], "opt": d["opt"]}, lambda lr: {"w": torch.ones(5), "opt": [lr]}, None),
+]
+
+
+@pytest.mark.parametrize(("function", "make", "specs"), CONTAINERS)
+def test_a_hundred_values_in_a_container_are_one_trace(function: Any, make: Any, specs: Any) -> None:
+    traces = []
+
+    def counted(argument: Any) -> Any:
+        traces.append(argument)
+        return function(argument)
+
+    jitted = spmd.jit(counted, (specs,), mesh=spmd.make_mesh({"data": 2}, runtime="virtual"))
+    for number in range(100):
+        lr = 0.5 + number / 100
+        found, expected = full_tree(jitted(make(lr))), function(make(lr))
+        assert type(expected) is type(found)
+        torch.testing.assert_close(tree_leaves(found), tree_leaves(expected))
+    assert 1 == len(traces) == jitted.cache_info().misses
+
+
+def test_floats_in_trees_stay_when_their_tensors_are_placed() -> None:
+    mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+    placed = spmd.distribute(Schedule(torch.ones(5, 2), 0.5), P("data"), mesh)
+    assert (P("data"), 0.5, (0.9, 0.5)) == (placed.params.spec.pspec, placed.lr, placed.betas)
+    gradient = spmd.jit(lambda s: torch.func.grad(lambda x: (x * s.lr).sin().sum())(s.params), mesh=mesh)
+    torch.testing.assert_close(gradient(placed).full_tensor(), 0.5 * (torch.ones(5, 2) * 0.5).cos())
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside of jit"])
+@pytest.mark.parametrize("spec", [None, P()], ids=str)
+def test_floats_are_dynamic_arguments_of_shard_map(spec: Any, inside: bool) -> None:
+    mesh, traces = spmd.make_mesh({"data": 2}, runtime="virtual"), []
+
+    def body(state: Any, x: torch.Tensor) -> Any:
+        traces.append(state)
+        loss = lambda w: spmd.collectives.psum((w * state["lr"] * x).sin().sum(), "data")  # noqa: E731
+        return torch.func.grad(loss)(state["w"])
+
+    step = spmd.shard_map(body, mesh, ({"w": P("data"), "lr": spec}, P("data")), P("data"))
+    if inside:
+        step = spmd.jit(step, mesh=mesh)
+    for lr in (0.5, 0.25, 2.0):
+        found = step({"w": torch.ones(4), "lr": lr}, torch.arange(4.0)).full_tensor()
+        torch.testing.assert_close(found, lr * torch.arange(4.0) * (lr * torch.arange(4.0)).cos())
+    assert 1 == len(traces)

@@ -179,16 +179,28 @@ def repeats(x):
     return while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), x))[1]
 
 
+def scans(x):
+    from torch._higher_order_ops import scan
+
+    return scan(lambda carry, row: (carry + row, carry * 2), torch.zeros(4), x)[0]
+
+
 @pytest.mark.parametrize(
     ("function", "text"),
-    [(records, "make_fx"), (chooses, "torch.ops.higher_order.cond"), (repeats, "torch.ops.higher_order.while_loop")],
+    [
+        (records, "make_fx"),
+        (chooses, "torch.ops.higher_order.cond"),
+        (repeats, "torch.ops.higher_order.while_loop"),
+        (scans, "torch.ops.higher_order.scan"),
+    ],
 )
-def test_what_would_record_constants_is_refused(function, text):
+def test_what_would_record_constants_is_refused(function, text, caplog):
     with pytest.raises(spmd.TraceError) as error:
         trace(function, (CLOSED,))
     (line,) = [line for line in inspect.getsource(function).splitlines() if line.startswith("    return")]
     assert f"{text} at test_nested_tracers.py:" in str(error.value)
     assert f"(`{line.strip()}`)" in str(error.value)
+    assert [] == [record for record in caplog.records if record.levelno >= 30]
 
 
 @pytest.mark.parametrize(

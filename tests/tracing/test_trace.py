@@ -13,7 +13,8 @@ from spmd.core.placement import Replicate, Shard
 from spmd.core.spec import P, TensorMeta
 from spmd.errors import ShardingError, TraceError
 from spmd.tracing.constrain import constrain, encode_spec, parse_spec, reshard
-from spmd.tracing.trace import is_tracing, trace
+from spmd.tracing.running import is_tracing
+from spmd.tracing.trace import trace
 
 CLOSED = torch.tensor([1.0, -2.0, 3.0])
 MODULE = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))

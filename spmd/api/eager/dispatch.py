@@ -35,7 +35,7 @@ from spmd.ir.graph import freeze, map_leaves
 from spmd.runtime.torch_settings import are_modes_off, torch_settings
 from spmd.tracing.linearize import RecordingError, recorder
 from spmd.tracing.recorder import where
-from spmd.tracing.trace import is_tracing
+from spmd.tracing.running import is_tracing
 
 aten = torch.ops.aten
 

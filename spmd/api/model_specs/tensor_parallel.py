@@ -22,7 +22,8 @@ from spmd.plan.search.prepare import strategies_of
 from spmd.rules import RULES, find_rule
 from spmd.rules.strategy import LogicalShape
 from spmd.tracing.canonicalize.canonicalize import canonicalize
-from spmd.tracing.trace import Traced, trace
+from spmd.tracing.trace import trace
+from spmd.tracing.traced import Traced
 
 
 def tensor_parallel_specs(

@@ -19,7 +19,7 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime import DistributedProgram, VirtualProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import isolated
-from spmd.tracing.trace import Traced
+from spmd.tracing.traced import Traced
 
 if TYPE_CHECKING:
     from spmd.inspect.plan import Plan

@@ -23,7 +23,7 @@ from spmd.rules import RULES, find_rule
 from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.manual.correspondence import check_variants
 from spmd.tracing.optimizers.recognition import FUSED_DEVICES, fuse_optimizers
-from spmd.tracing.trace import Traced
+from spmd.tracing.traced import Traced
 
 
 def make_plan(

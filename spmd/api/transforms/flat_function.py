@@ -23,7 +23,8 @@ from spmd.core.mesh import Mesh, use_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.ir.graph import Graph, Value
 from spmd.tracing.manual.packing import Packing, packings, with_packed_inputs, with_packed_outputs
-from spmd.tracing.trace import Traced, trace_flat
+from spmd.tracing.trace import trace_flat
+from spmd.tracing.traced import Traced
 
 Flat = Callable[..., Sequence[torch.Tensor]]
 """A function from tensors to tensors."""

@@ -14,7 +14,7 @@ from torch._functorch import eager_transforms
 
 from spmd.api.values.dtensor import DTensor
 from spmd.tracing.linearize import RecordingError, evaluated_anew
-from spmd.tracing.trace import is_tracing
+from spmd.tracing.running import is_tracing
 
 _steps: Any = eager_transforms
 _step, _make_fx, _split = _steps.lazy_dynamo_disallow, _steps.make_fx, _steps.const_fold.split_const_subgraphs

@@ -19,8 +19,8 @@ from spmd.collectives.distributed.agreement import failing_together
 from spmd.core.mesh import Mesh, Runtime, use_mesh
 from spmd.core.pytree import tree_leaves
 from spmd.runtime.torch_settings import generator_state, set_generator_state
+from spmd.tracing.running import tracing_with
 from spmd.tracing.source import user_source
-from spmd.tracing.trace import tracing_with
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
             to each rank its shard: a rank holds its shards and a bucket of at most 16 MiB. By default nothing is sent.
 
     Returns:
-        The tree with DTensors for leaves. Their shards are copies; gradients do not flow through.
+        The tree with DTensors for leaves; floats in it stay. Shards are copies; gradients do not flow through.
 
     Raises:
         DivergenceError: ranks with different trees, or on different meshes.
@@ -52,9 +52,12 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
     mesh = current_mesh(mesh)
     call = f"distribute on {mesh}"
     with failing_together(call, mesh):
-        targets = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree")
-        paths, leaves, structure = flatten_with_paths(tree)
-        names = [f"leaf {path}".rstrip() for path in paths]
+        every = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree", numbers=True)
+        paths, held, structure = flatten_with_paths(tree)
+        tensors_at = [number for number, spec in enumerate(every) if spec is not None]
+        targets = [spec for spec in every if spec is not None]
+        leaves = [held[number] for number in tensors_at]
+        names = [f"leaf {paths[number]}".rstrip() for number in tensors_at]
         if src_rank is not None:
             mesh.coordinate(src_rank)  # a rank of the mesh
     scatter = None
@@ -64,7 +67,8 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
         check_source(call, mesh, names, leaves, src_rank)
         scatter = Scatter(mesh, src_rank)
     placed = [place(leaf, target, name, scatter) for leaf, target, name in zip(leaves, targets, names, strict=True)]
-    return structure.unflatten(placed)
+    found: dict[int, Any] = dict(enumerate(held)) | dict(zip(tensors_at, placed, strict=True))
+    return structure.unflatten(found.values())
 
 
 def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any]) -> None:

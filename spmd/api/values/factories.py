@@ -14,7 +14,7 @@ from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import ShardingError
 from spmd.job.tracebacks import hides_internals
 from spmd.tracing.constrain import constrain
-from spmd.tracing.trace import is_tracing
+from spmd.tracing.running import is_tracing
 
 _REPLICATED = P()
 

@@ -35,7 +35,8 @@ from spmd.rules import find_rule
 from spmd.rules.rule import Body, Rule
 from spmd.rules.strategy import Strategy
 from spmd.tracing.numbers import traced
-from spmd.tracing.trace import is_tracing, trace_flat
+from spmd.tracing.running import is_tracing
+from spmd.tracing.trace import trace_flat
 
 _OF_THE_RANK = (torch.ops.spmd.axis_index.default, torch.ops.spmd.shard_offset.default)
 """Primitives that take no tensor and return an integer that depends on the rank."""

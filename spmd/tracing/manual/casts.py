@@ -23,7 +23,7 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Value, iterate_leaves, map_leaves
 from spmd.tracing.manual.axis_types import AxisTypes, Types, remedy
 from spmd.tracing.recorder import where
-from spmd.tracing.trace import running_trace
+from spmd.tracing.running import running_trace
 
 _I, _V, _U, _R = AxisType.INVARIANT, AxisType.VARYING, AxisType.UNREDUCED, AxisType.REDUCED
 

@@ -23,7 +23,7 @@ from spmd.tracing.manual.casts import Casts
 from spmd.tracing.manual.local_shapes import LocalShapes, even_shape
 from spmd.tracing.numbers import value_of
 from spmd.tracing.recorder import where
-from spmd.tracing.trace import running_trace
+from spmd.tracing.running import running_trace
 
 _I, _V, _U, _R = AxisType.INVARIANT, AxisType.VARYING, AxisType.UNREDUCED, AxisType.REDUCED
 

@@ -1,0 +1,182 @@
+"""What happens to each torch function that a traced function calls: closed-over tensors are lifted into the trace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spmd.core.mesh import Coordinate
+from spmd.core.pytree import tree_leaves
+from spmd.errors import TraceError
+from spmd.ir.graph import Value, iterate_leaves, map_leaves
+from spmd.ir.variants import Unevenness
+from spmd.tracing.assignments import fill_masked
+from spmd.tracing.ctc import ctc_loss
+from spmd.tracing.differentiable import DIFFERENTIABLE
+from spmd.tracing.effects import refuse_rebinding
+from spmd.tracing.nested_tracers import inlined
+from spmd.tracing.numbers import DIFFERENTIABLE_IN_TENSORS, has_number, tensor_of_numbers
+from spmd.tracing.packed_sequences import OF_KNOWN_LENGTHS
+from spmd.tracing.recorder import Recorder, where
+from spmd.tracing.source import user_source
+from spmd.tracing.traced_tensor import describe, is_traced, refuse_reading, retyped
+
+
+class ClosureLifting(TorchFunctionMode):
+    """Wraps each closed-over tensor for functionalization, and raises for calls that a program cannot represent.
+
+    Functionalization tracks only tensors that it has wrapped; without this, `mask = closed_over > 0; mask[0] = True`
+    would reach the recorder as an in-place write.
+
+    Args:
+        recorder: records the operators.
+        coordinate: that of the rank with whose shards manual regions are traced; None for zero.
+
+    Attributes:
+        unevenness: how the shapes of shards in manual regions differ between ranks; None if they do not.
+        in_backward: makes the context in which Python code of backward passes runs.
+    """
+
+    def __init__(self, recorder: Recorder, coordinate: Coordinate | None) -> None:
+        super().__init__()
+        self.recorder: Recorder = recorder
+        self.coordinate: Coordinate | None = coordinate
+        self.unevenness: Unevenness | None = None
+        self.gather = None
+        self._under_transform = peek_interpreter_stack() is not None
+        # Keyed by id: each entry keeps its closed-over tensor alive, so that Python does not reuse the id.
+        self._lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tracked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.in_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def functional(self, fake: torch.Tensor) -> torch.Tensor:
+        """Wrap a fake tensor for functionalization, and track it: `check_writes` raises if it was written to."""
+        wrapped = retyped(FunctionalTensor.to_functional(fake))
+        self._tracked.append((fake, wrapped))
+        return wrapped
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """The value of a tensor of the trace as it is now, under transforms too."""
+        while is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+        return self.recorder.value(self.finish(tensor))
+
+    def finish(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that functionalization has wrapped, after all pending writes to it."""
+        if not isinstance(tensor, FunctionalTensor):
+            return tensor
+        with temporarily_clear_interpreter_stack():  # views are made again, which no transform may wrap
+            torch._sync(tensor)
+        return torch._from_functional_tensor(tensor.elem)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return inlined(func)(*args, **(kwargs or {}))
+        refuse_rebinding(func, args, _is_outside)
+        if self._under_transform:
+            for leaf in iterate_leaves((args, kwargs or {})):
+                _refuse_transformed(leaf)
+        if func is torch.Tensor.__deepcopy__:
+            return args[0].clone()
+        if func is torch.Tensor.requires_grad_ and args[1:] in ((), (True,)) and not kwargs and args[0].requires_grad:
+            return args[0]  # torch raises under torch.func, also where nothing would change
+        if func is torch.Tensor.__repr__ and is_traced(args[0]):
+            return describe(args[0])
+        if func is torch.Tensor.__format__ and is_traced(args[0]) and not args[1]:
+            return describe(args[0])
+        refuse_reading(func, args)
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            self._check_backward(args[0])
+        if func in (torch.tensor, torch.as_tensor) and has_number(args):
+            return tensor_of_numbers(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and _is_list_of_tensors(args):
+            raise TraceError(
+                f"torch.{func.__name__} of a list of tensors at {where(user_source())} needs their values, and a "
+                "traced function has none. Use torch.stack or torch.cat."
+            )
+        if func in _SPLITTERS and any(isinstance(leaf, torch.Tensor) for leaf in (*args[1:], *(kwargs or {}).values())):
+            raise TraceError(
+                f"{func.__name__} at {where(user_source())} splits where a tensor says, and a program has static "
+                "shapes. Pass the places as a tuple of integers."
+            )
+        if func in DIFFERENTIABLE_IN_TENSORS and has_number(args):
+            return DIFFERENTIABLE_IN_TENSORS[func](*args, **(kwargs or {}))
+        if func in _REPLACED:
+            return _REPLACED[func](*map_leaves(self.lift, args), **map_leaves(self.lift, kwargs or {}))
+        if func is torch.Tensor.__setitem__ and fill_masked(*args):
+            return None
+        if func in (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward):
+            with self.in_backward():
+                return func(*args, **(kwargs or {}))
+        return DIFFERENTIABLE.get(func, func)(*args, **(kwargs or {}))
+
+    def _check_backward(self, outputs: Any) -> None:
+        """TraceError for a backward pass that reaches no tensor of the function, or may reach parameters outside."""
+        outside = any(tensor.requires_grad for tensor, _ in self._lifted.values())
+        if outside or not any(leaf.requires_grad for leaf in tree_leaves(outputs)):
+            found = "closes over tensors that require grad" if outside else "has no tensor here that requires grad"
+            raise TraceError(
+                f".backward() at {where(user_source())} writes gradients into tensors, and the function {found}: the "
+                "gradients of tensors from outside would be lost. Pass parameters as arguments and use "
+                "torch.func.grad, torch.func.grad_and_value or torch.autograd.grad, which return gradients; or call "
+                "x.requires_grad_() on an argument, then .backward(), and return x.grad."
+            )
+
+    def check_writes(self) -> None:
+        """TraceError if an argument or a closed-over tensor was written to."""
+        for fake, wrapped in self._tracked:
+            written = self.finish(wrapped)
+            if written is not fake:
+                raise self.recorder.mutation(fake, self.recorder.source_of(written))
+
+    def lift(self, leaf: Any) -> Any:
+        """The functional fake tensor for a tensor made outside of the trace; any other value unchanged."""
+        if not _is_outside(leaf):
+            return leaf
+        if id(leaf) not in self._lifted:
+            # No torch.func transform may wrap the new tensor, and no function mode of a shard_map body cast it.
+            with temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
+                with _disable_current_modes():
+                    fake = self.recorder.lift(leaf)
+                self._lifted[id(leaf)] = (leaf, self.functional(fake))
+        return self._lifted[id(leaf)][1]
+
+
+def _refuse_transformed(leaf: Any) -> None:
+    """TraceError for a tensor from outside that a transform has wrapped: one from outside, if not one of the trace."""
+    held = leaf
+    while isinstance(held, torch.Tensor) and is_functorch_wrapped_tensor(held):
+        held = get_unwrapped(held)
+    if held is not leaf and not torch._is_functional_tensor(held) and not isinstance(held, FunctionalTensor):
+        raise TraceError(
+            "A jitted function closes over a tensor on which a transform acts, perhaps one from outside, at "
+            f"{where(user_source())}. Pass it as an argument."
+        )
+
+
+def _is_outside(leaf: Any) -> bool:
+    """Whether a value is a tensor that was made outside of the trace."""
+    traced = type(leaf) not in _PLAIN or torch._is_functional_tensor(leaf) or is_functorch_wrapped_tensor(leaf)
+    return not traced
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_REPLACED: Mapping[Any, Callable[..., Any]] = {**OF_KNOWN_LENGTHS, F.ctc_loss: ctc_loss, torch.ctc_loss: ctc_loss}
+"""Functions that read the values of tensors, which may be closed over, and what is called in their place."""
+_SPLITTERS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
+
+
+def _is_list_of_tensors(args: tuple[Any, ...]) -> bool:
+    listed = bool(args) and isinstance(args[0], (list, tuple))
+    return listed and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[0]))
