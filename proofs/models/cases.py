@@ -162,7 +162,7 @@ class Cached(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decoder = _made("LlamaForCausalLM", "LlamaConfig", {**DECODER, "use_cache": True})()
+        self.decoder: Any = _made("LlamaForCausalLM", "LlamaConfig", {**DECODER, "use_cache": True})()
 
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the prompt and of the token after it."""

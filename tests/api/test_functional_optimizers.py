@@ -65,7 +65,6 @@ TORCH: dict[str, tuple[Any, Update]] = {
         for name, function in (("adam", adam), ("adamw", adamw))
         for way in ("foreach", "fused")
     },
-    "adam": with_torch(adam, 2, foreach=False, **ADAM),
     "sgd": with_torch(sgd, 1, foreach=False, **SGD),
     "sgd, foreach": with_torch(sgd, 1, foreach=True, **SGD),
 }
