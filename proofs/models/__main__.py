@@ -1,7 +1,7 @@
 """Stock models with random weights, forward and training, under three strategies, beside one device.
 
     python -m proofs.models                    # every case
-    python -m proofs.models llama t5           # of these models
+    python -m proofs.models llama speech       # of these models and families
 
 The exit status is 1 if a case differs, fails, or takes longer to plan than the limit.
 """
@@ -13,18 +13,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from proofs.models.cases import MODELS, Model, prepare_torchvision
+from proofs.models.cases import FAMILIES, MODELS, Model, prepare_torchvision
 from proofs.models.measure import STRATEGIES, Case, measure
-from proofs.models.report import line, markdown
-from proofs.page import write_section
+from proofs.models.report import line, markdown, summary
+from proofs.page import section, write_section
 
 
 def cases(models: list[Model]) -> Iterator[Case]:
     """Every case of some models."""
     for model in models:
-        for training in (False, True):
+        for training in (False, True) if model.trains else (False,):
             for masked in (False, True) if model.masks() else (False,):
                 yield from (Case(model, strategy, training, masked) for strategy in STRATEGIES)
 
@@ -34,19 +32,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m proofs.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="names of models; by default all")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to this page")
+    parser.add_argument("names", nargs="*", help="names of models and families; by default all")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a table of each family here")
     options = parser.parse_args()
-    chosen = [model for model in MODELS if not options.names or model.name in options.names]
+    chosen = [model for model in MODELS if not options.names or {model.name, model.family} & {*options.names}]
+    if options.markdown:  # a family has one table
+        chosen = [model for model in MODELS if model.family in {model.family for model in chosen}]
     prepare_torchvision()
-    found = []
-    for case in cases(chosen):
-        found.append(measure(case))
-        print(line(found[-1]), flush=True)
+    passed = True
+    for family in dict.fromkeys(model.family for model in chosen):
+        found = []
+        for case in cases([model for model in chosen if model.family == family]):
+            found.append(measure(case))
+            print(line(found[-1]), flush=True)
+        passed &= all(item.passes for item in found)
+        if options.markdown:
+            write_section(options.markdown, family, markdown(family, found))
     if options.markdown:
-        about = f"Written by\n\n    make test-models\n\ntorch {torch.__version__}.\n\n"
-        write_section(options.markdown, "models", about + markdown(found))
-    return int(not all(item.passes for item in found))
+        write_section(
+            options.markdown, "summary", summary([section(options.markdown.read_text(), name) for name in FAMILIES])
+        )
+    return int(not passed)
 
 
 if __name__ == "__main__":

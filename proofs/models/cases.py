@@ -45,6 +45,8 @@ class Model:
         inputs: makes the inputs by name; the first dim of each is the batch.
         masks: makes the masks that the inputs may have; empty if it takes none.
         training: further inputs for training: labels.
+        backward: whether gradients are those of torch.autograd.grad; else of torch.func.
+        trains: whether it can be trained: not with a static cache, which is written to between two uses.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Model:
     inputs: Callable[[], Inputs]
     masks: Callable[[], Inputs] = dict
     training: Callable[[], Inputs] = dict
+    backward: bool = False
+    trains: bool = True
 
 
 def _generator() -> torch.Generator:
@@ -132,9 +136,7 @@ def _torchvision(name: str, family: str, **options: Any) -> Model:
     return Model(f"torchvision {name}", family, make, lambda: {"x": randn(3, 32, 32)})
 
 
-def _timm(
-    name: str, family: str, inputs: Callable[[], Inputs] = lambda: {"x": randn(3, 32, 32)}, **options: Any
-) -> Model:
+def _timm(name: str, family: str, **options: Any) -> Model:
     def make() -> nn.Module:
         import timm
 
@@ -153,6 +155,34 @@ def _unet() -> nn.Module:
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
     return found
+
+
+class Cached(nn.Module):
+    """A decoder that reads a prompt into a static cache, and then one more token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder: Any = _made("LlamaForCausalLM", "LlamaConfig", {**DECODER, "use_cache": True})()
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the prompt and of the token after it."""
+        from transformers import StaticCache
+
+        cache = StaticCache(config=self.decoder.config, max_cache_len=12)
+        prompt = self.decoder(input_ids=input_ids, past_key_values=cache, use_cache=True).logits
+        after = self.decoder(input_ids=input_ids[:, -1:], past_key_values=cache, use_cache=True).logits
+        return prompt, after
+
+
+def _checkpointed(model: Model) -> Model:
+    """A model that computes its layers again in the backward pass, which transformers does not do under torch.func."""
+
+    def make() -> nn.Module:
+        module = model.make()
+        module.gradient_checkpointing_enable()  # type: ignore[operator]
+        return module
+
+    return attrs.evolve(model, name=f"{model.name}, gradient checkpointing", make=make, backward=True)
 
 
 class Recurrent(nn.Module):
@@ -185,7 +215,10 @@ MODELS: tuple[Model, ...] = (
     _causal("phi", "Phi"),
     Model("gpt2", "decoder", _made("GPT2LMHeadModel", "GPT2Config", GPT2), _text, _mask, _labels),
     _causal("gpt-neox", "GPTNeoX"),
+    _checkpointed(_causal("llama", "Llama")),
+    Model("llama, static cache", "decoder", Cached, _text, trains=False),
     _encoder("bert", "Bert"),
+    _checkpointed(_encoder("bert", "Bert")),
     _encoder("roberta", "Roberta", max_position_embeddings=40),
     _encoder("electra", "Electra", embedding_size=16),
     Model("distilbert", "encoder", _made("DistilBertForMaskedLM", "DistilBertConfig",
@@ -193,6 +226,7 @@ MODELS: tuple[Model, ...] = (
           _text, _mask, _labels),
     _seq2seq("t5", "T5", T5),
     _seq2seq("bart", "Bart", BART),
+    _checkpointed(_seq2seq("bart", "Bart", BART)),
     _image("vit", "ViT"),
     _image("deit", "DeiT"),
     _image("beit", "Beit"),
@@ -219,3 +253,6 @@ MODELS: tuple[Model, ...] = (
     Model("nn.LSTM", "recurrent", lambda: Recurrent(nn.LSTM), _text),
     Model("nn.GRU", "recurrent", lambda: Recurrent(nn.GRU), _text),
 )  # fmt: skip
+
+FAMILIES = tuple(dict.fromkeys(model.family for model in MODELS))
+"""The families of the models."""

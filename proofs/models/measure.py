@@ -20,6 +20,9 @@ from spmd.core.pytree import tree_leaves
 LIMIT = 5.0
 """The most seconds of processor time that a plan may take."""
 
+TOLERANCE = 1e-6
+"""The difference from one device that a case must stay below: models compute norms and softmax in float32."""
+
 STRATEGIES = ("data", "fully sharded", "tensor")
 
 
@@ -46,7 +49,8 @@ class Found:
 
     Args:
         case: the case.
-        difference: the largest difference from one device, relative to the largest value of a tensor.
+        difference: the largest difference from one device, relative to the largest value of a tensor, or to what
+            decides it (see `_scale`).
         seconds: seconds of processor time for tracing and planning.
         error: the error that it ended in; empty if it ran.
     """
@@ -59,7 +63,7 @@ class Found:
     @property
     def passes(self) -> bool:
         """Whether the numbers are those of one device, and the plan was made in time."""
-        return not self.error and self.difference < 1e-6 and self.seconds <= LIMIT
+        return not self.error and self.difference < TOLERANCE and self.seconds <= LIMIT
 
 
 def measure(case: Case) -> Found:
@@ -77,27 +81,57 @@ def _measure(case: Case) -> Found:
     inputs |= case.model.training() if case.training else {}
     params = {name: value.detach() for name, value in module.named_parameters()}
     buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
-    step = _training(module) if case.training else _forward(module)
-    torch.manual_seed(1)
-    expected = [leaf.detach().clone() for leaf in step(params, buffers, inputs)]
+    step = _training(module, case.model.backward) if case.training else _forward(module)
+    changed = {name: value * _noise(value) for name, value in params.items()}
+    expected, noisy = (_results(case, step, held, buffers, inputs) for held in (params, changed))
     mesh, specs = _sharded(case.strategy, module, params, inputs)
     before = time.process_time()
     jitted = spmd.jit(step, (specs, P(), P("data")), mesh=mesh)
     jitted.plan(params, buffers, inputs)
     seconds = time.process_time() - before
+    found = _results(case, jitted, params, buffers, inputs)
+    return Found(case, max(map(_difference, found, expected, noisy)), seconds)
+
+
+def _results(
+    case: Case, step: Callable[..., Any], params: Inputs, buffers: Inputs, inputs: Inputs
+) -> list[torch.Tensor]:
+    """What a step returns; of training, the loss and the changes of the parameters."""
     torch.manual_seed(1)
-    found = [leaf.full_tensor() for leaf in jitted(params, buffers, inputs)]
-    return Found(case, max(map(_difference, found, expected)), seconds)
+    results = [leaf.detach().clone() for leaf in spmd.full_tree(step(params, buffers, inputs))]
+    if case.training:
+        results[1:] = [new - old for new, old in zip(results[1:], params.values(), strict=True)]
+    return results
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+NOISE = 2.0**-23
+"""The rounding of float32, in which models compute norms and softmax even where parameters are float64."""
+
+
+def _noise(value: torch.Tensor) -> torch.Tensor:
+    """Factors by which parameters are changed, to see how much one device's results depend on rounding."""
+    return 1 + NOISE * torch.randn(value.shape, dtype=value.dtype, generator=torch.Generator().manual_seed(2))
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, noisy: torch.Tensor) -> float:
     if not expected.numel():
         return 0.0
     finite = expected.isfinite()
     if not torch.equal(finite, found.isfinite()):
         return float("inf")
-    distance = torch.where(finite, found - expected, 0.0).abs().max()
-    return float(distance / torch.where(finite, expected, 0.0).abs().max().clamp(min=1e-3))
+    noisy = torch.where(noisy.isfinite(), noisy, expected)
+    expected, found, noisy = (torch.where(finite, x, 0.0) for x in (expected, found, noisy))
+    return float((found - expected).abs().max() / _scale(expected, noisy))
+
+
+def _scale(expected: torch.Tensor, noisy: torch.Tensor) -> torch.Tensor:
+    """What a difference is relative to: the largest value, or, if that is less, what rounding leaves of larger ones.
+
+    The gradient of a key's bias is zero, and on one device it is the rounding of terms that cancel: their size is the
+    change that rounding makes, over the rounding.
+    """
+    cancelled = (noisy - expected).abs().max() / NOISE
+    return torch.maximum(expected.abs().max(), cancelled).clamp(min=1e-8)
 
 
 def _call(module: nn.Module, params: Any, buffers: Inputs, inputs: Inputs) -> Any:
@@ -118,17 +152,29 @@ def _forward(module: nn.Module) -> Callable[..., list[torch.Tensor]]:
     return forward
 
 
-def _training(module: nn.Module) -> Callable[..., list[torch.Tensor]]:
+def _training(module: nn.Module, backward: bool) -> Callable[..., list[torch.Tensor]]:
     def step(params: Inputs, buffers: Inputs, inputs: Inputs) -> list[torch.Tensor]:
         def loss(params: Inputs) -> torch.Tensor:
             output = _call(module, params, buffers, inputs)
             given = getattr(output, "loss", None)
             return given if given is not None else torch.stack([x.sin().mean() for x in _floats(output)]).sum()
 
-        gradients, value = grad_and_value(loss)(params)
+        gradients, value = (_backward if backward else grad_and_value)(loss)(params)
         return [value, *(params[name] - 0.1 * gradients[name] for name in params)]
 
     return step
+
+
+def _backward(loss: Callable[[Inputs], torch.Tensor]) -> Callable[[Inputs], tuple[Inputs, torch.Tensor]]:
+    """`grad_and_value` by torch.autograd."""
+
+    def gradients(params: Inputs) -> tuple[Inputs, torch.Tensor]:
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        value = loss(leaves)
+        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(leaves, found, strict=True)), value.detach()
+
+    return gradients
 
 
 def _sharded(strategy: str, module: nn.Module, params: Inputs, inputs: Inputs) -> tuple[Mesh, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 
-from proofs.models.measure import STRATEGIES, Found
+import torch
+
+from proofs.models.measure import LIMIT, STRATEGIES, TOLERANCE, Found
 from proofs.page import table
 
 
@@ -20,23 +23,38 @@ def _kind(found: Found) -> str:
     return f"{'training' if found.case.training else 'forward'}{', mask' if found.case.masked else ''}"
 
 
-def markdown(found: Sequence[Found]) -> str:
-    """A row for each model and kind of call: seconds of each plan, or what went wrong."""
+def markdown(family: str, found: Sequence[Found]) -> str:
+    """The cases of one family: a row for each model and kind of call, with times and differences, or errors."""
     rows = []
     for (model, kind), group in itertools.groupby(found, lambda item: (item.case.model, _kind(item))):
-        rows.append((model.name, model.family, kind, *(_cell(item) for item in group)))
-    families = {item.case.model.family for item in found}
+        rows.append((model.name, kind, *(_cell(item) for item in group)))
     models = {item.case.model.name for item in found}
     passed = sum(item.passes for item in found)
     slowest = max((item.seconds for item in found), default=0.0)
-    summary = (
-        f"{passed} of {len(found)} cases pass, of {len(models)} models of {len(families)} families; the slowest plan "
-        f"took {slowest:.1f} s of processor time.\n\n"
+    text = (
+        f"\n## {family[0].upper()}{family[1:]}\n\n{passed} of {len(found)} cases pass, of {len(models)} models; "
+        f"the slowest plan took {slowest:.1f} s of processor time (torch {torch.__version__}).\n\n"
     )
-    return summary + "\n".join(table(("model", "family", "call", *STRATEGIES), rows)) + "\n"
+    return text + "\n".join(table(("model", "call", *STRATEGIES), rows)) + "\n\n"
+
+
+_COUNTS = re.compile(r"(\d+) of (\d+) cases pass, of (\d+) models; the slowest plan took ([\d.]+) s")
+
+
+def summary(sections: Sequence[str]) -> str:
+    """What the sections of all families say together."""
+    counts = [match.groups() for match in map(_COUNTS.search, sections) if match]
+    passed, cases, models = (sum(int(count[place]) for count in counts) for place in range(3))
+    slowest = max((float(count[3]) for count in counts), default=0.0)
+    return (
+        f"{passed} of {cases} cases pass, of {models} models of {len(counts)} families; the slowest plan took "
+        f"{slowest:.1f} s of processor time.\n"
+    )
 
 
 def _cell(found: Found) -> str:
     if found.error:
         return found.error[:160]
-    return f"{found.seconds:.1f} s" if found.passes else f"{found.seconds:.1f} s, difference {found.difference:.0e}"
+    differs = "" if found.difference < TOLERANCE else ", **differs**"
+    slow = "" if found.seconds <= LIMIT else ", **too long**"
+    return f"{found.seconds:.1f} s, {found.difference:.0e}{differs}{slow}"

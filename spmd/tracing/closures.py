@@ -56,12 +56,14 @@ class ClosureLifting(TorchFunctionMode):
         # Keyed by id: each entry keeps its closed-over tensor alive, so that Python does not reuse the id.
         self._lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tracked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._constructs = False
         self.in_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def functional(self, fake: torch.Tensor) -> torch.Tensor:
-        """Wrap a fake tensor for functionalization, and track it: `check_writes` raises if it was written to."""
+        """Wrap a fake tensor for functionalization; `check_writes` raises for writes to it, unless it is made here."""
         wrapped = retyped(FunctionalTensor.to_functional(fake))
-        self._tracked.append((fake, wrapped))
+        if not self._constructs:
+            self._tracked.append((fake, wrapped))
         return wrapped
 
     def value(self, tensor: torch.Tensor) -> Value:
@@ -114,12 +116,22 @@ class ClosureLifting(TorchFunctionMode):
             return DIFFERENTIABLE_IN_TENSORS[func](*args, **(kwargs or {}))
         if func in _REPLACED:
             return _REPLACED[func](*map_leaves(self.lift, args), **map_leaves(self.lift, kwargs or {}))
+        if func is torch.tensor and not any(isinstance(leaf, torch.Tensor) for leaf in iterate_leaves(args)):
+            return self._construct(func, *args, **(kwargs or {}))
         if func is torch.Tensor.__setitem__ and fill_masked(*args):
             return None
         if func in (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward):
             with self.in_backward():
                 return func(*args, **(kwargs or {}))
         return DIFFERENTIABLE.get(func, func)(*args, **(kwargs or {}))
+
+    def _construct(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """A tensor that torch makes of Python's values: the trace's own, to which the function may write."""
+        self._constructs = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._constructs = False
 
     def _check_backward(self, outputs: Any) -> None:
         """TraceError for a backward pass that reaches no tensor of the function, or may reach parameters outside."""

@@ -175,6 +175,14 @@ def test_uneven_hidden_units_and_buffers() -> None:
     check(module.eval(), layout, (x,), {}, MESHES[2], None)
 
 
+def test_an_image_of_one_pixel() -> None:
+    layers = nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 2, stride=2), nn.Conv2d(4, 4, 1)
+    specs = spmd.tensor_parallel_specs(
+        nn.Sequential(*layers), "model", (TensorMeta((2, 4, 2, 2), torch.float32),), mesh=MESHES[2]
+    )
+    assert specs["0.weight"] == COLUMN and specs["2.weight"] == ROW
+
+
 def test_the_table_says_why() -> None:
     shown: list[str] = []
     spmd.tensor_parallel_specs(Decoder(), "model", (TOKENS,), mesh=MESHES[4], show=shown.append)

@@ -112,3 +112,13 @@ def test_windows_from_a_start_that_is_not_allowed():
     found = improve([2] * 21, tables, [0] * 21, range(21), window=4)
     assert (1,) * 21 == found.choices
     assert pytest.approx(2.0) == found.cost
+
+
+def test_a_value_that_is_never_gathered_moves_its_far_consumers():
+    """The first variable is a producer with one choice, the second a hub, of which its three consumers want another."""
+    forbidden = float("inf")
+    hub = Table((0, 1), torch.tensor([[forbidden, 0.0]], dtype=torch.float64))
+    wants = torch.tensor([[0.0, forbidden], [forbidden, 0.0]], dtype=torch.float64)
+    tables = [hub, *(Table((1, consumer), wants) for consumer in (2, 3, 4))]
+    found = improve([1, 2, 2, 2, 2], tables, [0] * 5, range(5), window=1)
+    assert found.choices == (0, 1, 1, 1, 1)

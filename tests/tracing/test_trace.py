@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from interpreter import evaluate
 
+import spmd
 from spmd.core.mesh import make_mesh, use_mesh
 from spmd.core.placement import Replicate, Shard
 from spmd.core.spec import P, TensorMeta
@@ -147,6 +148,22 @@ def test_a_module_through_functional_call():
 
     params = {name: p.detach() for name, p in MODULE.named_parameters()}
     assert_same(torch.func.grad(loss), params, torch.randn(5, 3), torch.randn(5, 2))
+
+
+def test_a_tensor_made_of_numbers_is_written_to():
+    """As the length of transformers' static cache."""
+
+    def count(x):
+        length = torch.tensor(0, dtype=int)
+        before = torch.arange(4) + length
+        length.add_(3)
+        other = torch.tensor([1.0, 2.0])
+        other[0] = 5.0
+        return x + length + before, other
+
+    step = spmd.jit(count, P("data"), mesh=spmd.make_mesh({"data": 2}, runtime="virtual"))
+    for _ in range(2):
+        torch.testing.assert_close(spmd.full_tree(step(torch.arange(4.0))), count(torch.arange(4.0)))
 
 
 def test_closed_over_tensors_are_constants_once():

@@ -89,7 +89,7 @@ def _sharded(operation: Operation, strategy: Strategy) -> Iterator[Atom]:
 
 
 class _Classes:
-    """A partition of atoms into classes that are united."""
+    """A partition of atoms into classes that are united, without those of a single element, which nothing shards."""
 
     def __init__(self, logical: Mapping[Value, LogicalShape]) -> None:
         self.parent = {
@@ -105,8 +105,9 @@ class _Classes:
         return atom
 
     def unite(self, atoms: Sequence[Atom]) -> None:
-        for atom in atoms[1:]:
-            self.parent[self.root(atom)] = self.root(atoms[0])
+        known = [atom for atom in atoms if atom in self.parent]
+        for atom in known[1:]:
+            self.parent[self.root(atom)] = self.root(known[0])
 
     def members(self) -> list[tuple[Atom, ...]]:
         found: dict[Atom, list[Atom]] = {}

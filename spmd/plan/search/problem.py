@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from copy import copy
 
 import attrs
 import torch
@@ -97,7 +98,6 @@ class AxisProblem:
         self.preview = preview or {}
         self.acquire = acquire
         self.memory_prices = memory_prices or {}
-        self.only = only
         self.cost = LocalCost.of(machine, draft, self.preview)
         self.never_gathered = draft.never_gathered_values(axis)
         self._move_costs: dict[Hashable, MoveCost] = {}
@@ -145,15 +145,8 @@ class AxisProblem:
         """The choices to start from: the best with at most one shard in every hub, else the first of every domain."""
         if self.acquire == 1:
             return [0] * len(self.domains)
-        small = AxisProblem(
-            self.draft,
-            self.axis,
-            self.machine,
-            self.preview,
-            acquire=1,
-            only=self.only,
-            memory_prices=self.memory_prices,
-        )
+        small = copy(self)
+        small.acquire, small.domains, small.hubs, small._hubs = 1, self.domains[: len(self.variables)], {}, {}
         tables = list(small._tables())
         try:
             choices = minimize(small.domains, tables).choices

@@ -6,7 +6,7 @@ Source: Shaw, "Using constraint programming and local search methods to solve ve
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -18,7 +18,8 @@ WINDOW = 600
 """The number of variables that are optimised at a time."""
 
 _FORBIDDEN = (1e9, 1e6)
-"""Seconds that stand for infinitely many, in tables of one variable and in others, while no assignment is allowed."""
+"""Seconds that stand for infinitely many while no assignment is allowed: in tables in which at most one variable has a
+choice, and in others."""
 
 
 def improve(
@@ -49,15 +50,12 @@ def improve(
     choices = list(start)
     cost = evaluate(tables, choices)
     if not math.isfinite(cost):
-        tables = _relaxed(tables)
+        tables = _relaxed(domains, tables)
         cost = evaluate(tables, choices)
-    touching: list[list[Table]] = [[] for _ in domains]
-    for table in tables:
-        for variable in table.variables:
-            touching[variable].append(table)
+    windows = _Windows(domains, tables, choices, max_cells)
     while True:
         for begin in range(0, len(order), max(window // 2, 1)):
-            _solve_window(domains, touching, choices, order[begin : begin + window], max_cells)
+            windows.solve(order[begin : begin + window])
         improved = evaluate(tables, choices)
         if not improved < cost:
             if cost >= min(_FORBIDDEN):
@@ -66,12 +64,12 @@ def improve(
         cost = improved
 
 
-def _relaxed(tables: Sequence[Table]) -> list[Table]:
+def _relaxed(domains: Sequence[int], tables: Sequence[Table]) -> list[Table]:
     """The tables with large costs in place of infinite ones; those that share costs still do."""
     known: dict[tuple[int, bool], torch.Tensor] = {}
     found = []
     for table in tables:
-        single = len(table.variables) == 1
+        single = sum(domains[variable] > 1 for variable in table.variables) <= 1
         key = id(table.costs), single
         if key not in known:
             known[key] = table.costs.clamp(max=_FORBIDDEN[0 if single else 1])
@@ -84,37 +82,66 @@ def evaluate(tables: Sequence[Table], choices: Sequence[int]) -> float:
     return math.fsum(float(table.costs[tuple(choices[v] for v in table.variables)]) for table in tables)
 
 
-def _solve_window(
-    domains: Sequence[int],
-    touching: Sequence[Sequence[Table]],
-    choices: list[int],
-    free: Sequence[int],
-    max_cells: int,
-) -> None:
-    """Set the `free` variables in `choices` to their best choices, with all other variables fixed."""
-    names = {variable: index for index, variable in enumerate(sorted(free))}
-    inside = {id(table): table for variable in free for table in touching[variable]}
-    try:
-        found = minimize(
-            [domains[variable] for variable in names],
-            [_restrict(table, names, choices) for table in inside.values()],
-            max_cells,
-        )
-    except TooWideError:
-        if len(free) == 1:
-            return
-        middle = len(free) // 2
-        _solve_window(domains, touching, choices, free[:middle], max_cells)
-        _solve_window(domains, touching, choices, free[middle:], max_cells)
-        return
-    except PlanError:  # infeasible with the other variables as they are, which later windows may change
-        return
-    for variable, index in names.items():
-        choices[variable] = found.choices[index]
+class _Windows:
+    """Windows of a problem: sets of variables that are optimised while all others stay as they are.
 
+    Args:
+        domains, tables, max_cells: as for `improve`.
+        choices: the current choice of every variable, which `solve` updates.
+    """
 
-def _restrict(table: Table, names: dict[int, int], choices: Sequence[int]) -> Table:
-    """A table with the variables outside of the window fixed, and the others numbered by `names`."""
-    index = tuple(slice(None) if variable in names else choices[variable] for variable in table.variables)
-    costs: torch.Tensor = table.costs[index]
-    return Table(tuple(names[variable] for variable in table.variables if variable in names), costs)
+    def __init__(self, domains: Sequence[int], tables: Sequence[Table], choices: list[int], max_cells: int) -> None:
+        self.domains, self.choices, self.max_cells = domains, choices, max_cells
+        self.touching: list[list[Table]] = [[] for _ in domains]
+        for table in tables:
+            for variable in table.variables:
+                self.touching[variable].append(table)
+        self.solved: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
+        """For windows: the choices around them when they were solved, and theirs; () if there were none, None for a
+        window that is too large."""
+
+    def solve(self, free: Sequence[int]) -> None:
+        """Set the variables in `free` to their best choices, with all others fixed; halves a window that is too large.
+
+        A window with the same choices around it as when it was solved has the same best choices.
+        """
+        names = {variable: index for index, variable in enumerate(sorted(free))}
+        inside = {id(table): table for variable in free for table in self.touching[variable]}
+        outside = sorted({v for table in inside.values() for v in table.variables if v not in names})
+        around = tuple(map(self.choices.__getitem__, outside))
+        key = tuple(names)
+        known, best = self.solved.get(key, (None, None))
+        if known is None or (best is not None and known != around):
+            best = self._best(names, list(inside.values()))
+            self.solved[key] = around, best
+        if best:
+            for variable, choice in zip(names, best, strict=True):
+                self.choices[variable] = choice
+        elif best is None and len(free) > 1:
+            self.solve(free[: len(free) // 2])
+            self.solve(free[len(free) // 2 :])
+
+    def _best(self, names: dict[int, int], tables: Sequence[Table]) -> tuple[int, ...] | None:
+        """The best choices of a window; () if none is allowed, None if it is too large."""
+        try:
+            return minimize([self.domains[v] for v in names], self._restricted(tables, names), self.max_cells).choices
+        except TooWideError:
+            return None
+        except PlanError:  # infeasible with the other variables as they are, which later windows may change
+            return ()
+
+    def _restricted(self, tables: Sequence[Table], names: dict[int, int]) -> list[Table]:
+        """The tables with variables outside of the window fixed, and the others numbered by `names`.
+
+        Tables that shared costs still do, by which the solver recognises identical layers.
+        """
+        known: dict[Hashable, torch.Tensor] = {}
+        found = []
+        for table in tables:
+            index = tuple(slice(None) if variable in names else self.choices[variable] for variable in table.variables)
+            costs = table.costs
+            if any(isinstance(place, int) for place in index):
+                key = (id(costs), *(place if isinstance(place, int) else None for place in index))
+                costs = known[key] if key in known else known.setdefault(key, costs[index])
+            found.append(Table(tuple(names[variable] for variable in table.variables if variable in names), costs))
+        return found

@@ -31,7 +31,6 @@ class Order:
     cells: int
 
 
-@lru_cache(maxsize=8)
 def elimination_order(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], max_cells: int) -> Order:
     """An elimination order that builds no table of more than `max_cells` cells; else the best order that was found.
 
@@ -40,16 +39,22 @@ def elimination_order(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], .
         scopes: the variables of every table.
         max_cells: the cells of the largest table that may be built.
     """
+    orders: list[Order] = []
+    for weight in FILL_WEIGHTS:
+        orders.append(_order(domains, scopes, weight))
+        if orders[-1].cells <= max_cells:
+            return orders[-1]
+    return min(orders, key=lambda order: order.cells)
+
+
+@lru_cache(maxsize=256)
+def _order(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], weight: float) -> Order:
+    """The elimination order by one weight; windows of a search, and axes that are planned alike, ask for it again."""
     neighbours: list[set[int]] = [set() for _ in domains]
     for scope in scopes:
         for variable in scope:
             neighbours[variable].update(other for other in scope if other != variable)
-    orders: list[Order] = []
-    for weight in FILL_WEIGHTS:
-        orders.append(_Orderer(domains, neighbours, weight).run())
-        if orders[-1].cells <= max_cells:
-            return orders[-1]
-    return min(orders, key=lambda order: order.cells)
+    return _Orderer(domains, neighbours, weight).run()
 
 
 class _Orderer:
@@ -60,20 +65,22 @@ class _Orderer:
         self.weight = weight
 
     def run(self) -> Order:
-        heap = [(self.score(variable), variable) for variable in range(len(self.domains))]
+        scores = [self.score(variable) for variable in range(len(self.domains))]
+        heap = [(score, variable) for variable, score in enumerate(scores)]
         heapq.heapify(heap)
-        done = [False] * len(self.domains)
         order, widest = [], 0
         while heap:
             score, variable = heapq.heappop(heap)
-            if done[variable] or score != self.score(variable):
+            if score != scores[variable]:
                 continue
-            done[variable] = True
+            scores[variable] = math.nan  # it is done
             order.append(variable)
             near = self.neighbours[variable]
             widest = max(widest, self.domains[variable] * math.prod(self.domains[other] for other in near))
             for other in sorted(self.eliminate(variable)):
-                heapq.heappush(heap, (self.score(other), other))
+                if (score := self.score(other)) != scores[other]:
+                    scores[other] = score
+                    heapq.heappush(heap, (score, other))
         return Order(tuple(order), widest)
 
     def eliminate(self, variable: int) -> set[int]:
@@ -99,8 +106,9 @@ class _Orderer:
         size, fill = logs[variable] + sum(logs[other] for other in neighbours), 0.0
         if size > _HOPELESS:
             return size
-        for position, other in enumerate(neighbours):
-            near = self.neighbours[other]
-            apart = [logs[third] for third in neighbours[position + 1 :] if third not in near]
-            fill += logs[other] * sum(apart)
+        later = set(neighbours)
+        for other in neighbours:
+            later.discard(other)
+            if apart := later - self.neighbours[other]:
+                fill += logs[other] * sum(logs[third] for third in sorted(apart))
         return size + self.weight * fill
