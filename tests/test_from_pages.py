@@ -22,9 +22,6 @@ JAX = (
     "jit in_shardings out_shardings donate_argnums NamedSharding PartitionSpec shard_map make_mesh set_mesh reshard "
     "visualize_array_sharding with_sharding_constraint device_put psum ppermute"
 )
-LATER = {"distribute_module", "zeros"}
-"""Public names of the design that the tables have and that may not be there yet."""
-
 
 def table(page):
     return [line for line in (DOCS / page).read_text().splitlines() if line.startswith("| ")]
@@ -49,6 +46,4 @@ def test_what_the_tables_name_exists(page):
     for name in named:
         found = spmd
         for part in name[1:].split("."):
-            if part in LATER:
-                break
             found = getattr(found, part)
