@@ -23,6 +23,7 @@ JAX = (
     "visualize_array_sharding with_sharding_constraint device_put psum ppermute"
 )
 
+
 def table(page):
     return [line for line in (DOCS / page).read_text().splitlines() if line.startswith("| ")]
 

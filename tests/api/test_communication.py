@@ -27,9 +27,9 @@ def test_each_collective_has_its_cause_and_its_line() -> None:
         total(x)
     assert ran.bytes == sum(max(transfer.sent) for transfer in seen.transfers)
     assert [comm.kind for comm in ran.comms] == [transfer.kind for transfer in seen.transfers]
-    assert ran.count() == {"reduce_scatter": 1, "all_gather": 2, "all_reduce": 1}
+    assert ran.count() == {"reduce_scatter": 1, "all_to_all": 1, "all_reduce": 1}
     text = str(ran)
-    assert text.startswith("4 collectives, ")
+    assert text.startswith("3 collectives, ")
     assert "mm produces P('data', partial={'model': 'sum'})" in text and "by redistribute(P())" in text
     codes = [comm.source.code for comm in ran.comms if comm.source is not None]
     assert codes[:2] == ["y = x @ w", "y.redistribute(P())"] and "x.sum()" in codes[-1]

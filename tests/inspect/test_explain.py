@@ -152,7 +152,9 @@ def test_what_would_gather_an_argument_that_is_kept_is_impossible() -> None:
 
 def test_exact_figures_order_the_alternatives() -> None:
     plan, moved = gpt_plan(TENSOR_PARALLEL, P()), 0
-    for operation in plan.request.graph.operations[:12]:
+    for number, operation in enumerate(plan.request.graph.operations[:40]):
+        if moved and number > 12:
+            break
         for axis in plan.explain(operation, exact=True).axes:
             others = [alternative for alternative in axis.alternatives if not alternative.chosen]
             exact = [alternative.replanned.seconds for alternative in others if alternative.replanned is not None]
