@@ -127,15 +127,17 @@ def _cheapest(
     limit = max(source.local_bytes(), goal.local_bytes())
     for most in (limit, math.inf):
         if found := _search(source, goal, reduce_dtype, most, eager):
-            axes = without_trivial(source.mesh, source.mesh.names) if eager else ()
-            return ((axes and _search(source, goal, reduce_dtype, most, eager, axes, found[0])) or found)[1]
+            axes = without_trivial(source.mesh, source.mesh.names)
+            if eager and 0 < len(axes) <= MOST_AXES:
+                found = _search(source, goal, reduce_dtype, most, eager, axes, found[0]) or found
+            return found[1]
     raise ShardingError(
         f"No sequence of collectives leads from {source} to {goal} on {source.mesh}. Please report this."
     )
 
 
-MOST_STEPS = 4000
-"""The steps that are looked at for a cheaper way that puts axes where the goal does not have them."""
+MOST_AXES, MOST_STEPS = 4, 20_000
+"""The axes, and the steps looked at, of the search for a way that puts axes where the goal does not have them."""
 
 
 def _search(
@@ -169,7 +171,7 @@ def _search(
         steps: Iterator[Step | BlockExchange] = next_steps(here, goal, reduce_dtype, anywhere)
         if eager and (sent + LAUNCH_BYTES < best or not path):
             steps = itertools.chain(steps, exchanges(here, goal, anywhere))
-        for step in steps:
+        for number, step in zip(counter, steps, strict=False):
             if step.target in done or step.target.local_bytes() > limit:
                 continue
             left = _at_least(step.target, goal, eager) if anywhere else 0.0
@@ -182,7 +184,7 @@ def _search(
                 continue
             best = price if step.target == goal else best
             cost = (price + left, collectives + step.is_collective, count + 1)
-            heapq.heappush(queue, (cost, next(counter), price, step.target, (*path, step)))
+            heapq.heappush(queue, (cost, number, price, step.target, (*path, step)))
     return None
 
 
