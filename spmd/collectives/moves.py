@@ -2,73 +2,81 @@
 
 Chunks are nested, so only the innermost axes of a dim can change directly. An outer axis changes after the axes inside
 it are gathered or moved away, or by a permute if the chunks are equal. A step puts an axis only where the goal has it,
-which keeps the search small for any number of dims.
+which keeps the search small for any number of dims; or else the axes of `anywhere` on any dim, in any order.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TypeAlias
 
 import attrs
 import torch
 
 from spmd.collectives.block_exchange import BlockExchange
 from spmd.collectives.precision import summed_in
-from spmd.collectives.step import Step, changed_axes
-from spmd.core.spec import Dims, DTensorSpec
+from spmd.collectives.step import Step, permuted_axes
+from spmd.core.spec import Dims, DTensorSpec, Reductions
 from spmd.ir.comm import StepKind
 
+Runs: TypeAlias = Sequence[Sequence[tuple[str, ...]]]
+"""For each dim the axes that a step may put on it."""
 
-def next_steps(here: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype | None = None) -> Iterator[Step]:
+
+def next_steps(
+    here: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype | None = None, anywhere: Sequence[str] = ()
+) -> Iterator[Step]:
     """The steps that may come next on a way from a spec to another; neither has axes of size 1.
 
-    Sums run in `reduce_dtype`, as by `summed_in`.
+    Sums run in `reduce_dtype`, as by `summed_in`. A step puts axes where the goal has them, but those of `anywhere` on
+    any dim, if there are some.
     """
-    yield from _slices(here, goal)
-    yield from _reductions(here, goal, reduce_dtype)
-    yield from _exchanges(here, goal)
+    runs = [_orders(tuple(anywhere)) if anywhere else tuple(_runs(axes)) for axes in goal.dims]
+    yield from _slices(here, runs)
+    yield from _reductions(here, runs, reduce_dtype)
+    yield from _exchanges(here, runs)
     yield from _permutations(here, goal)
+    yield from _relabelings(here, anywhere)
     yield from _gathers(here)
     yield from _partials(here, goal)
 
 
-def eager_steps(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
-    """The steps outside of a program: those of `next_steps`, and reduce_scatters to any dim."""
-    yield from next_steps(here, goal)
-    for chosen in _subsets(tuple(axis for axis, _ in here.partial)):
-        for dim, held in enumerate(here.dims):
-            result = _with_dims(_reduced(here, chosen), (dim, held + chosen))
-            yield Step(StepKind.REDUCE_SCATTER, chosen, here, result, (dim,), here.partial[0][1])
+def exchanges(here: DTensorSpec, goal: DTensorSpec, anywhere: Sequence[str] = ()) -> Iterator[BlockExchange]:
+    """The exchanges outside of a program: to the goal, or to what local steps make partial, so that replicas share.
 
-
-def exchanges(here: DTensorSpec, goal: DTensorSpec) -> Iterator[BlockExchange]:
-    """The exchanges outside of a program: to the goal, or to what local steps make partial, so that replicas share."""
+    On meshes of few ranks also to what a gather over some axes of `anywhere` brings there.
+    """
+    targets = [goal, goal.complete]
+    if here.mesh.size <= FEW_RANKS:
+        runs = [_orders(tuple(anywhere))] * here.meta.ndim
+        targets += [step.target for step in _slices(goal.complete, runs)]
     if here.mesh.size <= MOST_RANKS:
-        yield from (BlockExchange(here, spec) for spec in dict.fromkeys((goal, goal.complete)))
+        yield from (BlockExchange(here, spec) for spec in dict.fromkeys(targets))
 
 
-MOST_RANKS = 256
-"""The ranks of a mesh up to which an exchange is considered, because planning one takes time for each pair of them."""
+MOST_RANKS, FEW_RANKS = 256, 16
+"""The ranks up to which an exchange is considered, and many; because planning one takes time for each pair of ranks."""
 
 
-def _slices(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
+def _slices(here: DTensorSpec, runs: Runs) -> Iterator[Step]:
     used = _used(here)
-    for dim, wanted in enumerate(goal.dims):
-        for run in _runs(wanted):
+    for dim, chosen in enumerate(runs):
+        for run in chosen:
             if used.isdisjoint(run):
                 yield Step(StepKind.SHARD, run, here, _with_dims(here, (dim, here.dims[dim] + run)), (dim,))
 
 
-def _reductions(here: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype | None) -> Iterator[Step]:
+def _reductions(here: DTensorSpec, runs: Runs, reduce_dtype: torch.dtype | None) -> Iterator[Step]:
     if not here.partial:
         return
     op = here.partial[0][1]
     wide = summed_in(here.meta.dtype, op, reduce_dtype)
     dtype = None if wide == here.meta.dtype else wide
     axes = tuple(axis for axis, _ in here.partial)
-    for dim, wanted in enumerate(goal.dims):
-        for run in _runs(wanted):
+    for dim, wanted in enumerate(runs):
+        for run in wanted:
             if set(run) <= set(axes):
                 result = _with_dims(_reduced(here, run), (dim, here.dims[dim] + run))
                 yield Step(StepKind.REDUCE_SCATTER, run, here, result, (dim,), op, dtype)
@@ -76,12 +84,12 @@ def _reductions(here: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype 
         yield Step(StepKind.ALL_REDUCE, chosen, here, _reduced(here, chosen), (), op, dtype)
 
 
-def _exchanges(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
+def _exchanges(here: DTensorSpec, runs: Runs) -> Iterator[Step]:
     for concat, held in enumerate(here.dims):
-        for split, wanted in enumerate(goal.dims):
+        for split, wanted in enumerate(runs):
             if split == concat:
                 continue
-            for run in _runs(wanted):
+            for run in wanted:
                 if held[-len(run) :] == run:
                     changes = (concat, held[: -len(run)]), (split, here.dims[split] + run)
                     yield Step(StepKind.ALL_TO_ALL, run, here, _with_dims(here, *changes), (split, concat))
@@ -92,21 +100,35 @@ def _permutations(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
         order = {axis: position for position, axis in enumerate(wanted)}
         inner = tuple(axis for axis in held if axis not in order)
         reordered = tuple(sorted((axis for axis in held if axis in order), key=order.__getitem__)) + inner
-        yield from _permutation(here, (*here.dims[:dim], reordered, *here.dims[dim + 1 :]))
-    yield from _permutation(here, goal.dims)
+        yield from _permutation(here, (*here.dims[:dim], reordered, *here.dims[dim + 1 :]), here.partial)
+    yield from _permutation(here, goal.dims, here.partial)
+    if {op for _, op in here.partial} == {op for _, op in goal.partial} and here.partial != goal.partial:
+        yield from _permutation(here, goal.dims, goal.partial)
 
 
-def _permutation(here: DTensorSpec, dims: Dims) -> Iterator[Step]:
-    """The permute to other axes of all dims, if both split the tensor into the same chunks, all equal."""
-    mesh, changed = here.mesh, tuple(zip(here.dims, dims, strict=True))
-    for size, (before, after) in zip(here.meta.shape, changed, strict=True):
-        if before != after and (mesh.axis_size(before) != mesh.axis_size(after) or size % mesh.axis_size(before)):
+def _relabelings(here: DTensorSpec, names: Sequence[str]) -> Iterator[Step]:
+    """The permutes to specs in which axes have changed places."""
+    for order in itertools.permutations(names):
+        new = dict(zip(names, order, strict=True))
+        dims = tuple(tuple(new.get(axis, axis) for axis in axes) for axes in here.dims)
+        yield from _permutation(here, dims, tuple((new.get(axis, axis), op) for axis, op in here.partial))
+
+
+def _permutation(here: DTensorSpec, dims: Dims, partial: Reductions) -> Iterator[Step]:
+    """The permute to other axes, if both split the tensor into the same chunks, all equal, of as many parts."""
+    mesh = here.mesh
+    if not {axis for axis, _ in partial}.isdisjoint(itertools.chain(*dims)):
+        return
+    after = attrs.evolve(here, dims=dims, partial=partial)
+    for size, *changed in zip(here.meta.shape, here.dims, dims, strict=True):
+        counts = {mesh.axis_size(axes) for axes in changed if changed[0] != changed[1]}
+        if len(counts) > 1 or any(size % count for count in counts):
             return
-    middles = [changed_axes(mesh, before, after) for before, after in changed]
-    moved = {axis for before, after in middles for axis in before + after}
-    if moved and moved.isdisjoint(axis for axis, _ in here.partial):
+    changes = permuted_axes(here, after)
+    moved = {axis for before_after in changes for axes in before_after for axis in axes}
+    if moved and mesh.axis_size(changes[-1][0]) == mesh.axis_size(changes[-1][1]):
         axes = tuple(axis for axis in mesh.names if axis in moved)
-        yield Step(StepKind.PERMUTE, axes, here, attrs.evolve(here, dims=dims))
+        yield Step(StepKind.PERMUTE, axes, here, after)
 
 
 def _gathers(here: DTensorSpec) -> Iterator[Step]:
@@ -128,6 +150,12 @@ def _runs(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     for length in range(len(axes), 0, -1):
         for start in range(len(axes) - length + 1):
             yield axes[start : start + length]
+
+
+@lru_cache
+def _orders(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Some or all of the axes in every order, longest first."""
+    return tuple(itertools.chain(*(itertools.permutations(axes, count) for count in range(len(axes), 0, -1))))
 
 
 def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from spmd.collectives.block_exchange import BlockExchange
-from spmd.collectives.moves import eager_steps, exchanges, next_steps
+from spmd.collectives.moves import exchanges, next_steps
 from spmd.collectives.step import Step, without_trivial
 from spmd.collectives.traffic import ring_bytes
 from spmd.core.spec import DTensorSpec
@@ -126,46 +126,81 @@ def _cheapest(
     """The cheapest steps through specs whose shards are not larger than those of the ends, or else through any."""
     limit = max(source.local_bytes(), goal.local_bytes())
     for most in (limit, math.inf):
-        if (found := _search(source, goal, reduce_dtype, most, eager)) is not None:
-            return found
+        if found := _search(source, goal, reduce_dtype, most, eager):
+            axes = without_trivial(source.mesh, source.mesh.names)
+            if eager and 0 < len(axes) <= MOST_AXES:
+                found = _search(source, goal, reduce_dtype, most, eager, axes, found[0]) or found
+            return found[1]
     raise ShardingError(
         f"No sequence of collectives leads from {source} to {goal} on {source.mesh}. Please report this."
     )
 
 
+MOST_AXES, MOST_STEPS = 4, 20_000
+"""The axes, and the steps looked at, of the search for a way that puts axes where the goal does not have them."""
+
+
 def _search(
-    source: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype | None, limit: float, eager: bool
-) -> tuple[Step | BlockExchange, ...] | None:
+    source: DTensorSpec,
+    goal: DTensorSpec,
+    reduce_dtype: torch.dtype | None,
+    limit: float,
+    eager: bool,
+    anywhere: tuple[str, ...] = (),
+    below: float = math.inf,
+) -> tuple[float, tuple[Step | BlockExchange, ...]] | None:
     """The steps that send the fewest bytes; among those, the fewest collectives, then steps. With `eager`, by its cost.
 
-    Dijkstra's algorithm over specs; ties are broken by the order in which steps are listed.
+    The A* algorithm over specs; ties are broken by the order in which steps are listed. None if no way costs less than
+    `below`.
     """
     counter = itertools.count()
-    queue: list[tuple[tuple[float, int, int], int, DTensorSpec, tuple[Step | BlockExchange, ...]]]
-    queue = [((0.0, 0, 0), 0, source, ())]
+    queue: list[tuple[tuple[float, int, int], int, float, DTensorSpec, tuple[Step | BlockExchange, ...]]]
+    queue = [((_at_least(source, goal, eager) if anywhere else 0.0, 0, 0), 0, 0.0, source, ())]
     done: set[DTensorSpec] = set()
-    best = math.inf  # of the ways to the goal that were found
-    while queue:
-        (sent, collectives, count), _, here, path = heapq.heappop(queue)
+    best = below  # of the ways to the goal that were found
+    while queue and (not anywhere or next(counter) < MOST_STEPS):
+        (bound, collectives, count), _, sent, here, path = heapq.heappop(queue)
+        if bound >= below:
+            return None
         if here == goal:
-            return path
+            return sent, path
         if here in done:
             continue
         done.add(here)
-        steps: Iterator[Step | BlockExchange] = next_steps(here, goal, reduce_dtype)
-        if eager:
-            steps = eager_steps(here, goal)
-            if sent + LAUNCH_BYTES < best or not path:
-                steps = itertools.chain(steps, exchanges(here, goal))
-        for step in steps:
-            if step.target not in done and step.target.local_bytes() <= limit:
-                price = round(sent + (eager_cost(step) if eager else _ring_bytes(step)), 3)
-                if price > best:
-                    continue
-                best = price if step.target == goal else best
-                cost = (price, collectives + step.is_collective, count + 1)
-                heapq.heappush(queue, (cost, next(counter), step.target, (*path, step)))
+        steps: Iterator[Step | BlockExchange] = next_steps(here, goal, reduce_dtype, anywhere)
+        if eager and (sent + LAUNCH_BYTES < best or not path):
+            steps = itertools.chain(steps, exchanges(here, goal, anywhere))
+        for number, step in zip(counter, steps, strict=False):
+            if step.target in done or step.target.local_bytes() > limit:
+                continue
+            left = _at_least(step.target, goal, eager) if anywhere else 0.0
+            if isinstance(step, BlockExchange):
+                least = max(LAUNCH_BYTES, _at_least(here, step.target, eager))
+                if sent + least + left > best:
+                    continue  # its blocks need not be found
+            price = round(sent + (eager_cost(step) if eager else _ring_bytes(step)), 3)
+            if price + left > best or price + left >= below:
+                continue
+            best = price if step.target == goal else best
+            cost = (price + left, collectives + step.is_collective, count + 1)
+            heapq.heappush(queue, (cost, number, price, step.target, (*path, step)))
     return None
+
+
+def _at_least(here: DTensorSpec, goal: DTensorSpec, eager: bool) -> float:
+    """What any way to the goal costs, by the bytes that the ranks receive on average.
+
+    A rank receives what its new shard is larger than the old. Of a reduction of n parts, n - 1 are sent for each
+    element, and its result to all other ranks that need it.
+    """
+    if goal.partial:
+        return 0.0
+    parts = here.mesh.axis_size([axis for axis, _ in here.partial])
+    held, wanted = (1 / spec.mesh.axis_size([*itertools.chain(*spec.dims)]) for spec in (here, goal))
+    lacks = wanted - held if parts == 1 else wanted + (parts - 2) / here.mesh.size
+    nbytes = max(0.0, lacks) * here.meta.nbytes * (1 - 1e-9)
+    return nbytes + LAUNCH_BYTES * (eager and nbytes > 0)
 
 
 def _ring_bytes(step: Any) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from spmd.collectives.bytes_sent import chunk_lengths, max_bytes_sent
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.placement import Reduction
-from spmd.core.spec import Dims, DTensorSpec
+from spmd.core.spec import DTensorSpec
 from spmd.ir.comm import StepKind
 
 
@@ -72,7 +72,7 @@ class Step:
             split_dim, concat_dim = self.dims
             return (split_dim, concat_dim, shape[split_dim], shape[concat_dim], axes)
         if self.kind is StepKind.PERMUTE:
-            sources = permutation_sources(self.source.mesh, self.axes, self.source.dims, self.target.dims)
+            sources = permutation_sources(self.source.mesh, self.axes, permuted_axes(self.source, self.target))
             return (list(sources), list(shape), axes)
         return (self.dims[0], shape[self.dims[0]], axes)
 
@@ -115,19 +115,30 @@ def _sizes(mesh: Mesh, axes: Sequence[str]) -> tuple[int, ...]:
     return tuple(mesh.axis_size(axis) for axis in axes)
 
 
+Changes: TypeAlias = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+"""Axes before and after a permute, of each dim and of the parts of a pending reduction."""
+
+
+def permuted_axes(source: DTensorSpec, target: DTensorSpec) -> Changes:
+    """The axes that a permute changes: of each dim, and last the partial ones."""
+    changes = [changed_axes(source.mesh, *pair) for pair in zip(source.dims, target.dims, strict=True)]
+    before, after = (without_trivial(spec.mesh, [axis for axis, _ in spec.partial]) for spec in (source, target))
+    parts = tuple(axis for axis in before if axis not in after), tuple(axis for axis in after if axis not in before)
+    return (*changes, parts)
+
+
 @lru_cache(maxsize=4096)
-def permutation_sources(mesh: Mesh, axes: tuple[str, ...], before: Dims, after: Dims) -> tuple[int, ...]:
+def permutation_sources(mesh: Mesh, axes: tuple[str, ...], changes: Changes) -> tuple[int, ...]:
     """The `sources` of a permute: for each index along `axes`, the index of a rank that holds the chunk it needs.
 
-    No rank sends to two others, and one that already holds its chunk keeps it. The layouts `before` and `after` must
-    split the tensor into the same chunks.
+    No rank sends to two others, and one that already holds its chunk keeps it. Before and after, the axes must split
+    the tensor into the same chunks, of as many parts.
     """
-    middles = [changed_axes(mesh, *pair) for pair in zip(before, after, strict=True)]
     indices = list(itertools.product(*(range(mesh.axis_size(axis)) for axis in axes)))
 
     def piece(index: tuple[int, ...], side: int) -> tuple[int, ...]:
         coordinate = dict(zip(axes, index, strict=True))
-        return tuple(_flat_index(mesh, coordinate, middle[side]) for middle in middles)
+        return tuple(_flat_index(mesh, coordinate, change[side]) for change in changes)
 
     held = [piece(index, 0) for index in indices]
     wanted = [piece(index, 1) for index in indices]
