@@ -37,7 +37,8 @@ def eliminate_dead(graph: Graph, *, collectives: bool = False) -> Graph:
 
 
 def simplify(graph: Graph, *, any_shapes: bool = False) -> Graph:
-    """Remove identity operations and common subexpressions, and join chains of views and of permutations.
+    """Remove identity operations and common subexpressions, join chains of views and of permutations, and take nothing
+    apart that was just stacked.
 
     Args:
         graph: the program. Operations of a group (`Operation.group`) and those with effects are never merged.
@@ -51,8 +52,9 @@ def simplify(graph: Graph, *, any_shapes: bool = False) -> Graph:
     for operation in graph.operations:
         operation = _join_chain(operation.substitute(replaced), producers, any_shapes)
         same = _identity(operation)
-        if same is not None:
-            replaced[operation.tensors[0]] = same
+        known = _unstacked(operation, producers) if same is None else (same,)
+        if known is not None:
+            replaced.update(zip(operation.tensors, known, strict=True))
             continue
         unique = operation.group is not None or operation.effect is not None
         twin = operation if unique else seen.setdefault(_key(operation), operation)
@@ -125,6 +127,17 @@ def _identity(operation: Operation) -> Value | None:
     if operation.op is aten.slice_scatter.default and operation.args[1].meta == meta:
         return operation.args[1]  # type: ignore[no-any-return]
     return None
+
+
+def _unstacked(operation: Operation, producers: Mapping[Value, Operation]) -> Sequence[Value] | None:
+    """The values that an operation takes apart and another one has put together, as torch's optimizers do."""
+    before = producers.get(operation.args[0]) if operation.op is aten.unbind.int else None
+    if before is None or before.op is not aten.stack.default or None in operation.results:
+        return None
+    dims = [other.args[1:] or (other.kwargs.get("dim", 0),) for other in (before, operation)]
+    values: Sequence[Value] = before.args[0]
+    fits = all(value.meta == part.meta for value, part in zip(values, operation.tensors, strict=True))
+    return values if fits and dims[0] == dims[1] else None
 
 
 _CHAINS = frozenset({aten.view.default, aten.reshape.default, aten.permute.default})

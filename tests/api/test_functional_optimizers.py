@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import spmd
 from spmd import P
+from spmd.ir.list_operators import FUSED
 
 MESH = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
 
@@ -82,8 +83,17 @@ def with_torchopt(name: str, **options: Any) -> tuple[Any, Update]:
     return optimizer.init, update
 
 
-def assert_trains_alike(init: Any, update: Update) -> None:
-    """Two steps on a mesh and on one device give the same parameters and states."""
+def pointers(params: dict[str, spmd.DTensor]) -> list[int]:
+    """The memory of weights that both axes shard and the plan moves nowhere."""
+    kept = (value for name, value in params.items() if name.endswith((".linear1.weight", ".linear2.weight")))
+    return [shard.data_ptr() for value in kept for shard in value.shards]
+
+
+def assert_trains_alike(init: Any, update: Update, fused: str) -> None:
+    """Two steps on a mesh and on one device give the same parameters and states.
+
+    Each parameter is updated by the fused operator, which writes to donated shards.
+    """
     module: nn.Module = encoder()
     x = torch.randn((4, 6, 16), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     params = {name: value.detach() for name, value in module.named_parameters()}
@@ -93,10 +103,15 @@ def assert_trains_alike(init: Any, update: Update) -> None:
         return update(params, state, grad(loss)(params))
 
     specs = {name: STRATEGIES["fsdp_tp"](name, value) for name, value in params.items()}
-    jitted = spmd.jit(step, (specs, None, P("data")), (specs, None), mesh=MESH)
-    expected = found = (params, init(params))
+    jitted = spmd.jit(step, (specs, None, P("data")), (specs, None), mesh=MESH, donate_argnums=(0, 1))
+    placed = spmd.distribute(params, specs, MESH)
+    expected, found = (params, init(params)), (placed, init(placed))
     for _ in range(2):
-        expected, found = step(*expected, x), jitted(*found, x)
+        expected, before = step(*expected, x), pointers(found[0])
+        operations = jitted.plan(*found, x).graph.operations
+        assert [fused] * len(params) == [operation.name for operation in operations if operation.op in FUSED]
+        found = jitted(*found, x)
+        assert before == pointers(found[0])
     whole = tree_leaves(spmd.full_tree(found))
     for ours, theirs in zip(whole, tree_leaves(expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7, check_dtype=False)
@@ -104,7 +119,7 @@ def assert_trains_alike(init: Any, update: Update) -> None:
 
 @pytest.mark.parametrize("name", TORCH)
 def test_torch(name: str) -> None:
-    assert_trains_alike(*TORCH[name])
+    assert_trains_alike(*TORCH[name], f"_fused_{name.split(',')[0]}")
 
 
 @pytest.mark.parametrize(
@@ -116,4 +131,4 @@ def test_torch(name: str) -> None:
     ],
 )
 def test_torchopt(name: str, options: Any) -> None:
-    assert_trains_alike(*with_torchopt(name, **options))
+    assert_trains_alike(*with_torchopt(name, **options), f"_fused_{name}")

@@ -10,6 +10,7 @@ import torch
 import spmd
 from spmd import P
 from spmd.api import program_cache
+from spmd.ir.graph import Graph
 
 MESH = spmd.make_mesh({"data": 2}, runtime="virtual")
 
@@ -38,6 +39,22 @@ def test_the_least_recently_used_programs_are_freed(monkeypatch: pytest.MonkeyPa
     double.cache_clear()
     gc.collect()
     assert programs[1]() is None
+
+
+def test_two_hundred_batch_sizes_leave_no_more_than_the_cache_keeps() -> None:
+    """Each batch size is a program with its graphs, which go with it; what the planner keeps beside has its bounds."""
+    step = spmd.jit(lambda w, x: (x @ w).sin(), (P(), P("data")), mesh=MESH)
+    w, programs, graphs = torch.ones(3, 2).double(), {}, {}
+    for size in range(1, 201):
+        x = torch.full((size, 3), 1 / size).double()
+        torch.testing.assert_close(step(w, x).full_tensor(), (x @ w).sin())
+        programs[size] = weakref.ref(step.compile(w, x))
+        if size in (140, 200):
+            gc.collect()
+            graphs[size] = sum(type(found) is Graph for found in gc.get_objects())
+    assert (200, 128, 128) == step.cache_info()[1:]
+    assert list(range(73, 201)) == [size for size, program in programs.items() if program() is not None]
+    assert graphs[140] == graphs[200]
 
 
 def test_a_program_that_is_used_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,8 @@ def canonical(function, *args, decompose=None):
         (lambda x: x.view(2, 2, 6).view(24), ["view.default", "view.default"]),
         (lambda x: x.sin() * x.sin(), ["sin.default", "mul.Tensor"]),
         (lambda x: (x.cos(), x + 1)[1], ["add.Tensor"]),
+        (lambda x: torch.stack([x, x.sin()], -1).unbind(2)[1], ["sin.default"]),
+        (lambda x: torch.stack([x, x.sin()]).unbind(1)[1], ["sin.default", "stack.default", "unbind.int"]),
         (lambda x: torch.ones_like(x) + x.new_zeros(6), ["full.default"]),
         (
             lambda x: torch.full_like(x, 2).add_(torch.scalar_tensor(2.0)),

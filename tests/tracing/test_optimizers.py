@@ -296,6 +296,19 @@ def test_near_misses_stay_as_they_are(function: Callable[..., Any]) -> None:
     assert [] == check(function, *ONE, specs=ONE_SPECS)
 
 
+def test_updates_that_are_added_at_the_end() -> None:
+    """As TorchOpt writes it: a zero below the root, and a decay that is a part of the update."""
+
+    def function(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        m, v = B1 * m + (1 - B1) * g, B2 * v + (1 - B2) * g * g
+        update = (m / (1 - B1**step)) / ((v / (1 - B2**step) + 0.0).sqrt() + EPS)
+        return p + (update + 0.01 * p) * -LR, m, v
+
+    ((name, options),) = check(function, *ONE, specs=ONE_SPECS)
+    assert (name, options["lr"]) == ("_fused_adamw", LR)
+    assert options["weight_decay"] == pytest.approx(0.01, rel=1e-9)
+
+
 def test_a_sign_of_the_parameter() -> None:
     check(grows, *ONE, specs=ONE_SPECS)
 

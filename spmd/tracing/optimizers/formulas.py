@@ -79,8 +79,7 @@ def adam(cone: Cone, root: int) -> Iterator[Step]:
         cone: that of a new parameter.
         root: the node of a square root in it, that of the running mean of squares, perhaps corrected.
     """
-    (radicand, *others) = cone.operands(root)
-    for node in (radicand, *cone.operands(radicand)) if not others else ():
+    for (node,) in _ends(cone, root, 1):
         for square in filter(_is_average, _means(cone, node, power=2)):
             for number in range(1, len(cone.values)):
                 for mean in filter(_is_average, _means(cone, number, power=1, of=square.gradient)):
@@ -153,8 +152,10 @@ def _fit_adam(
         return None
     eps = 0.0 if math.isinf(at_zero) else at_one / (at_zero - at_one)
     lr = at_one * (1.0 + eps)
-    decay = (1.0 - float(new(one, zero, one, forever, one))) / lr
-    lr, eps, decay = (_short(number) for number in (lr, eps, decay))
+    kept = float(new(one, zero, one, forever, one))
+    lr, eps, decay = (_short(number) for number in (lr, eps, (1.0 - kept) / lr))
+    if rate is None and kept <= 0.0:
+        return None  # an update with its decay, still to be added to the parameter
     if not all(map(math.isfinite, (lr, eps, decay))) or (rate is not None and lr != 1.0):
         return None
     p, m, v, t, r = _points()
