@@ -121,3 +121,20 @@ for kind, name in ((Layer, "CacheLayerMixin"), (Cache, "Cache")):
 class Unknown:
     def __init__(self, w: Any) -> None:
         self.w = w
+
+
+class Batch:
+    """As TensorDict: tensors by name, and a batch size that comes back with them."""
+
+    def __init__(self, tensors: dict[str, Any], batch_size: tuple[int, ...]) -> None:
+        self.tensors, self.batch_size = tensors, batch_size
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tensors[name]
+
+
+torch_pytree.register_pytree_node(
+    Batch,
+    lambda batch: (list(batch.tensors.values()), {"names": list(batch.tensors), "batch_size": batch.batch_size}),
+    lambda values, context: Batch(dict(zip(context["names"], values, strict=True)), context["batch_size"]),
+)

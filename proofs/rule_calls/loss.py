@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import spmd.rules.ops.ctc  # noqa: F401  # registers its operators
 from proofs.rule_calls.draws import Calls, Draws, call
 
 aten = torch.ops.aten
@@ -81,8 +82,8 @@ def ctc(*grad: torch.Tensor) -> Calls:
 
 
 LOSS = {
-    torch.ops.spmd.ctc_loss.default: ctc(),
-    torch.ops.spmd.ctc_loss_backward.default: ctc(f(4)),
+    torch.ops.spmd_rules.ctc_loss.default: ctc(),
+    torch.ops.spmd_rules.ctc_loss_backward.default: ctc(f(4)),
     aten.multilabel_margin_loss_forward.default: multilabel_margin(),
     aten.multi_margin_loss_backward.default: margin_backward(multilabel=False),
     aten.multilabel_margin_loss_backward.default: margin_backward(multilabel=True),

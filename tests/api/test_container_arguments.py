@@ -4,7 +4,20 @@ import dataclasses
 
 import pytest
 import torch
-from container_cases import Cache, Encoding, Fields, Frozen, Kind, Layer, Output, Pair, Registered, State, Unknown
+from container_cases import (
+    Batch,
+    Cache,
+    Encoding,
+    Fields,
+    Frozen,
+    Kind,
+    Layer,
+    Output,
+    Pair,
+    Registered,
+    State,
+    Unknown,
+)
 
 import spmd
 from spmd import P
@@ -170,3 +183,28 @@ def test_checkpoints_store_the_numbers_in_fields(tmp_path):
     assert torch.equal(X, loaded["out"].loss)
     with pytest.raises(spmd.CheckpointError, match=r"state\.params\.v: missing"):
         spmd.checkpoint.load(tmp_path, {"state": State({"v": P()})}, mesh=MESH)
+
+
+def batch_of_stand_in(**tensors):
+    return Batch(tensors, (5,))
+
+
+def batch_of_tensordict(**tensors):
+    return pytest.importorskip("tensordict").TensorDict(tensors, batch_size=[5])
+
+
+@pytest.mark.parametrize("make", [batch_of_stand_in, batch_of_tensordict])
+def test_batches_of_tensors_by_name(make):
+    def loss(w, batch):
+        out = make(y=(batch["x"] @ w).sin(), z=batch["z"] * 2)
+        return (out["y"] * out["z"]).sum(), out
+
+    given, w = make(x=X, z=Y), torch.linspace(0, 1, 4).reshape(2, 2)
+    expected, out = torch.func.grad(loss, has_aux=True)(w, given)
+    jitted = spmd.jit(torch.func.grad(loss, has_aux=True), (P(None, "model"), P("data")), mesh=MESH)
+    for batch in (given, spmd.distribute(given, P("data"), MESH)):
+        gradient, found = jitted(w, batch)
+        assert (type(out), tuple(out.batch_size)) == (type(found), tuple(found.batch_size))
+        assert_equal(expected, gradient)
+        for name in ("y", "z"):
+            assert_equal(out[name], found[name])

@@ -11,6 +11,7 @@ from test_tensor_parallel_specs import COLUMN, MESHES, ROW, WHOLE, check
 
 import spmd
 from spmd import P
+from spmd.core.pytree import tree_map
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -103,3 +104,27 @@ def test_models(model: str, ranks: int, sharded: dict[str, P], sums: int) -> Non
     }
     assert expected == layout
     check(module, layout, (), kwargs, mesh, sums)
+
+
+def test_a_static_cache_as_argument_and_result() -> None:
+    """Two calls add keys and values; the function copies the cache, as it must not write to its argument."""
+    heads = {"num_hidden_layers": 1, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**{**LLAMA, **heads})
+    given, alone = (transformers.StaticCache(config=config, max_cache_len=6) for _ in range(2))
+    for cache in (given, alone):
+        cache.early_initialization(4, 2, 4, torch.float64, torch.device("cpu"))
+
+    def step(cache: Any, x: torch.Tensor) -> Any:
+        cache = tree_map(torch.clone, cache)
+        keys, values = cache.update(x.sin(), x.cos(), 0)
+        return cache, (keys * values).sum(-1)
+
+    mesh = MESHES[2]
+    jitted = spmd.jit(step, (None, P("model")), mesh=mesh)
+    for seed in range(2):
+        x = torch.randn(4, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        (given, found), (alone, expected) = jitted(given, x), step(alone, x)
+        torch.testing.assert_close(found.full_tensor(), expected)
+        for name in ("keys", "values", "cumulative_length"):
+            value = getattr(given.layers[0], name)
+            torch.testing.assert_close(value.full_tensor(), getattr(alone.layers[0], name))

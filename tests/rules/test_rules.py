@@ -19,7 +19,6 @@ from spmd.rules import RULES, Factors, Rule, derive_strategies, factors, find_ru
 from spmd.rules.check import check_rule
 from spmd.rules.check.execute import Example
 from spmd.rules.check.search import PlacedRow, _combinations, is_implied
-from spmd.rules.ops.ctc import CTC
 from spmd.rules.ops.shape import common_factors
 from spmd.rules.rule import table
 
@@ -39,7 +38,7 @@ def strategies(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> dict[tup
     return {row.operands: row.results for row in derive_strategies(rule.factorize(example.call))}
 
 
-ALONE = {op: rule for op, rule in RULES.items() if op.namespace != "spmd" or op in CTC}
+ALONE = {op: rule for op, rule in RULES.items() if op.namespace != "spmd"}
 """The rules of operators that run on one device; tests/api/test_shard_map.py runs collectives on several axes."""
 
 

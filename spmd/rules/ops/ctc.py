@@ -1,7 +1,8 @@
 """Connectionist temporal classification (Graves et al. 2006), whose samples are independent of each other.
 
 torch's own operator concatenates the states of the longest target, of which no rank knows the length: here the results
-have static shapes, and lengths may be values of the program. The gradient computes the states again.
+have static shapes, and lengths may be values of the program. The gradient computes the states again. The namespace is
+not `spmd`, whose operators are what ranks do with a mesh.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from spmd.rules.custom import custom_operator
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("spmd::ctc_loss", mutates_args=())
+@torch.library.custom_op("spmd_rules::ctc_loss", mutates_args=())
 def _ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
@@ -30,7 +31,7 @@ def _(log_probs: Tensor, targets: Tensor, *rest: object) -> Tensor:
     return log_probs.new_empty(targets.shape[0])
 
 
-@torch.library.custom_op("spmd::ctc_loss_backward", mutates_args=())
+@torch.library.custom_op("spmd_rules::ctc_loss_backward", mutates_args=())
 def _ctc_loss_backward(
     grad: Tensor,
     log_probs: Tensor,
