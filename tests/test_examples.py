@@ -191,7 +191,7 @@ def test_readme_has_the_bytes_that_the_benchmark_counts(name):
 @pytest.mark.parametrize("name", layouts.STRATEGIES)
 def test_every_collective_has_a_cause_and_a_line_of_the_example(name):
     # More weights than activations: the loss over a sharded vocabulary has collectives in local bodies.
-    config = gpt.Config(vocab=4096, width=512, heads=8, layers=1, context=16)
+    config = gpt.Config(vocab=16384, width=512, heads=8, layers=1, context=16)
     strategy = layouts.STRATEGIES[name]
     example = training.Training(config, strategy, spmd.make_mesh(strategy.mesh, runtime="abstract"))
     tokens = spmd.TensorMeta((2, config.context), torch.int64)

@@ -264,14 +264,16 @@ MUTANTS = (
     mutant(
         "assignments: left out",
         "`x[mask] = number` is a write at places that are found",
-        replaced("spmd.tracing.trace", "fill_masked", lambda x, index, value: False),
+        replaced("spmd.tracing.closures", "fill_masked", lambda x, index, value: False),
         within=_MASKED,
     ),
     mutant(
         "assignments: mask",
         "`x[mask] = number` writes where the mask is False",
         Patch(
-            "spmd.tracing.trace", "fill_masked", lambda fill: lambda x, index, value: fill(x, _inverted(index), value)
+            "spmd.tracing.closures",
+            "fill_masked",
+            lambda fill: lambda x, index, value: fill(x, _inverted(index), value),
         ),
         within=_MASKED,
     ),
