@@ -180,7 +180,8 @@ def test_communication_where_it_is_forbidden() -> None:
     assert first == "comms='error' forbids what the plan of total does:"
     assert comm.startswith("  all_reduce over data, 4 bytes: sum produces P(partial={'data': 'sum'}),")
     assert comm.endswith(f"at {line_of(total, 'x.exp().sum()')}")
-    assert pin == "    to avoid it, give result 0 out_specs P(partial={'data': 'sum'}): -0.5 us and -4 bytes a step"
+    advice = "    to avoid it, give result 0 out_specs P(partial={'data': 'sum'}): "
+    assert pin == f"{advice}-0.5 us and -4 bytes a step, +0 bytes held"
     assert remedy.endswith("or allow it: comms='allow'.")
 
 

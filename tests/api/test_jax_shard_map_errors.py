@@ -86,9 +86,9 @@ def test_a_result_that_is_no_tensor(how: str) -> None:
         (({"hi": ROWS},), {"hi": [torch.tensor(3.0)]}, r"argument 0\['hi'\]\[0\] f32\[\]: P\('x'\) names 1 dims"),
         ((BOTH,), arange(4), r"P\('x', 'y'\) names 2 dims but the tensor f64\[4\] has 1"),
         (P("q"), arange(4), r"Unknown mesh axis 'q' in P\('q'\)"),
-        (P(), 3.0, r"Argument 0 of shard_map\(.* must be a tensor \(got float 3.0\)"),
+        (P(), 3, r"Argument 0 of shard_map\(.* must be a tensor \(got int 3\)"),
     ],
-    ids=["a scalar", "too few dims", "unknown axis", "a number"],
+    ids=["a scalar", "too few dims", "unknown axis", "an integer"],
 )
 def test_specs_that_do_not_fit_an_argument(ins: Any, arg: Any, message: str) -> None:
     with pytest.raises((spmd.ShardingError, spmd.TraceError), match=message):

@@ -285,7 +285,7 @@ def test_a_saved_plan_brings_its_machine(tmp_path):
         assert (slow, plan.seconds) == (loaded.request.machine, loaded.seconds)
         assert "a slow one" == loaded.request.machine.origin
         assert Machine() == jitted(plan=given, machine=Machine()).plan(x).request.machine
-    assert plan._report.summary["machine"] == str(slow)
+    assert plan._report.summary["machine"] == slow.origin
     path = tmp_path / "plan.json"
     path.write_text(path.read_text().replace('"overlap": 1.0', '"overlap": 2.0'))
     with pytest.raises(PlanError, match=r"The saved plan is damaged: Machine overlap must be in 0\.\.1"):
