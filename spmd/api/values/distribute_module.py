@@ -66,6 +66,7 @@ def distribute_module(
         MeshError: no mesh, or an abstract one; no rank `src_rank`.
 
     >>> import spmd
+    >>> from spmd import P
     >>> mesh = spmd.make_mesh({"model": 2}, runtime="virtual")
     >>> layer = distribute_module(torch.nn.Linear(4, 6), mesh, lambda name, module, mesh: {"weight": P("model")})
     >>> layer.weight.spec.pspec, layer.bias.spec.pspec
