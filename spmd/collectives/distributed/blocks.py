@@ -64,6 +64,7 @@ def _start(exchange: BlockExchange, shard: Tensor | None, me: int, cause: str) -
     flat = [exchange.taken(shard, block).reshape(-1) for block in sent] if shard is not None else []
     empty = torch.empty(0, dtype=exchange.source.meta.dtype, device=exchange.source.mesh.device)
     packed = wire.encode(torch.cat([empty, *flat]).resolve_conj().resolve_neg())
+    del flat  # its copies are not held while the result is allocated
     scope = CollectiveScope(f"{exchange}{cause and f' ({cause})'}", processes, processes)
     with scope:
         sizes = list(receives.values()), list(sends.values())
