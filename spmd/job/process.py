@@ -20,6 +20,7 @@ if sys.platform != "win32":
 from spmd.errors import MeshError, SpmdError
 from spmd.job import checks, failure_detector, launcher
 from spmd.job.collective_scope import name_ranks
+from spmd.job.host_memory import keep_freed_memory
 
 CONNECTIONS, OWN = 4, 512
 """Descriptors of the process that keeps the store: for each rank, and for all else that it opens.
@@ -42,7 +43,7 @@ def init(*, timeout: timedelta | float | None = None, check: Literal["first", "c
     """Start torch.distributed from a launcher's variables: gloo for CPU tensors and, where there are GPUs, NCCL.
 
     `make_mesh(runtime="distributed")` does this; call it first to choose a timeout. What is started already is left
-    alone.
+    alone. Where ranks compute on processors, glibc keeps the memory that they free (`spmd.job.host_memory`).
 
     Args:
         timeout: how long a collective may wait for the other ranks, and a rank for the others to start, in seconds or
@@ -59,6 +60,7 @@ def init(*, timeout: timedelta | float | None = None, check: Literal["first", "c
         SpmdError: other ranks did not start in time; the message names them.
     """
     checks.choose(check)
+    keep_freed_memory()
     limit = _parse_timeout(timeout)
     if dist.is_initialized():
         if limit is not None:

@@ -7,7 +7,6 @@ launch becomes two, a start and a finish, with the buffers that the runtime allo
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -106,11 +105,11 @@ def in_flight(plan: PlanData, liveness: Liveness) -> Liveness:
 
 def _ranks_like(plan: PlanData, coordinate: Coordinate) -> tuple[Coordinate, ...]:
     """The ranks that share the program of that at a coordinate, which comes first."""
-    variants, every = plan.request.graph.variants, itertools.product(*map(range, plan.mesh.axes.values()))
-    if variants is None:
-        return tuple(every)
-    key = variants.unevenness.key
-    return tuple(other for other in every if key(other) == key(coordinate))
+    variants, others = plan.request.graph.variants, [other for other in plan.mesh.coordinates() if other != coordinate]
+    if variants is not None:
+        key = variants.unevenness.key
+        others = [other for other in others if key(other) == key(coordinate)]
+    return (coordinate, *others)
 
 
 def _events(

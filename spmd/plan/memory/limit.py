@@ -14,14 +14,17 @@ from types import MappingProxyType
 
 import attrs
 
+from spmd.core.mesh import Coordinate
 from spmd.errors import PlanError
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.source import Source
 from spmd.plan.cost.account import account, launched
 from spmd.plan.data.plan import AnyPlan, PlanData
 from spmd.plan.local.fragments import Known
+from spmd.plan.local.variants import plan_at
 from spmd.plan.memory.liveness import Buffer, Liveness
-from spmd.plan.memory.peak import liveness_of, measure, memory_of
+from spmd.plan.memory.peak import fullest, liveness_of, measure, memory_of
 from spmd.plan.memory.rematerialization import Rematerialization, Rewritten, candidates, rewrite
 from spmd.plan.memory.reorder import by_results
 
@@ -124,10 +127,12 @@ def _lower_peaks(plan: PlanData) -> PlanData:
     assert limit is not None
     costs = _costs_of_a_second_run(plan)
     best, least = plan, memory_of(plan).peak
-    known: Known = {}
+    # A rank whose program differs inside manual regions has other operations there, which the plan cannot change.
+    known: dict[Coordinate, Known] = {place: {} for place in fullest(plan) if plan_at(plan, place) is plan}
     for _ in range(_ROUNDS):
-        liveness = liveness_of(plan, known)
-        memory = measure(liveness, plan.request.donated, lambda operation: operation.source)
+        livenesses = [liveness_of(plan, fragments, place) for place, fragments in known.items()]
+        measured = [(measure(liveness, plan.request.donated, _source), liveness) for liveness in livenesses]
+        memory, liveness = max(measured, key=lambda found: found[0].peak)
         if memory.peak < least:
             best, least = plan, memory.peak
         if memory.peak <= limit or memory.operation is None:
@@ -144,6 +149,10 @@ def _lower_peaks(plan: PlanData) -> PlanData:
         plan = _replace(plan, changed)
     found_account = account(best)
     return attrs.evolve(best, comms=found_account.all_comms, seconds=found_account.total)
+
+
+def _source(operation: Operation) -> Source | None:
+    return operation.source
 
 
 def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:

@@ -8,16 +8,17 @@ storage of their base.
 from __future__ import annotations
 
 import enum
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 
 import attrs
 
 from spmd.core.mesh import Coordinate, Runtime
-from spmd.core.spec import TensorMeta
+from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.ir.graph import Operation, Value
 from spmd.ir.source import Source
+from spmd.ir.variants import Unevenness
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.fragments import Known
 from spmd.plan.local.variants import plan_at
@@ -124,18 +125,44 @@ _found: weakref.WeakKeyDictionary[PlanData, Memory] = weakref.WeakKeyDictionary(
 
 
 def memory_of(plan: PlanData) -> Memory:
-    """The memory of the rank that holds most under a plan: the peak, its operation, and the tensors held.
-
-    It is that at coordinate zero, whose shards are the largest, or one whose program differs inside manual regions.
-    """
+    """The memory of the rank that holds most under a plan: the peak, its operation, and the tensors held."""
     if plan not in _found:
-        variants = plan.request.graph.variants
-        others = [coordinate for coordinate, _ in variants.graphs.values()] if variants else []
-        coordinates = [(0,) * len(plan.mesh.names), *others]
-        livenesses = (liveness_of(plan_at(plan, place), coordinate=place) for place in coordinates)
+        livenesses = (liveness_of(plan_at(plan, place), coordinate=place) for place in fullest(plan))
         found = [measure(liveness, plan.request.donated, plan.source) for liveness in livenesses]
         _found[plan] = max(found, key=lambda memory: memory.peak)
     return _found[plan]
+
+
+def fullest(plan: PlanData) -> list[Coordinate]:
+    """Coordinates of ranks of which one holds the most.
+
+    These are coordinate zero, whose shards are the largest, and one for each program that differs inside manual regions.
+    In a process of its own a rank with smaller shards may hold more: it copies gathered parts of different sizes. So there
+    the ranks with the last shard that is not empty come after, along each mesh axis.
+    """
+    variants = plan.request.graph.variants
+    found = [(0,) * len(plan.mesh.names)]
+    if variants is not None:
+        found += [coordinate for coordinate, _ in variants.graphs.values()]
+    if plan.mesh.runtime is Runtime.DISTRIBUTED:
+        uneven = tuple(dict.fromkeys(spec for spec in plan.specs.values() if not spec.is_even))
+        indices = [sorted({0}.union(*(_last_shards(spec, name) for spec in uneven))) for name in plan.mesh.names]
+        key = Unevenness(plan.mesh, uneven).key
+        found += {key(place): place for place in itertools.product(*indices)}.values()
+    return list(dict.fromkeys(found))
+
+
+def _last_shards(spec: DTensorSpec, axis: str) -> set[int]:
+    """The indices along a mesh axis of the last shards that are not empty."""
+    found = set()
+    for size, axes in zip(spec.meta.shape, spec.dims, strict=True):
+        sizes = {size} - {0}
+        for name in axes:
+            chunks = [(total, -(-total // spec.mesh.axis_size(name))) for total in sizes]
+            if name == axis:
+                found.update((total - 1) // chunk for total, chunk in chunks)
+            sizes = {part for total, chunk in chunks for part in (chunk, (total - 1) % chunk + 1)}
+    return found
 
 
 def liveness_of(plan: PlanData, known: Known | None = None, coordinate: Coordinate | None = None) -> Liveness:
@@ -196,7 +223,7 @@ def live_bytes(liveness: Liveness, lives: Mapping[Buffer, tuple[int, int]]) -> l
     for buffer, (first, last) in lives.items():
         changes[first] += buffer.nbytes
         changes[last + 1] -= buffer.nbytes
-    return list(accumulate(changes[:-1]))
+    return list(itertools.accumulate(changes[:-1]))
 
 
 def _held(
