@@ -12,7 +12,6 @@ from unittest import mock
 import optree
 import torch
 import torch.distributed as dist
-from spec_cases import all_specs, split
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import distribute_tensor
@@ -33,6 +32,7 @@ from spmd.ir.comm import Comm
 from spmd.job.process import init, process_count, process_index
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing.executed import Executed, ExecutedCollectives
+from spmd.testing.specs import every_spec, random_shards
 
 CONFIG = gpt.Config(vocab=64, width=32, layers=1, heads=8, context=16)
 
@@ -66,10 +66,10 @@ def check_redistribution(mesh: Mesh, source: DTensorSpec, target: DTensorSpec, s
 def redistribute_all_pairs(axes: dict[str, int], shape: tuple[int, ...]) -> int:
     mesh, virtual = twins(axes)
     generator = torch.Generator().manual_seed(0)
-    specs = all_specs(virtual, TensorMeta(shape, torch.float32))
+    specs = every_spec(virtual, TensorMeta(shape, torch.float32))
     for source in specs:
         for target in specs:
-            check_redistribution(mesh, source, target, split(source, generator)[0])
+            check_redistribution(mesh, source, target, random_shards(source, generator)[0])
     return len(specs) ** 2
 
 
@@ -87,10 +87,10 @@ def scatter_sums(axes: dict[str, int], length: int, dtype: torch.dtype) -> None:
 def redistribute_strided(dtype: torch.dtype) -> None:
     """Shards of a length of one element in every other place of memory."""
     mesh, virtual = twins({"x": 2})
-    found = all_specs(virtual, TensorMeta((4, 3), torch.float32))
+    found = every_spec(virtual, TensorMeta((4, 3), torch.float32))
     specs = [DTensorSpec(virtual, spec.dims, (), TensorMeta((4, 3), dtype)) for spec in found if not spec.partial]
     for source in specs:
-        shards = split(source, torch.Generator().manual_seed(0))[0]
+        shards = random_shards(source, torch.Generator().manual_seed(0))[0]
         for strided in (
             [torch.stack([shard] * 2, -1)[..., 1] for shard in shards],
             [shard.T.clone().T for shard in shards],
@@ -168,7 +168,7 @@ def scatter_every_spec(axes: dict[str, int], shape: tuple[int, ...], source: int
     mesh, virtual = twins(axes)
     whole, rank = values(*shape), process_index()
     mine = whole.t().contiguous().t() if rank == source else whole.to("meta")
-    targets = all_specs(virtual, TensorMeta.of(whole))
+    targets = every_spec(virtual, TensorMeta.of(whole))
     for bytes_at_once in (16, 64, scatter.BUCKET):
         with mock.patch.object(scatter, "BUCKET", bytes_at_once):
             for target in targets:

@@ -11,7 +11,7 @@ from spmd.core.mesh import Mesh
 from spmd.inspect import Plan
 from spmd.plan.memory.in_flight import launches
 from spmd.plan.memory.liveness import record
-from spmd.plan.memory.peak import memory_of
+from spmd.plan.memory.peak import liveness_of, measure, memory_of
 from spmd.testing.executed import ExecutedCollectives
 
 
@@ -76,3 +76,18 @@ def operands_are_held_until_their_call_returns(mesh: Mesh) -> None:
     whole, shard = 64 * 64 * 4, 64 * 64 * 4 // mesh.size
     assert memory_of(synchronous(plan)).peak == shard + 2 * whole
     assert plan.memory.peak == 2 * whole
+
+
+def the_fullest_rank_counts(mesh: Mesh) -> None:
+    """A rank with smaller shards that gathers parts of different sizes, which it copies, may hold the most."""
+    fuller = 0
+    for size in range(1, 12):
+        for spec, out in ((P(("data", "model")), P("data")), (P(("model", "data")), P("model")), (P("data"), P())):
+            plan = spmd.jit(lambda x: x * 2, spec, out, mesh=mesh).plan(torch.zeros(size, 64))
+            peaks = {
+                place: measure(liveness_of(plan, coordinate=place), frozenset(), plan.source).peak
+                for place in mesh.coordinates()
+            }
+            assert plan.memory.peak == max(peaks.values()), (size, spec)
+            fuller += plan.memory.peak > peaks[0, 0]
+    assert fuller

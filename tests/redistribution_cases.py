@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import torch
-from spec_cases import all_specs, split
 
 import spmd
 from spmd import P
@@ -18,6 +17,7 @@ from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.ir.comm import StepKind
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing.live import LiveBytes
+from spmd.testing.specs import every_spec, random_shards
 
 
 def on(mesh: Mesh, spec: DTensorSpec) -> DTensorSpec:
@@ -28,10 +28,10 @@ def random_pairs(axes: dict[str, int], shape: tuple[int, ...], count: int) -> fl
     """Redistribute as the virtual mesh does, within the bytes stated; the most bytes as a part of the limit."""
     mesh = make_mesh(axes, runtime="distributed")
     virtual, draw = make_mesh(axes, runtime="virtual"), random.Random(str((axes, shape)))
-    specs, generator = all_specs(virtual, TensorMeta(shape, torch.int32)), torch.Generator().manual_seed(0)
+    specs, generator = every_spec(virtual, TensorMeta(shape, torch.int32)), torch.Generator().manual_seed(0)
     rank, most = mesh.rank(mesh.held_coordinates[0]), 0.0
     for source, target in (draw.choices(specs, k=2) for _ in range(count)):
-        shards, _ = split(source, generator)
+        shards, _ = random_shards(source, generator)
         expected, held = redistribute_shards(shards, source, target)[rank], shards[rank].clone()
         with LiveBytes([held]) as live:
             (found,) = redistribute_shards([held], on(mesh, source), on(mesh, target))

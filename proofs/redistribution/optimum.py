@@ -16,8 +16,7 @@ import attrs
 from spmd.collectives.block_exchange import BlockExchange
 from spmd.collectives.resharding import LAUNCH_BYTES, eager_cost
 from spmd.collectives.step import Step
-from spmd.core.mesh import Mesh
-from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.core.spec import DTensorSpec
 
 
 @attrs.frozen(order=True)
@@ -46,20 +45,6 @@ def cost_of(steps: Sequence[Step | BlockExchange], *, eager: bool) -> Cost:
     sent = math.fsum(step.bytes for step in steps)
     price = math.fsum(map(eager_cost, steps)) if eager else sent
     return Cost(price, sum(step.is_collective for step in steps), sent)
-
-
-def every_spec(mesh: Mesh, meta: TensorMeta, reductions: Sequence[str] = ("sum", "max")) -> list[DTensorSpec]:
-    """Every spec of a tensor: each axis replicated, partial or on a dim, in every order of the axes of a dim."""
-    found: dict[DTensorSpec, None] = {}
-    choices = (None, "partial", *range(meta.ndim))
-    for order in itertools.permutations(mesh.names):
-        for places in itertools.product(choices, repeat=len(order)):
-            placed = list(zip(order, places, strict=True))
-            dims = [tuple(axis for axis, place in placed if place == dim) for dim in range(meta.ndim)]
-            for op in reductions:
-                partial = {axis: op for axis, place in placed if place == "partial"}
-                found[DTensorSpec.make(mesh, P(*dims, partial=partial), meta)] = None  # type: ignore[arg-type]
-    return list(found)
 
 
 def optima(specs: Sequence[DTensorSpec], *, eager: bool) -> list[list[Cost]]:

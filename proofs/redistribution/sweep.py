@@ -9,13 +9,13 @@ from typing import Any
 import attrs
 import torch
 
-from proofs.redistribution.optimum import Cost, cost_of, every_spec, optima
+from proofs.redistribution.optimum import Cost, cost_of, optima
 from proofs.redistribution.torch_counts import fake_mesh, torch_cost
-from spmd.api.values.dtensor import DTensor, wrap
+from spmd.api.values.dtensor import wrap
 from spmd.collectives.resharding import eager_redistribution, redistribution
 from spmd.core.mesh import Mesh
-from spmd.core.placement import combine
 from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.testing.specs import every_spec, random_shards
 
 SLACK = 1e-6
 """What sums of bytes may differ by when they are added in another order, as a part of them."""
@@ -91,7 +91,8 @@ def wrong(mesh: Mesh, meta: TensorMeta, every: int = 1) -> Iterator[str]:
     generator = torch.Generator().manual_seed(0)
     specs = every_spec(mesh, meta)
     for source in specs[::every]:
-        value, whole = made(source, generator)
+        shards, whole = random_shards(source, generator)
+        value = wrap(source, tuple(shards))
         weight = torch.randint(-9, 10, meta.shape, generator=generator).to(meta.dtype)
         for target in specs:
             leaf: Any = value.detach().requires_grad_()
@@ -108,17 +109,3 @@ def wrong(mesh: Mesh, meta: TensorMeta, every: int = 1) -> Iterator[str]:
             )
             if not right:
                 yield f"{source} -> {target.pspec!r} on {mesh}"
-
-
-def made(spec: DTensorSpec, generator: torch.Generator) -> tuple[DTensor, torch.Tensor]:
-    """A DTensor of random whole numbers, whose parts do not cancel, and its global value."""
-    mesh, axes = spec.mesh, tuple(axis for axis, _ in spec.partial)
-    parts = [
-        torch.randint(-9, 10, spec.meta.shape, generator=generator).to(spec.meta.dtype)
-        for _ in range(mesh.axis_size(axes))
-    ]
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = combine(spec.partial[0][1], whole, part)
-    shards = [parts[mesh.axis_index(where, axes)][spec.local_slices(where)].clone() for where in mesh.coordinates()]
-    return wrap(spec, tuple(shards)), whole

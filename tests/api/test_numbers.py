@@ -266,6 +266,27 @@ def test_an_int_of_many_values_warns_at_its_call() -> None:
     equal(jitted(x, True), x * True)
 
 
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (lambda x, a: x * 2 if a else -x, [True, False]),
+        (lambda x, a: (x * a).imag + x, [1j, 2 + 3j, 0j]),
+        (lambda x, a: getattr(torch, a)(x), ["sin", "cos"]),
+        (lambda x, a: x if a is None else x * a, [None, 3]),
+        (lambda x, a: x.to(a) * 2, [torch.float16, torch.float32, torch.int64]),
+        (lambda x, a: torch.zeros(3, device=a) + x.sum(), [torch.device("cpu")]),
+        (lambda x, a: x.sum(a), [(0,), (0, 1)]),
+    ],
+    ids=["bool", "complex", "str", "None", "dtype", "device", "tuple of ints"],
+)
+def test_other_values_are_static(function, given) -> None:
+    counted, calls = traced_times(function)
+    jitted, x = spmd.jit(counted, mesh=MESH), values()
+    for value in (*given, *given):
+        equal(jitted(x, value), function(x, value))
+    assert len(calls) == len(given)
+
+
 def test_numpy_arrays_are_tensors() -> None:
     x, w = values(), values(1, 4, 4)
     jitted = spmd.jit(lambda x, w: x @ w, (P("data"), None), mesh=MESH)

@@ -3,7 +3,6 @@ import itertools
 import pytest
 import torch
 from hypothesis import given
-from spec_cases import all_specs, split
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spmd.collectives.resharding import redistribution
@@ -15,6 +14,7 @@ from spmd.errors import ShardingError
 from spmd.ir.comm import StepKind
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing import strategies as spmd_strategies
+from spmd.testing.specs import every_spec, random_shards
 
 F32 = torch.float32
 
@@ -34,7 +34,7 @@ def check_shards(spec, shards, whole):
 
 
 def check_pair(source, target, generator):
-    shards, whole = split(source, generator)
+    shards, whole = random_shards(source, generator)
     before = [shard.clone() for shard in shards]
     steps = redistribution(source, target)
     for result in (redistribute_shards(shards, source, target, steps), redistribute_shards(shards, source, target)):
@@ -53,7 +53,7 @@ MESHES = {"1d": {"x": 3}, "2x2": {"x": 2, "y": 2}, "2x3": {"x": 2, "y": 3}, "3x3
 @pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES.keys())
 def test_every_pair_of_specs(axes, shape):
     mesh, generator = make_mesh(axes, runtime="virtual"), torch.Generator().manual_seed(0)
-    specs = all_specs(mesh, TensorMeta(shape, F32))
+    specs = every_spec(mesh, TensorMeta(shape, F32))
     for source, target in itertools.product(specs, repeat=2):
         check_pair(source, target, generator)
 
@@ -64,7 +64,7 @@ def test_every_pair_of_specs(axes, shape):
 )
 def test_sampled_pairs_on_three_axes(axes, shape):
     mesh, generator = make_mesh(axes, runtime="virtual"), torch.Generator().manual_seed(0)
-    specs = all_specs(mesh, TensorMeta(shape, F32))
+    specs = every_spec(mesh, TensorMeta(shape, F32))
     choices = torch.randint(len(specs), (200, 2), generator=generator).tolist()
     for source, target in choices:
         check_pair(specs[source], specs[target], generator)
@@ -150,7 +150,7 @@ def test_axes_of_size_one_move_nothing():
 @pytest.mark.parametrize("shape", [(12, 6), (5, 2)], ids=str)
 def test_fake_shapes_are_the_real_ones(axes, shape):
     mesh = make_mesh(axes, runtime="virtual")
-    specs = all_specs(mesh, TensorMeta(shape, F32), ops=("sum",))
+    specs = every_spec(mesh, TensorMeta(shape, F32), reductions=("sum",))
     with FakeTensorMode() as mode:
         for source, target in itertools.product(specs[::2], specs[::3]):
             for coordinate in mesh.coordinates():
@@ -164,9 +164,9 @@ def test_fake_shapes_are_the_real_ones(axes, shape):
 @pytest.mark.parametrize("axes", [{"x": 4}, {"x": 2, "y": 2}], ids=str)
 def test_bytes_of_even_steps_are_the_bytes_that_a_ring_sends(axes):
     mesh, generator = make_mesh(axes, runtime="virtual"), torch.Generator().manual_seed(0)
-    specs = all_specs(mesh, TensorMeta((16, 8), F32), ops=("sum",))
+    specs = every_spec(mesh, TensorMeta((16, 8), F32), reductions=("sum",))
     for source, target in itertools.product(specs, repeat=2):
-        shards, _ = split(source, generator)
+        shards, _ = random_shards(source, generator)
         with record_traffic() as traffic:
             redistribute_shards(shards, source, target, every := redistribution(source, target))
         steps = [step for step in every if step.is_collective]
@@ -181,7 +181,7 @@ def test_bytes_of_even_steps_are_the_bytes_that_a_ring_sends(axes):
 def test_bytes_of_an_uneven_all_gather_are_those_of_the_blocks():
     mesh, meta = make_mesh({"x": 4}, runtime="virtual"), TensorMeta((5,), F32)
     source, target = DTensorSpec.make(mesh, P("x"), meta), DTensorSpec.make(mesh, P(), meta)
-    shards, _ = split(source, torch.Generator().manual_seed(0))
+    shards, _ = random_shards(source, torch.Generator().manual_seed(0))
     with record_traffic() as traffic:
         redistribute_shards(shards, source, target)
     # Blocks of 2, 2, 1 and 0 floats; a rank sends all of them but its right neighbour's.

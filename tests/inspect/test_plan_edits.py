@@ -319,6 +319,16 @@ def test_texts_that_are_no_plans_are_refused(text: str | bytes, reason: str, tmp
         read(path)
 
 
+def test_machines_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    PROGRAMS["train"].jitted().plan(*PROGRAMS["train"].args).save(path)
+    document = json.loads(path.read_text())
+    document["machine"]["overlap"] = 2.0
+    path.write_text(json.dumps(document))
+    with pytest.raises(spmd.PlanError, match=r"damaged: Machine overlap must be in 0..1 \(got 2.0\)"):
+        read(path)
+
+
 def test_folders_are_no_plans(tmp_path: Path) -> None:
     with pytest.raises(spmd.PlanError, match="cannot be read: Is a directory"):
         read(tmp_path)

@@ -101,3 +101,7 @@ def test_operands_are_held_until_their_call_returns(workers, ranks):
     workers.run(
         call_on_mesh, cases.operands_are_held_until_their_call_returns, {"data": ranks}, "distributed", ranks=ranks
     )
+
+
+def test_the_fullest_rank_counts(workers):
+    workers.run(call_on_mesh, cases.the_fullest_rank_counts, {"data": 2, "model": 2}, "distributed", ranks=4)

@@ -129,6 +129,7 @@ def read(path: str | os.PathLike[str]) -> Document:
     wrong = find_wrong(document)
     if wrong is not None:
         raise PlanError(f"The saved plan {os.fspath(path)} is damaged: {wrong}. Plan again, and save the new plan.")
+    saved_machine(document)  # constants that no machine has
     return document  # type: ignore[no-any-return]
 
 

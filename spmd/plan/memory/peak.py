@@ -136,9 +136,9 @@ def memory_of(plan: PlanData) -> Memory:
 def fullest(plan: PlanData) -> list[Coordinate]:
     """Coordinates of ranks of which one holds the most.
 
-    These are coordinate zero, whose shards are the largest, and one for each program that differs inside manual regions.
-    In a process of its own a rank with smaller shards may hold more: it copies gathered parts of different sizes. So there
-    the ranks with the last shard that is not empty come after, along each mesh axis.
+    These are coordinate zero, whose shards are the largest, and one for each program that differs inside manual
+    regions. In a process of its own a rank with smaller shards may hold more, as it copies gathered parts of different
+    sizes: there, along each mesh axis, also those with the last shard that is not empty.
     """
     variants = plan.request.graph.variants
     found = [(0,) * len(plan.mesh.names)]
@@ -148,7 +148,7 @@ def fullest(plan: PlanData) -> list[Coordinate]:
         uneven = tuple(dict.fromkeys(spec for spec in plan.specs.values() if not spec.is_even))
         indices = [sorted({0}.union(*(_last_shards(spec, name) for spec in uneven))) for name in plan.mesh.names]
         key = Unevenness(plan.mesh, uneven).key
-        found += {key(place): place for place in itertools.product(*indices)}.values()
+        found += {key(place): place for place in reversed(list(itertools.product(*indices)))}.values()
     return list(dict.fromkeys(found))
 
 
