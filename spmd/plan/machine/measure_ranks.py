@@ -1,7 +1,7 @@
 """Measurements of the cost model's constants on a distributed mesh, by all ranks together.
 
 All ranks compute at once, because those of one host share its processors and memory, and each of them measures. Each
-time is that of several runs, and ranks agree on the median of theirs. All takes one or two seconds.
+time is that of several runs, and ranks agree on the median of theirs. All takes one to three seconds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ _BLOCKS, _BLOCK = 4, 1.6e-2
 _LONG_BLOCK = 5e-2
 """Seconds of a block of runs of the reference program, of which one takes some milliseconds."""
 
-_MANY, _FEW = 20, 3
+_MANY, _FEW = 10, 3
 """How many runs of each collective are timed: of small ones together, whose times vary much, and of others."""
+
+_BETWEEN = 1e-3
+"""Seconds of computation between two small collectives, as between those of a step."""
 
 _LONG = 1e-2
 """Seconds that are long for a collective of medium size: a larger one is not timed."""
@@ -168,14 +171,41 @@ def _times(mesh: Mesh, axis: str) -> dict[Hashable, float]:
 def _send(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> float:
     """Seconds of a collective."""
     call, x = _collective(mesh, axis, kind, nbytes)
-    if nbytes > _SMALL:
-        return _together(mesh, functools.partial(call, x))
+    run = functools.partial(call, x)
+    return _together(mesh, run) if nbytes > _SMALL else _small(mesh, run)
 
-    def many() -> None:
+
+def _small(mesh: Mesh, run: Run) -> float:
+    """Seconds of a small collective, alone or between computations, whichever is more.
+
+    On processors that ranks share, one waits for the others until these have had their time slices, in which they
+    compute. On other devices nothing else has to run.
+    """
+
+    def alone() -> None:
         for _ in range(_MANY):
-            call(x)
+            run()
 
-    return _together(mesh, many, 1) / _MANY
+    found = _together(mesh, alone, 1) / _MANY
+    if mesh.device.type != "cpu":
+        return found
+    multiply = _multiply(mesh, _CPU_ORDERS[0])
+    products = max(round(_BETWEEN / min(_once(mesh, multiply) for _ in range(_FEW))), 1)
+
+    def compute() -> None:
+        for _ in range(products):
+            multiply()
+
+    def between() -> None:
+        for _ in range(_MANY):
+            compute()
+            run()
+
+    def without() -> None:
+        for _ in range(_MANY):
+            compute()
+
+    return max(found, (_together(mesh, between) - _together(mesh, without)) / _MANY)
 
 
 def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Hashable, float]) -> Link:

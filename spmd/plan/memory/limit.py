@@ -9,7 +9,7 @@ repeated with prices on the memory that is held (`memory_prices`), the Lagrange 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import attrs
@@ -24,7 +24,7 @@ from spmd.plan.data.plan import AnyPlan, PlanData
 from spmd.plan.local.fragments import Known
 from spmd.plan.local.variants import plan_at
 from spmd.plan.memory.liveness import Buffer, Liveness
-from spmd.plan.memory.peak import fullest, liveness_of, measure, memory_of
+from spmd.plan.memory.peak import Memory, fullest, liveness_of, measure, memory_of
 from spmd.plan.memory.rematerialization import Rematerialization, Rewritten, candidates, rewrite
 from spmd.plan.memory.reorder import by_results
 
@@ -130,10 +130,8 @@ def _lower_peaks(plan: PlanData) -> PlanData:
     # A rank whose program differs inside manual regions has other operations there, which the plan cannot change.
     known: dict[Coordinate, Known] = {place: {} for place in fullest(plan) if plan_at(plan, place) is plan}
     for _ in range(_ROUNDS):
-        livenesses = [liveness_of(plan, fragments, place) for place, fragments in known.items()]
-        measured = [(measure(liveness, plan.request.donated, _source), liveness) for liveness in livenesses]
-        memory, liveness = max(measured, key=lambda found: found[0].peak)
-        if memory.peak < least:
+        memory, liveness = _above(plan, known, limit)
+        if memory.peak < least or memory.peak <= limit:
             best, least = plan, memory.peak
         if memory.peak <= limit or memory.operation is None:
             break
@@ -149,6 +147,16 @@ def _lower_peaks(plan: PlanData) -> PlanData:
         plan = _replace(plan, changed)
     found_account = account(best)
     return attrs.evolve(best, comms=found_account.all_comms, seconds=found_account.total)
+
+
+def _above(plan: PlanData, known: Mapping[Coordinate, Known], limit: int) -> tuple[Memory, Liveness]:
+    """The memory and liveness of the first of some ranks that is above the limit; of the last if none is."""
+    for place, fragments in known.items():
+        liveness = liveness_of(plan, fragments, place)
+        memory = measure(liveness, plan.request.donated, _source)
+        if memory.peak > limit:
+            break
+    return memory, liveness
 
 
 def _source(operation: Operation) -> Source | None:

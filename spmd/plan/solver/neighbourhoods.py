@@ -11,11 +11,12 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from spmd.errors import PlanError
-from spmd.plan.solver.elimination import MAX_CELLS, Solution, TooWideError, minimize
+from spmd.plan.solver.elimination import Solution, TooWideError, minimize
 from spmd.plan.solver.table import Table
 
-WINDOW = 600
-"""The number of variables that are optimised at a time."""
+WINDOW, WINDOW_CELLS = 600, 2**20
+"""The number of variables that are optimised at a time, and the largest table for that: one that is a sixteenth of
+`MAX_CELLS` takes two thirds of the time, for costs that are at most 0.3% higher (diffusers' U-Net)."""
 
 _FORBIDDEN = (1e9, 1e6)
 """Seconds that stand for infinitely many while no assignment is allowed: in tables in which at most one variable has a
@@ -28,7 +29,7 @@ def improve(
     start: Sequence[int],
     order: Sequence[int],
     window: int = WINDOW,
-    max_cells: int = MAX_CELLS,
+    max_cells: int = WINDOW_CELLS,
 ) -> Solution:
     """A good assignment of a problem that is too large for `minimize`.
 
