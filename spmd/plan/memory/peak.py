@@ -154,7 +154,7 @@ def fullest(plan: PlanData) -> list[Coordinate]:
 
 def _last_shards(spec: DTensorSpec, axis: str) -> set[int]:
     """The indices along a mesh axis of the last shards that are not empty."""
-    found = set()
+    found: set[int] = set()
     for size, axes in zip(spec.meta.shape, spec.dims, strict=True):
         sizes = {size} - {0}
         for name in axes:
