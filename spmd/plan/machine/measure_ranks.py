@@ -1,7 +1,7 @@
 """Measurements of the cost model's constants on a distributed mesh, by all ranks together.
 
 All ranks compute at once, because those of one host share its processors and memory, and each of them measures. Each
-time is that of several runs, and ranks agree on the median of theirs. All takes one to three seconds.
+time is that of several runs, and ranks agree on the median of theirs. All takes two to five seconds on two cores.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from spmd.plan.machine.measure import DTYPES
 from spmd.plan.machine.reference import predicted_seconds, reference
 
 Run: TypeAlias = Callable[[], object]
+
+Computation: TypeAlias = tuple[Run, float]
+"""What a rank computes, and the seconds that it takes."""
 
 _BLOCKS, _BLOCK = 4, 1.6e-2
 """How many blocks of runs are timed, and seconds of each: some time slices, where ranks share processors."""
@@ -92,9 +95,9 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
         seconds["reference"] = _seconds(mesh, reference(mesh.device), _LONG_BLOCK)
         seconds |= {str(dtype): found for dtype in DTYPES if (found := _product(mesh, dtype)) is not None}
         seconds |= {"traffic": _traffic(mesh), "operator": _operator(mesh)}
-        layouts = _layouts(mesh, hosts)
+        layouts, computation = _layouts(mesh, hosts), _computation(mesh)
         for axis in dict.fromkeys(layouts.values()):
-            seconds.update(_times(mesh, axis))
+            seconds.update(_times(mesh, axis, computation))
         overlap = min((_overlap(mesh, axis) for axis in dict.fromkeys(layouts.values())), default=1.0)
     every: list[tuple[dict[Hashable, float], float]] = gather(
         f"the measurement of {mesh}", (seconds, overlap), mesh.ranks
@@ -156,30 +159,32 @@ def _layouts(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, str]:
     return found
 
 
-def _times(mesh: Mesh, axis: str) -> dict[Hashable, float]:
+def _times(mesh: Mesh, axis: str, computation: Computation | None) -> dict[Hashable, float]:
     """Seconds of a small and a large collective of each kind along an axis."""
     call = f"the measurement of {mesh}"
     sizes = _SMALL, _MEDIUM
-    found: dict[Hashable, float] = {(axis, kind, n): _send(mesh, axis, kind, n) for kind in _CALLS for n in sizes}
+    found: dict[Hashable, float] = {
+        (axis, kind, n): _send(mesh, axis, kind, n, computation) for kind in _CALLS for n in sizes
+    }
     every = gather(call, found, mesh.ranks)
     for kind in _CALLS:
         if statistics.median(of[axis, kind, _MEDIUM] for of in every) < _LONG:
-            found[axis, kind, _LARGE] = _send(mesh, axis, kind, _LARGE)
+            found[axis, kind, _LARGE] = _send(mesh, axis, kind, _LARGE, computation)
     return found
 
 
-def _send(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> float:
+def _send(mesh: Mesh, axis: str, kind: StepKind, nbytes: int, computation: Computation | None) -> float:
     """Seconds of a collective."""
     call, x = _collective(mesh, axis, kind, nbytes)
     run = functools.partial(call, x)
-    return _together(mesh, run) if nbytes > _SMALL else _small(mesh, run)
+    return _together(mesh, run) if nbytes > _SMALL else _small(mesh, run, computation)
 
 
-def _small(mesh: Mesh, run: Run) -> float:
+def _small(mesh: Mesh, run: Run, computation: Computation | None) -> float:
     """Seconds of a small collective, alone or between computations, whichever is more.
 
     On processors that ranks share, one waits for the others until these have had their time slices, in which they
-    compute. On other devices nothing else has to run.
+    compute.
     """
 
     def alone() -> None:
@@ -187,8 +192,25 @@ def _small(mesh: Mesh, run: Run) -> float:
             run()
 
     found = _together(mesh, alone, 1) / _MANY
-    if mesh.device.type != "cpu":
+    if computation is None:
         return found
+    compute, computing = computation
+
+    def between() -> None:
+        for _ in range(_MANY):
+            compute()
+            run()
+
+    return max(found, _together(mesh, between, 2) / _MANY - computing)
+
+
+def _computation(mesh: Mesh) -> Computation | None:
+    """Products that take about as long as a step computes between two collectives, and their seconds on all ranks.
+
+    None on devices that run nothing else while they communicate.
+    """
+    if mesh.device.type != "cpu":
+        return None
     multiply = _multiply(mesh, _CPU_ORDERS[0])
     products = max(round(_BETWEEN / min(_once(mesh, multiply) for _ in range(_FEW))), 1)
 
@@ -196,16 +218,11 @@ def _small(mesh: Mesh, run: Run) -> float:
         for _ in range(products):
             multiply()
 
-    def between() -> None:
-        for _ in range(_MANY):
-            compute()
-            run()
-
-    def without() -> None:
+    def many() -> None:
         for _ in range(_MANY):
             compute()
 
-    return max(found, (_together(mesh, between) - _together(mesh, without)) / _MANY)
+    return compute, _together(mesh, many) / _MANY
 
 
 def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Hashable, float]) -> Link:
