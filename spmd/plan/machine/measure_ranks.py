@@ -186,22 +186,11 @@ def _small(mesh: Mesh, run: Run, computation: Computation | None) -> float:
     On processors that ranks share, one waits for the others until these have had their time slices, in which they
     compute.
     """
-
-    def alone() -> None:
-        for _ in range(_MANY):
-            run()
-
-    found = _together(mesh, alone, 1) / _MANY
+    found = _together(mesh, _repeated(_MANY, run), 1) / _MANY
     if computation is None:
         return found
     compute, computing = computation
-
-    def between() -> None:
-        for _ in range(_MANY):
-            compute()
-            run()
-
-    return max(found, _together(mesh, between, 2) / _MANY - computing)
+    return max(found, _together(mesh, _repeated(_MANY, compute, run), 2) / _MANY - computing)
 
 
 def _computation(mesh: Mesh) -> Computation | None:
@@ -213,16 +202,19 @@ def _computation(mesh: Mesh) -> Computation | None:
         return None
     multiply = _multiply(mesh, _CPU_ORDERS[0])
     products = max(round(_BETWEEN / min(_once(mesh, multiply) for _ in range(_FEW))), 1)
+    compute = _repeated(products, multiply)
+    return compute, _together(mesh, _repeated(_MANY, compute)) / _MANY
 
-    def compute() -> None:
-        for _ in range(products):
-            multiply()
 
-    def many() -> None:
-        for _ in range(_MANY):
-            compute()
+def _repeated(count: int, *runs: Run) -> Run:
+    """Some runs, one after the other, so many times."""
 
-    return compute, _together(mesh, many) / _MANY
+    def repeated() -> None:
+        for _ in range(count):
+            for run in runs:
+                run()
+
+    return repeated
 
 
 def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Hashable, float]) -> Link:
@@ -240,11 +232,7 @@ def _overlap(mesh: Mesh, axis: str) -> float:
     call, x = _collective(mesh, axis, StepKind.ALL_REDUCE, _MEDIUM)
     multiply = _multiply(mesh, (_CPU_ORDERS if mesh.device.type == "cpu" else _ACCELERATOR_ORDERS)[0])
     apart = _together(mesh, functools.partial(call, x))
-    products = max(round(apart / _seconds(mesh, multiply)), 1)
-
-    def compute() -> None:
-        for _ in range(products):
-            multiply()
+    compute = _repeated(max(round(apart / _seconds(mesh, multiply)), 1), multiply)
 
     def both() -> None:
         pending = call.start(x)
