@@ -10,12 +10,13 @@ import attrs
 import torch
 
 from spmd.api.call_check import CallCheck
-from spmd.api.hidden_state import HiddenState, attributes_of, generators_now
+from spmd.api.hidden_state import HiddenState
 from spmd.api.modules import WithModules, assign_buffers, buffer_leaves, buffer_spec, with_changed_buffers
 from spmd.api.parameters import Layout, Parameters
 from spmd.api.program_cache import ProgramCache
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
+from spmd.api.side_effects import Surroundings
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.api.transforms.flat_function import FlatFunction
 from spmd.api.transforms.transformed import call
@@ -92,12 +93,11 @@ class Compiled:
     @functools.cached_property
     def traced(self) -> Traced:
         """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
-        draws, held = generators_now(), [held.module for _, held in structures_in(self.signature.tree)]
-        attributes = attributes_of(held)
+        around = Surroundings(self.hidden, (held.module for _, held in structures_in(self.signature.tree)))
         with use_mesh(self.mesh):
             layout = self.signature.layout
             traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
-        self.hidden.warn_of_effects(draws, attributes)
+        around.warn()
         self._updated: tuple[int, ...] = ()
         if self._has_modules:
             traced, self._updated = with_changed_buffers(traced, self._buffers)

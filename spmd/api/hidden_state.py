@@ -7,64 +7,44 @@ by identity. What is read in other ways (`getattr` by a computed name, files, th
 
 from __future__ import annotations
 
-import dis
+import argparse
 import functools
-import random
+import io
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
 
-import attrs
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
+from spmd.api.places import (
+    VALUES,
+    Place,
+    Slots,
+    container_key,
+    is_array,
+    is_generator,
+    is_library,
+    is_users,
+    items_of,
+    names_in,
+    same,
+    shown,
+    wrapped_by,
+)
 from spmd.core.modules import ModuleStructure, Same, reader, version_of
 from spmd.core.static_key import static_key
-from spmd.job.user_code import is_user_file
-from spmd.tracing.source import source_at
+from spmd.job.user_code import is_installed, is_user_file
 
 _FUNCTIONS, _PLACES, _ITEMS = 64, 256, 64  # at most so many are looked at
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-
-Attributes: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
-"""Modules, each with a copy of its attributes."""
-
-
-class SideEffectWarning(UserWarning):
-    """A function under jit does what only its trace does: a program holds operators only."""
-
-
-@attrs.frozen(eq=False)
-class Place:
-    """Where a function reads a value.
-
-    Args:
-        label: its name in messages.
-        holder: the namespace that has it, or the cell of a closure.
-        name: its name in the namespace.
-        value: what it holds.
-    """
-
-    label: str
-    holder: Any
-    name: str
-    value: Any
-
-    @property
-    def now(self) -> Any:
-        """What it holds now."""
-        try:
-            return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder[self.name]
-        except (KeyError, ValueError):
-            return _MISSING
-
-
-_MISSING = object()
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+_SPECIAL = ["call", "getitem", "contains", "iter", "next", "len", "bool", "enter", "exit", "getattr"]
+"""The special methods that are looked at, as no name of code names them."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class HiddenState:
@@ -79,6 +59,8 @@ class HiddenState:
         key: a key for each label.
         versions: how often each of the tensors was written to.
         unchanged: says whether all is as it was.
+        generators: Python's and NumPy's generators of random numbers, with their labels.
+        iterators: the labels of iterators.
     """
 
     def __init__(self, function: Any, module: nn.Module | None, ignored: set[int]) -> None:
@@ -86,16 +68,18 @@ class HiddenState:
         self.places: dict[tuple[int, str], Place] = {}
         self.key: dict[str, Any] = {}
         self._codes: dict[int, CodeType] = {}
-        self._names: set[str] = set()
-        self._objects: dict[int, tuple[str, Any, Mapping[str, Any]]] = {}
+        self._names: dict[str, None] = {}  # a set in an order that is the same on all ranks
+        self._objects: dict[int, tuple[str, Any, Any]] = {}
         self._containers: dict[int, tuple[str, Any, list[Any]]] = {}
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._modules: dict[int, tuple[str, nn.Module, Callable[[Any], Any], list[Any]]] = {}
-        self._attributes: Attributes = []
+        self._arrays: list[tuple[Any, bytes]] = []
+        self.generators: list[tuple[str, Any]] = []
+        self.iterators: list[str] = []
         self._seen: dict[int, Any] = {}
         if module is not None:
             self._seen[id(module)] = module
-            self._visit_forwards(module)
+            self.visit_methods(module)
         self._visit("", function)
         self._visit_attributes()
         tensors = [*(x for _, x in self._tensors.values())]
@@ -108,7 +92,7 @@ class HiddenState:
         return isinstance(other, HiddenState) and self.key == other.key
 
     def __hash__(self) -> int:
-        return 0  # what is equal may change: see `_forget`
+        return 0  # what is equal may change: see `forget`
 
     def _visit_attributes(self) -> None:
         """Look at the attributes of objects that any of the functions names; these may lead to more."""
@@ -118,7 +102,7 @@ class HiddenState:
                 (label, held, name)
                 for label, _, held in self._objects.values()
                 for name in self._names
-                if name in held and (id(held), name) not in done
+                if name in held and (id(held), name) not in done and not name.startswith("__")
             ]
             if not found or len(self.places) > _PLACES:
                 return
@@ -127,7 +111,7 @@ class HiddenState:
                 self._place(f"{label}.{name}" if label else name, held, name, held[name])
 
     def _visit(self, label: str, value: Any, depth: int = 3) -> None:
-        if type(value) in _VALUES or id(value) in self._seen or depth == 0:
+        if type(value) in VALUES or id(value) in self._seen or depth == 0:
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
@@ -145,50 +129,71 @@ class HiddenState:
         elif isinstance(value, ModuleType):
             if is_user_file(getattr(value, "__file__", None) or "<frozen>"):
                 self._objects[id(value)] = label, value, vars(value)
-        elif type(value) in (list, tuple, dict):
-            if len(value) > _ITEMS or id(value) in self._ignored:
-                return
-            items = list(value.values()) if type(value) is dict else list(value)
-            self._containers[id(value)] = label, value, items
-            self.key[f"the items of {label}"] = _container_key(value)
-            for item in items:
-                self._visit(f"{label}[...]", item, depth - 1)
-        elif callable(value) and hasattr(value, "__wrapped__"):
-            self._visit(label, value.__wrapped__)
-        elif isinstance(value, type) or _is_users_object(value):
+        elif (wrapped := wrapped_by(value)) is not None:
+            self._visit(label, wrapped)
+        elif is_array(value):
+            if value.size <= _ITEMS:
+                self._arrays.append((value, value.tobytes()))
+                self.key[f"the values of {label}"] = value.dtype.str, value.shape, value.tobytes()
+        elif is_generator(value):
+            self.generators.append((label, value))
+        else:
+            self._visit_items(label, value, depth)
             self._visit_object(label, value)
+
+    def _visit_items(self, label: str, value: Any, depth: int) -> None:
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            self.iterators.append(label)
+        held = value.data if isinstance(value, (UserDict, UserList)) else value
+        if not isinstance(held, _CONTAINERS) or len(held) > _ITEMS or id(held) in self._ignored:
+            return
+        items = items_of(held)
+        self._containers[id(held)] = label, held, items
+        self.key[f"the items of {label}"] = container_key(held)
+        for item in items:
+            self._visit(f"{label}[...]", item, depth - 1)
 
     def _visit_object(self, label: str, value: Any) -> None:
         kind = value if isinstance(value, type) else type(value)
-        if not _is_users(kind):
+        if not is_users(kind) and not isinstance(value, _NAMESPACES):
             return
         if hasattr(value, "__dict__"):
             self._objects[id(value)] = label, value, vars(value)
-        if kind is not value:
-            self._objects.setdefault(id(kind), (label, kind, vars(kind)))
-            if isinstance(called := vars(kind).get("__call__"), FunctionType):
-                self._visit_function(called)
+        if kind is not value and (slots := Slots(value)).names:
+            self._objects[id(slots)] = label, value, slots
+        self._visit_class(label, kind)
+
+    def _visit_class(self, label: str, kind: type) -> None:
+        """Look at what a class and its bases have of the names in code, and at their special methods."""
+        for base in filter(is_users, kind.__mro__):
+            self._objects.setdefault(id(base), (label, base, vars(base)))
+            for name in _SPECIAL:
+                if isinstance(method := vars(base).get(f"__{name}__"), FunctionType):
+                    self._visit_function(method)
 
     def _visit_module(self, label: str, module: nn.Module) -> None:
         structure, leaves = ModuleStructure.of(module)
-        self._attributes += attributes_of([module])
         self._modules[id(module)] = label, module, reader(structure), leaves
         self.key[f"the module {label or type(module).__name__}"] = structure, tuple(map(Same, leaves))
-        self._visit_forwards(module)
+        self.visit_methods(module)
 
-    def _visit_forwards(self, module: nn.Module) -> None:
+    def visit_methods(self, module: nn.Module) -> None:
+        """Look at the code of a module: at hooks and `forward`, and at what this calls of the user's own classes."""
         for owner in module.modules():
-            forward = getattr(type(owner), "forward", None)
-            if isinstance(forward, FunctionType):
-                self._visit_function(forward)
+            kind = type(owner)
+            hooks = [hook for name in _HOOKS for hook in vars(owner)[name].values()]
+            for function in (getattr(kind, "forward", None), *hooks):
+                self._visit("a hook", function)
+            if is_users(kind) and not is_installed(sys.modules[kind.__module__].__file__ or ""):
+                self._visit_class(kind.__name__, kind)
 
     def _visit_function(self, function: FunctionType) -> None:
         code = function.__code__
         if id(code) in self._codes or len(self._codes) >= _FUNCTIONS or not is_user_file(code.co_filename):
             return
         self._codes[id(code)] = code
-        names = _names(code)
-        self._names |= names
+        names = names_in(code)
+        self._names |= dict.fromkeys(names)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 self._place(name, cell, name, cell.cell_contents)
@@ -201,11 +206,11 @@ class HiddenState:
             self._visit("a default", value)
 
     def _place(self, label: str, holder: Any, name: str, value: Any) -> None:
-        if (id(holder), name) in self.places or _is_library(value):
+        if (id(holder), name) in self.places or is_library(value):
             return
         self.places[id(holder), name] = Place(label, holder, name, value)
         label = label if label not in self.key else f"{label} ({len(self.key)})"
-        self.key[label] = static_key(value) if type(value) in _VALUES else Same(value)
+        self.key[label] = static_key(value) if type(value) in VALUES else Same(value)
         self._visit(label, value)
 
     def _checker(self) -> Callable[[], bool]:
@@ -218,22 +223,25 @@ class HiddenState:
 
         tests = []
         for place in self.places.values():
-            read = "cell_contents" if isinstance(place.holder, CellType) else None
-            held = refer(place.holder)
-            tests.append(
-                f"{held}.{read} is {refer(place.value)}" if read else f"{held}[{place.name!r}] is {refer(place.value)}"
-            )
+            if isinstance(place.holder, CellType):
+                read = f"{refer(place.holder)}.cell_contents"
+            elif isinstance(place.holder, Slots):
+                read = f"{refer(place.holder.owner)}.{place.name}"
+            else:
+                read = f"{refer(place.holder)}[{place.name!r}]"
+            tests.append(f"{read} is {refer(place.value)}")
         for _, value, items in self._containers.values():
-            if type(value) is not tuple:
-                values = f"{refer(value)}.values()" if type(value) is dict else refer(value)
+            if not isinstance(value, (tuple, frozenset)):
+                values = f"values({refer(value)})" if isinstance(value, dict) else refer(value)
                 tests.append(f"len({refer(value)}) == {len(items)} and all(map(same, {values}, {refer(items)}))")
+        tests += [f"{refer(value)}.tobytes() == {refer(data)}" for value, data in self._arrays]
         for _, module, read_module, leaves in self._modules.values():
             tests.append(f"(found := {refer(read_module)}({refer(module)})) is not None")
             tests.append(f"all(map(same, found, {refer(leaves)}))")
         tests += [f"{refer(x)}._version == {n}" for x, n in zip(self._counted, self.versions, strict=True)]
         lines = ["def unchanged():", "    try:", f"        return {' and '.join(tests) or 'True'}"]
-        lines += ["    except (KeyError, ValueError):", "        return False"]
-        space["same"] = _same
+        lines += ["    except (KeyError, ValueError, AttributeError):", "        return False"]
+        space |= {"same": same, "values": dict.values}
         exec(compile("\n".join(lines), "<spmd hidden state>", "exec"), space)
         return space["unchanged"]  # type: ignore[no-any-return]
 
@@ -242,174 +250,36 @@ class HiddenState:
         for label in [*self.key, *(label for label in old.key if label not in self.key)]:
             now, before = self.key.get(label), old.key.get(label)
             if now != before:
-                yield f"{label} is {_shown(now)}, and was {_shown(before)}"
+                yield f"{label} is {shown(now)}, and was {shown(before)}"
         if self.key == old.key and self.versions != old.versions:
             held = [label for label, _ in self._tensors.values()]
             held += [f"the module {label}" for label, *_ in self._modules.values()]
             yield f"a closed-over tensor was written to ({', '.join(held)})"
 
-    def _forget(self, changed: set[int]) -> None:
-        """Leave out containers that the function itself changes."""
+    def forget(self, changed: set[int]) -> None:
+        """Leave out containers that the function itself changes, by their ids."""
         self._ignored |= changed
         for number in changed:
             label, _, _ = self._containers.pop(number)
             self.key.pop(f"the items of {label}", None)
         self.unchanged = self._checker()
 
-    def warn_of_effects(self, draws: Any, attributes: Attributes) -> None:
-        """Warn of what the function has done to its surroundings while it was traced.
+    @property
+    def objects(self) -> list[tuple[str, Any]]:
+        """The namespaces of objects and classes, each with its label."""
+        return [(label, held) for label, _, held in self._objects.values()]
 
-        Args:
-            draws: what `generators_now` returned before.
-            attributes: what `attributes_of` returned before for the modules among its arguments.
-        """
-        for owner, before in [*self._attributes, *attributes]:
-            for name, now in list(vars(owner).items()):
-                if now is not before.get(name):
-                    self._visit_forwards(owner)  # to find the line
-                    place = Place(f"{type(owner).__name__}.{name}", vars(owner), name, before.get(name))
-                    self._warn_of_change(place, now)
-        for place in self.places.values():
-            now = place.now
-            if now is place.value or now is _MISSING:
-                continue
-            self._warn_of_change(place, now)
-        grown = set()
-        for number, (label, value, items) in self._containers.items():
-            found = list(value.values()) if type(value) is dict else list(value)
-            if len(found) != len(items) or not all(map(_same, found, items)):
-                grown.add(number)
-            if any(map(_is_traced, found)):
-                _warn(
-                    f"A traced tensor, which has no value, was put into {label} at "
-                    f"{self._line(label.rpartition('.')[2], ('LOAD_GLOBAL', 'LOAD_DEREF', 'LOAD_ATTR'))}. Return it."
-                )
-        for label, _, held in self._objects.values():
-            for name, value in list(held.items()):
-                if _is_traced(value) and (id(held), name) not in self.places:
-                    line = self._line(name, ("STORE_ATTR",))
-                    _warn(f"{label}.{name} = ... at {line} keeps a traced tensor, which has no value. Return it.")
-        if grown:
-            self._forget(grown)
-        if generators_now() != draws:
-            _warn(
-                f"Random numbers of Python or NumPy are drawn at {self._line('random', _LOADS)}, when the function is "
-                "traced only: every call has the same. Draw by torch.rand, or pass the numbers as an argument."
-            )
+    @property
+    def containers(self) -> list[tuple[str, Any, list[Any]]]:
+        """The lists, dicts and the like, each with its label and the items that it had."""
+        return list(self._containers.values())
 
-    def _warn_of_change(self, place: Place, now: Any) -> None:
-        line = self._line(place.name, ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"))
-        if _is_traced(now):
-            _warn(f"{place.label} = ... at {line} keeps a traced tensor, which has no value. Return it.")
-        else:
-            _warn(
-                f"{place.label} = ... at {line} changes what the function reads, from {_brief(place.value)} to "
-                f"{_brief(now)}: a program does not do this, so each call is traced anew. Pass it as an argument, and "
-                "return the new value; or keep it in a buffer of a module."
-            )
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that the function closes over."""
+        return [module for _, module, *_ in self._modules.values()]
 
-    def _line(self, name: str, operations: tuple[str, ...]) -> str:
-        """The line of the first instruction of the functions with such a name."""
-        for code in self._codes.values():
-            line = code.co_firstlineno
-            for instruction in (i for each in _nested(code) for i in dis.get_instructions(each)):
-                line = instruction.starts_line or line
-                if instruction.opname in operations and str(instruction.argval).startswith(name):
-                    return _where(code, line)
-        found = next(iter(self._codes.values()), None)
-        return "an unknown line" if found is None else _where(found, found.co_firstlineno)
-
-
-_LOADS = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD", "LOAD_NAME", "IMPORT_NAME")
-
-
-def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
-    """The submodules of the user's classes, each with a copy of its attributes."""
-    owners = {id(owner): owner for module in modules for owner in module.modules() if _is_users_object(owner)}
-    return [(owner, dict(vars(owner))) for owner in owners.values()]
-
-
-def generators_now() -> Any:
-    """The states of Python's and NumPy's random generators."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else repr(numpy.random.get_state())
-
-
-def _warn(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, SideEffectWarning, stacklevel=2)
-
-
-_warned: set[str] = set()
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: CodeType) -> frozenset[str]:
-    """The global names and attributes in a code object and in functions that it makes."""
-    return frozenset(name for each in _nested(code) for name in each.co_names)
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
-
-
-def _where(code: CodeType, line: int) -> str:
-    source = source_at(code.co_filename, line)
-    return f"{source} (`{source.code}`)" if source.code else str(source)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_users(kind: Any) -> bool:
-    """Whether a class is one of the user's code."""
-    module = sys.modules.get(kind.__module__)
-    return module is not None and is_user_file(
-        getattr(module, "__file__", None) or "<stdin>" * (kind.__module__ == "__main__")
-    )
-
-
-def _is_users_object(value: object) -> bool:
-    kind: Any = type(value)
-    return _is_users(kind)
-
-
-def _is_library(value: Any) -> bool:
-    """Whether a value is a function, class or module that is not the user's, which nobody changes."""
-    if isinstance(value, ModuleType):
-        return not is_user_file(getattr(value, "__file__", None) or "<frozen>")
-    if isinstance(value, FunctionType):
-        return not is_user_file(value.__code__.co_filename)
-    if isinstance(value, type):
-        return not _is_users(value)
-    return callable(value) and type(value).__module__ == "builtins" and not isinstance(value, MethodType)
-
-
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, (FakeTensor, FunctionalTensor))
-
-
-def _container_key(value: Any) -> Any:
-    if type(value) is dict:
-        return tuple((_item_key(name), _item_key(item)) for name, item in value.items())
-    return type(value), tuple(map(_item_key, value))
-
-
-def _item_key(value: Any) -> Any:
-    return static_key(value) if type(value) in _VALUES else Same(value)
-
-
-def _shown(key: Any) -> str:
-    if type(key) is tuple and len(key) == 2 and isinstance(key[0], type):
-        return _brief(key[1])
-    return "not there" if key is None else "another"
-
-
-def _brief(value: Any) -> str:
-    return f"{value!r:.40}" if type(value) in _VALUES else type(value).__name__
+    @property
+    def codes(self) -> list[CodeType]:
+        """The code of the functions that were looked at."""
+        return list(self._codes.values())

@@ -33,6 +33,11 @@ def is_user_file(file: str) -> bool:
     return not file.startswith(_INTERNAL)
 
 
+def is_installed(file: str) -> bool:
+    """Whether a file is of a package that is installed beside torch, and not the user's own."""
+    return any(name in file for name in _INSTALLED)
+
+
 def user_line() -> str:
     """The file and line of the innermost user code on the stack, as `train.py:22`."""
     return line_in(sys._getframe(1))

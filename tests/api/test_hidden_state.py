@@ -1,18 +1,24 @@
 """What functions under jit read beside their arguments, changed between calls; and what they do beside results."""
 
+import argparse
+import collections
+import dataclasses
 import functools
+import itertools
 import logging
 import random
 import types
 
+import attrs
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import spmd
 from spmd import P
-from spmd.api import hidden_state
-from spmd.api.hidden_state import SideEffectWarning
+from spmd.api import side_effects
+from spmd.api.side_effects import SideEffectWarning
 from spmd.errors import TraceError
 
 MESH = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
@@ -21,7 +27,7 @@ X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def no_warning_was_given(monkeypatch):
-    monkeypatch.setattr(hidden_state, "_warned", set())
+    monkeypatch.setattr(side_effects, "_warned", set())
 
 
 SCALE, FLAG, TABLE, WEIGHT = 2.0, True, {"by": 3}, torch.ones(4)
@@ -40,6 +46,58 @@ SETTINGS = Settings()
 
 def helper(x):
     return x * SCALE + (1 if FLAG else 0)
+
+
+class Base:
+    """What a class inherits."""
+
+    shift = 1.0
+
+    def scaled(self, x):
+        return x * self.scale + self.shift
+
+
+class Derived(Base):
+    def __init__(self):
+        self._scale = 2.0
+
+    @property
+    def scale(self):
+        return self._scale
+
+    def __getitem__(self, name):
+        return self._scale if name == "scale" else None
+
+    @classmethod
+    def shifted(cls, x):
+        return x + cls.shift
+
+
+@attrs.define
+class Slotted:
+    scale: float = 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedFields:
+    scale: float = 2.0
+
+
+class Helped(nn.Module):
+    """A module whose `forward` calls a method of its own."""
+
+    def forward(self, x):
+        return self.scaled(x)
+
+    def scaled(self, x):
+        return x * SCALE
+
+
+def change_scale(settings):
+    def change():
+        settings.scale += 1
+
+    return change
 
 
 class Functions:
@@ -155,6 +213,110 @@ class Functions:
             chosen = lambda x: x - 1  # noqa: E731
 
         return lambda x: chosen(x), change
+
+    @staticmethod
+    def argparse_namespace():
+        args = argparse.Namespace(scale=2.0)
+        return lambda x: x * args.scale, change_scale(args)
+
+    @staticmethod
+    def simple_namespace():
+        args = types.SimpleNamespace(inner=types.SimpleNamespace(scale=2.0))
+        return lambda x: x * args.inner.scale, change_scale(args.inner)
+
+    @staticmethod
+    def slots():
+        settings = Slotted()
+        return lambda x: x * settings.scale, change_scale(settings)
+
+    @staticmethod
+    def slots_of_a_dataclass():
+        settings = SlottedFields()
+        return lambda x: x * settings.scale, change_scale(settings)
+
+    @staticmethod
+    def property_of_a_base_class():
+        settings = Derived()
+
+        def change():
+            settings._scale = 5.0
+
+        return lambda x: settings.scaled(x), change
+
+    @staticmethod
+    def attribute_of_a_base_class():
+        settings = Derived()
+
+        def change():
+            Base.shift += 1
+
+        return lambda x: settings.scaled(x), change
+
+    @staticmethod
+    def attribute_in_a_class_method():
+        def change():
+            Base.shift += 1
+
+        return lambda x: Derived.shifted(x), change
+
+    @staticmethod
+    def special_method():
+        settings = Derived()
+
+        def change():
+            settings._scale = 5.0
+
+        return lambda x: x * settings["scale"], change
+
+    @staticmethod
+    def ordered_dict():
+        table = collections.OrderedDict(scale=2.0)
+        return lambda x: x * table["scale"], lambda: table.update(scale=3.0)
+
+    @staticmethod
+    def default_dict():
+        table = collections.defaultdict(float, scale=2.0)
+        return lambda x: x * table["scale"], lambda: table.update(scale=3.0)
+
+    @staticmethod
+    def user_dict():
+        table = collections.UserDict(scale=2.0)
+        return lambda x: x * table["scale"], lambda: table.update(scale=3.0)
+
+    @staticmethod
+    def queue():
+        items = collections.deque([2.0, 3.0])
+        return lambda x: x * items[0], items.popleft
+
+    @staticmethod
+    def set_of_names():
+        names = {"bias"}
+        return lambda x: x * (2 if "scale" in names else 1), lambda: names.add("scale")
+
+    @staticmethod
+    def array_written():
+        factors = numpy.array([2.0, 3.0])
+
+        def change():
+            factors[0] = 5.0
+
+        return lambda x: x * float(factors[0]), change
+
+    @staticmethod
+    def method_of_a_module():
+        model = Helped()
+        return lambda x: model(x), lambda: globals().update(SCALE=SCALE + 1)
+
+    @staticmethod
+    def hook_of_a_module():
+        model, scale = nn.Linear(4, 4), 2.0
+
+        def change():
+            nonlocal scale
+            scale = 3.0
+
+        model.register_forward_hook(lambda module, args, result: result * scale)
+        return lambda x: model(x), change
 
     @staticmethod
     def nested_jit():
@@ -308,11 +470,67 @@ def test_kept_traced_tensors_warn_at_the_line():
         counter.keep(X)
 
 
-def test_random_numbers_of_python_warn():
-    def f(x):
-        return x + random.random()
+@pytest.mark.parametrize(
+    "make",
+    [dict, collections.OrderedDict, lambda: collections.defaultdict(list), lambda: {"inner": {}}],
+    ids=["dict", "OrderedDict", "defaultdict", "nested"],
+)
+def test_traced_tensors_that_are_kept_by_name_warn(make):
+    table = make()
 
-    with pytest.warns(SideEffectWarning, match=r"Random numbers of Python or NumPy are drawn at .*x \+ random\.random"):
+    def f(x):
+        table.get("inner", table)["hidden"] = x * 2
+        return x
+
+    with pytest.warns(SideEffectWarning, match=r"A traced tensor.* was put into table.* at .*table\.get"):
+        spmd.jit(f, mesh=MESH)(X)
+
+
+@pytest.mark.parametrize(("make", "put"), [(set, "add"), (collections.deque, "append"), (list, "append")])
+def test_traced_tensors_that_are_kept_in_a_row_warn(make, put):
+    kept = make()
+
+    def f(x):
+        getattr(kept, put)(x * 2)
+        return x
+
+    with pytest.warns(SideEffectWarning, match=r"A traced tensor.* was put into kept at .*getattr\(kept, put\)"):
+        spmd.jit(f, mesh=MESH)(X)
+    assert 1 == len(kept)
+
+
+def test_traced_tensors_that_a_hook_keeps_warn():
+    model, activations = nn.Linear(4, 4), []
+    model.register_forward_hook(lambda module, args, result: activations.append(result))
+    with torch.no_grad(), pytest.warns(SideEffectWarning, match=r"put into activations at .*activations\.append"):
+        torch.testing.assert_close(spmd.jit(model, mesh=MESH)(X).full_tensor(), model(X))
+
+
+GENERATOR, DICE = numpy.random.default_rng(0), random.Random(0)
+
+DRAWS = {
+    "random": lambda x: x + random.random(),
+    "numpy": lambda x: x + numpy.random.rand(),
+    "generator": lambda x: x + GENERATOR.random(),
+    "Random": lambda x: x * DICE.choice([1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_of_python_warn(name):
+    line = r"Random numbers of Python or NumPy are drawn at .*x [+*] (random|numpy|GENERATOR|DICE)\."
+    with pytest.warns(SideEffectWarning, match=line):
+        spmd.jit(DRAWS[name], mesh=MESH)(X)
+
+
+@pytest.mark.parametrize("make", [lambda: iter([2.0, 3.0]), itertools.count, lambda: (x for x in (2.0, 3.0))])
+def test_items_of_an_iterator_warn(make):
+    batches = make()
+
+    def f(x):
+        return x * next(batches)
+
+    with pytest.warns(SideEffectWarning, match=r"The iterator batches at .*next\(batches\).* every call has the same"):
         spmd.jit(f, mesh=MESH)(X)
 
 
