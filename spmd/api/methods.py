@@ -43,7 +43,11 @@ def bound_to(instance: Any, function: Any, bind: Callable[[Any], Method]) -> Met
         ) from None
     methods = attributes.get(_NAME)
     if methods is None or methods.instance is not instance:  # that of the instance of which this one is a copy
-        methods = attributes[_NAME] = _Methods(instance)
+        methods = _Methods(instance)
+        if isinstance(instance, type):  # of a class method
+            type.__setattr__(instance, _NAME, methods)
+        else:
+            attributes[_NAME] = methods
     found = methods.get(function)
     if found is None:
         found = methods[function] = bind(instance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ import optree
 from spmd.api.parameters import Layout
 from spmd.api.values.arguments import own_spec
 from spmd.api.values.leaves import DYNAMIC, as_argument, key_of
+from spmd.core.containers import ints_in_fields
 from spmd.core.mesh import Mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, with_module_states
 from spmd.core.spec import DTensorSpec, TensorMeta, has_meta
@@ -77,6 +78,13 @@ class Signature:
     def paths(self) -> list[str]:
         """The path of each leaf of the dynamic arguments."""
         return self.layout.paths(self.tree)
+
+    @property
+    def ints(self) -> Iterator[tuple[str, int]]:
+        """The ints among the dynamic arguments, each with its path: leaves, and in fields of dataclasses and others."""
+        yield from ((self.paths[position], key[1]) for position, key in self.others if key[0] is int)
+        for number, child in zip(self.layout.dynamic, self.tree.children(), strict=True):
+            yield from ints_in_fields(child, str(self.layout.labels[number]))
 
     def tensors(self, leaves: Sequence[Any]) -> list[Any]:
         """The tensors among the leaves of the dynamic arguments, or what belongs to them among what belongs to all."""

@@ -54,18 +54,16 @@ class ValueWarnings:
                     "result.",
                     guard.source,
                 )
-        for position, key in signature.others:
-            if key[0] is int:
-                path = signature.paths[position]
-                seen = self._ints.setdefault(path, set())
-                seen.add(key[1])
-                if len(seen) == MANY + 1:
-                    _warn(
-                        f"Argument {path} of {name} is an int, and this is its value number {len(seen)}: {key[1]}. "
-                        "Ints are static, so each value is a program of its own. Pass a float or a tensor: "
-                        f"float({key[1]}) or torch.tensor({key[1]}).",
-                        user_source(),
-                    )
+        for path, value in signature.ints:
+            seen = self._ints.setdefault(path, set())
+            seen.add(value)
+            if len(seen) == MANY + 1:
+                _warn(
+                    f"Argument {path} of {name} is an int, and this is its value number {len(seen)}: {value}. "
+                    "Ints are static, so each value is a program of its own. Pass a float or a tensor: "
+                    f"float({value}) or torch.tensor({value}).",
+                    user_source(),
+                )
 
 
 def warn_of_transforms(name: str, values: int) -> None:

@@ -103,6 +103,29 @@ def declared_constants(structure: optree.PyTreeSpec) -> dict[str, Any] | None:
     return constants
 
 
+def ints_in_fields(structure: optree.PyTreeSpec, path: str) -> Iterator[tuple[str, int]]:
+    """The ints in fields of the objects in a structure, which are part of it, each with its path.
+
+    >>> import attrs
+    >>> State = attrs.make_class("State", ["w", "step"])
+    >>> register_containers([state := State(1.0, step=3)])
+    True
+    >>> list(ints_in_fields(optree.tree_structure([state], namespace=NAMESPACE), "0"))
+    [('0[0].step', 3)]
+    """
+    if structure.is_leaf():
+        return
+    top = structure.one_level()
+    if structure.type in _registered:
+        names = set(structure.entries())
+        fields = fields_of(top.unflatten([None] * structure.num_children)) or {}
+        for name, value in fields.items():
+            if type(value) is int and name not in names:
+                yield f"{path}.{name}", value
+    for accessor, child in zip(top.accessors(), structure.children(), strict=True):
+        yield from ints_in_fields(child, accessor.codify(path))
+
+
 def _register(kind: type, leaf: Any) -> bool:
     """Register a class, if it is one of a container."""
     if issubclass(kind, (torch.Tensor, torch.nn.Module, *VALUES)) or kind.__module__.partition(".")[0] == "spmd":

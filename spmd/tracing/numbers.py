@@ -81,8 +81,24 @@ class TracedFloat(torch.SymFloat):
     def __repr__(self) -> str:
         return str(self.node)
 
+    def __str__(self) -> str:
+        return str(float(self))
+
     def __format__(self, spec: str) -> str:
-        return format(float(self), spec) if spec else repr(self)
+        return format(float(self), spec)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Itself for functions of NumPy, which need its value."""
+        import numpy  # it is there: it calls this
+
+        return numpy.asarray(float(self), dtype)
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """Arithmetic with NumPy's floats, whose operators call this, is Python's; other functions need values."""
+        op = _UNIVERSAL.get(function.__name__) if method == "__call__" and not options else None
+        if op is not None and all(isinstance(x, (int, float, torch.SymFloat)) for x in inputs):
+            return op(*(float(x) if isinstance(x, float) else x for x in inputs))
+        return getattr(function, method)(*map(settled, inputs), **options)
 
     def __neg__(self) -> Any:
         return _compute(operator.neg, self)
@@ -171,6 +187,11 @@ _ARITHMETIC = {
     operator.mod: "mod",
 }  # fmt: skip
 
+_UNIVERSAL = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
+}  # fmt: skip
+"""The operators of NumPy's functions by their names."""
+
 for _op, _name in _ARITHMETIC.items():
     _forward, _backward = _binary(_op)
     setattr(TracedFloat, f"__{_name}__", _forward)
@@ -252,10 +273,17 @@ def _compute(op: Callable[..., Any], *args: Any) -> Any:
     """A number that is computed from others; a constant if it is computed from constants."""
     if op is operator.pow and not _compare(operator.ge, args[0], 0.0):  # the power may be complex
         return op(*map(settled, args))
-    numbers = list(map(number_of, args))
+    numbers = [_plain(number_of(arg)) for arg in args]
     if not any(isinstance(number, Number) for number in numbers):
         return op(*numbers)
     return traced(Number.computed(op, *numbers))
+
+
+def _plain(number: Any) -> Any:
+    """A number of a class that is derived from Python's, such as NumPy's floats and enums, as one of Python."""
+    if isinstance(number, Number):
+        return number
+    return next((kind(number) for kind in (float, bool, int) if isinstance(number, kind)), number)
 
 
 def _compare(op: Callable[..., Any], *args: Any) -> bool:

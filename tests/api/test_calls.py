@@ -232,6 +232,102 @@ def test_methods() -> None:
     assert isinstance(Model.step, type(one.step))
 
 
+class Scaling:
+    by = 3
+
+    @classmethod
+    @spmd.jit({"x": P("data")}, mesh=MESH)
+    def of_the_class(cls, x, *, lr=1.0):
+        return cls.by * lr * x
+
+    @staticmethod
+    @spmd.jit({"x": P("data")}, mesh=MESH)
+    def of_nothing(x, *, lr=1.0):
+        return lr * x
+
+
+class More(Scaling):
+    by = 5
+
+
+def test_class_methods_and_static_methods() -> None:
+    x = values(0)
+    for _ in range(2):
+        equal(Scaling.of_the_class(x, lr=2.0), 6 * x)
+        equal(More().of_the_class(x), 5 * x)
+        equal(Scaling.of_nothing(x, lr=2.0), 2 * x)
+        equal(More().of_nothing(x), x)
+    leaf = placed(x, "data").requires_grad_()
+    More.of_the_class(leaf, lr=2.0).square().sum().backward()
+    equal(leaf.grad, 200 * x)
+
+
+def loss_of(x, w, *, scale=1.0, shift=None):
+    return affine(x, w, scale=scale, shift=shift).square().sum()
+
+
+class Losses:
+    def __init__(self, w):
+        self.w = w
+
+    @spmd.jit({"x": P("data")}, mesh=MESH)
+    def loss(self, x, w, *, scale=1.0, shift=None):
+        return loss_of(x, self.w @ w, scale=scale, shift=shift)
+
+    def __call__(self, x, w, *, scale=1.0, shift=None):
+        return loss_of(x, self.w @ w, scale=scale, shift=shift)
+
+
+def rest(*tensors, **named):
+    return loss_of(*tensors, shift=named["shift"] * named["more"], scale=named["scale"])
+
+
+IDENTITY = torch.eye(4)
+CALLS = {
+    "positions and names": (lambda: spmd.jit(loss_of, mesh=MESH), lambda f, x, w, s: f(x, w, shift=s, scale=0.5)),
+    "names": (
+        lambda: spmd.jit(loss_of, {"x": P("data"), "shift": P("model")}, mesh=MESH),
+        lambda f, x, w, s: f(scale=0.5, shift=s, w=w, x=x),
+    ),
+    "static names": (
+        lambda: spmd.jit(loss_of, mesh=MESH, static_argnames="scale"),
+        lambda f, x, w, s: f(x, w, scale=0.5, shift=s),
+    ),
+    "JAX's names": (
+        lambda: spmd.jit(loss_of, in_shardings={"x": P("data")}, out_shardings=P(), mesh=MESH),
+        lambda f, x, w, s: f(x, w, scale=0.5, shift=s),
+    ),
+    "any": (lambda: spmd.jit(rest, mesh=MESH), lambda f, x, w, s: f(x, w, scale=0.5, shift=s, more=0.5 * s)),
+    "a partial": (
+        lambda: spmd.jit(functools.partial(loss_of, scale=0.5), {"x": P("data")}, mesh=MESH),
+        lambda f, x, w, s: f(x, w, shift=s),
+    ),
+    "a method": (lambda: Losses(IDENTITY).loss, lambda f, x, w, s: f(x, w, shift=s, scale=0.5)),
+    "a callable": (lambda: spmd.jit(Losses(IDENTITY), mesh=MESH), lambda f, x, w, s: f(x, w, shift=s)),
+    "defaults": (lambda: spmd.jit(loss_of, mesh=MESH), lambda f, x, w, s: f(x, w) + s.sum()),
+}
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_gradients_are_those_of_one_device_in_every_form_of_a_call(form) -> None:
+    make, call = CALLS[form]
+    f = make()
+    of_one_device = {"a method": Losses(IDENTITY)}.get(form) or f.__wrapped__
+    tensors = values(0, 5, 4), values(1, 4, 3), values(2, 3)  # uneven over both axes
+    specs = (("data",), (None, "model"), ("model",))
+    if form not in ("names", "a method"):
+        specs = (("data",), ("model",), ())
+    expected = torch.func.grad(lambda *given: call(of_one_device, *given), argnums=(0, 1, 2))(*tensors)
+    leaves = [placed(x, *spec).requires_grad_() for x, spec in zip(tensors, specs, strict=True)]
+    gradients = torch.func.grad(lambda *given: call(f, *given), argnums=(0, 1, 2))
+    backward = torch.autograd.grad(call(f, *leaves), leaves)
+    outside, inside = gradients(*(leaf.detach() for leaf in leaves)), spmd.jit(gradients, mesh=MESH)(*tensors)
+    assert [leaf.spec for leaf in leaves] == [gradient.spec for gradient in backward]
+    for found in (backward, outside, inside):
+        for one, wanted in zip(found, expected, strict=True):
+            equal(one, wanted)
+
+
 def test_copies_and_pickles_of_instances_have_methods_of_their_own() -> None:
     x, one = values(0), Model(values(1, 4, 4))
     one.step(x)

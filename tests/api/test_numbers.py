@@ -87,6 +87,7 @@ OPERATIONS = {
     "xlogy": lambda x, a: torch.xlogy(a, x * x + 1),
     "linspace": lambda x, a: x * torch.linspace(0, a, 4),
     "max": lambda x, a: (x.amax(0) * a).sum() + (x * a).amax(),
+    "numpy": lambda x, a: x * (numpy.float64(2) * a) + (a - numpy.float64(1)) / numpy.float64(3),
 }
 
 
@@ -244,6 +245,9 @@ def test_an_error_for_one_value_is_not_that_of_another() -> None:
         lambda x, a: x * complex(0, a).imag if a else x,
         lambda x, a: x * (a - 1) ** 2,
         lambda x, a: (x, f"{a:.2f}"),
+        lambda x, a: (x * float(str(a)), f"{a}"),
+        lambda x, a: x * float(numpy.sqrt(a) + numpy.exp(-a)) + numpy.interp(a, [0.0, 1.0], [2.0, 3.0]),
+        lambda x, a: x * (numpy.array([1.0, 2.0]) * a).sum().item() + numpy.float32(a).item(),
         lambda x, a: x * (1j * a),
     ],
 )
@@ -266,6 +270,23 @@ def test_an_int_of_many_values_warns_at_its_call() -> None:
     equal(jitted(x, True), x * True)
 
 
+@pytest.mark.parametrize("field", [True, False], ids=["of a dataclass", "of a dict"])
+def test_an_int_of_many_values_in_a_container_warns(field: bool) -> None:
+    mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+    if field:
+        jitted = spmd.jit(lambda x, states: x * states[0].step, mesh=mesh)
+    else:
+        jitted = spmd.jit(lambda x, states: x * states[0]["step"], mesh=mesh)
+    call = lambda step: jitted(torch.ones(2), [Counted(torch.ones(2), step) if field else {"step": step}])  # noqa: E731
+    for step in range(8):
+        call(step)
+    path = r"1\[0\]\.step" if field else r"1\[0\]\['step'\]"
+    with pytest.warns(UserWarning, match=rf"Argument {path} of spmd.jit\(.*\) is an int.*float\(8\)") as caught:
+        for step in range(8, 12):
+            call(step)
+    assert [found.filename for found in caught] == [__file__]
+
+
 @pytest.mark.parametrize(
     ("function", "given"),
     [
@@ -285,6 +306,30 @@ def test_other_values_are_static(function, given) -> None:
     for value in (*given, *given):
         equal(jitted(x, value), function(x, value))
     assert len(calls) == len(given)
+    if not any(isinstance(value, (complex, torch.dtype)) for value in given):
+        for value in given:
+            loss = lambda x: function(x, value).square().sum()  # noqa: B023, E731
+            found = torch.func.grad(lambda x: jitted(x, value).square().sum())(placed(x, "data"))  # noqa: B023
+            equal(found, torch.func.grad(loss)(x))
+
+
+@pytest.mark.filterwarnings("ignore:Python needs the value")
+def test_gradients_of_branches_and_of_what_needs_values() -> None:
+    for function in (branch, exact):
+        step = torch.func.grad(lambda x, a: function(x, a).square().sum())  # noqa: B023
+        jitted = spmd.jit(step, mesh=MESH)
+        for a in (0.1, 0.7, 0.3):
+            equal(jitted(placed(values(), "data"), a), step(values(), a))
+
+
+def test_gradients_where_operands_are_arrays_of_numpy() -> None:
+    x, w = values(0, 5, 4), values(1, 4, 4)
+    loss = lambda x, w: (x @ w).sin().sum()  # noqa: E731
+    jitted, leaf = spmd.jit(loss, (P("data"), None), mesh=MESH), placed(x, "data").requires_grad_()
+    jitted(leaf, w.numpy()).backward()
+    equal(leaf.grad, torch.func.grad(loss)(x, w))
+    both = torch.func.grad(loss, argnums=(0, 1))
+    equal(spmd.jit(both, mesh=MESH)(x.numpy(), w.numpy()), both(x, w))
 
 
 def test_numpy_arrays_are_tensors() -> None:
@@ -422,6 +467,12 @@ class Schedule:
     lr: float
     betas: tuple[float, float] = (0.9, 0.5)
     nested: Any = None
+
+
+@dataclasses.dataclass
+class Counted:
+    w: torch.Tensor
+    step: int
 
 
 class Settings(NamedTuple):
