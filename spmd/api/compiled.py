@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from spmd.api.call_check import CallCheck
 from spmd.api.hidden_state import HiddenState
@@ -20,7 +21,7 @@ from spmd.api.side_effects import Surroundings
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.api.transforms.flat_function import FlatFunction
 from spmd.api.transforms.transformed import call
-from spmd.api.value_warnings import warn_of_transforms
+from spmd.api.value_warnings import warn_of_missing_gradients, warn_of_transforms
 from spmd.api.values.arguments import check_argument
 from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.distribute import check_same, place
@@ -98,6 +99,7 @@ class Compiled:
             layout = self.signature.layout
             traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
         around.warn()
+        self._without_gradients = [TensorMeta.of(x) for _, x in traced.graph.constants if x.requires_grad]
         self._updated: tuple[int, ...] = ()
         if self._has_modules:
             traced, self._updated = with_changed_buffers(traced, self._buffers)
@@ -252,6 +254,9 @@ class Compiled:
         for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
             if isinstance(leaf, DTensor):
                 check_argument(leaf, spec, f"argument {path}")
+        if self._without_gradients and peek_interpreter_stack() is None:
+            warn_of_missing_gradients(self.traced.name, self._without_gradients)
+            self._without_gradients = []
         return self._finish(call(self.flat(numbers), leaves), numbers)
 
     def _with_leaves(self, tensors: Sequence[Any], numbers: Sequence[float]) -> list[Any]:

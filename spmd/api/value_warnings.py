@@ -1,4 +1,4 @@
-"""Warnings about values of Python for which a jitted function is compiled again and again."""
+"""Warnings about values for which a jitted function is compiled again and again, and about missing gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from spmd.api.signature import Signature
+from spmd.core.spec import TensorMeta
 from spmd.ir.source import Source
 from spmd.tracing.numbers import Guard
 from spmd.tracing.source import user_source
@@ -74,6 +75,16 @@ def warn_of_transforms(name: str, values: int) -> None:
             "a program of its own there. Pass them as tensors, or put spmd.jit outside of the transform.",
             user_source(),
         )
+
+
+def warn_of_missing_gradients(name: str, constants: Sequence[TensorMeta]) -> None:
+    """Warn that a function that is differentiated closes over tensors that require grad."""
+    _warn(
+        f"{name} is differentiated, and closes over {len(constants)} tensors that require grad, such as one "
+        f"{constants[0]}: they are constants of the program, and get no gradient. Pass what has them as an argument, "
+        "as spmd.jit(lambda model, x: model(x)); or set requires_grad_(False).",
+        user_source(),
+    )
 
 
 def _warn(message: str, source: Source | None) -> None:

@@ -140,7 +140,7 @@ def reader(structure: ModuleStructure) -> Callable[[Any], list[Any] | None]:
     """A function that returns the tensors of the module as it is now; None if its structure may have changed."""
     root, slots = structure.module, [places[0] for places in structure.slots]
     owners = list(root.modules())
-    plain = [(operator.itemgetter("training", "_modules", *_plain(owner)), vars(owner)) for owner in owners]
+    plain = [(operator.itemgetter(*_read(owner)), vars(owner)) for owner in owners]
     inner = [vars(owner)[name] for owner in owners for name in ("_modules", *_HOOKS) if vars(owner)[name]]
     inner += [vars(value) for value in {id(v): v for owner in owners for v in _objects(owner)}.values()]
     sized = [held for o in owners for held in (vars(o), *(vars(o)[name] for name in _STORES))] + inner
@@ -176,6 +176,11 @@ def reader(structure: ModuleStructure) -> Callable[[Any], list[Any] | None]:
 
 _KINDS = ("_parameters", "_buffers")
 _STORES = (*_KINDS, "_modules", *_HOOKS)
+
+
+def _read(owner: nn.Module) -> tuple[str, ...]:
+    """The names of the attributes of a module that programs depend on; one under torch.compile has no flag."""
+    return (*(("training",) if "training" in vars(owner) else ()), "_modules", *_plain(owner))
 
 
 def _plain(owner: nn.Module) -> list[str]:

@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._higher_order_ops.auto_functionalize import can_auto_functionalize
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._mode_utils import no_dispatch
 
+from spmd.errors import TraceError
 from spmd.ir.graph import map_leaves
 from spmd.ir.list_operators import list_decomposition
 from spmd.tracing.assignments import check_masks
 from spmd.tracing.nested_tracers import refuse_recording
 from spmd.tracing.operand_dtypes import check_products
 from spmd.tracing.overlapping import OverlappingViews
+from spmd.tracing.recorder import where
 from spmd.tracing.replacements import REPLACEMENTS
 from spmd.tracing.strides import check_out, loses_strides, write_copies
 from spmd.tracing.traced_tensor import plain_types, retyped
@@ -81,6 +84,8 @@ class Functionalization(FunctionalTensorMode):
         if body is not None:
             with self:
                 return body(*args, **kwargs)
+        if func._schema.is_mutable and can_auto_functionalize(func):
+            raise _writes(func)
         outs = list(_outs(func, kwargs))
         if outs:
             _check_dtypes(func, args, kwargs)
@@ -101,6 +106,16 @@ class Functionalization(FunctionalTensorMode):
         """Give a resized wrapper the shape of the tensor that it wraps; after torch's own resize, views of it fail."""
         with no_dispatch():
             resized.data = FunctionalTensor(resized.elem, self)
+
+
+def _writes(func: Any) -> TraceError:
+    """The error for an operator of a third party that writes to an operand: torch would wrap it in a function."""
+    written = [argument.name for argument in func._schema.arguments if argument.alias_info is not None]
+    return TraceError(
+        f"{func} at {where()} writes to its operand {', '.join(written)}, and a program holds functional operators "
+        "only. Write an operator that returns new tensors, torch.library.custom_op(..., mutates_args=()), in which the "
+        "other one writes to a copy."
+    )
 
 
 def _outs(func: Any, kwargs: Mapping[str, Any]) -> Iterator[FunctionalTensor]:

@@ -51,7 +51,7 @@ def nested_tracers() -> Iterator[None]:
     torch.compiler._is_compiling_flag = True
     eval_frame._callback_from_stance = callback  # type: ignore[assignment]
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), _flex_attention_with_gradients():
             yield
     finally:
         eager_transforms.lazy_dynamo_disallow = before
@@ -59,11 +59,37 @@ def nested_tracers() -> Iterator[None]:
         eval_frame._callback_from_stance = stance
 
 
+@contextlib.contextmanager
+def _flex_attention_with_gradients() -> Iterator[None]:
+    """A context in which this thread can differentiate flex_attention on any device: see `inlined`.
+
+    Torch's kernels have no backward pass on the CPU, so that it refuses operands which require grad there.
+    """
+    module: Any = sys.modules.get(_FLEX_ATTENTION)
+    if not hasattr(module, "_validate_device"):
+        yield
+        return
+    owner, before = threading.get_ident(), module._validate_device
+
+    def validate(*operands: Any) -> None:
+        if threading.get_ident() != owner:
+            before(*operands)
+
+    module._validate_device = validate
+    try:
+        yield
+    finally:
+        module._validate_device = before
+
+
+_FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+
+
 def _is_of_torch() -> bool:
-    """Whether torch itself compiles, for torch.cond and the like: these are errors, which say so."""
+    """Whether torch itself compiles: for flex_attention, and for torch.cond and the like, which are errors."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
-        if frame.f_globals.get("__name__", "").startswith("torch._higher_order_ops."):
+        if frame.f_globals.get("__name__", "").startswith(("torch._higher_order_ops.", _FLEX_ATTENTION)):
             return True
         frame = frame.f_back
     return False
@@ -96,14 +122,24 @@ def inlined(operator: torch._ops.HigherOrderOperator) -> Callable[..., Any]:
     if operator is torch._functorch.autograd_function.custom_function_call:
         return operator
     if operator.name() == "flex_attention":
-        from torch._higher_order_ops.flex_attention import math_attention
-
-        return math_attention
+        return _attention
     raise TraceError(
         f"torch.ops.higher_order.{operator.name()} at {where(user_source())} takes functions, which a program of "
         "operators cannot hold. Write torch.where for torch.cond, and a Python loop of fixed length for while_loop, "
         "scan and map."
     )
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    """`flex_attention` by operators; what scores read of tensors is differentiable under the vmap that is in it."""
+    from torch._dynamo import _trace_wrapped_higher_order_op as indexing
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    before, indexing.mod_index = indexing.mod_index, torch.ops.aten.index
+    try:
+        return math_attention(*args, **kwargs)
+    finally:
+        indexing.mod_index = before
 
 
 def refuse_recording() -> None:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorDeviceMismatchError,
     FakeTensorMode,
+    UnsupportedOperatorException,
     disable_fake_tensor_cache,
 )
 from torch.utils._python_dispatch import _disable_current_modes
@@ -177,6 +178,11 @@ class Recorder(FakeTensorMode):
             raise _data_dependent(func, error, source) from None
         except FakeTensorDeviceMismatchError as error:
             raise RuntimeError(str(error)) from None  # the type of the error on real tensors
+        except UnsupportedOperatorException:
+            raise TraceError(
+                f"{func} at {where(source)} does not say which shape its results have, which a trace needs. "
+                f"{_of_own(func)}"
+            ) from None
         self._record(func, arguments, options, outputs, source)
         return outputs
 
@@ -360,6 +366,13 @@ def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -
         "`if` on a tensor), and a traced function has no values. Keep it a tensor (torch.where instead of `if`, "
         "num_classes= for one_hot), or pass the number with static_argnums."
     )
+
+
+def _of_own(func: OpOverload) -> str:
+    """What to do about an operator that torch cannot compute on fake tensors."""
+    if func.namespace in ("aten", "prims"):
+        return "Use another operator, or compute it outside of the function."
+    return f"Register a fake implementation of your operator: @torch.library.register_fake({func._schema.name!r})."
 
 
 _STATIC_SHAPE = "Use torch.where or a mask of fixed shape."

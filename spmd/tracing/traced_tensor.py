@@ -88,6 +88,12 @@ class TracedTensor(FunctionalTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_reading(_Tensor.__reduce_ex__, (self,))
 
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Another dtype or device; torch's own asks the trace, which may have ended."""
+        if not _is_running():
+            raise _leaked(self, "used")
+        return super().to(*args, **kwargs)
+
 
 def retyped(result: Any) -> Any:
     """What torch's functionalization returns, with each of its tensors made a `TracedTensor`."""

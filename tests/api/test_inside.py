@@ -112,6 +112,48 @@ def functions_of_third_parties(x: torch.Tensor, w: torch.Tensor) -> Any:
     return largest, torch.autograd.grad(values.sin().sum(), leaf)[0]
 
 
+class Random(torch.autograd.Function):
+    """One that draws numbers, keeps them in its context, and has two results of which one is unused."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
+        noise = torch.rand_like(x)
+        ctx.save_for_backward(noise, w)
+        return (x * noise) @ w, x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
+        noise, w = ctx.saved_tensors
+        return (gradient @ w.T) * noise * 2, None
+
+
+OUTSIDE: dict[str, Callable[..., torch.Tensor]] = {
+    "one result is an index": lambda x, w: Third.apply(x, w, 0.25)[0].sin().sum() * x.sum(),
+    "random": lambda x, w: Random.apply(x, w)[0].sin().sum(),
+    "custom operator": lambda x, w: scaled_sine(x @ w, 0.5).sum(),
+}
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_functions_of_third_parties_are_differentiated_from_outside(name: str, axes: dict[str, int]) -> None:
+    """Such functions have no setup_context, without which torch.func refuses them."""
+    mesh = spmd.make_mesh(axes, runtime="virtual")
+    alone, w = X.clone().requires_grad_(), W.clone()
+    torch.manual_seed(3)
+    expected = OUTSIDE[name](alone, w)
+    expected.backward()
+    leaf = spmd.distribute(X, P("data"), mesh).requires_grad_()
+    jitted = spmd.jit(OUTSIDE[name], (P("data"), P()), mesh=mesh)
+    for _ in range(2):
+        torch.manual_seed(3)
+        leaf.grad = None
+        found = jitted(leaf, w)
+        found.backward()
+        torch.testing.assert_close(found.detach().full_tensor(), expected.detach())
+        torch.testing.assert_close(leaf.grad.full_tensor(), alone.grad)  # type: ignore[union-attr]
+
+
 @torch.compile(backend="aot_eager")
 def compiled(x: torch.Tensor) -> torch.Tensor:
     return (x.sin() * 2 + x).cos()
@@ -142,7 +184,7 @@ def heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def flex(x: torch.Tensor, w: torch.Tensor) -> Any:
-    """Forward only: torch has no gradient of flex_attention on the CPU."""
+    """Forward only: torch has no gradient of flex_attention on the CPU; see `test_gradients_of_flex_attention`."""
 
     def score(value: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return value + w[q, k] * (h + 1)
@@ -187,6 +229,39 @@ def test_values_of_one_device(function: Callable[..., Any], axes: dict[str, int]
     check(function, spmd.make_mesh(axes, runtime="virtual"), alone(function, X, W))
 
 
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_gradients_of_flex_attention(axes: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the same attention by torch's other function: torch's own kernels have none on the CPU."""
+    slopes = torch.tensor([0.5, 0.25], dtype=torch.float64)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        score = lambda value, b, h, i, j: value + slopes[h] * (i - j)  # noqa: E731
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 6, 6, device="cpu")
+        return flex_attention(q, k, k.sin(), score_mod=score, block_mask=mask)  # type: ignore[return-value]
+
+    def plain(q: torch.Tensor, k: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(6)
+        bias = slopes[:, None, None] * (places[:, None] - places)
+        bias = bias.masked_fill(places[:, None] < places, -torch.inf)
+        return F.scaled_dot_product_attention(q, k, k.sin(), bias)
+
+    def loss(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args: function(*args).sin().sum()
+
+    args = randn(5, 2, 6, 4), randn(5, 2, 6, 4, seed=1), slopes
+    mesh, specs = spmd.make_mesh(axes, runtime="virtual"), (P("data"), P("data"), P())
+    expected = torch.func.grad(loss(plain), argnums=(0, 1, 2))(*args)
+    inside = spmd.jit(torch.func.grad(loss(attend), argnums=(0, 1, 2)), specs, mesh=mesh)(*args)
+    leaves = [x.requires_grad_() for x in spmd.distribute(args, specs, mesh)]
+    outside = torch.autograd.grad(spmd.jit(loss(attend), specs, mesh=mesh)(*leaves), leaves)
+    for found in (inside, outside):
+        torch.testing.assert_close([x.full_tensor() for x in found], list(expected))
+    assert not caplog.records  # nothing is said of the torch.compile that is torch's own
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        attend(args[0].requires_grad_(), *args[1:])
+
+
 def test_is_compiling_only_in_a_trace() -> None:
     seen = []
 
@@ -223,6 +298,33 @@ def test_a_tensor_may_be_asked_to_require_grad_that_does() -> None:
     gradient = torch.func.grad(lambda x: (x * 2).requires_grad_(True).sin().sum())
     found = spmd.jit(gradient, P("data"), mesh=mesh)(X)
     torch.testing.assert_close(found.full_tensor(), 2 * (2 * X).cos())
+
+
+@torch.library.custom_op("spmd_tests::writes", mutates_args=("out",))
+def writes(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x.sin())
+
+
+LIBRARY = torch.library.Library("spmd_tests_library", "DEF")
+LIBRARY.define("shapeless(Tensor x) -> Tensor")
+LIBRARY.impl("shapeless", lambda x: x.sin(), "CPU")
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "writes": (
+        lambda x: writes(x, torch.empty_like(x)),
+        r"spmd_tests.writes.default at test_inside.py:\d+ .*mutates_args=\(\)",
+    ),
+    "no fake": (
+        lambda x: torch.ops.spmd_tests_library.shapeless(x),
+        r"shapeless.default at test_inside.py:\d+ .*@torch.library.register_fake\('spmd_tests_library::shapeless'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_custom_operators_that_have_no_functional_form_are_refused(name: str) -> None:
+    function, message = REFUSED[name]
+    with pytest.raises(spmd.TraceError, match=message):
+        spmd.jit(function, P("data"), mesh=spmd.make_mesh({"data": 2}, runtime="virtual"))(X)
 
 
 CLOSED = torch.ones(6, dtype=torch.float64, requires_grad=True)

@@ -90,6 +90,32 @@ def test_values_and_buffers_are_those_of_one_device(form, no_grad):
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("form", ["argument", "function"])
+def test_modules_under_torch_compile_are_inlined_and_this_is_said(form, caplog):
+    model, alone, x = tied(), tied(), values()
+    f = FORMS[form](torch.compile(model, backend="eager"), mesh=MESH)
+    for _ in range(2):
+        found, expected = f(x), alone(x)
+        equal(found.detach(), expected.detach())
+        equal_state(model, alone)
+    found.square().sum().backward(), expected.square().sum().backward()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        equal(one.grad, other.grad)
+    assert any("torch.compile was called in one under spmd.jit at" in record.message for record in caplog.records)
+
+
+def test_a_closed_over_module_under_torch_compile_is_inlined():
+    model, x = nn.Linear(4, 3), values()
+    compiled = torch.compile(model, backend="eager")
+    f = spmd.jit(lambda x: compiled(x), mesh=MESH)
+    with torch.no_grad():
+        equal(f(x), model(x))
+        model.weight.mul_(2)
+        equal(f(x), model(x))
+    expected = torch.func.grad(lambda x: model(x).sin().sum())(x)
+    equal(torch.func.grad(lambda x: f(x).sin().sum())(x), expected)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_stock_models_train_with_dtensors_as_parameters(model, strategy):
@@ -185,6 +211,21 @@ def test_gradients_from_outside(form):
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         equal(one.grad, other.grad)
     equal_state(model, alone)
+
+
+def test_gradients_of_a_closed_over_module_are_missed():
+    model, x = nn.Linear(4, 4), spmd.distribute(values(), P("data"), MESH).requires_grad_()
+    f = spmd.jit(lambda x: model(x).sum(), mesh=MESH)
+    with pytest.raises(ShardingError, match=r"does not require grad.*spmd\.jit\(lambda model, x: model\(x\)\)"):
+        f(values()).backward()
+    message = r"closes over 2 tensors that require grad, such as one f32\[4,4\].*Pass what has them as an argument"
+    with pytest.warns(UserWarning, match=message) as caught:
+        f(x).backward()
+    x.grad = None
+    f(x).backward()  # it is said once
+    assert [__file__] == [found.filename for found in caught]
+    equal(x.grad, model.weight.sum(0).expand(6, 4))
+    assert model.weight.grad is None
 
 
 def test_a_frozen_parameter_gets_no_gradient():

@@ -86,6 +86,9 @@ def test_values_that_are_needed_inside(name: str, transform: Any) -> None:
 USES: dict[str, Callable[[torch.Tensor], Any]] = {
     **{name: read for name, (read, _) in READS.items()},
     "add": lambda x: x + 1,
+    "conversion": lambda x: x.to(torch.float64),
+    "other device": lambda x: x.cpu(),
+    "safetensors": lambda x: spmd.save_safetensors({"x": x}, "no-such-folder"),
     "operand": lambda x: torch.ones(8, 4) + x,
     "backward": lambda x: x.sum().backward(),
     "deepcopy": lambda x: copy.deepcopy(x),

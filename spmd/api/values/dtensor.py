@@ -361,6 +361,20 @@ class DTensor(torch.Tensor):
     def _refuse(self, *args: object, method: str, remedy: str, **kwargs: object) -> NoReturn:
         raise ShardingError(f"{method}() was called on {self!r}. {remedy}")
 
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """As of a tensor.
+
+        Raises:
+            ShardingError: it does not require grad.
+        """
+        if not self.requires_grad:
+            raise ShardingError(
+                f"backward() was called on {self!r:.200}, which does not require grad. Call requires_grad_() on what "
+                "the gradient is of. A jitted function has gradients of its arguments only: pass a module as one, "
+                "spmd.jit(lambda model, x: model(x)), or make it the function, spmd.jit(model)."
+            )
+        super().backward(*args, **kwargs)
+
     def tolist(self) -> Any:
         """The values as nested lists; assembled, as by `full_tensor`."""
         return self._whole().tolist()
