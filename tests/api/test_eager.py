@@ -484,3 +484,13 @@ def test_printing() -> None:
     )
     assert repr(x) == "DTensor(f32[2,3] P('data') on Mesh(data=2, model=3), shards 6x[1,3])"
     assert str(spmd.distribute(torch.ones(2), P(partial={"data": "sum"}), MESH)).startswith("DTensor([1., 1.], f32[2]")
+
+
+def test_an_empty_plain_tensor_may_be_an_operand() -> None:
+    """As transformers starts a cache: torch.cat passes over such a tensor."""
+    x = torch.randn(5, 4)
+    placed = spmd.distribute(x, P("data"), MESH).requires_grad_()
+    found = torch.cat([torch.tensor([]), placed.sin()])
+    torch.testing.assert_close(found.detach().full_tensor(), x.sin())
+    found.sum().backward()
+    torch.testing.assert_close(placed.grad.full_tensor(), x.cos())  # type: ignore[union-attr]

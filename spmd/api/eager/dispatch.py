@@ -199,7 +199,7 @@ def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh) -> DTensor:
             raise MeshError(f"{op} at {where()} has operands on {mesh} and on {tensor.mesh}. {_ONE_MESH}")
         tensor = tensor._whole()  # a number
     meta = TensorMeta.of(tensor)
-    is_number = tensor.numel() == 1 or not any(tensor.stride())  # torch's gradients have such: numbers, expanded
+    is_number = tensor.numel() <= 1 or not any(tensor.stride())  # torch's gradients have such: numbers, expanded
     if not (is_number or _replicates.get() or _is_backward() or _is_asserted()):
         raise ShardingError(
             f"{op} at {where()} has a plain tensor {meta} beside a DTensor on {mesh}. Place it with "
