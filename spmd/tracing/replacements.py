@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import canonicalize_dim
 
 from spmd.errors import TraceError
 from spmd.tracing.fused_optimizers import FUSED
@@ -73,6 +74,12 @@ def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: in
     return loss.reshape(()), targets.reshape(x.shape)
 
 
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    """Raise torch's error for a dim that there is not, which its meta kernel does not."""
+    canonicalize_dim(x.ndim, dim)
+    return NotImplemented
+
+
 def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: float, distances: torch.Tensor) -> Any:
     """Raise for a batch of cotangents: torch's vmap rule returns the gradient of their sum for each of them."""
     if grad.ndim > distances.ndim:
@@ -130,5 +137,7 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     **{op: _restrided(op, positions, of) for positions, of, ops in _STRIDES for op in ops},
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._cdist_backward.default: _cdist_backward,
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _softmax,
 }
 """Replacements for operators; one returns NotImplemented for calls that torch itself handles correctly."""

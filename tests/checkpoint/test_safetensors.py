@@ -63,10 +63,12 @@ def test_large_trees_are_several_files(on_ranks, tmp_path, axes):
             assert_same(TENSORS, {name: value for name, (_, value) in found.items()})
 
 
+@pytest.mark.parametrize("files", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_reads_its_shards_only(workers, tmp_path, ranks):
+def test_a_rank_reads_its_shards_only(workers, tmp_path, ranks, files):
     whole = {"w": torch.ones(64, 4096), "v": torch.ones(64, 4096)}
-    safetensors.torch.save_file(whole, tmp_path / "model.safetensors")
+    spmd.save_safetensors(whole, tmp_path, max_shard_size=2 * whole["w"].nbytes // files)
+    assert files == len(list(tmp_path.glob("*.safetensors")))
     size = sum(tensor.nbytes for tensor in whole.values())
     for spec in (P("x"), P(None, "x")):
         args = (cases.bytes_read, {"x": ranks}, "distributed", str(tmp_path), spec)

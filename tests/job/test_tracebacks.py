@@ -77,6 +77,14 @@ def test_other_dtypes_are_found_when_the_function_is_traced() -> None:
     assert "<lambda>" == names(error)[-1]
 
 
+@pytest.mark.parametrize("function", [lambda x: x.softmax(3), lambda x: x.log_softmax(-3), lambda x: x.cumsum(2)])
+def test_other_dims_are_found_when_the_function_is_traced(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    expected = raised(lambda: function(torch.ones(8, 4)))
+    error = raised(lambda: spmd.jit(function, mesh=MESH).trace(torch.ones(8, 4)))
+    assert (type(expected), str(expected)) == (type(error), str(error))
+    assert "<lambda>" == names(error)[-1]
+
+
 def test_all_frames_show_where_wanted() -> None:
     with spmd.errors.show_internals():
         error = raised(CALLS[0])
