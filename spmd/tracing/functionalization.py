@@ -23,6 +23,7 @@ from spmd.tracing.recorder import where
 from spmd.tracing.replacements import REPLACEMENTS
 from spmd.tracing.strides import check_out, loses_strides, write_copies
 from spmd.tracing.traced_tensor import plain_types, retyped
+from spmd.tracing.written_operands import write, writes_to_operands
 
 aten = torch.ops.aten
 
@@ -84,6 +85,9 @@ class Functionalization(FunctionalTensorMode):
         if body is not None:
             with self:
                 return body(*args, **kwargs)
+        if writes_to_operands(func):
+            with self:
+                return write(func, args, kwargs)
         if func._schema.is_mutable and can_auto_functionalize(func):
             raise _writes(func)
         outs = list(_outs(func, kwargs))
@@ -109,7 +113,7 @@ class Functionalization(FunctionalTensorMode):
 
 
 def _writes(func: Any) -> TraceError:
-    """The error for an operator of a third party that writes to an operand: torch would wrap it in a function."""
+    """The error for an operator of a third party that writes to lists or optional operands."""
     written = [argument.name for argument in func._schema.arguments if argument.alias_info is not None]
     return TraceError(
         f"{func} at {where()} writes to its operand {', '.join(written)}, and a program holds functional operators "

@@ -300,9 +300,37 @@ def test_a_tensor_may_be_asked_to_require_grad_that_does() -> None:
     torch.testing.assert_close(found.full_tensor(), 2 * (2 * X).cos())
 
 
-@torch.library.custom_op("spmd_tests::writes", mutates_args=("out",))
-def writes(x: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(x.sin())
+@torch.library.custom_op("spmd_tests::writes", mutates_args=("outs",))
+def writes(x: torch.Tensor, outs: list[torch.Tensor]) -> None:
+    for out in outs:
+        out.copy_(x.sin())
+
+
+@torch.library.custom_op("spmd_tests::adds", mutates_args=("total", "count"))
+def adds(x: torch.Tensor, total: torch.Tensor, count: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    total.add_(x, alpha=scale)
+    count.add_(1)
+    return x.sum(1)
+
+
+@adds.register_fake
+def _(x: torch.Tensor, total: torch.Tensor, count: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return x.new_empty(x.shape[0])
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_custom_operator_may_write_to_tensors_of_the_function(axes: dict[str, int]) -> None:
+    def function(x: torch.Tensor) -> Any:
+        total, count = torch.zeros(8, 6, dtype=torch.float64), torch.tensor(0)
+        first = adds(x, total[2:6], count, 0.5)  # through a view
+        second = adds(x * 2, total[:4], scale=2.0, count=count)
+        return total, count, first + second
+
+    mesh = spmd.make_mesh(axes, runtime="virtual")
+    found = spmd.jit(function, P("data"), mesh=mesh)(X)
+    torch.testing.assert_close([x.full_tensor() for x in found], list(function(X)))
+    with pytest.raises(spmd.TraceError, match=r"In-place write to argument 0 f64\[4,6\] at test_inside.py:\d+"):
+        spmd.jit(lambda x: adds(x, x, torch.tensor(0)), mesh=mesh)(X)
 
 
 LIBRARY = torch.library.Library("spmd_tests_library", "DEF")
@@ -310,7 +338,7 @@ LIBRARY.define("shapeless(Tensor x) -> Tensor")
 LIBRARY.impl("shapeless", lambda x: x.sin(), "CPU")
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "writes": (
-        lambda x: writes(x, torch.empty_like(x)),
+        lambda x: writes(x, [torch.empty_like(x)]),
         r"spmd_tests.writes.default at test_inside.py:\d+ .*mutates_args=\(\)",
     ),
     "no fake": (
