@@ -106,8 +106,8 @@ def declared_constants(structure: optree.PyTreeSpec) -> dict[str, Any] | None:
 def ints_in_fields(structure: optree.PyTreeSpec, path: str) -> Iterator[tuple[str, int]]:
     """The ints in fields of the objects in a structure, which are part of it, each with its path.
 
-    >>> import attrs
-    >>> State = attrs.make_class("State", ["w", "step"], class_body={"__module__": "train"})
+    >>> State = attrs.make_class("State", ["w", "step"])
+    >>> State.__module__ = "train"
     >>> register_containers([state := State(1.0, step=3)])
     True
     >>> list(ints_in_fields(optree.tree_structure([state], namespace=NAMESPACE), "0"))

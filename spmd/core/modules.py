@@ -18,6 +18,7 @@ import optree
 import torch
 from torch import nn
 
+from spmd.core.contents import contents_checker, contents_of
 from spmd.core.static_key import static_key
 
 Slot: TypeAlias = tuple[dict[str, Any], str]
@@ -143,6 +144,8 @@ def reader(structure: ModuleStructure) -> Callable[[Any], list[Any] | None]:
     plain = [(operator.itemgetter(*_read(owner)), vars(owner)) for owner in owners]
     inner = [vars(owner)[name] for owner in owners for name in ("_modules", *_HOOKS) if vars(owner)[name]]
     inner += [vars(value) for value in {id(v): v for owner in owners for v in _objects(owner)}.values()]
+    attributes = (vars(owner)[name] for owner in owners for name in _plain(owner))
+    unchanged = contents_checker(contents_of([*attributes, *(x for held in inner for x in held.values())]))
     sized = [held for o in owners for held in (vars(o), *(vars(o)[name] for name in _STORES))] + inner
     tied = [(held, name, number) for number, places in enumerate(structure.slots) for held, name in places[1:]]
     empty = [(vars(o)[kind], name) for o in owners for kind in _KINDS for name, x in vars(o)[kind].items() if x is None]
@@ -162,7 +165,7 @@ def reader(structure: ModuleStructure) -> Callable[[Any], list[Any] | None]:
             return None
         found = list(itertools.chain.from_iterable([get(held) for get, held in plain]))
         found += itertools.chain.from_iterable(map(dict.values, inner))
-        if not all(map(operator.is_, found, expected)) or list(map(version, constants)) != versions:
+        if not all(map(operator.is_, found, expected)) or not unchanged() or list(map(version, constants)) != versions:
             return None
         leaves = [held[name] for held, name in slots]
         if any(held[name] is not leaves[number] for held, name, number in tied):

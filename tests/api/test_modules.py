@@ -312,10 +312,12 @@ class Configured(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner, self.config, self.mode, self.table = nn.Linear(4, 4), Config(), "plus", torch.ones(4)
+        self.factors, self.sizes = {"x": 1.0, "more": {"y": 1.0}}, [4]
         self.drop = nn.Dropout(0.0)
 
     def forward(self, x):
         x = self.drop(self.inner(x)) * self.config.scale + self.table
+        x = x * self.factors["x"] * self.factors["more"].get("y", 3.0) * self.sizes[0]
         return x + sum(self.config.shifts) if self.mode == "plus" else x
 
 
@@ -325,6 +327,22 @@ def set_scale(m):
 
 def set_shifts(m):
     m.config.shifts = [1.0, 2.0]
+
+
+def append_to_a_list_of_the_config(m):
+    m.config.shifts.append(2.0)
+
+
+def set_an_item(m):
+    m.factors["x"] = 2.0
+
+
+def set_an_item_of_a_list(m):
+    m.sizes[0] = 5
+
+
+def rename_an_inner_item(m):
+    m.factors["more"]["z"] = m.factors["more"].pop("y")
 
 
 def set_mode(m):
@@ -372,6 +390,10 @@ class Doubled(nn.Module):
 CHANGES = [
     set_scale,
     set_shifts,
+    append_to_a_list_of_the_config,
+    set_an_item,
+    set_an_item_of_a_list,
+    rename_an_inner_item,
     set_mode,
     set_table,
     write_table,
