@@ -93,9 +93,14 @@ def test_options_that_do_not_fit(capsys):
 
 
 @pytest.mark.parametrize("dispatch", moe.DISPATCHES)
-def test_the_example_runs_under_torchrun(dispatch):
+def test_the_example_runs_on_processes(workers, dispatch):
+    arguments = ["--steps", "6", "--tokens", "64", "--dispatch", dispatch]
+    assert [0, 0] == workers.run(moe.main, arguments, ranks=2)
+
+
+def test_the_example_runs_under_torchrun():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "examples" / "moe.py"), "--steps", "6", "--tokens", "64", "--dispatch", dispatch]
+    script = [str(ROOT / "examples" / "moe.py"), "--steps", "6", "--tokens", "64"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run([*torchrun, *script], capture_output=True, text=True, env=environment, timeout=300)
     assert 0 == run.returncode, run.stderr

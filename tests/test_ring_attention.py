@@ -123,10 +123,10 @@ def test_memory_is_that_of_the_own_block(causal):
         return step.plan(*inputs(length, dtype=torch.float32)).memory.peak
 
     block = inputs(16, dtype=torch.float32)[1].nbytes
-    own, everything = ([peak(ranks, save) for ranks in (4, 8, 16)] for save in ("own", "all"))
+    own, everything = ([peak(ranks, save) for ranks in (4, 6, 8)] for save in ("own", "all"))
     assert max(own) - min(own) <= 8 * 16  # a number for each step
-    assert everything[1] - everything[0] >= 4 * 2 * block
-    assert everything[2] - everything[1] >= 8 * 2 * block
+    assert everything[1] - everything[0] >= 2 * 2 * block
+    assert everything[2] - everything[1] >= 2 * 2 * block
 
 
 @pytest.mark.parametrize(("length", "received"), [(8, 4 * 3), (10, (4 + 2) * 3)], ids=["even", "uneven"])
