@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 from typing import Any
 
 import pytest
@@ -306,6 +307,8 @@ class Unregistered:
     ("leaf", "message"),
     [
         (len, r"got builtin_function.*Pass a tensor; or, to a jitted function, a static argument: static_argnums"),
+        (slice(0, 2), r"got slice .*in a dict, list or dataclass; or, .* a static argument: static_argnums"),
+        (types.SimpleNamespace(w=1), r"got SimpleNamespace .*Pass tensors in a dict"),
         (Unregistered(), r"got Unregistered .*register Unregistered with optree as a container: namespace='spmd'"),
     ],
 )

@@ -111,7 +111,7 @@ class Surroundings:
         for code in self._hidden.codes:
             line = code.co_firstlineno
             for instruction in (i for each in nested(code) for i in dis.get_instructions(each)):
-                line = instruction.starts_line or line
+                line = getattr(instruction, "line_number", instruction.starts_line) or line  # from 3.13 on, a flag
                 if instruction.opname in operations and str(instruction.argval).startswith(name):
                     return _where(code, line)
         found = next(iter(self._hidden.codes), None)

@@ -9,6 +9,7 @@ globally or in the namespace `"spmd"`, or with `torch.utils._pytree`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, TypeAlias, overload
 
@@ -241,6 +242,8 @@ def leaf_remedy(leaf: Any) -> str:
         return "Pass the state as tensors, and compute the update in the function, as spmd.optim does."
     if isinstance(leaf, (str, bytes)) or callable(leaf):
         return "Pass a tensor; or, to a jitted function, a static argument: static_argnums."
+    if type(leaf).__module__.partition(".")[0] in sys.stdlib_module_names:
+        return "Pass tensors in a dict, list or dataclass; or, to a jitted function, a static argument: static_argnums."
     return f"Pass a tensor, or register {type(leaf).__name__} with optree as a container: namespace='{NAMESPACE}'."
 
 
