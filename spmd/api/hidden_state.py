@@ -180,7 +180,7 @@ class HiddenState:
     def visit_methods(self, module: nn.Module) -> None:
         """Look at the code of a module: at hooks and `forward`, and at what this calls of the user's own classes."""
         for owner in module.modules():
-            kind = type(owner)
+            kind: Any = type(owner)
             hooks = [hook for name in _HOOKS for hook in vars(owner)[name].values()]
             for function in (getattr(kind, "forward", None), *hooks):
                 self._visit("a hook", function)
