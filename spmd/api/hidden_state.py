@@ -184,7 +184,7 @@ class HiddenState:
             hooks = [hook for name in _HOOKS for hook in vars(owner)[name].values()]
             for function in (getattr(kind, "forward", None), *hooks):
                 self._visit("a hook", function)
-            if is_users(kind) and not is_installed(sys.modules[kind.__module__].__file__ or ""):
+            if is_users(kind) and not is_installed(getattr(sys.modules[kind.__module__], "__file__", None) or ""):
                 self._visit_class(kind.__name__, kind)
 
     def _visit_function(self, function: FunctionType) -> None:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import random
+import sys
 import types
 
 import attrs
@@ -347,6 +348,15 @@ def test_a_change_is_seen(case):
         for _ in range(2):
             torch.testing.assert_close(f(X).full_tensor(), getattr(expected, "full_tensor", lambda: expected)())
         assert not torch.equal(before, f(X).full_tensor())
+
+
+def test_modules_of_a_notebook_have_no_file(monkeypatch):
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    model = type("Interactive", (Helped,), {"__module__": "__main__"})()
+    closed_over, called = spmd.jit(lambda x: model(x), mesh=MESH), spmd.jit(model, mesh=MESH)
+    for _ in range(2):
+        torch.testing.assert_close(closed_over(X).full_tensor(), model(X))
+        torch.testing.assert_close(called(X).full_tensor(), model(X))
 
 
 def test_earlier_values_find_their_programs():
