@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
@@ -66,6 +67,7 @@ class DTensor(torch.Tensor):
     _shards: tuple[torch.Tensor, ...]
     _family: Any = None  # aliases and views (spmd.api.eager.families); None if there are none
     _strides: tuple[int, ...] | None = None  # of the global tensor on one device; None if it is contiguous
+    _places_gradient: bool = False  # whether gradients of this leaf are redistributed to its spec
     _gone: tuple[str, str]  # why it has no shards: in a word, and what to do
 
     def __new__(cls, *args: object, **kwargs: object) -> DTensor:
@@ -259,9 +261,24 @@ class DTensor(torch.Tensor):
         if name == "data" and isinstance(value, DTensor) and (value is self or value._family is None):
             _set_data(self, value)  # as modules do: .to(dtype), .to_empty(device=...)
             return
+        if name == "requires_grad" and isinstance(value, bool):
+            self.requires_grad_(value)
+            return
         if name in _FIXED:
             raise AttributeError(f"The {name} of a DTensor cannot be set. {_FIXED[name]}")
         super().__setattr__(name, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """Set whether autograd records what is computed from this tensor, whose gradient then has its spec.
+
+        As torch's, but the gradient of a leaf is redistributed to the spec of the leaf, without a pending reduction,
+        before it is accumulated.
+        """
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf and not self._places_gradient:
+            self.register_hook(functools.partial(_as_leaf, weakref.ref(self)))
+            self.__dict__["_places_gradient"] = True
+        return self
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(self._index(index))
@@ -394,15 +411,14 @@ def local_parts(value: DTensor, gradient: DTensorSpec | None) -> Shards:
         value: the DTensor.
         gradient: the spec of what ranks compute as their gradients; None if they must not.
     """
-    spec, is_leaf = value._spec, value.is_leaf
+    spec = value._spec
 
     def transpose(*cotangents: torch.Tensor) -> DTensor:
         found = gradient_of_parts(spec, gradient)
         if checks.every_call:
             call = f"the gradient of to_local() of {spec} on {spec.mesh}"
             joint_specs(call, [cotangents], [found.pspec], spec.mesh, spec.meta.shape, names=["the gradient"])
-        made = _of_parts(found, *cotangents, gradient=spec)
-        return made.redistribute(spec.complete.pspec) if is_leaf else made  # what computed it may need less than all
+        return _of_parts(found, *cotangents, gradient=spec)
 
     return linear(lambda value: tuple(shard.detach() for shard in value._shards), transpose, value)  # type: ignore[no-any-return]
 
@@ -585,6 +601,14 @@ def restore(
         )
     check_shards(made, shards)
     return _leaf(wrap(made, shards), requires_grad, is_parameter)
+
+
+def _as_leaf(leaf: weakref.ref[DTensor], gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a leaf with its spec; by a weak reference, because the leaf has this as a hook."""
+    found = leaf()
+    if found is None or not isinstance(gradient, DTensor) or gradient._spec == found._spec:
+        return gradient
+    return gradient.redistribute(found._spec.complete.pspec)
 
 
 def _leaf(value: DTensor, requires_grad: bool, is_parameter: bool) -> DTensor:
