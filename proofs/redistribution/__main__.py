@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from proofs.page import table, write_section
+from proofs.redistribution.optimum import Cost
 from proofs.redistribution.sweep import Found, compare, wrong
 from spmd.core.mesh import Mesh, make_mesh
 from spmd.core.spec import TensorMeta
@@ -30,6 +31,8 @@ SHAPES = ((16, 8), (4096, 1024))
 
 UNEVEN = (5, 3)
 """The tensor of the comparison of values and gradients: some shards are uneven, others empty."""
+
+TRADED = ("mesh", "tensor", "pairs", "such as", "bytes, collectives, cost: ours", "torch's")
 
 HEAD = (
     "mesh", "tensor", "pairs", "above the optimum: targets complete, partial", "in a program",
@@ -51,17 +54,21 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)  # torch warns of every sequence that it cannot join
-    rows, errors, examples = [], [], []
+    rows, errors, traded = [], [], []
     for sizes in options.meshes:
         mesh = _mesh(sizes)
         errors += list(wrong(mesh, TensorMeta(UNEVEN, torch.float32), options.every))
         for shape in SHAPES:
             found = compare(mesh, TensorMeta(shape, torch.float32), options.every)
             rows.append(_row(mesh, shape, found))
-            examples += [f"- {mesh}, {list(shape)}: {example}." for example in found.examples]
+            traded += [
+                [str(mesh.sizes), str(list(shape)), str(count), f"`{pair}`", _cost(ours), _cost(theirs)]
+                for (pair, ours, theirs), count in sorted(found.traded.items(), key=lambda item: (-item[1], item[0]))
+            ]
             if found.dominated or found.against["price", 1]:
                 errors.append(f"costs on {mesh} of {shape}")
-    text = "\n".join([*table(HEAD, rows), "", "Some pairs that torch does with less of one:", "", *examples, ""])
+    about = f"All {sum(int(row[2]) for row in traded)} pairs that torch does with less of one and more of the other:"
+    text = "\n".join([*table(HEAD, rows), "", about, "", *table(TRADED, traded), ""])
     print(text, f"wrong: {errors or 'nothing'}", sep="\n")
     if options.markdown:
         command = f"    python -m proofs.redistribution {shlex.join(sys.argv[1:])}"
@@ -74,6 +81,10 @@ def _mesh(sizes: str) -> Mesh:
     axes = dict(zip("xyzw", map(int, sizes.split("x")), strict=False))
     assert math.prod(axes.values()) > 1
     return make_mesh(axes, runtime="virtual")
+
+
+def _cost(cost: Cost) -> str:
+    return f"{cost.bytes:,.0f}, {cost.count}, {cost.price:,.0f}"
 
 
 def _row(mesh: Mesh, shape: tuple[int, ...], found: Found) -> list[str]:

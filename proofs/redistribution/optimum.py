@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import attrs
+import torch
 
 from spmd.collectives.block_exchange import BlockExchange
-from spmd.collectives.resharding import LAUNCH_BYTES, eager_cost
+from spmd.collectives.cheapest import LAUNCH_BYTES, eager_cost
 from spmd.collectives.step import Step
 from spmd.core.spec import DTensorSpec
 
@@ -33,12 +34,6 @@ class Cost:
     count: int
     bytes: float
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.price + other.price, self.count + other.count, self.bytes + other.bytes)
-
-
-NONE, INFINITE = Cost(0.0, 0, 0.0), Cost(math.inf, 0, math.inf)
-
 
 def cost_of(steps: Sequence[Step | BlockExchange], *, eager: bool) -> Cost:
     """The cost of the steps that the library has found."""
@@ -47,44 +42,54 @@ def cost_of(steps: Sequence[Step | BlockExchange], *, eager: bool) -> Cost:
     return Cost(price, sum(step.is_collective for step in steps), sent)
 
 
-def optima(specs: Sequence[DTensorSpec], *, eager: bool) -> list[list[Cost]]:
-    """The least cost of a sequence of steps from each spec to each other, through any specs of no larger shards.
+MOST = 6
+"""The collectives that `optima` counts; no sequence that the library finds has more."""
+
+
+def optima(specs: Sequence[DTensorSpec], *, eager: bool) -> torch.Tensor:
+    """The least prices of sequences of steps from each spec to each other, through any specs of no larger shards.
 
     Args:
         specs: all specs of a mesh, with even shards.
         eager: whether an exchange of blocks is a step, and launches take time.
+
+    Returns:
+        A tensor [source, target, n] of the least prices with at most n collectives, for n below `MOST`; with n =
+        `MOST`, with any number.
     """
-    least = [[_cheapest(before, after, eager) for after in specs] for before in specs]
-    ends = [[max(before.local_bytes(), after.local_bytes()) for after in specs] for before in specs]
-    found = [list(row) for row in least]
+    least = torch.full((len(specs), len(specs), MOST + 1), math.inf, dtype=torch.float64)
+    for (row, source), (column, target) in itertools.product(enumerate(specs), repeat=2):
+        for price, count in _edges(source, target, eager):
+            least[row, column, count:] = least[row, column, count:].clamp(max=price)
+    sizes = torch.tensor([spec.local_bytes() for spec in specs])
+    ends = torch.maximum(sizes[:, None], sizes)
+    found = least.clone()
     # Floyd and Warshall's algorithm over ever larger shards: what it has after some size has passed through no larger.
-    by_size = sorted(range(len(specs)), key=lambda number: specs[number].local_bytes())
-    for size, middles in itertools.groupby(by_size, key=lambda number: specs[number].local_bytes()):
-        for middle in middles:
+    for size in sizes.unique():
+        for middle in torch.nonzero(sizes == size).flatten().tolist():
             _join(least, middle)
-        for source, target in itertools.product(range(len(specs)), repeat=2):
-            if ends[source][target] == size:
-                found[source][target] = least[source][target]
+        found[ends == size] = least[ends == size]
     return found
 
 
-def _join(least: list[list[Cost]], middle: int) -> None:
+def _join(least: torch.Tensor, middle: int) -> None:
     """Let sequences pass through one more spec."""
-    for row in least:
-        first = row[middle]
-        if first.price < math.inf:
-            for target, second in enumerate(least[middle]):
-                if first.price + second.price <= row[target].price:
-                    row[target] = min(row[target], first + second)
+    before, after = least[:, middle].clone(), least[middle].clone()
+    for first, second in itertools.product(range(MOST + 1), repeat=2):
+        through = before[:, None, first] + after[None, :, second]
+        least[..., min(first + second, MOST) :].clamp_(max=through[..., None])
 
 
-def _cheapest(before: DTensorSpec, after: DTensorSpec, eager: bool) -> Cost:
+def _edges(before: DTensorSpec, after: DTensorSpec, eager: bool) -> Iterator[tuple[float, int]]:
+    """The price and the number of collectives of each single step from one spec to another, or of none."""
     if before == after:
-        return NONE
-    found = [Cost(sent + LAUNCH_BYTES * count * eager, count, sent) for sent, count in _steps(before, after)]
+        yield 0.0, 0
+        return
+    for sent, count in _steps(before, after):
+        yield sent + LAUNCH_BYTES * count * eager, count
     if eager:
-        found.append(cost_of([BlockExchange(before, after)], eager=True))
-    return min(found, default=INFINITE)
+        cost = cost_of([BlockExchange(before, after)], eager=True)
+        yield cost.price, cost.count
 
 
 def _steps(before: DTensorSpec, after: DTensorSpec) -> Iterator[tuple[float, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from proofs.redistribution.torch_counts import fake_mesh, torch_cost
 from spmd.api.values.dtensor import wrap
 from spmd.collectives.resharding import eager_redistribution, redistribution
 from spmd.core.mesh import Mesh
-from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.testing.specs import every_spec, random_shards
 
 SLACK = 1e-6
@@ -27,13 +28,15 @@ class Found:
 
     Args:
         pairs: the number of pairs.
-        above: how many cost more than the optimum outside of a program, by whether the target is partial; and in one.
+        above: how many cost more than the optimum outside of a program, by whether the target is partial; and how many
+            send more in a program than the optimum without exchanges of as many collectives.
         excess: the greatest ratio of a price to the optimum's outside of a program.
         ours, theirs: the sums of bytes and of collectives, of the pairs that torch has.
         against: of those pairs, how many have fewer, as many or more than torch: `("bytes", -1)` and so on.
         refused: how many torch refuses.
         dominated: pairs for which torch sends no more bytes in no more collectives, and less of one of them.
-        examples: some pairs that torch does with less of something, with the costs.
+        traded: how many pairs there are of each form for which torch has less of one and more of the other, with the
+            costs.
     """
 
     pairs: int = 0
@@ -44,24 +47,24 @@ class Found:
     against: Counter[tuple[str, int]] = attrs.field(factory=Counter)
     refused: int = 0
     dominated: int = 0
-    examples: list[str] = attrs.field(factory=list)
+    traded: Counter[tuple[str, Cost, Cost]] = attrs.field(factory=Counter)
 
 
 def compare(mesh: Mesh, meta: TensorMeta, every: int = 1) -> Found:
     """Compare the costs of all pairs with the optimum and with torch's; `every` fifth source, if that is 5."""
     specs, found = every_spec(mesh, meta), Found()
-    least, in_program = optima(specs, eager=True), optima(specs, eager=False)
+    least, in_program = (optima(specs, eager=eager).tolist() for eager in (True, False))
     with fake_mesh(mesh) as theirs:
         for row, source in list(enumerate(specs))[::every]:
             for column, target in enumerate(specs):
                 cost = cost_of(eager_redistribution(source, target), eager=True)
                 planned = cost_of(redistribution(source, target), eager=False)
                 found.pairs += 1
-                best = least[row][column].price
+                best = least[row][column][-1]
                 if cost.price > best * (1 + SLACK):
                     found.above["partial" if target.partial else "complete"] += 1
                     found.excess = max(found.excess, cost.price / best)
-                found.above["program"] += planned.price > in_program[row][column].price * (1 + SLACK)
+                found.above["program"] += planned.price > in_program[row][column][planned.count] * (1 + SLACK)
                 _count(found, source, target, cost, torch_cost(theirs, source, target))
     return found
 
@@ -79,11 +82,25 @@ def _count(found: Found, source: DTensorSpec, target: DTensorSpec, ours: Cost, t
         found.against[name, signs[name]] += 1
     both = {signs["bytes"], signs["count"]}
     found.dominated += both in ({1}, {0, 1})
-    if 1 in both and len(found.examples) < 4:
-        found.examples.append(
-            f"{source.pspec!r} -> {target.pspec!r}: {ours.bytes:,.0f} bytes in {ours.count} beside torch's "
-            f"{theirs.bytes:,.0f} in {theirs.count}"
+    if {-1, 1} == both:
+        found.traded[form(source, target), ours, theirs] += 1
+
+
+def form(source: DTensorSpec, target: DTensorSpec) -> str:
+    """A pair with its axes, dims and reductions renamed: equal for pairs that differ in nothing else."""
+    names, dims, kinds = source.mesh.names, range(source.meta.ndim), ("sum", "max")
+    texts = []
+    for axes, order, ops in itertools.product(*map(itertools.permutations, (names, dims, kinds))):
+        axis, op = dict(zip(names, axes, strict=True)), dict(zip(kinds, ops, strict=True))
+        ends = (
+            P(
+                *(tuple(axis[name] for name in spec.dims[dim]) for dim in order),
+                partial={axis[name]: op[kind] for name, kind in spec.partial},
+            )
+            for spec in (source, target)
         )
+        texts.append(" -> ".join(map(repr, ends)))
+    return min(texts, key=lambda text: (len(text), text.count("max"), text))
 
 
 def wrong(mesh: Mesh, meta: TensorMeta, every: int = 1) -> Iterator[str]:

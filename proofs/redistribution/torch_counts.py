@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from proofs.redistribution.optimum import Cost
-from spmd.collectives.resharding import LAUNCH_BYTES
+from spmd.collectives.cheapest import LAUNCH_BYTES
 from spmd.collectives.traffic import ring_bytes
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec

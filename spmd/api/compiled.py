@@ -25,8 +25,9 @@ from spmd.api.value_warnings import warn_of_missing_gradients, warn_of_transform
 from spmd.api.values.arguments import check_argument
 from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.distribute import check_same, place
-from spmd.api.values.dtensor import DONATED, DTensor, Shards, lose_shards, wrap
+from spmd.api.values.dtensor import DTensor, wrap
 from spmd.api.values.leaves import DYNAMIC, as_argument
+from spmd.api.values.wrapper import DONATED, Shards, lose_shards
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh

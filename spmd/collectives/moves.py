@@ -2,7 +2,7 @@
 
 Chunks are nested, so only the innermost axes of a dim can change directly. An outer axis changes after the axes inside
 it are gathered or moved away, or by a permute if the chunks are equal. A step puts an axis only where the goal has it,
-which keeps the search small for any number of dims; or else the axes of `anywhere` on any dim, in any order.
+which keeps the search small for any number of dims; or else, in any order, the axes that `anywhere` has for each dim.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Runs: TypeAlias = Sequence[Sequence[tuple[str, ...]]]
 
 
 def next_steps(
-    here: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype | None = None, anywhere: Sequence[str] = ()
+    here: DTensorSpec, goal: DTensorSpec, reduce_dtype: torch.dtype | None = None, anywhere: Dims = ()
 ) -> Iterator[Step]:
     """The steps that may come next on a way from a spec to another; neither has axes of size 1.
 
-    Sums run in `reduce_dtype`, as by `summed_in`. A step puts axes where the goal has them, but those of `anywhere` on
-    any dim, if there are some.
+    Sums run in `reduce_dtype`, as by `summed_in`. A step puts axes where the goal has them, or if `anywhere` is not
+    empty, those of its axes for a dim, in any order.
     """
-    runs = [_orders(tuple(anywhere)) if anywhere else tuple(_runs(axes)) for axes in goal.dims]
+    runs = [_orders(axes) for axes in anywhere] if anywhere else [tuple(_runs(axes)) for axes in goal.dims]
     yield from _slices(here, runs)
     yield from _reductions(here, runs, reduce_dtype)
     yield from _exchanges(here, runs)
@@ -43,15 +43,14 @@ def next_steps(
     yield from _partials(here, goal)
 
 
-def exchanges(here: DTensorSpec, goal: DTensorSpec, anywhere: Sequence[str] = ()) -> Iterator[BlockExchange]:
+def exchanges(here: DTensorSpec, goal: DTensorSpec, anywhere: Dims = ()) -> Iterator[BlockExchange]:
     """The exchanges outside of a program: to the goal, or to what local steps make partial, so that replicas share.
 
     On meshes of few ranks also to what a gather over some axes of `anywhere` brings there.
     """
     targets = [goal, goal.complete]
     if here.mesh.size <= FEW_RANKS:
-        runs = [_orders(tuple(anywhere))] * here.meta.ndim
-        targets += [step.target for step in _slices(goal.complete, runs)]
+        targets += [step.target for step in _slices(goal.complete, [_orders(axes) for axes in anywhere])]
     if here.mesh.size <= MOST_RANKS:
         yield from (BlockExchange(here, spec) for spec in dict.fromkeys(targets))
 
@@ -106,8 +105,9 @@ def _permutations(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
         yield from _permutation(here, goal.dims, goal.partial)
 
 
-def _relabelings(here: DTensorSpec, names: Sequence[str]) -> Iterator[Step]:
-    """The permutes to specs in which axes have changed places."""
+def _relabelings(here: DTensorSpec, anywhere: Dims) -> Iterator[Step]:
+    """The permutes to specs in which axes of `anywhere` have changed places."""
+    names = tuple(dict.fromkeys(itertools.chain(*anywhere)))
     for order in itertools.permutations(names):
         new = dict(zip(names, order, strict=True))
         dims = tuple(tuple(new.get(axis, axis) for axis in axes) for axes in here.dims)
@@ -117,6 +117,8 @@ def _relabelings(here: DTensorSpec, names: Sequence[str]) -> Iterator[Step]:
 def _permutation(here: DTensorSpec, dims: Dims, partial: Reductions) -> Iterator[Step]:
     """The permute to other axes, if both split the tensor into the same chunks, all equal, of as many parts."""
     mesh = here.mesh
+    if (dims, partial) == (here.dims, here.partial):
+        return
     if not {axis for axis, _ in partial}.isdisjoint(itertools.chain(*dims)):
         return
     after = attrs.evolve(here, dims=dims, partial=partial)

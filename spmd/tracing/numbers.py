@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -89,9 +90,7 @@ class TracedFloat(torch.SymFloat):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Itself for functions of NumPy, which need its value."""
-        import numpy  # it is there: it calls this
-
-        return numpy.asarray(float(self), dtype)
+        return sys.modules["numpy"].asarray(float(self), dtype)  # it is there: it calls this
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
         """Arithmetic with NumPy's floats, whose operators call this, is Python's; other functions need values."""

@@ -282,6 +282,66 @@ def test_a_gradient_through_a_move_has_the_spec_of_its_tensor(move, spec):
     assert x.spec.complete == x.grad.spec
 
 
+WEIGHT, ADDEND = torch.arange(10.0).view(5, 2), torch.ones(2, 5, 7)
+LOSSES = {
+    "a sum": lambda x, put: x.sum(),
+    "a mean": lambda x, put: x.mean(),
+    "a broadcast": lambda x, put: (x + put(ADDEND)).square().sum(),
+    "a product": lambda x, put: (x.T @ put(WEIGHT)).sum(),
+    "a row": lambda x, put: x[3].sum(),
+    "several uses": lambda x, put: x.sum() + (x.T @ put(WEIGHT)).square().sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+@pytest.mark.parametrize(
+    "spec", [P(), P("model", "data"), P(("data", "model")), P("model", partial={"data": "sum"})], ids=repr
+)
+def test_the_gradient_of_a_leaf_has_its_spec(loss, spec):
+    whole = torch.arange(35.0).view(5, 7).requires_grad_()
+    x = distribute(whole.detach(), P(), MESH).redistribute(spec).requires_grad_()
+    for _ in range(2):  # the second gradient is accumulated
+        loss(whole, lambda value: value).backward()
+        loss(x, lambda value: distribute(value, P("data"), MESH)).backward()
+        assert x.spec.complete == x.grad.spec
+        torch.testing.assert_close(whole.grad, x.grad.full_tensor())
+    (found,) = torch.autograd.grad(x.sum(), x)
+    assert x.spec.complete == found.spec
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        lambda x: torch.nn.Parameter(x),
+        lambda x: copy.deepcopy(torch.nn.Parameter(x)),
+        lambda x: pickle.loads(pickle.dumps(x.requires_grad_())),
+        lambda x: setattr(x, "requires_grad", True) or x,
+        lambda x: x.requires_grad_().requires_grad_(False).requires_grad_(),
+    ],
+    ids=["parameter", "copy", "pickle", "attribute", "twice"],
+)
+def test_every_leaf_has_a_gradient_of_its_spec(leaf):
+    x = leaf(distribute(torch.arange(35.0).view(5, 7), P("model", "data"), MESH))
+    (2 * x).sum().backward()
+    assert x.is_leaf and x.spec == x.grad.spec
+    assert_same(torch.full((5, 7), 2.0), x.grad.full_tensor())
+
+
+def test_a_gradient_has_the_spec_of_the_data_that_a_leaf_was_given_last():
+    x = torch.nn.Parameter(small())
+    x.data = small().redistribute(P("data"))
+    x.sum().backward()
+    assert P("data") == x.grad.spec.pspec
+
+
+def test_the_gradient_of_a_leaf_is_differentiable():
+    x = small().requires_grad_()
+    (first,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert_same(6 * torch.arange(35.0).view(5, 7), second.full_tensor())
+    assert x.spec == first.spec == second.spec
+
+
 def test_gradients_of_the_shards_of_another_reduction_are_refused():
     parts = [torch.ones(2, requires_grad=True) for _ in range(6)]
     largest = DTensor.from_local(parts, MESH, P(partial={"data": "max"}))

@@ -135,6 +135,36 @@ def test_sequences(source, target, expected):
     assert expected == kinds(source, target, {"x": 2, "y": 2}, (8, 8))
 
 
+OVER_ANOTHER_DIM = [
+    (
+        P("y"),
+        P(None, ("y", "x")),
+        [
+            "shard[x]: P('y') -> P(('y', 'x'))",
+            "all_to_all[y, x]: P(('y', 'x')) -> P(None, ('y', 'x'))",
+        ],
+    ),
+    (
+        P(("x", "y")),
+        P(None, "x"),
+        [
+            "all_to_all[x, y]: P(('x', 'y')) -> P(None, ('x', 'y'))",
+            "all_gather[y]: P(None, ('x', 'y')) -> P(None, 'x')",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "expected"), OVER_ANOTHER_DIM, ids=lambda value: str(value)[:40])
+def test_a_way_over_another_dim_is_taken_where_it_sends_less(source, target, expected):
+    assert expected == kinds(source, target, {"x": 2, "y": 2}, (8, 8))
+
+
+def test_a_way_of_more_collectives_is_not_taken():
+    steps = kinds(P(partial={"x": "sum"}), P(), {"x": 4, "y": 2}, (8, 4))  # over y two would send 160 bytes, not 192
+    assert ["all_reduce[x]: P(partial={'x': 'sum'}) -> P()"] == steps
+
+
 def test_reordering_uneven_chunks_gathers():
     steps = kinds(P(("x", "y")), P(("y", "x")), {"x": 2, "y": 2}, (6, 8))
     assert ["all_gather[x, y]: P(('x', 'y')) -> P()", "shard[y, x]: P() -> P(('y', 'x'))"] == steps

@@ -14,7 +14,8 @@ from typing import TypeAlias
 import attrs
 import torch
 
-from spmd.api.values.dtensor import DTensor, Shards, lose_shards, replace_shards, set_family
+from spmd.api.values.dtensor import DTensor, set_family
+from spmd.api.values.wrapper import Shards, lose_shards, replace_shards
 from spmd.tracing.recorder import where
 
 Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

@@ -15,7 +15,8 @@ from spmd.api.eager.operators import LIKE, is_elementwise, name_of, returns_argu
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.values.communication import is_watched, record_program
-from spmd.api.values.dtensor import DTensor, Shards, replace_shards, wrap
+from spmd.api.values.dtensor import DTensor, wrap
+from spmd.api.values.wrapper import Shards, replace_shards
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
 from spmd.ir.graph import Graph, freeze, iterate_leaves, map_leaves

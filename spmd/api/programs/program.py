@@ -10,7 +10,8 @@ import torch
 
 from spmd.api.programs.options import Options
 from spmd.api.values.communication import is_watched, record_comms
-from spmd.api.values.dtensor import DTensor, Shards, wrap
+from spmd.api.values.dtensor import DTensor, wrap
+from spmd.api.values.wrapper import Shards
 from spmd.collectives.distributed.agreement import failing_together
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.spec import DTensorSpec, TensorMeta

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch._prims_common import make_contiguous_strides_for
-from torch._tensor_str import _tensor_str
 from torch.utils._mode_utils import no_dispatch
 
-from spmd.api.values.checkpointable import read_chunks, shard_at, write_items
 from spmd.api.values.communication import is_watched, record_move
 from spmd.api.values.gradient_specs import gradient_of_parts, gradient_spec
 from spmd.api.values.joint_shards import check_shards, joint_specs
 from spmd.api.values.linear import linear
 from spmd.api.values.moves import move_shards, start_move, target_of, why_outside
 from spmd.api.values.on_class import OnClass
+from spmd.api.values.wrapper import SHARD, Shards, Wrapper, delete_shards, lose_shards, replace_shards, set_spec
 from spmd.core.mesh import Mesh, Runtime, current_mesh
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.core.pytree import SpecLike
@@ -31,18 +30,12 @@ from spmd.job.tracebacks import hides_internals
 from spmd.runtime.redistribute import coordinates_here
 from spmd.tracing.recorder import where as place_text
 
-Shards: TypeAlias = tuple[torch.Tensor, ...]
-"""The shards of a tensor that this process holds, in rank order."""
-
 _REPLICATED = P()
 
 Operators = TypeVar("Operators", bound=Callable[..., Any])
 
 
-_SHARD = "_shard_"
-
-
-class DTensor(torch.Tensor):
+class DTensor(Wrapper):
     """A global tensor on a mesh: a spec, and the shards that this process holds.
 
     Shape, dtype and device are those of the global tensor. `distribute` and `DTensor.from_local` make one, functions
@@ -60,13 +53,10 @@ class DTensor(torch.Tensor):
     ((tensor([0, 1]), tensor([2])), tensor([0, 1, 2]))
     """
 
-    __slots__ = ("_gone", "_shards", "_spec")
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _spec: DTensorSpec
-    _shards: tuple[torch.Tensor, ...]
+    __slots__ = ()
     _family: Any = None  # aliases and views (spmd.api.eager.families); None if there are none
     _strides: tuple[int, ...] | None = None  # of the global tensor on one device; None if it is contiguous
-    _gone: tuple[str, str]  # why it has no shards: in a word, and what to do
+    _places_gradient: bool = False  # whether gradients of this leaf are redistributed to its spec
 
     def __new__(cls, *args: object, **kwargs: object) -> DTensor:
         """Raise a TypeError: a constructor would not validate the shards."""
@@ -244,24 +234,28 @@ class DTensor(torch.Tensor):
         (found,) = joint_specs(call, [held], [spec], mesh, shape, names=names)
         return _of_parts(found, *held, gradient=gradient_spec(found, grad_placements))
 
-    def __getattr__(self, name: str) -> Any:  # only for attributes that are missing
-        if name == "_shards":
-            if finish := self.__dict__.get("_in_flight"):
-                replace_shards(self, finish())
-                del self.__dict__["_in_flight"]
-                return self._shards
-            raise ShardingError(f"A DTensor {self._spec} was read at {place_text()}, after {self._gone[1]}")
-        if name.startswith(_SHARD) and name[len(_SHARD) :].isdigit() and int(name[len(_SHARD) :]) < len(self._shards):
-            return self._shards[int(name[len(_SHARD) :])]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def __setattr__(self, name: str, value: object) -> None:
         if name == "data" and isinstance(value, DTensor) and (value is self or value._family is None):
             _set_data(self, value)  # as modules do: .to(dtype), .to_empty(device=...)
             return
+        if name == "requires_grad" and isinstance(value, bool):
+            self.requires_grad_(value)
+            return
         if name in _FIXED:
             raise AttributeError(f"The {name} of a DTensor cannot be set. {_FIXED[name]}")
         super().__setattr__(name, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """Set whether autograd records what is computed from this tensor, whose gradient then has its spec.
+
+        As torch's, but the gradient of a leaf is redistributed to the spec of the leaf, without a pending reduction,
+        before it is accumulated.
+        """
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf and not self._places_gradient:
+            self.register_hook(functools.partial(_as_leaf, weakref.ref(self)))
+            self.__dict__["_places_gradient"] = True
+        return self
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(self._index(index))
@@ -279,32 +273,6 @@ class DTensor(torch.Tensor):
         if numbers.dtype == torch.bool and numbers.ndim == 1:
             numbers = numbers.nonzero().flatten()
         return _of_whole(DTensorSpec.replicated(self.mesh, TensorMeta.of(numbers)), numbers)
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's is untyped
-        if not _holds_shards(self):
-            why = "in flight" if "_in_flight" in self.__dict__ else self._gone[0]
-            return f"DTensor({self._spec} on {self.mesh}, {why})"
-        shapes = [f"[{','.join(map(str, shard.shape))}]" for shard in self._shards]
-        counts = [(shape, len(list(group))) for shape, group in itertools.groupby(shapes)]
-        shown = " ".join(shape if count == 1 else f"{count}x{shape}" for shape, count in counts)
-        return f"DTensor({self._spec} on {self.mesh}, shards {shown})"
-
-    def __str__(self) -> str:
-        """The values as torch shows them, with the spec; the shard of this process where they would have to be sent."""
-        if not _holds_shards(self) and "_in_flight" not in self.__dict__:
-            return repr(self)
-        if self.mesh.runtime is Runtime.VIRTUAL:
-            held, which = join(self._shards, self._spec), ""
-        else:
-            rank = self.mesh.rank(self.mesh.held_coordinates[0])
-            held, which = self._shards[0], "" if self._spec.is_replicated else f"shard {rank} of "
-        return f"DTensor({_tensor_str(held, len('DTensor('))}, {which}{self._spec} on {self.mesh})"
-
-    def _repr_html_(self) -> str:
-        return self._spec.picture.titled(repr(self))._repr_html_()
-
-    def __format__(self, format_spec: str) -> str:
-        return format(self.item(), format_spec) if format_spec else str(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if self.grad_fn is not None:
@@ -330,7 +298,7 @@ class DTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[DTensorSpec, tuple[int, ...] | None, bool]]:
         """The names of the shards, as attributes, and what `DTensor.__tensor_unflatten__` needs beside them."""
-        names = [f"{_SHARD}{number}" for number in range(len(self._shards))]
+        names = [f"{SHARD}{number}" for number in range(len(self._shards))]
         return names, (self._spec, self._strides, self.requires_grad)
 
     @OnClass
@@ -339,27 +307,10 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The DTensor of shards by name; its dtype and device are those of its spec's."""
         spec, strides, requires_grad = context
-        shards = tuple(inner[f"{_SHARD}{number}"] for number in range(len(inner)))
+        shards = tuple(inner[f"{SHARD}{number}"] for number in range(len(inner)))
         meta = TensorMeta(spec.meta.shape if size is None else size, shards[0].dtype)
         made = wrap(DTensorSpec(spec.mesh, spec.dims, spec.partial, meta), shards, strides)
         return _leaf(made, requires_grad, is_parameter=False)
-
-    # The protocol `_Checkpointable`, by which torch.distributed.checkpoint saves a tensor or loads it in place.
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return write_items(fqn, self._spec, self.mesh.held_coordinates, self._shards)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        return read_chunks(self._spec, self.mesh.held_coordinates)
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return shard_at(self._spec, self.mesh.held_coordinates, self._shards, index)
-
-    # These methods of torch.Tensor read storage or autograd state, which a DTensor does not have, without an operator
-    # that __torch_dispatch__ would see; share_memory_ would even crash the interpreter.
-
-    def _refuse(self, *args: object, method: str, remedy: str, **kwargs: object) -> NoReturn:
-        raise ShardingError(f"{method}() was called on {self!r}. {remedy}")
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """As of a tensor.
@@ -393,13 +344,6 @@ class DTensor(torch.Tensor):
         found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
 
-    _READ = "Take the whole tensor first: .full_tensor()."
-    __dlpack__ = functools.partialmethod(_refuse, method="__dlpack__", remedy=_READ)
-    data_ptr = functools.partialmethod(_refuse, method="data_ptr", remedy=_READ)
-    storage = functools.partialmethod(_refuse, method="storage", remedy=_READ)
-    untyped_storage = functools.partialmethod(_refuse, method="untyped_storage", remedy=_READ)
-    share_memory_ = functools.partialmethod(_refuse, method="share_memory_", remedy=_READ)
-
 
 def local_parts(value: DTensor, gradient: DTensorSpec | None) -> Shards:
     """The shards of this process's ranks, through which gradients flow.
@@ -408,15 +352,14 @@ def local_parts(value: DTensor, gradient: DTensorSpec | None) -> Shards:
         value: the DTensor.
         gradient: the spec of what ranks compute as their gradients; None if they must not.
     """
-    spec, is_leaf = value._spec, value.is_leaf
+    spec = value._spec
 
     def transpose(*cotangents: torch.Tensor) -> DTensor:
         found = gradient_of_parts(spec, gradient)
         if checks.every_call:
             call = f"the gradient of to_local() of {spec} on {spec.mesh}"
             joint_specs(call, [cotangents], [found.pspec], spec.mesh, spec.meta.shape, names=["the gradient"])
-        made = _of_parts(found, *cotangents, gradient=spec)
-        return made.redistribute(spec.complete.pspec) if is_leaf else made  # what computed it may need less than all
+        return _of_parts(found, *cotangents, gradient=spec)
 
     return linear(lambda value: tuple(shard.detach() for shard in value._shards), transpose, value)  # type: ignore[no-any-return]
 
@@ -469,41 +412,6 @@ def dispatch_operators_to(function: Operators) -> Operators:
 _contiguous_strides = functools.lru_cache(maxsize=4096)(make_contiguous_strides_for)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
-_set_spec = DTensor.__dict__["_spec"].__set__
-replace_shards: Callable[[DTensor, Shards], None] = DTensor.__dict__["_shards"].__set__
-"""Give a DTensor other shards that fit its spec."""
-_set_gone = DTensor.__dict__["_gone"].__set__
-_delete_shards = DTensor.__dict__["_shards"].__delete__
-
-
-def _holds_shards(value: DTensor) -> bool:
-    try:
-        DTensor.__dict__["_shards"].__get__(value)
-    except AttributeError:
-        return False
-    return True
-
-
-def lose_shards(values: Iterable[DTensor], why: tuple[str, str]) -> None:
-    """Drop the shards of DTensors; reading them is an error.
-
-    Args:
-        values: the DTensors; some may have lost their shards already.
-        why: what they are from then on, in their `repr`; and for the error: what happened, and what to do.
-    """
-    for value in values:
-        try:
-            _delete_shards(value)
-        except AttributeError:
-            continue
-        _set_gone(value, why)
-
-
-DONATED = (
-    "donated",
-    "it was donated to a jitted function. Use what the function returned, or leave the argument out of donate_argnums.",
-)
-"""Why a donated DTensor has no shards."""
 
 
 def _moved(spec: DTensorSpec, shards: Shards, strides: tuple[int, ...] | None) -> DTensor:
@@ -516,7 +424,7 @@ def _moved(spec: DTensorSpec, shards: Shards, strides: tuple[int, ...] | None) -
 
 def become(value: DTensor, other: DTensor) -> None:
     """Give a DTensor the spec and the shards of another, whose shape and strides it has already."""
-    _set_spec(value, other._spec)
+    set_spec(value, other._spec)
     value.__dict__["_strides"] = other._strides
     replace_shards(value, other._shards)
 
@@ -548,7 +456,7 @@ def wrap(
         shown = strides or _contiguous_strides(meta.shape)
         value = _make_wrapper(DTensor, meta.shape, shown, offset or None, None, meta.dtype, _STRIDED, spec.mesh.device)
         value.__dict__["_strides"] = strides
-    _set_spec(value, spec)
+    set_spec(value, spec)
     replace_shards(value, shards)
     return value
 
@@ -556,7 +464,7 @@ def wrap(
 def _wrap_in_flight(spec: DTensorSpec, finish: Callable[[], Shards], strides: tuple[int, ...] | None) -> DTensor:
     """A DTensor whose shards are what `finish` returns, which is called when they are first read."""
     value = wrap(spec, (), strides)
-    _delete_shards(value)
+    delete_shards(value)
     value.__dict__["_in_flight"] = finish
     return value
 
@@ -599,6 +507,14 @@ def restore(
         )
     check_shards(made, shards)
     return _leaf(wrap(made, shards), requires_grad, is_parameter)
+
+
+def _as_leaf(leaf: weakref.ref[DTensor], gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a leaf with its spec; by a weak reference, because the leaf has this as a hook."""
+    found = leaf()
+    if found is None or not isinstance(gradient, DTensor) or gradient._spec == found._spec:
+        return gradient
+    return gradient.redistribute(found._spec.complete.pspec)
 
 
 def _leaf(value: DTensor, requires_grad: bool, is_parameter: bool) -> DTensor:

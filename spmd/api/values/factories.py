@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -16,7 +16,19 @@ from spmd.job.tracebacks import hides_internals
 from spmd.tracing.constrain import constrain
 from spmd.tracing.running import is_tracing
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _REPLICATED = P()
+
+
+class _Like(TypedDict, total=False):
+    """What may be given beside the tensor whose shape and dtype a new one has; described by `zeros_like`."""
+
+    spec: SpecLike | None
+    mesh: Mesh | None
+    dtype: torch.dtype | None
+    requires_grad: bool
 
 
 @hides_internals
@@ -202,14 +214,7 @@ def arange(
 
 
 @hides_internals
-def zeros_like(
-    value: Any,
-    *,
-    spec: SpecLike | None = None,
-    mesh: Mesh | None = None,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-) -> DTensor:
+def zeros_like(value: Any, **given: Unpack[_Like]) -> DTensor:
     """A DTensor of zeros with the shape and dtype of another tensor, made sharded.
 
     Args:
@@ -228,78 +233,41 @@ def zeros_like(
     >>> spmd.zeros_like(torch.empty(4, device="meta"), spec=P("data"), mesh=mesh)
     DTensor(f32[4] P('data') on Mesh(data=2), shards 2x[2])
     """
-    return _like(zeros, value, spec, mesh, dtype, requires_grad)
+    return _like(zeros, value, **given)
 
 
 @hides_internals
-def ones_like(
-    value: Any,
-    *,
-    spec: SpecLike | None = None,
-    mesh: Mesh | None = None,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-) -> DTensor:
+def ones_like(value: Any, **given: Unpack[_Like]) -> DTensor:
     """A DTensor of ones with the shape and dtype of another tensor; as `zeros_like` otherwise."""
-    return _like(ones, value, spec, mesh, dtype, requires_grad)
+    return _like(ones, value, **given)
 
 
 @hides_internals
-def empty_like(
-    value: Any,
-    *,
-    spec: SpecLike | None = None,
-    mesh: Mesh | None = None,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-) -> DTensor:
+def empty_like(value: Any, **given: Unpack[_Like]) -> DTensor:
     """A DTensor of unspecified values with the shape and dtype of another tensor; as `zeros_like` otherwise.
 
     The way from a parameter on the meta device to one that `reset_parameters()` can fill, shard by shard:
     `torch.nn.Parameter(spmd.empty_like(parameter, spec=..., mesh=...))`.
     """
-    return _like(empty, value, spec, mesh, dtype, requires_grad)
+    return _like(empty, value, **given)
 
 
 @hides_internals
-def full_like(
-    value: Any,
-    fill_value: Any,
-    *,
-    spec: SpecLike | None = None,
-    mesh: Mesh | None = None,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-) -> DTensor:
+def full_like(value: Any, fill_value: Any, **given: Unpack[_Like]) -> DTensor:
     """A DTensor of one number with the shape and dtype of another tensor; as `zeros_like` otherwise."""
-    make: Callable[..., DTensor] = lambda size, **given: full(size, fill_value, **given)  # noqa: E731
-    return _like(make, value, spec, mesh, dtype, requires_grad)
+    return _like(lambda size, **options: full(size, fill_value, **options), value, **given)
 
 
 @hides_internals
-def rand_like(
-    value: Any,
-    *,
-    spec: SpecLike | None = None,
-    mesh: Mesh | None = None,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-) -> DTensor:
+def rand_like(value: Any, **given: Unpack[_Like]) -> DTensor:
     """Uniform random numbers, drawn as by `rand`, with the shape and dtype of another tensor; else as `zeros_like`."""
-    return _like(rand, value, spec, mesh, dtype, requires_grad)
+    return _like(rand, value, **given)
 
 
 @hides_internals
-def randn_like(
-    value: Any,
-    *,
-    spec: SpecLike | None = None,
-    mesh: Mesh | None = None,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-) -> DTensor:
+def randn_like(value: Any, **given: Unpack[_Like]) -> DTensor:
     """Normal random numbers, drawn as by `randn`, with the shape and dtype of another tensor; else as `zeros_like`."""
-    return _like(randn, value, spec, mesh, dtype, requires_grad)
+    return _like(randn, value, **given)
 
 
 def _shape(size: tuple[Any, ...], name: str) -> tuple[int, ...]:
@@ -373,10 +341,11 @@ def _made(
 def _like(
     make: Callable[..., DTensor],
     value: Any,
-    spec: SpecLike | None,
-    mesh: Mesh | None,
-    dtype: torch.dtype | None,
-    requires_grad: bool,
+    *,
+    spec: SpecLike | None = None,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
 ) -> DTensor:
     """What a factory makes for the shape and dtype of a value, and for the spec and the mesh of a DTensor."""
     meta = leaf_meta(value, "the tensor")
