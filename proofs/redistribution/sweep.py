@@ -15,6 +15,7 @@ from proofs.redistribution.torch_counts import fake_mesh, torch_cost
 from spmd.api.values.dtensor import wrap
 from spmd.collectives.resharding import eager_redistribution, redistribution
 from spmd.core.mesh import Mesh
+from spmd.core.placement import Reduction
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.testing.specs import every_spec, random_shards
 
@@ -88,9 +89,11 @@ def _count(found: Found, source: DTensorSpec, target: DTensorSpec, ours: Cost, t
 
 def form(source: DTensorSpec, target: DTensorSpec) -> str:
     """A pair with its axes, dims and reductions renamed: equal for pairs that differ in nothing else."""
-    names, dims, kinds = source.mesh.names, range(source.meta.ndim), ("sum", "max")
+    names, dims = source.mesh.names, range(source.meta.ndim)
+    kinds: tuple[Reduction, ...] = ("sum", "max")
     texts = []
-    for axes, order, ops in itertools.product(*map(itertools.permutations, (names, dims, kinds))):
+    renamings = itertools.permutations(names), itertools.permutations(dims), itertools.permutations(kinds)
+    for axes, order, ops in itertools.product(*renamings):
         axis, op = dict(zip(names, axes, strict=True)), dict(zip(kinds, ops, strict=True))
         ends = (
             P(

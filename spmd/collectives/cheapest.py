@@ -18,8 +18,8 @@ from spmd.core.spec import Dims, DTensorSpec
 LAUNCH_BYTES = 200_000
 """What a rank could send in the time of a launch: 0.5 us at 400 GB/s, as `Machine` has it, or 100 us at 2 GB/s."""
 
-MOST_STEPS = 20_000
-"""The steps looked at on ways that put axes on any dim."""
+MOST_STEPS, MOST_STEPS_IN_PROGRAMS = 20_000, 3_000
+"""The steps looked at for ways that put axes elsewhere than the goal; some may be too many to look at all of them."""
 
 ROUNDING = 1e-9
 """What a sum of bytes may differ by, as a part of it."""
@@ -70,11 +70,11 @@ class Ways:
         """
         if at_least(source, self.goal, self.eager) >= below * (1 - 2 * ROUNDING):
             return None
-        looked_at = itertools.count()
+        looked_at, most = itertools.count(), MOST_STEPS if self.eager else MOST_STEPS_IN_PROGRAMS
         queue = [(0.0, 0, 0, 0, source, Way())]
         fewest: dict[DTensorSpec, float] = {}  # collectives on the ways to a spec that were followed
         best = below  # of the ways to the goal that were found
-        while queue and (not self.anywhere or next(looked_at) < MOST_STEPS):
+        while queue and (not self.anywhere or next(looked_at) < most):
             _, collectives, _, _, here, way = heapq.heappop(queue)
             if here == self.goal:
                 return way
