@@ -1,6 +1,6 @@
 """Variable elimination against exhaustive search."""
 
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_ties_break_towards_the_first_choice() -> None:
 
 def test_a_table_that_would_be_too_large_is_refused() -> None:
     clique = [Table((a, b), torch.zeros(8, 8, dtype=torch.float64)) for a in range(5) for b in range(a + 1, 5)]
-    with pytest.raises(TooWideError, match=r"table of 3.28e\+04 cells \(at most 1e\+03\)"):
+    with pytest.raises(TooWideError, match=r"table of more than 1e\+03 cells"):
         minimize([8] * 5, clique, max_cells=1000)
 
 
@@ -108,7 +108,8 @@ def test_windows_from_a_start_that_is_not_allowed():
     hub = Table((0,), torch.tensor([forbidden, 0.0], dtype=torch.float64))
     fits = torch.tensor([[0.0, forbidden], [forbidden, 0.1]], dtype=torch.float64)
     alike = torch.tensor([[0.0, 0.01], [0.01, 0.0]], dtype=torch.float64)
-    tables = [hub, *(Table((0, i), fits) for i in range(1, 21)), *(Table((i, i + 1), alike) for i in range(1, 20))]
+    near = [(i, i + apart) for apart in (1, 2) for i in range(1, 21 - apart)]  # three neighbours: none is reduced
+    tables = [hub, *(Table((0, i), fits) for i in range(1, 21)), *(Table(pair, alike) for pair in near)]
     found = improve([2] * 21, tables, [0] * 21, range(21), window=4)
     assert (1,) * 21 == found.choices
     assert pytest.approx(2.0) == found.cost
@@ -119,6 +120,9 @@ def test_a_value_that_is_never_gathered_moves_its_far_consumers():
     forbidden = float("inf")
     hub = Table((0, 1), torch.tensor([[forbidden, 0.0]], dtype=torch.float64))
     wants = torch.tensor([[0.0, forbidden], [forbidden, 0.0]], dtype=torch.float64)
-    tables = [hub, *(Table((1, consumer), wants) for consumer in (2, 3, 4))]
+    alike = torch.tensor([[0.0, 0.01], [0.01, 0.0]], dtype=torch.float64)
+    consumers = (2, 3, 4)
+    tables = [hub, *(Table((1, consumer), wants) for consumer in consumers)]
+    tables += [Table(pair, alike) for pair in combinations(consumers, 2)]  # three neighbours each: none is reduced
     found = improve([1, 2, 2, 2, 2], tables, [0] * 5, range(5), window=1)
     assert found.choices == (0, 1, 1, 1, 1)

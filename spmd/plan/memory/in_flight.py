@@ -17,6 +17,7 @@ from spmd.ir.launch_schedule import Call, placed, starts
 from spmd.plan.data.plan import PlanData
 from spmd.plan.memory.launch_buffers import Allocation, launch_buffers
 from spmd.plan.memory.liveness import Buffer, Event, Liveness
+from spmd.plan.memory.strided import StridedCall
 
 
 @attrs.frozen(eq=False)
@@ -31,6 +32,11 @@ class PlacedLaunch:
     events: tuple[Event, ...]
     start: int
     finish: int
+
+    @property
+    def calls(self) -> tuple[StridedCall, ...]:
+        """The calls of its collectives."""
+        return tuple(event.collective for event in self.events if event.collective)
 
 
 def launches(plan: PlanData, liveness: Liveness) -> list[PlacedLaunch]:
@@ -86,7 +92,7 @@ def in_flight(plan: PlanData, liveness: Liveness) -> Liveness:
     happenings = happenings_of(launches(plan, liveness))
     shared: dict[Buffer, Buffer] = {}
     finishes: dict[PlacedLaunch, list[Event]] = {}
-    ranks = _ranks_like(plan, liveness.coordinate)
+    ranks = ranks_like(plan, liveness.coordinate)
     events: list[Event] = []
     for index, event in enumerate((*liveness.events, None)):
         for launch, starts_here in happenings[index]:
@@ -103,7 +109,7 @@ def in_flight(plan: PlanData, liveness: Liveness) -> Liveness:
     return attrs.evolve(liveness, events=tuple(events))
 
 
-def _ranks_like(plan: PlanData, coordinate: Coordinate) -> tuple[Coordinate, ...]:
+def ranks_like(plan: PlanData, coordinate: Coordinate) -> tuple[Coordinate, ...]:
     """The ranks that share the program of that at a coordinate, which comes first."""
     variants, others = plan.request.graph.variants, [other for other in plan.mesh.coordinates() if other != coordinate]
     if variants is not None:
@@ -116,8 +122,7 @@ def _events(
     plan: PlanData, ranks: tuple[Coordinate, ...], launch: PlacedLaunch, shared: dict[Buffer, Buffer]
 ) -> tuple[list[Event], list[Event]]:
     """The events of the start and of the finish of a launch; adds results that share a buffer to `shared`."""
-    calls = tuple(event.collective for event in launch.events if event.collective)
-    found = launch_buffers(plan.mesh, ranks, calls)
+    found = launch_buffers(plan.mesh, ranks, launch.calls)
     operands = [shared.get(buffer, buffer) for event in launch.events for buffer in event.reads]
     buffers = dict(enumerate(operands))
     for number, result in zip(

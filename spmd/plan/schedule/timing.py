@@ -7,12 +7,14 @@ from collections.abc import Mapping
 
 import attrs
 
+from spmd.ir.comm import StepKind
 from spmd.ir.graph import Operation
 from spmd.plan.cost.account import Account, account
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
 from spmd.plan.machine.machine import Machine
-from spmd.plan.memory.in_flight import PlacedLaunch, happenings_of, launches
+from spmd.plan.memory.in_flight import PlacedLaunch, happenings_of, launches, ranks_like
+from spmd.plan.memory.launch_buffers import LaunchBuffers, launch_buffers
 from spmd.plan.memory.liveness import Liveness, record
 
 
@@ -55,9 +57,10 @@ class Simulation:
         """The predicted times with the schedule of a plan.
 
         A launch begins where the runtime starts it, after earlier ones along its axes; the part of its time that
-        `Machine.overlap` leaves stops computation, as does copying the operands and results of several collectives.
+        `Machine.overlap` leaves stops computation, as does copying operands to buffers and results from them.
         """
         machine, events = plan.request.machine, self.liveness.events
+        ranks = ranks_like(plan, self.liveness.coordinate)
         happenings = happenings_of(launches(plan, self.liveness))
         comms = dict(zip((event for event in events if event.collective), plan.comms, strict=True))
         now = compute = communication = 0.0
@@ -71,7 +74,8 @@ class Simulation:
                     continue
                 sent = [comms[collective] for collective in launch.events]
                 takes = machine.collective_seconds(sent[0].kind, sent[0].axes, sum(comm.bytes for comm in sent))
-                copies = _copy_seconds(machine, launch)
+                buffers = launch_buffers(plan.mesh, ranks, launch.calls)
+                copies = _copy_seconds(machine, sent[0].kind, len(sent), buffers)
                 now += copies
                 ends[launch] = max(now, *(free[axis] for axis in sent[0].axes)) + takes
                 free.update(dict.fromkeys(sent[0].axes, ends[launch]))
@@ -93,10 +97,12 @@ _CALLS = 12
 """How many operators and views copy the operand of a collective to the buffer of its launch, and its result from it."""
 
 
-def _copy_seconds(machine: Machine, launch: PlacedLaunch) -> float:
-    """Seconds of the copies to and from the buffer of several collectives."""
-    if len(launch.events) == 1:
-        return 0.0
-    calls = [event.collective for event in launch.events if event.collective]
-    copied = sum(call.operands[0].meta.nbytes + call.results[0].nbytes for call in calls)
-    return _CALLS * len(launch.events) * machine.operator_latency + machine.compute_seconds(0.0, 2 * copied)
+def _copy_seconds(machine: Machine, kind: StepKind, calls: int, buffers: LaunchBuffers) -> float:
+    """Seconds of the copies to and from the buffers of a launch of so many collectives.
+
+    What a reduce_scatter does with the parts that it receives is in its measured time.
+    """
+    unpacking = () if kind is StepKind.REDUCE_SCATTER else buffers.unpacking
+    written = sum(buffers.metas[number].nbytes for _, writes in buffers.packing + unpacking for number in writes)
+    joined = _CALLS * calls if calls > 1 else 0
+    return joined * machine.operator_latency + machine.compute_seconds(0.0, 2 * written)

@@ -24,7 +24,7 @@ from spmd.plan.machine.machine import Machine
 from spmd.plan.search.candidates import all_candidates
 from spmd.plan.search.hubs import Hub, Move, edge_table, hub_choices, hub_table, offer_table, plan_moves
 from spmd.plan.solver.elimination import TooWideError, lower_bound, minimize
-from spmd.plan.solver.neighbourhoods import improve
+from spmd.plan.solver.neighbourhoods import evaluate, improve
 from spmd.plan.solver.table import Table
 from spmd.rules.strategy import Strategy
 
@@ -120,8 +120,7 @@ class AxisProblem:
     def solve(self) -> AxisChoice:
         """The cheapest strategies and moves, or good ones where the exact search would be too large.
 
-        In that case large-neighbourhood search improves the exact solution with at most one shard in every hub, or the
-        all-replicated choices if that is too large as well.
+        In that case large-neighbourhood search improves the choices of `_start`.
 
         Raises:
             PlanError: no choice of strategies satisfies the given specs and constraints.
@@ -131,7 +130,7 @@ class AxisProblem:
         try:
             solution = minimize(self.domains, tables)
         except TooWideError:
-            solution = improve(self.domains, tables, self._start(), self._program_order())
+            solution = improve(self.domains, tables, self._start(tables), self._program_order())
             bound = lower_bound(self.domains, tables, BOUND_CELLS)
             gap = max(solution.cost / bound - 1, 0.0) if bound > 0 else math.inf
         strategies = {
@@ -141,17 +140,20 @@ class AxisProblem:
         moves = {value: self._moves(value, strategies, solution.choices) for value in self.uses}
         return AxisChoice(strategies, moves, gap)
 
-    def _start(self) -> list[int]:
-        """The choices to start from: the best with at most one shard in every hub, else the first of every domain."""
-        if self.acquire == 1:
-            return [0] * len(self.domains)
+    def _start(self, tables: Sequence[Table]) -> list[int]:
+        """The choices to start from: the first of every domain, with which values are replicated.
+
+        Where those are not allowed, the best with at most one shard in every hub, if these can be found.
+        """
+        first = [0] * len(self.domains)
+        if self.acquire == 1 or math.isfinite(evaluate(tables, first)):
+            return first
         small = copy(self)
         small.acquire, small.domains, small.hubs, small._hubs = 1, self.domains[: len(self.variables)], {}, {}
-        tables = list(small._tables())
         try:
-            choices = minimize(small.domains, tables).choices
+            choices = minimize(small.domains, list(small._tables())).choices
         except TooWideError:
-            return [0] * len(self.domains)
+            return first
         start = [*choices[: len(self.variables)], *[0] * len(self.hubs)]
         for value, (hub, hubs) in self.hubs.items():
             chosen, options = small.hubs[value]

@@ -14,8 +14,8 @@ import attrs
 import torch
 
 from spmd.errors import PlanError
-from spmd.plan.solver.ordering import Order, elimination_order
-from spmd.plan.solver.reductions import Reduction, reduce
+from spmd.plan.solver.ordering import elimination_order
+from spmd.plan.solver.reductions import reduce
 from spmd.plan.solver.table import Table
 
 MAX_CELLS = 2**24
@@ -48,10 +48,12 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
         TooWideError: a table would have more than `max_cells` cells.
         PlanError: no assignment has a finite cost.
     """
-    reduction, order, buckets = _prepare(domains, tables, max_cells)
-    if order.cells > max_cells:
-        raise TooWideError(f"The search would need a table of {order.cells:.3g} cells (at most {max_cells:.3g}).")
-    steps = [(variable, *buckets.eliminate(variable)) for variable in order.variables]
+    reduction = reduce(domains, tables, max_cells)
+    order = elimination_order(reduction.domains, reduction.scopes, max_cells)
+    if order is None:
+        raise TooWideError(f"The search would need a table of more than {max_cells:.3g} cells.")
+    buckets = _Buckets(reduction.domains, reduction.tables)
+    steps = [(variable, *buckets.eliminate(variable)) for variable in order]
     cost = reduction.constant + buckets.constant
     if not math.isfinite(cost):
         raise PlanError("No assignment of strategies satisfies the given specs and constraints.")
@@ -67,18 +69,11 @@ def lower_bound(domains: Sequence[int], tables: Sequence[Table], max_cells: int 
     A bucket whose tables together are too large is split into several, each of which is minimised over the variable on
     its own (mini-buckets: Dechter and Rish, 2003). Takes the arguments of `minimize`.
     """
-    reduction, order, buckets = _prepare(domains, tables, max_cells)
-    for variable in order.variables:
+    reduction = reduce(domains, tables, max_cells)
+    buckets = _Buckets(reduction.domains, reduction.tables)
+    for variable in elimination_order(reduction.domains, reduction.scopes, math.inf) or ():
         buckets.relax(variable, max_cells)
     return reduction.constant + buckets.constant
-
-
-def _prepare(domains: Sequence[int], tables: Sequence[Table], max_cells: int) -> tuple[Reduction, Order, _Buckets]:
-    """The reduced problem, the elimination order of its core, and the core's tables by variable."""
-    reduction = reduce(domains, tables, max_cells)
-    left = tuple(domains[variable] for variable in reduction.core)
-    order = elimination_order(left, tuple(table.variables for table in reduction.tables), max_cells)
-    return reduction, order, _Buckets(left, reduction.tables)
 
 
 @attrs.frozen(eq=False)

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import combinations
 
-import attrs
-
 FILL_WEIGHTS = (0.4, 1.0, 0.1)
 """Weights of the new pairs of neighbours relative to the size of the table, tried in turn until an order fits. With the
 first, a GPT step needs a fifth of the cells that it needs with weight 0; the others are for programs where the first
@@ -23,38 +21,30 @@ _HOPELESS = 64.0
 """The logarithm of a table's size above which its new pairs are not counted: no table of that size is ever built."""
 
 
-@attrs.frozen
-class Order:
-    """An elimination order, and the number of cells of the largest table that it builds."""
-
-    variables: tuple[int, ...]
-    cells: int
-
-
-def elimination_order(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], max_cells: int) -> Order:
-    """An elimination order that builds no table of more than `max_cells` cells; else the best order that was found.
+def elimination_order(
+    domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], max_cells: float
+) -> tuple[int, ...] | None:
+    """The variables in an order that builds no table of more than `max_cells` cells; None if none is found.
 
     Args:
         domains: the number of choices of every variable.
         scopes: the variables of every table.
-        max_cells: the cells of the largest table that may be built.
+        max_cells: the cells of the largest table that may be built; may be infinite.
     """
-    orders: list[Order] = []
-    for weight in FILL_WEIGHTS:
-        orders.append(_order(domains, scopes, weight))
-        if orders[-1].cells <= max_cells:
-            return orders[-1]
-    return min(orders, key=lambda order: order.cells)
+    orders = (_order(domains, scopes, weight, max_cells) for weight in FILL_WEIGHTS)
+    return next((order for order in orders if order is not None), None)
 
 
 @lru_cache(maxsize=256)
-def _order(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], weight: float) -> Order:
+def _order(
+    domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], weight: float, max_cells: float
+) -> tuple[int, ...] | None:
     """The elimination order by one weight; windows of a search, and axes that are planned alike, ask for it again."""
     neighbours: list[set[int]] = [set() for _ in domains]
     for scope in scopes:
         for variable in scope:
             neighbours[variable].update(other for other in scope if other != variable)
-    return _Orderer(domains, neighbours, weight).run()
+    return _Orderer(domains, neighbours, weight).run(max_cells)
 
 
 class _Orderer:
@@ -64,24 +54,24 @@ class _Orderer:
         self.neighbours = [set(others) for others in neighbours]
         self.weight = weight
 
-    def run(self) -> Order:
+    def run(self, max_cells: float) -> tuple[int, ...] | None:
         scores = [self.score(variable) for variable in range(len(self.domains))]
         heap = [(score, variable) for variable, score in enumerate(scores)]
         heapq.heapify(heap)
-        order, widest = [], 0
+        order = []
         while heap:
             score, variable = heapq.heappop(heap)
             if score != scores[variable]:
                 continue
+            if math.prod(map(self.domains.__getitem__, {variable, *self.neighbours[variable]})) > max_cells:
+                return None
             scores[variable] = math.nan  # it is done
             order.append(variable)
-            near = self.neighbours[variable]
-            widest = max(widest, self.domains[variable] * math.prod(self.domains[other] for other in near))
             for other in sorted(self.eliminate(variable)):
                 if (score := self.score(other)) != scores[other]:
                     scores[other] = score
                     heapq.heappush(heap, (score, other))
-        return Order(tuple(order), widest)
+        return tuple(order)
 
     def eliminate(self, variable: int) -> set[int]:
         """Connect the neighbours of a variable and remove it; returns the variables whose score changes."""

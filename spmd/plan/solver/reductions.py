@@ -26,6 +26,7 @@ class Reduction:
 
     Args:
         core: the remaining variables, ascending.
+        domains: the number of choices of each of them.
         tables: their cost tables; variables are numbered by their positions in `core`.
         constant: the cost that does not depend on the core.
         steps: for every eliminated variable, in order: the variable, its neighbours at that time, and its best choice
@@ -33,9 +34,15 @@ class Reduction:
     """
 
     core: tuple[int, ...]
+    domains: tuple[int, ...]
     tables: tuple[Table, ...]
     constant: float
     steps: tuple[tuple[int, tuple[int, ...], Any], ...]
+
+    @property
+    def scopes(self) -> tuple[tuple[int, ...], ...]:
+        """The variables of every table."""
+        return tuple(table.variables for table in self.tables)
 
     def complete(self, chosen: Sequence[int]) -> tuple[int, ...]:
         """The choices of all variables, from those of the core."""
@@ -137,7 +144,8 @@ class _Reducer:
             waiting.extend(neighbours)
         reduced = {variable for variable, _, _ in self.steps}
         core = tuple(variable for variable in range(len(self.domains)) if variable not in reduced)
-        return Reduction(core, tuple(self.left(core)), self.constant, tuple(self.steps))
+        domains = tuple(self.domains[variable] for variable in core)
+        return Reduction(core, domains, tuple(self.left(core)), self.constant, tuple(self.steps))
 
     def fits(self, variable: int, one: int, other: int) -> bool:
         return self.domains[variable] * self.domains[one] * self.domains[other] <= self.max_cells
