@@ -1,5 +1,6 @@
 """Plans: their figures against closed forms, and the promises that they make."""
 
+import math
 import os
 import subprocess
 import sys
@@ -226,7 +227,9 @@ def test_a_search_that_is_too_wide_falls_back_to_neighbourhoods(monkeypatch: pyt
     assert loose.seconds == fallback.seconds
 
 
-def test_a_wide_search_begins_with_one_acquired_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_search_begins_with_one_acquired_placement_where_it_cannot_replicate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     arguments = ({"model": 4}, (P("model"), P(None, "model")), P(), 2)
     exact, calls = plan_of(*arguments), []
 
@@ -237,6 +240,7 @@ def test_a_wide_search_begins_with_one_acquired_placement(monkeypatch: pytest.Mo
         return minimize(domains, tables)
 
     monkeypatch.setattr("spmd.plan.search.problem.minimize", refuse_first)
+    monkeypatch.setattr("spmd.plan.search.problem.evaluate", lambda *_: math.inf)
     fallback = plan_of(*arguments)
     assert len(calls) == 2
     assert calls[1] < calls[0], "fewer hubs"
