@@ -147,8 +147,8 @@ def fails_after_another(first: int, fails: Callable[[], object], on: int) -> Non
     both = spmd.jit(center, P("data", "model"), P("data", "model"), mesh=mesh)
     y = both(pair(x))
     dist.barrier()
-    short = timedelta(seconds=TIMEOUT)
-    dist.distributed_c10d._set_pg_timeout(short, process_group(mesh, ("model",)))
+    model = process_group(mesh, ("model",))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), model)
     if spmd.process_index() // 2 == first // 2:
         if spmd.process_index() == first:
             wait_until_asked()
@@ -159,8 +159,7 @@ def fails_after_another(first: int, fails: Callable[[], object], on: int) -> Non
         else:
             raise AssertionError("nobody was late")
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(short, dist.group.WORLD)
-    dist.distributed_c10d._set_pg_timeout(short, process_group(mesh, ("data",)))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENT), model)  # a process that ends is seen at once
     if spmd.process_index() == on:
         fails()
     while True:

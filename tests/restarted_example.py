@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 
+import workers
+
 import spmd
 import train_gpt
 
@@ -23,6 +25,7 @@ def kill_after_checkpoint(folder: str) -> None:
 
 if __name__ == "__main__":
     checkpoint, *options = sys.argv[1:]
+    workers.plan_for_the_default_machine()  # as the run that is not killed, to whose bits it is compared
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
         threading.Thread(target=kill_after_checkpoint, args=(checkpoint,), daemon=True).start()
     raise SystemExit(train_gpt.main([*options, "--checkpoint", checkpoint, "--resume"]))

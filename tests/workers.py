@@ -103,12 +103,17 @@ class Workers:
         self._job = 0
 
 
-def _serve(connection: Connection, rank: int) -> None:
-    """The life of a worker: calls come, answers go."""
+def plan_for_the_default_machine() -> None:
+    """Plan as for virtual ranks, because measured constants vary, and plans and the order of sums with them."""
     from spmd.plan.machine import default, machine
 
+    default._preset = lambda *_: machine.Machine()
+
+
+def _serve(connection: Connection, rank: int) -> None:
+    """The life of a worker: calls come, answers go."""
     torch.set_num_threads(1)
-    default._preset = lambda *_: machine.Machine()  # as virtual ranks have, because measured constants vary
+    plan_for_the_default_machine()
     job = ""
     while True:
         try:
