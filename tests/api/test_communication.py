@@ -55,8 +55,9 @@ def test_reading_and_gradients_count() -> None:
         with spmd.comms_of() as inner:
             loss.backward()
         x.full_tensor()
-    assert inner.count() == {"reduce_scatter": 1}
-    assert outer.count() == {"all_reduce": 1, "reduce_scatter": 1, "all_gather": 1}
+    gradient = {"reduce_scatter": 1, "all_to_all": 1}  # scattered by the product, and an exchange to the leaf's spec
+    assert inner.count() == gradient
+    assert outer.count() == {"all_reduce": 1, **gradient, "all_gather": 1}
     assert outer.comms[1] == inner.comms[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -74,7 +75,7 @@ def _is_scattered(partial: DTensorSpec, whole: DTensorSpec, result: DTensorSpec)
 
 
 def _is_faster(first: DTensorSpec, between: DTensorSpec, last: DTensorSpec, request: Request, share: float) -> bool:
-    """Whether one redistribution takes no longer than two, and gathers along no other axes (see `keep_sharded`)."""
+    """Whether one redistribution takes no longer than two, and gathers no other shards (see `keep_sharded`)."""
     dtype = request.reduce_dtype
     apart = (*redistribution(first, between, dtype), *redistribution(between, last, dtype))
     together = redistribution(first, last, dtype)
@@ -86,8 +87,10 @@ def _is_faster(first: DTensorSpec, between: DTensorSpec, last: DTensorSpec, requ
         )
         for steps in (together, apart)
     ]
-    return _gathered(together) <= _gathered(apart) and seconds[0] <= seconds[1]
+    return _gathered(first, together) <= _gathered(first, apart) and seconds[0] <= seconds[1]
 
 
-def _gathered(steps: Sequence[Step]) -> frozenset[str]:
-    return frozenset(axis for step in steps if step.kind is StepKind.ALL_GATHER for axis in step.axes)
+def _gathered(first: DTensorSpec, steps: Sequence[Step]) -> set[str]:
+    """The axes of a spec's shards that steps gather along; one that is first reduced and scattered is none."""
+    gathered = {axis for step in steps if step.kind is StepKind.ALL_GATHER for axis in step.axes}
+    return gathered.intersection(itertools.chain(*first.dims))
