@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -70,11 +71,16 @@ class LockstepProgram:
         """
         return self.generated.function(  # type: ignore[no-any-return]
             [
-                list(held) if len(held) == len(instances.ranks) else [held[rank] for rank in instances.ranks]
-                for held, instances in zip(shards, self.inputs, strict=True)
+                list(held) if len(held) == count else [held[rank] for rank in ranks]
+                for held, (ranks, count) in zip(shards, self._ranks, strict=True)
             ],
             numbers,
         )
+
+    @cached_property
+    def _ranks(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """The ranks of which each input has instances, and how many they are."""
+        return tuple((instances.ranks, len(instances.ranks)) for instances in self.inputs)
 
 
 def generate_lockstep(
