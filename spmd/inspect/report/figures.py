@@ -112,6 +112,7 @@ class Report:
         gap: how much the plan may be slower than the best one, as in `PlanData`; None if there is no bound.
         compute, communication: predicted seconds of a step.
         step, exposed: seconds of a step in which they pass beside each other, and of the communication that does not.
+        copies: seconds of the copies to and from the buffers of launches, which are in `step` and `exposed`.
         bytes: sent per rank in a step.
         memory: peak bytes held by a rank, by purpose; the sum is under "peak".
         layers: by repeated part of the program and by sharding.
@@ -129,6 +130,7 @@ class Report:
     communication: float
     step: float
     exposed: float
+    copies: float
     bytes: float
     memory: Mapping[str, int]
     layers: tuple[Layer, ...]
@@ -154,7 +156,8 @@ class Report:
             "step": time_text(self.step),
             "compute": time_text(self.compute),
             "communication": f"{time_text(self.communication)} ({part:.0f}%)",
-            "exposed communication": f"{time_text(self.exposed)} ({exposed:.0f}% of the step)",
+            "copies to and from buffers": time_text(self.copies),
+            "exposed of both": f"{time_text(self.exposed)} ({exposed:.0f}% of the step)",
             "sent per rank": size_text(self.bytes),
             "held per rank": f"{size_text(self.memory['peak'])} at the peak: {held}",
             "search": self._search,
@@ -170,16 +173,18 @@ class Report:
 
 def make_report(document: Document) -> Report:
     """The figures of a plan from its document."""
-    operations = document["operations"]
+    operations, timing = document["operations"], document["timing"]
     comms = [{**comm, "cause": in_words(comm["cause"])} for comm in document["comms"]]
+    communication = sum(comm["seconds"] for comm in comms)
     return Report(
         mesh=document["mesh"],
         machine=machine_figures(saved_machine(document)),
         gap=document["gap"],
         compute=sum(operation["seconds"] for operation in operations),
-        communication=sum(comm["seconds"] for comm in comms),
-        step=document["timing"]["step"],
-        exposed=document["timing"]["exposed"],
+        communication=communication,
+        step=timing["step"],
+        exposed=timing["exposed"],
+        copies=max(timing["communication"] - communication, 0.0),
         bytes=sum(comm["bytes"] for comm in comms),
         memory=document["memory"],
         layers=tuple(_layers(document["layers"])),

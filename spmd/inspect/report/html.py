@@ -104,7 +104,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], numbers: tupl
 
 def _timeline(report: Report) -> str:
     order = f"Operators and collectives one after the other, {time_text(report.seconds)}"
-    return f"<p>{order}; where they overlap, a step takes {time_text(report.step)}.</p>\n{timeline(report)}\n"
+    return f"<p>{order}; with copies, and where they overlap, {time_text(report.step)}.</p>\n{timeline(report)}\n"
 
 
 def _memory(report: Report) -> str:
