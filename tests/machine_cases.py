@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 
@@ -13,8 +14,10 @@ import spmd
 from spmd import Machine, P
 from spmd.core.mesh import Mesh
 from spmd.plan.machine import default
+from spmd.plan.machine.link import Link
 
-MEASURED = Machine(flops=1e9, memory_bandwidth=1e8, link_bandwidth=1e7, latency=1e-3, origin="measured on a napkin")
+LINK = Link("data", "all_reduce", latency=1e-3, bandwidth=1e6)
+MEASURED = Machine(1e9, 1e8, 1e7, latency=1e-3, links=[LINK], origin="measured on a napkin")
 
 
 def forget(folder: str) -> None:
@@ -23,9 +26,9 @@ def forget(folder: str) -> None:
     os.environ["SPMD_CACHE_DIR"] = folder
 
 
-def run_step(mesh: Mesh) -> tuple[Machine, Machine, str]:
+def run_step(mesh: Mesh, axis: str = "data") -> tuple[Machine, Machine, str]:
     """The machines of a plan before and after the first call of a function, and the plan as text."""
-    step = spmd.jit(lambda x, w: (x @ w).sum(0), (P("data"), P()), P(), mesh=mesh)
+    step = spmd.jit(lambda x, w: (x @ w).sum(0), (P(axis), P()), P(), mesh=mesh)
     x, w = torch.ones(4, 8), torch.ones(8, 8)
     before = step.plan(x, w).request.machine
     assert step(x, w).full_tensor().equal(torch.full((8,), 32.0))
@@ -53,6 +56,8 @@ def ranks_measure_once(folder: str, mesh: Mesh) -> None:
             before, after, _ = run_step(mesh)
             assert after == MEASURED
             assert before == (MEASURED if spmd.process_index() == 0 else Machine())
+            _, other, _ = run_step(spmd.make_mesh({"model": 2}, runtime="distributed"), "model")
+            assert other == attrs.evolve(MEASURED, links=[attrs.evolve(LINK, axis="model")])
         with mock.patch.object(Machine, "measure", return_value=MEASURED) as measure:
             for path in files[1:]:
                 path.write_text('{"machine": {"flops": -1}}')

@@ -40,7 +40,7 @@ def test_the_documented_table_is_the_presets():
 
 
 def test_the_default_is_that_of_the_study():
-    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 1.0, (), True, "")
+    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 1.0, 1.0, (), True, "")
     assert expected == attrs.astuple(Machine())
     assert 5e14 == Machine().rate(torch.bfloat16) == Machine().rate(torch.float64)
 
@@ -51,6 +51,12 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_traffic():
     assert 100 / 20 == machine.compute_seconds(100, 1, torch.float32) == machine.compute_seconds(100, 1, torch.cfloat)
     assert 100 / 40 == machine.compute_seconds(100, 1, torch.bfloat16)
     assert 400 / 4 == machine.compute_seconds(100, 400, torch.bfloat16)
+
+
+def test_memory_traffic_that_does_not_overlap_adds_to_arithmetic():
+    machine = Machine(flops=10.0, memory_bandwidth=4.0, memory_overlap=0.25)
+    assert 100 / 10 + 0.75 * 8 / 4 == machine.compute_seconds(100, 8)
+    assert 400 / 4 + 0.75 * 100 / 10 == machine.compute_seconds(100, 400)
 
 
 def test_a_collective_takes_the_time_of_its_slowest_links():
@@ -80,6 +86,7 @@ def test_a_collective_takes_the_time_of_its_slowest_links():
         ({"operator_latency": -1}, "operator_latency must not be negative"),
         ({"overlap": 1.5}, r"overlap must be in 0\.\.1 \(got 1\.5\)"),
         ({"overlap": math.nan}, "overlap must be in"),
+        ({"memory_overlap": -0.5}, r"memory_overlap must be in 0\.\.1 \(got -0\.5\)"),
     ],
 )
 def test_impossible_constants_are_refused(constants, message):

@@ -69,6 +69,7 @@ _MACHINE: Mapping[str, Kind] = {
     "memory_capacity": Maybe(int),
     "operator_latency": float,
     "overlap": float,
+    "memory_overlap": float,
     "fuses": bool,
     "links": ListOf(Fields(_LINK)),
     "origin": str,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,7 @@ from spmd.plan.machine.cache import load_machine, save_machine
 from spmd.plan.machine.hosts import assumed_hosts, device_name, gather_hosts, hosts_along
 from spmd.plan.machine.machine import Machine
 
-FORMAT = 5
+FORMAT = 6
 """The version of the files; what is measured in another way has another."""
 
 NETWORK = MappingProxyType({"bandwidth": 5e10, "latency": 5e-6})
@@ -34,7 +35,7 @@ NETWORK = MappingProxyType({"bandwidth": 5e10, "latency": 5e-6})
 _GPUS = (("H100 80GB HBM3", "h100_nvlink"), ("NVIDIA H200", "h200"), ("A100-SXM4-80GB", "a100"))
 """The presets of GPUs, by a part of the name that torch has for them."""
 
-_OF_RANKS = ("flops", "dtype_flops", "memory_bandwidth", "operator_latency")
+_OF_RANKS = ("flops", "dtype_flops", "memory_bandwidth", "memory_overlap", "operator_latency")
 """The constants that do not depend on the axes: all meshes of a job have the same, so that their plans compare."""
 
 _UNKNOWN = Machine(origin="default, like an H100 in one node")
@@ -52,7 +53,7 @@ def default_machine(mesh: Mesh) -> Machine:
     if found := _agreed_here().get(mesh):
         return found
     hosts = assumed_hosts(mesh)
-    return _preset(mesh, hosts) or load_machine(_about(mesh, hosts)) or _UNMEASURED
+    return _preset(mesh, hosts) or _saved(mesh, hosts) or _UNMEASURED
 
 
 def agree_on_machine(mesh: Mesh, call: str) -> None:
@@ -74,14 +75,14 @@ def agree_on_machine(mesh: Mesh, call: str) -> None:
     about = _about(mesh, hosts)
     of_ranks = {name: value for name, value in about.items() if name != "mesh"}
     is_first = process_index() == mesh.ranks[0]
-    known = (_preset(mesh, hosts) or load_machine(about), load_machine(of_ranks)) if is_first else ()
+    known = (_preset(mesh, hosts) or _saved(mesh, hosts), load_machine(of_ranks)) if is_first else ()
     found, like = gather(call, known, mesh.ranks)[0]
     if found is None:
         found = Machine.measure(mesh)
         if like is not None:
             found = attrs.evolve(found, **{name: getattr(like, name) for name in _OF_RANKS})
         if is_first:
-            save_machine(about, found)
+            save_machine(about, _with_axes(found, {name: str(n) for n, name in enumerate(mesh.names)}))
             save_machine(of_ranks, like or found)
     _agreed_here()[mesh] = found
 
@@ -91,6 +92,17 @@ def _agreed_here() -> dict[Mesh, Machine]:
     world = dist.group.WORLD
     assert world is not None, "make_mesh starts torch.distributed"
     return _agreed.setdefault(world, {})
+
+
+def _saved(mesh: Mesh, hosts: tuple[int, ...]) -> Machine | None:
+    """What was measured on a mesh of these sizes, whatever the names of its axes; None if nothing was."""
+    found = load_machine(_about(mesh, hosts))
+    return None if found is None else _with_axes(found, {str(n): name for n, name in enumerate(mesh.names)})
+
+
+def _with_axes(machine: Machine, names: Mapping[str, str]) -> Machine:
+    """A machine with other names of the axes of its links."""
+    return attrs.evolve(machine, links=[attrs.evolve(link, axis=names[link.axis]) for link in machine.links])
 
 
 def _preset(mesh: Mesh, hosts: tuple[int, ...]) -> Machine | None:
@@ -116,6 +128,6 @@ def _about(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "backend": backend(mesh),
         "hosts": list(hosts),
-        "mesh": [list(axis) for axis in mesh.axes.items()],
+        "mesh": list(mesh.sizes),
         "torch": torch.__version__,
     }

@@ -61,10 +61,12 @@ class Machine:
         links: constants of collectives of one kind along one mesh axis, in place of those of the axis.
         overlap: the part of a collective's time that can pass beside computation: 1 for links that need no processor
             time, 0 if ranks compute nothing while they communicate.
+        memory_overlap: the part of an operator's memory traffic that can pass beside its arithmetic: 1 as on a
+            roofline, 0 if the one follows the other.
 
     Raises:
-        PlanError: a constant is not positive (a latency may be zero), `overlap` is outside of 0..1, or torch does not
-            have a dtype.
+        PlanError: a constant is not positive (a latency may be zero), `overlap` or `memory_overlap` is outside of 0..1,
+            or torch does not have a dtype.
     """
 
     flops: float = 5e14
@@ -77,6 +79,7 @@ class Machine:
     memory_capacity: int | None = attrs.field(default=None, converter=attrs.converters.optional(int))
     operator_latency: float = 0.0
     overlap: float = 1.0
+    memory_overlap: float = 1.0
     links: tuple[Link, ...] = attrs.field(default=(), converter=_links)
     fuses: bool = True
     origin: str = attrs.field(default="", eq=False)
@@ -94,8 +97,9 @@ class Machine:
         for name, time in latencies.items():
             if not time >= 0:
                 raise PlanError(f"Machine {name} must not be negative (got {time!r}).")
-        if not 0 <= self.overlap <= 1:
-            raise PlanError(f"Machine overlap must be in 0..1 (got {self.overlap!r}).")
+        for name, part in {"overlap": self.overlap, "memory_overlap": self.memory_overlap}.items():
+            if not 0 <= part <= 1:
+                raise PlanError(f"Machine {name} must be in 0..1 (got {part!r}).")
         for dtype, _ in self.dtype_flops:
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise PlanError(f"Machine dtype_flops must name dtypes of torch, as 'bfloat16' (got {dtype!r}).")
@@ -173,6 +177,7 @@ class Machine:
             latency=max((link.latency for link in links), default=0.0),
             operator_latency=_rounded(found.operator_latency),
             overlap=round(found.overlap, 1),
+            memory_overlap=found.memory_overlap,
             fuses=False,
             links=links,
             origin=f"measured on {describe_ranks(mesh, hosts)}",
@@ -189,6 +194,7 @@ class Machine:
             *(f"{axis} {time_text(seconds)}" for axis, seconds in self.axis_latency),
             *([f"operators {time_text(self.operator_latency)}"] if self.operator_latency else []),
             *([f"overlap {self.overlap:g}"] if self.overlap < 1 else []),
+            *([f"memory overlap {self.memory_overlap:g}"] if self.memory_overlap < 1 else []),
             *([] if self.fuses else ["nothing fused"]),
         ]
         return f"{self.origin or GIVEN}: {', '.join(parts)}"
@@ -198,7 +204,8 @@ class Machine:
         return self._rates.get(dtype, self.flops)
 
     def compute_seconds(self, flops: float, bytes: float, dtype: torch.dtype | None = None) -> float:
-        """Roofline time of an operator in seconds: the longer of its arithmetic and its memory traffic.
+        """Roofline time of an operator in seconds: the longer of its arithmetic and its memory traffic, and what does
+        not overlap of the shorter.
 
         Source: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
         architectures" (2009).
@@ -208,7 +215,8 @@ class Machine:
             bytes: bytes that it reads and writes.
             dtype: the dtype that it computes in.
         """
-        return max(flops / self.rate(dtype), bytes / self.memory_bandwidth)
+        shorter, longer = sorted((flops / self.rate(dtype), bytes / self.memory_bandwidth))
+        return longer + (1 - self.memory_overlap) * shorter
 
     def collective_seconds(
         self, kind: StepKind, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0

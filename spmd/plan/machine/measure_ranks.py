@@ -29,7 +29,7 @@ from spmd.ir.comm import StepKind
 from spmd.plan.machine.hosts import hosts_along
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import DTYPES
-from spmd.plan.machine.reference import predicted_seconds, reference
+from spmd.plan.machine.reference import predicted_seconds, references
 
 Run: TypeAlias = Callable[[], object]
 
@@ -42,7 +42,7 @@ _BLOCKS, _BLOCK = 4, 1.6e-2
 _LONG_BLOCK = 5e-2
 """Seconds of a block of runs of the reference program, of which one takes some milliseconds."""
 
-_MANY, _FEW = 10, 3
+_MANY, _FEW = 10, 7
 """How many runs of each collective are timed: of small ones together, whose times vary much, and of others."""
 
 _BETWEEN = 1e-3
@@ -74,6 +74,7 @@ class RankConstants:
 
     products: Mapping[str, float]
     memory_bandwidth: float
+    memory_overlap: float
     operator_latency: float
     links: tuple[Link, ...]
     overlap: float
@@ -91,8 +92,9 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
     """
     _start(mesh)
     seconds: dict[Hashable, float] = {}  # a product's per operation, traffic's per byte, that of others per call
+    programs = references(mesh.device)
     with torch.no_grad():
-        seconds["reference"] = _seconds(mesh, reference(mesh.device), _LONG_BLOCK)
+        seconds["references"] = sum(_seconds(mesh, program, _LONG_BLOCK) for program in programs)
         seconds |= {str(dtype): found for dtype in DTYPES if (found := _product(mesh, dtype)) is not None}
         seconds |= {"traffic": _traffic(mesh), "operator": _operator(mesh)}
         layouts, computation = _layouts(mesh, hosts), _computation(mesh)
@@ -105,10 +107,13 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
     agreed = {key: statistics.median(of.get(key, math.inf) for of, _ in every) for key in every[0][0]}
     rates = {str(dtype): 1 / agreed[str(dtype)] for dtype in DTYPES if agreed.get(str(dtype), math.inf) < math.inf}
     constants = rates[str(torch.float32)], 1 / agreed["traffic"], agreed["operator"]
-    slower = max(agreed["reference"] / predicted_seconds(reference(mesh.device), *constants), 1.0)
+    memory_overlap = 0.0 if mesh.device.type == "cpu" else 1.0  # a core waits for what its products read
+    predicted = sum(predicted_seconds(program, *constants, memory_overlap) for program in programs)
+    slower = max(agreed["references"] / predicted, 1.0)
     return RankConstants(
         {dtype: rate / slower for dtype, rate in rates.items()},
         1 / agreed["traffic"] / slower,
+        memory_overlap,
         agreed["operator"],
         tuple(_link(mesh, axis, like, kind, agreed) for axis, like in layouts.items() for kind in _CALLS),
         statistics.median(value for _, value in every),
@@ -145,9 +150,9 @@ def _traffic(mesh: Mesh) -> float:
 
 
 def _operator(mesh: Mesh) -> float:
-    """Seconds of an operator on few elements."""
+    """Seconds of an operator on few elements and of a view, since programs have about as many of both."""
     x = torch.ones(8, 8, device=mesh.device)
-    return _seconds(mesh, lambda: (x + x, x @ x, x.sum(0))) / 3
+    return _seconds(mesh, lambda: (x.view(64) + x.view(64), x.t() @ x, x.sum(0))) / 3
 
 
 def _layouts(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, str]:
@@ -263,10 +268,10 @@ def _block(mesh: Mesh, run: Run, seconds: float) -> float:
 
 
 def _together(mesh: Mesh, run: Run, runs: int = _FEW) -> float:
-    """The least seconds of a few runs, which communicate: as many on every rank."""
+    """The median seconds of a few runs, which communicate: as many on every rank."""
     run()
     _start(mesh)
-    return min(_once(mesh, run) for _ in range(runs))
+    return statistics.median(_once(mesh, run) for _ in range(runs))
 
 
 def _once(mesh: Mesh, run: Run) -> float:

@@ -1,14 +1,14 @@
-"""A reference program, by which measured rates become those of operators among others.
+"""Reference programs, by which measured rates become those of operators among others.
 
 The same operator run again and again finds its operands in caches, and for its result the memory that was just freed.
 In a program it finds neither: on processors, fresh pages alone can take a third of the time. So each rate is divided
-by what the reference takes over what the rates predict for it.
+by what the references take over what the rates predict for them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,16 @@ _CPU, _ACCELERATOR = (8, 64, 256), (8, 1024, 2048)
 _HEAD = 32
 """The width of a head."""
 
+_ROWS, _WIDTH, _LAYERS = 64, 512, 12
+"""Rows and width of products, and how many follow each other: their weights do not fit into a core's cache."""
 
-def reference(device: torch.device) -> Callable[[], torch.Tensor]:
+
+def references(device: torch.device) -> Sequence[Callable[[], object]]:
+    """A block of a transformer and, on processors, products of few rows, as in small batches."""
+    return (_block(device), _products_of_few_rows()) if device.type == "cpu" else (_block(device),)
+
+
+def _block(device: torch.device) -> Callable[[], torch.Tensor]:
     """One block of a transformer, without gradients."""
     sequences, tokens, width = _CPU if device.type == "cpu" else _ACCELERATOR
     x = torch.randn(sequences, tokens, width, device=device)
@@ -44,26 +52,47 @@ def reference(device: torch.device) -> Callable[[], torch.Tensor]:
     return block
 
 
-def predicted_seconds(run: Callable[[], object], flops: float, bandwidth: float, latency: float) -> float:
-    """What the operators of a function take by the roofline model of `plan/cost`.
+def _products_of_few_rows() -> Callable[[], list[torch.Tensor]]:
+    """Layers and their gradients, where weights are much of what is read and written."""
+    x = torch.randn(_ROWS, _WIDTH) / math.sqrt(_WIDTH)
+    weights = [torch.randn(_WIDTH, _WIDTH) / math.sqrt(_WIDTH) for _ in range(_LAYERS)]
+
+    def products() -> list[torch.Tensor]:
+        y, gradients = x, []
+        for weight in weights:
+            y = F.linear(y, weight)
+        for weight in reversed(weights):
+            gradients.append(y.t() @ x)
+            y = y @ weight
+        return gradients
+
+    return products
+
+
+def predicted_seconds(
+    run: Callable[[], object], flops: float, bandwidth: float, latency: float, memory_overlap: float
+) -> float:
+    """What the operators of a function take by the model of `Machine.compute_seconds`.
 
     Args:
         run: the function.
         flops: operations a second in matrix products.
         bandwidth: bytes a second of others.
         latency: seconds of an operator.
+        memory_overlap: as in `Machine`.
     """
-    roofline = _Roofline(flops, bandwidth, latency)
+    roofline = _Roofline(flops, bandwidth, latency, memory_overlap)
     with roofline:
         run()
     return roofline.seconds
 
 
 class _Roofline(TorchDispatchMode):
-    def __init__(self, flops: float, bandwidth: float, latency: float) -> None:
+    def __init__(self, flops: float, bandwidth: float, latency: float, memory_overlap: float) -> None:
         super().__init__()
         self.seconds = 0.0
         self._flops, self._bandwidth, self._latency = flops, bandwidth, latency
+        self._exposed = 1 - memory_overlap
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -71,5 +100,6 @@ class _Roofline(TorchDispatchMode):
             traffic = sum(leaf.nbytes for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
             count = flop_registry.get(func.overloadpacket)
             work = count(*args, **(kwargs or {}), out_val=result) if count else 0.0
-            self.seconds += max(work / self._flops, traffic / self._bandwidth) + self._latency
+            shorter, longer = sorted((work / self._flops, traffic / self._bandwidth))
+            self.seconds += longer + self._exposed * shorter + self._latency
         return result
