@@ -45,11 +45,17 @@ _LONG_BLOCK = 5e-2
 _MANY, _FEW = 10, 7
 """How many runs of each collective are timed: of small ones together, whose times vary much, and of others."""
 
+_FIRST = 4
+"""How many runs are not timed, since buffers are new to a process in its first ones."""
+
 _BETWEEN = 1e-3
 """Seconds of computation between two small collectives, as between those of a step."""
 
-_LONG = 1e-2
+_LONG = 4e-2
 """Seconds that are long for a collective of medium size: a larger one is not timed."""
+
+_FRESH = 2**27
+"""Bytes that a rank on processors writes first: memory that is new to a process, or even to its host, is slow."""
 
 _SLOW = 2e-3
 """Seconds from which on a small product is not followed by larger ones, which a processor without units for the dtype
@@ -90,6 +96,8 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
     Raises:
         SpmdError: a rank failed, or never makes the call.
     """
+    if mesh.device.type == "cpu":
+        torch.ones(_FRESH, dtype=torch.uint8)
     _start(mesh)
     seconds: dict[Hashable, float] = {}  # a product's per operation, traffic's per byte, that of others per call
     programs = references(mesh.device)
@@ -268,8 +276,9 @@ def _block(mesh: Mesh, run: Run, seconds: float) -> float:
 
 
 def _together(mesh: Mesh, run: Run, runs: int = _FEW) -> float:
-    """The median seconds of a few runs, which communicate: as many on every rank."""
-    run()
+    """The median seconds of a few runs, which communicate: as many on every rank, after some more."""
+    for _ in range(min(runs, _FIRST)):
+        run()
     _start(mesh)
     return statistics.median(_once(mesh, run) for _ in range(runs))
 
