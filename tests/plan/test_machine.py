@@ -67,6 +67,10 @@ def test_a_collective_takes_the_time_of_its_slowest_links():
         == machine.collective_seconds(KIND, ("far",), 200)
         == machine.collective_seconds(KIND, ("near", "far"), 200)
     )
+    links = [Link(axis, KIND, latency, 50.0) for axis, latency in {"near": 0.5, "far": 2.0}.items()]
+    measured = attrs.evolve(machine, links=links)
+    assert 2.5 + 200 / 50 == measured.collective_seconds(KIND, ("near", "far"), 200)
+    assert 2 + 200 / 50 == measured.collective_seconds(KIND, ("far",), 200)
     assert 0.5 + 200 / 100 == Machine(100, 1, 100, latency=1, axis_latency={"a": 0.5}).collective_seconds(
         KIND, ("a",), 200
     )

@@ -223,12 +223,14 @@ class Machine:
     ) -> float:
         """Seconds of a collective over `axes` in which each rank sends `bytes`.
 
-        Latency and bandwidth are the worst among the axes. `latency_share` is the part of the latency that it pays,
-        where it is launched together with others.
+        Latency and bandwidth are the worst among the axes; latencies of `links` add, because the group is as large as
+        the axes together. `latency_share` is the part of the latency that it pays, where it is launched together with
+        others.
         """
-        constants = [self._constants(kind, axis) for axis in axes]
-        latency = max(latency for latency, _ in constants)
-        return latency_share * latency + bytes / min(bandwidth for _, bandwidth in constants)
+        latencies, bandwidths = zip(*(self._constants(kind, axis) for axis in axes), strict=True)
+        measured = all((axis, kind) in self._with_links for axis in axes)
+        latency = sum(latencies) if measured else max(latencies)
+        return latency_share * latency + bytes / min(bandwidths)
 
     @property
     def bucket_bytes(self) -> float:
@@ -259,6 +261,10 @@ class Machine:
             of_axis = dict(self.axis_latency).get(axis, self.latency), dict(self.axis_bandwidth).get(axis)
             found = self._found[axis, kind] = of_axis[0], of_axis[1] or self.link_bandwidth
         return found
+
+    @cached_property
+    def _with_links(self) -> frozenset[tuple[str, StepKind]]:
+        return frozenset((link.axis, link.kind) for link in self.links)
 
     @cached_property
     def _found(self) -> dict[tuple[str, StepKind], tuple[float, float]]:

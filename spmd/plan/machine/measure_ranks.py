@@ -257,12 +257,12 @@ def _overlap(mesh: Mesh, axis: str) -> float:
 
 
 def _seconds(mesh: Mesh, run: Run, seconds: float = _BLOCK) -> float:
-    """Seconds of a run while all ranks compute: the least mean of blocks of runs, as what else runs only adds to it.
+    """Seconds of a run while all ranks compute: the median of the means of blocks of runs.
 
     Ranks do not wait for each other here: what one of them computes depends on its times.
     """
     run()
-    return min(_block(mesh, run, seconds) for _ in range(_BLOCKS))
+    return statistics.median(_block(mesh, run, seconds) for _ in range(_BLOCKS))
 
 
 def _block(mesh: Mesh, run: Run, seconds: float) -> float:
