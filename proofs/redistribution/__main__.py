@@ -1,6 +1,6 @@
 """Every redistribution between two specs of a mesh: values, gradients, and its cost beside an optimum and torch's.
 
-    python -m proofs.redistribution                       # meshes (4), (2, 2) and (2, 2, 2): some minutes
+    python -m proofs.redistribution                       # meshes (4), (2, 2) and (2, 2, 2): twenty minutes
     python -m proofs.redistribution --meshes 4 2x2        # seconds
     python -m proofs.redistribution --every 15            # from every fifteenth spec to all
 
@@ -11,6 +11,7 @@ and not worse in the other.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import math
 import shlex
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 
 from proofs.page import table, write_section
+from proofs.pool import Lost, each
 from proofs.redistribution.optimum import Cost
 from proofs.redistribution.sweep import Found, compare, wrong
 from spmd.core.mesh import Mesh, make_mesh
@@ -33,6 +35,9 @@ UNEVEN = (5, 3)
 """The tensor of the comparison of values and gradients: some shards are uneven, others empty."""
 
 TRADED = ("mesh", "tensor", "pairs", "such as", "bytes, collectives, cost: ours", "torch's")
+
+SECONDS = 6 * 3600.0
+"""After which a mesh and a tensor are given up."""
 
 HEAD = (
     "mesh", "tensor", "pairs", "above the optimum: targets complete, partial", "in a program",
@@ -51,15 +56,16 @@ def main() -> int:
     parser.add_argument("--meshes", nargs="+", default=["4", "2x2", "2x2x2"], help="their sizes")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to this page")
     parser.add_argument("--every", type=int, default=1, help="of the sources, only every so many-th")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, which share meshes and tensors")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)  # torch warns of every sequence that it cannot join
+    tasks = [(sizes, shape) for sizes in options.meshes for shape in (UNEVEN, *SHAPES)]
+    done = dict(each(tasks, functools.partial(_run, every=options.every), jobs=options.jobs, seconds=SECONDS))
     rows, errors, traded = [], [], []
-    for sizes in options.meshes:
-        mesh = _mesh(sizes)
-        errors += list(wrong(mesh, TensorMeta(UNEVEN, torch.float32), options.every))
-        for shape in SHAPES:
-            found = compare(mesh, TensorMeta(shape, torch.float32), options.every)
+    for sizes, shape in tasks:
+        mesh, found = _mesh(sizes), done[sizes, shape]
+        if isinstance(found, Found):
             rows.append(_row(mesh, shape, found))
             traded += [
                 [str(mesh.sizes), str(list(shape)), str(count), f"`{pair}`", _cost(ours), _cost(theirs)]
@@ -67,6 +73,8 @@ def main() -> int:
             ]
             if found.dominated or found.against["price", 1]:
                 errors.append(f"costs on {mesh} of {shape}")
+        else:
+            errors += [f"{found} on {mesh}"] if isinstance(found, Lost) else found
     about = f"All {sum(int(row[2]) for row in traded)} pairs that torch does with less of one and more of the other:"
     text = "\n".join([*table(HEAD, rows), "", about, "", *table(TRADED, traded), ""])
     print(text, f"wrong: {errors or 'nothing'}", sep="\n")
@@ -75,6 +83,13 @@ def main() -> int:
         about = f"Written by\n\n{command}\n\ntorch {torch.__version__}; wrong values or gradients: {len(errors)}.\n\n"
         write_section(options.markdown, f"redistribution {' '.join(options.meshes)}", about + text)
     return int(bool(errors))
+
+
+def _run(task: tuple[str, tuple[int, ...]], every: int) -> Found | list[str]:
+    """What is wrong with the values of an uneven tensor, or the costs of an even one."""
+    sizes, shape = task
+    mesh, meta = _mesh(sizes), TensorMeta(shape, torch.float32)
+    return list(wrong(mesh, meta, every)) if shape == UNEVEN else compare(mesh, meta, every)
 
 
 def _mesh(sizes: str) -> Mesh:
