@@ -132,7 +132,7 @@ class Machine:
     def measure(cls, mesh: Mesh) -> Machine:
         """Measure the constants of a mesh.
 
-        On a distributed mesh this is a collective call, takes about a second, and gives all ranks the same
+        On a distributed mesh this is a collective call, takes some seconds, and gives all ranks the same
         machine, in numbers of two digits. The ranks of a virtual mesh share one process, which is measured in some
         seconds: each counts with 1/n of the process's arithmetic rate, memory bandwidth and memory, for n ranks. The
         time of a collective is the time for all ranks together.

@@ -1,7 +1,7 @@
 """Measurements of the cost model's constants on a distributed mesh, by all ranks together.
 
 All ranks compute at once, because those of one host share its processors and memory, and each of them measures. Each
-time is that of several runs, and ranks agree on the median of theirs. All takes two to five seconds on two cores.
+time is that of several runs, and ranks agree on the median of theirs. All takes four to eight seconds on two cores.
 """
 
 from __future__ import annotations
