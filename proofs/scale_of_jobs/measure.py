@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ import spmd
 from proofs.scale_of_jobs.counted import CountedStore
 from spmd import P
 from spmd.job import process
+from spmd.testing.local_job import local_job
 
 REST = 3.0
 """Seconds of a rank that does nothing, for the operations of its failure detector."""
@@ -67,10 +67,8 @@ class Life:
 def measure(ranks: int) -> dict[int, Life]:
     """The lives of all ranks of a job but the one that is killed, which is the one in the middle."""
     context = multiprocessing.get_context("fork")  # what is imported already need not be read by every rank
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("localhost", 0))
-        variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-        free.close()
+    variables = local_job(ranks)
+    with tempfile.TemporaryDirectory() as folder:
         started = [context.Process(target=_live, args=(rank, ranks, variables, folder)) for rank in range(ranks)]
         for each in started:
             each.start()

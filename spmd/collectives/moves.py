@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -20,6 +20,8 @@ from spmd.collectives.precision import summed_in
 from spmd.collectives.step import Step, permuted_axes
 from spmd.core.spec import Dims, DTensorSpec, Reductions
 from spmd.ir.comm import StepKind
+
+_T = TypeVar("_T")
 
 Runs: TypeAlias = Sequence[Sequence[tuple[str, ...]]]
 """For each dim the axes that a step may put on it."""
@@ -46,11 +48,13 @@ def next_steps(
 def exchanges(here: DTensorSpec, goal: DTensorSpec, anywhere: Dims = ()) -> Iterator[BlockExchange]:
     """The exchanges outside of a program: to the goal, or to what local steps make partial, so that replicas share.
 
-    On meshes of few ranks also to what a gather over some axes of `anywhere` brings there.
+    On meshes of few ranks also to what an all_gather over some axes of `anywhere`, or an all_reduce, brings there.
     """
     targets = [goal, goal.complete]
     if here.mesh.size <= FEW_RANKS:
         targets += [step.target for step in _slices(goal.complete, [_orders(axes) for axes in anywhere])]
+        pending = [item for item in here.partial if item[0] not in _used(goal)]
+        targets += [attrs.evolve(goal, partial=kept) for kept in _subsets(pending)]
     if here.mesh.size <= MOST_RANKS:
         yield from (BlockExchange(here, spec) for spec in dict.fromkeys(targets))
 
@@ -160,9 +164,9 @@ def _orders(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     return tuple(itertools.chain(*(itertools.permutations(axes, count) for count in range(len(axes), 0, -1))))
 
 
-def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    for length in range(len(axes), 0, -1):
-        yield from itertools.combinations(axes, length)
+def _subsets(items: Sequence[_T]) -> Iterator[tuple[_T, ...]]:
+    for length in range(len(items), 0, -1):
+        yield from itertools.combinations(items, length)
 
 
 def _with_dims(spec: DTensorSpec, *changes: tuple[int, tuple[str, ...]]) -> DTensorSpec:

@@ -60,7 +60,6 @@ def init(*, timeout: timedelta | float | None = None, check: Literal["first", "c
         SpmdError: other ranks did not start in time; the message names them.
     """
     checks.choose(check)
-    keep_freed_memory()
     limit = _parse_timeout(timeout)
     if dist.is_initialized():
         if limit is not None:
@@ -68,7 +67,7 @@ def init(*, timeout: timedelta | float | None = None, check: Literal["first", "c
                 "init(timeout=...) came after torch.distributed was started. Call it before the first make_mesh, or "
                 "give the timeout to torch.distributed.init_process_group."
             )
-        failure_detector.start()
+        _settle()
         return
     process = launcher.started()
     if process is None:
@@ -98,6 +97,12 @@ def init(*, timeout: timedelta | float | None = None, check: Literal["first", "c
             f"{name_ranks(late)} did not. Start all of them with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE "
             f"(rank 0 waited at {host}:{port}), or wait longer: spmd.init(timeout=...)."
         )
+    _settle()
+
+
+def _settle() -> None:
+    """What a process of a job needs beside torch.distributed."""
+    keep_freed_memory()
     failure_detector.start()
 
 

@@ -80,7 +80,8 @@ class LocalProgram:
     __str__ = as_text
 
     def __repr__(self) -> str:
-        return f"LocalProgram({self.name} on {self.mesh}, {len(self.collectives)} collectives)"
+        count = len(self.collectives)
+        return f"LocalProgram({self.name} on {self.mesh}, {count} collective{'s' * (count != 1)})"
 
     def _repr_html_(self) -> str:
         return program_html(repr(self), self.as_text())

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import spmd
 from spmd import P, SpmdError
 from spmd.checkpoint import exists, load
 from spmd.job.launch import launch
+from spmd.testing.local_job import local_job
 
 pytestmark = pytest.mark.faults
 
@@ -25,10 +25,7 @@ FAILED = r"CheckpointError: Saving to \S+ failed: rank 1: OSError: "
 
 def run_script(folder, full_on, status):
     """The exit status, output and errors of each rank of `unwaited_save.py`."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
+    job = {**local_job(RANKS), "PYTHONPATH": PATHS}
     command = [sys.executable, unwaited_save.__file__, str(folder), str(full_on), str(status)]
     ranks = [
         subprocess.Popen(

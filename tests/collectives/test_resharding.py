@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spmd.collectives.resharding import redistribution
+from spmd.collectives.resharding import eager_redistribution, redistribution
 from spmd.collectives.traffic import record_traffic, ring_bytes
 from spmd.core.mesh import make_mesh
 from spmd.core.placement import combine
@@ -163,6 +163,16 @@ def test_a_way_over_another_dim_is_taken_where_it_sends_less(source, target, exp
 def test_a_way_of_more_collectives_is_not_taken():
     steps = kinds(P(partial={"x": "sum"}), P(), {"x": 4, "y": 2}, (8, 4))  # over y two would send 160 bytes, not 192
     assert ["all_reduce[x]: P(partial={'x': 'sum'}) -> P()"] == steps
+
+
+def test_outside_of_a_program_an_exchange_may_leave_a_reduction_pending():
+    mesh = make_mesh({"x": 2, "y": 2, "z": 2}, runtime="virtual")
+    meta = TensorMeta((4096, 1024), torch.float32)
+    source, target = (DTensorSpec.make(mesh, p, meta) for p in (P(partial={"x": "sum", "y": "sum"}), P(("x", "z"))))
+    assert [
+        "exchange[x, y, z]: P(partial={'x': 'sum', 'y': 'sum'}) -> P(('x', 'z'), partial={'y': 'sum'})",
+        "all_reduce[y]: P(('x', 'z'), partial={'y': 'sum'}) -> P(('x', 'z'))",
+    ] == list(map(str, eager_redistribution(source, target)))
 
 
 def test_reordering_uneven_chunks_gathers():

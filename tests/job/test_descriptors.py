@@ -1,11 +1,12 @@
 """The limit of open files of the process that keeps the store of torch.distributed."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
+
+from spmd.testing.local_job import local_job
 
 START = """
 import resource
@@ -28,10 +29,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE))
     ],
 )
 def test_rank_0_raises_its_limit_or_says_that_it_may_not(highest, message, limit):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    job = {"RANK": "0", "WORLD_SIZE": "64", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    job = {**local_job(64), "RANK": "0"}
     run = subprocess.run(
         [sys.executable, "-c", START.replace("HIGHEST", str(highest))],
         env={**os.environ, **job, "PYTHONPATH": os.pathsep.join(sys.path)},

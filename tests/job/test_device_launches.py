@@ -1,7 +1,6 @@
 """Collectives that a GPU does not finish, with stand-ins for its events."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ from spmd.job import collective_scope, device_launches, device_watch, failure_de
 from spmd.job.collective_scope import CollectiveScope
 from spmd.job.device_launches import DeviceLaunches
 from spmd.job.device_watch import DeviceWatch
+from spmd.testing.local_job import local_job
 
 
 class Device:
@@ -222,9 +222,7 @@ os._exit(0)
 
 @pytest.mark.faults
 def test_a_killed_rank_is_named_while_the_main_thread_waits_for_its_device():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    job = local_job(2)
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen(

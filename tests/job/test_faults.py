@@ -4,7 +4,6 @@ import functools
 import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from spmd.errors import SpmdError
 from spmd.job.collective_scope import CollectiveScope, explain
 from spmd.job.failure_detector import PATIENCE
 from spmd.job.launch import launch
+from spmd.testing.local_job import local_job
 
 pytestmark = pytest.mark.faults
 
@@ -41,12 +41,6 @@ def context():
     return started
 
 
-def free_address():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-
-
 def run_job(context, case, *args, ranks=range(RANKS), waits_for=None, timeout=cases.PATIENT):
     """The error by which each rank of a job ends, None if it is killed; only `ranks` are started.
 
@@ -54,10 +48,10 @@ def run_job(context, case, *args, ranks=range(RANKS), waits_for=None, timeout=ca
         waits_for: those whose end is waited for; the others are killed then.
         timeout: of starting, and of collectives before the fault.
     """
-    address, processes, ends = free_address(), {}, {}
+    job, processes, ends = local_job(RANKS), {}, {}
     together, began = context.Barrier(len(ranks)), time.monotonic()
     for rank in ranks:
-        environment = {**address, "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+        environment = {**job, "RANK": str(rank)}
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=cases.rank, args=(case, args, timeout, environment, together, sender))
         process.start()
@@ -150,7 +144,7 @@ step(x)
 
 @pytest.mark.parametrize("on", [0, SLOW(1)])
 def test_a_script_that_ends_is_called_what_it_is(on):
-    variables = {**free_address(), "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    variables = {**local_job(2), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SCRIPT.replace("ON", str(on))]
     scripts = [
         subprocess.Popen(command, env={**os.environ, **variables, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)

@@ -1,7 +1,6 @@
 """Which process of a job this is, by the variables of torchrun, SLURM and MPI."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from spmd.errors import MeshError
 from spmd.job.launcher import local_rank, local_size, started
 from spmd.job.process import choose_device, init, is_distributed, process_count, process_index
 from spmd.plan.machine.hosts import assumed_hosts
+from spmd.testing.local_job import free_port
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1234", "LOCAL_RANK": "1"}
 SLURM = {
@@ -200,10 +200,8 @@ print(spmd.process_index(), mesh.runtime.value, total(torch.arange(4.0)).item())
 
 @pytest.mark.parametrize("rank", ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK"])
 def test_tasks_of_slurm_and_mpi_meet(environment, rank):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        environment(SLURM if rank in SLURM else OPEN_MPI, SLURM_NTASKS="2", OMPI_COMM_WORLD_SIZE="2")
-        environment({"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free.getsockname()[1])})
+    environment(SLURM if rank in SLURM else OPEN_MPI, SLURM_NTASKS="2", OMPI_COMM_WORLD_SIZE="2")
+    environment({"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())})
     if rank in OPEN_MPI:
         environment(MASTER_ADDR="localhost")
     tasks = [

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,8 @@ def test_busy_processes_are_counted_and_end():
     assert 2 <= len(load.samples) and 3 <= min(load.samples)
 
 
+ROOT = Path(__file__).parents[2]
+
 ABANDONS = """
 import os
 from proofs.faults_at_load.load import busy_processes
@@ -73,7 +76,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_busy_processes_end_with_who_started_them():
-    died = subprocess.run([sys.executable, "-c", ABANDONS], stdout=subprocess.PIPE, text=True, cwd=sys.path[0] or None)
+    died = subprocess.run([sys.executable, "-c", ABANDONS], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     (child,) = died.stdout.split()
     deadline = time.monotonic() + 60
     while is_running(child):

@@ -19,6 +19,7 @@ from spmd.plan.machine.hosts import describe_ranks, gather_hosts
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import measure_copies, measure_link, measure_products, memory_of
 from spmd.plan.machine.measure_ranks import measure_ranks
+from spmd.plan.machine.roofline import roofline_seconds
 
 GIVEN = "given"
 """The origin of a machine that says no other."""
@@ -204,19 +205,14 @@ class Machine:
         return self._rates.get(dtype, self.flops)
 
     def compute_seconds(self, flops: float, bytes: float, dtype: torch.dtype | None = None) -> float:
-        """Roofline time of an operator in seconds: the longer of its arithmetic and its memory traffic, and what does
-        not overlap of the shorter.
-
-        Source: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
-        architectures" (2009).
+        """Seconds of an operator, by `roofline_seconds`.
 
         Args:
             flops: the number of its floating-point operations.
             bytes: bytes that it reads and writes.
             dtype: the dtype that it computes in.
         """
-        shorter, longer = sorted((flops / self.rate(dtype), bytes / self.memory_bandwidth))
-        return longer + (1 - self.memory_overlap) * shorter
+        return roofline_seconds(flops / self.rate(dtype), bytes / self.memory_bandwidth, self.memory_overlap)
 
     def collective_seconds(
         self, kind: StepKind, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0

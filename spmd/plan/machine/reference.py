@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from spmd.plan.machine.roofline import roofline_seconds
+
 _CPU, _ACCELERATOR = (8, 64, 256), (8, 1024, 2048)
 """Sequences, tokens of each, and width."""
 
@@ -92,7 +94,7 @@ class _Roofline(TorchDispatchMode):
         super().__init__()
         self.seconds = 0.0
         self._flops, self._bandwidth, self._latency = flops, bandwidth, latency
-        self._exposed = 1 - memory_overlap
+        self._memory_overlap = memory_overlap
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -100,6 +102,7 @@ class _Roofline(TorchDispatchMode):
             traffic = sum(leaf.nbytes for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
             count = flop_registry.get(func.overloadpacket)
             work = count(*args, **(kwargs or {}), out_val=result) if count else 0.0
-            shorter, longer = sorted((work / self._flops, traffic / self._bandwidth))
-            self.seconds += longer + self._exposed * shorter + self._latency
+            self.seconds += self._latency + roofline_seconds(
+                work / self._flops, traffic / self._bandwidth, self._memory_overlap
+            )
         return result
