@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -23,12 +24,13 @@ def tree(number, mesh):
     return {"params": spmd.distribute(values, specs, mesh), "step": number}
 
 
-def save_forever(folder, first, done, keep=1):
-    """Save trees of first, first + 1, ... and send each number when its save has returned."""
+def save_forever(folder, first, done, keep=1, pause=0.0):
+    """Save trees of first, first + 1, ... with pauses in seconds; send each number when its save has returned."""
     mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
     for number in itertools.count(first):
         spmd.checkpoint.save(tree(number, mesh), folder, keep=keep)
         done.send(number)
+        time.sleep(pause)
 
 
 def save_until(folder, number, count):

@@ -88,6 +88,14 @@ def works(x):
     return torch.func.jvp(torch.sin, (x,), (x,))[1], vmapped, torch.func.hessian(square)(x[0])
 
 
+@pytest.fixture(scope="module")
+def few_objects():
+    """What tests before these left is not looked through again in each of their garbage collections."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("body", BODIES)
 def test_a_failed_trace_leaves_torch_as_it_was(body, transform):
