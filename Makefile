@@ -60,8 +60,7 @@ test-scale: $(STAMP)
 
 # Every redistribution of meshes of up to 2 x 2 x 2 beside an optimum and torch's; rewrites docs/redistribution.md.
 test-redistribution: $(STAMP)
-	$(BIN)/python -m proofs.redistribution --meshes 4 2x2 --markdown docs/redistribution.md
-	$(BIN)/python -m proofs.redistribution --meshes 2x2x2 --markdown docs/redistribution.md
+	$(BIN)/python -m proofs.redistribution --jobs $(JOBS) --markdown docs/redistribution.md
 
 # Stock models beside one device, and what needs transformers; writes docs/models.md.
 $(VENV)/.models: $(STAMP)
