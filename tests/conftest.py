@@ -1,4 +1,3 @@
-import gc
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -45,12 +44,6 @@ def on_ranks(request: pytest.FixtureRequest, workers: Workers) -> OnRanks:
         return workers.run(call_on_mesh, function, axes, "distributed", *args, ranks=math.prod(axes.values()))
 
     return run
-
-
-def pytest_collection_finish() -> None:
-    """Leave what imports and collection made out of all garbage collections, of which some tests ask for many."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 
@@ -16,9 +17,11 @@ def free_port() -> int:
         with socket.socket() as attempt:
             try:
                 attempt.bind(("localhost", port := choices.choice(_PORTS)))
-            except OSError:
-                continue
-            return port
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
 
 
 def local_job(ranks: int) -> dict[str, str]:

@@ -172,8 +172,10 @@ def saving_job(folder, processes):
     def start(keep):
         done, sender = processes.Pipe(duplex=False)
         # Saves without pauses could each remove the last one before a busy machine has read it.
-        arguments = str(folder), 1, sender, keep, 0.03
-        process = processes.Process(target=checkpoint_writers.save_forever, args=arguments)
+        options = {"keep": keep, "pause": 0.03}
+        process = processes.Process(
+            target=checkpoint_writers.save_forever, args=(str(folder), 1, sender), kwargs=options
+        )
         process.start()
         started.append(process)
         sender.close()

@@ -31,7 +31,7 @@ from proofs.shard_map_fuzz.search import search
 from proofs.shard_map_fuzz.shrink import shrink
 
 
-@settings(max_examples=20, derandomize=True)  # `make test-shard-map` runs ten thousand
+@settings(max_examples=40, derandomize=True)  # `make test-shard-map` runs ten thousand
 @given(seed=st.integers(0, 10**9))
 def test_programs(seed):
     outcome = check_seed(seed)

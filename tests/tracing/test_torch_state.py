@@ -90,7 +90,7 @@ def works(x):
 
 @pytest.fixture(scope="module")
 def few_objects():
-    """What tests before these left is not looked through again in each of their garbage collections."""
+    """Leaves what collection and the tests before these made out of their many garbage collections."""
     gc.collect()
     gc.freeze()
 
