@@ -25,9 +25,10 @@ from spmd.api.value_warnings import warn_of_missing_gradients, warn_of_transform
 from spmd.api.values.arguments import check_argument
 from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.distribute import check_same, place
-from spmd.api.values.dtensor import DTensor, wrap
+from spmd.api.values.dtensor import DTensor
 from spmd.api.values.leaves import DYNAMIC, as_argument
-from spmd.api.values.wrapper import DONATED, Shards, lose_shards
+from spmd.api.values.result_wrappers import ResultWrappers
+from spmd.api.values.wrapper import Shards, donate_shards
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
@@ -133,6 +134,10 @@ class Compiled:
         return Program(self.traced, self.mesh, self.in_specs, specs, self._donated, self.options)
 
     @functools.cached_property
+    def _wrappers(self) -> ResultWrappers:
+        return ResultWrappers(self.staged.out_specs, self.in_specs, self._donated)
+
+    @functools.cached_property
     def check_call(self) -> CallCheck:
         """Compares a call with those of the other ranks, under `init(check="calls")`."""
 
@@ -174,7 +179,7 @@ class Compiled:
         name = first_run(self.mesh) if first else self._call
         with failing_together(name, self.mesh, first or self._compares(leaves or ())):
             self._check_call(leaves)
-        self._executable, self._results = self.staged.executable, self.staged.out_specs
+        self._executable = self.staged.executable
         self._guards = self.traced.guards.found
 
     @property
@@ -395,10 +400,10 @@ class Compiled:
         """
         if is_watched():
             record_comms(self.program.collectives, self.traced.name)
-        donated = [leaves[index] for index in self._donated]
-        lose_shards([leaf for leaf in donated if isinstance(leaf, DTensor)], DONATED)
-        results = self._executable(shards, numbers)
-        return self._finish(list(map(wrap, self._results, results)), numbers)
+        donate_shards(leaf for index in self._donated if isinstance(leaf := leaves[index], DTensor))
+        values = self._wrappers.wrap(self._executable(shards, numbers))
+        self._wrappers.keep(leaves)
+        return self._finish(values, numbers)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -55,11 +56,11 @@ class DistributedProgram:
         """
         if self._number is not None:
             self._history.add(self._number)
-        shards = [shard for (shard,) in inputs]
+        shards = list(itertools.chain.from_iterable(inputs))
         inputs.clear()
         try:
             results: tuple[torch.Tensor, ...] = run_isolated(self._function, shards, numbers)
         except Exception as error:
             name_origin(error)
             raise
-        return [(shard,) for shard in results]
+        return list(zip(results, strict=True))

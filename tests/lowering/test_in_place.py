@@ -14,7 +14,7 @@ from torch import Tensor
 import spmd
 from spmd import P
 from spmd.ir.in_place import in_place_variant
-from spmd.optim import adamw, sgd
+from spmd.optim import AdamWState, adamw, sgd
 from spmd.testing.live import peak_bytes
 
 aten = torch.ops.aten
@@ -284,3 +284,31 @@ def test_operators_with_in_place_variants() -> None:
     assert None is in_place_variant(aten.mm.default) is in_place_variant(aten.add_.Tensor)
     assert None is in_place_variant(aten._to_copy.default) is in_place_variant(aten.where.self)
     assert None is in_place_variant(aten.pow.Scalar)  # its first argument is a number, that of `pow_.Scalar` is not
+
+
+@pytest.mark.parametrize("mesh", [ONE, LINE], ids=str)
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda shard: shard,
+        lambda shard: shard.view(-1),
+        lambda shard: shard.detach(),
+        lambda shard: shard.numpy(),
+        lambda shard: torch.zeros(2).set_(shard),
+    ],
+    ids=["shard", "view", "detached", "numpy", "set_"],
+)
+def test_what_the_caller_holds_of_a_later_step_is_not_written(hold: Callable[[Tensor], Any], mesh: spmd.Mesh) -> None:
+    optimizer = adamw(lr=0.1)
+    plain = values(6), optimizer.init(values(6))
+    specs = P("x"), AdamWState(P(), P("x"), P("x"))
+    update = spmd.jit(optimizer.update, (*specs, P("x")), specs, mesh=mesh, donate_argnums=(0, 1))
+    params, state = spmd.distribute(plain, specs, mesh)
+    grads = place(values(6), mesh=mesh)
+    for number in range(6):
+        plain = optimizer.update(*plain, values(6))
+        held = hold(params.shards[0]) if number % 2 else None
+        before = None if held is None else torch.as_tensor(held).clone()
+        params, state = update(params, state, grads)
+        torch.testing.assert_close(params.full_tensor(), plain[0])
+        assert before is None or torch.equal(torch.as_tensor(held), before)

@@ -18,7 +18,17 @@ from spmd.api.values.joint_shards import check_shards, joint_specs
 from spmd.api.values.linear import linear
 from spmd.api.values.moves import move_shards, start_move, target_of, why_outside
 from spmd.api.values.on_class import OnClass
-from spmd.api.values.wrapper import SHARD, Shards, Wrapper, delete_shards, lose_shards, replace_shards, set_spec
+from spmd.api.values.wrapper import (
+    SHARD,
+    Shards,
+    Wrapper,
+    delete_shards,
+    lose_shards,
+    replace_shards,
+    set_attribute,
+    set_maker,
+    set_spec,
+)
 from spmd.core.mesh import Mesh, Runtime, current_mesh
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.core.pytree import SpecLike
@@ -243,6 +253,7 @@ class DTensor(Wrapper):
             return
         if name in _FIXED:
             raise AttributeError(f"The {name} of a DTensor cannot be set. {_FIXED[name]}")
+        set_maker(self, None)
         super().__setattr__(name, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
@@ -254,7 +265,7 @@ class DTensor(Wrapper):
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf and not self._places_gradient:
             self.register_hook(functools.partial(_as_leaf, weakref.ref(self)))
-            self.__dict__["_places_gradient"] = True
+            set_attribute(self, "_places_gradient", True)
         return self
 
     def __getitem__(self, index: Any) -> Any:
@@ -425,13 +436,13 @@ def _moved(spec: DTensorSpec, shards: Shards, strides: tuple[int, ...] | None) -
 def become(value: DTensor, other: DTensor) -> None:
     """Give a DTensor the spec and the shards of another, whose shape and strides it has already."""
     set_spec(value, other._spec)
-    value.__dict__["_strides"] = other._strides
+    set_attribute(value, "_strides", other._strides)
     replace_shards(value, other._shards)
 
 
 def set_family(value: DTensor, family: object) -> None:
     """Make a DTensor a member of a family."""
-    value.__dict__["_family"] = family  # not by __setattr__, which is slower
+    set_attribute(value, "_family", family)
 
 
 def wrap(

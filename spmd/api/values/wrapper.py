@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeAlias
 
@@ -30,11 +31,12 @@ SHARD = "_shard_"
 class Wrapper(torch.Tensor):
     """The base of `DTensor`: what needs only its spec and its shards."""
 
-    __slots__ = ("_gone", "_shards", "_spec")
+    __slots__ = ("_gone", "_maker", "_shards", "_spec")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _spec: DTensorSpec
     _shards: Shards
-    _gone: tuple[str, str]  # why it has no shards: in a word, and what to do
+    _gone: tuple[str, str]  # why it has no shards, if it was not donated: in a word, and what to do
+    _maker: object | None  # what may use it again; None if anything but its shards was changed
 
     def __getattr__(self, name: str) -> Any:  # only for attributes that are missing
         if name == "_shards":
@@ -43,6 +45,8 @@ class Wrapper(torch.Tensor):
                 del self.__dict__["_in_flight"]
                 return self._shards
             raise ShardingError(f"A DTensor {self._spec} was read at {place_text()}, after {self._gone[1]}")
+        if name == "_gone":
+            return DONATED
         if name.startswith(SHARD) and name[len(SHARD) :].isdigit() and int(name[len(SHARD) :]) < len(self._shards):
             return self._shards[int(name[len(SHARD) :])]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -102,7 +106,14 @@ set_spec: Callable[[Wrapper, DTensorSpec], None] = Wrapper.__dict__["_spec"].__s
 replace_shards: Callable[[Wrapper, Shards], None] = Wrapper.__dict__["_shards"].__set__
 """Give a DTensor other shards that fit its spec."""
 delete_shards: Callable[[Wrapper], None] = Wrapper.__dict__["_shards"].__delete__
+set_maker: Callable[[Wrapper, object | None], None] = Wrapper.__dict__["_maker"].__set__
 _set_gone = Wrapper.__dict__["_gone"].__set__
+
+
+def set_attribute(value: Wrapper, name: str, content: object) -> None:
+    """Set a private attribute, faster than `__setattr__` does."""
+    value.__dict__[name] = content
+    set_maker(value, None)
 
 
 def _holds_shards(value: Wrapper) -> bool:
@@ -126,6 +137,17 @@ def lose_shards(values: Iterable[Wrapper], why: tuple[str, str]) -> None:
         except AttributeError:
             continue
         _set_gone(value, why)
+
+
+def donate_shards(values: Iterable[Wrapper]) -> None:
+    """As `lose_shards`, to a jitted function."""
+    waiting = iter(values)
+    while True:
+        try:
+            deque(map(delete_shards, waiting), maxlen=0)
+            return
+        except AttributeError:  # one that is given twice
+            continue
 
 
 DONATED = (
