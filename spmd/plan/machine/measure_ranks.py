@@ -44,8 +44,8 @@ _LONG_BLOCK = 5e-2
 """Seconds of a block of runs of the reference program, of which one takes some milliseconds."""
 
 _MANY, _FEW, _PAIR = 10, 7, 2
-"""How many runs of each collective are timed: of small ones together, whose times vary much, and of others; and how
-many large ones together."""
+"""How many runs of each collective are timed: of small ones, whose times vary much, and of others; and how many of
+these together."""
 
 _FIRST = 4
 """How many runs are not timed, since buffers are new to a process in its first ones."""
@@ -251,16 +251,18 @@ def _overlap(mesh: Mesh, axis: str) -> float:
     """The part of an all_reduce's time that passes beside matrix products which take about as long."""
     call, x = _collective(mesh, axis, StepKind.ALL_REDUCE, _MEDIUM)
     multiply = _multiply(mesh, (_CPU_ORDERS if mesh.device.type == "cpu" else _ACCELERATOR_ORDERS)[0])
-    apart = _together(mesh, functools.partial(call, x))
-    compute = _repeated(max(round(apart / _seconds(mesh, multiply)), 1), multiply)
+    communicate = functools.partial(call, x)
+    compute = _repeated(max(round(_together(mesh, communicate) / _seconds(mesh, multiply)), 1), multiply)
 
     def both() -> None:
         pending = call.start(x)
         compute()
         call.finish(pending)
 
-    computing, both_seconds = _together(mesh, compute), _together(mesh, both)
-    return min(max((apart + computing - both_seconds) / min(apart, computing), 0.0), 1.0)
+    runs = [_repeated(_PAIR, run) for run in (communicate, compute, both)]
+    rounds = [[_started(mesh, run) for run in runs] for _ in range(_MANY)]
+    overlaps = [(apart + computing - together) / min(apart, computing) for apart, computing, together in rounds]
+    return min(max(statistics.median(overlaps), 0.0), 1.0)
 
 
 def _seconds(mesh: Mesh, run: Run, seconds: float = _BLOCK) -> float:
