@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from operator import is_
 from sys import getrefcount
 
@@ -13,10 +14,7 @@ Tensors = list[torch.Tensor]
 LISTED = next(map(getrefcount, [object()]))
 """The references that `getrefcount` finds of an object that only a list holds."""
 
-uses = torch.Tensor._use_count  # type: ignore[attr-defined]
-"""How many references C++ counts of a tensor: one of its object in Python."""
-
-_address = torch.Tensor.data_ptr
+_address, _uses = torch.Tensor.data_ptr, torch.Tensor._use_count  # type: ignore[attr-defined]
 _target = weakref.ref.__call__
 _storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
@@ -27,13 +25,18 @@ _STORAGE_USES = 2
 """Of the memory of one tensor: the tensor's, and that of the storage as an object of Python."""
 
 
+def have_references(tensors: Sequence[torch.Tensor], count: int) -> bool:
+    """Whether Python has so many references to each tensor, and C++ none but that of its object in Python."""
+    return {*map(getrefcount, tensors)} == {count} and {*map(_uses, tensors)} == {1}
+
+
 def is_owned(tensors: Tensors) -> list[bool]:
     """For each tensor, whether only one variable and the list hold it, and it is contiguous and alone in its memory."""
     return [_is_held_once(count, tensor) for count, tensor in zip(map(getrefcount, tensors), tensors, strict=True)]
 
 
 def _is_held_once(count: int, tensor: torch.Tensor) -> bool:
-    if count != LISTED + 1 or uses(tensor) != 1:
+    if count != LISTED + 1 or _uses(tensor) != 1:
         return False
     memory = tensor.untyped_storage()
     return (
@@ -89,8 +92,5 @@ class _Seen:
 
     def are_alone(self, tensors: Tensors) -> bool:
         """Whether only one variable and the list hold each, and nothing else its memory; they must be the tensors."""
-        return (
-            {*map(getrefcount, tensors)} == {LISTED + 1}
-            and {*map(uses, tensors)} == {1}
-            and {*map(_storage_uses, self._storages)} == {_STORAGE_USES}
-        )
+        alone = {*map(_storage_uses, self._storages)} == {_STORAGE_USES}
+        return alone and have_references(tensors, LISTED + 1)

@@ -6,7 +6,6 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from operator import attrgetter
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.api.values.wrapper import Shards, replace_shards, set_maker
 from spmd.core.spec import DTensorSpec
-from spmd.runtime.ownership import LISTED, uses
+from spmd.runtime.ownership import LISTED, have_references
 
 _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
 _is_inference = torch.is_inference_mode_enabled
@@ -73,7 +72,6 @@ class ResultWrappers:
         return (
             len(values) > 0
             and all(maker is self for maker in makers)
-            and {*map(getrefcount, values)} == {LISTED}
-            and {*map(uses, values)} == {1}  # by C++
+            and have_references(values, LISTED)
             and not any(map(weakref.getweakrefcount, values))
         )
