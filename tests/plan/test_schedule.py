@@ -107,3 +107,18 @@ def test_a_sum_that_only_a_result_depends_on_is_sent_with_others():
     assert [comm.kind for comm in plan.comms] == ["all_reduce"] * 2
     assert launches(plan) == 1
     assert plan.graph.operations[-1].op is torch.ops.aten.exp.default
+
+
+def test_waiting_for_other_ranks_passes_beside_computation():
+    """A wait costs nothing where its result is needed later, and a launch its latency."""
+
+    def with_links(latency: float, wait: float) -> Machine:
+        kinds = ("all_reduce", "all_gather", "reduce_scatter")
+        return attrs.evolve(MACHINE, links=[Link("data", kind, latency, 5e7, wait) for kind in kinds], overlap=0.0)
+
+    early, late, waiting = (data_parallel(with_links(*seconds)) for seconds in ((0.0, 0.0), (1e-2, 0.0), (0.0, 1e-2)))
+    schedule = LaunchSchedule(2.0**18, 2.0**18)
+    steps = [launched(plan, account(plan), schedule).timing.step for plan in (early, late, waiting)]
+    assert steps[0] < steps[2] < steps[0] + 1.5e-2
+    assert steps[0] + 0.1 < steps[1]
+    assert launches(late) < launches(waiting)

@@ -41,6 +41,7 @@ def machine_figures(machine: Machine) -> dict[str, str]:
         **{f"a collective along {axis} takes besides": time_text(seconds) for axis, seconds in machine.axis_latency},
         **{
             f"{link.kind} along {link.axis}": f"{size_text(link.bandwidth)}/s and {time_text(link.latency)}"
+            + (f", {time_text(link.wait)} more until its result is there" if link.wait else "")
             for link in machine.links
         },
         "an operator takes besides": time_text(machine.operator_latency),

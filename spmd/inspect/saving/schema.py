@@ -56,7 +56,7 @@ _ALIKE: Mapping[str, Kind] = {
 
 _LAYERS: Mapping[str, Kind] = {"at": str, "count": int, "operations": int, "alike": ListOf(Fields(_ALIKE))}
 
-_LINK: Mapping[str, Kind] = {"axis": str, "kind": str, "latency": float, "bandwidth": float}
+_LINK: Mapping[str, Kind] = {"axis": str, "kind": str, "latency": float, "bandwidth": float, "wait": float}
 
 _MACHINE: Mapping[str, Kind] = {
     "flops": float,

@@ -22,9 +22,9 @@ def _check_bandwidth(_: Any, attribute: attrs.Attribute[float], value: float) ->
         raise PlanError(f"The bandwidth of a link must be positive (got {value!r}).")
 
 
-def _check_latency(_: Any, attribute: attrs.Attribute[float], value: float) -> None:
+def _check_seconds(_: Any, attribute: attrs.Attribute[float], value: float) -> None:
     if not value >= 0:
-        raise PlanError(f"The latency of a link must not be negative (got {value!r}).")
+        raise PlanError(f"The {attribute.name} of a link must not be negative (got {value!r}).")
 
 
 @attrs.frozen(order=True)
@@ -36,12 +36,15 @@ class Link:
         kind: the kind of collective, or its name.
         latency: seconds that a collective takes in addition to the transfer of its bytes.
         bandwidth: bytes per second that a rank sends, by ring algorithms (`Comm.bytes`).
+        wait: seconds more until its result is there. They pass beside computation, and beside other collectives: ranks
+            that share processors wait for each other's time slices.
 
     Raises:
-        PlanError: an unknown kind, a bandwidth that is not positive, or a negative latency.
+        PlanError: an unknown kind, a bandwidth that is not positive, or a negative latency or wait.
     """
 
     axis: str
     kind: StepKind = attrs.field(converter=_kind)
-    latency: float = attrs.field(validator=_check_latency)
+    latency: float = attrs.field(validator=_check_seconds)
     bandwidth: float = attrs.field(validator=_check_bandwidth)
+    wait: float = attrs.field(default=0.0, validator=_check_seconds)

@@ -166,7 +166,7 @@ class Machine:
         found = measure_ranks(mesh, hosts)
         products = {dtype: _rounded(rate) for dtype, rate in found.products.items()}
         links = [
-            attrs.evolve(link, latency=_rounded(link.latency), bandwidth=_rounded(link.bandwidth))
+            Link(link.axis, link.kind, *map(_rounded, (link.latency, link.bandwidth, link.wait)))
             for link in found.links
         ]
         return cls(
@@ -217,16 +217,20 @@ class Machine:
     def collective_seconds(
         self, kind: StepKind, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0
     ) -> float:
-        """Seconds of a collective over `axes` in which each rank sends `bytes`.
+        """Seconds of a collective over `axes` in which each rank sends `bytes`, until its result is there.
 
         Latency and bandwidth are the worst among the axes; latencies of `links` add, because the group is as large as
-        the axes together. `latency_share` is the part of the latency that it pays, where it is launched together with
-        others.
+        the axes together. `latency_share` is the part of the latency, and of the wait, that it pays, where it is
+        launched together with others.
         """
-        latencies, bandwidths = zip(*(self._constants(kind, axis) for axis in axes), strict=True)
+        latencies, bandwidths, waits = zip(*(self._constants(kind, axis) for axis in axes), strict=True)
         measured = all((axis, kind) in self._with_links for axis in axes)
         latency = sum(latencies) if measured else max(latencies)
-        return latency_share * latency + bytes / min(bandwidths)
+        return latency_share * (latency + sum(waits)) + bytes / min(bandwidths)
+
+    def wait_seconds(self, kind: StepKind, axes: tuple[str, ...]) -> float:
+        """The part of `collective_seconds` that passes beside everything else: the waits of the axes' links."""
+        return sum(self._constants(kind, axis)[2] for axis in axes)
 
     @property
     def bucket_bytes(self) -> float:
@@ -250,12 +254,12 @@ class Machine:
         parts = ((dtype.to_complex(), rate) for dtype, rate in rates.items() if dtype in _PARTS_OF_COMPLEX)
         return {**dict(parts), **rates}
 
-    def _constants(self, kind: StepKind, axis: str) -> tuple[float, float]:
-        """Latency and bandwidth of collectives of a kind along one mesh axis."""
+    def _constants(self, kind: StepKind, axis: str) -> tuple[float, float, float]:
+        """Latency, bandwidth and wait of collectives of a kind along one mesh axis."""
         found = self._found.get((axis, kind))
         if found is None:
-            of_axis = dict(self.axis_latency).get(axis, self.latency), dict(self.axis_bandwidth).get(axis)
-            found = self._found[axis, kind] = of_axis[0], of_axis[1] or self.link_bandwidth
+            bandwidth = dict(self.axis_bandwidth).get(axis, self.link_bandwidth)
+            found = self._found[axis, kind] = dict(self.axis_latency).get(axis, self.latency), bandwidth, 0.0
         return found
 
     @cached_property
@@ -263,9 +267,9 @@ class Machine:
         return frozenset((link.axis, link.kind) for link in self.links)
 
     @cached_property
-    def _found(self) -> dict[tuple[str, StepKind], tuple[float, float]]:
+    def _found(self) -> dict[tuple[str, StepKind], tuple[float, float, float]]:
         """What `_constants` knows: first the links, and later what it was asked for."""
-        return {(link.axis, link.kind): (link.latency, link.bandwidth) for link in self.links}
+        return {(link.axis, link.kind): (link.latency, link.bandwidth, link.wait) for link in self.links}
 
 
 _PARTS_OF_COMPLEX = (torch.float16, torch.float32, torch.float64)

@@ -7,6 +7,7 @@ by what the references take over what the rates predict for them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,17 @@ _ROWS, _WIDTH, _LAYERS = 64, 512, 12
 def references(device: torch.device) -> Sequence[Callable[[], object]]:
     """A block of a transformer and, on processors, products of few rows, as in small batches."""
     return (_block(device), _products_of_few_rows()) if device.type == "cpu" else (_block(device),)
+
+
+def small_product(device: torch.device) -> Callable[[], object]:
+    """A product of matrices that is short beside a collective."""
+    return product(device, 128 if device.type == "cpu" else 512)
+
+
+def product(device: torch.device, order: int, dtype: torch.dtype = torch.float32) -> Callable[[], object]:
+    """A product of square matrices."""
+    matrix = torch.ones(order, order, dtype=dtype, device=device)
+    return functools.partial(torch.mm, matrix, matrix)
 
 
 def _block(device: torch.device) -> Callable[[], torch.Tensor]:

@@ -56,8 +56,9 @@ class Simulation:
     def timing(self, plan: PlanData) -> Timing:
         """The predicted times with the schedule of a plan.
 
-        A launch begins where the runtime starts it, after earlier ones along its axes; the part of its time that
-        `Machine.overlap` leaves stops computation, as does copying operands to buffers and results from them.
+        A launch begins where the runtime starts it, after earlier ones along its axes. The part of its time that
+        `Machine.overlap` leaves stops computation, as does copying operands to buffers and results from them;
+        `Link.wait` stops nothing but what needs the result.
         """
         machine, events = plan.request.machine, self.liveness.events
         ranks = ranks_like(plan, self.liveness.coordinate)
@@ -73,13 +74,15 @@ class Simulation:
                     now = max(now, ends[launch])
                     continue
                 sent = [comms[collective] for collective in launch.events]
-                takes = machine.collective_seconds(sent[0].kind, sent[0].axes, sum(comm.bytes for comm in sent))
-                buffers = launch_buffers(plan.mesh, ranks, launch.calls)
-                copies = _copy_seconds(machine, sent[0].kind, len(sent), buffers)
+                kind, axes = sent[0].kind, sent[0].axes
+                wait = machine.wait_seconds(kind, axes)
+                takes = machine.collective_seconds(kind, axes, sum(comm.bytes for comm in sent)) - wait
+                copies = _copy_seconds(machine, kind, len(sent), launch_buffers(plan.mesh, ranks, launch.calls))
                 now += copies
-                ends[launch] = max(now, *(free[axis] for axis in sent[0].axes)) + takes
-                free.update(dict.fromkeys(sent[0].axes, ends[launch]))
-                communication += takes + copies
+                sent_at = max(now, *(free[axis] for axis in axes)) + takes
+                free.update(dict.fromkeys(axes, sent_at))
+                ends[launch] = sent_at + wait
+                communication += copies + takes + wait
                 now += (1 - machine.overlap) * takes
             if event is not None and event.operation not in taken:
                 taken.add(event.operation)

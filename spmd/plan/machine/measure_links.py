@@ -1,0 +1,180 @@
+"""Measurements of collectives on a distributed mesh, by all ranks together."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+
+from spmd.collectives.bytes_sent import bytes_of_call
+from spmd.collectives.distributed.exchange import Exchange, bind
+from spmd.collectives.primitives import COLLECTIVES
+from spmd.core.mesh import Mesh
+from spmd.core.spec import TensorMeta
+from spmd.ir.comm import StepKind
+from spmd.plan.machine.hosts import hosts_along
+from spmd.plan.machine.link import Link
+from spmd.plan.machine.reference import small_product
+from spmd.plan.machine.timed_runs import Run, agreed, apart, in_turns, medians, once, repeated
+
+Collective: TypeAlias = tuple[Exchange, torch.Tensor]
+"""A collective as a rank's program runs it, and its operand."""
+
+_SMALL, _MEDIUM, _LARGE = 2**12, 2**22, 3 * 2**23
+"""Bytes of the operands of collectives: those of a lone small one, of one in caches, and of a bucket. The last one is
+left out where it would take long."""
+
+_LONG = 0.25
+"""Seconds that are long for a large collective."""
+
+_ALL, _MOST = 2.0, 12
+"""Seconds of all runs of large collectives together, and how many of each there are at most."""
+
+_ROUNDS, _MANY = 5, 10
+"""How often other collectives are timed, and how many small ones together."""
+
+_BETWEEN, _LONGER = 1e-3, 4
+"""Seconds of computation between two small collectives, as between those of a step; how much longer it is beside as
+many collectives."""
+
+_BESIDE = "beside computation"
+"""In place of a kind: what a small collective adds to the seconds there."""
+
+
+def measure_links(mesh: Mesh, hosts: tuple[int, ...]) -> tuple[tuple[Link, ...], float]:
+    """The links of a mesh, and the part of a collective's time that passes beside computation; a collective call.
+
+    Args:
+        mesh: the mesh.
+        hosts: the number of each rank's host.
+    """
+    layouts = _layouts(mesh, hosts)
+    axes = list(dict.fromkeys(layouts.values()))
+    seconds = agreed(mesh, {**_small(mesh, axes), **_large(mesh, axes)})
+    links = tuple(_link(mesh, axis, like, kind, seconds) for axis, like in layouts.items() for kind in _CALLS)
+    return links, min(agreed(mesh, {axis: _overlap(mesh, axis) for axis in axes}).values(), default=1.0)
+
+
+def _layouts(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, str]:
+    """For each axis of several ranks, the first one of as many ranks whose groups are on as many hosts."""
+    first: dict[Hashable, str] = {}
+    found = {}
+    for axis in (axis for axis, size in mesh.axes.items() if size > 1):
+        found[axis] = first.setdefault((mesh.axis_size(axis), hosts_along(mesh, axis, hosts)), axis)
+    return found
+
+
+def _small(mesh: Mesh, axes: Sequence[str]) -> dict[Any, float]:
+    """Seconds of a small collective of each kind along each axis, and on processors those that one takes from others.
+
+    On processors that ranks share, one waits for the others until these have had their time slices, in which they
+    compute. Of several that pass beside a long computation, only the processor time counts that they need.
+    """
+    every = [(axis, kind, _SMALL) for axis, kind in itertools.product(axes, _CALLS)]
+    if mesh.device.type != "cpu":
+        runs = {key: repeated(_MANY, _sending(mesh, *key)) for key in every}
+        return {key: seconds / _MANY for key, seconds in medians(in_turns(mesh, runs, _ROUNDS)).items()}
+    multiply = small_product(mesh.device)
+    compute = repeated(max(round(_BETWEEN / min(once(mesh, multiply) for _ in range(_MANY))), 1), multiply)
+    without = {(_SMALL,): repeated(_MANY, compute), (_BESIDE,): repeated(_LONGER * _MANY, compute)}
+    between = {key: repeated(_MANY, compute, _sending(mesh, *key)) for key in every}
+    beside = {(axis, _BESIDE): _beside_all_kinds(mesh, axis, without[_BESIDE,]) for axis in axes}
+    rounds = in_turns(mesh, {**without, **between, **beside}, _ROUNDS)
+    return {
+        key: statistics.median(times[key] - times[key[-1:]] for times in rounds) / _MANY for key in (*between, *beside)
+    }
+
+
+def _beside_all_kinds(mesh: Mesh, axis: str, compute: Run) -> Run:
+    """So many small collectives beside a computation."""
+    collectives = [_collective(mesh, axis, kind, _SMALL) for kind in _CALLS]
+    return functools.partial(_beside, collectives * (_MANY // len(_CALLS)), compute)
+
+
+def _beside(collectives: Sequence[Collective], compute: Run) -> None:
+    """Collectives that are started before a computation, and waited for after it."""
+    pending = [call.start(x) for call, x in collectives]
+    compute()
+    for (call, _), results in zip(collectives, pending, strict=True):
+        call.finish(results)
+
+
+def _large(mesh: Mesh, axes: Sequence[str]) -> dict[Any, float]:
+    """Seconds of a collective of medium size of each kind along each axis, and of a large one.
+
+    The times of all kinds and axes are those of the same seconds: they are compared with each other, and processors
+    that others use, too, are not always as fast.
+    """
+    every = list(itertools.product(axes, _CALLS))
+    medium = medians(in_turns(mesh, {(*key, _MEDIUM): _sending(mesh, *key, _MEDIUM) for key in every}, _ROUNDS))
+    expected = {key: seconds * _LARGE / _MEDIUM for key, seconds in agreed(mesh, medium).items()}
+    short = {(axis, kind): seconds for (axis, kind, _), seconds in expected.items() if seconds < _LONG}
+    rounds = min(max(round(_ALL / sum(short.values())), 1), _MOST) if short else 1
+    return medium | medians(in_turns(mesh, {(*key, _LARGE): _sending(mesh, *key, _LARGE) for key in short}, rounds))
+
+
+def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Any, float]) -> Link:
+    """The line through the times of two collectives along the axis `like`."""
+    sizes = _SMALL, _LARGE if (like, kind, _LARGE) in seconds else _MEDIUM
+    small, large = ((_sent(mesh, axis, kind, size), seconds[like, kind, size]) for size in sizes)
+    slope = (large[1] - small[1]) / (large[0] - small[0])
+    if slope <= 0:  # noise: use the achieved bandwidth, latency included
+        slope = large[1] / large[0]
+    until_there = max(small[1] - slope * small[0], 0.0)
+    latency = min(max(seconds.get((like, _BESIDE), until_there), 0.0), until_there)
+    return Link(axis, kind, latency, 1 / slope, until_there - latency)
+
+
+def _overlap(mesh: Mesh, axis: str) -> float:
+    """The part of an all_reduce's time that passes beside matrix products which take about as long."""
+    multiply, collective = small_product(mesh.device), _collective(mesh, axis, StepKind.ALL_REDUCE, _MEDIUM)
+    communicate = functools.partial(_beside, [collective], repeated(0))
+    (alone,) = medians(in_turns(mesh, {axis: communicate}, _ROUNDS)).values()
+    compute = repeated(max(round(alone / apart(mesh, multiply)), 1), multiply)
+    both = functools.partial(_beside, [collective], compute)
+    runs = dict(enumerate(repeated(2, run) for run in (communicate, compute, both)))
+    rounds = [tuple(times.values()) for times in in_turns(mesh, runs, 2 * _ROUNDS)]
+    overlaps = [(sent + computing - together) / min(sent, computing) for sent, computing, together in rounds]
+    return min(max(statistics.median(overlaps), 0.0), 1.0)
+
+
+def _sending(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> Run:
+    """A collective."""
+    return functools.partial(_beside, [_collective(mesh, axis, kind, nbytes)], repeated(0))
+
+
+def _collective(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> Collective:
+    op, shape, arguments = _CALLS[kind](mesh.axis_size(axis), nbytes // 4)
+    (coordinate,) = mesh.held_coordinates
+    x = torch.ones(shape, device=mesh.device)
+    call = bind(op, mesh, coordinate, TensorMeta.of(x), (*arguments, [axis]))
+    assert isinstance(call, Exchange)
+    return call, x
+
+
+def _sent(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> float:
+    op, shape, arguments = _CALLS[kind](mesh.axis_size(axis), nbytes // 4)
+    return bytes_of_call(op, (mesh.axis_size(axis),), shape, 4, arguments)
+
+
+_ops = torch.ops.spmd
+
+_Example: TypeAlias = tuple[Any, tuple[int, ...], tuple[Any, ...]]
+
+_EXAMPLES: Sequence[Callable[[int, int], _Example]] = (
+    lambda ranks, count: (_ops.all_reduce.default, (count,), ("sum",)),
+    lambda ranks, count: (_ops.all_gather.default, (count // ranks,), (0, count // ranks * ranks)),
+    lambda ranks, count: (_ops.reduce_scatter.default, (count,), ("sum", 0, count)),
+    lambda ranks, count: (_ops.all_to_all.default, (ranks, count // ranks), (0, 1, 1, count // ranks * ranks)),
+    lambda ranks, count: (_ops.permute.default, (count,), ([(n + 1) % ranks for n in range(ranks)], [count])),
+)
+"""Each kind of collective for a number of ranks and of elements: operator, shape of the operand, other arguments."""
+
+_CALLS: Mapping[StepKind, Callable[[int, int], _Example]] = MappingProxyType(
+    {COLLECTIVES[example(2, 2)[0]]: example for example in _EXAMPLES}
+)

@@ -1,0 +1,94 @@
+"""The seconds of runs that all ranks of a mesh make at the same time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from spmd.collectives.distributed.agreement import gather, spans_processes
+from spmd.collectives.distributed.process_groups import group_for
+from spmd.core.mesh import Mesh
+
+Run: TypeAlias = Callable[[], object]
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+_BLOCKS, _BLOCK = 4, 4e-2
+"""How many blocks of runs are timed, and seconds of each: some time slices, where ranks share processors."""
+
+
+def once(mesh: Mesh, run: Run) -> float:
+    """Seconds of one run."""
+    begin = time.perf_counter()
+    run()
+    _synchronize(mesh)
+    return time.perf_counter() - begin
+
+
+def on_average(mesh: Mesh, run: Run) -> float:
+    """Mean seconds of a run in a block of them, for runs that do not communicate."""
+    begin, runs = time.perf_counter(), 0
+    while True:
+        run()
+        runs += 1
+        if time.perf_counter() - begin > _BLOCK:
+            _synchronize(mesh)
+            return (time.perf_counter() - begin) / runs
+
+
+def apart(mesh: Mesh, run: Run) -> float:
+    """Median seconds of a run that other ranks may not make, or make at another time: of the means of some blocks."""
+    run()
+    return statistics.median(on_average(mesh, run) for _ in range(_BLOCKS))
+
+
+def in_turns(
+    mesh: Mesh, runs: Mapping[_Key, Run], rounds: int, timed: Callable[[Mesh, Run], float] = once
+) -> list[dict[_Key, float]]:
+    """The seconds of runs in so many rounds, after one more; all ranks start each run together."""
+
+    def started(run: Run) -> float:
+        start(mesh)
+        return timed(mesh, run)
+
+    return [{key: started(run) for key, run in runs.items()} for _ in range(1 + rounds)][1:]
+
+
+def medians(rounds: list[dict[_Key, float]]) -> dict[_Key, float]:
+    """The median seconds of each run."""
+    return {key: statistics.median(seconds[key] for seconds in rounds) for key in rounds[0]}
+
+
+def agreed(mesh: Mesh, seconds: Mapping[_Key, float]) -> dict[_Key, float]:
+    """The median over all ranks of each number of theirs; a number that a rank lacks is infinite there."""
+    of_ranks = gather(f"the measurement of {mesh}", dict(seconds), mesh.ranks)
+    return {key: statistics.median(of.get(key, math.inf) for of in of_ranks) for key in of_ranks[0]}
+
+
+def repeated(count: int, *runs: Run) -> Run:
+    """Some runs, one after the other, so many times."""
+
+    def many() -> None:
+        for _ in range(count):
+            for run in runs:
+                run()
+
+    return many
+
+
+def start(mesh: Mesh) -> None:
+    """Wait until all ranks are here and their devices idle."""
+    _synchronize(mesh)
+    if spans_processes(mesh):
+        dist.barrier(group=group_for("measurements", mesh.ranks))
+
+
+def _synchronize(mesh: Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
