@@ -44,8 +44,8 @@ from training import State, Training
 BAR_SPEARMAN, BAR_ERROR = 0.8, 0.30
 """The least correlation, and the largest median error, of a group."""
 
-WARM_UP = 2
-"""Steps before those that are timed."""
+WARM_UP = 4
+"""Steps before those that are timed. Processes that hold many variants take new memory for a few rounds."""
 
 COLUMNS = ("width", "batch", "variant", "predicted, ms", "measured, ms", "predicted / measured", "collectives", "MB")
 GROUPS = ("width", "batch", "variants", "Spearman", "median error")

@@ -121,4 +121,3 @@ def test_waiting_for_other_ranks_passes_beside_computation():
     steps = [launched(plan, account(plan), schedule).timing.step for plan in (early, late, waiting)]
     assert steps[0] < steps[2] < steps[0] + 1.5e-2
     assert steps[0] + 0.1 < steps[1]
-    assert launches(late) < launches(waiting)
