@@ -44,8 +44,8 @@ from training import State, Training
 BAR_SPEARMAN, BAR_ERROR = 0.8, 0.30
 """The least correlation, and the largest median error, of a group."""
 
-WARM_UP = 4
-"""Steps before those that are timed. Processes that hold many variants take new memory for a few rounds."""
+WARM_UP = 2
+"""Rounds before those that are timed."""
 
 COLUMNS = ("width", "batch", "variant", "predicted, ms", "measured, ms", "predicted / measured", "collectives", "MB")
 GROUPS = ("width", "batch", "variants", "Spearman", "median error")
@@ -126,6 +126,7 @@ def measure(names: Sequence[str], config: gpt.Config, batch: int, rounds: int) -
     times: dict[str, list[float]] = {name: [] for name, step in steps.items() if not step.error}
     for number in range(WARM_UP + rounds):
         for name in times:
+            steps[name].run()  # as in training, where a step finds what the one before has left in memory
             dist.barrier()
             begin = time.perf_counter()
             steps[name].run()

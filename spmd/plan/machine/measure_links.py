@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,10 +18,11 @@ from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import StepKind
+from spmd.job.process import process_index
 from spmd.plan.machine.hosts import hosts_along
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.reference import small_product
-from spmd.plan.machine.timed_runs import Run, agreed, apart, in_turns, medians, once, repeated
+from spmd.plan.machine.timed_runs import Run, agreed, apart, in_turns, medians, once, once_on_processors, repeated
 
 Collective: TypeAlias = tuple[Exchange, torch.Tensor]
 """A collective as a rank's program runs it, and its operand."""
@@ -55,7 +57,7 @@ def measure_links(mesh: Mesh, hosts: tuple[int, ...]) -> tuple[tuple[Link, ...],
     """
     layouts = _layouts(mesh, hosts)
     axes = list(dict.fromkeys(layouts.values()))
-    seconds = agreed(mesh, {**_small(mesh, axes), **_large(mesh, axes)})
+    seconds = agreed(mesh, {**_small(mesh, axes), **_beside_computation(mesh, axes, hosts), **_large(mesh, axes)})
     links = tuple(_link(mesh, axis, like, kind, seconds) for axis, like in layouts.items() for kind in _CALLS)
     return links, min(agreed(mesh, {axis: _overlap(mesh, axis) for axis in axes}).values(), default=1.0)
 
@@ -70,30 +72,43 @@ def _layouts(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, str]:
 
 
 def _small(mesh: Mesh, axes: Sequence[str]) -> dict[Any, float]:
-    """Seconds of a small collective of each kind along each axis, and on processors those that one takes from others.
+    """Seconds of a small collective of each kind along each axis.
 
-    On processors that ranks share, one waits for the others until these have had their time slices, in which they
-    compute. Of several that pass beside a long computation, only the processor time counts that they need.
+    On processors it stands between computations: where ranks share them, one waits for the others until these have had
+    their time slices, in which they compute. Other devices run nothing else while they communicate.
     """
-    every = [(axis, kind, _SMALL) for axis, kind in itertools.product(axes, _CALLS)]
-    if mesh.device.type != "cpu":
-        runs = {key: repeated(_MANY, _sending(mesh, *key)) for key in every}
-        return {key: seconds / _MANY for key, seconds in medians(in_turns(mesh, runs, _ROUNDS)).items()}
-    multiply = small_product(mesh.device)
-    compute = repeated(max(round(_BETWEEN / min(once(mesh, multiply) for _ in range(_MANY))), 1), multiply)
-    without = {(_SMALL,): repeated(_MANY, compute), (_BESIDE,): repeated(_LONGER * _MANY, compute)}
-    between = {key: repeated(_MANY, compute, _sending(mesh, *key)) for key in every}
-    beside = {(axis, _BESIDE): _beside_all_kinds(mesh, axis, without[_BESIDE,]) for axis in axes}
-    rounds = in_turns(mesh, {**without, **between, **beside}, _ROUNDS)
-    return {
-        key: statistics.median(times[key] - times[key[-1:]] for times in rounds) / _MANY for key in (*between, *beside)
+    compute = _computation(mesh) if mesh.device.type == "cpu" else repeated(0)
+    runs: dict[Any, Run] = {
+        (axis, kind, _SMALL): repeated(_MANY, compute, _sending(mesh, axis, kind, _SMALL))
+        for axis, kind in itertools.product(axes, _CALLS)
     }
+    rounds = in_turns(mesh, {_SMALL: repeated(_MANY, compute), **runs}, _ROUNDS)
+    return {key: statistics.median(times[key] - times[_SMALL] for times in rounds) / _MANY for key in runs}
 
 
-def _beside_all_kinds(mesh: Mesh, axis: str, compute: Run) -> Run:
-    """So many small collectives beside a computation."""
-    collectives = [_collective(mesh, axis, kind, _SMALL) for kind in _CALLS]
-    return functools.partial(_beside, collectives * (_MANY // len(_CALLS)), compute)
+def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...]) -> dict[Any, float]:
+    """Seconds that a small collective along each axis takes from a long computation which it passes beside.
+
+    These are seconds of processors: where ranks share them, the times of such computations vary by more.
+    """
+    if mesh.device.type != "cpu":
+        return {}
+    compute = repeated(_LONGER * _MANY, _computation(mesh))
+    collectives = {axis: [_collective(mesh, axis, kind, _SMALL) for kind in _CALLS] for axis in axes}
+    runs: dict[Any, Run] = {
+        (axis, _BESIDE): functools.partial(_beside, found * (_MANY // len(found)), compute)
+        for axis, found in collectives.items()
+    }
+    here = hosts.count(hosts[mesh.ranks.index(process_index())])
+    timed = functools.partial(once_on_processors, sharing=here / (os.cpu_count() or 1))
+    rounds = in_turns(mesh, {_BESIDE: compute, **runs}, _ROUNDS, timed)
+    return {key: statistics.median(times[key] - times[_BESIDE] for times in rounds) / _MANY for key in runs}
+
+
+def _computation(mesh: Mesh) -> Run:
+    """Products that take about as long as a step computes between two collectives."""
+    multiply = small_product(mesh.device)
+    return repeated(max(round(_BETWEEN / min(once(mesh, multiply) for _ in range(_MANY))), 1), multiply)
 
 
 def _beside(collectives: Sequence[Collective], compute: Run) -> None:

@@ -31,6 +31,19 @@ def once(mesh: Mesh, run: Run) -> float:
     return time.perf_counter() - begin
 
 
+def once_on_processors(mesh: Mesh, run: Run, *, sharing: float) -> float:
+    """Seconds that one run keeps processors from other work.
+
+    Args:
+        mesh: the mesh.
+        run: the run.
+        sharing: ranks for each processor. Where they share it, what other threads of theirs do delays them, too.
+    """
+    thread, process = time.thread_time(), time.process_time()
+    run()
+    return max(time.thread_time() - thread, sharing * (time.process_time() - process))
+
+
 def on_average(mesh: Mesh, run: Run) -> float:
     """Mean seconds of a run in a block of them, for runs that do not communicate."""
     begin, runs = time.perf_counter(), 0
