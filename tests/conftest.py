@@ -15,8 +15,9 @@ hypothesis.settings.load_profile("suite")
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A folder for the machines that examples and jobs measure, in place of the user's."""
-    os.environ["SPMD_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    """One folder for the machines that examples and jobs of all test processes measure, in place of the user's."""
+    own = tmp_path_factory.getbasetemp()
+    os.environ["SPMD_CACHE_DIR"] = str((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache")
 
 
 @pytest.fixture(autouse=True)

@@ -113,7 +113,14 @@ def test_a_kind_of_collective_has_constants_of_its_own():
     assert 3 + 200 / 50 == machine.collective_seconds(StepKind.ALL_GATHER, ("data",), 200)
     assert 3 + 200 / 50 == machine.collective_seconds(StepKind.ALL_GATHER, ("data", "model"), 200)
     assert 2 + 200 / 100 == machine.collective_seconds(StepKind.ALL_REDUCE, ("data", "model"), 200)
-    for wrong in (("data", "shard", 0.0, 1.0), ("data", "all_reduce", -1.0, 1.0), ("data", "all_reduce", 0.0, 0.0)):
+    waits = Machine(
+        links=[Link(axis, "all_gather", 1.0, 50.0, wait) for axis, wait in {"data": 2.0, "model": 4.0}.items()]
+    )
+    assert 1 + 1 + 2 + 4 + 200 / 50 == waits.collective_seconds(StepKind.ALL_GATHER, ("data", "model"), 200)
+    assert 2 + 4 == waits.wait_seconds(StepKind.ALL_GATHER, ("data", "model"))
+    assert 0 == waits.wait_seconds(StepKind.ALL_REDUCE, ("data", "model"))
+    negative = [("data", "all_reduce", -1.0, 1.0), ("data", "all_reduce", 0.0, 1.0, -1.0)]
+    for wrong in (("data", "shard", 0.0, 1.0), ("data", "all_reduce", 0.0, 0.0), *negative):
         with pytest.raises(PlanError, match="of a link must"):
             Link(*wrong)
 
@@ -250,7 +257,8 @@ def test_processes_can_be_measured(workers: Workers, axes):
     assert all(1e5 < rate < 1e15 for _, rate in machine.dtype_flops)
     assert 1e6 < machine.memory_bandwidth < 1e14
     assert 1e-8 < machine.operator_latency < 1
-    assert all(1e4 < link.bandwidth < 1e14 and 0 <= link.latency < 10 for link in machine.links)
+    assert all(1e4 < link.bandwidth < 1e14 for link in machine.links)
+    assert all(0 <= seconds < 10 for link in machine.links for seconds in (link.latency, link.wait))
     for value in (machine.flops, machine.memory_bandwidth, *(link.bandwidth for link in machine.links)):
         assert value == float(f"{value:.1e}")
 
