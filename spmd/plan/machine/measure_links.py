@@ -45,7 +45,7 @@ _BETWEEN, _LONGER = 1e-3, 4
 many collectives."""
 
 _BESIDE = "beside computation"
-"""In place of a kind: what a small collective adds to the seconds there."""
+"""In place of a kind and a size: what a small collective takes from a computation."""
 
 
 def measure_links(mesh: Mesh, hosts: tuple[int, ...]) -> tuple[tuple[Link, ...], float]:
@@ -82,8 +82,7 @@ def _small(mesh: Mesh, axes: Sequence[str]) -> dict[Any, float]:
         (axis, kind, _SMALL): repeated(_MANY, compute, _sending(mesh, axis, kind, _SMALL))
         for axis, kind in itertools.product(axes, _CALLS)
     }
-    rounds = in_turns(mesh, {_SMALL: repeated(_MANY, compute), **runs}, _ROUNDS)
-    return {key: statistics.median(times[key] - times[_SMALL] for times in rounds) / _MANY for key in runs}
+    return _added(mesh, repeated(_MANY, compute), runs, once)
 
 
 def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...]) -> dict[Any, float]:
@@ -101,8 +100,13 @@ def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...])
     }
     here = hosts.count(hosts[mesh.ranks.index(process_index())])
     timed = functools.partial(once_on_processors, sharing=here / (os.cpu_count() or 1))
-    rounds = in_turns(mesh, {_BESIDE: compute, **runs}, _ROUNDS, timed)
-    return {key: statistics.median(times[key] - times[_BESIDE] for times in rounds) / _MANY for key in runs}
+    return _added(mesh, compute, runs, timed)
+
+
+def _added(mesh: Mesh, compute: Run, runs: Mapping[Any, Run], timed: Callable[[Mesh, Run], float]) -> dict[Any, float]:
+    """Seconds that each of so many collectives in a run adds to the computation in it."""
+    rounds = in_turns(mesh, {None: compute, **runs}, _ROUNDS, timed)
+    return {key: statistics.median(times[key] - times[None] for times in rounds) / _MANY for key in runs}
 
 
 def _computation(mesh: Mesh) -> Run:
