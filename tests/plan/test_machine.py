@@ -207,6 +207,15 @@ def test_a_virtual_mesh_can_be_measured(axes):
     assert 0 < seconds_of_product(machine, torch.float32) < math.inf
 
 
+def test_a_bucket_saturates_the_link():
+    machine = Machine(link_bandwidth=1e9, latency=2.5e-4)
+    assert 20 * 2.5e-4 * 1e9 == machine.bucket_bytes
+    waits = [Link("data", kind, 1e-4, 1e9, wait) for kind, wait in {"all_gather": 1e-4, "all_reduce": 2.5e-4}.items()]
+    assert 20 * 5e-4 * 1e9 == attrs.evolve(machine, links=waits).bucket_bytes
+    assert 2**20 == attrs.evolve(machine, latency=0.0).bucket_bytes
+    assert 25 * 2**20 == attrs.evolve(machine, latency=1.0).bucket_bytes
+
+
 def test_the_constants_of_a_link_are_those_of_its_times(monkeypatch):
     def seconds(run):
         with record_traffic() as traffic:

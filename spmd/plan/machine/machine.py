@@ -236,11 +236,12 @@ class Machine:
     def bucket_bytes(self) -> float:
         """The bytes of the buffer up to which collectives are joined to one launch.
 
-        The least that nearly saturates the link: the latency is then a twentieth of the time. At least 1 MiB and at
-        most 25 MiB, the bucket of DistributedDataParallel; memory of 32 MiB and more is new to a process at each
+        The least that nearly saturates the link: latency and wait are then a twentieth of the time. At least 1 MiB and
+        at most 25 MiB, the bucket of DistributedDataParallel; memory of 32 MiB and more is new to a process at each
         allocation (`mallopt(3)`), and takes longer to write than to send.
         """
-        saturating = 20 * self.latency * self.link_bandwidth
+        wait = max((link.wait for link in self.links), default=0.0)
+        saturating = 20 * (self.latency + wait) * self.link_bandwidth
         return min(max(saturating, 2.0**20), 25 * 2.0**20)
 
     @property

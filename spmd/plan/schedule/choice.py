@@ -16,7 +16,7 @@ _PARTS = (1, 2, 4, 8, 16)
 """By how much buckets are smaller than the largest."""
 
 
-NEAR = 1.01
+NEAR = 1.02
 """Schedules whose predicted steps are within this factor count as equally fast."""
 
 
