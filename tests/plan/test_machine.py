@@ -117,6 +117,7 @@ def test_a_kind_of_collective_has_constants_of_its_own():
         links=[Link(axis, "all_gather", 1.0, 50.0, wait) for axis, wait in {"data": 2.0, "model": 4.0}.items()]
     )
     assert 1 + 1 + 2 + 4 + 200 / 50 == waits.collective_seconds(StepKind.ALL_GATHER, ("data", "model"), 200)
+    assert 1 + 1 + 200 / 50 == waits.sending_seconds(StepKind.ALL_GATHER, ("data", "model"), 200)
     assert 2 + 4 == waits.wait_seconds(StepKind.ALL_GATHER, ("data", "model"))
     assert 0 == waits.wait_seconds(StepKind.ALL_REDUCE, ("data", "model"))
     negative = [("data", "all_reduce", -1.0, 1.0), ("data", "all_reduce", 0.0, 1.0, -1.0)]

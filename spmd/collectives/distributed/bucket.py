@@ -59,13 +59,16 @@ class Bucket:
 
     def pack(self, *operands: Tensor) -> Tensor:
         """The buffer that is sent."""
-        flat = [part.pack(x) for part, x in zip(self.parts, operands, strict=True)]
         sizes = [part.sends for part in self.parts]
-        if _are_equal(sizes):
-            rows = [x.view(len(size), size[0]) for x, size in zip(flat, sizes, strict=True)]
-            return torch.cat(rows, 1).view(-1)
-        pieces = [x.split(size) for x, size in zip(flat, sizes, strict=True)]
-        return torch.cat(list(itertools.chain(*zip(*pieces, strict=True))))
+        if not _are_equal(sizes):
+            pairs = zip(self.parts, operands, sizes, strict=True)
+            pieces = [part.pack(x).split(size) for part, x, size in pairs]
+            return torch.cat(list(itertools.chain(*zip(*pieces, strict=True))))
+        rows = [_rows(part, x) for part, x in zip(self.parts, operands, strict=True)]
+        buffer = rows[0].new_empty(len(self.sends), self.sends[0])
+        places = buffer.split([size[0] for size in sizes], 1)
+        torch._foreach_copy_([place.view(row.shape) for place, row in zip(places, rows, strict=True)], rows)
+        return buffer.view(-1)
 
     def received(self, packed: Tensor) -> Tensor:
         """The buffer that is received for `packed`, which may be the same; another one has no values."""
@@ -98,6 +101,11 @@ class Bucket:
 
     def __str__(self) -> str:
         return self.scope.what
+
+
+def _rows(part: Exchange, x: Tensor) -> Tensor:
+    """What a collective sends of its operand, with its parts along the first dim; a view of it if it can be."""
+    return part.rows(x) if part.rows else part.pack(x).view(len(part.sends), part.sends[0])
 
 
 def _sums(sizes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

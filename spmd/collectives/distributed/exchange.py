@@ -44,6 +44,8 @@ class Exchange:
         unpack: makes the result, which is contiguous, from the buffer that was received: flat, or with a row for each
             of `receives`, if these are equal.
         sends, receives: the number of elements of each part of the two buffers: one for each rank, or one.
+        rows: the operand as a view with the parts of `sends` along its first dim; None if `pack` changes more than
+            their order in memory.
         takes_sizes: whether `op` takes `receives` and `sends`.
         in_place: as `op`, but it may write to the buffer that is sent; None if there is no such operator.
         scope: the ranks that take part; makes the error if the collective fails.
@@ -55,6 +57,7 @@ class Exchange:
     unpack: Callable[[Tensor], Tensor]
     sends: tuple[int, ...] = attrs.field(kw_only=True)
     receives: tuple[int, ...] = attrs.field(kw_only=True)
+    rows: Callable[[Tensor], Tensor] | None = attrs.field(default=None, kw_only=True)
     takes_sizes: bool = attrs.field(default=False, kw_only=True)
     in_place: Callable[..., Tensor] | None = attrs.field(default=None, kw_only=True)
     scope: CollectiveScope = attrs.field(default=CollectiveScope("a collective", ()), kw_only=True)
@@ -147,6 +150,10 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1).contiguous()
 
 
+def _one_row(x: Tensor) -> Tensor:
+    return x.unsqueeze(0)
+
+
 def _all_reduce(place: Member, operand: TensorMeta, op: str) -> Exchange:
     wire, shape = reduced(operand.dtype, op), operand.shape
     sizes = (operand.numel * wire.factor,)
@@ -157,6 +164,7 @@ def _all_reduce(place: Member, operand: TensorMeta, op: str) -> Exchange:
         lambda buffer: wire.decode(buffer).view(shape),
         sends=sizes,
         receives=sizes,
+        rows=_one_row if wire.is_plain else None,
         in_place=_c10d.all_reduce_.default,
     )
 
@@ -172,6 +180,7 @@ def _all_gather(place: Member, operand: TensorMeta, dim: int, size: int) -> Exch
         lambda buffer: pieces.join(wire.decode(buffer)),
         sends=(numel * wire.factor,),
         receives=(numel * wire.factor,) * place.group.size,
+        rows=_one_row if wire.is_plain and numel == operand.numel else None,
     )
 
 
@@ -201,6 +210,7 @@ def _reduce_scatter(place: Member, operand: TensorMeta, op: Reduction, dim: int,
         lambda buffer: wire.decode(buffer).view(-1)[:numel].view(shape),
         sends=sizes,
         receives=sizes[:1],
+        rows=pieces.rows if wire.is_plain and pieces.is_even else None,
     )
 
 
@@ -232,7 +242,7 @@ def _reduce_parts(place: Member, operand: TensorMeta, op: Reduction, dim: int) -
         return found.view(shape)
 
     pack = lambda x: wire.encode(_flat(pieces.flatten(x)))  # noqa: E731
-    return _single(place, wire, [numel] * ranks, pieces.numels, pack, reduce)
+    return _single(place, wire, [numel] * ranks, pieces.numels, pack, reduce, pieces)
 
 
 def _all_to_all(
@@ -250,6 +260,7 @@ def _all_to_all(
         sent.numels,
         lambda x: wire.encode(_flat(sent.flatten(x))),
         lambda buffer: received.join(wire.decode(buffer)),
+        sent,
     )
 
 
@@ -279,10 +290,13 @@ def _single(
     sent: list[int],
     pack: Callable[[Tensor], Tensor],
     unpack: Callable[[Tensor], Tensor],
+    chunks: FlatChunks | None = None,
 ) -> Exchange:
+    """An all_to_all; of `chunks` of the operand, if they are given."""
     receives, sends = (tuple(numel * wire.factor for numel in numels) for numels in (received, sent))
+    rows = chunks.rows if chunks is not None and chunks.is_even and wire.is_plain else None
     op = _c10d.all_to_all_single.default
-    return Exchange(op, (place.name,), pack, unpack, sends=sends, receives=receives, takes_sizes=True)
+    return Exchange(op, (place.name,), pack, unpack, sends=sends, receives=receives, rows=rows, takes_sizes=True)
 
 
 _EXCHANGES: Mapping[torch._ops.OpOverload, Callable[..., Exchange | RaggedExchange]] = MappingProxyType(

@@ -55,11 +55,14 @@ class FlatChunks:
             found[place] = math.prod(self.piece_shape(index))
         return [max(found)] * len(found) if self.padded else found
 
+    def rows(self, x: Tensor) -> Tensor:
+        """The chunks of a tensor, if they are even: a view of it with a chunk for each index of the first dim."""
+        return x.unflatten(self.dim, (self.member.group.size, self.lengths[0])).movedim(self.dim, 0)
+
     def flatten(self, x: Tensor) -> Tensor:
         """The flat buffer of the chunks of a tensor."""
         if self.is_even:
-            pieces = x.unflatten(self.dim, (self.member.group.size, self.lengths[0]))
-            return pieces.movedim(self.dim, 0).reshape(-1)
+            return self.rows(x).reshape(-1)
         by_place = dict(zip(self.member.places, x.split(self.lengths, self.dim), strict=True))
         numels = enumerate(self.numels)
         return torch.cat([pad(by_place[place].reshape(-1), numel) for place, numel in numels])

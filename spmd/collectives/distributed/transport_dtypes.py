@@ -34,6 +34,11 @@ class TransportDtype:
     decode: Callable[[Tensor], Tensor]
     factor: int = 1
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tensors are sent as they are."""
+        return self is _PLAIN
+
 
 def moved(dtype: torch.dtype) -> TransportDtype:
     """The transport dtype of collectives that only move elements: bytes if the backends lack the dtype."""

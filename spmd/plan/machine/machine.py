@@ -223,14 +223,17 @@ class Machine:
         the axes together. `latency_share` is the part of the latency, and of the wait, that it pays, where it is
         launched together with others.
         """
-        latencies, bandwidths, waits = zip(*(self._constants(kind, axis) for axis in axes), strict=True)
-        measured = all((axis, kind) in self._with_links for axis in axes)
-        latency = sum(latencies) if measured else max(latencies)
-        return latency_share * (latency + sum(waits)) + bytes / min(bandwidths)
+        latency, bandwidth, wait = self._constants_along(kind, axes)
+        return latency_share * (latency + wait) + bytes / bandwidth
+
+    def sending_seconds(self, kind: StepKind, axes: tuple[str, ...], bytes: float) -> float:
+        """The part of `collective_seconds` in which the collective occupies the links of its axes."""
+        latency, bandwidth, _ = self._constants_along(kind, axes)
+        return latency + bytes / bandwidth
 
     def wait_seconds(self, kind: StepKind, axes: tuple[str, ...]) -> float:
-        """The part of `collective_seconds` that passes beside everything else: the waits of the axes' links."""
-        return sum(self._constants(kind, axis)[2] for axis in axes)
+        """The rest of `collective_seconds`, which passes beside everything else."""
+        return self._constants_along(kind, axes)[2]
 
     @property
     def bucket_bytes(self) -> float:
@@ -254,6 +257,12 @@ class Machine:
         rates: dict[torch.dtype | None, float] = {getattr(torch, name): rate for name, rate in self.dtype_flops}
         parts = ((dtype.to_complex(), rate) for dtype, rate in rates.items() if dtype in _PARTS_OF_COMPLEX)
         return {**dict(parts), **rates}
+
+    def _constants_along(self, kind: StepKind, axes: tuple[str, ...]) -> tuple[float, float, float]:
+        """Latency, bandwidth and wait of collectives of a kind along some mesh axes together."""
+        latencies, bandwidths, waits = zip(*(self._constants(kind, axis) for axis in axes), strict=True)
+        measured = all((axis, kind) in self._with_links for axis in axes)
+        return sum(latencies) if measured else max(latencies), min(bandwidths), sum(waits)
 
     def _constants(self, kind: StepKind, axis: str) -> tuple[float, float, float]:
         """Latency, bandwidth and wait of collectives of a kind along one mesh axis."""

@@ -16,7 +16,7 @@ from spmd.core.mesh import Mesh
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import DTYPES
 from spmd.plan.machine.measure_links import measure_links
-from spmd.plan.machine.reference import predicted_seconds, product, references
+from spmd.plan.machine.reference import orders, predicted_seconds, product, references
 from spmd.plan.machine.timed_runs import Run, agreed, apart, in_turns, medians, on_average, once, start
 
 _FRESH = 2**27
@@ -28,9 +28,6 @@ _ROUNDS = 5
 _SLOW = 2e-3
 """Seconds from which on a small product is not followed by larger ones, which a processor without units for the dtype
 takes long for."""
-
-_CPU_ORDERS, _ACCELERATOR_ORDERS = (128, 256), (512, 4096)
-"""Orders of square matrices: a small product, and one that shows the rate."""
 
 _CPU_BYTES, _ACCELERATOR_BYTES = 2**21, 2**28
 """Bytes of each of `_OPERANDS` tensors, which together do not fit into caches."""
@@ -85,7 +82,7 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
 
 def _product(mesh: Mesh, dtype: torch.dtype) -> float | None:
     """Seconds of a floating-point operation in matrix products; None if the device does not support the dtype."""
-    small, large = _CPU_ORDERS if mesh.device.type == "cpu" else _ACCELERATOR_ORDERS
+    small, large = orders(mesh.device)
     try:
         seconds = min(
             once(mesh, product(mesh.device, small, dtype)) for _ in range(2)
@@ -103,7 +100,7 @@ def _operators(mesh: Mesh, programs: Sequence[Run]) -> dict[str, float]:
     A product's are those of an operation, and traffic's of a byte that an elementwise operator reads or writes, for
     operands that are not in a cache. As programs have about as many views as other small operators, one in three is.
     """
-    order = (_CPU_ORDERS if mesh.device.type == "cpu" else _ACCELERATOR_ORDERS)[1]
+    _, order = orders(mesh.device)
     count = (_CPU_BYTES if mesh.device.type == "cpu" else _ACCELERATOR_BYTES) // 4
     operands = [torch.ones(count, device=mesh.device) for _ in range(_OPERANDS)]
     pairs = list(zip(operands[::2], operands[1::2], strict=True))

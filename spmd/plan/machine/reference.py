@@ -35,9 +35,14 @@ def references(device: torch.device) -> Sequence[Callable[[], object]]:
     return (_block(device), _products_of_few_rows()) if device.type == "cpu" else (_block(device),)
 
 
+def orders(device: torch.device) -> tuple[int, int]:
+    """Orders of square matrices: of a product that is short beside a collective, and of one that shows the rate."""
+    return (128, 256) if device.type == "cpu" else (512, 4096)
+
+
 def small_product(device: torch.device) -> Callable[[], object]:
     """A product of matrices that is short beside a collective."""
-    return product(device, 128 if device.type == "cpu" else 512)
+    return product(device, orders(device)[0])
 
 
 def product(device: torch.device, order: int, dtype: torch.dtype = torch.float32) -> Callable[[], object]:

@@ -75,8 +75,8 @@ class Simulation:
                     continue
                 sent = [comms[collective] for collective in launch.events]
                 kind, axes = sent[0].kind, sent[0].axes
+                takes = machine.sending_seconds(kind, axes, sum(comm.bytes for comm in sent))
                 wait = machine.wait_seconds(kind, axes)
-                takes = machine.collective_seconds(kind, axes, sum(comm.bytes for comm in sent)) - wait
                 copies = _copy_seconds(machine, kind, len(sent), launch_buffers(plan.mesh, ranks, launch.calls))
                 now += copies
                 sent_at = max(now, *(free[axis] for axis in axes)) + takes
