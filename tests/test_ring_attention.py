@@ -1,5 +1,6 @@
 """`examples/ring_attention.py` against torch's attention on one device: values, gradients, bytes and memory."""
 
+import functools
 import math
 
 import pytest
@@ -28,12 +29,19 @@ def inputs(length, batch=2, heads=3, features=4, dtype=torch.float64):
     return tuple(qkv), target
 
 
-def assert_is_attention_of_one_device(length, causal, mesh):
+@functools.cache
+def virtual_step(ranks, length, causal):
+    """`make_step` on virtual ranks, which two tests share."""
+    return ring_attention.make_step(spmd.make_mesh({"seq": ranks}, runtime="virtual"), length, causal=causal)
+
+
+def assert_is_attention_of_one_device(length, causal, mesh, step=None):
+    step = step or ring_attention.make_step(mesh, length, causal=causal)
     qkv, target = inputs(length)
     attention = ring_attention.make_attention(mesh, length, causal=causal)
     wanted = scaled_dot_product_attention(*qkv, is_causal=causal)
     torch.testing.assert_close(attention(*qkv).full_tensor(), wanted)
-    grads, loss = ring_attention.make_step(mesh, length, causal=causal)(qkv, target)
+    grads, loss = step(qkv, target)
     wanted_grads, wanted_loss = ring_attention.on_one_device(qkv, target, causal)
     torch.testing.assert_close(
         [loss.full_tensor(), *(grad.full_tensor() for grad in grads)], [wanted_loss, *wanted_grads]
@@ -42,7 +50,8 @@ def assert_is_attention_of_one_device(length, causal, mesh):
 
 @pytest.mark.parametrize(("ranks", "length"), EVEN + UNEVEN)
 def test_values_and_gradients(ranks, length, causal):
-    assert_is_attention_of_one_device(length, causal, spmd.make_mesh({"seq": ranks}, runtime="virtual"))
+    mesh = spmd.make_mesh({"seq": ranks}, runtime="virtual")
+    assert_is_attention_of_one_device(length, causal, mesh, virtual_step(ranks, length, causal))
 
 
 @pytest.mark.parametrize("length", [8, 10])
@@ -97,12 +106,11 @@ def test_bfloat16_sums_in_float32(causal):
 
 @pytest.mark.parametrize(("ranks", "length"), EVEN + UNEVEN)
 def test_bytes_are_the_closed_form(ranks, length, causal):
-    mesh = spmd.make_mesh({"seq": ranks}, runtime="virtual")
     qkv, target = inputs(length)
     block = -(-length // ranks)
     holding = -(-length // block)
     nbytes = 2 * 3 * block * 4 * 8
-    step = ring_attention.make_step(mesh, length, causal=causal)
+    step = virtual_step(ranks, length, causal)
     permutes = [comm.bytes for comm in step.plan(qkv, target).comms if comm.kind == "permute"]
     assert [float(nbytes)] * (6 * (holding - 1)) == permutes
     assert sum(permutes) == ring_attention.bytes_of_step(Ring.of("seq", length, ranks, causal), nbytes)
