@@ -159,13 +159,15 @@ class _Step:
         plan = self.step.plan(self.state, self.batch)
         self.machine = str(plan.request.machine)
         if options := variant.options(plan.memory.peak):
-            self.step = training.step(donate_argnums=0, **({"machine": plan.request.machine} | options))
+            forced = training.step(donate_argnums=0, **({"machine": plan.request.machine} | options))
             try:
-                own = self.step.plan(self.state, self.batch)
-                plan = own.transfer(attrs.evolve(own.request, machine=plan.request.machine))
+                own = forced.plan(self.state, self.batch)
             except spmd.PlanError as error:
                 self.error = str(error).partition("\n")[0]
                 return
+            plan = own.transfer(attrs.evolve(own.request, machine=plan.request.machine))
+            others = {name: value for name, value in options.items() if name != "machine"}
+            self.step = training.step(donate_argnums=0, plan=plan, **others)
         self.predicted, self.sent = plan.timing.step, (len(plan.comms), sum(comm.bytes for comm in plan.comms))
 
     def run(self) -> float:
