@@ -254,7 +254,7 @@ def test_a_mesh_that_does_not_run_cannot_be_measured():
         Machine.measure(mesh)
 
 
-@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2}, {"data": 2, "model": 2}], ids=str)
 def test_processes_can_be_measured(workers: Workers, axes):
     ranks = math.prod(axes.values())
     machine, *others = workers.run(call_on_mesh, Machine.measure, axes, "distributed", ranks=ranks)
