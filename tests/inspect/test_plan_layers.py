@@ -69,8 +69,8 @@ def gpt_plan(strategy: str, layers: int) -> Plan:
 LAST = -1
 OTHERWISE: dict[str, tuple[set[int], set[int]]] = {
     "dp": (set(), set()),
-    "fsdp": ({0}, set()),  # the embedding is moved otherwise than the residual stream
-    "tp": (set(), set()),
+    "fsdp": ({0}, set()),  # what the embedding makes is moved otherwise than the residual stream
+    "tp": ({0}, set()),
     "dp_tp": (set(), set()),
     "fsdp_tp": ({0}, set()),
     "sp": ({0}, {0, LAST}),  # the embedding and the head lie otherwise than the residual stream is constrained to

@@ -11,6 +11,7 @@ import spmd
 from comms import workload_batch
 from spmd import Machine, P
 from spmd.ir.launch_schedule import LaunchSchedule
+from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.cost.account import account, launched
 from spmd.plan.machine.link import Link
 from spmd.plan.schedule.choice import NEAR, best_schedule
@@ -38,6 +39,17 @@ def test_buckets_are_smaller_where_communication_can_pass_beside_computation():
     plan = data_parallel(MACHINE)
     assert plan.schedule is not None and plan.schedule.bucket_bytes < MACHINE.bucket_bytes
     assert plan.timing.step < with_largest_buckets(plan).timing.step
+
+
+def test_sums_of_scaled_gradients_pass_beside_the_backward_pass():
+    """`weight - 0.1 * gradient` scales what each rank has before the sum."""
+    plan = data_parallel(MACHINE)
+    assert {comm.kind for comm in plan.comms} == {"all_reduce"}
+    sent = {operation.operands[0] for operation in plan.graph.operations if operation.op is REDISTRIBUTE}
+    assert {operation.op for operation in plan.graph.operations if not sent.isdisjoint(operation.tensors)} == {
+        torch.ops.aten.mul.Tensor
+    }
+    assert plan.timing.exposed < 0.1 * plan.timing.communication
 
 
 def test_buckets_are_the_largest_where_launches_take_longer_than_computation():

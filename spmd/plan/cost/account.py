@@ -13,6 +13,7 @@ from spmd.ir.comm import Comm, Sent
 from spmd.ir.graph import Operation, Value
 from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.cost.buckets import bucketed_seconds
 from spmd.plan.cost.launches import with_launches
 from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.causes import cause_of
@@ -125,7 +126,7 @@ def _comms(plan: PlanData, draft: Draft, operation: Operation) -> tuple[Comm, ..
 def send_seconds(machine: Machine, draft: Draft, operation: Operation, sent: Sequence[Sent]) -> list[float]:
     """The predicted time of each of an operation's collectives, as the search prices them."""
     share = draft.latency_shares.get(operation.operands[0], 1.0) if operation.op is REDISTRIBUTE else 1.0
-    return [machine.collective_seconds(*one, latency_share=share) for one in sent]
+    return [bucketed_seconds(machine, draft.mesh.axis_size(one[1]), one, share) for one in sent]
 
 
 def sends(draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation) -> tuple[Sent, ...]:

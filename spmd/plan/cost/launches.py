@@ -19,11 +19,11 @@ import torch
 
 from spmd.collectives.primitives import COLLECTIVES, UNTYPED
 from spmd.collectives.resharding import redistribution
-from spmd.core.mesh import Mesh
 from spmd.ir.comm import Comm, StepKind
 from spmd.ir.graph import Operation, Value
 from spmd.ir.launch_schedule import Launch, launch_order
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.plan.cost.buckets import buffer_bytes
 from spmd.plan.data.plan import PlanData
 
 Comms = Mapping[Operation, tuple[Comm, ...]]
@@ -117,7 +117,8 @@ def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -
                 if step
                 else max(map(made.__getitem__, operation.operands), default=-1.0)
             )
-            buffer = _buffer_bytes(comms[operation][step], plan.mesh)
+            comm = comms[operation][step]
+            buffer = buffer_bytes((comm.kind, comm.axes, comm.bytes), plan.mesh.axis_size(comm.axes))
             call = _call(operation, comms[operation], step, time, ready, needed, buffer)
             key = _key(plan, operation, comms[operation], step)
             others = waiting.setdefault(key, []) if key is not None else []
@@ -138,12 +139,6 @@ def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -
         return attrs.evolve(comms[operation][step], launch=numbers[launch], joined=len(launch.calls))
 
     return {operation: tuple(numbered(operation, step) for step in range(len(comms[operation]))) for operation in comms}
-
-
-def _buffer_bytes(comm: Comm, mesh: Mesh) -> float:
-    """The bytes of the operand or the result of a collective, of the larger one; see `Comm.bytes`."""
-    ranks = mesh.axis_size(comm.axes)
-    return comm.bytes * ranks / max(ranks - 1, 1) / (2 if comm.kind is StepKind.ALL_REDUCE else 1)
 
 
 def _call(

@@ -17,6 +17,7 @@ from spmd.ir.comm import StepKind
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
+from spmd.plan.cost.buckets import bucketed_seconds
 from spmd.plan.cost.flops import arithmetic_dtype, flops
 from spmd.plan.data.draft import Draft, States, flat_shape, shrink
 from spmd.plan.local.calls import local_collectives
@@ -192,7 +193,7 @@ class MoveCost:
         if found is None:
             return 0.0
         kind, sent = found
-        seconds = self.machine.collective_seconds(kind, (self.axis,), sent, latency_share=self.latency_share)
+        seconds = bucketed_seconds(self.machine, self.count, (kind, (self.axis,), sent), self.latency_share)
         return seconds + self._cast_seconds(source, target)
 
     def _cast_seconds(self, source: Placement, target: Placement) -> float:

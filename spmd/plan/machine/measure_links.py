@@ -37,12 +37,14 @@ _LONG = 0.25
 _ALL, _MOST = 2.0, 12
 """Seconds of all runs of large collectives together, and how many of each there are at most."""
 
-_ROUNDS, _MANY = 5, 10
-"""How often other collectives are timed, and how many small ones together."""
+_ROUNDS, _MANY = 5, 6
+"""How often other collectives are timed, and how many small ones one after the other."""
 
-_BETWEEN, _LONGER = 1e-3, 4
-"""Seconds of computation between two small collectives, as between those of a step; how much longer it is beside as
-many collectives."""
+_BETWEEN = 3e-3
+"""Seconds of computation between two small collectives, as between launches of a step."""
+
+_UNDER_WAY, _BESIDES = 10, 40e-3
+"""Small collectives that are started before a computation and waited for after it, and the seconds of it."""
 
 _BESIDE = "beside computation"
 """In place of a kind and a size: what a small collective takes from a computation."""
@@ -57,7 +59,7 @@ def measure_links(mesh: Mesh, hosts: tuple[int, ...]) -> tuple[tuple[Link, ...],
     """
     layouts = _layouts(mesh, hosts)
     axes = list(dict.fromkeys(layouts.values()))
-    seconds = agreed(mesh, {**_small(mesh, axes), **_beside_computation(mesh, axes, hosts), **_large(mesh, axes)})
+    seconds = agreed(mesh, {**_small(mesh, layouts), **_beside_computation(mesh, axes, hosts), **_large(mesh, axes)})
     links = tuple(_link(mesh, axis, like, kind, seconds) for axis, like in layouts.items() for kind in _CALLS)
     return links, min(agreed(mesh, {axis: _overlap(mesh, axis) for axis in axes}).values(), default=1.0)
 
@@ -71,18 +73,20 @@ def _layouts(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, str]:
     return found
 
 
-def _small(mesh: Mesh, axes: Sequence[str]) -> dict[Any, float]:
-    """Seconds of a small collective of each kind along each axis.
+def _small(mesh: Mesh, layouts: Mapping[str, str]) -> dict[Any, float]:
+    """Seconds of a small collective of each kind along each axis that another one is like.
 
     On processors it stands between computations: where ranks share them, one waits for the others until these have had
-    their time slices, in which they compute. Other devices run nothing else while they communicate.
+    their time slices, in which they compute. Collectives along axes that are alike take turns, for these waits are
+    longer where all ranks depend on each other. Other devices run nothing else while they communicate.
     """
-    compute = _computation(mesh) if mesh.device.type == "cpu" else repeated(0)
-    runs: dict[Any, Run] = {
-        (axis, kind, _SMALL): repeated(_MANY, compute, _sending(mesh, axis, kind, _SMALL))
-        for axis, kind in itertools.product(axes, _CALLS)
-    }
-    return _added(mesh, repeated(_MANY, compute), runs, once)
+    compute = _computation(mesh, _BETWEEN) if mesh.device.type == "cpu" else repeated(0)
+    runs: dict[Any, Run] = {}
+    for axis, kind in itertools.product(dict.fromkeys(layouts.values()), _CALLS):
+        alike = itertools.cycle(other for other, like in layouts.items() if like == axis)
+        sending = [_sending(mesh, other, kind, _SMALL) for other in itertools.islice(alike, _MANY)]
+        runs[axis, kind, _SMALL] = repeated(1, *itertools.chain(*((compute, send) for send in sending)))
+    return _added(mesh, repeated(_MANY, compute), runs, once, _MANY)
 
 
 def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...]) -> dict[Any, float]:
@@ -92,27 +96,29 @@ def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...])
     """
     if mesh.device.type != "cpu":
         return {}
-    compute = repeated(_LONGER * _MANY, _computation(mesh))
+    compute = _computation(mesh, _BESIDES)
     collectives = {axis: [_collective(mesh, axis, kind, _SMALL) for kind in _CALLS] for axis in axes}
     runs: dict[Any, Run] = {
-        (axis, _BESIDE): functools.partial(_beside, found * (_MANY // len(found)), compute)
+        (axis, _BESIDE): functools.partial(_beside, found * (_UNDER_WAY // len(found)), compute)
         for axis, found in collectives.items()
     }
     here = hosts.count(hosts[mesh.ranks.index(process_index())])
     timed = functools.partial(once_on_processors, sharing=here / (os.cpu_count() or 1))
-    return _added(mesh, compute, runs, timed)
+    return _added(mesh, compute, runs, timed, _UNDER_WAY)
 
 
-def _added(mesh: Mesh, compute: Run, runs: Mapping[Any, Run], timed: Callable[[Mesh, Run], float]) -> dict[Any, float]:
+def _added(
+    mesh: Mesh, compute: Run, runs: Mapping[Any, Run], timed: Callable[[Mesh, Run], float], count: int
+) -> dict[Any, float]:
     """Seconds that each of so many collectives in a run adds to the computation in it."""
     rounds = in_turns(mesh, {None: compute, **runs}, _ROUNDS, timed)
-    return {key: statistics.median(times[key] - times[None] for times in rounds) / _MANY for key in runs}
+    return {key: statistics.median(times[key] - times[None] for times in rounds) / count for key in runs}
 
 
-def _computation(mesh: Mesh) -> Run:
-    """Products that take about as long as a step computes between two collectives."""
+def _computation(mesh: Mesh, seconds: float) -> Run:
+    """Products that take about so long on a processor of their own."""
     multiply = small_product(mesh.device)
-    return repeated(max(round(_BETWEEN / min(once(mesh, multiply) for _ in range(_MANY))), 1), multiply)
+    return repeated(max(round(seconds / min(once(mesh, multiply) for _ in range(_ROUNDS))), 1), multiply)
 
 
 def _beside(collectives: Sequence[Collective], compute: Run) -> None:

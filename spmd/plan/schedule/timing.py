@@ -10,6 +10,7 @@ import attrs
 from spmd.ir.comm import StepKind
 from spmd.ir.graph import Operation
 from spmd.plan.cost.account import Account, account
+from spmd.plan.cost.buckets import copying_seconds
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
 from spmd.plan.machine.machine import Machine
@@ -96,10 +97,6 @@ def timing_of(plan: PlanData) -> Timing:
     return Simulation.of(plan, account(plan)).timing(plan)
 
 
-_CALLS = 12
-"""How many operators and views copy the operand of a collective to the buffer of its launch, and its result from it."""
-
-
 def _copy_seconds(machine: Machine, kind: StepKind, calls: int, buffers: LaunchBuffers) -> float:
     """Seconds of the copies to and from the buffers of a launch of so many collectives.
 
@@ -107,5 +104,4 @@ def _copy_seconds(machine: Machine, kind: StepKind, calls: int, buffers: LaunchB
     """
     unpacking = () if kind is StepKind.REDUCE_SCATTER else buffers.unpacking
     written = sum(buffers.metas[number].nbytes for _, writes in buffers.packing + unpacking for number in writes)
-    joined = _CALLS * calls if calls > 1 else 0
-    return joined * machine.operator_latency + machine.compute_seconds(0.0, 2 * written)
+    return copying_seconds(machine, calls if calls > 1 else 0, written)

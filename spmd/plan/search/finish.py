@@ -17,6 +17,7 @@ from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.search.boundary import expressed
 from spmd.plan.search.defer import defer_numbers
+from spmd.plan.search.hoist import hoist_sent
 from spmd.plan.search.join import join_redistributions
 
 
@@ -25,7 +26,7 @@ def finish(draft: Draft, request: Request) -> PlanData:
     draft = _with_free_outputs(draft)
     specs = draft.specs()
     graph, kept, pinned = _without_noop_markers(draft.graph, draft, specs)
-    graph = defer_numbers(join_redistributions(graph, specs, pinned, draft.latency_shares, request))
+    graph = hoist_sent(defer_numbers(join_redistributions(graph, specs, pinned, draft.latency_shares, request)))
     strategies = {
         kept[operation]: MappingProxyType(dict(chosen))
         for operation, chosen in draft.strategies.items()

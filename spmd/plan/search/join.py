@@ -14,6 +14,7 @@ from spmd.core.spec import DTensorSpec
 from spmd.ir.comm import StepKind
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
+from spmd.plan.cost.buckets import bucketed_seconds
 from spmd.plan.data.request import Request
 
 
@@ -79,9 +80,10 @@ def _is_faster(first: DTensorSpec, between: DTensorSpec, last: DTensorSpec, requ
     dtype = request.reduce_dtype
     apart = (*redistribution(first, between, dtype), *redistribution(between, last, dtype))
     together = redistribution(first, last, dtype)
+    mesh = first.mesh
     seconds = [
         sum(
-            request.machine.collective_seconds(step.kind, step.axes, step.bytes, latency_share=share)
+            bucketed_seconds(request.machine, mesh.axis_size(step.axes), (step.kind, step.axes, step.bytes), share)
             for step in steps
             if step.is_collective
         )
