@@ -1,6 +1,9 @@
+import gc
 import math
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
 from typing import Any, TypeAlias
 
 import hypothesis
@@ -26,8 +29,16 @@ def _seed() -> None:
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Workers]:
-    with Workers() as started:
+def forks() -> ForkServerContext:
+    """Starts processes that have imported already what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fault_cases", "spmd.checkpoint"])
+    return context
+
+
+@pytest.fixture(scope="session")
+def workers(forks: ForkServerContext) -> Iterator[Workers]:
+    with Workers(forks) as started:
         yield started
 
 
@@ -45,6 +56,13 @@ def on_ranks(request: pytest.FixtureRequest, workers: Workers) -> OnRanks:
         return workers.run(call_on_mesh, function, axes, "distributed", *args, ranks=math.prod(axes.values()))
 
     return run
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of cycles pass over what is imported, and come less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,16 @@ class Workers:
 
     A context manager: at its end they are stopped.
 
-    >>> with Workers() as workers:  # doctest: +SKIP
+    Args:
+        context: starts the processes.
+
+    >>> with Workers(multiprocessing.get_context("spawn")) as workers:  # doctest: +SKIP
     ...     workers.run(pow, 2, 3, ranks=2)
     [8, 8]
     """
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+    def __init__(self, context: BaseContext) -> None:
+        self._context = context
         self._started: list[tuple[Any, Connection]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="spmd-workers-")
         self._job, self._jobs = 0, 0

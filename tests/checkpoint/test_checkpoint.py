@@ -1,6 +1,5 @@
 import itertools
 import math
-import multiprocessing
 import random
 import re
 import signal
@@ -411,19 +410,12 @@ def test_saves_in_the_background_are_in_order(folder):
 # killed
 
 
-@pytest.fixture(scope="module")
-def processes():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["spmd.checkpoint"])
-    return context
-
-
 @pytest.mark.faults
-def test_killed_before_any_of_its_steps_a_save_leaves_one_whole(folder, processes):
+def test_killed_before_any_of_its_steps_a_save_leaves_one_whole(folder, forks):
     save(checkpoint_writers.tree(0, HALVES), folder)
     last, kept = 0, []
     for count in itertools.count():
-        process = processes.Process(target=checkpoint_writers.save_until, args=(str(folder), count + 1, count))
+        process = forks.Process(target=checkpoint_writers.save_until, args=(str(folder), count + 1, count))
         process.start()
         process.join()
         last = checkpoint_writers.assert_one_number(folder, HALVES, {last, count + 1})
@@ -438,12 +430,12 @@ def test_killed_before_any_of_its_steps_a_save_leaves_one_whole(folder, processe
 
 
 @pytest.mark.faults
-def test_killed_at_random_moments_a_save_leaves_one_whole(folder, processes):
+def test_killed_at_random_moments_a_save_leaves_one_whole(folder, forks):
     moments = random.Random(0)
     number = 0
     for _ in range(10):
-        done, sender = processes.Pipe(duplex=False)
-        process = processes.Process(target=checkpoint_writers.save_forever, args=(str(folder), number + 1, sender))
+        done, sender = forks.Pipe(duplex=False)
+        process = forks.Process(target=checkpoint_writers.save_forever, args=(str(folder), number + 1, sender))
         process.start()
         sender.close()
         number = done.recv()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -140,17 +139,15 @@ def test_a_folder_for_every_rank_is_a_mistake(workers):
 @pytest.mark.faults
 # Slow with many kills: each of them takes two new processes and their time limit.
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_whichever_rank_is_killed_a_save_leaves_one_whole(tmp_path, kills):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["spmd.checkpoint"])
+def test_whichever_rank_is_killed_a_save_leaves_one_whole(tmp_path, kills, forks):
     folder, moments = tmp_path / "checkpoint", random.Random(0)
     mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
     number = 0
     for attempt in range(kills):
-        done, sender = context.Pipe(duplex=False)
+        done, sender = forks.Pipe(duplex=False)
         store = (tmp_path / f"store{attempt}").as_uri()
         ranks = [
-            context.Process(
+            forks.Process(
                 target=checkpoint_writers.save_forever_together, args=(rank, store, str(folder), number + 1, sender)
             )
             for rank in range(2)

@@ -1,6 +1,5 @@
 """Several saves in one folder: which stay, which is loaded, and loads while another job saves."""
 
-import multiprocessing
 import re
 import threading
 
@@ -157,25 +156,16 @@ def test_all_processes_load_the_same_whole_one(workers, tmp_path):
 # while another job saves
 
 
-@pytest.fixture(scope="module")
-def processes():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["spmd.checkpoint"])
-    return context
-
-
 @pytest.fixture
-def saving_job(folder, processes):
+def saving_job(folder, forks):
     """Starts a job that saves to the folder again and again, until the test is over."""
     started = []
 
     def start(keep):
-        done, sender = processes.Pipe(duplex=False)
+        done, sender = forks.Pipe(duplex=False)
         # Saves without pauses could each remove the last one before a busy machine has read it.
         options = {"keep": keep, "pause": 0.03}
-        process = processes.Process(
-            target=checkpoint_writers.save_forever, args=(str(folder), 1, sender), kwargs=options
-        )
+        process = forks.Process(target=checkpoint_writers.save_forever, args=(str(folder), 1, sender), kwargs=options)
         process.start()
         started.append(process)
         sender.close()

@@ -145,8 +145,8 @@ def test_torchs_dtensor_is_the_same_shards(workers):
     assert re.match(r"ShardingError: spmd has no placement Partial\(avg\)", average)
 
 
-def test_a_failure_in_a_worker_is_one_here_and_the_next_call_works():
-    with Workers() as workers:
+def test_a_failure_in_a_worker_is_one_here_and_the_next_call_works(forks):
+    with Workers(forks) as workers:
         with pytest.raises(WorkerError, match=r"(?s)rank 0: Traceback .*ZeroDivisionError: .* by zero"):
             workers.run(operator.floordiv, 1, 0, ranks=1)
         assert [3] == workers.run(operator.floordiv, 7, 2, ranks=1)

@@ -1,7 +1,6 @@
 """A rank that goes wrong: every other one says so in time, and says which and why."""
 
 import functools
-import multiprocessing
 import os
 import re
 import subprocess
@@ -34,14 +33,7 @@ SLACK = 60.0
 """Seconds for a busy machine, or as long as a job has taken before its first rank ended, where that is more."""
 
 
-@pytest.fixture(scope="module")
-def context():
-    started = multiprocessing.get_context("forkserver")
-    started.set_forkserver_preload(["fault_cases"])
-    return started
-
-
-def run_job(context, case, *args, ranks=range(RANKS), waits_for=None, timeout=cases.PATIENT):
+def run_job(forks, case, *args, ranks=range(RANKS), waits_for=None, timeout=cases.PATIENT):
     """The error by which each rank of a job ends, None if it is killed; only `ranks` are started.
 
     Args:
@@ -49,11 +41,11 @@ def run_job(context, case, *args, ranks=range(RANKS), waits_for=None, timeout=ca
         timeout: of starting, and of collectives before the fault.
     """
     job, processes, ends = local_job(RANKS), {}, {}
-    together, began = context.Barrier(len(ranks)), time.monotonic()
+    together, began = forks.Barrier(len(ranks)), time.monotonic()
     for rank in ranks:
         environment = {**job, "RANK": str(rank)}
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=cases.rank, args=(case, args, timeout, environment, together, sender))
+        receiver, sender = forks.Pipe(duplex=False)
+        process = forks.Process(target=cases.rank, args=(case, args, timeout, environment, together, sender))
         process.start()
         sender.close()
         processes[rank] = process, receiver
@@ -87,27 +79,27 @@ COLLECTIVE = r"SpmdError: (all_reduce|all_gather|reduce_scatter) over data \(.* 
 
 
 @pytest.mark.parametrize("case", [cases.killed, SLOW(cases.stopped)], ids=["SIGKILL", "SIGSTOP"])
-def test_a_rank_that_is_gone_in_a_step_is_named(context, case):
-    ends = run_job(context, case, 2, waits_for=others(2))
+def test_a_rank_that_is_gone_in_a_step_is_named(forks, case):
+    ends = run_job(forks, case, 2, waits_for=others(2))
     for end in ends.values():
         assert re.match(COLLECTIVE + ": rank 2 does not answer", end), end
 
 
 @pytest.mark.slow
-def test_without_the_rank_that_keeps_the_store_it_is_said(context):
-    ends = run_job(context, cases.killed, 0, waits_for=others(0))
+def test_without_the_rank_that_keeps_the_store_it_is_said(forks):
+    ends = run_job(forks, cases.killed, 0, waits_for=others(0))
     for end in ends.values():
         assert re.match(COLLECTIVE + ": rank 0 or the launcher, which keeps the store", end), end
 
 
-def test_a_rank_that_is_stuck_is_told_where(context):
+def test_a_rank_that_is_stuck_is_told_where(forks):
     line = 1 + next(n for n, text in enumerate(Path(cases.__file__).read_text().splitlines()) if "# stuck" in text)
-    for end in run_job(context, cases.stuck, 1, waits_for=others(1)).values():
+    for end in run_job(forks, cases.stuck, 1, waits_for=others(1)).values():
         assert re.match(COLLECTIVE + rf": rank 1 is in no collective, at fault_cases\.py:{line}\.", end), end
 
 
-def test_an_error_in_user_code_reaches_the_others(context):
-    ends = run_job(context, cases.raises_between_steps, 1)
+def test_an_error_in_user_code_reaches_the_others(forks):
+    ends = run_job(forks, cases.raises_between_steps, 1)
     assert "ValueError: no such file" == ends.pop(1)
     for end in ends.values():
         assert re.match(COLLECTIVE + ", because rank 1 failed: ValueError: no such file", end), end
@@ -122,8 +114,8 @@ GONE = "has ended: its script is over or has called sys.exit"
     [(cases.returns, "", GONE), (cases.exits, "SystemExit: 1", r"has ended by sys\.exit\(1\)")],
     ids=["end", "exit"],
 )
-def test_a_rank_that_ends_is_called_what_it_is(context, case, on, end, words):
-    ends = run_job(context, case, on)
+def test_a_rank_that_ends_is_called_what_it_is(forks, case, on, end, words):
+    ends = run_job(forks, case, on)
     assert end == ends.pop(on)
     for other in ends.values():
         assert re.match(COLLECTIVE + f": rank {on} {words}", other), other
@@ -163,8 +155,8 @@ def test_a_script_that_ends_is_called_what_it_is(on):
     [SLOW(cases.kill, ": rank 2 does not answer"), (cases.fail, ", because rank 2 failed: ValueError: no such file")],
     ids=["SIGKILL", "error"],
 )
-def test_the_second_failure_of_a_job_is_not_blamed_on_the_first(context, fails, reason):
-    for end in run_job(context, cases.fails_after_another, 1, fails, 2, waits_for=others(2)).values():
+def test_the_second_failure_of_a_job_is_not_blamed_on_the_first(forks, fails, reason):
+    for end in run_job(forks, cases.fails_after_another, 1, fails, 2, waits_for=others(2)).values():
         assert re.match(r"SpmdError: (all_reduce|all_gather|reduce_scatter) over .* failed" + reason, end), end
 
 
@@ -173,8 +165,8 @@ def test_the_second_failure_of_a_job_is_not_blamed_on_the_first(context, fails, 
     [SLOW(cases.kill, ": rank 3 does not answer"), (cases.fail, ", because rank 3 failed: ValueError: no such file")],
     ids=["SIGKILL", "error"],
 )
-def test_a_failure_in_a_submesh_is_told_to_those_who_wait(context, fails, reason):
-    ends = run_job(context, cases.fails_in_a_submesh, fails, 3, waits_for=others(3))
+def test_a_failure_in_a_submesh_is_told_to_those_who_wait(forks, fails, reason):
+    ends = run_job(forks, cases.fails_in_a_submesh, fails, 3, waits_for=others(3))
     for end in ends.values():
         assert re.match(r"SpmdError: \w+ over data \(.*\) failed" + reason, end), end
 
@@ -189,8 +181,8 @@ def test_a_failure_in_a_submesh_is_told_to_those_who_wait(context, fails, reason
     ],
     ids=["accelerator", "host", "handler", "loader"],
 )
-def test_an_error_in_a_collective_that_is_not_its_own_is_kept(context, case, more, error):
-    ends = run_job(context, case, 1, *more)
+def test_an_error_in_a_collective_that_is_not_its_own_is_kept(forks, case, more, error):
+    ends = run_job(forks, case, 1, *more)
     mine = ends.pop(1)
     assert re.match(error, mine), mine
     for end in ends.values():
@@ -202,8 +194,8 @@ def test_a_shard_of_other_strides_on_one_rank_is_placed(workers):
         assert torch.ones(1, dtype=torch.complex64).equal(found)
 
 
-def test_an_error_in_the_function_reaches_the_others(context):
-    ends = run_job(context, cases.raises_in_function, 1)
+def test_an_error_in_the_function_reaches_the_others(forks):
+    ends = run_job(forks, cases.raises_in_function, 1)
     assert "ValueError: no such layer" == ends.pop(1)
     for end in ends.values():
         assert re.match(r"SpmdError: Rank 1 failed in the first run .*: ValueError: no such layer", end), end
@@ -219,14 +211,14 @@ def test_an_error_in_the_function_reaches_the_others(context):
         ),
     ],
 )
-def test_ranks_that_part_after_the_first_run_say_where_they_are(context, case, pattern):
-    for end in run_job(context, case, 1).values():
+def test_ranks_that_part_after_the_first_run_say_where_they_are(forks, case, pattern):
+    for end in run_job(forks, case, 1).values():
         assert re.match("DivergenceError: Ranks wait for each other in different places: .*" + pattern, end), end
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_a_call_early_is_named(context):
-    ends = run_job(context, cases.ends_a_call_early, 1)
+def test_a_rank_that_ends_a_call_early_is_named(forks):
+    ends = run_job(forks, cases.ends_a_call_early, 1)
     assert "" == ends.pop(1)
     for end in ends.values():
         assert re.match(r"SpmdError: the comparison of ranks in call 3 of jitted functions, center on .*rank 1", end), (
@@ -236,8 +228,8 @@ def test_a_rank_that_ends_a_call_early_is_named(context):
 
 # Slow without rank 0: the others wait for its store, and then for torch to give up.
 @pytest.mark.parametrize("missing", [SLOW(0), 2])
-def test_a_rank_that_does_not_start_is_named(context, missing):
-    for end in run_job(context, cases.steps, ranks=others(missing), timeout=cases.START).values():
+def test_a_rank_that_does_not_start_is_named(forks, missing):
+    for end in run_job(forks, cases.steps, ranks=others(missing), timeout=cases.START).values():
         message = "could not start .* Is rank 0 there" if missing == 0 else "rank 2 did not"
         assert re.match(f"SpmdError: .*{message}", end), end
 

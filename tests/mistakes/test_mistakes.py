@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +82,7 @@ that line; `step.py:12` stands for it where the message names it too. The cases 
 is made by `PYTHONPATH=tests python tests/mistakes/test_mistakes.py`.""".splitlines()
 
 if __name__ == "__main__":
-    with Workers() as started:
+    with Workers(multiprocessing.get_context("spawn")) as started:
         mistakes = MODULES["processes"].MISTAKES
         answers = started.run(call_on_mesh, see_all, {"data": 2}, "distributed", mistakes, ranks=2)
     PAGE.write_text(page(answers[1]))
