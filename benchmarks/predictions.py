@@ -3,8 +3,9 @@
     python benchmarks/predictions.py [--widths 128] [--batches 8] [--variants dp sp] [--markdown docs/performance.md]
 
 The variants are the six strategies of `examples/layouts.py`, and other plans of theirs. Those of one width and batch
-are a group, which takes turns in the same processes. In each the predicted times should have the order of the measured
-ones (Spearman's correlation), and the median relative error be small. The exit status is 1 if a group misses a bar.
+are a group, which measures the machine and then takes turns, in the same processes. In each the predicted times should
+have the order of the measured ones (Spearman's correlation), and the median relative error be small. The exit status is
+1 if a group misses a bar.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -181,7 +183,9 @@ def main() -> int:
     load, found = os.getloadavg()[0], []
     for width in options.widths:
         for batch in options.batches:
-            found += spmd.launch(measure, options.ranks, options.variants, model(width), batch, options.rounds)
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ["SPMD_CACHE_DIR"] = folder
+                found += spmd.launch(measure, options.ranks, options.variants, model(width), batch, options.rounds)
             print(f"measured: width {width}, batch {batch}", flush=True)
     about = f"medians of {options.rounds} rounds, {options.ranks} gloo processes, {environment(load)}"
     console = Console(width=max(160, Console().width))

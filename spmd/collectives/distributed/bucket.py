@@ -64,10 +64,11 @@ class Bucket:
             pairs = zip(self.parts, operands, sizes, strict=True)
             pieces = [part.pack(x).split(size) for part, x, size in pairs]
             return torch.cat(list(itertools.chain(*zip(*pieces, strict=True))))
-        rows = [_rows(part, x) for part, x in zip(self.parts, operands, strict=True)]
-        buffer = rows[0].new_empty(len(self.sends), self.sends[0])
+        arranged = [part.arrange(x) for part, x in zip(self.parts, operands, strict=True)]
+        buffer = arranged[0].new_empty(len(self.sends), self.sends[0])
         places = buffer.split([size[0] for size in sizes], 1)
-        torch._foreach_copy_([place.view(row.shape) for place, row in zip(places, rows, strict=True)], rows)
+        alike = [_alike(place, x) for place, x in zip(places, arranged, strict=True)]
+        torch._foreach_copy_([place for place, _ in alike], [x for _, x in alike])
         return buffer.view(-1)
 
     def received(self, packed: Tensor) -> Tensor:
@@ -103,9 +104,9 @@ class Bucket:
         return self.scope.what
 
 
-def _rows(part: Exchange, x: Tensor) -> Tensor:
-    """What a collective sends of its operand, with its parts along the first dim; a view of it if it can be."""
-    return part.rows(x) if part.rows else part.pack(x).view(len(part.sends), part.sends[0])
+def _alike(place: Tensor, arranged: Tensor) -> tuple[Tensor, Tensor]:
+    """A place in the buffer, with a row for each part, and what is copied there, as views of one shape."""
+    return (place, arranged.view(place.shape)) if arranged.ndim == 1 else (place.view(arranged.shape), arranged)
 
 
 def _sums(sizes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -40,12 +40,11 @@ class Exchange:
     Args:
         op: the collective on flat tensors, by an operator of `_c10d_functional`.
         arguments: its arguments after the tensor and, of an all_to_all, the sizes of parts.
-        pack: makes the flat buffer that is sent from the operand.
+        arrange: makes what is sent of the operand, its elements in the order of the buffer; a view of the operand if
+            nothing else changes.
         unpack: makes the result, which is contiguous, from the buffer that was received: flat, or with a row for each
             of `receives`, if these are equal.
         sends, receives: the number of elements of each part of the two buffers: one for each rank, or one.
-        rows: the operand as a view with the parts of `sends` along its first dim; None if `pack` changes more than
-            their order in memory.
         takes_sizes: whether `op` takes `receives` and `sends`.
         in_place: as `op`, but it may write to the buffer that is sent; None if there is no such operator.
         scope: the ranks that take part; makes the error if the collective fails.
@@ -53,14 +52,17 @@ class Exchange:
 
     op: Callable[..., Tensor]
     arguments: tuple[Any, ...]
-    pack: Callable[[Tensor], Tensor]
+    arrange: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
     sends: tuple[int, ...] = attrs.field(kw_only=True)
     receives: tuple[int, ...] = attrs.field(kw_only=True)
-    rows: Callable[[Tensor], Tensor] | None = attrs.field(default=None, kw_only=True)
     takes_sizes: bool = attrs.field(default=False, kw_only=True)
     in_place: Callable[..., Tensor] | None = attrs.field(default=None, kw_only=True)
     scope: CollectiveScope = attrs.field(default=CollectiveScope("a collective", ()), kw_only=True)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """The flat buffer that is sent."""
+        return _flat(self.arrange(x))
 
     def received(self, packed: Tensor) -> Tensor:
         """A new buffer like the one that is received for `packed`."""
@@ -150,8 +152,16 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1).contiguous()
 
 
-def _one_row(x: Tensor) -> Tensor:
-    return x.unsqueeze(0)
+def _encoded(wire: TransportDtype) -> Callable[[Tensor], Tensor]:
+    """What is sent of a tensor in a transport dtype."""
+    return Tensor.resolve_neg if wire.is_plain else lambda x: wire.encode(_flat(x))
+
+
+def _chunked(wire: TransportDtype, chunks: FlatChunks) -> Callable[[Tensor], Tensor]:
+    """What is sent of the chunks of a tensor in a transport dtype."""
+    if wire.is_plain and chunks.is_even:
+        return lambda x: chunks.rows(x.resolve_neg())
+    return lambda x: wire.encode(_flat(chunks.flatten(x)))
 
 
 def _all_reduce(place: Member, operand: TensorMeta, op: str) -> Exchange:
@@ -160,11 +170,10 @@ def _all_reduce(place: Member, operand: TensorMeta, op: str) -> Exchange:
     return Exchange(
         _c10d.all_reduce.default,
         (op, place.name),
-        lambda x: wire.encode(_flat(x)),
+        _encoded(wire),
         lambda buffer: wire.decode(buffer).view(shape),
         sends=sizes,
         receives=sizes,
-        rows=_one_row if wire.is_plain else None,
         in_place=_c10d.all_reduce_.default,
     )
 
@@ -176,11 +185,10 @@ def _all_gather(place: Member, operand: TensorMeta, dim: int, size: int) -> Exch
     return Exchange(
         _gather,
         (place.group.size, place.name),
-        lambda x: wire.encode(pad(_flat(x), numel)),
+        _encoded(wire) if numel == operand.numel else lambda x: wire.encode(pad(_flat(x), numel)),
         lambda buffer: pieces.join(wire.decode(buffer)),
         sends=(numel * wire.factor,),
         receives=(numel * wire.factor,) * place.group.size,
-        rows=_one_row if wire.is_plain and numel == operand.numel else None,
     )
 
 
@@ -206,11 +214,10 @@ def _reduce_scatter(place: Member, operand: TensorMeta, op: Reduction, dim: int,
     return Exchange(
         _c10d.reduce_scatter_tensor.default,
         (op, place.group.size, place.name),
-        lambda x: wire.encode(_flat(pieces.flatten(x))),
+        _chunked(wire, pieces),
         lambda buffer: wire.decode(buffer).view(-1)[:numel].view(shape),
         sends=sizes,
         receives=sizes[:1],
-        rows=pieces.rows if wire.is_plain and pieces.is_even else None,
     )
 
 
@@ -241,8 +248,7 @@ def _reduce_parts(place: Member, operand: TensorMeta, op: Reduction, dim: int) -
             combine(op, found, part, out=found)
         return found.view(shape)
 
-    pack = lambda x: wire.encode(_flat(pieces.flatten(x)))  # noqa: E731
-    return _single(place, wire, [numel] * ranks, pieces.numels, pack, reduce, pieces)
+    return _single(place, wire, [numel] * ranks, pieces.numels, _chunked(wire, pieces), reduce)
 
 
 def _all_to_all(
@@ -258,9 +264,8 @@ def _all_to_all(
         wire,
         received.numels,
         sent.numels,
-        lambda x: wire.encode(_flat(sent.flatten(x))),
+        _chunked(wire, sent),
         lambda buffer: received.join(wire.decode(buffer)),
-        sent,
     )
 
 
@@ -288,15 +293,13 @@ def _single(
     wire: TransportDtype,
     received: list[int],
     sent: list[int],
-    pack: Callable[[Tensor], Tensor],
+    arrange: Callable[[Tensor], Tensor],
     unpack: Callable[[Tensor], Tensor],
-    chunks: FlatChunks | None = None,
 ) -> Exchange:
-    """An all_to_all; of `chunks` of the operand, if they are given."""
+    """An all_to_all."""
     receives, sends = (tuple(numel * wire.factor for numel in numels) for numels in (received, sent))
-    rows = chunks.rows if chunks is not None and chunks.is_even and wire.is_plain else None
     op = _c10d.all_to_all_single.default
-    return Exchange(op, (place.name,), pack, unpack, sends=sends, receives=receives, rows=rows, takes_sizes=True)
+    return Exchange(op, (place.name,), arrange, unpack, sends=sends, receives=receives, takes_sizes=True)
 
 
 _EXCHANGES: Mapping[torch._ops.OpOverload, Callable[..., Exchange | RaggedExchange]] = MappingProxyType(

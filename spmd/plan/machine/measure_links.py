@@ -40,7 +40,7 @@ _ALL, _MOST = 2.0, 12
 _ROUNDS, _MANY = 5, 6
 """How often other collectives are timed, and how many small ones one after the other."""
 
-_BETWEEN = 3e-3
+_BETWEEN = 2e-3
 """Seconds of computation between two small collectives, as between launches of a step."""
 
 _UNDER_WAY, _BESIDES = 10, 40e-3
