@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmd.ir.comm import Sent, StepKind
 from spmd.plan.machine.machine import Machine
 
-COPYING_OPERATORS = 12
+_COPYING_OPERATORS = 12
 """How many operators and views copy the operand of a collective to the buffer of its launch, and its result from it."""
 
 
@@ -21,15 +21,15 @@ def bucketed_seconds(machine: Machine, ranks: int, sent: Sent, share: float) -> 
     seconds = machine.collective_seconds(*sent, latency_share=share)
     if share == 1:
         return seconds
-    return seconds + copying_seconds(machine, 1, copied_bytes(sent, ranks))
+    return seconds + copying_seconds(machine, 1, _copied_bytes(sent, ranks))
 
 
 def copying_seconds(machine: Machine, calls: int, copied: float) -> float:
     """Seconds of the copies of so many bytes, to and from the bucket of so many collectives."""
-    return calls * COPYING_OPERATORS * machine.operator_latency + machine.compute_seconds(0.0, 2 * copied)
+    return calls * _COPYING_OPERATORS * machine.operator_latency + machine.compute_seconds(0.0, 2 * copied)
 
 
-def copied_bytes(sent: Sent, ranks: int) -> float:
+def _copied_bytes(sent: Sent, ranks: int) -> float:
     """The bytes that are copied to the bucket and from it, of equal shards.
 
     The result of an all_reduce is a view of the bucket, and what a reduce_scatter does with the parts that it receives
