@@ -46,8 +46,8 @@ from training import State, Training
 BAR_SPEARMAN, BAR_ERROR = 0.8, 0.30
 """The least correlation, and the largest median error, of a group."""
 
-WARM_UP = 2
-"""Rounds before those that are timed."""
+WARM_UP, IN_A_ROW = 1, 3
+"""Rounds before those that are timed, and how many steps of a variant are timed in a round, one after the other."""
 
 COLUMNS = ("width", "batch", "variant", "predicted, ms", "measured, ms", "predicted / measured", "collectives", "MB")
 GROUPS = ("width", "batch", "variants", "Spearman", "median error")
@@ -98,7 +98,7 @@ class Prediction:
         variant: one of `VARIANTS`.
         width, batch: of the model, and sequences in a step.
         predicted: seconds, for the measured machine.
-        measured: median over rounds of the seconds of the slowest rank.
+        measured: median over steps of the seconds of the slowest rank.
         machine: the measured machine, as text.
         collectives: how many a rank runs.
         sent: bytes that a rank sends.
@@ -129,11 +129,9 @@ def measure(names: Sequence[str], config: gpt.Config, batch: int, rounds: int) -
     for number in range(WARM_UP + rounds):
         for name in times:
             steps[name].run()  # as in training, where a step finds what the one before has left in memory
-            dist.barrier()
-            begin = time.perf_counter()
-            steps[name].run()
+            seconds = [_seconds(steps[name]) for _ in range(IN_A_ROW)]
             if number >= WARM_UP:
-                times[name].append(time.perf_counter() - begin)
+                times[name] += seconds
     every = from_ranks(times)
     found = []
     for name, step in steps.items():
@@ -143,6 +141,14 @@ def measure(names: Sequence[str], config: gpt.Config, batch: int, rounds: int) -
             Prediction(name, config.width, batch, step.predicted, seconds, step.machine, *step.sent, error=step.error)
         )
     return found
+
+
+def _seconds(step: _Step) -> float:
+    """Seconds of a step that all ranks start together."""
+    dist.barrier()
+    begin = time.perf_counter()
+    step.run()
+    return time.perf_counter() - begin
 
 
 class _Step:
@@ -187,7 +193,8 @@ def main() -> int:
                 os.environ["SPMD_CACHE_DIR"] = folder
                 found += spmd.launch(measure, options.ranks, options.variants, model(width), batch, options.rounds)
             print(f"measured: width {width}, batch {batch}", flush=True)
-    about = f"medians of {options.rounds} rounds, {options.ranks} gloo processes, {environment(load)}"
+    steps = f"{options.rounds * IN_A_ROW} steps in {options.rounds} rounds"
+    about = f"medians of {steps}, {options.ranks} gloo processes, {environment(load)}"
     console = Console(width=max(160, Console().width))
     console.print(rich_table(COLUMNS, rows(found), f"Predicted and measured steps\n{about}"))
     console.print(rich_table(GROUPS, group_rows(found), "By width and batch"))
@@ -206,7 +213,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--widths", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--batches", nargs="+", type=int, default=[4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each variant")
+    parser.add_argument("--rounds", type=int, default=7, help=f"turns of each variant, of {IN_A_ROW} timed steps")
     parser.add_argument("--ranks", type=int, default=4, help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save all figures")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to a section of it")

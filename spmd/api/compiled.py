@@ -400,7 +400,7 @@ class Compiled:
         """
         if is_watched():
             record_comms(self.program.collectives, self.traced.name)
-        donate_shards(leaf for index in self._donated if isinstance(leaf := leaves[index], DTensor))
+        donate_shards(map(leaves.__getitem__, self._donated))
         values = self._wrappers.wrap(self._executable(shards, numbers))
         self._wrappers.keep(leaves)
         return self._finish(values, numbers)

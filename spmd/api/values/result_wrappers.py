@@ -37,7 +37,9 @@ class ResultWrappers:
         for number in sorted(donated, reverse=True):
             waiting[given[number]].append(number)
         self._specs = specs
-        self._sources = [waiting[spec].pop() if waiting[spec] else None for spec in specs]  # the argument for a result
+        sources = [waiting[spec].pop() if waiting[spec] else None for spec in specs]  # the argument for each result
+        self._fresh = [number for number, source in enumerate(sources) if source is None]
+        self._kept = [source for source in sources if source is not None]
         self._spares: list[Any] = []
 
     def wrap(self, results: Sequence[Shards]) -> list[DTensor]:
@@ -49,29 +51,23 @@ class ResultWrappers:
             values = list(map(wrap, self._specs, results))
             deque(map(set_maker, values, [self] * len(values)), maxlen=0)
             return values
-        for number, source in enumerate(self._sources):
-            if source is None:
-                value = wrap(self._specs[number], results[number])
-                set_maker(value, self)
-                values.insert(number, value)
+        for number in self._fresh:
+            value = wrap(self._specs[number], results[number])
+            set_maker(value, self)
+            values.insert(number, value)
         deque(map(replace_shards, values, results), maxlen=0)
         return values
 
     def keep(self, leaves: Sequence[Any]) -> None:
         """Keep the donated ones among the arguments of a call; they have lost their shards."""
-        spares = [leaves[source] for source in self._sources if source is not None]
+        spares = list(map(leaves.__getitem__, self._kept))
         if torch.is_grad_enabled() or not _any_requires_grad(*spares):  # else the call has checked that none does
             self._spares = spares
 
     def _are_as_made(self, values: list[Any]) -> bool:
         """Whether DTensors are what `wrap` has made, but without shards, and only this list holds them."""
         try:
-            makers = list(map(_maker, values))
+            makers = {*map(_maker, values)}
         except AttributeError:
             return False
-        return (
-            len(values) > 0
-            and all(maker is self for maker in makers)
-            and have_references(values, LISTED)
-            and not any(map(weakref.getweakrefcount, values))
-        )
+        return makers == {self} and have_references(values, LISTED) and not any(map(weakref.getweakrefcount, values))

@@ -140,13 +140,13 @@ def lose_shards(values: Iterable[Wrapper], why: tuple[str, str]) -> None:
 
 
 def donate_shards(values: Iterable[Wrapper]) -> None:
-    """As `lose_shards`, to a jitted function."""
+    """As `lose_shards`, to a jitted function; plain tensors among the values keep what they hold."""
     waiting = iter(values)
     while True:
         try:
             deque(map(delete_shards, waiting), maxlen=0)
             return
-        except AttributeError:  # one that is given twice
+        except (AttributeError, TypeError):  # one that is given twice, or a plain tensor
             continue
 
 

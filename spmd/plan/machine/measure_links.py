@@ -37,11 +37,8 @@ _LONG = 0.25
 _ALL, _MOST = 2.0, 12
 """Seconds of all runs of large collectives together, and how many of each there are at most."""
 
-_ROUNDS, _MANY = 5, 6
+_ROUNDS, _MANY = 5, 12
 """How often other collectives are timed, and how many small ones one after the other."""
-
-_BETWEEN = 2e-3
-"""Seconds of computation between two small collectives, as between launches of a step."""
 
 _UNDER_WAY, _BESIDES = 10, 40e-3
 """Small collectives that are started before a computation and waited for after it, and the seconds of it."""
@@ -76,17 +73,16 @@ def _layouts(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, str]:
 def _small(mesh: Mesh, layouts: Mapping[str, str]) -> dict[Any, float]:
     """Seconds of a small collective of each kind along each axis that another one is like.
 
-    On processors it stands between computations: where ranks share them, one waits for the others until these have had
-    their time slices, in which they compute. Collectives along axes that are alike take turns, for these waits are
-    longer where all ranks depend on each other. Other devices run nothing else while they communicate.
+    Collectives along axes that are alike take turns: where ranks share processors, one waits for the time slices of
+    others, and longer where all ranks depend on each other, as in a step.
     """
-    compute = _computation(mesh, _BETWEEN) if mesh.device.type == "cpu" else repeated(0)
     runs: dict[Any, Run] = {}
     for axis, kind in itertools.product(dict.fromkeys(layouts.values()), _CALLS):
         alike = itertools.cycle(other for other, like in layouts.items() if like == axis)
-        sending = [_sending(mesh, other, kind, _SMALL) for other in itertools.islice(alike, _MANY)]
-        runs[axis, kind, _SMALL] = repeated(1, *itertools.chain(*((compute, send) for send in sending)))
-    return _added(mesh, repeated(_MANY, compute), runs, once, _MANY)
+        runs[axis, kind, _SMALL] = repeated(
+            1, *(_sending(mesh, other, kind, _SMALL) for other in itertools.islice(alike, _MANY))
+        )
+    return {key: seconds / _MANY for key, seconds in medians(in_turns(mesh, runs, _ROUNDS)).items()}
 
 
 def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...]) -> dict[Any, float]:
@@ -96,7 +92,8 @@ def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...])
     """
     if mesh.device.type != "cpu":
         return {}
-    compute = _computation(mesh, _BESIDES)
+    multiply = small_product(mesh.device)
+    compute = repeated(max(round(_BESIDES / min(once(mesh, multiply) for _ in range(_ROUNDS))), 1), multiply)
     collectives = {axis: [_collective(mesh, axis, kind, _SMALL) for kind in _CALLS] for axis in axes}
     runs: dict[Any, Run] = {
         (axis, _BESIDE): functools.partial(_beside, found * (_UNDER_WAY // len(found)), compute)
@@ -104,21 +101,8 @@ def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...])
     }
     here = hosts.count(hosts[mesh.ranks.index(process_index())])
     timed = functools.partial(once_on_processors, sharing=here / (os.cpu_count() or 1))
-    return _added(mesh, compute, runs, timed, _UNDER_WAY)
-
-
-def _added(
-    mesh: Mesh, compute: Run, runs: Mapping[Any, Run], timed: Callable[[Mesh, Run], float], count: int
-) -> dict[Any, float]:
-    """Seconds that each of so many collectives in a run adds to the computation in it."""
     rounds = in_turns(mesh, {None: compute, **runs}, _ROUNDS, timed)
-    return {key: statistics.median(times[key] - times[None] for times in rounds) / count for key in runs}
-
-
-def _computation(mesh: Mesh, seconds: float) -> Run:
-    """Products that take about so long on a processor of their own."""
-    multiply = small_product(mesh.device)
-    return repeated(max(round(seconds / min(once(mesh, multiply) for _ in range(_ROUNDS))), 1), multiply)
+    return {key: statistics.median(times[key] - times[None] for times in rounds) / _UNDER_WAY for key in runs}
 
 
 def _beside(collectives: Sequence[Collective], compute: Run) -> None:
