@@ -15,7 +15,7 @@ from spmd.collectives.bytes_sent import chunk_lengths, max_bytes_sent
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.placement import Reduction
 from spmd.core.spec import DTensorSpec
-from spmd.ir.comm import StepKind
+from spmd.ir.comm import Sent, StepKind
 
 
 @attrs.frozen
@@ -50,6 +50,11 @@ class Step:
         if self.kind is StepKind.PERMUTE:
             return float(self.source.local_bytes())  # some chunk moves, and all chunks are equal
         return _max_bytes_sent(self) if self.is_collective else 0.0
+
+    @property
+    def sent(self) -> Sent:
+        """What a collective sends."""
+        return self.kind, self.axes, self.bytes
 
     @property
     def sent_dtype(self) -> torch.dtype:

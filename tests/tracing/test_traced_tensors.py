@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,8 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:A traced tensor, which has no value, was put into kept")
 @pytest.mark.parametrize("name", USES)
-def test_leaked_ones(name: str) -> None:
+def test_leaked_ones(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     kept = []
 
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -140,4 +140,4 @@ def sends(draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation
     if operation.op is not REDISTRIBUTE:
         return local_collectives(draft, operation, draft.strategies.get(operation, {}))
     steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]], draft.reduce_dtype)
-    return tuple((step.kind, step.axes, step.bytes) for step in steps if step.is_collective)
+    return tuple(step.sent for step in steps if step.is_collective)

@@ -190,7 +190,7 @@ def _redistribution(
     for step in redistribution(source, target, reduce_dtype):
         local = localize_step(step, atoms, coordinate)
         here = cast(reshape(here, local.view), step.sent_dtype)
-        notes = _collective(step.kind, step.axes, step.bytes) if step.is_collective else None
+        notes = _collective(*step.sent) if step.is_collective else None
         arguments = (here, *local.step.arguments(coordinate))
         meta = TensorMeta(local.step.target.local_shape(coordinate), step.sent_dtype)
         here = call(local.step.primitive, arguments, meta, Layout(step.target, atoms), notes)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -54,34 +55,32 @@ def measure_links(mesh: Mesh, hosts: tuple[int, ...]) -> tuple[tuple[Link, ...],
         mesh: the mesh.
         hosts: the number of each rank's host.
     """
-    layouts = _layouts(mesh, hosts)
-    axes = list(dict.fromkeys(layouts.values()))
-    seconds = agreed(mesh, {**_small(mesh, layouts), **_beside_computation(mesh, axes, hosts), **_large(mesh, axes)})
-    links = tuple(_link(mesh, axis, like, kind, seconds) for axis, like in layouts.items() for kind in _CALLS)
-    return links, min(agreed(mesh, {axis: _overlap(mesh, axis) for axis in axes}).values(), default=1.0)
+    alike = _alike(mesh, hosts)
+    axes = list(alike)
+    seconds = agreed(mesh, {**_small(mesh, alike), **_beside_computation(mesh, axes, hosts), **_large(mesh, axes)})
+    links = (_link(mesh, axis, like, kind, seconds) for like in axes for axis in alike[like] for kind in _CALLS)
+    return tuple(links), min(agreed(mesh, {axis: _overlap(mesh, axis) for axis in axes}).values(), default=1.0)
 
 
-def _layouts(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, str]:
-    """For each axis of several ranks, the first one of as many ranks whose groups are on as many hosts."""
-    first: dict[Hashable, str] = {}
-    found = {}
-    for axis in (axis for axis, size in mesh.axes.items() if size > 1):
-        found[axis] = first.setdefault((mesh.axis_size(axis), hosts_along(mesh, axis, hosts)), axis)
-    return found
+def _alike(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, list[str]]:
+    """The axes of as many ranks whose groups are on as many hosts, by the first of them; none of one rank."""
+    found: dict[Hashable, list[str]] = defaultdict(list)
+    for axis, size in mesh.axes.items():
+        if size > 1:
+            found[size, hosts_along(mesh, axis, hosts)].append(axis)
+    return {axes[0]: axes for axes in found.values()}
 
 
-def _small(mesh: Mesh, layouts: Mapping[str, str]) -> dict[Any, float]:
-    """Seconds of a small collective of each kind along each axis that another one is like.
+def _small(mesh: Mesh, alike: Mapping[str, Sequence[str]]) -> dict[Any, float]:
+    """Seconds of a small collective of each kind along the axes that are alike, which take turns.
 
-    Collectives along axes that are alike take turns: where ranks share processors, one waits for the time slices of
-    others, and longer where all ranks depend on each other, as in a step.
+    Where ranks share processors, one waits for the time slices of others, and longer where all ranks depend on each
+    other, as in a step.
     """
     runs: dict[Any, Run] = {}
-    for axis, kind in itertools.product(dict.fromkeys(layouts.values()), _CALLS):
-        alike = itertools.cycle(other for other, like in layouts.items() if like == axis)
-        runs[axis, kind, _SMALL] = repeated(
-            1, *(_sending(mesh, other, kind, _SMALL) for other in itertools.islice(alike, _MANY))
-        )
+    for (first, axes), kind in itertools.product(alike.items(), _CALLS):
+        turns = itertools.islice(itertools.cycle(axes), _MANY)
+        runs[first, kind, _SMALL] = repeated(1, *(_sending(mesh, axis, kind, _SMALL) for axis in turns))
     return {key: seconds / _MANY for key, seconds in medians(in_turns(mesh, runs, _ROUNDS)).items()}
 
 

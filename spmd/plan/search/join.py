@@ -83,7 +83,7 @@ def _is_faster(first: DTensorSpec, between: DTensorSpec, last: DTensorSpec, requ
     mesh = first.mesh
     seconds = [
         sum(
-            bucketed_seconds(request.machine, mesh.axis_size(step.axes), (step.kind, step.axes, step.bytes), share)
+            bucketed_seconds(request.machine, mesh.axis_size(step.axes), step.sent, share)
             for step in steps
             if step.is_collective
         )
