@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-# Files of tests run side by side, in so many processes. A test that hangs fails, after so many seconds.
-JOBS ?= 2
+# Files of tests run side by side, in so many processes: one more than cores, as some wait. A test that hangs fails, after
+# so many seconds.
+JOBS ?= 3
 TIMEOUT ?= 400
 test: lint types
 	$(BIN)/python -m pytest -m 'not slow and not rules' --timeout $(TIMEOUT) --numprocesses $(JOBS) --dist loadfile
