@@ -112,4 +112,4 @@ def record_move(call: str, source: DTensorSpec, target: DTensorSpec) -> None:
     """Record the collectives of a redistribution."""
     steps = [step for step in eager_redistribution(source, target) if step.is_collective]
     cause = f"{source.pspec!r} -> {target.pspec!r} by {call}"
-    record_program([Comm(*step.sent, 0.0, cause, None) for step in steps], call)
+    record_program([Comm(step.kind, step.axes, step.bytes, 0.0, cause, None) for step in steps], call)
