@@ -14,6 +14,7 @@ With `--link`, ranks have links of a rate between them (`link.py`), and the tabl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -141,8 +142,9 @@ def size(text: str) -> tuple[int, int]:
 
 def measurements(options: argparse.Namespace) -> Iterator[Comparison]:
     """Measure each case in processes of its own."""
-    for case in cases(options) if "ranks" in options.parts else ():
-        yield spmd.launch(measure, options.ranks, case, options.rounds)
+    with measured_anew():
+        for case in cases(options) if "ranks" in options.parts else ():
+            yield spmd.launch(measure, options.ranks, case, options.rounds)
     for width, batch in options.sizes if "one-rank" in options.parts else ():
         yield spmd.launch(measure_local, 1, model(width), batch, options.rounds, options.compile)
     for width in sorted({width for width, _ in options.sizes}) if "optimizer" in options.parts else ():
@@ -158,15 +160,22 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def measurements_on_links(options: argparse.Namespace) -> Iterator[LinkComparison]:
-    """The same on links of a rate, which plans know; a machine that is measured there is kept for this run only."""
+    """The same on links of a rate, which plans know."""
     link_bandwidth = link.bits_per_second(options.link) / 8
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["SPMD_CACHE_DIR"] = folder
+    with measured_anew():
         for case in cases(options):
             if case.machine is not None:
                 machine = attrs.evolve(case.machine, link_bandwidth=min(link_bandwidth, case.machine.link_bandwidth))
                 case = attrs.evolve(case, machine=machine)
             yield link.launch(measure_on_links, options.ranks, case, options.rounds, options.link)
+
+
+@contextlib.contextmanager
+def measured_anew() -> Iterator[None]:
+    """Here ranks measure their machines again, and keep them for what else runs here."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SPMD_CACHE_DIR"] = folder
+        yield
 
 
 def model(width: int) -> gpt.Config:

@@ -16,15 +16,12 @@ import os
 import shlex
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import attrs
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
@@ -36,8 +33,8 @@ import gpt
 import layouts
 import spmd
 from comms import workload_batch
-from peer_steps import from_ranks, start
-from peers import environment, model
+from peer_steps import from_ranks, start, timed
+from peers import environment, measured_anew, model
 from proofs.page import table as markdown_table
 from proofs.page import write_section
 from spmd.plan import Machine
@@ -129,7 +126,7 @@ def measure(names: Sequence[str], config: gpt.Config, batch: int, rounds: int) -
     for number in range(WARM_UP + rounds):
         for name in times:
             steps[name].run()  # as in training, where a step finds what the one before has left in memory
-            seconds = [_seconds(steps[name]) for _ in range(IN_A_ROW)]
+            seconds = [timed(steps[name].run)[1] for _ in range(IN_A_ROW)]
             if number >= WARM_UP:
                 times[name] += seconds
     every = from_ranks(times)
@@ -141,14 +138,6 @@ def measure(names: Sequence[str], config: gpt.Config, batch: int, rounds: int) -
             Prediction(name, config.width, batch, step.predicted, seconds, step.machine, *step.sent, error=step.error)
         )
     return found
-
-
-def _seconds(step: _Step) -> float:
-    """Seconds of a step that all ranks start together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    step.run()
-    return time.perf_counter() - begin
 
 
 class _Step:
@@ -189,8 +178,7 @@ def main() -> int:
     load, found = os.getloadavg()[0], []
     for width in options.widths:
         for batch in options.batches:
-            with tempfile.TemporaryDirectory() as folder:
-                os.environ["SPMD_CACHE_DIR"] = folder
+            with measured_anew():
                 found += spmd.launch(measure, options.ranks, options.variants, model(width), batch, options.rounds)
             print(f"measured: width {width}, batch {batch}", flush=True)
     steps = f"{options.rounds * IN_A_ROW} steps in {options.rounds} rounds"

@@ -13,8 +13,6 @@ from spmd.ir.list_operators import FUSED
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.ownership import Owned, Tensors, is_owned
 
-_is_contiguous = torch.Tensor.is_contiguous
-
 
 def call_in_place(op: InPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
     """The function that a generated program calls, of which a variable, and nothing else there, holds each operand.
@@ -25,7 +23,7 @@ def call_in_place(op: InPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         op: the operator.
         args, kwargs: the arguments of a call, as in `callable_of`.
     """
-    functional, free, all_free = callable_of(op.op, args, kwargs), op.free, all(op.free)
+    functional, free = callable_of(op.op, args, kwargs), op.free
     in_place = callable_of(in_place_variant(op.op), args, kwargs)
     owned_lists = [Owned() for _ in range(returned_lists(op.op))] if op.op in FUSED else []
 
@@ -42,16 +40,14 @@ def call_in_place(op: InPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     def fused(*lists: Any, **kwargs: Any) -> list[torch.Tensor | None]:
         # The kernels take all tensors of a parameter for memory in one order, without a look at strides.
-        allowed = None if all_free else iter(free)
+        allowed = iter(free)
         results: list[torch.Tensor | None] = []
         for position, (tensors, owned) in enumerate(zip(lists, owned_lists, strict=False)):
             if position == GRADIENTS:
-                if not all(map(_is_contiguous, tensors)):
-                    tensors[:] = [tensor.contiguous() for tensor in tensors]
+                tensors[:] = [tensor.contiguous() for tensor in tensors]
                 results += [None] * len(tensors)
                 continue
-            writable = owned(tensors) if allowed is None else _both(owned(tensors), allowed)
-            _copy_others(tensors, writable, torch.contiguous_format)
+            _copy_others(tensors, _both(owned(tensors), allowed), torch.contiguous_format)
             results += tensors
         in_place(*lists, **kwargs)
         return results

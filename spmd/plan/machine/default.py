@@ -26,7 +26,7 @@ from spmd.plan.machine.cache import load_machine, save_machine
 from spmd.plan.machine.hosts import assumed_hosts, device_name, gather_hosts, hosts_along
 from spmd.plan.machine.machine import Machine
 
-FORMAT = 8
+FORMAT = 9
 """The version of the files; what is measured in another way has another."""
 
 NETWORK = MappingProxyType({"bandwidth": 5e10, "latency": 5e-6})
