@@ -10,8 +10,8 @@ from workers import call_on_mesh
 import spmd
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Operation, Value
+from spmd.plan.local.strided import Strided, StridedCall
 from spmd.plan.memory.launch_buffers import launch_buffers
-from spmd.plan.memory.strided import Strided, StridedCall
 
 F32 = torch.float32
 

@@ -8,6 +8,7 @@ import attrs
 import machine_cases
 import pytest
 import torch
+from torch.nn import functional as F
 from workers import Workers, call_on_mesh
 
 import spmd
@@ -40,7 +41,7 @@ def test_the_documented_table_is_the_presets():
 
 
 def test_the_default_is_that_of_the_study():
-    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 1.0, 1.0, (), True, "")
+    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 0.0, 1.0, 1.0, (), True, "")
     assert expected == attrs.astuple(Machine())
     assert 5e14 == Machine().rate(torch.bfloat16) == Machine().rate(torch.float64)
 
@@ -57,6 +58,11 @@ def test_memory_traffic_that_does_not_overlap_adds_to_arithmetic():
     machine = Machine(flops=10.0, memory_bandwidth=4.0, memory_overlap=0.25)
     assert 100 / 10 + 0.75 * 8 / 4 == machine.compute_seconds(100, 8)
     assert 400 / 4 + 0.75 * 100 / 10 == machine.compute_seconds(100, 400)
+
+
+def test_transcendental_functions_count_as_arithmetic():
+    machine = Machine(flops=10.0, memory_bandwidth=4.0, memory_overlap=0.25, transcendental_seconds=2.0)
+    assert 100 / 10 + 3 * 2.0 + 0.75 * 8 / 4 == machine.compute_seconds(100, 8, evaluations=3)
 
 
 def test_a_collective_takes_the_time_of_its_slowest_links():
@@ -88,6 +94,7 @@ def test_a_collective_takes_the_time_of_its_slowest_links():
         ({"memory_capacity": -1}, "memory_capacity must be positive"),
         ({"latency": -1}, "latency must not be negative"),
         ({"operator_latency": -1}, "operator_latency must not be negative"),
+        ({"transcendental_seconds": -1}, "transcendental_seconds must not be negative"),
         ({"overlap": 1.5}, r"overlap must be in 0\.\.1 \(got 1\.5\)"),
         ({"overlap": math.nan}, "overlap must be in"),
         ({"memory_overlap": -0.5}, r"memory_overlap must be in 0\.\.1 \(got -0\.5\)"),
@@ -133,6 +140,35 @@ def test_every_operator_but_views_has_a_latency():
         return step.plan(torch.empty(4, 4)).seconds
 
     assert 2 * 3.0 == pytest.approx(seconds(3.0) - seconds(0.0))
+
+
+def seconds_on_shards(function, shape, machine):
+    """The predicted time of a function whose argument and result are sharded over two ranks."""
+    mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+    return spmd.jit(function, P("data"), P("data"), mesh=mesh, machine=machine).plan(torch.empty(shape)).seconds
+
+
+@pytest.mark.parametrize(
+    ("function", "each"),
+    [
+        (lambda x: F.gelu(x, approximate="tanh"), 1.0),
+        (F.gelu, 0.25),
+        (torch.tanh, 0.0),
+        (lambda x: torch.softmax(x, -1), 0.25),
+        (lambda x: F.gelu(F.gelu(x), approximate="tanh"), 1.25),
+    ],
+)
+def test_each_rank_evaluates_the_transcendental_functions_of_its_elements(function, each):
+    slow, free = (seconds_on_shards(function, (6, 4), Machine(transcendental_seconds=s)) for s in (1.0, 0.0))
+    assert 3 * 4 * each == pytest.approx(slow - free)
+
+
+def test_a_view_that_copies_counts_as_what_it_reads_and_writes():
+    machine = Machine(memory_bandwidth=1.0, fuses=False)
+    # A shard has 32 elements of 4 bytes, which are read and written.
+    copies = seconds_on_shards(lambda x: x.transpose(1, 2).reshape(-1, 8), (8, 2, 4), machine)
+    assert 2 * 4 * 32 == copies
+    assert 0 == seconds_on_shards(lambda x: x.transpose(1, 2).unsqueeze(1), (8, 2, 4), machine)
 
 
 def test_values_between_pointwise_operators_count_where_nothing_is_fused():
@@ -267,6 +303,7 @@ def test_processes_can_be_measured(workers: Workers, axes):
     assert all(1e5 < rate < 1e15 for _, rate in machine.dtype_flops)
     assert 1e6 < machine.memory_bandwidth < 1e14
     assert 1e-8 < machine.operator_latency < 1
+    assert 0 <= machine.transcendental_seconds < 1e-3
     assert all(1e4 < link.bandwidth < 1e14 for link in machine.links)
     assert all(0 <= seconds < 10 for link in machine.links for seconds in (link.latency, link.wait))
     for value in (machine.flops, machine.memory_bandwidth, *(link.bandwidth for link in machine.links)):

@@ -1,6 +1,7 @@
 """The reference programs by which measured rates are corrected."""
 
 import torch
+from torch.nn import functional as F
 
 from spmd.plan.machine.reference import predicted_seconds, references
 
@@ -15,6 +16,11 @@ def test_the_prediction_is_a_roofline_of_each_operator_that_is_no_view() -> None
     assert product == 3 * 256 / 2.0 + 0.5
     product = predicted_seconds(lambda: x @ x, flops=2.0, bandwidth=3.0, latency=0.5, memory_overlap=0.25)
     assert product == 2 * 8**3 / 2.0 + 0.75 * 3 * 256 / 3.0 + 0.5
+    gelu = predicted_seconds(
+        lambda: F.gelu(x, approximate="tanh"),
+        flops=1.0, bandwidth=2.0, latency=0.5, memory_overlap=0.0, transcendental=3.0,
+    )  # fmt: skip
+    assert gelu == 64 * 3.0 + 2 * 256 / 2.0 + 0.5
 
 
 def test_the_references_have_products_of_many_rows_with_other_operators_and_of_few() -> None:

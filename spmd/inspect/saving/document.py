@@ -35,7 +35,7 @@ from spmd.plan.memory.peak import memory_of
 from spmd.plan.schedule.timing import timing_of
 from spmd.rules.strategy import Strategy
 
-FORMAT = 7
+FORMAT = 8
 """The version of the format; files of other versions are refused."""
 
 

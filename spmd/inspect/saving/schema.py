@@ -68,6 +68,7 @@ _MACHINE: Mapping[str, Kind] = {
     "dtype_flops": MapOf(float),
     "memory_capacity": Maybe(int),
     "operator_latency": float,
+    "transcendental_seconds": float,
     "overlap": float,
     "memory_overlap": float,
     "fuses": bool,

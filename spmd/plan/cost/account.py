@@ -21,6 +21,7 @@ from spmd.plan.data.dataflow import fused_values, latency_shares
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.plan import AnyPlan, PlanData
 from spmd.plan.local.calls import local_collectives, scheduled
+from spmd.plan.local.copied_views import copied_views
 from spmd.plan.machine.machine import Machine
 
 
@@ -92,6 +93,7 @@ def finished_draft(plan: PlanData) -> Draft:
         ends={},
         never_gathered={},
         fused=fused_values(plan.graph) if plan.request.machine.fuses else frozenset(),
+        copied=copied_views(plan.graph),
         latency_shares=latency_shares(plan.graph, plan.request.machine.bucket_bytes),
         independent=frozenset(),
         reduce_dtype=plan.request.reduce_dtype,

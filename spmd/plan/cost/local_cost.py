@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -22,6 +22,7 @@ from spmd.plan.cost.flops import arithmetic_dtype, flops
 from spmd.plan.data.draft import Draft, States, flat_shape, shrink
 from spmd.plan.local.calls import local_collectives
 from spmd.plan.machine.machine import Machine
+from spmd.plan.machine.transcendentals import evaluations
 from spmd.rules.strategy import Strategy
 
 
@@ -79,7 +80,7 @@ class LocalCost:
         if self._is_free(operation):
             return None
         shares = tuple((self.sizes[value], value.meta.dtype, value in self.draft.fused) for value in values)
-        return operation.op, self.flops[operation], shares
+        return operation.op, self.flops[operation], self._evaluations(operation), shares
 
     def seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
         """Seconds of an operation with `strategy` on one more mesh axis.
@@ -102,7 +103,9 @@ class LocalCost:
                 share = after[state.dim] / before[state.dim]
             if value not in self.draft.fused:
                 traffic += math.prod(after) * value.meta.dtype.itemsize
-        seconds = self.machine.compute_seconds(self.flops[operation] * share, traffic, arithmetic_dtype(operation))
+        work = self.flops[operation] * share
+        evaluated = self._evaluations(operation, strategy.results, count)
+        seconds = self.machine.compute_seconds(work, traffic, arithmetic_dtype(operation), evaluated)
         return seconds + self.machine.operator_latency + self._body_seconds(operation, strategy, axis)
 
     def planned_seconds(self, operation: Operation) -> float:
@@ -115,7 +118,8 @@ class LocalCost:
             for value in values
             if value not in self.draft.fused
         )
-        seconds = self.machine.compute_seconds(self.flops[operation], traffic, arithmetic_dtype(operation))
+        work, evaluated = self.flops[operation], self._evaluations(operation)
+        seconds = self.machine.compute_seconds(work, traffic, arithmetic_dtype(operation), evaluated)
         return seconds + self.machine.operator_latency
 
     def _redistribution_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
@@ -133,8 +137,17 @@ class LocalCost:
                 seconds += cost.seconds(before, after)
         return seconds
 
+    def _evaluations(self, operation: Operation, results: Sequence[Placement] = (), count: int = 1) -> float:
+        """Evaluations of transcendental functions; `results` are placements on one more axis, of `count` ranks."""
+        each = evaluations(operation.op, operation.kwargs)
+        if not each:
+            return 0.0
+        sizes = self.sizes[operation.tensors[0]]
+        return each * math.prod(shrink(sizes, results[0], count) if results else sizes)
+
     def _is_free(self, operation: Operation) -> bool:
-        costless = operation.op is REDISTRIBUTE or operation.is_view or operation.effect is Effect.HOST
+        is_view = operation.is_view and self.draft.copied.isdisjoint(operation.tensors)
+        costless = operation.op is REDISTRIBUTE or is_view or operation.effect is Effect.HOST
         return costless or operation in self.draft.pinned
 
     def _body_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:

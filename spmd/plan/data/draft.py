@@ -45,6 +45,7 @@ class Draft:
             the mesh axes of the manual region.
         never_gathered: for some inputs, the mesh axes along which they are never gathered.
         fused: values without memory traffic, because a compiler would fuse their producers and consumers.
+        copied: results of views that are copies.
         latency_shares: for values whose collectives are sent together with others, the part of a launch's latency that
             each pays.
         independent: values that depend on no input; they are replicated.
@@ -65,6 +66,7 @@ class Draft:
     ends: Mapping[Value, DTensorSpec]
     never_gathered: Mapping[Value, frozenset[str]]
     fused: frozenset[Value]
+    copied: frozenset[Value]
     latency_shares: Mapping[Value, float]
     independent: frozenset[Value]
     reduce_dtype: torch.dtype | None

@@ -25,15 +25,12 @@ from spmd.plan.data.layout import Layout
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import LocalCall, local_implementation, trace_local_call, with_local_size
 from spmd.plan.local.steps import localize_step
+from spmd.plan.local.strided import RESHAPE, as_reshape
 from spmd.rules import find_rule
 from spmd.rules.rule import Body
 from spmd.rules.strategy import LogicalShape
 
-RESHAPE = torch.ops.aten.reshape.default
 _CAST = torch.ops.aten._to_copy.default
-_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
-"""Views that are lowered to `aten.reshape`: a shard may have other strides than the global tensor, or than the operands
-with which a local implementation was traced."""
 
 
 @attrs.frozen(eq=False)
@@ -144,10 +141,8 @@ def local_fragment(call: LocalCall) -> Fragment:
 
 def _lowered(operation: Operation, mesh: Mesh) -> Operation:
     """An operation on local tensors, with the record of its collective if it is one."""
-    if operation.op in _VIEWS:
-        return attrs.evolve(operation, op=RESHAPE)
     if operation.op not in COLLECTIVES:
-        return operation
+        return as_reshape(operation)
     operand, *rest, axes = operation.args
     counts, held = tuple(map(mesh.axis_size, axes)), operand.meta
     sent = bytes_of_call(operation.op, counts, held.shape, held.dtype.itemsize, rest)

@@ -57,6 +57,8 @@ class Machine:
             dtype has the rate of its real parts.
         memory_capacity: bytes of a rank's memory; None if unknown. Plans are limited by `Request.memory_limit` only.
         operator_latency: seconds that each operator takes in addition to its roofline time.
+        transcendental_seconds: seconds of one evaluation of a transcendental function in an elementwise operator, such
+            as the `tanh` in gelu; 0 on GPUs, which have units for them.
         fuses: whether values between pointwise operators stay out of memory, as in programs that a compiler has fused.
         origin: where the constants come from, in words; it makes no machine differ from another.
         links: constants of collectives of one kind along one mesh axis, in place of those of the axis.
@@ -66,8 +68,8 @@ class Machine:
             roofline, 0 if the one follows the other.
 
     Raises:
-        PlanError: a constant is not positive (a latency may be zero), `overlap` or `memory_overlap` is outside of 0..1,
-            or torch does not have a dtype.
+        PlanError: a constant is not positive (latencies and other times may be zero), `overlap` or `memory_overlap` is
+            outside of 0..1, or torch does not have a dtype.
     """
 
     flops: float = 5e14
@@ -79,6 +81,7 @@ class Machine:
     dtype_flops: tuple[tuple[str, float], ...] = attrs.field(default=(), converter=_by_name)
     memory_capacity: int | None = attrs.field(default=None, converter=attrs.converters.optional(int))
     operator_latency: float = 0.0
+    transcendental_seconds: float = 0.0
     overlap: float = 1.0
     memory_overlap: float = 1.0
     links: tuple[Link, ...] = attrs.field(default=(), converter=_links)
@@ -94,6 +97,7 @@ class Machine:
             if not rate > 0:
                 raise PlanError(f"Machine {name} must be positive (got {rate!r}).")
         latencies = {"latency": self.latency, "operator_latency": self.operator_latency}
+        latencies["transcendental_seconds"] = self.transcendental_seconds
         latencies |= {f"axis_latency[{axis!r}]": time for axis, time in self.axis_latency}
         for name, time in latencies.items():
             if not time >= 0:
@@ -177,6 +181,7 @@ class Machine:
             link_bandwidth=min((link.bandwidth for link in links), default=_rounded(found.memory_bandwidth)),
             latency=max((link.latency for link in links), default=0.0),
             operator_latency=_rounded(found.operator_latency),
+            transcendental_seconds=_rounded(found.transcendental),
             overlap=round(found.overlap, 1),
             memory_overlap=found.memory_overlap,
             fuses=False,
@@ -194,6 +199,7 @@ class Machine:
             f"latency {time_text(self.latency)}",
             *(f"{axis} {time_text(seconds)}" for axis, seconds in self.axis_latency),
             *([f"operators {time_text(self.operator_latency)}"] if self.operator_latency else []),
+            *([f"tanh {1e9 * self.transcendental_seconds:.2g} ns"] if self.transcendental_seconds else []),
             *([f"overlap {self.overlap:g}"] if self.overlap < 1 else []),
             *([f"memory overlap {self.memory_overlap:g}"] if self.memory_overlap < 1 else []),
             *([] if self.fuses else ["nothing fused"]),
@@ -204,15 +210,19 @@ class Machine:
         """Floating-point operations per second in a dtype; `flops` for None and for dtypes without a rate."""
         return self._rates.get(dtype, self.flops)
 
-    def compute_seconds(self, flops: float, bytes: float, dtype: torch.dtype | None = None) -> float:
+    def compute_seconds(
+        self, flops: float, bytes: float, dtype: torch.dtype | None = None, evaluations: float = 0.0
+    ) -> float:
         """Seconds of an operator, by `roofline_seconds`.
 
         Args:
             flops: the number of its floating-point operations.
             bytes: bytes that it reads and writes.
             dtype: the dtype that it computes in.
+            evaluations: evaluations of transcendental functions.
         """
-        return roofline_seconds(flops / self.rate(dtype), bytes / self.memory_bandwidth, self.memory_overlap)
+        arithmetic = flops / self.rate(dtype) + evaluations * self.transcendental_seconds
+        return roofline_seconds(arithmetic, bytes / self.memory_bandwidth, self.memory_overlap)
 
     def collective_seconds(
         self, kind: StepKind, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0

@@ -43,6 +43,7 @@ class RankConstants:
     memory_bandwidth: float
     memory_overlap: float
     operator_latency: float
+    transcendental: float
     links: tuple[Link, ...]
     overlap: float
 
@@ -68,13 +69,15 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
     rates = {str(dtype): 1 / seconds[str(dtype)] for dtype in DTYPES if seconds.get(str(dtype), math.inf) < math.inf}
     constants = rates[str(torch.float32)], 1 / seconds["traffic"], seconds["operator"]
     memory_overlap = 0.0 if mesh.device.type == "cpu" else 1.0  # a core waits for what its products read
-    predicted = sum(predicted_seconds(program, *constants, memory_overlap) for program in programs)
+    transcendental = max(seconds["gelu"] - 2 * torch.float32.itemsize * seconds["traffic"], 0.0)
+    predicted = sum(predicted_seconds(program, *constants, memory_overlap, transcendental) for program in programs)
     slower = max(seconds["references"] / predicted, 1.0)
     return RankConstants(
         {dtype: rate / slower for dtype, rate in rates.items()},
         1 / seconds["traffic"] / slower,
         memory_overlap,
         seconds["operator"],
+        transcendental * slower,
         links,
         overlap,
     )
@@ -97,8 +100,9 @@ def _product(mesh: Mesh, dtype: torch.dtype) -> float | None:
 def _operators(mesh: Mesh, programs: Sequence[Run]) -> dict[str, float]:
     """Seconds of the reference programs, and of what their predicted times are made of, all in the same seconds.
 
-    A product's are those of an operation, and traffic's of a byte that an elementwise operator reads or writes, for
-    operands that are not in a cache. As programs have about as many views as other small operators, one in three is.
+    A product's are those of an operation, traffic's of a byte that an elementwise operator reads or writes, for
+    operands that are not in a cache, and a gelu's, by `tanh`, of an element. As programs have about as many views as
+    other small operators, one in three is.
     """
     _, order = orders(mesh.device)
     count = (_CPU_BYTES if mesh.device.type == "cpu" else _ACCELERATOR_BYTES) // 4
@@ -114,8 +118,9 @@ def _operators(mesh: Mesh, programs: Sequence[Run]) -> dict[str, float]:
         "references": lambda: [program() for program in programs],
         str(torch.float32): product(mesh.device, order),
         "traffic": add,
+        "gelu": lambda: torch.nn.functional.gelu(operands[0], approximate="tanh"),
         "operator": lambda: (small.view(64) + small.view(64), small.t() @ small, small.sum(0)),
     }
-    units = {str(torch.float32): 2 * order**3, "traffic": 3 * 4 * count * len(pairs), "operator": 3}
+    units = {str(torch.float32): 2 * order**3, "traffic": 3 * 4 * count * len(pairs), "gelu": count, "operator": 3}
     found = medians(in_turns(mesh, runs, _ROUNDS, on_average))
     return {key: seconds / units.get(key, 1) for key, seconds in found.items()}

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from spmd.plan.machine.roofline import roofline_seconds
+from spmd.plan.machine.transcendentals import evaluations
 
 _CPU, _ACCELERATOR = (8, 64, 256), (8, 1024, 2048)
 """Sequences, tokens of each, and width."""
@@ -89,7 +90,12 @@ def _products_of_few_rows() -> Callable[[], list[torch.Tensor]]:
 
 
 def predicted_seconds(
-    run: Callable[[], object], flops: float, bandwidth: float, latency: float, memory_overlap: float
+    run: Callable[[], object],
+    flops: float,
+    bandwidth: float,
+    latency: float,
+    memory_overlap: float,
+    transcendental: float = 0.0,
 ) -> float:
     """What the operators of a function take by the model of `Machine.compute_seconds`.
 
@@ -99,19 +105,22 @@ def predicted_seconds(
         bandwidth: bytes a second of others.
         latency: seconds of an operator.
         memory_overlap: as in `Machine`.
+        transcendental: seconds of an evaluation of a transcendental function.
     """
-    roofline = _Roofline(flops, bandwidth, latency, memory_overlap)
+    roofline = _Roofline(flops, bandwidth, latency, memory_overlap, transcendental)
     with roofline:
         run()
     return roofline.seconds
 
 
 class _Roofline(TorchDispatchMode):
-    def __init__(self, flops: float, bandwidth: float, latency: float, memory_overlap: float) -> None:
+    def __init__(
+        self, flops: float, bandwidth: float, latency: float, memory_overlap: float, transcendental: float
+    ) -> None:
         super().__init__()
         self.seconds = 0.0
         self._flops, self._bandwidth, self._latency = flops, bandwidth, latency
-        self._memory_overlap = memory_overlap
+        self._memory_overlap, self._transcendental = memory_overlap, transcendental
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -119,7 +128,10 @@ class _Roofline(TorchDispatchMode):
             traffic = sum(leaf.nbytes for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
             count = flop_registry.get(func.overloadpacket)
             work = count(*args, **(kwargs or {}), out_val=result) if count else 0.0
+            arithmetic = work / self._flops
+            if evaluated := evaluations(func, kwargs or {}):
+                arithmetic += evaluated * result.numel() * self._transcendental
             self.seconds += self._latency + roofline_seconds(
-                work / self._flops, traffic / self._bandwidth, self._memory_overlap
+                arithmetic, traffic / self._bandwidth, self._memory_overlap
             )
         return result

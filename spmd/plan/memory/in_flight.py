@@ -15,9 +15,9 @@ import attrs
 from spmd.core.mesh import Coordinate
 from spmd.ir.launch_schedule import Call, placed, starts
 from spmd.plan.data.plan import PlanData
+from spmd.plan.local.strided import StridedCall
 from spmd.plan.memory.launch_buffers import Allocation, launch_buffers
 from spmd.plan.memory.liveness import Buffer, Event, Liveness
-from spmd.plan.memory.strided import StridedCall
 
 
 @attrs.frozen(eq=False)

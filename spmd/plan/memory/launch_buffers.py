@@ -19,7 +19,7 @@ from spmd.collectives.distributed.exchange import Exchange, bind
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import iterate_leaves
-from spmd.plan.memory.strided import StridedCall, storage_of
+from spmd.plan.local.strided import StridedCall, storage_of
 
 Allocation: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The numbers of the buffers that an operator reads, and of those that it allocates."""

@@ -25,17 +25,12 @@ from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
-from spmd.plan.local.fragments import RESHAPE, Fragments, Known
+from spmd.plan.local.fragments import Fragments, Known
+from spmd.plan.local.strided import Result, Strided, StridedCall, results_of
 from spmd.plan.memory.repetitions import repetitions
-from spmd.plan.memory.strided import Result, Strided, StridedCall, run_on_meta
 from spmd.rules.layouts import Need, lay_out
 
 aten = torch.ops.aten
-
-TO_PARTIAL = torch.ops.spmd.to_partial.default
-
-_IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
-"""Operators that lowering removes, because a functional program needs no copies."""
 
 
 @attrs.frozen(eq=False)
@@ -248,20 +243,8 @@ class _Recorder:
         return writes
 
     def results(self, operation: Operation) -> tuple[Result, ...]:
-        operands = operation.operands
-        metas = tuple(value.meta for value in operation.tensors)
-        fresh = tuple(Result(Strided.contiguous(meta)) for meta in metas)
-        if not operands or operation.effect is not None or operation.op is TO_PARTIAL:
-            return fresh
-        first = self.layouts[operands[0]]
-        same = len(metas) == 1 and metas[0] == first.meta
-        if same and (operation.op in _IDENTITIES or operation.op in (RESHAPE, aten.expand.default)):
-            return (Result(first, 0),)
-        layouts = [self.layouts[value] for value in operands]
-        if torch.Tag.pointwise in operation.op.tags and all(layout.is_contiguous for layout in layouts):
-            return fresh
         place = (self.plan.mesh, self.plan.mesh.rank(self.fragments.coordinate)) if operation.op in LOCALS else None
-        return run_on_meta(self.strided(operation), place) or fresh
+        return results_of(operation, self.layouts, place)
 
 
 def _written_in_place(liveness: Liveness, donated: Collection[int]) -> Liveness:

@@ -12,6 +12,7 @@ from spmd.ir.graph import Graph, Operation, freeze
 from spmd.plan.data.dataflow import fused_values, latency_shares
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.request import Request
+from spmd.plan.local.copied_views import copied_views
 from spmd.plan.search.atoms import Refinement, refine
 from spmd.plan.search.boundary import bound
 from spmd.rules import find_rule
@@ -52,6 +53,7 @@ class Prepared:
             planned=(),
             ends=bounded.ends,
             fused=fused_values(bounded.graph) if request.machine.fuses else frozenset(),
+            copied=copied_views(bounded.graph),
             latency_shares=latency_shares(bounded.graph, request.machine.bucket_bytes),
             independent=independent_values(bounded.graph),
             never_gathered={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,23 @@ from spmd.collectives.local import run_local
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+
+aten = torch.ops.aten
+
+RESHAPE = aten.reshape.default
+
+_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
+
+_TO_PARTIAL = torch.ops.spmd.to_partial.default
+
+_IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
+"""Operators that lowering removes, because a functional program needs no copies."""
+
+
+def as_reshape(operation: Operation) -> Operation:
+    """An operation as lowered: a view is a reshape, because a shard may have other strides than the global tensor, or
+    than the operands with which a local implementation was traced."""
+    return attrs.evolve(operation, op=RESHAPE) if operation.op in _VIEWS else operation
 
 
 @attrs.frozen
@@ -85,8 +102,33 @@ class StridedCall:
         return cls(operation.op, freeze(arguments), tuple(operands), metas, arguments)
 
 
+def results_of(
+    operation: Operation, layouts: Mapping[Value, Strided], place: tuple[Mesh, int] | None = None
+) -> tuple[Result, ...]:
+    """The results of an operation on tensors with these strides.
+
+    Args:
+        operation: the operation.
+        layouts: the strides of its operands.
+        place: as for `_run_on_meta`.
+    """
+    operands = operation.operands
+    metas = tuple(value.meta for value in operation.tensors)
+    fresh = tuple(Result(Strided.contiguous(meta)) for meta in metas)
+    if not operands or operation.effect is not None or operation.op is _TO_PARTIAL:
+        return fresh
+    first = layouts[operands[0]]
+    same = len(metas) == 1 and metas[0] == first.meta
+    if same and (operation.op in _IDENTITIES or operation.op in (RESHAPE, aten.expand.default)):
+        return (Result(first, 0),)
+    given = [layouts[value] for value in operands]
+    if torch.Tag.pointwise in operation.op.tags and all(layout.is_contiguous for layout in given):
+        return fresh
+    return _run_on_meta(StridedCall.of(operation, given), place) or fresh
+
+
 @lru_cache(maxsize=16384)
-def run_on_meta(call: StridedCall, place: tuple[Mesh, int] | None) -> tuple[Result, ...] | None:
+def _run_on_meta(call: StridedCall, place: tuple[Mesh, int] | None) -> tuple[Result, ...] | None:
     """The strides of the results and which are views; None if the operator does not run on meta tensors.
 
     Args:
