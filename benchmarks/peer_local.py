@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -21,11 +22,14 @@ from training import Training
 DECAY = 0.01
 """Weight decay where the optimizer is alone: torch's default."""
 
+Timings: TypeAlias = dict[str, Timing]
+"""By system."""
+
 MORE = 30
 """How many times as often the optimizer is timed: it takes a millisecond, and longer in its first calls."""
 
 
-def measure_local(config: gpt.Config, batch: int, rounds: int, compiled: bool) -> Comparison:
+def measure_local(config: gpt.Config, batch: int, rounds: int, compiled: bool) -> list[Comparison]:
     """A step on the one rank of this job: `spmd` on a mesh of size 1, autograd, and, if asked for, `torch.compile`."""
     start()
     mesh = spmd.make_mesh({"data": 1}, runtime="distributed")
@@ -35,15 +39,23 @@ def measure_local(config: gpt.Config, batch: int, rounds: int, compiled: bool) -
     }
     if compiled:
         peers["torch.compile, fused"] = functools.partial(eager, config, data, "fused", compiled=True)
-    steps: dict[str, Step] = {"spmd": SpmdStep.of(Training(config, layouts.STRATEGIES["dp"], mesh), data)}
-    failures: dict[str, Timing] = {}
-    for name, make in peers.items():
-        try:
-            steps[name] = make()
-        except Exception as error:  # torch.compile without a compiler, for one
-            failures[name] = Timing.failed(first_line(error))
+    training = Training(config, layouts.STRATEGIES["dp"], mesh)
+    return [
+        Comparison("one rank", config.width, batch, 1, *_in_turns(lambda: SpmdStep.of(training, data), peer, rounds))
+        for peer in peers.items()
+    ]
+
+
+def _in_turns(ours: Callable[[], Step], peer: tuple[str, Callable[[], Step]], rounds: int) -> tuple[Timing, Timings]:
+    """The times of our step and of one peer's; beside a third one, both would find the caches that it leaves."""
+    name, make = peer
+    steps, failures = {"spmd": ours()}, {}
+    try:
+        steps[name] = make()
+    except Exception as error:  # torch.compile without a compiler, for one
+        failures[name] = Timing.failed(first_line(error))
     timings = in_turns(steps, rounds) | failures
-    return Comparison("one rank", config.width, batch, 1, timings.pop("spmd"), timings)
+    return timings.pop("spmd"), timings
 
 
 def eager(config: gpt.Config, batch: gpt.Batch, kind: str, *, compiled: bool = False) -> Step:
@@ -62,14 +74,17 @@ def eager(config: gpt.Config, batch: gpt.Batch, kind: str, *, compiled: bool = F
     return step
 
 
-def measure_optimizer(config: gpt.Config, rounds: int) -> Comparison:
+def measure_optimizer(config: gpt.Config, rounds: int) -> list[Comparison]:
     """AdamW alone on the one rank of this job, for the parameters of a model: jitted `spmd.optim.adamw` and torch's."""
     start()
     mesh = spmd.make_mesh({"data": 1}, runtime="distributed")
-    steps: dict[str, Step] = {"spmd": adamw_step(config, mesh)}
-    steps |= {f"torch.optim.AdamW, {kind}": torchs_adamw(config, kind) for kind in ("foreach", "fused")}
-    timings = in_turns(steps, MORE * rounds)
-    return Comparison("AdamW", config.width, 0, 1, timings.pop("spmd"), timings)
+    peers: dict[str, Callable[[], Step]] = {
+        f"torch.optim.AdamW, {kind}": functools.partial(torchs_adamw, config, kind) for kind in ("foreach", "fused")
+    }
+    return [
+        Comparison("AdamW", config.width, 0, 1, *_in_turns(lambda: adamw_step(config, mesh), peer, MORE * rounds))
+        for peer in peers.items()
+    ]
 
 
 def adamw_step(config: gpt.Config, mesh: spmd.Mesh) -> Step:

@@ -146,9 +146,9 @@ def measurements(options: argparse.Namespace) -> Iterator[Comparison]:
         for case in cases(options) if "ranks" in options.parts else ():
             yield spmd.launch(measure, options.ranks, case, options.rounds)
     for width, batch in options.sizes if "one-rank" in options.parts else ():
-        yield spmd.launch(measure_local, 1, model(width), batch, options.rounds, options.compile)
+        yield from spmd.launch(measure_local, 1, model(width), batch, options.rounds, options.compile)
     for width in sorted({width for width, _ in options.sizes}) if "optimizer" in options.parts else ():
-        yield spmd.launch(measure_optimizer, 1, model(width), options.rounds)
+        yield from spmd.launch(measure_optimizer, 1, model(width), options.rounds)
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:

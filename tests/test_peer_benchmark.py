@@ -39,9 +39,11 @@ def test_both_train_alike_on_two_ranks(workers):
 
 
 def test_both_train_alike_on_one_rank(workers):
-    (step,) = workers.run(peer_local.measure_local, SMALL, 2, 2, False, ranks=1)
-    (optimizer,) = workers.run(peer_local.measure_optimizer, SMALL, 2, ranks=1)
-    assert ("", "") == (step.disagreement(), optimizer.disagreement())
+    (steps,) = workers.run(peer_local.measure_local, SMALL, 2, 2, False, ranks=1)
+    (optimizers,) = workers.run(peer_local.measure_optimizer, SMALL, 2, ranks=1)
+    for found in (steps, optimizers):
+        assert [1, 1] == [len(comparison.peers) for comparison in found]
+        assert ["", ""] == [comparison.disagreement() for comparison in found]
 
 
 def test_other_losses_are_named():
