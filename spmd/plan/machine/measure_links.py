@@ -92,7 +92,7 @@ def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...])
     if mesh.device.type != "cpu":
         return {}
     multiply = small_product(mesh.device)
-    compute = repeated(max(round(_BESIDES / min(once(mesh, multiply) for _ in range(_ROUNDS))), 1), multiply)
+    compute = _lasting(_BESIDES, multiply, min(once(mesh, multiply) for _ in range(_ROUNDS)))
     collectives = {axis: [_collective(mesh, axis, kind, _SMALL) for kind in _CALLS] for axis in axes}
     runs: dict[Any, Run] = {
         (axis, _BESIDE): functools.partial(_beside, found * (_UNDER_WAY // len(found)), compute)
@@ -143,12 +143,17 @@ def _overlap(mesh: Mesh, axis: str) -> float:
     multiply, collective = small_product(mesh.device), _collective(mesh, axis, StepKind.ALL_REDUCE, _MEDIUM)
     communicate = functools.partial(_beside, [collective], repeated(0))
     (alone,) = medians(in_turns(mesh, {axis: communicate}, _ROUNDS)).values()
-    compute = repeated(max(round(alone / apart(mesh, multiply)), 1), multiply)
+    compute = _lasting(alone, multiply, apart(mesh, multiply))
     both = functools.partial(_beside, [collective], compute)
     runs = dict(enumerate(repeated(2, run) for run in (communicate, compute, both)))
     rounds = [tuple(times.values()) for times in in_turns(mesh, runs, 2 * _ROUNDS)]
     overlaps = [(sent + computing - together) / min(sent, computing) for sent, computing, together in rounds]
     return min(max(statistics.median(overlaps), 0.0), 1.0)
+
+
+def _lasting(seconds: float, run: Run, each: float) -> Run:
+    """Runs of `each` seconds, one after the other, that take about so many seconds together; one run at least."""
+    return repeated(max(round(seconds / each), 1), run)
 
 
 def _sending(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> Run:
