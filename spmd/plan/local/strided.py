@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.collectives.local import run_local
 from spmd.core.mesh import Mesh
@@ -144,7 +145,8 @@ def _run_on_meta(call: StridedCall, place: tuple[Mesh, int] | None) -> tuple[Res
 
     args, kwargs = map_leaves(concrete, call.arguments)
     try:
-        made = call.op(*args, **kwargs) if place is None else run_local(call.op, *place, *args)
+        with _disable_current_modes():  # planning is not what the user's modes are to see
+            made = call.op(*args, **kwargs) if place is None else run_local(call.op, *place, *args)
     except (NotImplementedError, RuntimeError):
         return None
     tensors = [leaf for leaf in iterate_leaves(made) if leaf is not None]
