@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -22,9 +21,6 @@ from training import Training
 DECAY = 0.01
 """Weight decay where the optimizer is alone: torch's default."""
 
-Timings: TypeAlias = dict[str, Timing]
-"""By system."""
-
 MORE = 30
 """How many times as often the optimizer is timed: it takes a millisecond, and longer in its first calls."""
 
@@ -40,22 +36,22 @@ def measure_local(config: gpt.Config, batch: int, rounds: int, compiled: bool) -
     if compiled:
         peers["torch.compile, fused"] = functools.partial(eager, config, data, "fused", compiled=True)
     training = Training(config, layouts.STRATEGIES["dp"], mesh)
-    return [
-        Comparison("one rank", config.width, batch, 1, *_in_turns(lambda: SpmdStep.of(training, data), peer, rounds))
-        for peer in peers.items()
-    ]
+    pairs = _pairs(lambda: SpmdStep.of(training, data), peers, rounds)
+    return [Comparison("one rank", config.width, batch, 1, ours, peer) for ours, peer in pairs]
 
 
-def _in_turns(ours: Callable[[], Step], peer: tuple[str, Callable[[], Step]], rounds: int) -> tuple[Timing, Timings]:
-    """The times of our step and of one peer's; beside a third one, both would find the caches that it leaves."""
-    name, make = peer
-    steps, failures = {"spmd": ours()}, {}
-    try:
-        steps[name] = make()
-    except Exception as error:  # torch.compile without a compiler, for one
-        failures[name] = Timing.failed(first_line(error))
-    timings = in_turns(steps, rounds) | failures
-    return timings.pop("spmd"), timings
+def _pairs(
+    ours: Callable[[], Step], peers: Mapping[str, Callable[[], Step]], rounds: int
+) -> Iterator[tuple[Timing, dict[str, Timing]]]:
+    """The times of our step and of each peer's, in turns of two: a third would change what both find in caches."""
+    for name, make in peers.items():
+        steps, failures = {"spmd": ours()}, {}
+        try:
+            steps[name] = make()
+        except Exception as error:  # torch.compile without a compiler, for one
+            failures[name] = Timing.failed(first_line(error))
+        timings = in_turns(steps, rounds) | failures
+        yield timings.pop("spmd"), timings
 
 
 def eager(config: gpt.Config, batch: gpt.Batch, kind: str, *, compiled: bool = False) -> Step:
@@ -81,10 +77,8 @@ def measure_optimizer(config: gpt.Config, rounds: int) -> list[Comparison]:
     peers: dict[str, Callable[[], Step]] = {
         f"torch.optim.AdamW, {kind}": functools.partial(torchs_adamw, config, kind) for kind in ("foreach", "fused")
     }
-    return [
-        Comparison("AdamW", config.width, 0, 1, *_in_turns(lambda: adamw_step(config, mesh), peer, MORE * rounds))
-        for peer in peers.items()
-    ]
+    pairs = _pairs(lambda: adamw_step(config, mesh), peers, MORE * rounds)
+    return [Comparison("AdamW", config.width, 0, 1, ours, peer) for ours, peer in pairs]
 
 
 def adamw_step(config: gpt.Config, mesh: spmd.Mesh) -> Step:

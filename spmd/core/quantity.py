@@ -49,11 +49,13 @@ def size_text(nbytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Format a time, given in seconds, with three significant digits: in us, ms or s.
+    """Format a time, given in seconds, with three significant digits: in ns, if it is less than ten, us, ms or s.
 
-    >>> time_text(5.2e-07), time_text(0.25), time_text(0)
-    ('0.52 us', '250 ms', '0 us')
+    >>> time_text(3.3e-09), time_text(5.2e-07), time_text(0.25), time_text(0)
+    ('3.3 ns', '0.52 us', '250 ms', '0 us')
     """
+    if 0 < seconds < 1e-8:
+        return f"{seconds * 1e9:.3g} ns"
     for unit, scale in (("us", 1e6), ("ms", 1e3)):
         if seconds * scale < 999.5:
             return f"{seconds * scale:.3g} {unit}"

@@ -1,9 +1,12 @@
 """Which views copy."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.plan.local.copied_views import copied_views
 from spmd.tracing.canonicalize.canonicalize import canonicalize
@@ -26,3 +29,23 @@ from spmd.tracing.trace import trace
 )
 def test_views_copy_where_strides_require_it(function: Callable[[torch.Tensor], object], copied: int) -> None:
     assert copied == len(copied_views(canonicalize(trace(function, (torch.rand(2, 3, 4),)).graph)))
+
+
+def test_modes_of_the_user_see_nothing_of_it() -> None:
+    seen: list[object] = []
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    traced = trace(lambda x: torch.sort(x.transpose(0, 1), 0).values.reshape(-1), (torch.rand(7, 11, 13),))
+    graph = canonicalize(traced.graph)
+    with Operators(), Functions():
+        assert copied_views(graph)
+    assert not seen

@@ -45,7 +45,7 @@ def machine_figures(machine: Machine) -> dict[str, str]:
             for link in machine.links
         },
         "an operator takes besides": time_text(machine.operator_latency),
-        "a tanh in a gelu": f"{1e9 * machine.transcendental_seconds:.2g} ns",
+        "a tanh in a gelu": time_text(machine.transcendental_seconds),
         "of communication that is started early, hidden": f"{100 * machine.overlap:.0f}%",
         "of memory traffic, hidden by arithmetic": f"{100 * machine.memory_overlap:.0f}%",
         "values between pointwise operators": "cost no memory traffic" if machine.fuses else "cost memory traffic",

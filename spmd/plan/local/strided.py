@@ -136,27 +136,27 @@ def _run_on_meta(call: StridedCall, place: tuple[Mesh, int] | None) -> tuple[Res
         call: the call.
         place: of a primitive without communication, the mesh and the number of the rank.
     """
-    operands = [layout.tensor() for layout in call.operands]
+    with torch._C.DisableTorchFunction(), _disable_current_modes():  # the user's modes are not to see planning
+        operands = [layout.tensor() for layout in call.operands]
 
-    def concrete(leaf: Any) -> Any:
-        if isinstance(leaf, _Operand):
-            return operands[leaf.number]
-        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+        def concrete(leaf: Any) -> Any:
+            if isinstance(leaf, _Operand):
+                return operands[leaf.number]
+            return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
-    args, kwargs = map_leaves(concrete, call.arguments)
-    try:
-        with _disable_current_modes():  # planning is not what the user's modes are to see
+        args, kwargs = map_leaves(concrete, call.arguments)
+        try:
             made = call.op(*args, **kwargs) if place is None else run_local(call.op, *place, *args)
-    except (NotImplementedError, RuntimeError):
-        return None
-    tensors = [leaf for leaf in iterate_leaves(made) if leaf is not None]
-    if [TensorMeta.of(tensor) for tensor in tensors] != list(call.results):
-        return None
-    storages = [storage_of(tensor) for tensor in operands]
-    return tuple(
-        Result(Strided(meta, tensor.stride()), storages.index(key) if (key := storage_of(tensor)) in storages else None)
-        for tensor, meta in zip(tensors, call.results, strict=True)
-    )
+        except (NotImplementedError, RuntimeError):
+            return None
+        tensors = [leaf for leaf in iterate_leaves(made) if leaf is not None]
+        if [TensorMeta.of(tensor) for tensor in tensors] != list(call.results):
+            return None
+        numbers = {storage_of(tensor): number for number, tensor in enumerate(operands)}
+        return tuple(
+            Result(Strided(meta, tensor.stride()), numbers.get(storage_of(tensor)))
+            for tensor, meta in zip(tensors, call.results, strict=True)
+        )
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -199,7 +199,7 @@ class Machine:
             f"latency {time_text(self.latency)}",
             *(f"{axis} {time_text(seconds)}" for axis, seconds in self.axis_latency),
             *([f"operators {time_text(self.operator_latency)}"] if self.operator_latency else []),
-            *([f"tanh {1e9 * self.transcendental_seconds:.2g} ns"] if self.transcendental_seconds else []),
+            *([f"tanh {time_text(self.transcendental_seconds)}"] if self.transcendental_seconds else []),
             *([f"overlap {self.overlap:g}"] if self.overlap < 1 else []),
             *([f"memory overlap {self.memory_overlap:g}"] if self.memory_overlap < 1 else []),
             *([] if self.fuses else ["nothing fused"]),
