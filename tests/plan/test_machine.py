@@ -41,7 +41,7 @@ def test_the_documented_table_is_the_presets():
 
 
 def test_the_default_is_that_of_the_study():
-    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 0.0, 1.0, 1.0, (), True, "")
+    expected = (5e14, 3e12, 4e11, (), 0.5e-6, (), (), None, 0.0, 0.0, 1.0, 1.0, (), False, True, "")
     assert expected == attrs.astuple(Machine())
     assert 5e14 == Machine().rate(torch.bfloat16) == Machine().rate(torch.float64)
 
@@ -181,6 +181,21 @@ def test_values_between_pointwise_operators_count_where_nothing_is_fused():
     assert (2 * 16, 4 * 16) == (seconds(True), seconds(False))
 
 
+def test_new_results_pass_twice_where_writes_allocate_but_not_what_an_optimizer_updates():
+    machine = Machine(memory_bandwidth=1.0, fuses=False)
+    allocates = attrs.evolve(machine, write_allocate=True)
+
+    optimizer, mesh = spmd.optim.sgd(0.1, momentum=0.9), spmd.make_mesh({"data": 2}, runtime="abstract")
+    params = [torch.empty(8)]
+    args = params, optimizer.init(params), params
+
+    def seconds_of_update(found):
+        return spmd.jit(optimizer.update, P("data"), P("data"), mesh=mesh, machine=found).plan(*args).seconds
+
+    assert (2 * 16, 3 * 16) == tuple(seconds_on_shards(torch.sin, (8,), found) for found in (machine, allocates))
+    assert seconds_of_update(machine) == seconds_of_update(allocates) >= 5 * 16
+
+
 def test_unknown_presets_are_refused():
     with pytest.raises(PlanError, match=r"Unknown machine 'h100'\. Expected one of h100_nvlink, h200, a100"):
         Machine.preset("h100")
@@ -304,6 +319,7 @@ def test_processes_can_be_measured(workers: Workers, axes):
     assert 1e6 < machine.memory_bandwidth < 1e14
     assert 1e-8 < machine.operator_latency < 1
     assert 0 <= machine.transcendental_seconds < 1e-3
+    assert machine.write_allocate
     assert all(1e4 < link.bandwidth < 1e14 for link in machine.links)
     assert all(0 <= seconds < 10 for link in machine.links for seconds in (link.latency, link.wait))
     for value in (machine.flops, machine.memory_bandwidth, *(link.bandwidth for link in machine.links)):

@@ -16,6 +16,10 @@ def test_the_prediction_is_a_roofline_of_each_operator_that_is_no_view() -> None
     assert product == 3 * 256 / 2.0 + 0.5
     product = predicted_seconds(lambda: x @ x, flops=2.0, bandwidth=3.0, latency=0.5, memory_overlap=0.25)
     assert product == 2 * 8**3 / 2.0 + 0.75 * 3 * 256 / 3.0 + 0.5
+    sums = predicted_seconds(
+        lambda: x + x, flops=1e9, bandwidth=1e6, latency=1.0, memory_overlap=1.0, write_allocate=True
+    )
+    assert sums == 4 * 256 / 1e6 + 1.0
     gelu = predicted_seconds(
         lambda: F.gelu(x, approximate="tanh"),
         flops=1.0, bandwidth=2.0, latency=0.5, memory_overlap=0.0, transcendental=3.0,

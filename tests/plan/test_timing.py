@@ -40,6 +40,17 @@ def test_ranks_that_compute_nothing_while_they_communicate_expose_all():
     assert timing.exposed == pytest.approx(timing.communication)
 
 
+def test_an_all_reduce_that_is_launched_alone_copies_its_operand():
+    mesh = spmd.make_mesh({"data": 4}, runtime="abstract")
+    machine = attrs.evolve(MACHINE, overlap=0.0)
+    step = spmd.jit(lambda x: x.sum(0), P("data"), P(), mesh=mesh, machine=machine)
+    plan = step.plan(torch.empty(64, 64, device="meta"))
+    (comm,) = plan.comms
+    nbytes = 64 * 4
+    assert comm.kind == "all_reduce"
+    assert plan.timing.communication == pytest.approx(1e-4 + 2 * 3 / 4 * nbytes / 1e7 + 2 * nbytes / 1e9)
+
+
 def test_synchronous_plans_expose_all():
     timing = attrs.evolve(plan_of(MACHINE), schedule=None).timing
     assert timing.exposed == pytest.approx(timing.communication)

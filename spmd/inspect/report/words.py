@@ -48,6 +48,7 @@ def machine_figures(machine: Machine) -> dict[str, str]:
         "a tanh in a gelu": time_text(machine.transcendental_seconds),
         "of communication that is started early, hidden": f"{100 * machine.overlap:.0f}%",
         "of memory traffic, hidden by arithmetic": f"{100 * machine.memory_overlap:.0f}%",
+        "memory that a new result passes": "twice, because it is read first" if machine.write_allocate else "once",
         "values between pointwise operators": "cost no memory traffic" if machine.fuses else "cost memory traffic",
     }
 

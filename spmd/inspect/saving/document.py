@@ -35,7 +35,7 @@ from spmd.plan.memory.peak import memory_of
 from spmd.plan.schedule.timing import timing_of
 from spmd.rules.strategy import Strategy
 
-FORMAT = 8
+FORMAT = 9
 """The version of the format; files of other versions are refused."""
 
 

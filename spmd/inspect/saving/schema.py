@@ -71,6 +71,7 @@ _MACHINE: Mapping[str, Kind] = {
     "transcendental_seconds": float,
     "overlap": float,
     "memory_overlap": float,
+    "write_allocate": bool,
     "fuses": bool,
     "links": ListOf(Fields(_LINK)),
     "origin": str,

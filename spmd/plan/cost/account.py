@@ -109,13 +109,14 @@ def _states(plan: PlanData, spec: DTensorSpec) -> dict[str, Placement]:
 def _cast_seconds(plan: PlanData, operation: Operation) -> float:
     """Seconds of the casts round the sums of a redistribution in `reduce_dtype`; it computes nothing else."""
     source, target = plan.specs[operation.operands[0]], plan.specs[operation.tensors[0]]
-    held, traffic = source.meta.dtype, 0.0
+    machine, held, traffic = plan.request.machine, source.meta.dtype, 0.0
     steps = redistribution(source, target, plan.request.reduce_dtype)
     for spec, dtype in (*((step.source, step.sent_dtype) for step in steps), (target, source.meta.dtype)):
         if dtype != held:
-            traffic += spec.local_bytes() * (held.itemsize + dtype.itemsize) / source.meta.dtype.itemsize
+            elements = spec.local_bytes() / source.meta.dtype.itemsize
+            traffic += machine.traffic(elements * held.itemsize, elements * dtype.itemsize)
         held = dtype
-    return plan.request.machine.compute_seconds(0.0, traffic)
+    return machine.compute_seconds(0.0, traffic)
 
 
 def _comms(plan: PlanData, draft: Draft, operation: Operation) -> tuple[Comm, ...]:

@@ -16,6 +16,7 @@ from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.comm import StepKind
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Operation, Value
+from spmd.ir.list_operators import FUSED
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.cost.buckets import bucketed_seconds
 from spmd.plan.cost.flops import arithmetic_dtype, flops
@@ -92,8 +93,7 @@ class LocalCost:
             return self._redistribution_seconds(operation, strategy, axis)
         if self._is_free(operation):
             return 0.0
-        traffic = 0
-        share = 1.0
+        sizes, share = [], 1.0
         count = self.draft.mesh.axis_size(axis)
         states = (*strategy.operands, *strategy.results)
         for value, state in zip((*operation.operands, *operation.tensors), states, strict=True):
@@ -101,8 +101,8 @@ class LocalCost:
             after = shrink(before, state, count)
             if isinstance(state, Shard) and before[state.dim]:
                 share = after[state.dim] / before[state.dim]
-            if value not in self.draft.fused:
-                traffic += math.prod(after) * value.meta.dtype.itemsize
+            sizes.append(after)
+        traffic = self._traffic(operation, sizes)
         work = self.flops[operation] * share
         evaluated = self._evaluations(operation, strategy.results, count)
         seconds = self.machine.compute_seconds(work, traffic, arithmetic_dtype(operation), evaluated)
@@ -112,15 +112,21 @@ class LocalCost:
         """Seconds of an operation with its strategies on the axes planned so far, without its collectives."""
         if self._is_free(operation):
             return 0.0
-        values = (*operation.operands, *operation.tensors)
-        traffic = sum(
-            math.prod(self.sizes[value]) * value.meta.dtype.itemsize
-            for value in values
-            if value not in self.draft.fused
-        )
+        traffic = self._traffic(operation, [self.sizes[value] for value in (*operation.operands, *operation.tensors)])
         work, evaluated = self.flops[operation], self._evaluations(operation)
         seconds = self.machine.compute_seconds(work, traffic, arithmetic_dtype(operation), evaluated)
         return seconds + self.machine.operator_latency
+
+    def _traffic(self, operation: Operation, sizes: Sequence[Sequence[int]]) -> float:
+        """Bytes that pass between memory and compute units, for operands and results of these sizes."""
+        values = (*operation.operands, *operation.tensors)
+        nbytes = [
+            0 if value in self.draft.fused else math.prod(size) * value.meta.dtype.itemsize
+            for value, size in zip(values, sizes, strict=True)
+        ]
+        count = len(operation.operands)
+        read, written = sum(nbytes[:count]), sum(nbytes[count:])
+        return read + written if operation.op in FUSED else self.machine.traffic(read, written)
 
     def _redistribution_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
         """Seconds of a redistribution along planned axes, of the shard that `strategy` leaves on one more axis."""
@@ -215,8 +221,10 @@ class MoveCost:
         if wide == self.dtype:
             return 0.0
         shapes = shrink(self.sizes, source, self.count), shrink(self.sizes, target, self.count)
-        traffic = sum(map(math.prod, shapes)) * (self.dtype.itemsize + wide.itemsize)
-        return self.machine.compute_seconds(0.0, traffic)
+        narrow, summed = self.dtype.itemsize, wide.itemsize
+        before, after = map(math.prod, shapes)
+        read, written = before * narrow + after * summed, before * summed + after * narrow
+        return self.machine.compute_seconds(0.0, self.machine.traffic(read, written))
 
     def _sent_dtype(self, source: Placement) -> torch.dtype:
         return summed_in(self.dtype, source.op, self.reduce_dtype) if isinstance(source, Partial) else self.dtype

@@ -26,7 +26,7 @@ from spmd.plan.machine.cache import load_machine, save_machine
 from spmd.plan.machine.hosts import assumed_hosts, device_name, gather_hosts, hosts_along
 from spmd.plan.machine.machine import Machine
 
-FORMAT = 10
+FORMAT = 11
 """The version of the files; what is measured in another way has another."""
 
 NETWORK = MappingProxyType({"bandwidth": 5e10, "latency": 5e-6})
@@ -36,8 +36,8 @@ _GPUS = (("H100 80GB HBM3", "h100_nvlink"), ("NVIDIA H200", "h200"), ("A100-SXM4
 """The presets of GPUs, by a part of the name that torch has for them."""
 
 _OF_RANKS = (
-    "flops", "dtype_flops", "memory_bandwidth", "memory_overlap", "operator_latency", "transcendental_seconds",
-    "overlap",
+    "flops", "dtype_flops", "memory_bandwidth", "memory_overlap", "write_allocate", "operator_latency",
+    "transcendental_seconds", "overlap",
 )  # fmt: skip
 """The constants that do not depend on the axes: all meshes of a job have the same, so that their plans compare."""
 

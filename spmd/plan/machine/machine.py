@@ -19,7 +19,7 @@ from spmd.plan.machine.hosts import describe_ranks, gather_hosts
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import measure_copies, measure_link, measure_products, memory_of
 from spmd.plan.machine.measure_ranks import measure_ranks
-from spmd.plan.machine.roofline import roofline_seconds
+from spmd.plan.machine.roofline import memory_traffic, roofline_seconds
 
 GIVEN = "given"
 """The origin of a machine that says no other."""
@@ -59,6 +59,8 @@ class Machine:
         operator_latency: seconds that each operator takes in addition to its roofline time.
         transcendental_seconds: seconds of one evaluation of a transcendental function in an elementwise operator, such
             as the `tanh` in gelu; 0 on GPUs, which have units for them.
+        write_allocate: whether a new result passes between memory and compute units twice, as on processors: they read
+            the cache lines that they write, and clear new pages. What is updated in place has been read anyway.
         fuses: whether values between pointwise operators stay out of memory, as in programs that a compiler has fused.
         origin: where the constants come from, in words; it makes no machine differ from another.
         links: constants of collectives of one kind along one mesh axis, in place of those of the axis.
@@ -85,6 +87,7 @@ class Machine:
     overlap: float = 1.0
     memory_overlap: float = 1.0
     links: tuple[Link, ...] = attrs.field(default=(), converter=_links)
+    write_allocate: bool = False
     fuses: bool = True
     origin: str = attrs.field(default="", eq=False)
 
@@ -184,6 +187,7 @@ class Machine:
             transcendental_seconds=_rounded(found.transcendental),
             overlap=round(found.overlap, 1),
             memory_overlap=found.memory_overlap,
+            write_allocate=found.write_allocate,
             fuses=False,
             links=links,
             origin=f"measured on {describe_ranks(mesh, hosts)}",
@@ -202,6 +206,7 @@ class Machine:
             *([f"tanh {time_text(self.transcendental_seconds)}"] if self.transcendental_seconds else []),
             *([f"overlap {self.overlap:g}"] if self.overlap < 1 else []),
             *([f"memory overlap {self.memory_overlap:g}"] if self.memory_overlap < 1 else []),
+            *(["write allocate"] if self.write_allocate else []),
             *([] if self.fuses else ["nothing fused"]),
         ]
         return f"{self.origin or GIVEN}: {', '.join(parts)}"
@@ -210,6 +215,10 @@ class Machine:
         """Floating-point operations per second in a dtype; `flops` for None and for dtypes without a rate."""
         return self._rates.get(dtype, self.flops)
 
+    def traffic(self, read: float, written: float) -> float:
+        """The bytes that pass between memory and compute units where operands and new results have so many."""
+        return read + memory_traffic(written, self.write_allocate)
+
     def compute_seconds(
         self, flops: float, bytes: float, dtype: torch.dtype | None = None, evaluations: float = 0.0
     ) -> float:
@@ -217,7 +226,7 @@ class Machine:
 
         Args:
             flops: the number of its floating-point operations.
-            bytes: bytes that it reads and writes.
+            bytes: bytes that it reads and writes, by `traffic`.
             dtype: the dtype that it computes in.
             evaluations: evaluations of transcendental functions.
         """

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import attrs
 import torch
 
 from spmd.collectives.bytes_sent import bytes_of_call
@@ -162,12 +163,13 @@ def _sending(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> Run:
 
 
 def _collective(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> Collective:
+    """A collective as buckets launch it, which holds sums in the buffer that it sends. Zeros stay zeros there."""
     op, shape, arguments = _CALLS[kind](mesh.axis_size(axis), nbytes // 4)
     (coordinate,) = mesh.held_coordinates
-    x = torch.ones(shape, device=mesh.device)
+    x = torch.full(shape, 0.0, device=mesh.device)
     call = bind(op, mesh, coordinate, TensorMeta.of(x), (*arguments, [axis]))
     assert isinstance(call, Exchange)
-    return call, x
+    return attrs.evolve(call, op=call.in_place or call.op), x
 
 
 def _sent(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> float:

@@ -17,6 +17,7 @@ from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import DTYPES
 from spmd.plan.machine.measure_links import measure_links
 from spmd.plan.machine.reference import orders, predicted_seconds, product, references
+from spmd.plan.machine.roofline import memory_traffic
 from spmd.plan.machine.timed_runs import Run, agreed, apart, in_turns, medians, on_average, once, start
 
 _FRESH = 2**27
@@ -42,6 +43,7 @@ class RankConstants:
     products: Mapping[str, float]
     memory_bandwidth: float
     memory_overlap: float
+    write_allocate: bool
     operator_latency: float
     transcendental: float
     links: tuple[Link, ...]
@@ -68,14 +70,17 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
         links, overlap = measure_links(mesh, hosts)
     rates = {str(dtype): 1 / seconds[str(dtype)] for dtype in DTYPES if seconds.get(str(dtype), math.inf) < math.inf}
     constants = rates[str(torch.float32)], 1 / seconds["traffic"], seconds["operator"]
-    memory_overlap = 0.0 if mesh.device.type == "cpu" else 1.0  # a core waits for what its products read
-    transcendental = max(seconds["gelu"] - 2 * torch.float32.itemsize * seconds["traffic"], 0.0)
-    predicted = sum(predicted_seconds(program, *constants, memory_overlap, transcendental) for program in programs)
+    processors, each = mesh.device.type == "cpu", torch.float32.itemsize
+    memory_overlap = 0.0 if processors else 1.0  # a core waits for what its products read
+    transcendental = max(seconds["gelu"] - (each + memory_traffic(each, processors)) * seconds["traffic"], 0.0)
+    model = memory_overlap, transcendental, processors
+    predicted = sum(predicted_seconds(program, *constants, *model) for program in programs)
     slower = max(seconds["references"] / predicted, 1.0)
     return RankConstants(
         {dtype: rate / slower for dtype, rate in rates.items()},
         1 / seconds["traffic"] / slower,
         memory_overlap,
+        processors,
         seconds["operator"],
         transcendental * slower,
         links,
@@ -100,12 +105,13 @@ def _product(mesh: Mesh, dtype: torch.dtype) -> float | None:
 def _operators(mesh: Mesh, programs: Sequence[Run]) -> dict[str, float]:
     """Seconds of the reference programs, and of what their predicted times are made of, all in the same seconds.
 
-    A product's are those of an operation, traffic's of a byte that an elementwise operator reads or writes, for
-    operands that are not in a cache, and a gelu's, by `tanh`, of an element. As programs have about as many views as
-    other small operators, one in three is.
+    A product's are those of an operation, traffic's of a byte that passes between memory and compute units in an
+    elementwise operator whose operands are in no cache, and a gelu's, by `tanh`, of an element. As programs have about
+    as many views as other small operators, one in three is.
     """
     _, order = orders(mesh.device)
-    count = (_CPU_BYTES if mesh.device.type == "cpu" else _ACCELERATOR_BYTES) // 4
+    processors, each = mesh.device.type == "cpu", torch.float32.itemsize
+    count = (_CPU_BYTES if processors else _ACCELERATOR_BYTES) // each
     operands = [torch.ones(count, device=mesh.device) for _ in range(_OPERANDS)]
     pairs = list(zip(operands[::2], operands[1::2], strict=True))
     small = torch.ones(8, 8, device=mesh.device)
@@ -121,6 +127,7 @@ def _operators(mesh: Mesh, programs: Sequence[Run]) -> dict[str, float]:
         "gelu": lambda: torch.nn.functional.gelu(operands[0], approximate="tanh"),
         "operator": lambda: (small.view(64) + small.view(64), small.t() @ small, small.sum(0)),
     }
-    units = {str(torch.float32): 2 * order**3, "traffic": 3 * 4 * count * len(pairs), "gelu": count, "operator": 3}
+    traffic = len(pairs) * count * (2 * each + memory_traffic(each, processors))
+    units = {str(torch.float32): 2 * order**3, "traffic": traffic, "gelu": count, "operator": 3}
     found = medians(in_turns(mesh, runs, _ROUNDS, on_average))
     return {key: seconds / units.get(key, 1) for key, seconds in found.items()}

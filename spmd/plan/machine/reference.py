@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from spmd.plan.machine.roofline import roofline_seconds
+from spmd.plan.machine.roofline import memory_traffic, roofline_seconds
 from spmd.plan.machine.transcendentals import evaluations
 
 _CPU, _ACCELERATOR = (8, 64, 256), (8, 1024, 2048)
@@ -96,6 +96,7 @@ def predicted_seconds(
     latency: float,
     memory_overlap: float,
     transcendental: float = 0.0,
+    write_allocate: bool = False,
 ) -> float:
     """What the operators of a function take by the model of `Machine.compute_seconds`.
 
@@ -104,10 +105,10 @@ def predicted_seconds(
         flops: operations a second in matrix products.
         bandwidth: bytes a second of others.
         latency: seconds of an operator.
-        memory_overlap: as in `Machine`.
+        memory_overlap, write_allocate: as in `Machine`.
         transcendental: seconds of an evaluation of a transcendental function.
     """
-    roofline = _Roofline(flops, bandwidth, latency, memory_overlap, transcendental)
+    roofline = _Roofline(flops, bandwidth, latency, memory_overlap, transcendental, write_allocate)
     with roofline:
         run()
     return roofline.seconds
@@ -115,17 +116,25 @@ def predicted_seconds(
 
 class _Roofline(TorchDispatchMode):
     def __init__(
-        self, flops: float, bandwidth: float, latency: float, memory_overlap: float, transcendental: float
+        self,
+        flops: float,
+        bandwidth: float,
+        latency: float,
+        memory_overlap: float,
+        transcendental: float,
+        write_allocate: bool,
     ) -> None:
         super().__init__()
         self.seconds = 0.0
         self._flops, self._bandwidth, self._latency = flops, bandwidth, latency
         self._memory_overlap, self._transcendental = memory_overlap, transcendental
+        self._write_allocate = write_allocate
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
-            traffic = sum(leaf.nbytes for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
+            read, written = map(_nbytes, (args, result))
+            traffic = read + memory_traffic(written, self._write_allocate)
             count = flop_registry.get(func.overloadpacket)
             work = count(*args, **(kwargs or {}), out_val=result) if count else 0.0
             arithmetic = work / self._flops
@@ -135,3 +144,8 @@ class _Roofline(TorchDispatchMode):
                 arithmetic, traffic / self._bandwidth, self._memory_overlap
             )
         return result
+
+
+def _nbytes(tree: Any) -> int:
+    """The bytes of all tensors in a tree."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 
+def memory_traffic(written: float, write_allocate: bool) -> float:
+    """The bytes that pass between memory and compute units for a new result of so many; see `Machine`.
+
+    Source: McCalpin, "Memory bandwidth and machine balance in current high performance computers" (1995), which counts
+    these reads apart.
+    """
+    return (1 + write_allocate) * written
+
+
 def roofline_seconds(arithmetic: float, traffic: float, memory_overlap: float) -> float:
     """The longer of two times in seconds, and what does not overlap of the shorter.
 

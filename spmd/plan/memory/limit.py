@@ -165,15 +165,15 @@ def _source(operation: Operation) -> Source | None:
 
 def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
     """Seconds that a second run of each operation would add: its collectives and its memory traffic."""
-    comms, zero = account(plan).comms, (0,) * len(plan.mesh.names)
+    machine, comms, zero = plan.request.machine, account(plan).comms, (0,) * len(plan.mesh.names)
 
     def nbytes(value: Value) -> int:
         return math.prod(plan.layout(value).shape(zero)) * value.meta.dtype.itemsize
 
     def seconds(operation: Operation) -> float:
-        traffic = sum(map(nbytes, (*operation.operands, *operation.tensors)))
+        traffic = machine.traffic(sum(map(nbytes, operation.operands)), sum(map(nbytes, operation.tensors)))
         sent = sum(comm.seconds for comm in comms.get(operation, ()))
-        return _LAUNCH + sent + traffic / plan.request.machine.memory_bandwidth
+        return _LAUNCH + sent + traffic / machine.memory_bandwidth
 
     return {operation: seconds(operation) for operation in plan.graph.operations}
 

@@ -100,8 +100,11 @@ def timing_of(plan: PlanData) -> Timing:
 def _copy_seconds(machine: Machine, kind: StepKind, calls: int, buffers: LaunchBuffers) -> float:
     """Seconds of the copies to and from the buffers of a launch of so many collectives.
 
-    What a reduce_scatter does with the parts that it receives is in its measured time.
+    What a reduce_scatter does with the parts that it receives is in its measured time. An all_reduce that is launched
+    alone copies its operand.
     """
     unpacking = () if kind is StepKind.REDUCE_SCATTER else buffers.unpacking
     written = sum(buffers.metas[number].nbytes for _, writes in buffers.packing + unpacking for number in writes)
+    if kind is StepKind.ALL_REDUCE and buffers.received != buffers.sent:
+        written += buffers.metas[buffers.received].nbytes
     return copying_seconds(machine, calls if calls > 1 else 0, written)
