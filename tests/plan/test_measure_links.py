@@ -56,7 +56,7 @@ def test_large_collectives_take_a_limited_time(monkeypatch, medium, rounds):
     monkeypatch.setattr(measure_links, "in_turns", in_turns)
     monkeypatch.setattr(measure_links, "agreed", lambda mesh, seconds: seconds)
     monkeypatch.setattr(measure_links, "_sending", lambda *_: None)
-    found = measure_links._large(MESH, ["data", "model"])
+    found = measure_links._large(MESH, ["data", "model"], 2.0)
     assert rounds == made.get(LARGE)
     assert len(found) == 2 * 5 * len(made.keys() - {None})
 

@@ -4,37 +4,29 @@ import torch
 from torch.nn import functional as F
 
 from spmd.plan.machine.reference import predicted_seconds, references
+from spmd.plan.machine.roofline import Roofline
 
 
 def test_the_prediction_is_a_roofline_of_each_operator_that_is_no_view() -> None:
     x = torch.ones(8, 8)
-    sums = predicted_seconds(lambda: (x + x).t() + x, flops=1e9, bandwidth=1e6, latency=1.0, memory_overlap=1.0)
+    sums = predicted_seconds(lambda: (x + x).t() + x, Roofline(1e9, 1e6), 1.0)
     assert sums == 2 * (3 * 256 / 1e6 + 1.0)
-    product = predicted_seconds(lambda: x @ x, flops=2.0, bandwidth=1e9, latency=0.5, memory_overlap=1.0)
-    assert product == 2 * 8**3 / 2.0 + 0.5
-    product = predicted_seconds(lambda: x @ x, flops=1e9, bandwidth=2.0, latency=0.5, memory_overlap=1.0)
-    assert product == 3 * 256 / 2.0 + 0.5
-    product = predicted_seconds(lambda: x @ x, flops=2.0, bandwidth=3.0, latency=0.5, memory_overlap=0.25)
+    assert 4 * 256 / 1e6 == predicted_seconds(lambda: x + x, Roofline(1e9, 1e6, write_allocate=True), 0.0)
+    assert 2 * 8**3 / 2.0 + 0.5 == predicted_seconds(lambda: x @ x, Roofline(2.0, 1e9), 0.5)
+    assert 3 * 256 / 2.0 + 0.5 == predicted_seconds(lambda: x @ x, Roofline(1e9, 2.0), 0.5)
+    product = predicted_seconds(lambda: x @ x, Roofline(2.0, 3.0, memory_overlap=0.25), 0.5)
     assert product == 2 * 8**3 / 2.0 + 0.75 * 3 * 256 / 3.0 + 0.5
-    sums = predicted_seconds(
-        lambda: x + x, flops=1e9, bandwidth=1e6, latency=1.0, memory_overlap=1.0, write_allocate=True
-    )
-    assert sums == 4 * 256 / 1e6 + 1.0
-    gelu = predicted_seconds(
-        lambda: F.gelu(x, approximate="tanh"),
-        flops=1.0, bandwidth=2.0, latency=0.5, memory_overlap=0.0, transcendental=3.0,
-    )  # fmt: skip
+    slow_tanh = Roofline(1.0, 2.0, transcendental_seconds=3.0, memory_overlap=0.0)
+    gelu = predicted_seconds(lambda: F.gelu(x, approximate="tanh"), slow_tanh, 0.5)
     assert gelu == 64 * 3.0 + 2 * 256 / 2.0 + 0.5
 
 
 def test_the_references_have_products_of_many_rows_with_other_operators_and_of_few() -> None:
+    slow_products, slow_memory = Roofline(1.0, 1e30), Roofline(1e30, 1.0)
     run, few_rows = references(torch.device("cpu"))
-    slow_products = predicted_seconds(run, flops=1.0, bandwidth=1e30, latency=0.0, memory_overlap=1.0)
-    slow_memory = predicted_seconds(run, flops=1e30, bandwidth=1.0, latency=0.0, memory_overlap=1.0)
     tokens, width = 8 * 64, 256
-    assert slow_products == 2 * tokens * width**2 * (3 + 1 + 8) + 2 * 2 * tokens * 64 * width
-    assert slow_memory > 20 * tokens * width * 4
-    slow_products = predicted_seconds(few_rows, flops=1.0, bandwidth=1e30, latency=0.0, memory_overlap=1.0)
-    slow_memory = predicted_seconds(few_rows, flops=1e30, bandwidth=1.0, latency=0.0, memory_overlap=1.0)
-    assert slow_products == 12 * 3 * 2 * 64 * 512**2
-    assert slow_memory == 12 * 3 * (512**2 + 2 * 64 * 512) * 4
+    arithmetic = 2 * tokens * width**2 * (3 + 1 + 8) + 2 * 2 * tokens * 64 * width
+    assert arithmetic == predicted_seconds(run, slow_products, 0.0)
+    assert predicted_seconds(run, slow_memory, 0.0) > 20 * tokens * width * 4
+    assert 12 * 3 * 2 * 64 * 512**2 == predicted_seconds(few_rows, slow_products, 0.0)
+    assert 12 * 3 * (512**2 + 2 * 64 * 512) * 4 == predicted_seconds(few_rows, slow_memory, 0.0)

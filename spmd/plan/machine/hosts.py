@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 from collections.abc import Hashable, Sequence
@@ -41,6 +42,12 @@ def _numbers(names: Sequence[Hashable]) -> tuple[int, ...]:
 def hosts_along(mesh: Mesh, axis: str, hosts: tuple[int, ...]) -> int:
     """On how many hosts the ranks of a group along an axis are, at most."""
     return max(len({hosts[rank] for rank in group}) for group in mesh.groups((axis,)))
+
+
+def ranks_per_processor(mesh: Mesh, hosts: tuple[int, ...]) -> float:
+    """How many ranks of this rank's host there are for each of its processors."""
+    here = hosts[mesh.ranks.index(process_index())]
+    return hosts.count(here) / (os.cpu_count() or 1)
 
 
 def device_name(mesh: Mesh) -> str:

@@ -19,7 +19,7 @@ from spmd.plan.machine.hosts import describe_ranks, gather_hosts
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import measure_copies, measure_link, measure_products, memory_of
 from spmd.plan.machine.measure_ranks import measure_ranks
-from spmd.plan.machine.roofline import memory_traffic, roofline_seconds
+from spmd.plan.machine.roofline import Roofline
 
 GIVEN = "given"
 """The origin of a machine that says no other."""
@@ -172,6 +172,7 @@ class Machine:
         hosts = gather_hosts(f"the measurement of {mesh}", mesh)
         found = measure_ranks(mesh, hosts)
         products = {dtype: _rounded(rate) for dtype, rate in found.products.items()}
+        roofline, bandwidth = found.roofline, _rounded(found.roofline.memory_bandwidth)
         links = [
             Link(link.axis, link.kind, *map(_rounded, (link.latency, link.bandwidth, link.wait)))
             for link in found.links
@@ -179,15 +180,15 @@ class Machine:
         return cls(
             flops=products["torch.float32"],
             dtype_flops=products,
-            memory_bandwidth=_rounded(found.memory_bandwidth),
+            memory_bandwidth=bandwidth,
             memory_capacity=memory_of(mesh, hosts.count(0)),
-            link_bandwidth=min((link.bandwidth for link in links), default=_rounded(found.memory_bandwidth)),
+            link_bandwidth=min((link.bandwidth for link in links), default=bandwidth),
             latency=max((link.latency for link in links), default=0.0),
             operator_latency=_rounded(found.operator_latency),
-            transcendental_seconds=_rounded(found.transcendental),
+            transcendental_seconds=_rounded(roofline.transcendental_seconds),
             overlap=round(found.overlap, 1),
-            memory_overlap=found.memory_overlap,
-            write_allocate=found.write_allocate,
+            memory_overlap=roofline.memory_overlap,
+            write_allocate=roofline.write_allocate,
             fuses=False,
             links=links,
             origin=f"measured on {describe_ranks(mesh, hosts)}",
@@ -217,12 +218,12 @@ class Machine:
 
     def traffic(self, read: float, written: float) -> float:
         """The bytes that pass between memory and compute units where operands and new results have so many."""
-        return read + memory_traffic(written, self.write_allocate)
+        return self._rooflines[None].traffic(read, written)
 
     def compute_seconds(
         self, flops: float, bytes: float, dtype: torch.dtype | None = None, evaluations: float = 0.0
     ) -> float:
-        """Seconds of an operator, by `roofline_seconds`.
+        """Seconds of an operator, by its `Roofline`.
 
         Args:
             flops: the number of its floating-point operations.
@@ -230,8 +231,8 @@ class Machine:
             dtype: the dtype that it computes in.
             evaluations: evaluations of transcendental functions.
         """
-        arithmetic = flops / self.rate(dtype) + evaluations * self.transcendental_seconds
-        return roofline_seconds(arithmetic, bytes / self.memory_bandwidth, self.memory_overlap)
+        roofline = self._rooflines.get(dtype) or self._rooflines[None]
+        return roofline.seconds(flops, bytes, evaluations)
 
     def collective_seconds(
         self, kind: StepKind, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0
@@ -270,6 +271,12 @@ class Machine:
     def launch_schedule(self) -> LaunchSchedule:
         """The schedule with the largest buckets, and a window of one."""
         return LaunchSchedule(self.bucket_bytes, self.bucket_bytes)
+
+    @cached_property
+    def _rooflines(self) -> dict[torch.dtype | None, Roofline]:
+        """By dtype; that of None is for all others."""
+        others = self.memory_bandwidth, self.transcendental_seconds, self.memory_overlap, self.write_allocate
+        return {dtype: Roofline(rate, *others) for dtype, rate in {**self._rates, None: self.flops}.items()}
 
     @cached_property
     def _rates(self) -> dict[torch.dtype | None, float]:

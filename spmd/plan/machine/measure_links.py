@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,11 +19,20 @@ from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import StepKind
-from spmd.job.process import process_index
 from spmd.plan.machine.hosts import hosts_along
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.reference import small_product
-from spmd.plan.machine.timed_runs import Run, agreed, apart, in_turns, medians, once, once_on_processors, repeated
+from spmd.plan.machine.timed_runs import (
+    Run,
+    agreed,
+    apart,
+    in_turns,
+    long_enough,
+    medians,
+    once,
+    once_on_processors,
+    repeated,
+)
 
 Collective: TypeAlias = tuple[Exchange, torch.Tensor]
 """A collective as a rank's program runs it, and its operand."""
@@ -36,31 +44,32 @@ left out where it would take long."""
 _LONG = 0.25
 """Seconds that are long for a large collective."""
 
-_ALL, _MOST = 2.0, 12
-"""Seconds of all runs of large collectives together, and how many of each there are at most."""
+_ALL, _MOST = 0.25, 12
+"""Seconds of all runs of large collectives together, by `long_enough`, and how many of each there are at most."""
 
 _ROUNDS, _MANY = 5, 12
 """How often other collectives are timed, and how many small ones one after the other."""
 
-_UNDER_WAY, _BESIDES = 10, 40e-3
-"""Small collectives that are started before a computation and waited for after it, and the seconds of it."""
+_UNDER_WAY, _BESIDES = 10, 5e-3
+"""Small collectives that are started before a computation and waited for after it; its seconds, by `long_enough`."""
 
 _BESIDE = "beside computation"
 """In place of a kind and a size: what a small collective takes from a computation."""
 
 
-def measure_links(mesh: Mesh, hosts: tuple[int, ...]) -> tuple[tuple[Link, ...], float]:
+def measure_links(mesh: Mesh, hosts: tuple[int, ...], sharing: float) -> tuple[tuple[Link, ...], float]:
     """The links of a mesh, and the part of a collective's time that passes beside computation; a collective call.
 
     Args:
         mesh: the mesh.
         hosts: the number of each rank's host.
+        sharing: ranks for each processor, the same on all ranks.
     """
     alike = _alike(mesh, hosts)
     axes = list(alike)
-    seconds = agreed(mesh, {**_small(mesh, alike), **_beside_computation(mesh, axes, hosts), **_large(mesh, axes)})
+    seconds = agreed(mesh, _small(mesh, alike) | _beside_computation(mesh, axes, sharing) | _large(mesh, axes, sharing))
     links = (_link(mesh, axis, like, kind, seconds) for like in axes for axis in alike[like] for kind in _CALLS)
-    return tuple(links), min(agreed(mesh, {axis: _overlap(mesh, axis) for axis in axes}).values(), default=1.0)
+    return tuple(links), min(agreed(mesh, {axis: _overlap(mesh, axis, sharing) for axis in axes}).values(), default=1.0)
 
 
 def _alike(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, list[str]]:
@@ -85,7 +94,7 @@ def _small(mesh: Mesh, alike: Mapping[str, Sequence[str]]) -> dict[Any, float]:
     return {key: seconds / _MANY for key, seconds in medians(in_turns(mesh, runs, _ROUNDS)).items()}
 
 
-def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...]) -> dict[Any, float]:
+def _beside_computation(mesh: Mesh, axes: Sequence[str], sharing: float) -> dict[Any, float]:
     """Seconds that a small collective along each axis takes from a long computation which it passes beside.
 
     These are seconds of processors: where ranks share them, the times of such computations vary by more.
@@ -93,14 +102,14 @@ def _beside_computation(mesh: Mesh, axes: Sequence[str], hosts: tuple[int, ...])
     if mesh.device.type != "cpu":
         return {}
     multiply = small_product(mesh.device)
-    compute = _lasting(_BESIDES, multiply, min(once(mesh, multiply) for _ in range(_ROUNDS)))
+    each = min(once(mesh, multiply) for _ in range(_ROUNDS))
+    compute = _lasting(long_enough(_BESIDES, sharing), multiply, each)
     collectives = {axis: [_collective(mesh, axis, kind, _SMALL) for kind in _CALLS] for axis in axes}
     runs: dict[Any, Run] = {
         (axis, _BESIDE): functools.partial(_beside, found * (_UNDER_WAY // len(found)), compute)
         for axis, found in collectives.items()
     }
-    here = hosts.count(hosts[mesh.ranks.index(process_index())])
-    timed = functools.partial(once_on_processors, sharing=here / (os.cpu_count() or 1))
+    timed = functools.partial(once_on_processors, sharing=sharing)
     rounds = in_turns(mesh, {None: compute, **runs}, _ROUNDS, timed)
     return {key: statistics.median(times[key] - times[None] for times in rounds) / _UNDER_WAY for key in runs}
 
@@ -113,7 +122,7 @@ def _beside(collectives: Sequence[Collective], compute: Run) -> None:
         call.finish(results)
 
 
-def _large(mesh: Mesh, axes: Sequence[str]) -> dict[Any, float]:
+def _large(mesh: Mesh, axes: Sequence[str], sharing: float) -> dict[Any, float]:
     """Seconds of a collective of medium size of each kind along each axis, and of a large one.
 
     The times of all kinds and axes are those of the same seconds: they are compared with each other, and processors
@@ -123,7 +132,7 @@ def _large(mesh: Mesh, axes: Sequence[str]) -> dict[Any, float]:
     medium = medians(in_turns(mesh, {(*key, _MEDIUM): _sending(mesh, *key, _MEDIUM) for key in every}, _ROUNDS))
     expected = {key: seconds * _LARGE / _MEDIUM for key, seconds in agreed(mesh, medium).items()}
     short = {(axis, kind): seconds for (axis, kind, _), seconds in expected.items() if seconds < _LONG}
-    rounds = min(max(round(_ALL / sum(short.values())), 1), _MOST) if short else 1
+    rounds = min(max(round(long_enough(_ALL, sharing) / sum(short.values())), 1), _MOST) if short else 1
     return medium | medians(in_turns(mesh, {(*key, _LARGE): _sending(mesh, *key, _LARGE) for key in short}, rounds))
 
 
@@ -139,12 +148,12 @@ def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Any
     return Link(axis, kind, latency, 1 / slope, until_there - latency)
 
 
-def _overlap(mesh: Mesh, axis: str) -> float:
+def _overlap(mesh: Mesh, axis: str, sharing: float) -> float:
     """The part of an all_reduce's time that passes beside matrix products which take about as long."""
     multiply, collective = small_product(mesh.device), _collective(mesh, axis, StepKind.ALL_REDUCE, _MEDIUM)
     communicate = functools.partial(_beside, [collective], repeated(0))
     (alone,) = medians(in_turns(mesh, {axis: communicate}, _ROUNDS)).values()
-    compute = _lasting(alone, multiply, apart(mesh, multiply))
+    compute = _lasting(alone, multiply, apart(mesh, multiply, sharing=sharing))
     both = functools.partial(_beside, [collective], compute)
     runs = dict(enumerate(repeated(2, run) for run in (communicate, compute, both)))
     rounds = [tuple(times.values()) for times in in_turns(mesh, runs, 2 * _ROUNDS)]

@@ -6,6 +6,7 @@ time is that of several runs, and ranks agree on the median of theirs.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -13,11 +14,12 @@ import attrs
 import torch
 
 from spmd.core.mesh import Mesh
+from spmd.plan.machine.hosts import ranks_per_processor
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.measure import DTYPES
 from spmd.plan.machine.measure_links import measure_links
 from spmd.plan.machine.reference import orders, predicted_seconds, product, references
-from spmd.plan.machine.roofline import memory_traffic
+from spmd.plan.machine.roofline import Roofline
 from spmd.plan.machine.timed_runs import Run, agreed, apart, in_turns, medians, on_average, once, start
 
 _FRESH = 2**27
@@ -35,17 +37,16 @@ _CPU_BYTES, _ACCELERATOR_BYTES = 2**21, 2**28
 
 _OPERANDS = 16
 
+_FLOAT = torch.float32.itemsize
+
 
 @attrs.frozen
 class RankConstants:
-    """The constants of one rank among all, as those of `Machine`."""
+    """The constants of one rank among all, as those of `Machine`; the roofline is that of float32."""
 
     products: Mapping[str, float]
-    memory_bandwidth: float
-    memory_overlap: float
-    write_allocate: bool
+    roofline: Roofline
     operator_latency: float
-    transcendental: float
     links: tuple[Link, ...]
     overlap: float
 
@@ -60,35 +61,35 @@ def measure_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> RankConstants:
     Raises:
         SpmdError: a rank failed, or never makes the call.
     """
-    if mesh.device.type == "cpu":
+    processors = mesh.device.type == "cpu"
+    if processors:
         torch.ones(_FRESH, dtype=torch.uint8)
     programs = references(mesh.device)
+    (sharing,) = agreed(mesh, {None: ranks_per_processor(mesh, hosts)}).values()
+    # A core waits for what its products read.
+    unit = Roofline(1.0, 1.0, memory_overlap=0.0 if processors else 1.0, write_allocate=processors)
     with torch.no_grad():
         start(mesh)
-        products = {str(dtype): found for dtype in DTYPES if (found := _product(mesh, dtype)) is not None}
-        seconds = agreed(mesh, products | _operators(mesh, programs))
-        links, overlap = measure_links(mesh, hosts)
+        products = {str(dtype): found for dtype in DTYPES if (found := _product(mesh, dtype, sharing)) is not None}
+        seconds = agreed(mesh, products | _operators(mesh, programs, unit, sharing))
+        links, overlap = measure_links(mesh, hosts, sharing)
     rates = {str(dtype): 1 / seconds[str(dtype)] for dtype in DTYPES if seconds.get(str(dtype), math.inf) < math.inf}
-    constants = rates[str(torch.float32)], 1 / seconds["traffic"], seconds["operator"]
-    processors, each = mesh.device.type == "cpu", torch.float32.itemsize
-    memory_overlap = 0.0 if processors else 1.0  # a core waits for what its products read
-    transcendental = max(seconds["gelu"] - (each + memory_traffic(each, processors)) * seconds["traffic"], 0.0)
-    model = memory_overlap, transcendental, processors
-    predicted = sum(predicted_seconds(program, *constants, *model) for program in programs)
+    traffic, latency = seconds["traffic"], seconds["operator"]
+    transcendental = max(seconds["gelu"] - unit.traffic(_FLOAT, _FLOAT) * traffic, 0.0)
+
+    def roofline(slower: float) -> Roofline:
+        flops, bandwidth = rates[str(torch.float32)] / slower, 1 / traffic / slower
+        return attrs.evolve(
+            unit, flops=flops, memory_bandwidth=bandwidth, transcendental_seconds=transcendental * slower
+        )
+
+    predicted = sum(predicted_seconds(program, roofline(1.0), latency) for program in programs)
     slower = max(seconds["references"] / predicted, 1.0)
-    return RankConstants(
-        {dtype: rate / slower for dtype, rate in rates.items()},
-        1 / seconds["traffic"] / slower,
-        memory_overlap,
-        processors,
-        seconds["operator"],
-        transcendental * slower,
-        links,
-        overlap,
-    )
+    products = {dtype: rate / slower for dtype, rate in rates.items()}
+    return RankConstants(products, roofline(slower), latency, links, overlap)
 
 
-def _product(mesh: Mesh, dtype: torch.dtype) -> float | None:
+def _product(mesh: Mesh, dtype: torch.dtype, sharing: float) -> float | None:
     """Seconds of a floating-point operation in matrix products; None if the device does not support the dtype."""
     small, large = orders(mesh.device)
     try:
@@ -99,19 +100,24 @@ def _product(mesh: Mesh, dtype: torch.dtype) -> float | None:
         return None
     if seconds > _SLOW:
         return seconds / (2 * small**3)
-    return apart(mesh, product(mesh.device, large, dtype)) / (2 * large**3)
+    return apart(mesh, product(mesh.device, large, dtype), sharing=sharing) / (2 * large**3)
 
 
-def _operators(mesh: Mesh, programs: Sequence[Run]) -> dict[str, float]:
+def _operators(mesh: Mesh, programs: Sequence[Run], unit: Roofline, sharing: float) -> dict[str, float]:
     """Seconds of the reference programs, and of what their predicted times are made of, all in the same seconds.
 
     A product's are those of an operation, traffic's of a byte that passes between memory and compute units in an
     elementwise operator whose operands are in no cache, and a gelu's, by `tanh`, of an element. As programs have about
     as many views as other small operators, one in three is.
+
+    Args:
+        mesh: the mesh.
+        programs: the reference programs.
+        unit: a roofline which knows what counts as traffic.
+        sharing: ranks for each processor.
     """
     _, order = orders(mesh.device)
-    processors, each = mesh.device.type == "cpu", torch.float32.itemsize
-    count = (_CPU_BYTES if processors else _ACCELERATOR_BYTES) // each
+    count = (_CPU_BYTES if mesh.device.type == "cpu" else _ACCELERATOR_BYTES) // _FLOAT
     operands = [torch.ones(count, device=mesh.device) for _ in range(_OPERANDS)]
     pairs = list(zip(operands[::2], operands[1::2], strict=True))
     small = torch.ones(8, 8, device=mesh.device)
@@ -127,7 +133,7 @@ def _operators(mesh: Mesh, programs: Sequence[Run]) -> dict[str, float]:
         "gelu": lambda: torch.nn.functional.gelu(operands[0], approximate="tanh"),
         "operator": lambda: (small.view(64) + small.view(64), small.t() @ small, small.sum(0)),
     }
-    traffic = len(pairs) * count * (2 * each + memory_traffic(each, processors))
+    traffic = len(pairs) * count * unit.traffic(2 * _FLOAT, _FLOAT)
     units = {str(torch.float32): 2 * order**3, "traffic": traffic, "gelu": count, "operator": 3}
-    found = medians(in_turns(mesh, runs, _ROUNDS, on_average))
+    found = medians(in_turns(mesh, runs, _ROUNDS, functools.partial(on_average, sharing=sharing)))
     return {key: seconds / units.get(key, 1) for key, seconds in found.items()}

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from spmd.plan.machine.roofline import memory_traffic, roofline_seconds
+from spmd.plan.machine.roofline import Roofline
 from spmd.plan.machine.transcendentals import evaluations
 
 _CPU, _ACCELERATOR = (8, 64, 256), (8, 1024, 2048)
@@ -89,60 +89,31 @@ def _products_of_few_rows() -> Callable[[], list[torch.Tensor]]:
     return products
 
 
-def predicted_seconds(
-    run: Callable[[], object],
-    flops: float,
-    bandwidth: float,
-    latency: float,
-    memory_overlap: float,
-    transcendental: float = 0.0,
-    write_allocate: bool = False,
-) -> float:
-    """What the operators of a function take by the model of `Machine.compute_seconds`.
-
-    Args:
-        run: the function.
-        flops: operations a second in matrix products.
-        bandwidth: bytes a second of others.
-        latency: seconds of an operator.
-        memory_overlap, write_allocate: as in `Machine`.
-        transcendental: seconds of an evaluation of a transcendental function.
-    """
-    roofline = _Roofline(flops, bandwidth, latency, memory_overlap, transcendental, write_allocate)
-    with roofline:
+def predicted_seconds(run: Callable[[], object], roofline: Roofline, latency: float) -> float:
+    """What the operators of a function take, by a roofline, if each takes `latency` seconds besides."""
+    operators = _Operators(roofline, latency)
+    with operators:
         run()
-    return roofline.seconds
+    return operators.seconds
 
 
-class _Roofline(TorchDispatchMode):
-    def __init__(
-        self,
-        flops: float,
-        bandwidth: float,
-        latency: float,
-        memory_overlap: float,
-        transcendental: float,
-        write_allocate: bool,
-    ) -> None:
+class _Operators(TorchDispatchMode):
+    """Adds up the predicted seconds of operators that are no views."""
+
+    def __init__(self, roofline: Roofline, latency: float) -> None:
         super().__init__()
         self.seconds = 0.0
-        self._flops, self._bandwidth, self._latency = flops, bandwidth, latency
-        self._memory_overlap, self._transcendental = memory_overlap, transcendental
-        self._write_allocate = write_allocate
+        self._roofline, self._latency = roofline, latency
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
-            read, written = map(_nbytes, (args, result))
-            traffic = read + memory_traffic(written, self._write_allocate)
+            traffic = self._roofline.traffic(_nbytes(args), _nbytes(result))
             count = flop_registry.get(func.overloadpacket)
             work = count(*args, **(kwargs or {}), out_val=result) if count else 0.0
-            arithmetic = work / self._flops
-            if evaluated := evaluations(func, kwargs or {}):
-                arithmetic += evaluated * result.numel() * self._transcendental
-            self.seconds += self._latency + roofline_seconds(
-                arithmetic, traffic / self._bandwidth, self._memory_overlap
-            )
+            each = evaluations(func, kwargs or {})
+            evaluated = each * result.numel() if each else 0.0
+            self.seconds += self._latency + self._roofline.seconds(work, traffic, evaluated)
         return result
 
 

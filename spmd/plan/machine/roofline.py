@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-
-def memory_traffic(written: float, write_allocate: bool) -> float:
-    """The bytes that pass between memory and compute units for a new result of so many; see `Machine`.
-
-    Source: McCalpin, "Memory bandwidth and machine balance in current high performance computers" (1995), which counts
-    these reads apart.
-    """
-    return (1 + write_allocate) * written
+import attrs
 
 
-def roofline_seconds(arithmetic: float, traffic: float, memory_overlap: float) -> float:
-    """The longer of two times in seconds, and what does not overlap of the shorter.
+@attrs.frozen
+class Roofline:
+    """The longer of two times, of arithmetic and of memory traffic, and what does not overlap of the shorter.
 
-    Source: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
-    architectures" (2009), where all of it overlaps.
+    Sources: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
+    architectures" (2009), where all of it overlaps; McCalpin, "Memory bandwidth and machine balance in current high
+    performance computers" (1995), for `write_allocate`.
 
     Args:
-        arithmetic, traffic: what an operator's arithmetic takes alone, and what its memory traffic takes.
-        memory_overlap: the part of the shorter that overlaps, from 0 to 1.
+        flops: floating-point operations per second in one dtype.
+        memory_bandwidth, transcendental_seconds, memory_overlap, write_allocate: as in `Machine`.
     """
-    shorter, longer = sorted((arithmetic, traffic))
-    return longer + (1 - memory_overlap) * shorter
+
+    flops: float
+    memory_bandwidth: float
+    transcendental_seconds: float = 0.0
+    memory_overlap: float = 1.0
+    write_allocate: bool = False
+
+    def traffic(self, read: float, written: float) -> float:
+        """The bytes that pass between memory and compute units where operands and new results have so many."""
+        return read + (1 + self.write_allocate) * written
+
+    def seconds(self, flops: float, traffic: float, evaluations: float = 0.0) -> float:
+        """Seconds of an operator; the arguments are those of `Machine.compute_seconds`."""
+        arithmetic = flops / self.flops + evaluations * self.transcendental_seconds
+        shorter, longer = sorted((arithmetic, traffic / self.memory_bandwidth))
+        return longer + (1 - self.memory_overlap) * shorter

@@ -19,8 +19,21 @@ Run: TypeAlias = Callable[[], object]
 
 _Key = TypeVar("_Key", bound=Hashable)
 
-_BLOCKS, _BLOCK = 4, 4e-2
-"""How many blocks of runs are timed, and seconds of each: some time slices, where ranks share processors."""
+_BLOCKS, _BLOCK = 4, 5e-3
+"""How many blocks of runs are timed, and seconds of each."""
+
+_SLICES = 8
+"""How many times as long runs are timed where ranks share processors, and take turns in time slices."""
+
+
+def long_enough(seconds: float, sharing: float) -> float:
+    """For how long runs are timed, of which so many seconds are enough on ranks with processors of their own.
+
+    Args:
+        seconds: these seconds.
+        sharing: ranks for each processor.
+    """
+    return seconds * (_SLICES if sharing > 1 else 1)
 
 
 def once(mesh: Mesh, run: Run) -> float:
@@ -44,21 +57,27 @@ def once_on_processors(mesh: Mesh, run: Run, *, sharing: float) -> float:
     return max(time.thread_time() - thread, sharing * (time.process_time() - process))
 
 
-def on_average(mesh: Mesh, run: Run) -> float:
-    """Mean seconds of a run in a block of them, for runs that do not communicate."""
-    begin, runs = time.perf_counter(), 0
+def on_average(mesh: Mesh, run: Run, *, sharing: float) -> float:
+    """Mean seconds of a run in a block of them, for runs that do not communicate.
+
+    Args:
+        mesh: the mesh.
+        run: the run.
+        sharing: ranks for each processor.
+    """
+    begin, runs, block = time.perf_counter(), 0, long_enough(_BLOCK, sharing)
     while True:
         run()
         runs += 1
-        if time.perf_counter() - begin > _BLOCK:
+        if time.perf_counter() - begin > block:
             _synchronize(mesh)
             return (time.perf_counter() - begin) / runs
 
 
-def apart(mesh: Mesh, run: Run) -> float:
+def apart(mesh: Mesh, run: Run, *, sharing: float) -> float:
     """Median seconds of a run that other ranks may not make, or make at another time: of the means of some blocks."""
     run()
-    return statistics.median(on_average(mesh, run) for _ in range(_BLOCKS))
+    return statistics.median(on_average(mesh, run, sharing=sharing) for _ in range(_BLOCKS))
 
 
 def in_turns(
