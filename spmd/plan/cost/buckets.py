@@ -26,9 +26,7 @@ def bucketed_seconds(machine: Machine, ranks: int, sent: Sent, share: float) -> 
 
 def copying_seconds(machine: Machine, calls: int, copied: float) -> float:
     """Seconds of the copies of so many bytes, to and from the bucket of so many collectives."""
-    return calls * _COPYING_OPERATORS * machine.operator_latency + machine.compute_seconds(
-        0.0, machine.traffic(copied, copied)
-    )
+    return calls * _COPYING_OPERATORS * machine.operator_latency + machine.copy_seconds(copied, copied)
 
 
 def _copied_bytes(sent: Sent, ranks: int) -> float:

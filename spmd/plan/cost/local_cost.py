@@ -224,7 +224,7 @@ class MoveCost:
         narrow, summed = self.dtype.itemsize, wide.itemsize
         before, after = map(math.prod, shapes)
         read, written = before * narrow + after * summed, before * summed + after * narrow
-        return self.machine.compute_seconds(0.0, self.machine.traffic(read, written))
+        return self.machine.copy_seconds(read, written)
 
     def _sent_dtype(self, source: Placement) -> torch.dtype:
         return summed_in(self.dtype, source.op, self.reduce_dtype) if isinstance(source, Partial) else self.dtype

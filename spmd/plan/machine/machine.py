@@ -234,6 +234,10 @@ class Machine:
         roofline = self._rooflines.get(dtype) or self._rooflines[None]
         return roofline.seconds(flops, bytes, evaluations)
 
+    def copy_seconds(self, read: float, written: float) -> float:
+        """Seconds of an operator without arithmetic that reads and writes so many bytes."""
+        return self.compute_seconds(0.0, self.traffic(read, written))
+
     def collective_seconds(
         self, kind: StepKind, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0
     ) -> float:

@@ -171,9 +171,9 @@ def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
         return math.prod(plan.layout(value).shape(zero)) * value.meta.dtype.itemsize
 
     def seconds(operation: Operation) -> float:
-        traffic = machine.traffic(sum(map(nbytes, operation.operands)), sum(map(nbytes, operation.tensors)))
+        copies = machine.copy_seconds(sum(map(nbytes, operation.operands)), sum(map(nbytes, operation.tensors)))
         sent = sum(comm.seconds for comm in comms.get(operation, ()))
-        return _LAUNCH + sent + traffic / machine.memory_bandwidth
+        return _LAUNCH + sent + copies
 
     return {operation: seconds(operation) for operation in plan.graph.operations}
 
