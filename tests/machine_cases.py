@@ -68,6 +68,28 @@ def ranks_measure_once(folder: str, mesh: Mesh) -> None:
     forget(own)
 
 
+def the_first_rank_measures_where_a_preset_has_links(folder: str, mesh: Mesh) -> None:
+    """The links are the preset's, and everything else is what rank 0 measures by itself, once."""
+    own, preset = f"{folder}/{spmd.process_index()}", Machine.preset("h100_nvlink", axis_latency={"data": 5e-6})
+    with (
+        mock.patch.object(default, "_preset", lambda *_: preset),
+        mock.patch.object(Machine, "measure", return_value=attrs.evolve(MEASURED, links=(), fuses=False)) as measure,
+    ):
+        for again in range(2):
+            forget(own)
+            before, after, text = run_step(mesh)
+            assert before == (after if again and spmd.process_index() == 0 else preset)
+            constants = {"flops": 1e9, "dtype_flops": {}, "memory_bandwidth": 1e8, "fuses": False}
+            assert after == attrs.evolve(preset, **constants)
+            assert text.startswith(
+                "# machine measured on a napkin, links of preset h100_nvlink, with changes: 1 Gflop/s"
+            )
+        _, other, _ = run_step(spmd.make_mesh({"model": 2}, runtime="distributed"), "model")
+        assert other.axis_latency == (("model", 5e-6),)
+    assert [call.args[0].size for call in measure.call_args_list] == [1] * (spmd.process_index() == 0)
+    forget(own)
+
+
 def one_rank_gives_a_machine(folder: str, mesh: Mesh) -> None:
     """Ranks that do not all give a machine are told so, and do not wait for each other."""
     forget(folder)

@@ -23,11 +23,12 @@ def main() -> int:
     parser.add_argument("--op", default="", help="part of an entry's name; 'name$' for exactly one")
     parser.add_argument("--samples", type=int, help="calls of each entry, in place of the setup's number")
     parser.add_argument("--combinations", type=int, help="placements of each call, at most, in place of the setup's")
+    parser.add_argument("--device", default="cpu", help="where the virtual ranks are; 'cuda' is not for --markdown")
     options = arguments(parser, SETUPS, seconds=300.0)
     torch.set_num_threads(1)
     chosen = entries(options.op)
     sweep_entry(entries("addmm$")[0], Setup({"x": 2}, samples=1, limit=1))  # fills caches before the fork
-    given = {"samples": options.samples, "limit": options.combinations}
+    given = {"samples": options.samples, "limit": options.combinations, "device": options.device}
     given = {key: value for key, value in given.items() if value is not None}
     setups = {name: attrs.evolve(setup, **given) for name, setup in SETUPS.items()}
     reports = run(options, setups, partial(sweep, chosen), len(chosen), _sections)

@@ -70,29 +70,33 @@ def full_name(entry: Any) -> str:
     return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else str(entry.name)
 
 
-def cases(entry: Any, samples: int, backward: bool = False, lengths: bool = False) -> Iterator[Case]:
+def cases(
+    entry: Any, samples: int, backward: bool = False, lengths: bool = False, device: str = "cpu"
+) -> Iterator[Case]:
     """The first `samples` calls of an entry in float64, or the first dtype that it supports.
 
     With `lengths`, only calls in which a dim of an operand has a length that no earlier call has are counted. With
     `backward`, the function also returns, by `torch.func.vjp`, the gradients of all floating operands, or of those that
     have one; the cotangents are further arguments. Calls without a floating operand or result are then left out.
     """
-    for case in dense_cases(entry, samples, backward, lengths):
+    for case in dense_cases(entry, samples, backward, lengths, device):
         if not backward:
             yield case
         elif entry.supports_autograd and is_differentiable(case):
             yield with_every_gradient(case)
 
 
-def dense_cases(entry: Any, samples: int, differentiable: bool = False, lengths: bool = False) -> Iterator[Case]:
+def dense_cases(
+    entry: Any, samples: int, differentiable: bool = False, lengths: bool = False, device: str = "cpu"
+) -> Iterator[Case]:
     """The calls as in `cases`, without gradients; with `differentiable`, `Case.asked` is filled in."""
-    supported = entry.supported_dtypes("cpu")
+    supported = entry.supported_dtypes(device)
     dtype = next((dtype for dtype in (*_DTYPES, *sorted(supported, key=str)) if dtype in supported), None)
     if dtype is None:
         return
     torch.manual_seed(0)
-    asked = differentiable and dtype in entry.supported_backward_dtypes("cpu")
-    found = entry.sample_inputs("cpu", dtype, requires_grad=asked)
+    asked = differentiable and dtype in entry.supported_backward_dtypes(device)
+    found = entry.sample_inputs(device, dtype, requires_grad=asked)
     dense = (_case(entry, sample, number) for number, sample in enumerate(found))
     dense = (case for case in itertools.islice(dense, _SEARCHED) if case.is_dense)
     yield from itertools.islice(_with_new_lengths(dense) if lengths else dense, samples)

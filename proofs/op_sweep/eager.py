@@ -22,7 +22,7 @@ _NO_MEMORY = "its data is not allocated yet"
 
 def eager_cases(entry: object, setup: Setup) -> Iterator[Case]:
     """The calls of an entry; with `setup.backward` those that have gradients."""
-    for case in dense_cases(entry, setup.samples, setup.backward):
+    for case in dense_cases(entry, setup.samples, setup.backward, device=setup.device):
         if not setup.backward or (entry.supports_autograd and is_differentiable(case)):  # type: ignore[attr-defined]
             yield case
 
@@ -86,6 +86,7 @@ def _run(case: Case, tensors: Sequence[torch.Tensor], wanted: Sequence[int]) -> 
 def _cotangent(result: torch.Tensor) -> torch.Tensor:
     """Numbers that differ along each dim, laid out as a result is replicated."""
     whole = torch.randn(result.shape, dtype=result.dtype, generator=torch.Generator().manual_seed(1))
+    whole = whole.to(result.device)
     if not isinstance(result, DTensor):
         return whole
     spec = DTensorSpec.replicated(result.mesh, TensorMeta.of(whole))

@@ -12,7 +12,8 @@ from proofs.op_sweep.outcome import Outcome, Status, said_by
 
 def seed() -> None:
     """Seed a run, so that random operators draw the same numbers in all runs of a call."""
-    torch.default_generator.manual_seed(42)
+    for generator in (torch.default_generator, *torch.cuda.default_generators):
+        generator.manual_seed(42)
 
 
 def expected_of(case: Case, run: Callable[[], list[torch.Tensor]], outcome: Outcome) -> list[torch.Tensor] | None:

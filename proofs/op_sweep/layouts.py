@@ -21,14 +21,14 @@ _SEARCHED = 100
 _KINDS = ("dims reversed", "every other column", "expanded along", "channels last")
 
 
-def layout_cases(entry: Any, samples: int, backward: bool = False) -> Iterator[Case]:
+def layout_cases(entry: Any, samples: int, backward: bool = False, device: str = "cpu") -> Iterator[Case]:
     """Up to `samples` cases that cycle through the calls of an entry, by numbers of dims, and through layouts.
 
     Each operand has a different layout. In the second half of the cases, the operand is a contiguous copy of a view
     with that layout, since tracing removes such copies. With `backward`, the gradients are those of the tensors that
     hold the operands, and the cotangents have layouts too.
     """
-    found = _by_dims(dense_cases(entry, _SEARCHED, backward))
+    found = _by_dims(dense_cases(entry, _SEARCHED, backward, device=device))
     for number in range(samples if found else 0):
         copied = number >= samples // 2
         plain = found[number % len(found)]

@@ -22,6 +22,7 @@ class Setup:
         layouts: give operands non-contiguous memory layouts, different ones for each call.
         eager: call the operators on DTensors outside of `jit`; gradients are by `.backward()`.
         make_fx: also check for every call whether torch's `make_fx` traces it.
+        device: where the virtual ranks are.
     """
 
     mesh: Mapping[str, int]
@@ -33,6 +34,7 @@ class Setup:
     layouts: bool = False
     eager: bool = False
     make_fx: bool = False
+    device: str = "cpu"
 
 
 SETUPS: Mapping[str, Setup] = MappingProxyType(

@@ -41,15 +41,15 @@ def sweep_entry(entry: Any, setup: Setup) -> Outcome:
             if setup.eager:
                 found = list(eager_cases(entry, setup))
             elif setup.layouts:
-                found = list(layout_cases(entry, setup.samples, setup.backward))
+                found = list(layout_cases(entry, setup.samples, setup.backward, setup.device))
             else:
-                found = list(cases(entry, setup.samples, setup.backward, setup.lengths))
+                found = list(cases(entry, setup.samples, setup.backward, setup.lengths, setup.device))
         except Exception as error:  # the database's own samples may need packages that are not installed
             outcome.note(Status.SKIPPED, said_by(error))
             return outcome
         if not found:
             outcome.note(Status.SKIPPED, f"no call with dense tensors{' and a gradient' if setup.backward else ''}")
-        mesh = Mesh(tuple(setup.mesh), tuple(setup.mesh.values()))
+        mesh = Mesh(tuple(setup.mesh), tuple(setup.mesh.values()), device=torch.device(setup.device))
         for case in found:
             if setup.eager:
                 sweep_eager_case(case, mesh, setup, outcome)

@@ -51,6 +51,12 @@ def in_order(found: torch.Tensor, flat: torch.Tensor) -> bool:
         return torch.equal(found, torch.arange(flat.numel()))
 
 
+def on_device(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The indices `found` on the device of a tensor."""
+    with _plain():
+        return found.to(like.device)
+
+
 def overlaps(x: torch.Tensor) -> bool:
     """Whether several elements of a tensor share memory."""
     with _plain():

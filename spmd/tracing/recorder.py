@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorDeviceMismatchError,
     FakeTensorMode,
     UnsupportedOperatorException,
     disable_fake_tensor_cache,
@@ -28,7 +28,7 @@ from spmd.ir.list_operators import list_decomposition
 from spmd.ir.names import Namer
 from spmd.ir.random_operators import TEMPLATED, is_random
 from spmd.ir.source import Source
-from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, overlaps, places
+from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, on_device, overlaps, places
 from spmd.tracing.checkpointed import Regions
 from spmd.tracing.numbers import number_of, settled, value_of
 from spmd.tracing.result_strides import with_kernel_strides
@@ -36,6 +36,9 @@ from spmd.tracing.source import user_source
 
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
+
+# Torch 2.11 raises a RuntimeError, as on real tensors; a class of its own came later.
+_DeviceMismatch: Any = getattr(fake_tensor, "FakeTensorDeviceMismatchError", ())
 
 
 class Recorder(FakeTensorMode):
@@ -176,7 +179,7 @@ class Recorder(FakeTensorMode):
                     outputs = with_kernel_strides(func, fake_args, outputs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise _data_dependent(func, error, source) from None
-        except FakeTensorDeviceMismatchError as error:
+        except _DeviceMismatch as error:
             raise RuntimeError(str(error)) from None  # the type of the error on real tensors
         except UnsupportedOperatorException:
             raise TraceError(
@@ -225,10 +228,10 @@ class Recorder(FakeTensorMode):
             )
         with torch._C.DisableTorchFunction(), self:
             if func in SCATTERS:
-                made = x.reshape(-1).index_put((found,), given["src"].reshape(-1)).view(x.shape)
+                made = x.reshape(-1).index_put((on_device(found, x),), given["src"].reshape(-1)).view(x.shape)
             else:
                 flat = x.reshape(-1)
-                made = (flat if in_order(found, flat) else flat.index_select(0, found)).view(geometry[0])
+                made = (flat if in_order(found, flat) else flat.index_select(0, on_device(found, x))).view(geometry[0])
         self._bind(result, self.value(made))
         return result  # type: ignore[no-any-return]
 

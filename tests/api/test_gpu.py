@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import layouts
+import spmd
+from spmd import P
 from spmd.job.launch import launch
 
 DEVICE, GPUS = "cuda", torch.cuda.device_count()
@@ -31,6 +33,24 @@ def test_ranks_on_nccl_train_as_on_the_cpu(name, ranks):
     losses, planned, executed, _ = launch(cases.train, ranks, name, axes, "distributed", STEPS, DEVICE)
     assert losses_on_the_cpu(name, axes) == pytest.approx(losses, abs=1e-4, rel=0)
     assert sorted(planned) == sorted(executed)
+
+
+def test_gradients_outside_of_functions_are_those_of_one_device():
+    mesh = spmd.make_mesh({"x": 4}, runtime="virtual", device=DEVICE)
+    whole = [torch.randn(7, 5, device=DEVICE), torch.randn(5, 3, device=DEVICE)]
+    placed = [spmd.distribute(x, spec, mesh).requires_grad_() for x, spec in zip(whole, (P("x"), P()), strict=True)]
+    plain = [x.requires_grad_() for x in whole]
+    for x, w in (placed, plain):
+        (x @ w).relu().square().sum().backward()
+    for ours, theirs in zip(placed, plain, strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_a_strided_view_is_traced():
+    mesh = spmd.make_mesh({"x": 4}, runtime="virtual", device=DEVICE)
+    x = torch.arange(12.0, device=DEVICE)
+    windows = spmd.jit(lambda x: x.as_strided((5, 4), (2, 1)), P("x"), P(), mesh=mesh)
+    assert windows(x).full_tensor().equal(x.as_strided((5, 4), (2, 1)))
 
 
 def test_a_job_of_one_gpu_sends_by_nccl():

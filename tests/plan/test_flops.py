@@ -120,6 +120,14 @@ def test_heads_that_share_keys_count_each():
     )
 
 
+def test_attention_of_tokens_counts_as_that_of_heads():
+    q, k = meta(2, 4, 6, 8), meta(2, 5, 6, 8)
+    queries, keys = meta(2, 6, 4, 8), meta(2, 6, 5, 8)
+    wanted = count(aten._scaled_dot_product_flash_attention.default, queries, keys, keys)
+    assert wanted == count(aten._flash_attention_forward.default, q, k, k, None, None, 4, 5, 0.0, False, False)
+    assert wanted == count(aten._efficient_attention_forward.default, q, k, k, None, None, None, 4, 5, 0.0, 0)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_gradients_of_grouped_convolution_are_those_of_its_groups(transposed):
     def backward(groups, channels, mask):

@@ -327,7 +327,13 @@ def test_processes_can_be_measured(workers: Workers, axes):
 
 
 @pytest.mark.parametrize(
-    "case", [machine_cases.ranks_measure_once, machine_cases.one_rank_gives_a_machine, machine_cases.a_failing_rank]
+    "case",
+    [
+        machine_cases.ranks_measure_once,
+        machine_cases.the_first_rank_measures_where_a_preset_has_links,
+        machine_cases.one_rank_gives_a_machine,
+        machine_cases.a_failing_rank,
+    ],
 )
 def test_ranks_agree_on_a_machine(workers: Workers, tmp_path, case):
     workers.run(call_on_mesh, case, {"data": 2}, "distributed", str(tmp_path), ranks=2)

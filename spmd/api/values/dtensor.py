@@ -459,13 +459,15 @@ def wrap(
         strides: those of the global tensor on one device, by which random operators draw; None if it is contiguous.
         offset: its offset there in the memory of the tensor that it is a view of.
     """
-    meta = spec.meta
+    meta, device = spec.meta, spec.mesh.device
+    if device.type != "cpu":  # autograd needs its number, which a mesh may leave out
+        device = shards[0].device if shards else torch.empty(0, device=device).device
     # Arguments by position (strides, offset and memory format first), because torch parses them a fifth faster.
     if strides is None and not offset:
-        value = _make_wrapper(DTensor, meta.shape, None, None, None, meta.dtype, _STRIDED, spec.mesh.device)
+        value = _make_wrapper(DTensor, meta.shape, None, None, None, meta.dtype, _STRIDED, device)
     else:
         shown = strides or _contiguous_strides(meta.shape)
-        value = _make_wrapper(DTensor, meta.shape, shown, offset or None, None, meta.dtype, _STRIDED, spec.mesh.device)
+        value = _make_wrapper(DTensor, meta.shape, shown, offset or None, None, meta.dtype, _STRIDED, device)
         value.__dict__["_strides"] = strides
     set_spec(value, spec)
     replace_shards(value, shards)

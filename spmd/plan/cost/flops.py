@@ -127,6 +127,15 @@ def _every_head(call: Call) -> list[tuple[int, ...]]:
     return [(*batch_and_heads, *_shape(call, name)[2:]) for name in ("query", "key", "value")]
 
 
+def _attention_of_tokens(call: Call) -> float:
+    """Heads follow tokens, with or without a batch dim before these: `[batch, tokens, heads, channels]`.
+
+    torch's own formulas are for heads before tokens.
+    """
+    query, key, value = (_shape(call, name) for name in ("query", "key", "value"))
+    return 2 * math.prod(query[:-1]) * key[-3] * (query[-1] + value[-1])
+
+
 def _logits(call: Call) -> float:
     """The product of a batch and the weights of a linear layer, which are the first two operands."""
     return 2 * math.prod(call.operands[0].shape) * call.operands[1].shape[0]
@@ -261,6 +270,8 @@ _PRODUCTS = _table({
     "convolution_backward": _convolution_backward,
     " ".join(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS): _attention,
     " ".join(f"_scaled_dot_product_{kernel}_backward" for kernel in _KERNELS): _attention_backward,
+    "_flash_attention_forward _efficient_attention_forward": _attention_of_tokens,
+    "_flash_attention_backward _efficient_attention_backward": lambda call: 2.5 * _attention_of_tokens(call),
     "torch_nn::_linear_cross_entropy_batch_chunked": _chunked_cross_entropy,
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _logits,
     "_cdist_forward _cdist_backward": _distances,

@@ -1,9 +1,10 @@
 """The machine of a mesh where the user gives none.
 
 Virtual and abstract meshes stand for a cluster, and have the constants of a node like an H100's. A distributed mesh has
-those of its processes: a preset for a GPU that has one, else what all ranks measure together, once for each kind of
-job: rank 0 saves it in the cache folder. Ranks agree in the first call of a jitted function, which is a collective
-call; a plan that is made before has what this rank's file says, without communication.
+those of its processes, which all ranks measure together, once for each kind of job: rank 0 saves them in the cache
+folder. Where GPUs have a preset, it knows the links, and rank 0 measures the rest: a preset has the rates of a data
+sheet, and operators that cost nothing. Ranks agree in the first call of a jitted function, which is a collective call;
+a plan that is made before has what this rank's file says, without communication.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from spmd.plan.machine.cache import load_machine, save_machine
 from spmd.plan.machine.hosts import assumed_hosts, device_name, gather_hosts, hosts_along
 from spmd.plan.machine.machine import Machine
 
-FORMAT = 11
+FORMAT = 12
 """The version of the files; what is measured in another way has another."""
 
 NETWORK = MappingProxyType({"bandwidth": 5e10, "latency": 5e-6})
@@ -37,7 +38,7 @@ _GPUS = (("H100 80GB HBM3", "h100_nvlink"), ("NVIDIA H200", "h200"), ("A100-SXM4
 
 _OF_RANKS = (
     "flops", "dtype_flops", "memory_bandwidth", "memory_overlap", "write_allocate", "operator_latency",
-    "transcendental_seconds", "overlap",
+    "transcendental_seconds", "overlap", "fuses",
 )  # fmt: skip
 """The constants that do not depend on the axes: all meshes of a job have the same, so that their plans compare."""
 
@@ -56,13 +57,13 @@ def default_machine(mesh: Mesh) -> Machine:
     if found := _agreed_here().get(mesh):
         return found
     hosts = assumed_hosts(mesh)
-    return _preset(mesh, hosts) or _saved(mesh, hosts) or _UNMEASURED
+    return _saved(mesh, hosts) or _preset(mesh, hosts) or _UNMEASURED
 
 
 def agree_on_machine(mesh: Mesh, call: str) -> None:
     """Agree with all ranks on the machine of a distributed mesh, if they have not yet; a collective call.
 
-    The first rank decides: by its GPU, or by its file. If it has none, all ranks measure.
+    The first rank decides: by its file, or by its GPU. If it has none, all ranks measure.
 
     Args:
         mesh: the mesh; nothing happens on others than distributed ones.
@@ -75,18 +76,22 @@ def agree_on_machine(mesh: Mesh, call: str) -> None:
         return
     call = f"the choice of a machine for {call}"
     hosts = gather_hosts(call, mesh)
-    about = _about(mesh, hosts)
-    of_ranks = {name: value for name, value in about.items() if name != "mesh"}
+    known: tuple[Machine | None, ...] = ()
     is_first = process_index() == mesh.ranks[0]
-    known = (_preset(mesh, hosts) or _saved(mesh, hosts), load_machine(of_ranks)) if is_first else ()
+    if is_first:
+        saved, like = _saved(mesh, hosts), load_machine(_about_ranks(mesh, hosts))
+        if saved is None and (preset := _preset(mesh, hosts)):
+            like = like or Machine.measure(Mesh(("rank",), (1,), mesh.runtime, mesh.device, (process_index(),)))
+            saved = _with_ranks(preset, like, f"{like.origin}, links of {preset.origin}")
+            _save(mesh, hosts, saved, like)
+        known = saved, like
     found, like = gather(call, known, mesh.ranks)[0]
     if found is None:
         found = Machine.measure(mesh)
         if like is not None:
-            found = attrs.evolve(found, **{name: getattr(like, name) for name in _OF_RANKS})
+            found = _with_ranks(found, like, found.origin)
         if is_first:
-            save_machine(about, _with_axes(found, {name: str(n) for n, name in enumerate(mesh.names)}))
-            save_machine(of_ranks, like or found)
+            _save(mesh, hosts, found, like or found)
     _agreed_here()[mesh] = found
 
 
@@ -103,9 +108,25 @@ def _saved(mesh: Mesh, hosts: tuple[int, ...]) -> Machine | None:
     return None if found is None else _with_axes(found, {str(n): name for n, name in enumerate(mesh.names)})
 
 
+def _save(mesh: Mesh, hosts: tuple[int, ...], machine: Machine, like: Machine) -> None:
+    """Save the machine of a mesh, and one with the constants of its ranks."""
+    save_machine(_about(mesh, hosts), _with_axes(machine, {name: str(n) for n, name in enumerate(mesh.names)}))
+    save_machine(_about_ranks(mesh, hosts), like)
+
+
+def _with_ranks(machine: Machine, like: Machine, origin: str) -> Machine:
+    """A machine whose ranks, but not their links, are like those of another one."""
+    return attrs.evolve(machine, **{name: getattr(like, name) for name in _OF_RANKS}, origin=origin)
+
+
 def _with_axes(machine: Machine, names: Mapping[str, str]) -> Machine:
-    """A machine with other names of the axes of its links."""
-    return attrs.evolve(machine, links=[attrs.evolve(link, axis=names[link.axis]) for link in machine.links])
+    """A machine with other names of the axes."""
+    return attrs.evolve(
+        machine,
+        links=[attrs.evolve(link, axis=names[link.axis]) for link in machine.links],
+        axis_bandwidth={names[axis]: rate for axis, rate in machine.axis_bandwidth},
+        axis_latency={names[axis]: seconds for axis, seconds in machine.axis_latency},
+    )
 
 
 def _preset(mesh: Mesh, hosts: tuple[int, ...]) -> Machine | None:
@@ -134,3 +155,8 @@ def _about(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, Any]:
         "mesh": list(mesh.sizes),
         "torch": torch.__version__,
     }
+
+
+def _about_ranks(mesh: Mesh, hosts: tuple[int, ...]) -> dict[str, Any]:
+    """What the measured constants of ranks depend on."""
+    return {name: value for name, value in _about(mesh, hosts).items() if name != "mesh"}

@@ -212,6 +212,12 @@ class Machine:
         ]
         return f"{self.origin or GIVEN}: {', '.join(parts)}"
 
+    def with_launch_times(self, factor: float) -> Machine:
+        """The machine on which each launch takes `factor` times as long, and the bytes in it as long as here."""
+        links = (attrs.evolve(link, latency=factor * link.latency, wait=factor * link.wait) for link in self.links)
+        axis_latency = {axis: factor * time for axis, time in self.axis_latency}
+        return attrs.evolve(self, latency=factor * self.latency, axis_latency=axis_latency, links=links)
+
     def rate(self, dtype: torch.dtype | None = None) -> float:
         """Floating-point operations per second in a dtype; `flops` for None and for dtypes without a rate."""
         return self._rates.get(dtype, self.flops)

@@ -27,7 +27,6 @@ from spmd.plan.machine.timed_runs import (
     agreed,
     apart,
     in_turns,
-    long_enough,
     medians,
     once,
     once_on_processors,
@@ -44,14 +43,14 @@ left out where it would take long."""
 _LONG = 0.25
 """Seconds that are long for a large collective."""
 
-_ALL, _MOST = 0.25, 12
-"""Seconds of all runs of large collectives together, by `long_enough`, and how many of each there are at most."""
+_ALL, _LEAST, _MOST = 0.25, 3, 12
+"""Seconds of all runs of large collectives together, and how many of each there are at least and at most."""
 
-_ROUNDS, _MANY = 5, 12
+_ROUNDS, _MANY = 5, 6
 """How often other collectives are timed, and how many small ones one after the other."""
 
-_UNDER_WAY, _BESIDES = 10, 5e-3
-"""Small collectives that are started before a computation and waited for after it; its seconds, by `long_enough`."""
+_UNDER_WAY, _BESIDES = 10, 1e-2
+"""Small collectives that are started before a computation and waited for after it; the seconds of this computation."""
 
 _BESIDE = "beside computation"
 """In place of a kind and a size: what a small collective takes from a computation."""
@@ -67,7 +66,7 @@ def measure_links(mesh: Mesh, hosts: tuple[int, ...], sharing: float) -> tuple[t
     """
     alike = _alike(mesh, hosts)
     axes = list(alike)
-    seconds = agreed(mesh, _small(mesh, alike) | _beside_computation(mesh, axes, sharing) | _large(mesh, axes, sharing))
+    seconds = agreed(mesh, _small(mesh, alike) | _beside_computation(mesh, axes, sharing) | _large(mesh, axes))
     links = (_link(mesh, axis, like, kind, seconds) for like in axes for axis in alike[like] for kind in _CALLS)
     return tuple(links), min(agreed(mesh, {axis: _overlap(mesh, axis, sharing) for axis in axes}).values(), default=1.0)
 
@@ -103,7 +102,7 @@ def _beside_computation(mesh: Mesh, axes: Sequence[str], sharing: float) -> dict
         return {}
     multiply = small_product(mesh.device)
     each = min(once(mesh, multiply) for _ in range(_ROUNDS))
-    compute = _lasting(long_enough(_BESIDES, sharing), multiply, each)
+    compute = _lasting(_BESIDES, multiply, each)
     collectives = {axis: [_collective(mesh, axis, kind, _SMALL) for kind in _CALLS] for axis in axes}
     runs: dict[Any, Run] = {
         (axis, _BESIDE): functools.partial(_beside, found * (_UNDER_WAY // len(found)), compute)
@@ -122,7 +121,7 @@ def _beside(collectives: Sequence[Collective], compute: Run) -> None:
         call.finish(results)
 
 
-def _large(mesh: Mesh, axes: Sequence[str], sharing: float) -> dict[Any, float]:
+def _large(mesh: Mesh, axes: Sequence[str]) -> dict[Any, float]:
     """Seconds of a collective of medium size of each kind along each axis, and of a large one.
 
     The times of all kinds and axes are those of the same seconds: they are compared with each other, and processors
@@ -132,7 +131,7 @@ def _large(mesh: Mesh, axes: Sequence[str], sharing: float) -> dict[Any, float]:
     medium = medians(in_turns(mesh, {(*key, _MEDIUM): _sending(mesh, *key, _MEDIUM) for key in every}, _ROUNDS))
     expected = {key: seconds * _LARGE / _MEDIUM for key, seconds in agreed(mesh, medium).items()}
     short = {(axis, kind): seconds for (axis, kind, _), seconds in expected.items() if seconds < _LONG}
-    rounds = min(max(round(long_enough(_ALL, sharing) / sum(short.values())), 1), _MOST) if short else 1
+    rounds = min(max(round(_ALL / sum(short.values())), _LEAST), _MOST) if short else 1
     return medium | medians(in_turns(mesh, {(*key, _LARGE): _sending(mesh, *key, _LARGE) for key in short}, rounds))
 
 
@@ -156,7 +155,7 @@ def _overlap(mesh: Mesh, axis: str, sharing: float) -> float:
     compute = _lasting(alone, multiply, apart(mesh, multiply, sharing=sharing))
     both = functools.partial(_beside, [collective], compute)
     runs = dict(enumerate(repeated(2, run) for run in (communicate, compute, both)))
-    rounds = [tuple(times.values()) for times in in_turns(mesh, runs, 2 * _ROUNDS)]
+    rounds = [tuple(times.values()) for times in in_turns(mesh, runs, _ROUNDS)]
     overlaps = [(sent + computing - together) / min(sent, computing) for sent, computing, together in rounds]
     return min(max(statistics.median(overlaps), 0.0), 1.0)
 

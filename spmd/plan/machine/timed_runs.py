@@ -22,19 +22,6 @@ _Key = TypeVar("_Key", bound=Hashable)
 _BLOCKS, _BLOCK = 4, 5e-3
 """How many blocks of runs are timed, and seconds of each."""
 
-_SLICES = 8
-"""How many times as long runs are timed where ranks share processors, and take turns in time slices."""
-
-
-def long_enough(seconds: float, sharing: float) -> float:
-    """For how long runs are timed, of which so many seconds are enough on ranks with processors of their own.
-
-    Args:
-        seconds: these seconds.
-        sharing: ranks for each processor.
-    """
-    return seconds * (_SLICES if sharing > 1 else 1)
-
 
 def once(mesh: Mesh, run: Run) -> float:
     """Seconds of one run."""
@@ -60,18 +47,24 @@ def once_on_processors(mesh: Mesh, run: Run, *, sharing: float) -> float:
 def on_average(mesh: Mesh, run: Run, *, sharing: float) -> float:
     """Mean seconds of a run in a block of them, for runs that do not communicate.
 
+    Where ranks share processors, these are seconds of a processor times the ranks that share it: how much of a short
+    block falls into the time slices of others is chance.
+
     Args:
         mesh: the mesh.
         run: the run.
         sharing: ranks for each processor.
     """
-    begin, runs, block = time.perf_counter(), 0, long_enough(_BLOCK, sharing)
+    seconds, each = (time.process_time, sharing) if sharing > 1 else (time.perf_counter, 1.0)
+    begin, runs = seconds(), 0
     while True:
-        run()
-        runs += 1
-        if time.perf_counter() - begin > block:
-            _synchronize(mesh)
-            return (time.perf_counter() - begin) / runs
+        for _ in range(max(runs, 1)):  # an accelerator only queues them
+            run()
+        runs = max(2 * runs, 1)
+        _synchronize(mesh)
+        taken = seconds() - begin
+        if taken > _BLOCK:
+            return each * taken / runs
 
 
 def apart(mesh: Mesh, run: Run, *, sharing: float) -> float:

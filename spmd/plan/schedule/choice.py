@@ -20,20 +20,28 @@ NEAR = 1.02
 """Schedules whose predicted steps are within this factor count as equally fast."""
 
 
-def best_schedule(plan: AnyPlan) -> AnyPlan:
+def best_schedule(plan: AnyPlan, *others: AnyPlan) -> AnyPlan:
     """The plan with the schedule of the least predicted step, of those that fit in its request's memory limit.
 
     Of those that are equally fast, it is the one with the fewest launches. If none fits, every collective is launched
     alone and waited for at once. Virtual ranks launch nothing: their plan has the schedule with the largest buckets.
+
+    Args:
+        plan: the plan.
+        others: other plans for the same request, of which one is taken if it is better.
     """
-    found = account(plan)
-    plans = [launched(plan, found, schedule) for schedule in _schedules(plan)]
-    within = [candidate for candidate in plans if fits(candidate)]
-    if len(within) < 2:
-        return within[0] if within else launched(plan, found, None)
-    simulation = Simulation.of(plan, found)
-    steps = [simulation.timing(candidate).step for candidate in within]
-    fast = [candidate for candidate, step in zip(within, steps, strict=True) if step <= NEAR * min(steps)]
+    plans = [(each, account(each)) for each in (plan, *others)]
+    candidates = [
+        (candidate, number)
+        for number, (each, found) in enumerate(plans)
+        for schedule in _schedules(each)
+        if fits(candidate := launched(each, found, schedule))
+    ]
+    if len(candidates) < 2:
+        return candidates[0][0] if candidates else launched(*plans[0], None)
+    simulations = [Simulation.of(each, found) for each, found in plans]
+    steps = [simulations[number].timing(candidate).step for candidate, number in candidates]
+    fast = [candidate for (candidate, _), step in zip(candidates, steps, strict=True) if step <= NEAR * min(steps)]
     return min(fast, key=lambda candidate: len({comm.launch for comm in candidate.comms}))
 
 

@@ -31,7 +31,8 @@ def plan(request: Request) -> PlanData:
     planned once more, this time with a guess of the placements on later axes: those of the plan in the reverse order.
     Of the plans within 2% of the fastest, the one that sends the fewest bytes is taken, the earliest on a tie. Under a
     memory limit, every plan is first made to fit. If none fits, the search is repeated with memory prices (Lagrange
-    multipliers of the limit). Last comes the schedule of its launches.
+    multipliers of the limit). Last comes the schedule of its launches; where these are much of the predicted time, a
+    plan for which they counted twice is simulated, too.
 
     Args:
         request: the program, the mesh, the specs and the constraints.
@@ -48,26 +49,52 @@ def plan(request: Request) -> PlanData:
                 break
             smallest = min(found, key=lambda plan: memory_of(plan).peak)
             found += map(fit, _plans(prepared, memory_prices(smallest, price)))
-        return best_schedule(_best(fitting(found))).verify()
+        best = _best(fitting(found))
+        return best_schedule(best, *_with_fewer_launches(best, prepared)).verify()
 
 
 PRICE_LEVELS = (0.1, 1.0, 10.0, 100.0)
 """Memory prices of the lowest peak found, as multiples of its plan's predicted time; tried until a plan fits."""
 
 
-def _plans(prepared: Prepared, memory_prices: Mapping[Value, float]) -> list[PlanData]:
-    """The plans of all orders."""
+def _with_fewer_launches(best: PlanData, prepared: Prepared) -> list[PlanData]:
+    """A plan which the search finds if launches take twice as long, if they are much of the time of the best plan.
+
+    The search counts launches one by one. In a schedule they wait for each other, so that a plan with fewer of them may
+    be as fast, or faster.
+    """
+    machine = prepared.request.machine
+    if not machine.links:  # its latencies are shares of those of buckets
+        return []
+    launches = {comm.launch: machine.collective_seconds(comm.kind, comm.axes, 0.0) for comm in best.comms}
+    if sum(launches.values()) <= _MUCH * best.seconds:
+        return []
+    found = [plan for plan in _plans(prepared, {}, machine.with_launch_times(2.0)) if fits(plan)]
+    if not found:
+        return []
+    other = _best(found)
+    gap = max(other.gap, (1 + best.gap) * other.seconds / best.seconds - 1)
+    return [attrs.evolve(other, gap=gap)]
+
+
+_MUCH = 0.1
+"""The part of a plan's predicted time that is much for the latencies and waits of its launches."""
+
+
+def _plans(prepared: Prepared, memory_prices: Mapping[Value, float], machine: Machine | None = None) -> list[PlanData]:
+    """The plans of all orders, for the request's machine; the search may have the prices of another one."""
     request = prepared.request
+    machine = machine or request.machine
     axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
 
     starts = {order: prepared.draft(order) for order in _orders(axes)}
-    blind = {order: _plan_axes(start, order, request.machine, memory_prices) for order, start in starts.items()}
+    blind = {order: _plan_axes(start, order, machine, memory_prices) for order, start in starts.items()}
     plans = {order: finish(steps[-1].draft if steps else starts[order], request) for order, steps in blind.items()}
     found = list(plans.values())
     if len(axes) > 1:
         best = min(plans, key=lambda order: plans[order].seconds)
         steps, preview = blind[best], blind[best[::-1]][-1].draft.states
-        refined = _plan_axes(starts[best], best, request.machine, memory_prices, steps, preview)
+        refined = _plan_axes(starts[best], best, machine, memory_prices, steps, preview)
         if refined[-1] is not steps[-1]:
             found.append(finish(refined[-1].draft, request))
     return found
