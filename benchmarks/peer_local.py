@@ -25,16 +25,17 @@ MORE = 30
 """How many times as often the optimizer is timed: it takes a millisecond, and longer in its first calls."""
 
 
-def measure_local(config: gpt.Config, batch: int, rounds: int, compiled: bool) -> list[Comparison]:
+def measure_local(config: gpt.Config, batch: int, rounds: int, compiled: bool, device: str = "cpu") -> list[Comparison]:
     """A step on the one rank of this job: `spmd` on a mesh of size 1, autograd, and, if asked for, `torch.compile`."""
     start()
-    mesh = spmd.make_mesh({"data": 1}, runtime="distributed")
+    mesh = spmd.make_mesh({"data": 1}, runtime="distributed", device=device)
     data = workload_batch(config, batch)
+    torchs = functools.partial(eager, config, data, device)
     peers: dict[str, Callable[[], Step]] = {
-        f"eager, {kind}": functools.partial(eager, config, data, kind) for kind in ("foreach", "fused")
+        f"eager, {kind}": functools.partial(torchs, kind) for kind in ("foreach", "fused")
     }
     if compiled:
-        peers["torch.compile, fused"] = functools.partial(eager, config, data, "fused", compiled=True)
+        peers["torch.compile, fused"] = functools.partial(torchs, "fused", compiled=True)
     training = Training(config, layouts.STRATEGIES["dp"], mesh)
     pairs = _pairs(lambda: SpmdStep.of(training, data), peers, rounds)
     return [Comparison("one rank", config.width, batch, 1, ours, peer) for ours, peer in pairs]
@@ -54,9 +55,9 @@ def _pairs(
         yield timings.pop("spmd"), timings
 
 
-def eager(config: gpt.Config, batch: gpt.Batch, kind: str, *, compiled: bool = False) -> Step:
+def eager(config: gpt.Config, batch: gpt.Batch, device: str, kind: str, *, compiled: bool = False) -> Step:
     """Torch's step on one device; compiled, it is the model with its loss that is."""
-    model = Gpt(config, gpt.init(config))
+    model, batch = Gpt(config, gpt.init(config)).to(device), tree_map(lambda x: x.to(device), batch)
     optimizer = adam(model, kind)
     loss_of = torch.compile(model) if compiled else model
 
@@ -70,12 +71,13 @@ def eager(config: gpt.Config, batch: gpt.Batch, kind: str, *, compiled: bool = F
     return step
 
 
-def measure_optimizer(config: gpt.Config, rounds: int) -> list[Comparison]:
+def measure_optimizer(config: gpt.Config, rounds: int, device: str = "cpu") -> list[Comparison]:
     """AdamW alone on the one rank of this job, for the parameters of a model: jitted `spmd.optim.adamw` and torch's."""
     start()
-    mesh = spmd.make_mesh({"data": 1}, runtime="distributed")
+    mesh = spmd.make_mesh({"data": 1}, runtime="distributed", device=device)
     peers: dict[str, Callable[[], Step]] = {
-        f"torch.optim.AdamW, {kind}": functools.partial(torchs_adamw, config, kind) for kind in ("foreach", "fused")
+        f"torch.optim.AdamW, {kind}": functools.partial(torchs_adamw, config, device, kind)
+        for kind in ("foreach", "fused")
     }
     pairs = _pairs(lambda: adamw_step(config, mesh), peers, MORE * rounds)
     return [Comparison("AdamW", config.width, 0, 1, ours, peer) for ours, peer in pairs]
@@ -98,12 +100,12 @@ def adamw_step(config: gpt.Config, mesh: spmd.Mesh) -> Step:
     return step
 
 
-def torchs_adamw(config: gpt.Config, kind: str) -> Step:
+def torchs_adamw(config: gpt.Config, device: str, kind: str) -> Step:
     """The same by torch's optimizer, which writes to its parameters."""
-    tree = tree_map(torch.Tensor.requires_grad_, gpt.init(config))
+    tree = tree_map(lambda leaf: leaf.to(device).requires_grad_(), gpt.init(config))
     params, tokens = tree_leaves(tree), tree["tokens"]
     for leaf, grad in zip(params, tree_leaves(gradients(config)), strict=True):
-        leaf.grad = grad
+        leaf.grad = grad.to(device)
     optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=DECAY, **{kind: True})
 
     def step() -> float:

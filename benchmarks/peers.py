@@ -2,11 +2,14 @@
 
     python benchmarks/peers.py [--strategies dp fsdp] [--widths 128] [--batches 16] [--markdown docs/performance.md]
     python benchmarks/peers.py --link 1Gbit --strategies dp fsdp
+    python benchmarks/peers.py --device cuda --sizes 512x16 2048x64 --compile
 
 Every strategy runs on gloo processes of this machine: `spmd` by specs for arguments and results, torch by DDP, FSDP2
 and `parallelize_module`, on the same weights and batches, and the losses of the first steps must agree. Then come a
 step on one rank, which sends nothing, and the optimizer alone. Times are processor time of all ranks with their
 threads, and the time of the slowest rank. The exit status is 1 if losses differ; a slow case is no failure.
+
+With `--device cuda`, only one rank and the optimizer are measured, on a GPU: NCCL refuses two ranks on one.
 
 With `--link`, ranks have links of a rate between them (`link.py`), and the table is another (`peer_link.py`).
 """
@@ -94,8 +97,10 @@ def main() -> int:
     for comparison in measurements_on_links(options) if options.link else measurements(options):
         found.append(comparison)
         print(f"measured: case {len(found)}, {datetime.datetime.now():%H:%M:%S}", flush=True)
-    about = f"plans for the machine {options.machine!r}, medians of {options.rounds} rounds, {environment(load)}"
-    name = f"peers, {options.machine}{', torch.compile' if options.compile else ''}"
+    where = environment(load, options.device)
+    about = f"plans for the machine {options.machine!r}, medians of {options.rounds} rounds, {where}"
+    device = "" if options.device == "cpu" else f", {options.device}"
+    name = f"peers, {options.machine}{', torch.compile' if options.compile else ''}{device}"
     if options.link:
         ranks = f"{options.ranks} ranks"
         about = f"{ranks} with links of {options.link} a second, {about}"
@@ -116,7 +121,10 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("ranks", "one-rank", "optimizer")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="what to measure")
+    parser.add_argument("--parts", nargs="+", choices=parts, help="what to measure; all that the device can by default")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one rank and the optimizer only"
+    )
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--widths", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--batches", nargs="+", type=int, default=[4, 8, 16])
@@ -130,6 +138,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="save all figures")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to the machine's section of it")
     options = parser.parse_args()
+    options.parts = options.parts or (parts if options.device == "cpu" else parts[1:])
+    if options.device != "cpu" and "ranks" in options.parts:
+        parser.error("--device cuda: the ranks of --parts ranks would share one GPU, which NCCL refuses.")
     options.sizes = options.sizes or [(width, batch) for width in options.widths for batch in options.batches]
     return options
 
@@ -146,9 +157,9 @@ def measurements(options: argparse.Namespace) -> Iterator[Comparison]:
         for case in cases(options) if "ranks" in options.parts else ():
             yield spmd.launch(measure, options.ranks, case, options.rounds)
     for width, batch in options.sizes if "one-rank" in options.parts else ():
-        yield from spmd.launch(measure_local, 1, model(width), batch, options.rounds, options.compile)
+        yield from spmd.launch(measure_local, 1, model(width), batch, options.rounds, options.compile, options.device)
     for width in sorted({width for width, _ in options.sizes}) if "optimizer" in options.parts else ():
-        yield from spmd.launch(measure_optimizer, 1, model(width), options.rounds)
+        yield from spmd.launch(measure_optimizer, 1, model(width), options.rounds, options.device)
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -260,13 +271,14 @@ def page(found: Sequence[Comparison]) -> Iterator[str]:
     yield from markdown_table(COLUMNS, shown)
 
 
-def environment(load: float) -> str:
+def environment(load: float, device: str = "cpu") -> str:
     """The machine, the date and the versions, and how busy the machine was before the run began."""
     commit = subprocess.run(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, capture_output=True, text=True)
     date = datetime.date.today().isoformat()
     idle = "" if load < BUSY else f", not idle (load average {load:.1f} before the run)"
+    gpu = "" if device == "cpu" else f"{torch.cuda.get_device_name()}, "
     return (
-        f"{processor()}, {os.cpu_count()} cores{idle}, {date}, commit {commit.stdout.strip() or 'unknown'}, "
+        f"{gpu}{processor()}, {os.cpu_count()} cores{idle}, {date}, commit {commit.stdout.strip() or 'unknown'}, "
         f"torch {torch.__version__}"
     )
 

@@ -24,9 +24,13 @@ def main() -> int:
     parser.add_argument("--samples", type=int, help="calls of each entry, in place of the setup's number")
     parser.add_argument("--combinations", type=int, help="placements of each call, at most, in place of the setup's")
     parser.add_argument("--device", default="cpu", help="where the virtual ranks are; 'cuda' is not for --markdown")
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="one of N parts of the entries, to start N processes"
+    )
     options = arguments(parser, SETUPS, seconds=300.0)
     torch.set_num_threads(1)
-    chosen = entries(options.op)
+    part, parts = map(int, options.part.split("/"))
+    chosen = entries(options.op)[part - 1 :: parts]
     sweep_entry(entries("addmm$")[0], Setup({"x": 2}, samples=1, limit=1))  # fills caches before the fork
     given = {"samples": options.samples, "limit": options.combinations, "device": options.device}
     given = {key: value for key, value in given.items() if value is not None}

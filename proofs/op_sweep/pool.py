@@ -16,7 +16,7 @@ _Task = TypeVar("_Task")
 
 
 def sweep(entries: Sequence[Any], setup: Setup, *, jobs: int = 2, seconds: float = 300.0) -> Iterator[Outcome]:
-    """Run entries in processes and yield their outcomes as they complete.
+    """Run entries in processes and yield their outcomes as they complete; in this one on a GPU, which forks cannot use.
 
     Args:
         entries: entries of the database.
@@ -24,7 +24,11 @@ def sweep(entries: Sequence[Any], setup: Setup, *, jobs: int = 2, seconds: float
         jobs: the number of processes at a time.
         seconds: the time limit of one entry.
     """
-    yield from outcomes(entries, partial(sweep_entry, setup=setup), full_name, jobs=jobs, seconds=seconds)
+    work = partial(sweep_entry, setup=setup)
+    if setup.device != "cpu":
+        yield from map(work, entries)
+    else:
+        yield from outcomes(entries, work, full_name, jobs=jobs, seconds=seconds)
 
 
 def outcomes(

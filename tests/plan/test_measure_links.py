@@ -61,6 +61,16 @@ def test_large_collectives_take_a_limited_time(monkeypatch, medium, rounds):
     assert len(found) == 2 * 5 * len(made.keys() - {None})
 
 
+@pytest.mark.parametrize(("sharing", "count"), [(0.5, 4), (2.0, 8)])
+def test_ranks_that_share_processors_time_blocks_by_these(monkeypatch, sharing, count):
+    """Runs double until a block of 5 ms is over."""
+    runs = []
+    for clock, each in (("perf_counter", 2e-3), ("process_time", 1e-3)):
+        monkeypatch.setattr(time, clock, lambda each=each: each * len(runs))
+    assert timed_runs.on_average(MESH, lambda: runs.append(None), sharing=sharing) == pytest.approx(2e-3)
+    assert count == len(runs)
+
+
 def test_processors_that_ranks_share_are_kept_by_all_threads(monkeypatch):
     for clock, step in (("thread_time", 1.0), ("process_time", 3.0)):
         ticks = itertools.count(0.0, step)

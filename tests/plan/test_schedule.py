@@ -15,6 +15,7 @@ from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.cost.account import account, launched
 from spmd.plan.machine.link import Link
 from spmd.plan.schedule.choice import NEAR, best_schedule
+from spmd.plan.search import orders
 from training import Training, init
 
 MACHINE = Machine(flops=2e10, memory_bandwidth=1e10, link_bandwidth=5e7, latency=1e-5)
@@ -55,6 +56,31 @@ def test_sums_of_scaled_gradients_pass_beside_the_backward_pass():
 def test_buckets_are_the_largest_where_launches_take_longer_than_computation():
     machine = attrs.evolve(MACHINE, flops=1e14, memory_bandwidth=1e14, latency=1e-2)
     assert data_parallel(machine).schedule == machine.launch_schedule
+
+
+def test_a_plan_in_fewer_launches_is_taken_where_it_is_as_fast(monkeypatch):
+    """As on four gloo processes, where a launch takes milliseconds until ranks have had their turns."""
+    links = {"all_gather": (2e-3, 6.6e8), "all_reduce": (4.7e-3, 1e9), "reduce_scatter": (1.4e-3, 7.5e8)}
+    machine = Machine(
+        flops=7.5e10,
+        memory_bandwidth=8.6e9,
+        link_bandwidth=6.6e8,
+        latency=6.4e-4,
+        overlap=0.0,
+        memory_overlap=0.0,
+        write_allocate=True,
+        fuses=False,
+        links=[Link("data", kind, 6.4e-4, bandwidth, wait) for kind, (wait, bandwidth) in links.items()],
+    )
+    config, mesh = gpt.Config(vocab=256, width=512), spmd.make_mesh({"data": 4}, runtime="abstract")
+    training = Training(config, layouts.STRATEGIES["fsdp"], mesh)
+    state, batch = init(config, training.optimizer), workload_batch(config, 4)
+    found = training.step(donate_argnums=0, machine=machine).plan(state, batch)
+    monkeypatch.setattr(orders, "_with_fewer_launches", lambda *_: [])
+    first = training.step(donate_argnums=0, machine=machine).plan(state, batch)
+    assert launches(found) <= 24 < launches(first)
+    assert found.timing.step <= NEAR * first.timing.step
+    assert first.gap == 0 and found.gap == pytest.approx(found.seconds / first.seconds - 1)
 
 
 def test_virtual_ranks_have_the_largest_buckets():
