@@ -56,6 +56,8 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the save complete by its name, the newest for DCP's tools, and remove older ones."""
         super().finish(metadata, results)
+        # Torch 2.11 leaves `metadata` as it is, and writes a copy that knows what is stored where.
+        metadata = pickle.loads((self._path / METADATA).read_bytes())
         append_manifest(self._path / METADATA, metadata)
         for info in metadata.storage_data.values():
             info.relative_path = f"{self._save}/{info.relative_path}"

@@ -129,8 +129,19 @@ def _dispatch_keys() -> tuple[Any, Any]:
 
 
 def _pop_interpreters(depth: int) -> None:
-    if _C._functorch.get_dynamic_layer_stack_depth() > depth:
-        _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+    """Leave the innermost transforms; torch 2.11's `pop_dynamic_layer_stack_and_undo_to_depth` fails."""
+    while _C._functorch.get_dynamic_layer_stack_depth() > depth:
+        transform = _C._functorch.peek_interpreter_stack().key().name
+        getattr(_C._functorch, _LEAVES[transform])()
+
+
+_LEAVES = {
+    "Vmap": "_vmap_decrement_nesting",
+    "Grad": "_grad_decrement_nesting",
+    "Jvp": "_jvp_decrement_nesting",
+    "Functionalize": "_func_decrement_nesting",
+}
+"""What leaves a transform of each type."""
 
 
 def _exit_dual_levels(level: int) -> None:

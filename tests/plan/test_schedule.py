@@ -60,12 +60,20 @@ def test_buckets_are_the_largest_where_launches_take_longer_than_computation():
 
 def test_a_plan_in_fewer_launches_is_taken_where_it_is_as_fast(monkeypatch):
     """As on four gloo processes, where a launch takes milliseconds until ranks have had their turns."""
-    links = {"all_gather": (2e-3, 6.6e8), "all_reduce": (4.7e-3, 1e9), "reduce_scatter": (1.4e-3, 7.5e8)}
+    links = {
+        "all_gather": (2e-3, 6.6e8),
+        "all_reduce": (4.7e-3, 1e9),
+        "all_to_all": (1.4e-3, 9e8),
+        "permute": (8.5e-4, 1.1e9),
+        "reduce_scatter": (1.4e-3, 7.5e8),
+    }
     machine = Machine(
         flops=7.5e10,
         memory_bandwidth=8.6e9,
         link_bandwidth=6.6e8,
         latency=6.4e-4,
+        operator_latency=6.5e-6,
+        transcendental_seconds=2.9e-9,
         overlap=0.0,
         memory_overlap=0.0,
         write_allocate=True,

@@ -43,7 +43,7 @@ left out where it would take long."""
 _LONG = 0.25
 """Seconds that are long for a large collective."""
 
-_ALL, _LEAST, _MOST = 0.25, 3, 12
+_ALL, _LEAST, _MOST = 0.25, 5, 12
 """Seconds of all runs of large collectives together, and how many of each there are at least and at most."""
 
 _ROUNDS, _MANY = 5, 6
