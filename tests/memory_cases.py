@@ -26,9 +26,7 @@ def step(weights: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sharded(mesh: Mesh, memory_limit: int | None = None) -> spmd.api.jit.Jitted:
-    """The step, planned for the same machine before its first call and after it."""
-    specs, machine = (P("data"), P("data")), spmd.Machine()
-    return spmd.jit(step, specs, P("data"), mesh=mesh, memory_limit=memory_limit, machine=machine)
+    return spmd.jit(step, (P("data"), P("data")), P("data"), mesh=mesh, memory_limit=memory_limit)
 
 
 def arguments() -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import tempfile
 import traceback
@@ -110,7 +111,7 @@ def plan_for_the_default_machine() -> None:
     """Plan as for virtual ranks, because measured constants vary, and plans and the order of sums with them."""
     from spmd.plan.machine import default, machine
 
-    default._preset = lambda *_: machine.Machine()
+    default._saved = functools.wraps(default._saved)(lambda *_: machine.Machine())
 
 
 def _serve(connection: Connection, rank: int) -> None:
