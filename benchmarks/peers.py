@@ -141,6 +141,8 @@ def arguments() -> argparse.Namespace:
     options.parts = options.parts or (parts if options.device == "cpu" else parts[1:])
     if options.device != "cpu" and "ranks" in options.parts:
         parser.error("--device cuda: the ranks of --parts ranks would share one GPU, which NCCL refuses.")
+    if options.device != "cpu" and options.link:
+        parser.error("--device cuda: links of a rate are between processes, and one GPU has one.")
     options.sizes = options.sizes or [(width, batch) for width in options.widths for batch in options.batches]
     return options
 

@@ -8,6 +8,7 @@ import attrs
 
 from spmd.core.placement import Placement, Replicate
 from spmd.ir.graph import Graph, Operation, Value, map_leaves
+from spmd.ir.markers import FREE
 from spmd.plan.cost.account import send_seconds, sends
 from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.draft import Draft
@@ -20,7 +21,11 @@ Choice = tuple[Strategy, ...]
 
 
 def all_choices(draft: Draft, order: Sequence[str]) -> dict[Operation, tuple[Choice, ...]]:
-    """The choices of every operation of a draft: on each axis of `order`, strategies that fit those on earlier axes."""
+    """The choices of every operation of a draft: on each axis of `order`, strategies that fit those on earlier axes.
+
+    Those of an axis alone have no partial operands that cannot arise. A result without a given spec has more choices
+    after an earlier axis than alone: a dim that is made of several is then sharded from its major one on.
+    """
     single = [all_candidates(draft, axis) for axis in order]
     found = {}
     for operation in draft.graph.operations:
@@ -31,7 +36,7 @@ def all_choices(draft: Draft, order: Sequence[str]) -> dict[Operation, tuple[Cho
                 (*before, strategy)
                 for before in choices
                 for strategy in candidates(*_alone(draft, operation, order, before), axis, whole)
-                if strategy in allowed[operation]
+                if operation.op is FREE or strategy in allowed[operation]
             ]
         found[operation] = tuple(choices)
     return found

@@ -23,13 +23,15 @@ def main() -> int:
     parser.add_argument("--op", default="", help="part of an entry's name; 'name$' for exactly one")
     parser.add_argument("--samples", type=int, help="calls of each entry, in place of the setup's number")
     parser.add_argument("--combinations", type=int, help="placements of each call, at most, in place of the setup's")
-    parser.add_argument("--device", default="cpu", help="where the virtual ranks are; 'cuda' is not for --markdown")
+    parser.add_argument("--device", default="cpu", help="where the virtual ranks are")
     parser.add_argument(
-        "--part", default="1/1", metavar="I/N", help="one of N parts of the entries, to start N processes"
+        "--part", default=(1, 1), type=_part, metavar="I/N", help="part I of N of the entries, for N processes"
     )
     options = arguments(parser, SETUPS, seconds=300.0)
+    if options.markdown and (options.device != "cpu" or options.part != (1, 1)):
+        parser.error("--markdown: the page is about all entries on the CPU. Ask without --device and --part.")
     torch.set_num_threads(1)
-    part, parts = map(int, options.part.split("/"))
+    part, parts = options.part
     chosen = entries(options.op)[part - 1 :: parts]
     sweep_entry(entries("addmm$")[0], Setup({"x": 2}, samples=1, limit=1))  # fills caches before the fork
     given = {"samples": options.samples, "limit": options.combinations, "device": options.device}
@@ -38,6 +40,14 @@ def main() -> int:
     reports = run(options, setups, partial(sweep, chosen), len(chosen), _sections)
     show(reports, Console())
     return int(any(report.bad for report in reports.values()))
+
+
+def _part(text: str) -> tuple[int, int]:
+    """The numbers of `I/N`, where I is from 1 to N."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, such as 2/15 (got {text}).")
+    return int(part), int(parts)
 
 
 def _sections(reports: Reports) -> dict[str, str]:

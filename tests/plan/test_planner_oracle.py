@@ -152,6 +152,15 @@ def test_a_plan_costs_the_same_as_an_assignment_of_the_joint_problem() -> None:
     assert JointProblem(plan.request, plan.order).cost_of(plan) == pytest.approx(plan.seconds, rel=1e-9)
 
 
+def test_a_result_without_a_spec_is_sharded_on_two_axes_in_the_joint_problem() -> None:
+    """`model` shards a minor part of the flat dim: without `data` it would be no result."""
+    mesh = spmd.make_mesh({"data": 3, "model": 2}, runtime="abstract")
+    step = spmd.jit(lambda x: x.mT.reshape(12), (P("data", "model"),), None, mesh=mesh)
+    plan = step.plan(spmd.TensorMeta((3, 2, 2), torch.float32))
+    assert "P(('data', 'model'))" in str(plan)
+    assert JointProblem(plan.request, plan.order).cost_of(plan) == pytest.approx(plan.seconds, rel=1e-9)
+
+
 def test_the_joint_problem_refuses_what_it_does_not_know() -> None:
     step = spmd.jit(gram, (P("data"),), P(), mesh=TWO_AXES, memory_limit=10**6)
     request = step.plan(spmd.TensorMeta((12, 6), torch.float32)).request
