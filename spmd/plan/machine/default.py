@@ -76,23 +76,23 @@ def agree_on_machine(mesh: Mesh, call: str) -> None:
         return
     call = f"the choice of a machine for {call}"
     hosts = gather_hosts(call, mesh)
-    known: tuple[Machine | None, ...] = ()
     is_first = process_index() == mesh.ranks[0]
-    if is_first:
-        saved, like = _saved(mesh, hosts), load_machine(_about_ranks(mesh, hosts))
-        if saved is None and (preset := _preset(mesh, hosts)):
-            like = like or Machine.measure(Mesh(("rank",), (1,), mesh.runtime, mesh.device, (process_index(),)))
-            saved = _with_ranks(preset, like, f"{like.origin}, links of {preset.origin}")
-            _save(mesh, hosts, saved, like)
-        known = saved, like
-    found, like = gather(call, known, mesh.ranks)[0]
+    found, like = gather(call, _known(mesh, hosts) if is_first else (None, None), mesh.ranks)[0]
     if found is None:
         found = Machine.measure(mesh)
-        if like is not None:
-            found = _with_ranks(found, like, found.origin)
-        if is_first:
-            _save(mesh, hosts, found, like or found)
+        found = _with_ranks(found, like, found.origin) if like else found
+    if is_first and _saved(mesh, hosts) is None:
+        _save(mesh, hosts, found, like or found)
     _agreed_here()[mesh] = found
+
+
+def _known(mesh: Mesh, hosts: tuple[int, ...]) -> tuple[Machine | None, Machine | None]:
+    """The machine of a mesh, and one whose ranks are like the mesh's, as far as one rank knows them alone."""
+    found, like = _saved(mesh, hosts), load_machine(_about_ranks(mesh, hosts))
+    if found is None and (preset := _preset(mesh, hosts)):
+        like = like or Machine.measure(Mesh(("rank",), (1,), mesh.runtime, mesh.device, (process_index(),)))
+        found = _with_ranks(preset, like, f"{like.origin}, links of {preset.origin}")
+    return found, like
 
 
 def _agreed_here() -> dict[Mesh, Machine]:

@@ -43,12 +43,12 @@ def plan(request: Request) -> PlanData:
     """
     with single_threaded():
         prepared = prepare(request)
-        found = list(map(fit, _plans(prepared, {})))
+        found = list(map(fit, _plans(prepared, request.machine)))
         for price in PRICE_LEVELS:
             if any(map(fits, found)):
                 break
             smallest = min(found, key=lambda plan: memory_of(plan).peak)
-            found += map(fit, _plans(prepared, memory_prices(smallest, price)))
+            found += map(fit, _plans(prepared, request.machine, memory_prices(smallest, price)))
         best = _best(fitting(found))
         return best_schedule(best, *_with_fewer_launches(best, prepared)).verify()
 
@@ -69,7 +69,7 @@ def _with_fewer_launches(best: PlanData, prepared: Prepared) -> list[PlanData]:
     launches = {comm.launch: machine.collective_seconds(comm.kind, comm.axes, 0.0) for comm in best.comms}
     if sum(launches.values()) <= _MUCH * best.seconds:
         return []
-    found = [plan for plan in _plans(prepared, {}, machine.with_launch_times(2.0)) if fits(plan)]
+    found = [plan for plan in _plans(prepared, machine.with_launch_times(2.0)) if fits(plan)]
     if not found:
         return []
     other = _best(found)
@@ -81,10 +81,11 @@ _MUCH = 0.1
 """The part of a plan's predicted time that is much for the latencies and waits of its launches."""
 
 
-def _plans(prepared: Prepared, memory_prices: Mapping[Value, float], machine: Machine | None = None) -> list[PlanData]:
-    """The plans of all orders, for the request's machine; the search may have the prices of another one."""
+def _plans(
+    prepared: Prepared, machine: Machine, memory_prices: Mapping[Value, float] = MappingProxyType({})
+) -> list[PlanData]:
+    """The plans of all orders for the request's machine, as a search with the prices of `machine` finds them."""
     request = prepared.request
-    machine = machine or request.machine
     axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
 
     starts = {order: prepared.draft(order) for order in _orders(axes)}
