@@ -87,12 +87,14 @@ def agree_on_machine(mesh: Mesh, call: str) -> None:
 
 
 def _known(mesh: Mesh, hosts: tuple[int, ...]) -> tuple[Machine | None, Machine | None]:
-    """The machine of a mesh, and one whose ranks are like the mesh's, as far as one rank knows them alone."""
-    found, like = _saved(mesh, hosts), load_machine(_about_ranks(mesh, hosts))
-    if found is None and (preset := _preset(mesh, hosts)):
-        like = like or Machine.measure(Mesh(("rank",), (1,), mesh.runtime, mesh.device, (process_index(),)))
-        found = _with_ranks(preset, like, f"{like.origin}, links of {preset.origin}")
-    return found, like
+    """The machine of a mesh as far as a rank knows it alone; and one with the same ranks, if the first is not saved."""
+    if found := _saved(mesh, hosts):
+        return found, None
+    like, preset = load_machine(_about_ranks(mesh, hosts)), _preset(mesh, hosts)
+    if preset is None:
+        return None, like
+    like = like or Machine.measure(Mesh(("rank",), (1,), mesh.runtime, mesh.device, (process_index(),)))
+    return _with_ranks(preset, like, f"{like.origin}, links of {preset.origin}"), like
 
 
 def _agreed_here() -> dict[Mesh, Machine]:
