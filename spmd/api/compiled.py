@@ -65,7 +65,10 @@ class Compiled:
         in_specs: Any,
         out_specs: Any,
         options: Options,
+        hidden: HiddenState,
+        changed: set[str],
     ) -> None:
+        self.hidden, self._changed = hidden, changed
         self.mesh, self.options = signature.mesh, options
         self._parameters, self._out_specs, self.signature = parameters, out_specs, signature
         self._function = signature.layout.by_position(parameters.function)
@@ -96,11 +99,13 @@ class Compiled:
     @functools.cached_property
     def traced(self) -> Traced:
         """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
-        around = Surroundings(self.hidden, (held.module for _, held in structures_in(self.signature.tree)))
+        modules = (held.module for _, held in structures_in(self.signature.tree))
+        around = Surroundings(self.hidden, modules, self._changed)
         with use_mesh(self.mesh):
             layout = self.signature.layout
             traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
         around.warn()
+        self.hidden.watch(tensor for _, tensor in traced.graph.constants)
         self._without_gradients = [TensorMeta.of(x) for _, x in traced.graph.constants if x.requires_grad]
         self._updated: tuple[int, ...] = ()
         if self._has_modules:
@@ -320,9 +325,8 @@ class Compiled:
         """The first guard that does not hold for the dynamic numbers of a call."""
         return next((guard for guard in self.traced.guards.found if not guard.holds(numbers)), None)
 
-    def adopt(self, signature: Signature, hidden: HiddenState) -> None:
-        """Take what a call of an equal signature reads: its modules may be others, or hold other tensors."""
-        self.hidden = hidden
+    def adopt(self, signature: Signature) -> None:
+        """Take the modules of a call of an equal signature: they may be others, or hold other tensors."""
         if self._has_modules:
             self.signature = signature
             self.__dict__["flatten"] = flattener(signature.tree)  # now: it compares with the modules as they are

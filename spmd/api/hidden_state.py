@@ -1,285 +1,149 @@
-"""What a function reads beside its arguments: globals, closure variables, and attributes of what they hold.
+"""What a function reads beside its arguments: globals, closure variables, defaults, and what is reached from them.
 
-A program has what it read when it was traced. So that it is not used after a change, the places that the code of the
-function names are found in its bytecode, with those of the user's functions that it calls, and compared at each call,
-by identity. What is read in other ways (`getattr` by a computed name, files, the time) is not seen.
+A program has what it read when it was traced. So that it is not used after a change, the chains of names, attributes and
+items that the function's bytecode loads are followed, through the functions that it calls, and compared at each call.
+What no chain names (computed keys, what code in C gets) is compared by content, up to a limit, above which it is said.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import io
-import sys
-from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from spmd.api.places import (
-    VALUES,
-    Place,
-    Slots,
-    container_key,
-    is_array,
-    is_generator,
-    is_library,
-    is_users,
-    items_of,
-    names_in,
-    same,
-    shown,
-    wrapped_by,
-)
-from spmd.core.modules import ModuleStructure, Same, reader, version_of
-from spmd.core.static_key import static_key
-from spmd.job.user_code import is_installed, is_user_file
+from spmd.api.guards.access import Access, Line, compiled
+from spmd.api.guards.checks import Check, OfModule, OfTensor, Unwritten
+from spmd.api.guards.kinds import brief, is_plain
+from spmd.api.guards.reader import Reader, TooMuch
+from spmd.api.guards.things import UNKNOWN, Values
 
-_FUNCTIONS, _PLACES, _ITEMS = 64, 256, 64  # at most so many are looked at
-
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_NAMESPACES = (SimpleNamespace, argparse.Namespace)
-_SPECIAL = ["call", "getitem", "contains", "iter", "next", "len", "bool", "enter", "exit", "getattr"]
-"""The special methods that are looked at, as no name of code names them."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_TESTS = 8
+"""How often a test is generated anew for values that are equal and not the same; what is always new is compared without."""
 
 
 class HiddenState:
-    """What a function reads beside its arguments, as it is now; equal for equal values, but for writes to tensors.
+    """What a function reads beside its arguments, as it is when the function is traced.
 
     Args:
         function: the function.
         module: the module that it is or of which it is a method: its state is an argument.
-        ignored: the ids of lists and dicts that the function itself changes; those that it does are added.
+        arguments: for each argument by position, the module or the static object that it is; else None.
 
     Attributes:
-        key: a key for each label.
-        versions: how often each of the tensors was written to.
-        unchanged: says whether all is as it was.
-        generators: Python's and NumPy's generators of random numbers, with their labels.
-        iterators: the labels of iterators.
+        reader: what was found in the bytecode, until the function is traced.
     """
 
-    def __init__(self, function: Any, module: nn.Module | None, ignored: set[int]) -> None:
-        self._ignored = ignored
-        self.places: dict[tuple[int, str], Place] = {}
-        self.key: dict[str, Any] = {}
-        self._codes: dict[int, CodeType] = {}
-        self._names: dict[str, None] = {}  # a set in an order that is the same on all ranks
-        self._objects: dict[int, tuple[str, Any, Any]] = {}
-        self._containers: dict[int, tuple[str, Any, list[Any]]] = {}
-        self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        self._modules: dict[int, tuple[str, nn.Module, Callable[[Any], Any], list[Any]]] = {}
-        self._arrays: list[tuple[Any, bytes]] = []
-        self.generators: list[tuple[str, Any]] = []
-        self.iterators: list[str] = []
-        self._seen: dict[int, Any] = {}
-        if module is not None:
-            self._seen[id(module)] = module
-            self.visit_methods(module)
-        self._visit("", function)
-        self._visit_attributes()
-        tensors = [*(x for _, x in self._tensors.values())]
-        tensors += [x for *_, leaves in self._modules.values() for x in leaves]
-        self._counted = [x for x in tensors if not x.is_inference()]
-        self.versions = [version_of(x) for x in self._counted]
-        self.unchanged = self._checker()
+    def __init__(self, function: Any, module: nn.Module | None, arguments: Sequence[Any] = ()) -> None:
+        self.reader = Reader()
+        self._test: Callable[[], bool] | None = None
+        self._tests = 0
+        line: Line = ("", 0)
+        args = [self._argument(value, line) for value in arguments]
+        try:
+            self._read(function, module, args, line)
+        except TooMuch as error:
+            self.reader.unwatched.setdefault(error.line, "the rest of what the function reads")
+        self._roots = [access for access in self.reader.roots.values() if access.is_checked]
+        self._pins_modules = any(isinstance(check, OfModule) for _, check in self._checks())
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HiddenState) and self.key == other.key
+    def _argument(self, value: Any, line: Line) -> Values:
+        if is_plain(value):
+            return UNKNOWN
+        is_module = isinstance(value, nn.Module)  # whose structure is a part of the signature
+        return (self.reader.root(value, type(value).__name__, line, watched=not is_module, covered=is_module),)
 
-    def __hash__(self) -> int:
-        return 0  # what is equal may change: see `forget`
-
-    def _visit_attributes(self) -> None:
-        """Look at the attributes of objects that any of the functions names; these may lead to more."""
-        done: set[tuple[int, str]] = set()
-        while True:
-            found = [
-                (label, held, name)
-                for label, _, held in self._objects.values()
-                for name in self._names
-                if name in held and (id(held), name) not in done and not name.startswith("__")
-            ]
-            if not found or len(self.places) > _PLACES:
-                return
-            for label, held, name in found:
-                done.add((id(held), name))
-                self._place(f"{label}.{name}" if label else name, held, name, held[name])
-
-    def _visit(self, label: str, value: Any, depth: int = 3) -> None:
-        if type(value) in VALUES or id(value) in self._seen or depth == 0:
+    def _read(self, function: Any, module: nn.Module | None, args: list[Values], line: Line) -> None:
+        reader = self.reader
+        if module is None:
+            reader.call((reader.root(function, getattr(function, "__name__", ""), line),), args, {}, line)
             return
-        self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            self._tensors[id(value)] = label, value
-        elif isinstance(value, FunctionType):
-            self._visit_function(value)
-        elif isinstance(value, MethodType):
-            self._visit(label, value.__func__)
-            self._visit("self", value.__self__)
-        elif isinstance(value, functools.partial):
-            for item in (value.func, *value.args, *value.keywords.values()):
-                self._visit(label, item)
-        elif isinstance(value, nn.Module):
-            self._visit_module(label, value)
-        elif isinstance(value, ModuleType):
-            if is_user_file(getattr(value, "__file__", None) or "<frozen>"):
-                self._objects[id(value)] = label, value, vars(value)
-        elif (wrapped := wrapped_by(value)) is not None:
-            self._visit(label, wrapped)
-        elif is_array(value):
-            if value.size <= _ITEMS:
-                self._arrays.append((value, value.tobytes()))
-                self.key[f"the values of {label}"] = value.dtype.str, value.shape, value.tobytes()
-        elif is_generator(value):
-            self.generators.append((label, value))
-        else:
-            self._visit_items(label, value, depth)
-            self._visit_object(label, value)
+        owner = reader.root(module, type(module).__name__, line, watched=False, covered=True)
+        if isinstance(function, MethodType):
+            reader.call(reader.attribute((owner,), function.__func__.__name__, line), args, {}, line)
+        reader.call((owner,), args, {}, line)
 
-    def _visit_items(self, label: str, value: Any, depth: int) -> None:
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-            self.iterators.append(label)
-        held = value.data if isinstance(value, (UserDict, UserList)) else value
-        if not isinstance(held, _CONTAINERS) or len(held) > _ITEMS or id(held) in self._ignored:
-            return
-        items = items_of(held)
-        self._containers[id(held)] = label, held, items
-        self.key[f"the items of {label}"] = container_key(held)
-        for item in items:
-            self._visit(f"{label}[...]", item, depth - 1)
-
-    def _visit_object(self, label: str, value: Any) -> None:
-        kind = value if isinstance(value, type) else type(value)
-        if not is_users(kind) and not isinstance(value, _NAMESPACES):
-            return
-        if hasattr(value, "__dict__"):
-            self._objects[id(value)] = label, value, vars(value)
-        if kind is not value and (slots := Slots(value)).names:
-            self._objects[id(slots)] = label, value, slots
-        self._visit_class(label, kind)
-
-    def _visit_class(self, label: str, kind: type) -> None:
-        """Look at what a class and its bases have of the names in code, and at their special methods."""
-        for base in filter(is_users, kind.__mro__):
-            self._objects.setdefault(id(base), (label, base, vars(base)))
-            for name in _SPECIAL:
-                if isinstance(method := vars(base).get(f"__{name}__"), FunctionType):
-                    self._visit_function(method)
-
-    def _visit_module(self, label: str, module: nn.Module) -> None:
-        structure, leaves = ModuleStructure.of(module)
-        self._modules[id(module)] = label, module, reader(structure), leaves
-        self.key[f"the module {label or type(module).__name__}"] = structure, tuple(map(Same, leaves))
-        self.visit_methods(module)
-
-    def visit_methods(self, module: nn.Module) -> None:
-        """Look at the code of a module: at hooks and `forward`, and at what this calls of the user's own classes."""
-        for owner in module.modules():
-            kind: Any = type(owner)
-            hooks = [hook for name in _HOOKS for hook in vars(owner)[name].values()]
-            for function in (getattr(kind, "forward", None), *hooks):
-                self._visit("a hook", function)
-            if is_users(kind) and not is_installed(getattr(sys.modules[kind.__module__], "__file__", None) or ""):
-                self._visit_class(kind.__name__, kind)
-
-    def _visit_function(self, function: FunctionType) -> None:
-        code = function.__code__
-        if id(code) in self._codes or len(self._codes) >= _FUNCTIONS or not is_user_file(code.co_filename):
-            return
-        self._codes[id(code)] = code
-        names = names_in(code)
-        self._names |= dict.fromkeys(names)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                self._place(name, cell, name, cell.cell_contents)
-            except ValueError:  # not assigned yet
-                continue
-        for name in names:
-            if name in function.__globals__:
-                self._place(name, function.__globals__, name, function.__globals__[name])
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._visit("a default", value)
-
-    def _place(self, label: str, holder: Any, name: str, value: Any) -> None:
-        if (id(holder), name) in self.places or is_library(value):
-            return
-        self.places[id(holder), name] = Place(label, holder, name, value)
-        label = label if label not in self.key else f"{label} ({len(self.key)})"
-        self.key[label] = static_key(value) if type(value) in VALUES else Same(value)
-        self._visit(label, value)
-
-    def _checker(self) -> Callable[[], bool]:
-        """A function that says whether nothing has changed, generated for speed."""
-        space: dict[str, Any] = {}
-
-        def refer(target: Any) -> str:
-            space[name := f"g{len(space)}"] = target
-            return name
-
-        tests = []
-        for place in self.places.values():
-            if isinstance(place.holder, CellType):
-                read = f"{refer(place.holder)}.cell_contents"
-            elif isinstance(place.holder, Slots):
-                read = f"{refer(place.holder.owner)}.{place.name}"
-            else:
-                read = f"{refer(place.holder)}[{place.name!r}]"
-            tests.append(f"{read} is {refer(place.value)}")
-        for _, value, items in self._containers.values():
-            if not isinstance(value, (tuple, frozenset)):
-                values = f"values({refer(value)})" if isinstance(value, dict) else refer(value)
-                tests.append(f"len({refer(value)}) == {len(items)} and all(map(same, {values}, {refer(items)}))")
-        tests += [f"{refer(value)}.tobytes() == {refer(data)}" for value, data in self._arrays]
-        for _, module, read_module, leaves in self._modules.values():
-            tests.append(f"(found := {refer(read_module)}({refer(module)})) is not None")
-            tests.append(f"all(map(same, found, {refer(leaves)}))")
-        tests += [f"{refer(x)}._version == {n}" for x, n in zip(self._counted, self.versions, strict=True)]
-        lines = ["def unchanged():", "    try:", f"        return {' and '.join(tests) or 'True'}"]
-        lines += ["    except (KeyError, ValueError, AttributeError):", "        return False"]
-        space |= {"same": same, "values": dict.values}
-        exec(compile("\n".join(lines), "<spmd hidden state>", "exec"), space)
-        return space["unchanged"]  # type: ignore[no-any-return]
-
-    def differences(self, old: HiddenState) -> Iterator[str]:
-        """What has changed since, in words."""
-        for label in [*self.key, *(label for label in old.key if label not in self.key)]:
-            now, before = self.key.get(label), old.key.get(label)
-            if now != before:
-                yield f"{label} is {shown(now)}, and was {shown(before)}"
-        if self.key == old.key and self.versions != old.versions:
-            held = [label for label, _ in self._tensors.values()]
-            held += [f"the module {label}" for label, *_ in self._modules.values()]
-            yield f"a closed-over tensor was written to ({', '.join(held)})"
-
-    def forget(self, changed: set[int]) -> None:
-        """Leave out containers that the function itself changes, by their ids."""
-        self._ignored |= changed
-        for number in changed:
-            label, _, _ = self._containers.pop(number)
-            self.key.pop(f"the items of {label}", None)
-        self.unchanged = self._checker()
-
-    @property
-    def objects(self) -> list[tuple[str, Any]]:
-        """The namespaces of objects and classes, each with its label."""
-        return [(label, held) for label, _, held in self._objects.values()]
-
-    @property
-    def containers(self) -> list[tuple[str, Any, list[Any]]]:
-        """The lists, dicts and the like, each with its label and the items that it had."""
-        return list(self._containers.values())
+    def _checks(self) -> Iterable[tuple[Access, Check]]:
+        return ((a, check) for root in self._roots for a in root.walk() for check in a.checks.values())
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules that the function closes over."""
-        return [module for _, module, *_ in self._modules.values()]
+        return [access.value for access, check in self._checks() if isinstance(check, OfModule)]
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notice writes to tensors that the function was found to read when it was traced."""
+        known = {id(x) for _, check in self._checks() if isinstance(check, (OfTensor, OfModule)) for x in check.tensors}
+        rest = [x for x in tensors if id(x) not in known and not x.is_inference()]
+        if rest:
+            access = Access(None, None, None, "a closed-over tensor", ("", 0))
+            access.add(Unwritten, rest)
+            self._roots.append(access)
+        for root in self.reader.roots.values():
+            for each in root.walk():
+                each.value = None  # the checks hold what they need
+        self.reader = Reader()
+
+    def unchanged(self) -> bool:
+        """Whether all is as it was, by identity: what is equal is found by `matches`."""
+        return self._test is not None and self._test()
+
+    def matches(self) -> bool:
+        """Whether all is as it was, by content."""
+        if self._test is not None and self._test():
+            return True
+        if self.failing() is not None:
+            return False
+        if self._test is None or self._tests < _TESTS:
+            self.prepare()
+        return True
+
+    def prepare(self) -> None:
+        """Make the test of `unchanged` for what is there now."""
+        self._test = compiled(self._roots)
+        self._tests += 1
+
+    def release(self) -> None:
+        """Let go of what only the test holds: modules, which have no weak test that is fast."""
+        if self._pins_modules:
+            self._test = None
+
+    def failing(self) -> Access | None:
+        """The first access that is not what it was."""
+        for root in self._roots:
+            found = root.failing(root.now())
+            if found is not None:
+                return found
+        return None
 
     @property
-    def codes(self) -> list[CodeType]:
-        """The code of the functions that were looked at."""
-        return list(self._codes.values())
+    def is_dead(self) -> bool:
+        """Whether it can never be met again: an object that it read is gone, or was written to."""
+        return any(check.is_dead for _, check in self._checks())
+
+    def changed(self) -> list[Access]:
+        """The accesses that are not what they were, which the function itself has changed if it was just traced."""
+        found = []
+        for root in self._roots:
+            for access in root.walk():
+                try:
+                    now = access.now()
+                except Exception:
+                    continue
+                if not all(check.holds(now) for check in access.checks.values()) or access.gained(now):
+                    found.append(access)
+        return found
+
+    @staticmethod
+    def difference(access: Access) -> str:
+        """What a failing access is and was, in words."""
+        try:
+            now = access.now()
+        except Exception:
+            return f"{access.label} is not there any more"
+        was = next((check.text() for check in access.checks.values() if not check.holds(now)), "without it")
+        if isinstance(now, torch.Tensor) or not is_plain(now):
+            return f"{access.label} is another, or has changed" if was == "another" else f"{access.label} was {was}"
+        return f"{access.label} is {brief(now)}, and was {was}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
@@ -80,7 +81,7 @@ class Jitted:
         self._parameters = Parameters(taken, options, in_specs, {} if module is None else {SELF: module})
         self._mesh, self._options = None if mesh is None else check_mesh(mesh), options
         self._compiled: ProgramCache[Compiled] = ProgramCache()
-        self._ignored: set[int] = set()
+        self._changed: set[str] = set()  # what its traces have changed of what it reads
         self._last: Compiled | None = None  # of the last call: another one like it does not look up its signature
         self._newest: Compiled | None = None
         self._warnings = ValueWarnings()
@@ -143,8 +144,16 @@ class Jitted:
         if is_transformed(given):
             return compiled.transformed(given, taken)
         result = compiled.run(compiled.place(given, taken), given, taken)
-        self._last = compiled
+        self._remember(compiled)
         return result
+
+    def _remember(self, compiled: Compiled) -> None:
+        """Let the next call look at this program first."""
+        last, self._last = self._last, compiled
+        if last is not compiled:
+            if last is not None:
+                last.hidden.release()
+            compiled.hidden.prepare()
 
     @hides_internals
     def trace(self, *args: Any, **keywords: Any) -> Traced:
@@ -207,33 +216,52 @@ class Jitted:
         """What is compiled for the signature of a call; a new one is checked, and compiled stage by stage when used."""
         layout = self._parameters.layout(args, keywords)
         args = layout.positional(args, keywords)
-        signature, machine = Signature.of(args, layout, mesh, self._in_specs), None
+        signature = Signature.of(args, layout, mesh, self._in_specs)
+        machine = None
         numbers = signature.numbers_of(split(args, layout.static)[1])
         if self._chooses_machine(mesh):
             from spmd.plan.machine.default import default_machine  # not by `import spmd`
 
             machine = default_machine(mesh)
-        hidden = HiddenState(self.__wrapped__, self._parameters.bound.get(SELF), self._ignored)
-        key = signature, machine, hidden
+        key = signature, machine
         try:
-            if any(program.hidden.versions != hidden.versions for program in self._compiled.every(key)):
-                self._compiled.drop(key)  # a tensor that they read was written to
-            found = self._compiled.get(key, lambda program: program.holds_for(numbers))
+            found = self._compiled.get(key, lambda program: program.holds_for(numbers) and program.hidden.matches())
         except TypeError:
             raise TraceError(
                 f"Static arguments of {self!r} must be hashable (got {[args[number] for number, _ in signature.static]}"
                 "). Pass tuples for lists, or pass tensors as dynamic arguments."
             ) from None
         if found is None:
-            self._refuse_static_tensors(args, layout)
-            found = Compiled(self._parameters, args, signature, self._in_specs, self._out_specs, self._options)
-            last = self._newest
-            changes = () if last is None else hidden.differences(last.hidden)
-            log_compile(repr(self), signature, None if last is None else last.signature, changes)
-            self._warnings.of_new(repr(self), signature, numbers, self._compiled.every(key))
-            self._compiled.add(key, found)
-        found.adopt(signature, hidden)
+            found = self._new(key, args, signature, layout, numbers)
+        found.adopt(signature)
         self._newest = found
+        return found
+
+    def _new(
+        self, key: Any, args: tuple[Any, ...], signature: Signature, layout: Layout, numbers: tuple[float, ...]
+    ) -> Compiled:
+        """A program for a signature that has none which holds."""
+        self._refuse_static_tensors(args, layout)
+        count = len(layout.labels) - len(layout.keywords)
+        known = [
+            x if n in layout.static or isinstance(x, torch.nn.Module) else None for n, x in enumerate(args[:count])
+        ]
+        hidden = HiddenState(self.__wrapped__, self._parameters.bound.get(SELF), known)
+        found = Compiled(
+            self._parameters, args, signature, self._in_specs, self._out_specs, self._options, hidden, self._changed
+        )
+        last = self._newest
+        access = None if last is None else last.hidden.failing()
+        changes = () if access is None else [HiddenState.difference(access)]
+        log_compile(repr(self), signature, None if last is None else last.signature, changes)
+        self._warnings.of_new(repr(self), signature, numbers, self._compiled.every(key))
+        if access is not None:
+            self._warnings.of_change(repr(self), access.label, changes[0])
+        others = len(list(self._compiled.every(key)))
+        if others >= 4 and others & (others - 1) == 0:
+            gc.collect()  # traces are in cycles of references, and keep what was closed over until then
+        self._compiled.drop(lambda program: program.hidden.is_dead)
+        self._compiled.add(key, found)
         return found
 
     def _lookup_together(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:

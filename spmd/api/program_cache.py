@@ -35,7 +35,10 @@ class ProgramCache(Generic[Program]):
     def __init__(self) -> None:
         self.hits = 0
         self._misses = 0
-        self._programs: OrderedDict[tuple[Hashable, int], Program] = OrderedDict()
+        self._numbers = itertools.count()
+        # A program that was dropped keeps its place, so that all ranks have the same number of places.
+        self._programs: OrderedDict[int, Program | None] = OrderedDict()
+        self._keys: dict[Hashable, list[int]] = {}
 
     def get(self, key: Hashable, fits: Callable[[Program], bool] = lambda program: True) -> Program | None:
         """The first program of a key that fits, which is the most recently used one then.
@@ -43,36 +46,42 @@ class ProgramCache(Generic[Program]):
         Raises:
             TypeError: a key without a hash.
         """
-        for number, program in enumerate(self.every(key)):
-            if fits(program):
+        for number in self._keys.get(key, ()):
+            program = self._programs[number]
+            if program is not None and fits(program):
                 self.hits += 1
-                self._programs.move_to_end((key, number))
+                self._programs.move_to_end(number)
                 return program
         return None
 
     def every(self, key: Hashable) -> Iterator[Program]:
         """The programs of a key."""
-        numbered = (self._programs.get((key, number)) for number in itertools.count())
-        return itertools.takewhile(lambda program: program is not None, numbered)  # type: ignore[arg-type]
+        programs = (self._programs[number] for number in tuple(self._keys.get(key, ())))
+        return (program for program in programs if program is not None)
 
     def add(self, key: Hashable, program: Program) -> None:
         """Add a program, and drop the least recently used one if there are too many."""
         self._misses += 1
-        self._programs[key, len(list(self.every(key)))] = program
+        number = next(self._numbers)
+        self._programs[number] = program
+        self._keys.setdefault(key, []).append(number)
         if len(self._programs) > MAXSIZE:
-            self._programs.popitem(last=False)
+            oldest, _ = self._programs.popitem(last=False)
+            self._keys = {k: kept for k, numbers in self._keys.items() if (kept := [n for n in numbers if n != oldest])}
 
-    def drop(self, key: Hashable) -> None:
-        """Drop the programs of a key."""
-        for number in range(len(list(self.every(key)))):
-            del self._programs[key, number]
+    def drop(self, is_dead: Callable[[Program], bool]) -> None:
+        """Drop programs that no call can find any more."""
+        for number, program in self._programs.items():
+            if program is not None and is_dead(program):
+                self._programs[number] = None
 
     def clear(self) -> None:
         """Drop all programs, and count from zero again."""
         self._programs.clear()
+        self._keys.clear()
         self.hits = self._misses = 0
 
     @property
     def info(self) -> CacheInfo:
         """Its state."""
-        return CacheInfo(self.hits, self._misses, MAXSIZE, len(self._programs))
+        return CacheInfo(self.hits, self._misses, MAXSIZE, sum(p is not None for p in self._programs.values()))

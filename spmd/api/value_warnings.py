@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,9 @@ class Guarded(Protocol):
 MANY = 8
 """The number of values of an int for which a function is compiled without a warning."""
 
+ANEW = 3
+"""How often a function is compiled anew for one thing that it reads before there is a warning."""
+
 
 class ValueWarnings:
     """What one jitted function has warned of: once for each line that needs a value, and for each int."""
@@ -34,6 +38,7 @@ class ValueWarnings:
     def __init__(self) -> None:
         self._lines: set[Source | None] = set()
         self._ints: dict[str, set[int]] = {}
+        self._changes: collections.Counter[str] = collections.Counter()
 
     def of_new(self, name: str, signature: Signature, numbers: Sequence[float], others: Iterable[Guarded]) -> None:
         """Warn of what makes a new program necessary.
@@ -65,6 +70,22 @@ class ValueWarnings:
                     f"float({value}) or torch.tensor({value}).",
                     user_source(),
                 )
+
+    def of_change(self, name: str, label: str, change: str) -> None:
+        """Warn, once, of what a function reads beside its arguments and is compiled anew for the third time.
+
+        Args:
+            name: the function.
+            label: what it reads.
+            change: how that has changed, in words.
+        """
+        self._changes[label] += 1
+        if self._changes[label] == ANEW:
+            _warn(
+                f"{name} is compiled anew for the third time, as {change}. What a function reads beside its arguments "
+                f"is part of the program, so each value is a program of its own. Pass {label} as an argument.",
+                user_source(),
+            )
 
 
 def warn_of_transforms(name: str, values: int) -> None:

@@ -1,0 +1,4 @@
+"""What functions read beside their arguments: found in their bytecode, and compared at each call.
+
+Imports `core`, `job`, and `tracing.source` for lines.
+"""

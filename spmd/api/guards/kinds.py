@@ -1,0 +1,126 @@
+"""Kinds of values that functions read: plain values, containers, generators; whose code is whose."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import os
+import random
+import sys
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from spmd.core.static_key import static_key
+from spmd.job.user_code import is_installed, is_user_file
+
+VALUES = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size)
+"""The types of values that are compared, and not their identity."""
+
+ROWS = (list, tuple, collections.deque)
+SETS = (set, frozenset)
+MAPPINGS = (dict, MappingProxyType)
+NAMESPACES = (SimpleNamespace, argparse.Namespace)
+LOOKUPS = (collections.ChainMap, collections.UserDict, collections.UserList, type(os.environ))
+"""Containers written in Python whose items are read without effects."""
+
+CALLABLES = (FunctionType, BuiltinFunctionType, type, functools.partial)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is compared by value."""
+    return type(value) in VALUES
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of NumPy, or of the standard library."""
+    numpy = sys.modules.get("numpy")
+    return type(value).__module__ == "array" or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of random numbers of Python or NumPy that has a state."""
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def draws(module: Any) -> bool:
+    """Whether a module's functions draw random numbers from a state that torch does not know."""
+    return isinstance(module, ModuleType) and module.__name__ in ("random", "numpy.random")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users(kind: Any) -> bool:
+    """Whether a class is one of the user's code."""
+    return _is_written_in(kind, is_user_file)
+
+
+def is_users_object(value: object) -> bool:
+    """Whether an object is of a class of the user's code."""
+    kind: Any = type(value)
+    return is_users(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_own(kind: Any) -> bool:
+    """Whether a class is the user's own, and not of an installed package."""
+    return is_users(kind) and _is_written_in(kind, lambda file: not is_installed(file))
+
+
+def _is_written_in(kind: Any, accepts: Any) -> bool:
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None) or "<stdin>" * (kind.__module__ == "__main__")
+    return module is not None and accepts(file)
+
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STANDARD = os.path.dirname(os.path.abspath(collections.__file__)).rpartition(os.sep)[0] + os.sep
+_READABLE = (
+    *(f"{_TORCH}{name}" for name in ("optim", "amp", "cuda/amp", "distributions")),
+    *(f"{_STANDARD}{name}" for name in ("collections", "types.py", "functools.py", "contextlib.py", "enum.py")),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library_code(file: str) -> bool:
+    """Whether a file of a library holds state rather than operators: it is read where it gets what is watched."""
+    return file.startswith(_READABLE) or is_installed(file)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_own_code(file: str) -> bool:
+    """Whether a file is the user's own: its globals may change."""
+    return is_user_file(file) and not is_installed(file)
+
+
+def is_own_module(value: Any) -> bool:
+    """Whether a module is the user's own."""
+    return isinstance(value, ModuleType) and is_own_code(getattr(value, "__file__", None) or "<frozen>")
+
+
+def is_tensor_library(value: Any) -> bool:
+    """Whether a module is torch, spmd or the standard library, whose constants stay."""
+    return isinstance(value, ModuleType) and not is_user_file(getattr(value, "__file__", None) or "<frozen>")
+
+
+def key_of_value(value: Any) -> Any:
+    """A key of a plain value that also tells types apart, or None where it has none."""
+    try:
+        hash(key := static_key(value))
+    except TypeError:
+        return None
+    return key
+
+
+def brief(value: Any) -> str:
+    """A value in a message."""
+    return f"{value!r:.40}" if is_plain(value) else type(value).__name__
+
+
+def wrapped_by(value: Any) -> Any:
+    """The function in a wrapper of `functools`, of `spmd.jit` and the like; else None."""
+    return getattr(value, "__wrapped__", None) if callable(value) or isinstance(value, classmethod) else None

@@ -1,0 +1,116 @@
+"""What a variable or an item of the stack may be, as far as bytecode tells: accesses, constants, functions, rows.
+
+A `Values` is what it may be at one place: several where branches join; with `UNKNOWN` among them, anything else, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import CodeType
+from typing import Any, TypeAlias
+
+import attrs
+
+from spmd.api.guards.access import Access
+from spmd.api.guards.kinds import is_plain, key_of_value
+
+
+@attrs.frozen
+class Constant:
+    """A plain value that stands in the code, or follows from what is read."""
+
+    key: Any
+    value: Any = attrs.field(eq=False)
+
+
+@attrs.frozen(eq=False)
+class Fixed:
+    """An object that does not change: a function of a library, a class that an instruction makes known."""
+
+    value: Any
+
+
+@attrs.frozen(eq=False)
+class Made:
+    """A function that the code makes: its code, its defaults, the cells that it closes over, its globals."""
+
+    code: CodeType
+    defaults: Values
+    keyword_defaults: Values
+    cells: Mapping[str, Any]
+    globals: Access
+
+
+@attrs.frozen
+class Bound:
+    """A function with its first argument."""
+
+    function: Any
+    owner: Any
+
+
+@attrs.frozen
+class BuiltinMethod:
+    """A method that is written in C, by name."""
+
+    name: str
+    owner: Any
+
+
+@attrs.frozen(eq=False)
+class Parts:
+    """A row or a mapping that the code makes; of a mapping, the keys of which are known."""
+
+    items: tuple[Values, ...]
+    names: tuple[Any, ...] | None = None
+
+
+@attrs.frozen
+class Super:
+    """What follows a class in the order of classes of an object."""
+
+    kind: Any
+    owner: Any
+
+
+class Unknown:
+    """Anything."""
+
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+Thing: TypeAlias = Any  # Access, or any of the above
+Values: TypeAlias = tuple[Thing, ...]
+
+SOMETHING = Unknown()
+UNKNOWN: Values = (SOMETHING,)
+NULL: Values = (Fixed("null"),)
+MOST = 256
+"""The most things that a value may be before it is anything."""
+
+
+def constant(value: Any) -> Values:
+    """A plain value, or a tuple of such."""
+    if is_plain(value):
+        return (Constant(key_of_value(value), value),)
+    if isinstance(value, (tuple, frozenset)):
+        return (Parts(tuple(map(constant, value))),)
+    return (Fixed(value),)
+
+
+def union(*each: Iterable[Thing]) -> Values:
+    """What is one of several."""
+    found = tuple(dict.fromkeys(thing for values in each for thing in values))
+    return found if len(found) <= MOST else (*found[:MOST], SOMETHING)
+
+
+def plain_value(values: Values) -> tuple[bool, Any]:
+    """Whether it is one plain value, and the value."""
+    if len(values) == 1:
+        (thing,) = values
+        if isinstance(thing, Constant):
+            return True, thing.value
+        if isinstance(thing, Access) and is_plain(thing.value):
+            return True, thing.value
+    return False, None
