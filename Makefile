@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-models operators lint format types bench bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -99,6 +99,11 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/virtual_ranks.py
 	$(BIN)/python benchmarks/rank_overhead.py
+
+# The processor time of this version beside that of a commit or folder, in turns: ARGS='call_overhead eager_overhead:mm'.
+OLD ?= HEAD
+bench-turns: $(STAMP)
+	$(BIN)/python benchmarks/turns.py --old $(OLD) $(ARGS)
 
 # A training step beside DDP, FSDP2 and parallelize_module: ARGS='--strategies dp --sizes 128x16' for some of the cases,
 # ARGS='--link 1Gbit' on links of a rate.
