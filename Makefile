@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -62,6 +62,10 @@ test-scale: $(STAMP)
 # Every redistribution of meshes of up to 2 x 2 x 2 beside an optimum and torch's; rewrites docs/redistribution.md.
 test-redistribution: $(STAMP)
 	$(BIN)/python -m proofs.redistribution --jobs $(JOBS) --markdown docs/redistribution.md
+
+# Scripts as people write them, twice in one namespace, beside one device: ARGS='llama ppo' for some.
+test-user-programs: $(STAMP)
+	$(BIN)/python -m proofs.user_programs $(ARGS)
 
 # Stock models beside one device, and what needs transformers; writes docs/models.md.
 $(VENV)/.models: $(STAMP)
