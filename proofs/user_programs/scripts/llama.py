@@ -43,9 +43,11 @@ def loss_of(params, tokens):
 def train_step(params, ema, batches):
     grads, loss = {name: torch.zeros_like(value) for name, value in params.items()}, 0.0
     for batch in batches.unbind():
-        more, value = torch.func.grad_and_value(loss_of)(params, batch)
-        grads = {name: grads[name] + more[name] / accumulate for name in params}
-        loss = loss + value / accumulate
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        value = loss_of(leaves, batch) / accumulate
+        more = torch.autograd.grad(value, list(leaves.values()))
+        grads = {name: grads[name] + new for name, new in zip(params, more, strict=True)}
+        loss = loss + value.detach()
     norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
     clip = (1.0 / (norm + 1e-6)).clamp(max=1.0)
     params = {name: value - 0.1 * clip * grads[name] for name, value in params.items()}
