@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-models operators lint format types bench bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -63,6 +63,10 @@ test-scale: $(STAMP)
 test-redistribution: $(STAMP)
 	$(BIN)/python -m proofs.redistribution --jobs $(JOBS) --markdown docs/redistribution.md
 
+# Scripts as people write them, twice in one namespace, beside one device: ARGS='llama ppo' for some.
+test-user-programs: $(STAMP)
+	$(BIN)/python -m proofs.user_programs $(ARGS)
+
 # Stock models beside one device, and what needs transformers; writes docs/models.md.
 $(VENV)/.models: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[models]'
@@ -99,6 +103,11 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/virtual_ranks.py
 	$(BIN)/python benchmarks/rank_overhead.py
+
+# The processor time of this version beside that of a commit or folder, in turns: ARGS='call_overhead eager_overhead:mm'.
+OLD ?= HEAD
+bench-turns: $(STAMP)
+	$(BIN)/python benchmarks/turns.py --old $(OLD) $(ARGS)
 
 # A training step beside DDP, FSDP2 and parallelize_module: ARGS='--strategies dp --sizes 128x16' for some of the cases,
 # ARGS='--link 1Gbit' on links of a rate.

@@ -8,8 +8,6 @@ against its spec, and wrapping each result. The same function under shard_map, c
 
 from __future__ import annotations
 
-import time
-import timeit
 from collections.abc import Callable
 
 import attrs
@@ -20,8 +18,10 @@ from rich.table import Table
 import spmd
 from spmd import P
 from spmd.runtime.virtual import VirtualProgram
+from turns import Case, microseconds
 
 LEAVES = (1, 2, 5, 10, 20, 50, 100, 200)
+REPEAT = 7
 FIXED_US, LEAF_US = 100.0, 2.0
 """The budget in microseconds: what a call may add, and what each leaf may add to that."""
 MAPPED = 1.5
@@ -48,15 +48,8 @@ class Overhead:
         return FIXED_US + LEAF_US * self.leaves
 
 
-def microseconds(function: Callable[[], object]) -> float:
-    """The processor time of one call in microseconds: the best of several timings, so that other load counts least."""
-    timer = timeit.Timer(function, timer=time.process_time)
-    number = max(1, int(0.02 / max(timer.timeit(10) / 10, 1e-7)))
-    return min(timer.repeat(7, number)) / number * 1e6
-
-
-def measure(leaves: int) -> Overhead:
-    """Time the identity of a list of `leaves` vectors on eight virtual ranks."""
+def calls(leaves: int) -> dict[str, Callable[[], object]]:
+    """The identity of a list of `leaves` vectors on eight virtual ranks, called in the three ways that are timed."""
     mesh = spmd.make_mesh({"data": 8}, runtime="virtual")
     arguments = [spmd.distribute(torch.zeros(8), P("data"), mesh) for _ in range(leaves)]
     identity = spmd.jit(lambda values: values, (P("data"),), P("data"), mesh=mesh)
@@ -65,8 +58,25 @@ def measure(leaves: int) -> Overhead:
     run = VirtualProgram(identity.lower(arguments))
     mapped = spmd.shard_map(lambda values: values, mesh, (P("data"),), P("data"))
     mapped(arguments)
-    turns = [[microseconds(lambda f=f: f(arguments)) for f in (identity, mapped)] for _ in range(3)]
-    return Overhead(leaves, *map(min, zip(*turns, strict=True)), microseconds(lambda: run(list(shards))))
+    return {
+        "jit": lambda: identity(arguments),
+        "shard_map": lambda: mapped(arguments),
+        "programs": lambda: run(list(shards)),
+    }
+
+
+CASES: dict[str, Case] = {
+    f"{kind}, {leaves} leaves": lambda kind=kind, leaves=leaves: calls(leaves)[kind]
+    for leaves in LEAVES
+    for kind in ("jit", "shard_map")
+}
+
+
+def measure(leaves: int) -> Overhead:
+    """Time the calls with `leaves` leaves."""
+    timed = calls(leaves)
+    turns = [[microseconds(timed[kind], REPEAT) for kind in ("jit", "shard_map")] for _ in range(3)]
+    return Overhead(leaves, *map(min, zip(*turns, strict=True)), microseconds(timed["programs"], REPEAT))
 
 
 def main() -> int:

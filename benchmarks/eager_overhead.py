@@ -11,7 +11,6 @@ import argparse
 import collections
 import functools
 import itertools
-import os
 import statistics
 import timeit
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import spmd
 from spmd import P
 from spmd.api.eager import operator_cache
+from turns import Case
 
 SHAPES = ((8, 8), (64, 64))
 SPECS: dict[str, dict[str, P]] = {
@@ -82,41 +83,113 @@ def microseconds(functions: Sequence[Callable[[], object]]) -> list[float]:
     return [min(times) * 1e6 for times in zip(*rounds, strict=True)]
 
 
+@attrs.frozen
+class Signature:
+    """An operator, a mesh, a spec by the sizes of the mesh's axes, and the operands' shape."""
+
+    name: str
+    mesh: str
+    spec: P
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    def plain(self) -> list[torch.Tensor]:
+        """The operands on one device."""
+        return [torch.rand(self.shape, requires_grad=self.requires_grad) for _ in range(2)]
+
+    def ours(self, plain: Sequence[torch.Tensor], mesh: spmd.Mesh) -> Callable[[], object]:
+        """The operator on our DTensors."""
+        operands = [spmd.distribute(x.detach(), self.spec, mesh).requires_grad_(self.requires_grad) for x in plain]
+        return functools.partial(OPERATORS[self.name], *operands)
+
+    def torchs(self, plain: Sequence[torch.Tensor], mesh: DeviceMesh) -> Callable[[], object]:
+        """The operator on torch's DTensors."""
+        dims = [_dim(self.spec, axis) for axis in SIZES[self.mesh]]
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        operands = [distribute_tensor(x.detach(), mesh, placements).requires_grad_(self.requires_grad) for x in plain]
+        return functools.partial(OPERATORS[self.name], *operands)
+
+
+SIGNATURES = [
+    Signature(name, mesh, spec, shape, grad)
+    for mesh in SIZES
+    for name, spec, shape, grad in itertools.product(OPERATORS, SPECS[mesh].values(), SHAPES, (False, True))
+]
+
+
 def signatures() -> Iterator[Times]:
     """Time all signatures, with operands that require gradients and without."""
-    for mesh_name, sizes in SIZES.items():
-        mesh = spmd.make_mesh(sizes, runtime="distributed")
-        torchs = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        cases = itertools.product(OPERATORS.items(), SPECS[mesh_name].values(), SHAPES, (False, True))
-        for (name, operator), spec, shape, grad in cases:
-            plain = [torch.rand(shape, requires_grad=grad) for _ in range(2)]
-            placements = [Shard(_dim(spec, axis)) if _dim(spec, axis) is not None else Replicate() for axis in sizes]
-            ours = [spmd.distribute(x.detach(), spec, mesh).requires_grad_(grad) for x in plain]
-            theirs = [distribute_tensor(x.detach(), torchs, placements).requires_grad_(grad) for x in plain]
-            calls = [functools.partial(operator, *x) for x in (ours, theirs, plain)]
-            calls[0]()
-            try:
-                calls[1]()
-            except Exception:  # DTensor has no rule for it: there is nothing to compare with
-                del calls[1]
-            times = microseconds(calls)
-            yield Times(name, mesh_name, grad, times[0], times[1] if len(times) == 3 else None, times[-1])
+    meshes = {name: spmd.make_mesh(sizes, runtime="distributed") for name, sizes in SIZES.items()}
+    torchs = {
+        name: init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for name, sizes in SIZES.items()
+    }
+    for signature in SIGNATURES:
+        plain = signature.plain()
+        calls = [
+            signature.ours(plain, meshes[signature.mesh]),
+            signature.torchs(plain, torchs[signature.mesh]),
+            functools.partial(OPERATORS[signature.name], *plain),
+        ]
+        calls[0]()
+        try:
+            calls[1]()
+        except Exception:  # DTensor has no rule for it: there is nothing to compare with
+            del calls[1]
+        times = microseconds(calls)
+        torch_time = times[1] if len(times) == 3 else None
+        yield Times(signature.name, signature.mesh, signature.requires_grad, times[0], torch_time, times[-1])
+
+
+LISTED, MOVED = "_foreach_add_ of 50", "redistribute, nothing sent"
+
+
+def our_others() -> dict[str, Callable[[], object]]:
+    """A list operator on 50 of our tensors, and a redistribution that sends nothing, from replicas to shards."""
+    mesh = spmd.make_mesh({"x": 1}, runtime="distributed")
+    ours = [spmd.distribute(torch.rand(8, 8), P(), mesh) for _ in range(50)]
+    return {
+        LISTED: functools.partial(torch._foreach_add_, ours, 1.0),
+        MOVED: lambda: ours[0].redistribute(P("x")),
+    }
 
 
 def others() -> Iterator[Times]:
-    """Time a list operator on 50 tensors, and a redistribution that sends nothing, from replicas to shards."""
-    mesh, torchs = spmd.make_mesh({"x": 1}, runtime="distributed"), init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    """Time what is no operator of a signature."""
+    torchs = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
     plain = [torch.rand(8, 8) for _ in range(50)]
-    ours = [spmd.distribute(x, P(), mesh) for x in plain]
     theirs = [distribute_tensor(x, torchs, [Replicate()]) for x in plain]
-    calls = [functools.partial(torch._foreach_add_, x, 1.0) for x in (ours, theirs, plain)]
-    yield Times("_foreach_add_ of 50", "1-D", False, *microseconds(calls))
-    moves = [
-        lambda: ours[0].redistribute(P("x")),
-        lambda: theirs[0].redistribute(torchs, [Shard(0)]),
-        lambda: plain[0][:],
-    ]
-    yield Times("redistribute, nothing sent", "1-D", False, *microseconds(moves))
+    ours = our_others()
+    calls = [ours[LISTED], *(functools.partial(torch._foreach_add_, x, 1.0) for x in (theirs, plain))]
+    yield Times(LISTED, "1-D", False, *microseconds(calls))
+    moves = [ours[MOVED], lambda: theirs[0].redistribute(torchs, [Shard(0)]), lambda: plain[0][:]]
+    yield Times(MOVED, "1-D", False, *microseconds(moves))
+
+
+def start() -> None:
+    """Make this process a job of one rank."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_num_threads(1)
+
+
+def _all_signatures(name: str) -> Callable[[], object]:
+    start()
+    meshes = {mesh: spmd.make_mesh(sizes, runtime="distributed") for mesh, sizes in SIZES.items()}
+    ours = [each.ours(each.plain(), meshes[each.mesh]) for each in SIGNATURES if each.name == name]
+    return lambda: [call() for call in ours]
+
+
+def _other(name: str) -> Callable[[], object]:
+    start()
+    return our_others()[name]
+
+
+CASES: dict[str, Case] = {
+    **{name: functools.partial(_all_signatures, name) for name in OPERATORS},
+    **{name: functools.partial(_other, name) for name in (LISTED, MOVED)},
+}
+"""An operator by all its signatures, one after the other."""
 
 
 def _dim(spec: P, axis: str) -> int | None:
@@ -127,9 +200,7 @@ def main() -> int:
     """Print the tables; the exit status is 1 if the median signature costs more than torch's DTensor."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.parse_args()
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch.set_num_threads(1)
+    start()
     found = list(signatures())
     console = Console()
     table = Table(title="Microseconds a call, and ours over DTensor's; medians", title_justify="left")

@@ -9,6 +9,7 @@ are processor time with one torch thread.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
@@ -29,6 +30,7 @@ import spmd
 from comms import workload_batch
 from textbook import BATCH, WORKLOAD
 from training import Training, init, make_step
+from turns import Case
 
 STEPS = 15
 
@@ -68,20 +70,33 @@ class Timed:
         self.seconds.append(time.process_time() - start)
 
 
-def measure(name: str, config: gpt.Config = WORKLOAD, steps: int = STEPS, size: int = BATCH) -> StepTime:
-    """Time a strategy on its own mesh, and the same step on one device, in turns; `size` is that of the batch."""
-    strategy, batch = layouts.STRATEGIES[name], workload_batch(config, size)
+def on_mesh(name: str, config: gpt.Config = WORKLOAD, size: int = BATCH) -> tuple[float, Timed, Training]:
+    """A strategy's step on its own mesh, after the seconds that its first program takes, and what it is made of."""
+    strategy = layouts.STRATEGIES[name]
     training = Training(config, strategy, spmd.make_mesh(strategy.mesh, runtime="virtual"))
     state, step = training.init(), training.step()
     start = time.process_time()
-    step.compile(state, batch)
-    first = time.process_time() - start
-    on_mesh = Timed(step, state)
+    step.compile(state, workload_batch(config, size))
+    return time.process_time() - start, Timed(step, state), training
+
+
+def _case(name: str) -> Callable[[], object]:
+    _, step, _ = on_mesh(name)
+    return functools.partial(step, workload_batch())
+
+
+CASES: dict[str, Case] = {name: functools.partial(_case, name) for name in layouts.STRATEGIES}
+
+
+def measure(name: str, config: gpt.Config = WORKLOAD, steps: int = STEPS, size: int = BATCH) -> StepTime:
+    """Time a strategy on its own mesh, and the same step on one device, in turns; `size` is that of the batch."""
+    first, mesh, training = on_mesh(name, config, size)
     single = Timed(make_step(config, training.optimizer), init(config, training.optimizer))
+    batch = workload_batch(config, size)
     for _ in range(steps + 1):
-        on_mesh(batch)
+        mesh(batch)
         single(batch)
-    return StepTime(first, statistics.median(on_mesh.seconds[1:]), statistics.median(single.seconds[1:]))
+    return StepTime(first, statistics.median(mesh.seconds[1:]), statistics.median(single.seconds[1:]))
 
 
 def main() -> int:
