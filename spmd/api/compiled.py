@@ -38,6 +38,7 @@ from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.core.static_key import static_key
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph
+from spmd.ir.host_functions import host_functions
 from spmd.ir.program_html import program_html
 from spmd.job import checks
 from spmd.lowering.program import LocalProgram
@@ -101,6 +102,7 @@ class Compiled:
             layout = self.signature.layout
             traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
         around.warn()
+        self.hidden.leave_out(host_functions(traced.graph))
         self._without_gradients = [TensorMeta.of(x) for _, x in traced.graph.constants if x.requires_grad]
         self._updated: tuple[int, ...] = ()
         if self._has_modules:

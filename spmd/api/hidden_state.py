@@ -12,7 +12,7 @@ import functools
 import io
 import sys
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,7 +29,9 @@ from spmd.api.places import (
     is_library,
     is_users,
     items_of,
+    names_but,
     names_in,
+    nested,
     same,
     shown,
     wrapped_by,
@@ -53,7 +55,8 @@ class HiddenState:
     Args:
         function: the function.
         module: the module that it is or of which it is a method: its state is an argument.
-        ignored: the ids of lists and dicts that the function itself changes; those that it does are added.
+        ignored: the ids of lists and dicts that the function itself changes, and of the code of functions that programs
+            call; those that are found are added.
 
     Attributes:
         key: a key for each label.
@@ -64,7 +67,7 @@ class HiddenState:
     """
 
     def __init__(self, function: Any, module: nn.Module | None, ignored: set[int]) -> None:
-        self._ignored = ignored
+        self._root, self._ignored = (function, module), ignored
         self.places: dict[tuple[int, str], Place] = {}
         self.key: dict[str, Any] = {}
         self._codes: dict[int, CodeType] = {}
@@ -189,12 +192,21 @@ class HiddenState:
 
     def _visit_function(self, function: FunctionType) -> None:
         code = function.__code__
-        if id(code) in self._codes or len(self._codes) >= _FUNCTIONS or not is_user_file(code.co_filename):
+        if (
+            id(code) in self._codes
+            or id(code) in self._ignored
+            or len(self._codes) >= _FUNCTIONS
+            or not is_user_file(code.co_filename)
+        ):
             return
         self._codes[id(code)] = code
-        names = names_in(code)
+        names, free = names_in(code), code.co_freevars
+        if not self._ignored.isdisjoint(map(id, nested(code))):
+            names, free = names_but(code, self._ignored)
         self._names |= dict.fromkeys(names)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name not in free:
+                continue
             try:
                 self._place(name, cell, name, cell.cell_contents)
             except ValueError:  # not assigned yet
@@ -263,6 +275,18 @@ class HiddenState:
             label, _, _ = self._containers.pop(number)
             self.key.pop(f"the items of {label}", None)
         self.unchanged = self._checker()
+
+    def leave_out(self, functions: Iterable[Callable[..., Any]]) -> None:
+        """Leave out what functions read and change that the program calls, and not the trace."""
+        before = len(self._ignored)
+        for function in functions:
+            while isinstance(function, functools.partial):
+                function = function.func
+            inner = function if hasattr(function, "__code__") else vars(type(function)).get("__call__")
+            code = getattr(inner, "__code__", None)  # without any, it is a method of a list, for example
+            self._ignored.add(id(getattr(function, "__self__", None) if code is None else code))
+        if len(self._ignored) > before:
+            self.__init__(*self._root, self._ignored)  # type: ignore[misc]
 
     @property
     def objects(self) -> list[tuple[str, Any]]:

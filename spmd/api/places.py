@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -106,6 +107,14 @@ def is_generator(value: Any) -> bool:
 def names_in(code: CodeType) -> tuple[str, ...]:
     """The global names and attributes in a code object and in functions that it makes, each once."""
     return tuple(dict.fromkeys(name for each in nested(code) for name in each.co_names))
+
+
+def names_but(code: CodeType, ignored: Container[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """As `names_in`, and the variables of its closure, without what only ignored functions read that it makes."""
+    codes = [each for each in nested(code) if id(each) not in ignored]
+    reads = {i.argval for each in codes for i in dis.get_instructions(each) if "_DEREF" in i.opname}
+    names = tuple(dict.fromkeys(name for each in codes for name in each.co_names))
+    return names, tuple(name for name in code.co_freevars if name in reads)
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:

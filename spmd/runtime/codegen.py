@@ -152,7 +152,7 @@ class Writer:
         if isinstance(argument, (tuple, list)):
             items = ", ".join(self.argument(item, variable) for item in argument)
             return f"[{items}]" if isinstance(argument, list) else f"({items}{',' if len(argument) == 1 else ''})"
-        literal = argument is None or isinstance(argument, (bool, int, str))
+        literal = argument is None or type(argument) in (bool, int, str)  # and no `Handle`
         if literal or (isinstance(argument, float) and math.isfinite(argument)):
             return repr(argument)
         return self.reference(argument)
