@@ -28,13 +28,23 @@ _NOT_AT_RUN_TIME = frozenset(
 def has_side_effects(op: OpOverload) -> bool:
     """Whether programs hold an operator in its effectful form.
 
-    Not if it writes to operands, which are its results then, nor if it is about objects, as
-    `torch.profiler.record_function` is: these are no part of a program.
+    Not if it writes to operands, which are its results then, nor if it takes objects or belongs to the profiler: these
+    are no part of a program.
     """
-    schema = op._schema
-    if op in _ORIGINALS or op in _NOT_AT_RUN_TIME or schema.is_mutable:
+    if _is_never(op):
         return False
-    return (not schema.returns or _is_marked(op)) and not _has_objects(op)
+    return not op._schema.returns or _is_marked(op)
+
+
+@functools.cache
+def _is_never(op: OpOverload) -> bool:
+    """Whether an operator has no form, whatever the user registers: also torch's own ones that have no mark."""
+    schema = op._schema
+    parts = (*schema.arguments, *schema.returns)
+    objects = any(isinstance(part.type, (torch.ClassType, torch.AnyType)) for part in parts)
+    if objects or op.namespace == "profiler" or schema.is_mutable or op in _ORIGINALS or op in _NOT_AT_RUN_TIME:
+        return True
+    return op.namespace in ("aten", "prims", "spmd") and bool(schema.returns) and not _is_marked(op)
 
 
 def _is_marked(op: OpOverload) -> bool:
@@ -43,12 +53,6 @@ def _is_marked(op: OpOverload) -> bool:
 
     listed = node._side_effectful_functions
     return op in listed or op.overloadpacket in listed or has_effects(op)
-
-
-@functools.cache
-def _has_objects(op: OpOverload) -> bool:
-    parts = (*op._schema.arguments, *op._schema.returns)
-    return any(isinstance(part.type, (torch.ClassType, torch.AnyType)) for part in parts)
 
 
 @functools.cache

@@ -10,12 +10,14 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import attrs
 import optree
 import torch
 
+from spmd.core.modules import Same
 from spmd.core.pytree import tree_flatten
 from spmd.core.spec import TensorMeta
 from spmd.core.static_key import static_key
@@ -68,7 +70,7 @@ class HostFunction:
         tensors = [_as_tensor(leaf) for leaf in given if isinstance(leaf, (torch.Tensor, torch.SymFloat))]
         leaves = tuple(map(_without_value, given))
         try:
-            key = function, structure, static_key(leaves), *options.values()
+            key = _identity(function), structure, static_key(leaves), *options.values()
             found = _by_key.get(key)
             if found is None:
                 found = _by_key[key] = cls(function, structure, leaves, **options)
@@ -89,6 +91,11 @@ class HostFunction:
             leaves = [copy[leaf](next(given)) if isinstance(leaf, Passed) else leaf for leaf in self.leaves]
         args, kwargs = self.structure.unflatten(leaves)
         return self.function(*args, **kwargs)
+
+
+def _identity(function: Callable[..., Any]) -> Any:
+    """What is equal for one function: a method is a new object each time, other callables may have an equality."""
+    return function if isinstance(function, (MethodType, BuiltinMethodType)) else Same(function)
 
 
 def _as_tensor(leaf: Any) -> torch.Tensor:

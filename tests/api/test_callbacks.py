@@ -241,6 +241,33 @@ def test_equal_calls_outside_share_a_program_and_functions_are_freed() -> None:
     assert held() is None
 
 
+class Equal:
+    """Callables that compare as equal, and are not the same."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, x: torch.Tensor) -> None:
+        SEEN.append(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_equal_functions_are_not_the_same() -> None:
+    first, second = Equal("first"), Equal("second")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for called in (first, second, first):
+            debug.callback(called, x)
+        return x
+
+    assert ["first"] * 2 + ["second"] * 2 + ["first"] * 2 == calls(spmd.jit(function, P("x"), mesh=LINE), torch.ones(2))
+
+
 def test_it_returns_nothing() -> None:
     step = spmd.jit(lambda x: debug.callback(len, x) or x, P("x"), mesh=LINE)
     with pytest.raises(
