@@ -31,6 +31,7 @@ from spmd.api.values.factories import (
 )
 from spmd.api.values.full_tree import full_tree
 from spmd.api.values.visualize import visualize
+from spmd.collectives.callbacks import pure_callback
 from spmd.core.mesh import Mesh, make_mesh, use_mesh
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.core.spec import DTensorSpec, P, PartitionSpec, TensorMeta
@@ -108,6 +109,7 @@ __all__ = [
     "optim",
     "process_count",
     "process_index",
+    "pure_callback",
     "rand",
     "rand_like",
     "randn",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import string
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from spmd.collectives.callbacks import debug_callback
 from spmd.collectives.host import HOST_PRINT
 from spmd.core.pytree import tree_leaves
 from spmd.errors import SpmdError
 
-__all__ = ["print"]
+__all__ = ["callback", "print"]
 
 _MOST_LAYOUTS = 1024
 """The most combinations of shardings of the values of one call among which a plan can choose."""
@@ -48,15 +50,52 @@ def print(fmt: str, *values: Any, **named: Any) -> None:
     formatter = _Formatter()
     texts = formatter.vformat(fmt, values, named).split(_MARK)
     tensors, forms = formatter.tensors, formatter.forms
-    if math.prod(1 + x.ndim for x in tensors) > _MOST_LAYOUTS:
-        raise SpmdError(
-            f"spmd.debug.print was given {len(tensors)} tensors, of {', '.join(str(x.ndim) for x in tensors)} dims. "
-            "Print them in several calls."
-        )
+    _refuse_many("print", tensors)
     pieces = [texts[0]]
     for form, text in zip(forms, texts[1:], strict=True):
         pieces += form, text
     HOST_PRINT(tensors, pieces)
+
+
+def callback(function: Callable[..., None], *args: Any, ordered: bool = False, **kwargs: Any) -> None:
+    """Call a function of the host when a program runs, with values; modelled on `jax.debug.callback`.
+
+    Every rank calls it, with what `print` would print on it: inside `jit` the shard that it holds, in the layout that
+    the plan gives to the value, and inside `shard_map` its own value. On a distributed mesh each process calls it for
+    its rank, and sends nothing. Tensors are copies, which the function may keep.
+
+    Calls are made in program order, also if nothing else depends on their values. Values have no gradient here. Under
+    `vmap` it is called for one example after the other. Outside of any program it is called at once.
+
+    Args:
+        function: the function, which returns None. It must not call collectives, or functions under `jit` on a mesh of
+            processes.
+        args, kwargs: its arguments, pytrees with tensors. What is no tensor is passed as it was when the function that
+            calls `callback` was traced, but for dynamic numbers.
+        ordered: for JAX's signature: calls are always in order here.
+
+    Raises:
+        SpmdError: the function returns something, or more tensors than one call takes.
+
+    >>> from spmd import P, jit, make_mesh
+    >>> shards = []
+    >>> def f(x):
+    ...     callback(shards.append, x)
+    ...     return x + 1
+    >>> y = jit(f, P("data"), P("data"), mesh=make_mesh({"data": 2}, runtime="virtual"))(torch.arange(4))
+    >>> shards
+    [tensor([0, 1]), tensor([2, 3])]
+    """
+    _refuse_many("callback", [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+    debug_callback(function, args, kwargs)
+
+
+def _refuse_many(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    if math.prod(1 + x.ndim for x in tensors) > _MOST_LAYOUTS:
+        raise SpmdError(
+            f"spmd.debug.{name} was given {len(tensors)} tensors, of {', '.join(str(x.ndim) for x in tensors)} dims. "
+            "Make several calls."
+        )
 
 
 _MARK = "\0"

@@ -8,13 +8,33 @@ from collections.abc import Callable
 from typing import Any
 
 import optree
+import pytest
 import torch
 import torch.nn.functional as F
 from stock_models import assert_trains_alike
 
-from spmd import DTensor, Machine, P, collectives, debug, distribute, jit, process_index, shard_map
+from spmd import (
+    DTensor,
+    Machine,
+    P,
+    collectives,
+    debug,
+    disable_jit,
+    distribute,
+    jit,
+    process_index,
+    pure_callback,
+    shard_map,
+)
 from spmd.core.mesh import Mesh
 from spmd.errors import SpmdError
+
+SEEN: list[Any] = []
+
+
+@torch.library.custom_op("spmd_runtime_cases::note", mutates_args=())
+def note(x: torch.Tensor) -> None:
+    SEEN.append(x.tolist())
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -300,13 +320,50 @@ def printing(mesh: Mesh) -> None:
         assert printed.getvalue().splitlines() == (expected if process_index() == 0 else [])
 
 
+def host_calls(mesh: Mesh) -> None:
+    """Operators without results and functions of the host: on each rank of this process, in order."""
+    x, ranks = torch.arange(6.0), [mesh.rank(coordinate) for coordinate in mesh.held_coordinates]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        note(x)
+        debug.callback(lambda total: SEEN.append(total.item()), x.sum())
+        torch._assert_async((x < 10).all(), "too big")
+        return pure_callback(lambda x: x.numpy() * 2, x, x) + x  # type: ignore[no-any-return]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        note(collectives.axis_index(("x", "y")))
+        total = collectives.psum(x, ("x", "y"))
+        debug.callback(note, total)
+        return pure_callback(lambda x: x + 1, x, x)  # type: ignore[no-any-return]
+
+    step, mapped = jit(function, P(("x", "y")), mesh=mesh), shard_map(body, mesh, P(("x", "y")), P(("x", "y")))
+    for _ in range(2):
+        SEEN.clear()
+        assert torch.equal(x * 3, step(x).full_tensor())
+        assert [x.tolist()] * len(ranks) + [15.0] * len(ranks) == SEEN
+        SEEN.clear()
+        assert torch.equal(x[: mesh.size] + 1, mapped(x[: mesh.size]).full_tensor())
+        assert [*ranks, *[[x[: mesh.size].sum().item()]] * len(ranks)] == SEEN
+    with disable_jit():
+        SEEN.clear()
+        mapped(x[: mesh.size])
+        assert [*ranks, *[[x[: mesh.size].sum().item()]] * len(ranks)] == SEEN
+    SEEN.clear()
+    sharded = distribute(x, P("y"), mesh)
+    note(sharded)
+    doubled: Any = pure_callback(lambda x: x * 2, x, sharded)
+    assert [x.tolist()] * len(ranks) == SEEN and torch.equal(x * 2, doubled.full_tensor())
+    with pytest.raises(RuntimeError, match=r"too big"):
+        step(x + 10)
+
+
 CASES: dict[str, Callable[[Mesh], None]] = {
     case.__name__: case
     for case in (
         gradients_of_uneven_shards, empty_shards, draws_in_program_order, several_results, local_implementations,
         closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
         redistributions, free_results, gradients_from_outside, operators_outside_jit, stock_models,
-        sums_in_another_dtype, gradients_of_moves, printing, buckets,
+        sums_in_another_dtype, gradients_of_moves, printing, host_calls, buckets,
         buckets_of_exchanges,
     )
 }  # fmt: skip

@@ -20,7 +20,9 @@ class Effect(enum.Enum):
     COLLECTIVE = "collective"
     """It communicates with other ranks, which wait for each other."""
     HOST = "host"
-    """It acts on the host process, on every rank by itself: it prints, for example."""
+    """It acts on the host process, on every rank by itself, and computes nothing: it prints or checks, for example."""
+    ORDERED = "ordered"
+    """It acts on the host process, on every rank by itself, and computes results as other operators do."""
 
 
 _DECLARED: dict[Any, Effect] = {}

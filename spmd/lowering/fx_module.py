@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from spmd.ir.graph import Graph, Value
+from spmd.ir.host_functions import Handle
 
 
 def fx_module(graph: Graph, name: str) -> fx.GraphModule:
@@ -17,21 +19,25 @@ def fx_module(graph: Graph, name: str) -> fx.GraphModule:
         graph: a rank's program.
         name: the name of the module's class.
     """
-    made, nodes = fx.Graph(), {}
+    made, nodes, held = fx.Graph(), {}, []
     attributes = {value.name: tensor for value, tensor in graph.constants}
 
     def define(value: Value, node: fx.Node) -> None:
         nodes[value] = node
         node.meta["val"] = value.meta
 
+    def argument(leaf: Any) -> Any:
+        if isinstance(leaf, Handle):
+            held.append(leaf.function)
+            return int(leaf)  # the module's code has it as text
+        return nodes[leaf] if isinstance(leaf, Value) else leaf
+
     for value in graph.inputs:
         define(value, made.placeholder(value.name))
     for value, _ in graph.constants:
         define(value, made.get_attr(value.name))
     for operation in graph.operations:
-        args, kwargs = torch.fx.node.map_aggregate(
-            (operation.args, dict(operation.kwargs)), lambda leaf: nodes[leaf] if isinstance(leaf, Value) else leaf
-        )
+        args, kwargs = torch.fx.node.map_aggregate((operation.args, dict(operation.kwargs)), argument)
         label = operation.annotations.tuple_name or next(value.name for value in operation.tensors)
         node = made.create_node("call_function", operation.op, args, kwargs, name=label)
         for index, result in enumerate(operation.results):
@@ -40,4 +46,6 @@ def fx_module(graph: Graph, name: str) -> fx.GraphModule:
             elif result is not None:
                 define(result, node)
     made.output(tuple(nodes[value] for value in graph.outputs))
-    return fx.GraphModule(attributes, made, name)
+    module = fx.GraphModule(attributes, made, name)
+    module.meta["host_functions"] = held  # keeps them alive
+    return module

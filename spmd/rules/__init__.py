@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from spmd.ir.call import Call
+from spmd.ir.effectful import original
 from spmd.rules.builders import along, batched, pointwise, reduction
 from spmd.rules.custom import CustomOperator, custom_operator
 from spmd.rules.notation import factors
@@ -37,6 +38,7 @@ from spmd.rules.ops.softmax import SOFTMAX
 from spmd.rules.partial import carry, decreasing, ignores, increasing, linear
 from spmd.rules.rule import Body, Factors, Row, Rule, Table
 from spmd.rules.strategy import Strategy, derive_strategies
+from spmd.rules.without_results import without_results
 
 _FAMILIES = (
     POINTWISE, MATMUL, VIEWS, MOVES, INDEXING, FACTORIES, RANDOM, REDUCTION, EXTREMES, SCAN, COUNTING, SOFTMAX,
@@ -63,6 +65,10 @@ def find_rule(op: torch._ops.OpOverload, rules: Mapping[torch._ops.OpOverload, R
     >>> find_rule(torch.ops.aten.cos.default) is not None
     True
     """
+    known = original(op)
+    if known is not None:
+        rule = rules.get(known)
+        return rule if rule is None or known._schema.returns else without_results(rule)
     schema = op._schema
     if op in rules or schema.name in LAZILY_DEFINED:
         return rules.get(op) or LAZILY_DEFINED[schema.name]

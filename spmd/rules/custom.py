@@ -82,7 +82,7 @@ class CustomOperator:
                 moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(args, in_dims, strict=True)]
                 batched = [dim is not None for dim in in_dims]
                 found = operator._batch(info.batch_size, batched, moved)
-                return (found[0], 0) if len(operator.pattern.results) == 1 else (found, (0,) * len(found))
+                return (found[0], 0) if len(found) == 1 else (found or None, (0,) * len(found) or None)
 
         return Function
 
@@ -176,4 +176,4 @@ def _overload(op: Any) -> torch._ops.OpOverload:
 
 
 def _listed(results: Any) -> Sequence[Tensor]:
-    return [results] if isinstance(results, Tensor) else results
+    return [results] if isinstance(results, Tensor) else results or ()

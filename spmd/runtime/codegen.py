@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from spmd.collectives.distributed.bucket import Bucket
+from spmd.ir.effectful import original
 from spmd.ir.graph import Graph, Operation, Value, numbers_of
 from spmd.ir.in_place import InPlace, restricted
 from spmd.ir.number import Number, in_order
@@ -70,6 +71,7 @@ def name_origin(error: BaseException) -> None:
     if operation is not None:
         tensors = ", ".join(str(operand.meta) for operand in dict.fromkeys(operation.operands))
         op = operation.op.__self__ if isinstance(operation.op, MethodType) else operation.op
+        op = original(op) or op
         origin = f"{op} on {tensors} of this rank, at {where(operation.source)}"
         error.args = (f"{error.args[0]}\n  In {origin}.", *error.args[1:])
 
@@ -150,7 +152,7 @@ class Writer:
         if isinstance(argument, (tuple, list)):
             items = ", ".join(self.argument(item, variable) for item in argument)
             return f"[{items}]" if isinstance(argument, list) else f"({items}{',' if len(argument) == 1 else ''})"
-        literal = argument is None or isinstance(argument, (bool, int, str))
+        literal = argument is None or type(argument) in (bool, int, str)  # and no `Handle`
         if literal or (isinstance(argument, float) and math.isfinite(argument)):
             return repr(argument)
         return self.reference(argument)

@@ -81,7 +81,7 @@ class _Overlap:
         self.pending: dict[int, Value] = {}
         """What the launches that are under way are waited for by."""
         self.started = 0
-        self.draws = [operation for operation in graph.operations if operation.is_random]
+        self.effects = [operation for operation in graph.operations if operation.effect is not None]
         self.operations: list[Operation] = []
         self.made = {*graph.inputs, *(value for value, _ in graph.constants)}
 
@@ -114,8 +114,8 @@ class _Overlap:
         """Add an operation and what it needs, unless it is there."""
         if operation.tensors and self.made.issuperset(operation.tensors):
             return
-        if operation.is_random:  # random numbers are drawn in the order of the program
-            for earlier in self.draws[: self.draws.index(operation)]:
+        if operation.effect is not None:  # in the order of the program, as random numbers are drawn
+            for earlier in self.effects[: self.effects.index(operation)]:
                 self.add(earlier)
         self.make(operation.operands)
         self.operations.append(operation)

@@ -13,6 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.utils._mode_utils import no_dispatch
 
 from spmd.errors import TraceError
+from spmd.ir.effectful import effectful_form, has_side_effects
 from spmd.ir.graph import map_leaves
 from spmd.ir.list_operators import list_decomposition
 from spmd.tracing.assignments import check_masks
@@ -88,6 +89,10 @@ class Functionalization(FunctionalTensorMode):
         if writes_to_operands(func):
             with self:
                 return write(func, args, kwargs)
+        if has_side_effects(func):
+            with self:
+                result = effectful_form(func)(*args, **kwargs)
+            return result if func._schema.returns else None
         if func._schema.is_mutable and can_auto_functionalize(func):
             raise _writes(func)
         outs = list(_outs(func, kwargs))

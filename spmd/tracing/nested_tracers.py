@@ -125,8 +125,8 @@ def inlined(operator: torch._ops.HigherOrderOperator) -> Callable[..., Any]:
         return _attention
     raise TraceError(
         f"torch.ops.higher_order.{operator.name()} at {where(user_source())} takes functions, which a program of "
-        "operators cannot hold. Write torch.where for torch.cond, and a Python loop of fixed length for while_loop, "
-        "scan and map."
+        "operators cannot hold. Write torch.where for torch.cond, a Python loop of fixed length for while_loop, scan "
+        "and map, and spmd.debug.print for print."
     )
 
 

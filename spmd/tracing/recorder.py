@@ -20,10 +20,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spmd.collectives.callbacks import HOST_CALLS
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
+from spmd.ir.effectful import original
 from spmd.ir.evaluation import evaluated
 from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
+from spmd.ir.host_functions import Handle
 from spmd.ir.list_operators import list_decomposition
 from spmd.ir.names import Namer
 from spmd.ir.random_operators import TEMPLATED, is_random
@@ -79,6 +82,7 @@ class Recorder(FakeTensorMode):
         # Keyed by id: each entry keeps its tensor alive, so that Python does not reuse the id.
         self._values: dict[int, tuple[torch.Tensor, Value]] = {}
         self._fakes: dict[Value, torch.Tensor] = {}
+        self._handles: dict[int, Handle] = {}
         self.regions = Regions()
 
     def fake(self, value: Value, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
@@ -171,6 +175,8 @@ class Recorder(FakeTensorMode):
             if func in TEMPLATED:
                 args = (self._template(args[0]), *args[1:])
         arguments, options = self._symbols(args), self._symbols(kwargs)
+        if (original(func) or func) in HOST_CALLS:
+            arguments = (*arguments[:-1], self._handle(arguments[-1]))
         fake_args, fake_kwargs = self._lower(args), self._lower(kwargs)
         try:
             with self._propagation():
@@ -274,6 +280,12 @@ class Recorder(FakeTensorMode):
             self.operations.append(Operation(func, args, kwargs, tuple(results), source))
             self.regions.note(self.operations[-1])
             self.observe(self.operations[-1])
+
+    def _handle(self, number: int) -> Handle:
+        """What keeps a host function alive as long as the program."""
+        if number not in self._handles:
+            self._handles[number] = Handle.of(number, len(self._handles))
+        return self._handles[number]
 
     def _bind(self, tensor: torch.Tensor, value: Value) -> None:
         self._values[id(tensor)] = (tensor, value)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from spmd.collectives.callbacks import DEBUG_CALLBACK
 from spmd.collectives.host import HOST_PRINT
 from spmd.collectives.manual import ENTER, LEAVE
 from spmd.core.spec_text import parse_spec
@@ -93,7 +94,7 @@ _END = rule(_end, carry("x"))
 
 
 def _printed(call: Call) -> Factors:
-    """The factors of `host_print`: each dim of each value is one, since a rank prints the shards that it holds.
+    """The factors of `host_print` and `debug_callback`: each dim of each value is one, since a rank prints its shards.
 
     There are none for pending sums: a rank would print its summand.
     """
@@ -117,6 +118,7 @@ MANUAL: Table = {
     _ops.axis_index.default: factors(" -> "),
     _ops.shard_offset.default: factors(" -> "),
     HOST_PRINT: rule(_printed),
+    DEBUG_CALLBACK: rule(_printed),
     RECOMPUTE: pointwise(carry("x")),
 }
 """The operators of `spmd` that a program may call."""
