@@ -260,3 +260,15 @@ def test_a_body_of_shard_map_in_the_function() -> None:
     result = spmd.jit(lambda a: mapped(a), mesh=MESH)(states()["a"])
     assert "a" == taken(result)
     torch.testing.assert_close(result["w"].full_tensor(), torch.ones(6, 6).sin())
+
+
+def test_a_body_with_automatic_axes_has_the_specs_of_its_own() -> None:
+    """Along manual axes a result has its out_specs, also if an argument of equal shapes is laid out in another way."""
+    held = P("model", "data")
+    given = {"w": torch.ones(6, 6), "v": torch.ones(6, 6)}
+    total = lambda a: tree_map(lambda x: spmd.collectives.all_gather(x, "model", to="invariant", tiled=True), a)  # noqa: E731
+    mapped = spmd.shard_map(total, MESH, P("model"), P(), axis_names={"model"})
+    results = mapped(spmd.distribute(given, held, MESH))
+    assert not any("model" in dim for leaf in results.values() for dim in leaf.spec.dims)
+    with spmd.disable_jit():
+        torch.testing.assert_close(mapped(given)["w"].full_tensor(), given["w"])
