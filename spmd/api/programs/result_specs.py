@@ -6,6 +6,7 @@ program.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any
@@ -129,13 +130,15 @@ def _choose(parts: Sequence[_Part], arguments: Sequence[Argument]) -> list[tuple
     for part in sorted(parts, key=lambda part: part.key not in names):
         candidates = [argument for argument in arguments if part.replaces(argument)]
         in_order = len(candidates) == sum(map(part.equals, parts))
-
-        def rank(argument: Argument, part: _Part = part, in_order: bool = in_order) -> tuple[bool | int, ...]:
-            own = argument.name == part.key, not in_order and argument.position == part.position
-            return (*(not each for each in own), not in_order and not argument.donated, argument.position)
-
-        argument = min((each for each in candidates if each in remaining), key=rank, default=None)
-        if argument is not None:
+        free = [argument for argument in candidates if argument in remaining]
+        if free:
+            argument = min(free, key=functools.partial(_rank, part, in_order))
             remaining.remove(argument)
             chosen.append((part, argument))
     return chosen
+
+
+def _rank(part: _Part, in_order: bool, argument: Argument) -> tuple[bool | int, ...]:
+    """The place of an argument among those whose specs a part may take: the first one is taken."""
+    elsewhere = not in_order and argument.position != part.position
+    return argument.name != part.key, elsewhere, not in_order and not argument.donated, argument.position
