@@ -34,7 +34,7 @@ from spmd.api.values.visualize import visualize
 from spmd.collectives.callbacks import pure_callback
 from spmd.core.mesh import Mesh, make_mesh, use_mesh
 from spmd.core.placement import Partial, Replicate, Shard
-from spmd.core.spec import DTensorSpec, P, PartitionSpec, TensorMeta
+from spmd.core.spec import FREE, DTensorSpec, P, PartitionSpec, TensorMeta
 from spmd.errors import (
     CheckpointError,
     DivergenceError,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FREE",
     "CheckpointError",
     "DTensor",
     "DTensorSpec",

@@ -32,6 +32,7 @@ class Builder:
         budget: how many more steps may be made, with those of inner blocks.
         level: how many blocks are around this one.
         is_mapped: whether a vmap is around this block.
+        own_batches: the axes along which each rank has another batch, of a vmap around this block.
         is_uneven: whether regions may have shards of unequal lengths.
         copied: closed-over tensors that a transform inside must copy first.
     """
@@ -45,6 +46,7 @@ class Builder:
     budget: int = 10
     level: int = 0
     is_mapped: bool = False
+    own_batches: frozenset[str] = frozenset()
     is_uneven: bool = False
     copied: frozenset[str] = frozenset()
     steps: list[Step] = attrs.field(factory=list)
@@ -66,6 +68,7 @@ class Builder:
             budget,
             self.level + 1,
             self.is_mapped,
+            self.own_batches,
             self.is_uneven,
             self.copied,
         )

@@ -201,6 +201,8 @@ def transform(builder: Builder) -> bool:
     if not operands:
         return False
     operands = [_dense(builder, name) if name in builder.copied else name for name in operands]
+    if kind in (Kind.GRAD, Kind.VJP):
+        operands = [_of_each_rank(builder, name) for name in operands]
     inner = builder.inner(builder.rng.randint(2, 4))
     inner.is_mapped |= kind is Kind.VMAP
     if kind is Kind.VMAP:
@@ -214,6 +216,12 @@ def transform(builder: Builder) -> bool:
         return False
     make = {Kind.GRAD: _grad, Kind.VJP: _vjp, Kind.JVP: _jvp}[kind]
     return make(builder, inner, operands, params, result)
+
+
+def _of_each_rank(builder: Builder, name: str) -> str:
+    """A value that varies along the axes along which batches do: the gradient of an invariant one is an error there."""
+    axes = tuple(axis for axis in builder.letter_groups(name, "I") if axis in builder.own_batches)
+    return _through_all(builder, name, axes) if axes else name
 
 
 def _result(inner: Builder, params: Sequence[str]) -> str | None:
@@ -337,6 +345,7 @@ def _vmap(builder: Builder, inner: Builder, operands: list[str]) -> bool:
         params.append(builder.fresh())
         inner.values[params[-1]] = [x if dim is None else x.select(dim, 0) for x in builder.values[name]]
         inner.letters[params[-1]] = builder.letters[name]
+        inner.own_batches |= frozenset(() if dim is None else builder.letter_groups(name, "V"))
     if in_dims[0] is None:
         return False
     fill(inner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -52,6 +52,18 @@ def log_compile(name: str, signature: Signature, last: Signature | None, changes
         reasons = [] if last is None else [*_differences(signature, last), *changes]
         reason = "it was not called before" if last is None else "; ".join(reasons)
         _logger.warning("Compiling %s at %s: %s.", name, where(user_source()), reason)
+
+
+def log_taken(name: str, taken: Sequence[tuple[str, str]]) -> None:
+    """Log which parts of a function's result take the specs of which arguments, under `log_compiles`."""
+    if _logs.get() and taken:
+        texts = [f"{part} has the specs of {argument}" for part, argument in taken]
+        _logger.warning(
+            "%s is compiled without out_specs at %s: %s. out_specs=spmd.FREE leaves them to the planner.",
+            name,
+            where(user_source()),
+            ", ".join(texts),
+        )
 
 
 def _differences(new: Signature, old: Signature) -> Iterator[str]:

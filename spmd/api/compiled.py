@@ -11,12 +11,14 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 
 from spmd.api.call_check import CallCheck
+from spmd.api.compile_log import log_taken
 from spmd.api.hidden_state import HiddenState
 from spmd.api.modules import WithModules, assign_buffers, buffer_leaves, buffer_spec, with_changed_buffers
 from spmd.api.parameters import Layout, Parameters
 from spmd.api.program_cache import ProgramCache
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
+from spmd.api.programs.result_specs import result_specs
 from spmd.api.side_effects import Surroundings
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.api.transforms.flat_function import FlatFunction
@@ -127,13 +129,14 @@ class Compiled:
         """The traced function with its specs: the later stages."""
         outputs = self.traced.graph.outputs
         count = len(outputs) - len(self._updated)
-        tree = self.traced.result([value.meta for value in outputs[:count]], self._numbers)
-        names: dict[str, Any] = {"item": "result", "of": "the result"}
-        found = leaf_specs(
-            self._out_specs, tree, self.mesh, what="out_specs", optional=True, only_tensors=True, **names
-        )
+        result = self.traced.result([value.meta for value in outputs[:count]], self._numbers)
+        by_leaf = dict(zip(self.signature.positions, self.in_specs, strict=True))
+        specs_of_leaves = [by_leaf.get(position) for position in range(self.signature.tree.num_leaves)]
+        arguments = self.layout.arguments(self.signature.tree, specs_of_leaves)
+        found = result_specs(self._out_specs, result, self.mesh, arguments)
+        log_taken(self.traced.name, found.taken)
         values = dict(self.traced.values)
-        given = (spec for position, spec in enumerate(found) if position not in values)
+        given = (spec for position, spec in enumerate(found.specs) if position not in values)
         buffers = zip(outputs[count:], (self.in_specs[number] for number in self._updated), strict=True)
         specs = (*given, *(buffer_spec(value, spec) for value, spec in buffers))
         return Program(self.traced, self.mesh, self.in_specs, specs, self._donated, self.options)

@@ -28,6 +28,7 @@ from spmd.api.parameters import SELF, Layout, Parameters
 from spmd.api.program_cache import CacheInfo, ProgramCache
 from spmd.api.programs.never_gathered import KeepSharded
 from spmd.api.programs.options import Comms, JitOptions, Options
+from spmd.api.programs.result_specs import result_specs
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.api.transforms.linearize import linearize_dtensors
 from spmd.api.transforms.transformed import is_transformed
@@ -35,8 +36,8 @@ from spmd.api.value_warnings import ValueWarnings
 from spmd.api.values.dtensor import DTensor
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh, default_mesh
-from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves, tree_structure, with_module_states
-from spmd.core.spec import has_meta
+from spmd.core.pytree import broadcast_prefix, leaf_specs, tree_flatten, tree_leaves, tree_structure, with_module_states
+from spmd.core.spec import FREE, DTensorSpec, has_meta
 from spmd.errors import MeshError, PlanError, TraceError
 from spmd.job import checks
 from spmd.job.tracebacks import hides_internals
@@ -303,13 +304,22 @@ class Jitted:
         function = layout.by_position(self._parameters.function)
         call = lambda given: function(*with_dynamic(args, static, given))  # noqa: E731
         prefix, states = layout.prefix(self._in_specs), with_module_states(dynamic)
+
+        def out_specs(result: Any, specs: Sequence[DTensorSpec | None]) -> Sequence[DTensorSpec | None]:
+            arguments = layout.arguments(tree_structure(states), specs)
+            return result_specs(self._out_specs, result, mesh, arguments).specs
+
         if states is dynamic:
-            return call_whole(call, dynamic, mesh, prefix, self._out_specs, repr(self))
+            return call_whole(call, dynamic, mesh, prefix, out_specs, repr(self))
         leaves, tree = tree_flatten(states)
         numbers, with_modules = buffer_leaves(tree), WithModules(lambda *given: call(given))
         kept = tuple(leaves[n].spec.pspec if isinstance(leaves[n], DTensor) else None for n in numbers)
-        out_specs = WithBuffers(self._out_specs, kept)
-        result = call_whole(lambda given: with_modules(*given), states, mesh, prefix, out_specs, repr(self))
+
+        def with_buffers(result: WithBuffers, specs: Sequence[DTensorSpec | None]) -> list[DTensorSpec | None]:
+            buffers = leaf_specs(kept, result.buffers, mesh, what="out_specs", item="buffer", optional=True)
+            return [*out_specs(result.result, specs), *buffers]
+
+        result = call_whole(lambda given: with_modules(*given), states, mesh, prefix, with_buffers, repr(self))
         assign_buffers(tree, numbers, result.buffers)
         return result.result
 
@@ -334,7 +344,8 @@ class Jitted:
             tree = tree_structure(states)
             set_buffers(tree, buffer_leaves(tree), found.buffers)
             result = found.result
-        return _constrain(self._out_specs, result, what="out_specs", of="the result")
+        out_specs = None if self._out_specs is FREE else self._out_specs
+        return _constrain(out_specs, result, what="out_specs", of="the result")
 
 
 def _constrain(specs: Any, tree: Any, *, what: str, of: str) -> Any:
@@ -395,8 +406,11 @@ def jit(
             prefixes. Its leaves are `P`s, or tuples of one placement for each mesh axis. Where it is None or names
             nothing, and for arguments that cannot go by position (keyword-only ones, `**kwargs`, those after one that
             is left to its default), a DTensor keeps its spec, and a plain tensor is replicated.
-        out_specs: a pytree prefix of the result, with the same leaves. None, here or inside the tree, leaves the spec
-            of these results to the planner: whatever is cheapest, with no reduction pending.
+        out_specs: a pytree prefix of the result, with the same leaves. None inside the tree leaves the spec of these
+            results to the planner: whatever is cheapest, with no reduction pending. If it is left out, a result of at
+            least two tensors, or an item of a tuple or dict of results, takes the specs of an argument of equal
+            structure, shapes and dtypes, and one tensor those of a donated argument, so that a state that goes in
+            again finds its program (`docs/calls.md`); the rest, and all with `spmd.FREE`, is the planner's.
         in_shardings, out_shardings: JAX's names of `in_specs` and `out_specs`.
         mesh: the mesh; by default that of `use_mesh` when the function is called, else that of its first DTensor.
         static_argnums: positions of arguments without tensors, which must be hashable; each new value is a new program.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +12,9 @@ import attrs
 import optree
 
 from spmd.api.programs.options import Options
+from spmd.api.programs.result_specs import Argument
 from spmd.core.pytree import is_spec
+from spmd.core.spec import DTensorSpec
 from spmd.errors import ShardingError, TraceError
 from spmd.tracing.traced import dynamic_paths
 
@@ -59,6 +62,20 @@ class Layout:
     def paths(self, tree: optree.PyTreeSpec) -> list[str]:
         """The path of each leaf of the tuple of dynamic arguments, which has this structure."""
         return dynamic_paths(tree, [self.labels[number] for number in self.dynamic])
+
+    def arguments(self, tree: optree.PyTreeSpec, specs: Sequence[DTensorSpec | None]) -> list[Argument]:
+        """The arguments of a call, as results may take their specs.
+
+        Args:
+            tree: the structure of the tuple of dynamic arguments.
+            specs: the spec of each leaf of them; None for one that is no tensor.
+        """
+        arguments, rest = [], iter(specs)
+        for position, (number, child) in enumerate(zip(self.dynamic, tree.children(), strict=True)):
+            own = tuple(itertools.islice(rest, child.num_leaves))
+            label, name = self.labels[number], self.names[number]
+            arguments.append(Argument(label, name, position, number in self.donated, child, own))
+        return arguments
 
     def positional(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call by position."""

@@ -10,11 +10,12 @@ import torch
 
 from spmd.api.compiled import Compiled
 from spmd.api.jit import Jitted, jit
+from spmd.api.programs.result_specs import result_specs
 from spmd.api.values.dtensor import DTensor
 from spmd.collectives.environment import bound_axes
 from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten
-from spmd.core.spec import P
+from spmd.core.spec import FREE, DTensorSpec, P
 from spmd.errors import MeshError
 from spmd.job.tracebacks import hides_internals
 from spmd.lowering.program import LocalProgram
@@ -58,7 +59,11 @@ class ShardMapped:
         mesh = current_mesh(self._mesh)
         if is_inside():
             return call_mapped(self._region, args, mesh)
-        return call_whole(lambda args: self(*args), args, mesh, self._in_specs, self._out_specs, repr(self))
+
+        def out_specs(result: Any, _: Any) -> Sequence[DTensorSpec | None]:
+            return result_specs(self._out_specs, result, mesh, ()).specs
+
+        return call_whole(lambda args: self(*args), args, mesh, self._in_specs, out_specs, repr(self))
 
     @hides_internals
     def trace(self, *args: Any) -> Traced:
@@ -98,7 +103,7 @@ class ShardMapped:
             specs = broadcast_prefix(self._in_specs, args, what="in_specs")
             found = [_with_automatic(leaf, spec, manual) for leaf, spec in zip(leaves, specs, strict=True)]
             own = found == list(specs)
-            self._programs[key] = self.jitted if own else jit(self._region, tree.unflatten(found), None, mesh=key[0])
+            self._programs[key] = self.jitted if own else jit(self._region, tree.unflatten(found), FREE, mesh=key[0])
         return self._programs[key]
 
     def _region(self, *args: Any) -> Any:

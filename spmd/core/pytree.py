@@ -20,7 +20,7 @@ from spmd.core.containers import CONSTANTS, NAMESPACE, fields_of, is_registered,
 from spmd.core.mesh import Mesh
 from spmd.core.modules import ModuleState, register_modules
 from spmd.core.placement import Partial, Placement, Replicate, Shard
-from spmd.core.spec import DTensorSpec, P, TensorMeta, has_meta
+from spmd.core.spec import FREE, DTensorSpec, P, TensorMeta, has_meta
 from spmd.errors import ShardingError
 
 SpecLike: TypeAlias = P | Sequence[Placement]
@@ -360,6 +360,8 @@ def _container(node: Any) -> str:
 def _remedy(prefix: Any) -> str:
     if prefix is None:
         return "Write P() for a tensor that every rank holds whole."
+    if prefix is FREE:
+        return "It is out_specs of jit as a whole; in a part of out_specs, None leaves the results to the planner."
     if isinstance(prefix, (Shard, Replicate, Partial)):
         return f"Placements come in a tuple, one a mesh axis: ({prefix!r}, ...); or name axes: P('data')."
     if isinstance(prefix, str):

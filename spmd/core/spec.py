@@ -9,6 +9,7 @@ The representation is that of Shardy (https://github.com/openxla/shardy), the no
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -166,6 +167,19 @@ class P:
 
 PartitionSpec = P
 """JAX's long name of `P`."""
+
+
+class Free(enum.Enum):
+    """The type of `FREE`."""
+
+    FREE = "FREE"
+
+    def __repr__(self) -> str:
+        return "spmd.FREE"
+
+
+FREE = Free.FREE
+"""`jit(out_specs=FREE)`: the planner lays out all results, also those that go in again as arguments."""
 
 
 def _parse_dim(dim: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,13 +16,16 @@ from spmd.core.pytree import flatten_with_paths, leaf_specs, tree_flatten
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import MeshError, TraceError
 
+OutSpecs: TypeAlias = Callable[[Any, Sequence[DTensorSpec | None]], Sequence[DTensorSpec | None]]
+"""From a result, and the spec of each leaf of the arguments, to the spec of each leaf of the result, or None."""
+
 
 def call_whole(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     mesh: Mesh,
     in_specs: Any,
-    out_specs: Any,
+    out_specs: OutSpecs,
     name: str,
 ) -> Any:
     """Call a function of global tensors as it is written.
@@ -31,7 +34,8 @@ def call_whole(
         function: takes the tuple of arguments.
         args: its arguments, with plain tensors or DTensors for leaves; transforms may act on them.
         mesh: the mesh.
-        in_specs, out_specs: those of `jit`.
+        in_specs: that of `jit`.
+        out_specs: the specs of the leaves of the result.
         name: the function in messages.
 
     Returns:
@@ -48,7 +52,9 @@ def call_whole(
     found = leaf_specs(in_specs, args, mesh, what="in_specs", of="the arguments", optional=True, only_tensors=True)
     given = [(n, leaf, spec) for n, (leaf, spec) in enumerate(zip(leaves, found, strict=True)) if key_of(leaf) is None]
     specs = [spec or own_spec(leaf, mesh, f"argument {paths[n]}") for n, leaf, spec in given]
+    by_leaf: list[DTensorSpec | None] = [None] * len(leaves)
     for (n, leaf, _), spec in zip(given, specs, strict=True):
+        by_leaf[n] = spec
         check_argument(leaf, spec, f"argument {paths[n]}")
     results: list[Any] = []  # the leaves of the last result, and its structure
 
@@ -61,10 +67,7 @@ def call_whole(
         return [leaf for leaf in results[0] if isinstance(leaf, torch.Tensor)]
 
     def placed(tensors: Sequence[torch.Tensor]) -> list[DTensorSpec]:
-        result, of = results[1].unflatten(results[0]), "the result"
-        given = leaf_specs(
-            out_specs, result, mesh, what="out_specs", item="result", of=of, optional=True, only_tensors=True
-        )
+        given = out_specs(results[1].unflatten(results[0]), by_leaf)
         held = [spec for spec, leaf in zip(given, results[0], strict=True) if isinstance(leaf, torch.Tensor)]
         return [spec or DTensorSpec.make(mesh, P(), TensorMeta.of(x)) for x, spec in zip(tensors, held, strict=True)]
 

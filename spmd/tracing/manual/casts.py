@@ -22,6 +22,7 @@ from spmd.collectives.functional import cast_along
 from spmd.errors import TraceError
 from spmd.ir.graph import Value, iterate_leaves, map_leaves
 from spmd.tracing.manual.axis_types import AxisTypes, Types, remedy
+from spmd.tracing.manual.batches import check_batches
 from spmd.tracing.recorder import where
 from spmd.tracing.running import running_trace
 
@@ -54,8 +55,11 @@ class Casts(TorchFunctionMode):
         if any(map(_is_below, iterate_leaves((args, kwargs)))):
             return func(*args, **kwargs)
         if func is torch.autograd.grad:
-            outputs, *rest = args
-            return func(outputs, *rest, **{**kwargs, "grad_outputs": self._cotangents(outputs, kwargs["grad_outputs"])})
+            outputs, inputs = args
+            cotangents = self._cotangents(outputs, kwargs["grad_outputs"])
+            gradients = func(outputs, inputs, **{**kwargs, "grad_outputs": cotangents})
+            check_batches(_listed(outputs), _listed(inputs), gradients, self._axes, self._types_of)
+            return gradients
         if func is custom_function_call:
             args = (self._function(args[0]), *args[1:])
         if name.startswith("_foreach_"):
@@ -165,7 +169,7 @@ class Casts(TorchFunctionMode):
 
     def _cotangents(self, outputs: Any, given: Any) -> list[torch.Tensor | None]:
         """The cotangents given to torch.autograd.grad, of the types that the outputs require."""
-        listed = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        listed = _listed(outputs)
         cotangents = [given] if isinstance(given, torch.Tensor) else list(given or [None] * len(listed))
         return [self._cotangent(output, cotangent) for output, cotangent in zip(listed, cotangents, strict=True)]
 
@@ -208,9 +212,17 @@ class Casts(TorchFunctionMode):
                 found[number] = self._as_cotangent(given, types, f"Gradient {number} that {function}.backward returns")
         return tuple(found)
 
+    def _types_of(self, x: torch.Tensor) -> Types:
+        """The types of a tensor; along axes that are left out it is invariant."""
+        trace = running_trace()
+        return self._types.of(trace.value(trace.lift(x)))
+
     def _types_of_inputs(self, inputs: Sequence[Any]) -> list[Types | None]:
-        lift, value = running_trace().lift, running_trace().value
-        return [self._types.of(value(lift(x))) if isinstance(x, torch.Tensor) else None for x in inputs]
+        return [self._types_of(x) if isinstance(x, torch.Tensor) else None for x in inputs]
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def _on_lists(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
