@@ -136,12 +136,16 @@ HOLDERS = [
     Holder("four deep", "nested(4, {v})", "{r}['down']['down']['down']['down']['value']",
            "{r}['down']['down']['down']['down']['value'] = {v}", "{r}['down']['down']['other'] = {v}"),
     Holder("computed key", "{{'k0': {v}, 'k1': 2, 'n': 0}}", "{r}['k' + str({r}['n'])]", "{r}['k0'] = {v}"),
-    Holder("formatted key", "{{'k0': {v}, 'k1': 2, 'n': 0}}", "{r}[f\"k{{{r}['n']}}\"]", "{r}['k0'] = {v}", "{r}['k1'] += 1"),
-    Holder("defaultdict", "collections.defaultdict(float, scale={v})", "{r}['scale']", "{r}['scale'] = {v}", "{r}['o'] += 1"),
+    Holder("formatted key", "{{'k0': {v}, 'k1': 2, 'n': 0}}", "{r}[f\"k{{{r}['n']}}\"]", "{r}['k0'] = {v}",
+           "{r}['k1'] += 1"),
+    Holder("defaultdict", "collections.defaultdict(float, scale={v})", "{r}['scale']",
+           "{r}['scale'] = {v}", "{r}['o'] += 1"),
     Holder("OrderedDict", "collections.OrderedDict(scale={v})", "{r}['scale']", "{r}['scale'] = {v}", "{r}['o'] = {v}"),
-    Holder("Counter", "collections.Counter(scale={v})", "{r}['scale']", "{r}['scale'] = {v}", "{r}['o'] += 1"),
+    Holder("Counter", "collections.Counter(scale={v})", "{r}['scale']",
+           "{r}['scale'] = {v}", "{r}['o'] += 1"),
     Holder("UserDict", "collections.UserDict(scale={v})", "{r}['scale']", "{r}['scale'] = {v}", "{r}['o'] = {v}"),
-    Holder("ChainMap", "collections.ChainMap({{}}, {{'scale': {v}}})", "{r}['scale']", "{r}['scale'] = {v}", "{r}['o'] = 1"),
+    Holder("ChainMap", "collections.ChainMap({{}}, {{'scale': {v}}})", "{r}['scale']", 
+           "{r}['scale'] = {v}", "{r}['o'] = 1"),
     Holder("list", "[{v}, 1]", "{r}[0]", "{r}[0] = {v}", "{r}[1] += 1"),
     Holder("list sum", "[{v}, 1]", "sum({r})", "{r}.append({v})"),
     Holder("list len", "[{v}, 1]", "len({r})", "{r}.append({v})", "{r}[0] += 1"),
@@ -149,7 +153,8 @@ HOLDERS = [
     Holder("list of 100, one", "[float({v})] * 100", "{r}[70]", "{r}[70] = {v}", "{r}[69] += 1"),
     Holder("list of 3000", "[float({v})] * 3000", "sum({r})", "{r}[{v} % 3000] += 3"),
     Holder("list of 20000", "[float({v})] * 20000", "sum({r})", "{r}[{v} % 20000] += 3", limited=True),
-    Holder("list loop", "[Settings({v}), Settings(1)]", "sum(s.scale for s in {r})", "{r}[0].scale = {v}", "{r}[1].other += 1"),
+    Holder("list loop", "[Settings({v}), Settings(1)]", "sum(s.scale for s in {r})",
+           "{r}[0].scale = {v}", "{r}[1].other += 1"),
     Holder("unpacked", "[{v}, (1, 2)]", "(lambda a, b: a * b[0])(*{r})", "{r}[0] = {v}"),
     Holder("deque", "collections.deque([{v}, 1])", "{r}[0]", "{r}[0] = {v}"),
     Holder("set", "{{'a', 'b'}}", "(2.0 if 'scale' in {r} else 1.0)", "{r}.symmetric_difference_update({{'scale'}})"),
@@ -259,7 +264,8 @@ def case_of(holder: Holder, place: Place, way: str) -> Case:
     setup = place.setup.format(make=holder.make.format(v=1))
     if place.closure:
         inner = "\n".join(f"    {line}" for line in [*setup.splitlines(), *function.splitlines()])
-        inner += "\n    def assign(value):\n        nonlocal root\n        root = value\n    def root_of():\n        return root\n"
+        inner += "\n    def assign(value):\n        nonlocal root\n        root = value\n"
+        inner += "    def root_of():\n        return root\n"
         text = f"{PRELUDE}{helpers}def make():\n{inner}\n    return f, assign, root_of\nf, assign, root_of = make()\n"
         target = "root_of().scale" if "object" in place.name else "root_of()"
     else:

@@ -1,8 +1,9 @@
 """What a function reads beside its arguments: globals, closure variables, defaults, and what is reached from them.
 
-A program has what it read when it was traced. So that it is not used after a change, the chains of names, attributes and
-items that the function's bytecode loads are followed, through the functions that it calls, and compared at each call.
-What no chain names (computed keys, what code in C gets) is compared by content, up to a limit, above which it is said.
+A program has what it read when it was traced. So that it is not used after a change, the chains of names, attributes
+and items that the function's bytecode loads are followed, through the functions that it calls, and compared at each
+call. What no chain names (computed keys, what code in C gets) is compared by content, up to a limit, above which a
+warning says so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from spmd.api.guards.reader import Reader, TooMuch
 from spmd.api.guards.things import UNKNOWN, Values
 
 _TESTS = 8
-"""How often a test is generated anew for values that are equal and not the same; what is always new is compared without."""
+"""How often a test is generated anew for values that are equal and not the same; from then on there is none."""
 
 
 class HiddenState:

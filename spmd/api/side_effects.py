@@ -27,7 +27,7 @@ class SideEffectWarning(UserWarning):
 
 
 class HiddenStateWarning(UserWarning):
-    """A function under jit reads what is not compared at each call, or is compiled again and again for what it reads."""
+    """A function under jit reads what is too large to be compared at each call."""
 
 
 class Surroundings:
@@ -52,8 +52,8 @@ class Surroundings:
         """Warn of what the function has done, and of what it reads that is not compared."""
         for line, label in self._reader.unwatched.items():
             _warn(
-                f"{label} is read at {_where(line)}, and is too large to be compared at each call: a change in it is not "
-                "seen, and programs keep what it was. Pass it as an argument, or read what is needed before the call.",
+                f"{label} is read at {_where(line)}, and is too large to be compared at each call: a change in it is "
+                "not seen, and programs keep what it was. Pass it as an argument, or read what is needed before it.",
                 HiddenStateWarning,
             )
         self._warn_of_attributes()
@@ -115,9 +115,8 @@ class Surroundings:
             if isinstance(value, (*ROWS, *SETS, *MAPPINGS)):
                 items = value.values() if isinstance(value, MAPPINGS) else value
                 if any(map(_is_traced, items)):
-                    _warn(
-                        f"A traced tensor, which has no value, was put into {access.label} at {_where(line)}. Return it."
-                    )
+                    put = f"A traced tensor, which has no value, was put into {access.label}"
+                    _warn(f"{put} at {_where(line)}. Return it.")
             elif step is not None and _is_traced(_now(value, step)):
                 label = step.label(access.label)
                 _warn(f"{label} = ... at {_where(line)} keeps a traced tensor, which has no value. Return it.")

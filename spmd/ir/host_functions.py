@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
@@ -21,7 +21,6 @@ from spmd.core.modules import Same
 from spmd.core.pytree import tree_flatten
 from spmd.core.spec import TensorMeta
 from spmd.core.static_key import static_key
-from spmd.ir.graph import Graph, iterate_leaves
 
 
 class Passed(enum.Enum):
@@ -132,11 +131,3 @@ class Handle(int):
 
     def __repr__(self) -> str:
         return f"{self.function.name}#{self.place}"
-
-
-def host_functions(graph: Graph) -> Iterator[Callable[..., Any]]:
-    """The user's functions that a program calls."""
-    for operation in graph.operations:
-        for leaf in iterate_leaves(operation.args):
-            if isinstance(leaf, Handle):
-                yield leaf.function.function

@@ -39,7 +39,8 @@ SCRIPTS = {
     "values": "f = spmd.jit(lambda x: x.sort().values, mesh=mesh)\nfor _ in range(4):\n    values = f(X)",
     "grad": "f = spmd.jit(lambda x: torch.func.grad(lambda y: (y * y).sum())(x), mesh=mesh)\n"
     "for _ in range(4):\n    grad = f(X)",
-    "params": "f = spmd.jit(lambda p, x: p['params'] * x, mesh=mesh)\nfor _ in range(4):\n    params = f({'params': X}, X)",
+    "params": "f = spmd.jit(lambda p, x: p['params'] * x, mesh=mesh)\n"
+    "for _ in range(4):\n    params = f({'params': X}, X)",
     "attribute of another": "cfg = types.SimpleNamespace(scale=2.0)\n"
     "f = spmd.jit(lambda x: x.mean() * cfg.scale, mesh=mesh)\nfor _ in range(4):\n    cfg.mean = f(X)",
     "object again": "f = spmd.jit(lambda x: x * cfg.scale, mesh=mesh)\n"

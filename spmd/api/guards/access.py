@@ -132,8 +132,13 @@ class Access:
 
     def expect(self, check: type[Check]) -> None:
         """Compare its value in some way, if it may change."""
-        if self.watched and not self.covered and check not in self.checks:
+        if self.is_compared and check not in self.checks:
             self.checks[check] = check(self.value)  # type: ignore[call-arg]
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it is compared itself, and not as a part of something else."""
+        return self.watched and not self.covered
 
     def walk(self) -> Iterator[Access]:
         """It, and all that is reached from it."""
@@ -153,7 +158,7 @@ class Access:
         return self.step.of(self.parent.now())
 
     def failing(self, value: Any) -> Access | None:
-        """The first access from here that is not what it was, where this one has a value; those that are are refreshed."""
+        """The first access from here that is not what it was, if this one has a value; the others are refreshed."""
         for check in self.checks.values():
             if not check.holds(value):
                 return self

@@ -39,11 +39,8 @@ WRITERS = frozenset(
 """Methods of containers that write, and read nothing that a program could depend on."""
 
 READING_WRITERS = frozenset(["pop", "popitem", "popleft", "setdefault"])
-METHODS = (
-    WRITERS
-    | READING_WRITERS
-    | frozenset(["get", "items", "keys", "values", "__getitem__", "__contains__", "__iter__", "__len__"])
-)
+_READERS = ["get", "items", "keys", "values", "__getitem__", "__contains__", "__iter__", "__len__"]
+METHODS = WRITERS | READING_WRITERS | frozenset(_READERS)
 
 
 def method(reader: Reader, owner: Any, name: str, args: list[Values], named: dict[str, Values], line: Line) -> Values:
@@ -167,9 +164,9 @@ def _hasattr(reader: Reader, args: list[Values], line: Line) -> Values:
         owner.expect(OfMeta)
         return UNKNOWN
     present = _has(owner.value, name)
-    if owner.watched and not owner.covered and not present:
+    if owner.is_compared and not present:
         owner.absent.add(Attribute(name))
-    elif owner.watched and not owner.covered:
+    elif owner.is_compared:
         reader.expect_present(owner, name, line)
     return constant(present)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spmd.api.guards.access import Access, Line
 from spmd.api.guards.instructions import Instruction, handlers_of, instructions_of
 from spmd.api.guards.kinds import is_own_code, is_plain
-from spmd.api.guards.things import NULL, UNKNOWN, Constant, Fixed, Made, Parts, Values, constant, plain_value, union
+from spmd.api.guards.things import NULL, UNKNOWN, Fixed, Made, Parts, Values, constant, plain_value, union
 
 if TYPE_CHECKING:
     from spmd.api.guards.reader import Reader
@@ -660,6 +660,3 @@ def _is_long(value: Any) -> bool:
     if isinstance(value, (str, bytes)):
         return len(value) > _LONG
     return isinstance(value, int) and value.bit_length() > 256
-
-
-_ = Constant

@@ -51,7 +51,6 @@ from spmd.api.guards.kinds import (
     wrapped_by,
 )
 from spmd.api.guards.things import (
-    SOMETHING,
     UNKNOWN,
     Bound,
     BuiltinMethod,
@@ -60,7 +59,6 @@ from spmd.api.guards.things import (
     Made,
     Parts,
     Super,
-    Unknown,
     Values,
     constant,
     plain_value,
@@ -234,7 +232,7 @@ class Reader:
         if base is not None:
             return self._member_of(type(value), name, access, line)
         _, fallback = _member(type(value), "__getattr__")
-        if access.watched and not access.covered:
+        if access.is_compared:
             access.absent.add(Attribute(name)) if fallback is None else access.add(Unshadowed).names.add(name)  # type: ignore[attr-defined]
         if isinstance(fallback, FunctionType):
             return self.call(self._member_of(type(value), "__getattr__", access, line), [constant(name)], {}, line)
@@ -349,7 +347,7 @@ class Reader:
         return (thing.child(Item(key), value, line),)
 
     def _absent(self, access: Access, step: Step) -> None:
-        if access.watched and not access.covered:
+        if access.is_compared:
             access.absent.add(step)
 
     def _any_item(self, thing: Any, key: Values, line: Line) -> Values:
@@ -943,6 +941,3 @@ def _slots(value: Any) -> list[str]:
     return sorted(
         {n for kind in type(value).__mro__ for n, x in vars(kind).items() if isinstance(x, MemberDescriptorType)}
     )
-
-
-_ = (SOMETHING, Unknown)
