@@ -162,7 +162,9 @@ def test_a_derivative_that_shards_would_lose_is_refused(make):
         lambda: torch.func.jvp(loss, (x,), (x,)),
         lambda: torch.func.vmap(loss)(torch.ones(2, 4)),
     ):
-        with pytest.raises(ShardingError, match=r"torch\.func or forward-mode AD acts on; its derivative would be lost"):
+        with pytest.raises(
+            ShardingError, match=r"torch\.func or forward-mode AD acts on; its derivative would be lost"
+        ):
             call()
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ShardingError, match="derivative would be lost"):
         loss(torch.autograd.forward_ad.make_dual(x, x))
