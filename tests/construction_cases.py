@@ -143,6 +143,30 @@ def gradients_of_whole(spec: P, mesh: spmd.Mesh) -> None:
         assert x.grad.spec == x.spec.complete
 
 
+def gradients_of_what_is_distributed(spec: P, mesh: spmd.Mesh) -> None:
+    """They reach the plain tensor of each process, or its part."""
+    w = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (expected,) = torch.autograd.grad((w.exp() * w.exp()).sum(), w)
+    y = spmd.distribute(w.exp(), spec, mesh)
+    (found,) = torch.autograd.grad((y * y).sum(), w)
+    assert torch.allclose(expected, found)
+    if spec.partial:
+        return
+    part = w.detach()[y.spec.local_slices(mesh.held_coordinates[0])].requires_grad_()
+    if len(mesh.held_coordinates) > 1:
+        part = w.detach().requires_grad_()
+    joined = spmd.from_process_data(part.exp(), spec, mesh)
+    assert torch.equal(y.detach().full_tensor(), joined.detach().full_tensor())
+    (joined * joined).sum().backward()
+    assert torch.allclose((2 * part.exp() ** 2).detach(), part.grad)
+
+
+def gradients_on_one_process(mesh: spmd.Mesh) -> str:
+    """The error where autograd has computed a tensor on one process only."""
+    w = torch.ones(4, requires_grad=spmd.process_index() == 0)
+    return error_of(spmd.distribute, w * 2, P("x"), mesh)
+
+
 def error_of(function: Callable[..., Any], *args: Any, **keywords: Any) -> str:
     try:
         function(*args, **keywords)

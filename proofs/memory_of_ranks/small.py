@@ -180,6 +180,17 @@ def counts(x: Tensor) -> tuple[Tensor, ...]:
     return x.sum(0, dtype=torch.int16), spmd.constrain(x > 0, WHOLE).logical_not(), x.amax(0)
 
 
+def initializes(x: Tensor) -> list[Tensor]:
+    """Random tensors of which each rank keeps its shard."""
+    return [torch.randn(256, 256) * 0.02 for _ in range(6)] + [x + 1]
+
+
+def keeps_parts(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Results that are parts of larger tensors: of a product, of a gathered tensor, of a copy."""
+    whole = spmd.constrain((x @ w).exp(), WHOLE)
+    return whole[:32], (x @ w).t().reshape(-1)[8:], torch.tanh(x)[:, :64]
+
+
 def scatters(x: Tensor, w: Tensor) -> Tensor:
     """Per rank: partial products, summed and scattered, gathered again, and scattered."""
     y = torch.relu(psum_scatter(x @ w, AXIS, tiled=True))
@@ -232,6 +243,8 @@ SMALL: Mapping[str, Program] = {
     "convolves": function(convolves, (ROWS, WHOLE), (ROWS, WHOLE), (32, 16, 64), (16, 16, 3)),
     "embeds": function(embeds, (ROWS, WHOLE), ROWS, (1024, 64), (64, 64)),
     "counts": function(counts, (ROWS,), WHOLE, (512, 256), dtype=torch.int16),
+    "initializes": function(initializes, (ROWS,), ROWS, SQUARE),
+    "keeps parts": function(keeps_parts, (ROWS, WHOLE), None, SQUARE, SQUARE),
     "shard_map scatters": by_shard_map(scatters, (COLUMNS, ROWS), ROWS, lambda n: ((256, 256), (256, n))),
     "shard_map exchanges": by_shard_map(exchanges, (ROWS,), ROWS, lambda n: ((64, 8, n),)),
     "shard_map circles": by_shard_map(circles, (ROWS,), ROWS, lambda n: ((256, n),)),

@@ -15,6 +15,7 @@ from spmd.collectives.cheapest import Ways, eager_cost
 from spmd.collectives.step import Step, without_trivial
 from spmd.core.spec import Dims, DTensorSpec
 from spmd.errors import ShardingError
+from spmd.ir.comm import StepKind
 
 
 @lru_cache(maxsize=65536)
@@ -67,6 +68,11 @@ def _without_trivial(spec: DTensorSpec) -> DTensorSpec:
 
 
 @lru_cache(maxsize=65536)
+def only_slices(source: DTensorSpec, target: DTensorSpec) -> bool:
+    """Whether a redistribution in a program needs no communication: ranks keep slices of what they hold."""
+    return all(step.kind is StepKind.SHARD for step in redistribution(source, target))
+
+
 def eager_redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step | BlockExchange, ...]:
     """As `redistribution`, but in the least time outside of a program, where `BlockExchange` is a step, too.
 

@@ -12,6 +12,7 @@ from spmd.ir.markers import REDISTRIBUTE
 from spmd.lowering.emit import emit
 from spmd.lowering.passes import PASSES
 from spmd.lowering.passes.in_place import write_in_place
+from spmd.lowering.passes.results import copy_partial_views
 from spmd.lowering.program import LocalProgram
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.variants import plan_at
@@ -42,6 +43,7 @@ def lower(
         graph = emit(plan_at(plan, coordinate), coordinate)
         for run in PASSES if passes is None else passes:
             graph = run(graph)
+        graph = copy_partial_views(graph, (plan.mesh, plan.mesh.rank(coordinate)), plan.request.donated)
         return write_in_place(graph, plan.request.donated).verify()
 
     return LocalProgram(

@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from spmd.collectives.distributed.bucket import Bucket
+from spmd.core.own_storage import own_memory
 from spmd.ir.effectful import original
 from spmd.ir.graph import Graph, Operation, Value, numbers_of
 from spmd.ir.in_place import InPlace, restricted
@@ -189,6 +190,8 @@ def aliases_of(graph: Graph) -> set[Value]:
 
 def _may_alias(operation: Operation) -> bool:
     """Whether a result may alias the first operand; composite operators, primitives and functions are assumed to."""
+    if operation.op is own_memory:
+        return False
     if not isinstance(operation.op, torch._ops.OpOverload) or operation.is_view:
         return True
     return operation.op._can_decompose() or operation.op.namespace == "spmd"

@@ -14,6 +14,7 @@ from spmd.collectives.distributed.blocks import exchange_blocks, start_exchange
 from spmd.collectives.resharding import eager_redistribution
 from spmd.collectives.step import Step
 from spmd.core.mesh import Coordinate, Mesh, Runtime
+from spmd.core.own_storage import own_storage
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError
 from spmd.job.process import process_index
@@ -37,7 +38,8 @@ def redistribute_shards(
         steps: the steps that lead from one to the other; by default those of `eager_redistribution`.
 
     Returns:
-        The shards that this process holds under `target`, in rank order; read-only, since ranks may share a tensor.
+        The shards that this process holds under `target`, in rank order; read-only, since ranks may share a tensor, and
+        perhaps views of larger ones.
 
     Raises:
         MeshError: a mesh is abstract, or the meshes do not go together.
@@ -114,18 +116,19 @@ def start_redistribution(
         cause: the user's call and where it is, for the error of a collective that fails.
 
     Returns:
-        A function that waits for the collective, does the rest, and returns the shards; it is to be called once.
+        A function that waits for the collective, does the rest, and returns the shards, which are no views of larger
+        tensors; it is to be called once.
     """
     steps = eager_redistribution(source, target)
     last = max((number for number, step in enumerate(steps) if step.is_collective), default=None)
     if last is None:
-        moved = redistribute_shards(shards, source, target, steps)
+        moved = own_storage(*redistribute_shards(shards, source, target, steps))
         return lambda: moved
     sent, step = redistribute_shards(shards, source, target, steps[:last]), steps[last]
     receive = _started(step, sent, cause)
 
     def finish(_: tuple[Tensor, ...] = sent) -> tuple[Tensor, ...]:  # held: nothing writes to what is being sent
-        return redistribute_shards(receive(), step.target, target, steps[last + 1 :])
+        return own_storage(*redistribute_shards(receive(), step.target, target, steps[last + 1 :]))
 
     return finish
 

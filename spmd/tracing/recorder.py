@@ -173,7 +173,7 @@ class Recorder(FakeTensorMode):
             _reject_generator(func, kwargs, source)
             self._drawn(func, source)
             if func in TEMPLATED:
-                args = (self._template(args[0]), *args[1:])
+                func, args, kwargs = _without_template(func, (self._template(args[0]), *args[1:]), kwargs)
         arguments, options = self._symbols(args), self._symbols(kwargs)
         if (original(func) or func) in HOST_CALLS:
             arguments = (*arguments[:-1], self._handle(arguments[-1]))
@@ -405,3 +405,16 @@ _STATIC_SHAPES: Mapping[str, str] = {
     "linalg_lstsq": "Use torch.linalg.pinv(A) @ B, or torch.linalg.qr(A) and torch.linalg.solve_triangular.",
 }
 """Advice for the error message, for operators whose result shapes depend on values."""
+
+
+_OF_SHAPE = {aten.rand_like.default: aten.rand.default, aten.randn_like.default: aten.randn.default}
+
+
+def _without_template(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[OpOverload, Any, Any]:
+    """A random call of a new template; as one of its shape where there is such an operator, for a rank to hold less."""
+    template, formats = args[0], (None, torch.preserve_format, torch.contiguous_format)
+    if func not in _OF_SHAPE or kwargs.get("memory_format") not in formats or not template.is_contiguous():
+        return func, args, kwargs
+    own = {"dtype": template.dtype, "device": template.device}
+    given = {name: value for name, value in kwargs.items() if value is not None and name != "memory_format"}
+    return _OF_SHAPE[func], (list(template.shape),), {**own, **given}

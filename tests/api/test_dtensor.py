@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from spmd.api.values.distribute import distribute, place
+from spmd.api.values.distribute import distribute, from_process_data, place
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.core.mesh import make_mesh, use_mesh
 from spmd.core.placement import Partial, Replicate, Shard
@@ -125,6 +125,56 @@ def test_gradients_do_not_flow_through_distribute():
     value = distribute(weight, P(), ONE)
     assert not value.requires_grad
     assert not value.to_local().requires_grad
+
+
+@pytest.mark.parametrize("spec", [P(), P("model"), P(None, "data"), P(("data", "model")), P(partial={"data": "sum"})])
+@pytest.mark.parametrize("shape", [(6, 4), (5, 3), (1, 2), (0, 3)])
+def test_gradients_reach_what_a_distributed_tensor_was_computed_from(spec, shape):
+    def loss(w, place):
+        return (place(w.square()) * place((w + 1).sin())).sum()
+
+    w = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(loss(w, lambda x: x), w, create_graph=True)
+    found = torch.autograd.grad(
+        loss(w, lambda x: distribute({"x": x}, spec, MESH)["x"]).full_tensor(), w, create_graph=True
+    )
+    torch.testing.assert_close(found, expected)
+    again = [torch.autograd.grad((first * w.cos()).sum(), w)[0] for (first,) in (expected, found)]
+    torch.testing.assert_close(again[1], again[0])
+
+
+def test_without_autograd_nothing_is_recorded():
+    computed = torch.ones(4, requires_grad=True) * 2
+    with torch.no_grad():
+        assert not distribute(computed, P("model"), MESH).requires_grad
+    assert not from_process_data(computed.detach(), P("model"), MESH).requires_grad
+    assert from_process_data(computed, P("model"), MESH).requires_grad
+
+
+@pytest.mark.parametrize("make", [distribute, from_process_data])
+def test_a_derivative_that_shards_would_lose_is_refused(make):
+    def loss(x):
+        return make(x * 2, P("model"), MESH).full_tensor().sum()
+
+    x = torch.randn(4)
+    for call in (
+        lambda: torch.func.grad(loss)(x),
+        lambda: torch.func.jvp(loss, (x,), (x,)),
+        lambda: torch.func.vmap(loss)(torch.ones(2, 4)),
+    ):
+        with pytest.raises(
+            ShardingError, match=r"torch\.func or forward-mode AD acts on; its derivative would be lost"
+        ):
+            call()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ShardingError, match="derivative would be lost"):
+        loss(torch.autograd.forward_ad.make_dual(x, x))
+    assert torch.equal(torch.ones(4), torch.func.grad(lambda y: y.sum() + loss(x))(x))  # it does not depend on y
+
+
+def test_a_gradient_does_not_come_back_from_src_rank():
+    w = {"w": torch.ones(4, requires_grad=True) * 2}
+    with pytest.raises(ShardingError, match=r"leaf \['w'\] was computed by autograd, .* Pass \['w'\].detach\(\)"):
+        distribute(w, P("model"), MESH, src_rank=0)
 
 
 def test_distribute_places_trees():

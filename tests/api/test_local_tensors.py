@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import OnRanks
 from torch.utils._python_dispatch import transform_subclass
-from workers import Workers
+from workers import Workers, call_on_mesh
 
 import spmd
 from spmd import DTensor, P, Partial, Replicate, Shard
@@ -41,6 +41,16 @@ def test_gradients_of_shards_that_are_parts_of_a_sum(workers: Workers, spec: P, 
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 def test_gradients_of_the_whole_that_are_parts_of_a_sum(on_ranks: OnRanks, spec: P) -> None:
     on_ranks(cases.gradients_of_whole, AXES, spec)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, ("y", "x")), P("x", partial={"y": "sum"})], ids=repr)
+def test_gradients_of_what_is_distributed(on_ranks: OnRanks, spec: P) -> None:
+    on_ranks(cases.gradients_of_what_is_distributed, AXES, spec)
+
+
+def test_a_gradient_on_one_process_only_is_an_error_on_all(workers: Workers) -> None:
+    for said in workers.run(call_on_mesh, cases.gradients_on_one_process, {"x": 2}, "distributed", ranks=2):
+        assert "distribute on Mesh(x=2) with the gradient of leaf" in said
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=repr)

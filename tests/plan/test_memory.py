@@ -111,10 +111,19 @@ def test_the_peak_in_closed_form() -> None:
 
 
 def test_views_take_no_memory() -> None:
-    step = spmd.jit(lambda x: x.t().reshape(-1)[1:], P(), P(), mesh=MESH)
-    assert step.plan(meta(8, 64)).memory.peak == 2 * 8 * 64 * 4  # the reshape of a transpose copies, its slice does not
+    step = spmd.jit(lambda x: x.t().reshape(-1)[1:].sum(), P(), P(), mesh=MESH)
+    assert (
+        step.plan(meta(8, 64)).memory.timeline[1:3] == (2 * 8 * 64 * 4,) * 2
+    )  # the reshape copies, its slice does not
     step = spmd.jit(lambda x: x.view(4, -1)[1:].t(), P(), P(), mesh=MESH)
     assert step.plan(meta(8, 64)).memory.peak == 8 * 64 * 4
+
+
+def test_a_result_that_is_a_part_of_a_tensor_is_copied_at_the_end() -> None:
+    step = spmd.jit(lambda x: x.t().reshape(-1)[1:], P(), P(), mesh=MESH)
+    assert step.plan(meta(8, 64)).memory.peak == 2 * 8 * 64 * 4 + (8 * 64 - 1) * 4
+    step = spmd.jit(lambda x: x, P(), P("x"), mesh=MESH)
+    assert step.plan(meta(8, 64)).memory.peak == 8 * 64 * 4 + 4 * 64 * 4
 
 
 def test_a_program_without_operations_holds_its_arguments() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from spmd.api.values.dtensor import DTensor, wrap
+from spmd.api.values.dtensor import DTensor, of_parts, wrap
+from spmd.api.values.gradient_specs import gradient_spec
 from spmd.api.values.joint_shards import joint_specs
+from spmd.api.values.linear import gradients_of, is_computed, linear, refuse_gradients
 from spmd.collectives.distributed.agreement import check_agreement, describe, failing_together, gather, spans_processes
 from spmd.collectives.distributed.scatter import Scatter
 from spmd.core.mesh import Coordinate, Mesh, Runtime, current_mesh
@@ -35,12 +37,13 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
             to each rank its shard: a rank holds its shards and a bucket of at most 16 MiB. By default nothing is sent.
 
     Returns:
-        The tree with DTensors for leaves; floats in it stay. Shards are copies; gradients do not flow through.
+        The tree with DTensors for leaves; floats in it stay. Shards are copies. Gradients flow through to tensors that
+        autograd has computed; what is distributed of a leaf (a parameter) is a new leaf, without a gradient.
 
     Raises:
         DivergenceError: ranks with different trees, or on different meshes.
         ShardingError: specs that are no prefix of the tree, a spec that does not fit its tensor, or a leaf that is not
-            a tensor.
+            a tensor. Or a tensor that needs a gradient which cannot flow: with `src_rank`, or under `torch.func`.
         MeshError: no mesh, an abstract one, or a DTensor on another mesh; no rank `src_rank`.
 
     >>> from spmd import P, make_mesh
@@ -58,17 +61,28 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
         targets = [spec for spec in every if spec is not None]
         leaves = [held[number] for number in tensors_at]
         names = [f"leaf {paths[number]}".rstrip() for number in tensors_at]
+        call += gradients_of(leaves, names)
         if src_rank is not None:
             mesh.coordinate(src_rank)  # a rank of the mesh
+            refuse_gradients(leaves, names)
     scatter = None
     if src_rank is None:
         check_same(call, mesh, names, leaves)
     elif spans_processes(mesh):
         check_source(call, mesh, names, leaves, src_rank)
         scatter = Scatter(mesh, src_rank)
-    placed = [place(leaf, target, name, scatter) for leaf, target, name in zip(leaves, targets, names, strict=True)]
+    placed = [_placed(leaf, target, name, scatter) for leaf, target, name in zip(leaves, targets, names, strict=True)]
     found: dict[int, Any] = dict(enumerate(held)) | dict(zip(tensors_at, placed, strict=True))
     return structure.unflatten(found.values())
+
+
+def _placed(leaf: Any, spec: DTensorSpec, name: str, scatter: Scatter | None) -> DTensor:
+    """As `place`; autograd records it for a tensor that it has computed."""
+    if not is_computed(leaf):
+        return place(leaf, spec, name, scatter)
+    return linear(  # type: ignore[no-any-return]
+        lambda value: place(value, spec, name), lambda cotangent: cotangent.full_tensor().to(leaf.device), leaf
+    )
 
 
 def check_same(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[Any]) -> None:
@@ -133,7 +147,7 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
         mesh: the mesh; by default that of `use_mesh`.
 
     Returns:
-        The tree with DTensors for leaves.
+        The tree with DTensors for leaves. Gradients flow through as by `distribute`: to its part, on each process.
 
     Raises:
         DivergenceError: ranks make different calls, or have loaded different parts where they must be equal.
@@ -151,9 +165,16 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     with failing_together(call, mesh):
         prefix = broadcast_prefix(specs, tree, what="specs", of="the tree")
         paths, leaves, structure = flatten_with_paths(tree)
-        held = [(leaf.detach().to(mesh.device) if isinstance(leaf, torch.Tensor) else leaf,) for leaf in leaves]
-    found = joint_specs(call, held, prefix, mesh, names=[f"leaf {path}".rstrip() for path in paths])
-    return structure.unflatten([wrap(spec, shards) for spec, shards in zip(found, held, strict=True)])
+        names = [f"leaf {path}".rstrip() for path in paths]
+        call += gradients_of(leaves, names)
+        held = [(_on_device(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf,) for leaf in leaves]
+    found = joint_specs(call, held, prefix, mesh, names=names)
+    parts = zip(found, held, strict=True)
+    return structure.unflatten([of_parts(spec, *shards, gradient=gradient_spec(spec, None)) for spec, shards in parts])
+
+
+def _on_device(leaf: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    return (leaf if is_computed(leaf) else leaf.detach()).to(mesh.device)
 
 
 def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor", scatter: Scatter | None = None) -> DTensor:

@@ -242,7 +242,7 @@ class DTensor(Wrapper):
         call = f"DTensor.from_local(..., {', '.join(said)}) on {mesh}{' with a gradient' if requires else ''}"
         names = ["the tensor"] if run_check or checks.every_call else None
         (found,) = joint_specs(call, [held], [spec], mesh, shape, names=names)
-        return _of_parts(found, *held, gradient=gradient_spec(found, grad_placements))
+        return of_parts(found, *held, gradient=gradient_spec(found, grad_placements))
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "data" and isinstance(value, DTensor) and (value is self or value._family is None):
@@ -370,7 +370,7 @@ def local_parts(value: DTensor, gradient: DTensorSpec | None) -> Shards:
         if checks.every_call:
             call = f"the gradient of to_local() of {spec} on {spec.mesh}"
             joint_specs(call, [cotangents], [found.pspec], spec.mesh, spec.meta.shape, names=["the gradient"])
-        return _of_parts(found, *cotangents, gradient=spec)
+        return of_parts(found, *cotangents, gradient=spec)
 
     return linear(lambda value: tuple(shard.detach() for shard in value._shards), transpose, value)  # type: ignore[no-any-return]
 
@@ -396,7 +396,7 @@ def _of_whole(spec: DTensorSpec, whole: torch.Tensor, held: DTensorSpec | None =
     )
 
 
-def _of_parts(spec: DTensorSpec, *shards: torch.Tensor, gradient: DTensorSpec | None) -> DTensor:
+def of_parts(spec: DTensorSpec, *shards: torch.Tensor, gradient: DTensorSpec | None) -> DTensor:
     """The DTensor of shards that fit a spec; `gradient` is the spec of which they get their parts of a gradient."""
     return linear(  # type: ignore[no-any-return]
         lambda *shards: wrap(spec, tuple(shard.detach() for shard in shards)),

@@ -309,9 +309,13 @@ def _drawn(
 ) -> DTensor:
     """A DTensor of random numbers, by torch's operator on one of this spec."""
     draw = {"rand": torch.rand_like, "randn": torch.randn_like}[name]
-    made = _filled(name, shape, None, dtype, spec, mesh, requires_grad=False)
     if is_tracing():
-        return constrain(draw(made), spec)  # type: ignore[return-value]
+        return constrain(draw(_filled(name, shape, None, dtype, spec, mesh, requires_grad=False)), spec)  # type: ignore[return-value]
+
+    def template(found: DTensorSpec, at: tuple[int, ...]) -> torch.Tensor:  # of one element: its values are not read
+        return torch.empty((), dtype=dtype, device=found.mesh.device).expand(found.local_shape(at))
+
+    made = _made(name, TensorMeta(shape, dtype), template, spec, mesh, requires_grad=False)
     with torch.no_grad():
         drawn: DTensor = draw(made)  # type: ignore[assignment]
         drawn = drawn.redistribute(made.spec.pspec)

@@ -28,7 +28,8 @@ def from_torch_dtensor(value: TorchDTensor) -> DTensor:
 
     Raises:
         MeshError: a device mesh that this process is not in.
-        ShardingError: a placement that `spmd` does not have, such as `Partial("avg")`.
+        ShardingError: a placement that `spmd` does not have, such as `Partial("avg")`; or a tensor that autograd has
+            computed.
     """
     device_mesh = value.device_mesh
     names = device_mesh.mesh_dim_names or tuple(f"dim_{dim}" for dim in range(device_mesh.ndim))
@@ -39,6 +40,11 @@ def from_torch_dtensor(value: TorchDTensor) -> DTensor:
     placements = [_from_torch(placement, value) for placement in value.placements]
     meta = TensorMeta(tuple(value.shape), value.dtype)
     spec = DTensorSpec.make(mesh, P.from_placements(placements, mesh), meta)
+    if torch.is_grad_enabled() and value.grad_fn is not None:
+        raise ShardingError(
+            f"The torch DTensor of shape {list(value.shape)} was computed by autograd, and its gradient would be lost. "
+            "Pass value.detach(), or let gradients flow by spmd.DTensor.from_local(value.to_local(), mesh, spec)."
+        )
     local = value.to_local().detach()
     return wrap(spec, (local.wait() if isinstance(local, AsyncCollectiveTensor) else local,))
 

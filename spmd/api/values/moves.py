@@ -11,6 +11,7 @@ from spmd.api.values.communication import is_watched, record_move
 from spmd.collectives.distributed.agreement import gather
 from spmd.collectives.resharding import eager_redistribution
 from spmd.core.mesh import Mesh, Runtime, check_mesh
+from spmd.core.own_storage import own_storage
 from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.spec import DTensorSpec
 from spmd.errors import MeshError, ShardingError
@@ -44,7 +45,7 @@ Shards: TypeAlias = tuple[torch.Tensor, ...]
 def move_shards(
     call: str, shards: Callable[[], Shards], source: DTensorSpec, target: DTensorSpec, agreed: bool = False
 ) -> Shards:
-    """The shards under another spec; if ranks communicate, they first check that all of them make this call.
+    """The shards under another spec, no views of larger tensors; ranks that communicate check that all make this call.
 
     Args:
         call: the user's call, as text.
@@ -52,7 +53,7 @@ def move_shards(
         source, target: the specs.
         agreed: whether ranks have compared their calls already.
     """
-    return redistribute_shards(_announced(call, shards, source, target, agreed), source, target)
+    return own_storage(*redistribute_shards(_announced(call, shards, source, target, agreed), source, target))
 
 
 def start_move(

@@ -1,7 +1,7 @@
 """Passes over the program of a rank.
 
 No pass adds, removes, merges or moves operations with effects: a program runs exactly the collectives of its plan.
-Imports `ir`, `rules` and `collectives`; `lowering` imports it.
+Imports `plan.local` and what is below it; `lowering` imports it.
 """
 
 from __future__ import annotations

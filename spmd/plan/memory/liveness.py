@@ -7,7 +7,7 @@ Operators that lowering merges run once. Not modelled are the temporaries inside
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,10 +15,9 @@ import torch
 
 from spmd.collectives.local import LOCALS
 from spmd.collectives.primitives import COLLECTIVES
-from spmd.collectives.resharding import redistribution
+from spmd.collectives.resharding import only_slices
 from spmd.core.mesh import Coordinate
 from spmd.core.spec import TensorMeta
-from spmd.ir.comm import StepKind
 from spmd.ir.graph import Operation, Value, freeze
 from spmd.ir.in_place import rewritable
 from spmd.ir.list_schedule import Unit
@@ -26,11 +25,14 @@ from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
 from spmd.plan.local.fragments import Fragments, Known
+from spmd.plan.local.partial_views import partial_views
 from spmd.plan.local.strided import Result, Strided, StridedCall, results_of
 from spmd.plan.memory.repetitions import repetitions
 from spmd.rules.layouts import Need, lay_out
 
 aten = torch.ops.aten
+
+SHARD = torch.ops.spmd.shard.default
 
 
 @attrs.frozen(eq=False)
@@ -105,6 +107,8 @@ class _Recorder:
         self.copies: dict[tuple[Value, Need], Buffer] = {}
         self.buffers: dict[Value, Buffer] = {}
         self.layouts: dict[Value, Strided] = {}
+        self.slices: set[Value] = set()
+        """What reshards have sliced, and views of it."""
         self.repetitions = repetitions(plan.graph, plan.specs)
         self.fills = self.sharded_constants()
 
@@ -115,9 +119,23 @@ class _Recorder:
         for unit in scheduled(self.plan):
             self.unit(unit)
         buffers = {value: self.buffers[same] for value, same in self.values.items()}
-        outputs = tuple(buffers[value] for value in graph.outputs)
+        copies = self.copied_results(inputs)
+        outputs = tuple(copies.get(self.values[value], buffers[value]) for value in graph.outputs)
         found = Liveness(tuple(self.events), inputs, outputs, constants, buffers, self.fragments.coordinate)
         return _written_in_place(found, self.plan.request.donated)
+
+    def copied_results(self, inputs: Sequence[Buffer]) -> dict[Value, Buffer]:
+        """Record the copies of results that would keep larger tensors alive, as lowering makes them."""
+        donated = self.plan.request.donated
+        kept = {buffer for position, buffer in enumerate(inputs) if position not in donated}
+        results = {self.values[value]: value for value in self.plan.graph.outputs}
+        found = partial_views(results, self.buffers.__getitem__, lambda buffer: buffer.nbytes, kept, self.slices)
+        last = {buffer: index for index, event in enumerate(self.events) for buffer in event.reads}
+        made = {local: Buffer(results[local], local.meta) for views in found.values() for local in views}
+        for base in sorted(found, key=last.__getitem__, reverse=True):
+            copies = tuple(map(made.__getitem__, found[base]))
+            self.events.insert(last[base] + 1, Event(self.events[last[base]].operation, (base,), copies))
+        return made
 
     def sharded_constants(self) -> frozenset[Value]:
         """Results of `aten.full` of which ranks only read shards: lowering creates these instead of the full tensor."""
@@ -125,17 +143,10 @@ class _Recorder:
         made = {operation.tensors[0] for operation in operations if operation.op is aten.full.default}
         made.difference_update(self.plan.graph.outputs)
         for operation in operations if made else ():
-            if not self.only_slices(operation):
+            specs = [self.plan.specs[value] for value in (*operation.operands[:1], *operation.tensors[:1])]
+            if operation.op is not REDISTRIBUTE or not only_slices(*specs):
                 made.difference_update(operation.operands)
         return frozenset(made)
-
-    def only_slices(self, operation: Operation) -> bool:
-        """Whether an operation is a redistribution without communication."""
-        if operation.op is not REDISTRIBUTE:
-            return False
-        (value,), (result,) = operation.operands, operation.tensors
-        steps = redistribution(self.plan.specs[value], self.plan.specs[result])
-        return all(step.kind is StepKind.SHARD for step in steps)
 
     def given(self, value: Value) -> Buffer:
         """The buffer of an input or a constant."""
@@ -236,10 +247,13 @@ class _Recorder:
         writes = []
         operands = operation.operands
         for value, result in zip(operation.tensors, self.results(operation), strict=True):
-            if result.view_of is None:
+            viewed = None if result.view_of is None else operands[result.view_of]
+            if operation.op is SHARD or viewed in self.slices:
+                self.slices.add(value)
+            if viewed is None:
                 writes.append(self.hold(value, result.layout, Buffer(named.get(value), value.meta)))
             else:
-                self.hold(value, result.layout, self.buffers[operands[result.view_of]])
+                self.hold(value, result.layout, self.buffers[viewed])
         return writes
 
     def results(self, operation: Operation) -> tuple[Result, ...]:

@@ -19,6 +19,7 @@ from spmd.plan.search.boundary import expressed
 from spmd.plan.search.defer import defer_numbers
 from spmd.plan.search.hoist import hoist_sent
 from spmd.plan.search.join import join_redistributions
+from spmd.plan.search.slices import slice_early
 
 
 def finish(draft: Draft, request: Request) -> PlanData:
@@ -27,6 +28,7 @@ def finish(draft: Draft, request: Request) -> PlanData:
     specs = draft.specs()
     graph, kept, pinned = _without_noop_markers(draft.graph, draft, specs)
     graph = hoist_sent(defer_numbers(join_redistributions(graph, specs, pinned, draft.latency_shares, request)))
+    graph = slice_early(graph, specs)
     strategies = {
         kept[operation]: MappingProxyType(dict(chosen))
         for operation, chosen in draft.strategies.items()
