@@ -50,7 +50,9 @@ CASES: dict[str, IndexCase] = {
     "embedding": IndexCase(lambda w, i: F.embedding(i, w), (_TABLE,), (3, 2)),
     "embedding, int32": IndexCase(lambda w, i: F.embedding(i.int(), w), (_TABLE,), (3, 2)),
     "embedding, padding": IndexCase(lambda w, i: F.embedding(i, w, padding_idx=1), (_TABLE,), (6,)),
-    "embedding, max_norm": IndexCase(lambda w, i: F.embedding(i, w.clone(), max_norm=1.0), (_TABLE,), (6,), has_gradient=False),
+    "embedding, max_norm": IndexCase(
+        lambda w, i: F.embedding(i, w.clone(), max_norm=1.0), (_TABLE,), (6,), has_gradient=False
+    ),
     "embedding_bag": IndexCase(lambda w, i: F.embedding_bag(i, w), (_TABLE,), (3, 2)),
     "embedding_bag, sum": IndexCase(lambda w, i: F.embedding_bag(i, w, mode="sum"), (_TABLE,), (3, 2)),
     "embedding_bag, max": IndexCase(lambda w, i: F.embedding_bag(i, w, mode="max"), (_TABLE,), (3, 2)),
@@ -94,15 +96,13 @@ CASES: dict[str, IndexCase] = {
     "cross_entropy, smooth": IndexCase(lambda x, i: F.cross_entropy(x, i, label_smoothing=0.1), ((5, SIZE),), (5,)),
     "multi_margin_loss": IndexCase(F.multi_margin_loss, ((5, SIZE),), (5,)),
     "multilabel_margin_loss": IndexCase(F.multilabel_margin_loss, ((2, SIZE),), (2, SIZE)),
-    "index, number": IndexCase(lambda x, i: x[i], (_TABLE,), ()),
-    "assignment, number": IndexCase(_assigned, (_TABLE, (4,)), ()),
     "vmap, embedding": IndexCase(lambda w, i: torch.vmap(F.embedding, (0, None))(i, w), (_TABLE,), (3, 2)),
     "vmap, gather": IndexCase(torch.vmap(lambda x, i: x.gather(0, i)), ((4, SIZE),), (4, 3)),
     "vmap, one_hot": IndexCase(lambda x, i: torch.vmap(lambda i: F.one_hot(i, SIZE))(i) * x, ((SIZE,),), (3, 2)),
     "max_unpool1d": IndexCase(
         lambda x, i: F.max_unpool1d(x, i, 2, 2, 0, (SIZE,)), ((1, 4, 3),), (1, 4, 3), has_gradient=False
     ),
-    "only used for a shape": IndexCase(lambda x, i: F.embedding(i, x).new_ones(2), (_TABLE,), (3, 2), has_gradient=False),
+    "unused": IndexCase(lambda x, i: F.embedding(i, x).new_ones(2), (_TABLE,), (3, 2), has_gradient=False),
 }
 
 
@@ -113,7 +113,7 @@ KINDS = ("right", "past", "large", "minus one", "negative")
 def positions(case: IndexCase, kind: str, generator: torch.Generator) -> torch.Tensor:
     """Positions: all in range, or one of them as `kind` says."""
     count = math.prod(case.index)
-    order = torch.randperm(case.size, generator=generator)  # without repetitions, where there is room: writes are ordered
+    order = torch.randperm(case.size, generator=generator)  # without repetitions where that can be
     index = order.repeat(-(-count // case.size))[:count].reshape(case.index)
     wrong = {"past": case.size, "large": 9 * case.size, "minus one": -1, "negative": -case.size - 2}
     if kind in wrong:

@@ -24,10 +24,8 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes < 0:
         return F.one_hot(tensor, num_classes)
     classes = torch.arange(num_classes, device=tensor.device)
-    if tensor.ndim:  # looked up, classes that do not exist are an error
+    if not _transforms([tensor]):  # a lookup refuses classes that do not exist; under vmap torch accepts them, too
         tensor = classes.expand(*tensor.shape[:-1], num_classes).gather(-1, tensor)
-    else:
-        tensor = classes.gather(0, tensor)
     return (tensor.unsqueeze(-1) == classes).long().contiguous()
 
 

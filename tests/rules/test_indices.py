@@ -122,7 +122,8 @@ def test_a_lookup_keeps_the_sign_of_zero():
     for function, spec in itertools.product(lookups, [(P("x"), P()), (P(None, "x"), P()), (P(), P("x"))]):
         result = sharded(function, spec, x=3)(table, index).full_tensor()
         assert torch.equal(function(table, index).signbit(), result.signbit())
-    partial = spmd.distribute(torch.tensor([-0.0]), P(partial="x"), mesh=spmd.make_mesh({"x": 2}, runtime="virtual"))
+    mesh = spmd.make_mesh({"x": 2}, runtime="virtual")
+    partial = spmd.distribute(torch.tensor([-0.0]), P(partial={"x": "sum"}), mesh=mesh)
     assert partial.full_tensor().signbit().item()
 
 
@@ -139,9 +140,8 @@ def test_an_unused_lookup_is_checked():
 
 def test_each_operator_with_positions_is_known():
     """Of torch's functional operators; those of sparse tensors and quantized ones have no rules."""
-    left = {
-        "_unsafe_index", "_unsafe_index_put", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "segment_reduce"
-    }  # fmt: skip
+    decomposed = {"_unsafe_index", "_unsafe_index_put", "_index_put_impl", "embedding_renorm"}
+    in_range = {"_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "segment_reduce"}
     found = set()
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
@@ -152,10 +152,10 @@ def test_each_operator_with_positions_is_known():
             given = {argument.name for argument in schema.arguments if "Tensor" in str(argument.type)}
             if given & {"index", "indices"} and not schema.is_mutable and "backward" not in name:
                 found.add(name)
-    known = {name for name in found if refuses_positions(getattr(torch.ops.aten, name).default) or _first(name)}
-    assert left >= found - known, found - known - left
+    refused = {name for name in found if any(map(refuses_positions, _overloads(name)))}
+    assert decomposed | in_range == found - refused
 
 
-def _first(name: str) -> bool:
+def _overloads(name: str) -> list[torch._ops.OpOverload]:
     packet = getattr(torch.ops.aten, name)
-    return refuses_positions(getattr(packet, packet.overloads()[0]))
+    return [getattr(packet, overload) for overload in packet.overloads() if "hacked_twin" not in overload]
