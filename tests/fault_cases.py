@@ -118,6 +118,16 @@ def raises_in_function(on: int) -> None:
     spmd.jit(function, P("data"), P("data"), mesh=x.mesh)(x)
 
 
+def position_out_of_range(on: int) -> None:
+    """A label beyond the vocabulary in the batch of one rank."""
+    _, x = steps()
+    loss = spmd.jit(lambda table, ids: table[ids].sum(), (P(), P("data")), P(), mesh=x.mesh)
+    ids, table = torch.zeros(64, dtype=torch.int64), torch.ones(10, 2)
+    loss(table, ids)
+    ids[16 * on] = 10
+    loss(table, ids)
+
+
 def returns(on: int) -> None:
     step, x = steps()
     while spmd.process_index() != on:

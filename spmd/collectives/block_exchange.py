@@ -105,7 +105,7 @@ class BlockExchange:
         same = self.source.mesh == self.target.mesh
         return tuple(axis for axis, op in self.source.partial if same and (axis, op) in self.target.partial)
 
-    def neutral_at(self, coordinate: Coordinate) -> float | int | bool | None:
+    def neutral_at(self, coordinate: Coordinate) -> complex | float | int | bool | None:
         """What fills the shard at a coordinate of the target's mesh; None where it has values."""
         new = tuple(item for item in self.target.partial if item[0] not in self.kept)
         return attrs.evolve(self.target, partial=new).neutral_at(coordinate)

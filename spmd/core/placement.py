@@ -79,14 +79,16 @@ def combine(op: Reduction, left: torch.Tensor, right: torch.Tensor, *, out: torc
     return reduce(left, right, out=out)
 
 
-def neutral_element(op: Reduction, dtype: torch.dtype) -> float | int | bool:
+def neutral_element(op: Reduction, dtype: torch.dtype) -> complex | float | int | bool:
     """The identity element of the reduction `op` for values of `dtype`.
 
     >>> neutral_element("max", torch.float32), neutral_element("min", torch.int8), neutral_element("sum", torch.int8)
     (-inf, 127, 0)
     """
     if op == "sum":
-        return 0
+        if dtype.is_complex:
+            return complex(-0.0, -0.0)
+        return -0.0 if dtype.is_floating_point else 0  # 0.0 would change -0.0
     if dtype == torch.bool:
         return op == "min"
     if dtype.is_floating_point:

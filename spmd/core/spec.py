@@ -327,7 +327,7 @@ class DTensorSpec:
         """The shape of the shard of the rank at `coordinate`."""
         return tuple(part.stop - part.start for part in self.local_slices(coordinate))
 
-    def neutral_at(self, coordinate: Coordinate) -> float | int | bool | None:
+    def neutral_at(self, coordinate: Coordinate) -> complex | float | int | bool | None:
         """What fills the shard at `coordinate` when a whole tensor is placed; None where it has the tensor's values.
 
         Along a partial axis the rank at index 0 has the values, and the others have the neutral element.

@@ -11,12 +11,15 @@ import torch
 
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze
+from spmd.ir.refusals import refuses_positions
 
 aten = torch.ops.aten
 
 
 def eliminate_dead(graph: Graph, *, collectives: bool = False) -> Graph:
-    """Remove unused operations and constants, except operations with effects.
+    """Remove unused operations and constants, except operations with effects and those that refuse positions.
+
+    What is computed a second time has refused them before.
 
     Args:
         graph: the program.
@@ -28,6 +31,7 @@ def eliminate_dead(graph: Graph, *, collectives: bool = False) -> Graph:
     for operation in reversed(graph.operations):
         effect = operation.effect
         removable = effect is None or (collectives and effect is Effect.COLLECTIVE)
+        removable = removable and (operation.annotations.repetition > 0 or not refuses_positions(operation.op))
         if live.isdisjoint(operation.tensors) and removable:
             continue
         live.update(operation.operands)

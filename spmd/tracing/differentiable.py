@@ -23,7 +23,10 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """`F.one_hot`; torch's reads the values of its argument under grad and jvp."""
     if num_classes < 0:
         return F.one_hot(tensor, num_classes)
-    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long().contiguous()
+    classes = torch.arange(num_classes, device=tensor.device)
+    if not _transforms([tensor]):  # a lookup refuses classes that do not exist; under vmap torch accepts them, too
+        tensor = classes.expand(*tensor.shape[:-1], num_classes).gather(-1, tensor)
+    return (tensor.unsqueeze(-1) == classes).long().contiguous()
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:

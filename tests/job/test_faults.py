@@ -201,6 +201,14 @@ def test_an_error_in_the_function_reaches_the_others(forks):
         assert re.match(r"SpmdError: Rank 1 failed in the first run .*: ValueError: no such layer", end), end
 
 
+def test_a_position_out_of_range_on_one_rank_ends_the_others(forks):
+    ends = run_job(forks, cases.position_out_of_range, 1)
+    error = "IndexError: index 10 is out of bounds for dimension 0 with size 10"
+    assert ends.pop(1).startswith(error)
+    for end in ends.values():
+        assert re.match(COLLECTIVE + f", because rank 1 failed: {error}", end), end
+
+
 @pytest.mark.parametrize(
     ("case", "pattern"),
     [

@@ -81,7 +81,7 @@ def _silent(name: str, module: str, function: str, within: str) -> Mutant:
     )
 
 
-def _always_held(index: Tensor, size: int, length: int, axes: Any) -> tuple[Tensor, Tensor]:
+def _always_held(index: Tensor, start: Tensor, length: int) -> tuple[Tensor, Tensor]:
     held = torch.ones_like(index, dtype=torch.bool)
     return index % max(length, 1), held
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd.collectives import shard_offset
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.ir.call import Call
 from spmd.rules.notation import by_call, factors
-from spmd.rules.ops.lookup import filled, local_index
+from spmd.rules.ops.lookup import filled, local_index, look_up_rows, missing, shard_starts
 from spmd.rules.partial import carry, linear
 from spmd.rules.rule import Axes, Row, Rule, table
 
@@ -19,16 +20,17 @@ aten = torch.ops.aten
 
 
 def _lookup(axes: Axes, call: Call, weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
-    local, held = local_index(indices, call.operands[0].shape[0], weight.shape[0], axes)
-    found = aten.embedding.default(filled(weight, 0), local)
-    return torch.where(held.unsqueeze(-1), found, torch.zeros_like(found))
+    starts = shard_starts(indices, call.operands[0].shape[0], axes, look_up_rows)
+    local, held = local_index(indices, starts, weight.shape[0])
+    rows = aten.embedding.default(filled(weight, 0), local)
+    return torch.where(held.unsqueeze(-1), rows, missing(rows))
 
 
 def _lookup_backward(
     axes: Axes, call: Call, grad: Tensor, indices: Tensor, count: int, padding_idx: int, by_frequency: bool
 ) -> Tensor:
     length = call.results[0].shape[0]
-    local, held = local_index(indices, count, length, axes)
+    local, held = local_index(indices, shard_offset(count, axes), length)
     held = held & (indices != padding_idx)
     # Gradients of rows in other shards, and of padding, go into an extra last row, which is then dropped.
     local = torch.where(held, local, torch.full_like(local, length))

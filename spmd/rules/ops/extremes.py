@@ -66,7 +66,7 @@ class _Extreme:
         return best, first % end
 
 
-def _extended(x: Tensor, dim: int, value: float) -> Tensor:
+def _extended(x: Tensor, dim: int, value: complex) -> Tensor:
     shape = [1 if i == dim % x.ndim else size for i, size in enumerate(x.shape)]
     return torch.cat([x, x.new_full(shape, value)], dim)
 

@@ -12,7 +12,7 @@ from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
 from spmd.rules.builders import dim_names
 from spmd.rules.notation import Rows, by_call, factors, term
-from spmd.rules.ops.lookup import pick
+from spmd.rules.ops.lookup import look_up_items, missing, pick, shard_starts
 from spmd.rules.partial import carry, increasing, keeps_max, keeps_min, linear
 from spmd.rules.rule import Axes, Row, Rule, table
 
@@ -189,7 +189,9 @@ def _scatter(*rows: Rows) -> Rule:
 def _gather_body(
     axes: Axes, call: Call, x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False
 ) -> torch.Tensor:
-    return pick(x, dim, index, call.operands[0].shape[dim], axes)
+    starts = shard_starts(index, call.operands[0].shape[dim], axes, look_up_items)
+    items, held = pick(x, dim, index, starts)
+    return torch.where(held, items, missing(items))
 
 
 def _cut_gathered(call: Call) -> Iterator[Row]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from spmd.collectives import shard_offset
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.ir.call import Call
 from spmd.rules.builders import replicated_only, zero_results
 from spmd.rules.notation import Rows, by_call, factors
-from spmd.rules.ops.lookup import filled, local_index, pick
+from spmd.rules.ops.lookup import filled, local_index, missing, pick, shard_starts
 from spmd.rules.partial import decreasing, ignores, linear
 from spmd.rules.rule import Axes, Row, Rule, table
 
@@ -53,13 +55,23 @@ def _nll(
     Targets and weights are replicated, so every rank computes the whole total weight.
     """
     dim = _class_dim(call)
-    picked = pick(scores, dim, target.unsqueeze(dim), call.operands[0].shape[dim], axes).squeeze(dim)
+    starts = shard_starts(target, call.operands[0].shape[dim], axes, partial(_look_up_class, ignored=ignored))
+    picked, held = pick(scores, dim, target.unsqueeze(dim), starts.unsqueeze(dim))
     counted = _target_weight(target, weight, ignored, scores.dtype)
-    loss = -picked * counted
+    kept, loss = target != ignored, -picked.squeeze(dim) * counted
+    others = torch.where(kept, missing(loss), torch.zeros_like(loss))  # the loss of ignored targets is 0.0, not -0.0
+    loss = torch.where(held.squeeze(dim) & kept, loss, others)
     if reduction == _NONE:
         return loss, counted if scores.ndim == 1 else scores.new_zeros(())
     total = counted.sum()
     return (loss.sum() if reduction == _SUM else loss.sum() / total), total
+
+
+def _look_up_class(table: Tensor, target: Tensor, *, ignored: int) -> Tensor:
+    """The items of a table at the targets, 0 for ignored ones, by the operator that names a target out of range."""
+    scores = -table.double().expand(target.numel(), -1)  # the lookup of integers is exact
+    items, _ = torch.ops.aten.nll_loss_forward.default(scores, target.reshape(-1), None, _NONE, ignored)
+    return items.reshape(target.shape).long()
 
 
 def _target_weight(target: Tensor, weight: Tensor | None, ignored: int, dtype: torch.dtype) -> Tensor:
@@ -76,7 +88,7 @@ def _nll_backward(
     axes: Axes, call: Call, grad: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, *options: Tensor
 ) -> Tensor:
     dim, (reduction, ignored, total) = _class_dim(call), options
-    local, held = local_index(target, call.operands[1].shape[dim], scores.shape[dim], axes)
+    local, held = local_index(target, shard_offset(call.operands[1].shape[dim], axes), scores.shape[dim])
     scale = -grad * _target_weight(target, weight, int(ignored), scores.dtype)
     scale = scale / total if reduction == _MEAN else scale
     scale = torch.where(held, scale, torch.zeros_like(scale))

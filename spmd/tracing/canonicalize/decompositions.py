@@ -201,7 +201,7 @@ def _margin_backward(op: OpOverload) -> Body:
 def _embedding_renorm(table: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
     """The table with the rows that `indices` selects scaled down to norm `max_norm` where theirs is larger."""
     norms = torch.linalg.vector_norm(table, norm_type, 1)
-    used = torch.zeros_like(norms).scatter(0, indices.flatten(), 1.0)
+    used = torch.zeros_like(norms).index_fill(0, indices.flatten(), 1.0)
     scale = torch.where((used > 0) & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)
     return table * scale.unsqueeze(1)
 
@@ -209,6 +209,14 @@ def _embedding_renorm(table: torch.Tensor, indices: torch.Tensor, max_norm: floa
 def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, **options: Any) -> Any:
     """Gather with int64 indices: torch 2.13's kernel for expanded indices reads int32 indices as int64."""
     return aten.gather.default(x, dim, index.long(), **options) if index.dtype is torch.int32 else NotImplemented
+
+
+def _index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+    """A write of whole items; unlike `index_put`, it refuses negative positions."""
+    if not x.ndim:
+        return NotImplemented
+    places = torch.arange(x.shape[dim], device=index.device).index_select(0, index.reshape(-1))
+    return x.index_put((*(None,) * (dim % x.ndim), places), source)
 
 
 def _batch_norm_eval(
@@ -276,6 +284,7 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.conv_tbc_backward.default: _conv_tbc_backward,
     aten.embedding_renorm.default: _embedding_renorm,
     aten.gather.default: _gather,
+    aten.index_copy.default: _index_copy,
     aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape),
