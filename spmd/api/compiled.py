@@ -30,6 +30,7 @@ from spmd.api.values.leaves import DYNAMIC, as_argument
 from spmd.api.values.result_wrappers import ResultWrappers
 from spmd.api.values.wrapper import Shards, donate_shards
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
+from spmd.core.compile_lock import COMPILING, compiled_property
 from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
 from spmd.core.modules import structures_in
@@ -93,7 +94,7 @@ class Compiled:
         self._flats: ProgramCache[FlatFunction] = ProgramCache()
         self._seen = list(self.in_specs)  # of the last call: comparing the same objects is faster
 
-    @functools.cached_property
+    @compiled_property
     def traced(self) -> Traced:
         """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
         around = Surroundings(self.hidden, (held.module for _, held in structures_in(self.signature.tree)))
@@ -117,7 +118,7 @@ class Compiled:
         """Whether the function has been traced."""
         return "traced" in self.__dict__
 
-    @functools.cached_property
+    @compiled_property
     def staged(self) -> Program:
         """The traced function with its specs: the later stages."""
         outputs = self.traced.graph.outputs
@@ -133,7 +134,7 @@ class Compiled:
         specs = (*given, *(buffer_spec(value, spec) for value, spec in buffers))
         return Program(self.traced, self.mesh, self.in_specs, specs, self._donated, self.options)
 
-    @functools.cached_property
+    @compiled_property
     def _wrappers(self) -> ResultWrappers:
         return ResultWrappers(self.staged.out_specs, self.in_specs, self._donated)
 
@@ -236,10 +237,13 @@ class Compiled:
     def flat(self, numbers: tuple[float, ...]) -> FlatFunction:
         """The function of its flat tensors for given numbers, of which transforms from outside are programs too."""
         key = static_key(numbers)
-        found = self._flats.get(key)
-        if found is None:
-            found = self._make_flat(numbers)
-            self._flats.add(key, found)
+        with COMPILING:
+            found = self._flats.get(key)
+            is_new = found is None
+            if found is None:
+                found = self._make_flat(numbers)
+                self._flats.add(key, found)
+        if is_new:
             warn_of_transforms(self.traced.name, self._flats.info.misses if numbers else 0)
         return found
 

@@ -33,6 +33,7 @@ from spmd.api.transforms.transformed import is_transformed
 from spmd.api.value_warnings import ValueWarnings
 from spmd.api.values.dtensor import DTensor
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
+from spmd.core.compile_lock import COMPILING
 from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh, default_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten, tree_leaves, tree_structure, with_module_states
 from spmd.core.spec import has_meta
@@ -190,7 +191,8 @@ class Jitted:
 
     def _stages(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
         keywords = {**keywords, **self._parameters.bound}
-        return self._lookup(args, keywords, self._mesh_of(args, keywords))
+        with COMPILING:
+            return self._lookup(args, keywords, self._mesh_of(args, keywords))
 
     def _mesh_of(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Mesh:
         """The mesh of a call."""
@@ -210,7 +212,8 @@ class Jitted:
         signature, machine = Signature.of(args, layout, mesh, self._in_specs), None
         numbers = signature.numbers_of(split(args, layout.static)[1])
         if self._chooses_machine(mesh):
-            from spmd.plan.machine.default import default_machine  # not by `import spmd`
+            with COMPILING:
+                from spmd.plan.machine.default import default_machine  # not by `import spmd`
 
             machine = default_machine(mesh)
         hidden = HiddenState(self.__wrapped__, self._parameters.bound.get(SELF), self._ignored)
@@ -242,11 +245,13 @@ class Jitted:
         call = first_run(mesh)
         with failing_together(call, mesh):
             if self._chooses_machine(mesh):
-                from spmd.plan.machine.default import agree_on_machine  # not by `import spmd`
+                with COMPILING:
+                    from spmd.plan.machine.default import agree_on_machine  # not by `import spmd`
 
                 with isolated():
                     agree_on_machine(mesh, call)
-            return self._lookup(args, keywords, mesh)
+            with COMPILING:
+                return self._lookup(args, keywords, mesh)
 
     def _chooses_machine(self, mesh: Mesh) -> bool:
         """Whether plans are for a machine that the ranks of a distributed mesh agree on."""
@@ -264,8 +269,9 @@ class Jitted:
 
     def _uncompiled(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call the function as it is written, under `spmd.disable_jit`."""
-        from spmd.api.uncompiled.inside import is_inside  # few need them: `import spmd` leaves them out
-        from spmd.api.uncompiled.whole import call_whole
+        with COMPILING:
+            from spmd.api.uncompiled.inside import is_inside  # few need them: `import spmd` leaves them out
+            from spmd.api.uncompiled.whole import call_whole
 
         if is_inside():
             return self._inline(args, keywords)
