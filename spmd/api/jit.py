@@ -131,19 +131,20 @@ class Jitted:
         last, layout = self._last, self._parameters.known(args, keywords)
         if last is not None and layout is not None and last.hidden.unchanged():
             static, dynamic = split(layout.positional(args, keywords), layout.static)
-            leaves = last.flatten(dynamic)
+            flatten = last.flatten  # once: for a call in another thread it may become that of other modules
+            leaves = flatten(dynamic)
             if leaves is not None and (numbers := last.take_numbers(leaves)) is not None and not is_transformed(leaves):
                 key = torch_settings(), self._find_mesh(leaves), layout, static
                 shards = last.match(key, leaves)
                 if shards is not None:
                     self._compiled.hits += 1
-                    return last.run(shards, leaves, numbers)
+                    return last.run(shards, leaves, numbers, flatten.structure)  # type: ignore[attr-defined]
         compiled = self._lookup_together(args, keywords)
         given = compiled.leaves(args, keywords)
         taken = compiled.take_numbers(given) or ()
         if is_transformed(given):
-            return compiled.transformed(given, taken)
-        result = compiled.run(compiled.place(given, taken), given, taken)
+            return compiled.transformed(given, taken, compiled.tree_of(args, keywords))
+        result = compiled.run(compiled.place(given, taken), given, taken, compiled.tree_of(args, keywords))
         self._last = compiled
         return result
 

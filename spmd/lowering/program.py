@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 from torch.fx import GraphModule
 
-from spmd.core.compile_lock import COMPILING
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.single_threaded import single_threaded
 from spmd.core.spec import DTensorSpec
@@ -50,7 +49,7 @@ class LocalProgram:
         coordinate = coordinate or (0,) * len(self.mesh.names)
         key = tuple(spec.local_shape(coordinate) for spec in self.uneven)
         if key not in self._graphs:
-            with COMPILING, single_threaded():
+            with single_threaded():
                 if key not in self._graphs:
                     self._graphs[key] = on_device(self.build(coordinate), self.mesh.device)
         return self._graphs[key]
