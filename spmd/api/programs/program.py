@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -100,7 +100,8 @@ class Program:
         if self._executable is None:
             program, distributed = self.local, self.mesh.runtime is Runtime.DISTRIBUTED
             # Not under the lock on processes: the ranks wait for each other.
-            with isolated(), contextlib.nullcontext() if distributed else COMPILING:
+            lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if distributed else COMPILING
+            with isolated(), lock:
                 self._executable = (DistributedProgram if distributed else VirtualProgram)(program)
         return self._executable
 
