@@ -101,7 +101,7 @@ class _DrawsFrom(TorchDispatchMode):
         if drawing is not None:
             return drawing(*args, **{**kwargs, "generator": self._generator})
         if func is torch.ops.aten.native_dropout.default:
-            return _dropout(*args, **kwargs, generator=self._generator)
+            return _dropout(*args, **{**kwargs, "generator": self._generator})
         device = self._generator.device  # an operator that knows the default generator only
         before = generator_state(device)
         set_generator_state(self._generator.get_state(), device)
