@@ -133,7 +133,7 @@ def _set_on_cuda(change: Callable[[], None], **kwargs: Any) -> None:
 
 # Once, and not in each trace: other threads may seed and draw meanwhile.
 torch.random.default_generator = _DefaultGenerator()  # type: ignore[assignment]
-torch.cuda.random._lazy_call = _set_on_cuda
+torch.cuda.random._lazy_call = _set_on_cuda  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
