@@ -32,6 +32,7 @@ from spmd.api.values.factories import (
 from spmd.api.values.full_tree import full_tree
 from spmd.api.values.visualize import visualize
 from spmd.collectives.callbacks import pure_callback
+from spmd.core.compile_lock import COMPILING
 from spmd.core.mesh import Mesh, make_mesh, use_mesh
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.core.spec import FREE, DTensorSpec, P, PartitionSpec, TensorMeta
@@ -144,10 +145,10 @@ package, and torch.distributed.checkpoint takes half a second."""
 
 def __getattr__(name: str) -> Any:
     """Import what `import spmd` leaves out, at its first use."""
-    if name in _SUBMODULES:
-        return importlib.import_module(f"spmd.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _SUBMODULES or name in _HOMES:
+        with COMPILING:
+            module = importlib.import_module(_HOMES.get(name, f"spmd.{name}"))
+        return getattr(module, name) if name in _HOMES else module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -231,6 +231,27 @@ def interrupted(on: int, fails_with: Callable[[], Callable[[], object]]) -> None
         step(x)
 
 
+def two_threads() -> None:
+    """Two threads of each rank make steps at once."""
+    step, x = steps()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), dist.group.WORLD)
+    errors: list[Exception] = []
+
+    def train() -> None:
+        try:
+            while not errors:
+                step(x)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    step(x)
+
+
 def handler_that_fails() -> Callable[[], object]:
     def handler(*_: object) -> None:
         raise RuntimeError("the machine is wanted by others")

@@ -44,7 +44,7 @@ def run(case: Case, number: int, calls: int = 1) -> list[str]:
 
 def _calls(case: Case, space: dict[str, Any], calls: int) -> list[str]:
     function, jitted = space["f"], spmd.jit(space["f"], mesh=MESH)
-    found = []
+    found: list[str] = []
     _compare(function, jitted, "first call", found)
     for kind, value in STEPS:
         statement = getattr(case, kind)

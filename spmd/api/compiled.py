@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import optree
 import torch
 from torch._C._functorch import peek_interpreter_stack
 
@@ -32,10 +33,11 @@ from spmd.api.values.leaves import DYNAMIC, as_argument
 from spmd.api.values.result_wrappers import ResultWrappers
 from spmd.api.values.wrapper import Shards, donate_shards
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
+from spmd.core.compile_lock import COMPILING, compiled_property
 from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
 from spmd.core.modules import structures_in
-from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, with_module_states
+from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, tree_structure, with_module_states
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.core.static_key import static_key
 from spmd.errors import TraceError
@@ -98,7 +100,7 @@ class Compiled:
         self._flats: ProgramCache[FlatFunction] = ProgramCache()
         self._seen = list(self.in_specs)  # of the last call: comparing the same objects is faster
 
-    @functools.cached_property
+    @compiled_property
     def traced(self) -> Traced:
         """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
         modules = (held.module for _, held in structures_in(self.signature.tree))
@@ -124,7 +126,7 @@ class Compiled:
         """Whether the function has been traced."""
         return "traced" in self.__dict__
 
-    @functools.cached_property
+    @compiled_property
     def staged(self) -> Program:
         """The traced function with its specs: the later stages."""
         outputs = self.traced.graph.outputs
@@ -141,7 +143,7 @@ class Compiled:
         specs = (*given, *(buffer_spec(value, spec) for value, spec in buffers))
         return Program(self.traced, self.mesh, self.in_specs, specs, self._donated, self.options)
 
-    @functools.cached_property
+    @compiled_property
     def _wrappers(self) -> ResultWrappers:
         return ResultWrappers(self.staged.out_specs, self.in_specs, self._donated)
 
@@ -239,15 +241,18 @@ class Compiled:
             raise TraceError(
                 f"{self!r} was compiled for other values that are no tensors. Call the jitted function instead."
             )
-        return self.run(self.place(leaves, numbers), leaves, numbers)
+        return self.run(self.place(leaves, numbers), leaves, numbers, tree)
 
     def flat(self, numbers: tuple[float, ...]) -> FlatFunction:
         """The function of its flat tensors for given numbers, of which transforms from outside are programs too."""
         key = static_key(numbers)
-        found = self._flats.get(key)
-        if found is None:
-            found = self._make_flat(numbers)
-            self._flats.add(key, found)
+        with COMPILING:
+            found = self._flats.get(key)
+            is_new = found is None
+            if found is None:
+                found = self._make_flat(numbers)
+                self._flats.add(key, found)
+        if is_new:
             warn_of_transforms(self.traced.name, self._flats.info.misses if numbers else 0)
         return found
 
@@ -263,15 +268,15 @@ class Compiled:
         given = [None if spec is None else spec.pspec for spec in self.staged.given_out_specs]
         return FlatFunction(function, self.mesh, self.in_specs, given, self.options, self.traced.name)
 
-    def transformed(self, leaves: Sequence[Any], numbers: tuple[float, ...] = ()) -> Any:
-        """Run the function on tensors on which transforms act, or of which autograd records the use."""
+    def transformed(self, leaves: Sequence[Any], numbers: tuple[float, ...], tree: optree.PyTreeSpec) -> Any:
+        """Run the function on tensors on which transforms act, or of which autograd records the use; as `run`."""
         for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
             if isinstance(leaf, DTensor):
                 check_argument(leaf, spec, f"argument {path}")
         if self._without_gradients and peek_interpreter_stack() is None:
             warn_of_missing_gradients(self.traced.name, self._without_gradients)
             self._without_gradients = []
-        return self._finish(call(self.flat(numbers), leaves), numbers)
+        return self._finish(call(self.flat(numbers), leaves), numbers, tree)
 
     def _with_leaves(self, tensors: Sequence[Any], numbers: Sequence[float]) -> list[Any]:
         """The leaves of the dynamic arguments with these tensors and numbers."""
@@ -281,12 +286,12 @@ class Compiled:
             leaves[position] = leaf
         return leaves
 
-    def _finish(self, values: Sequence[torch.Tensor], numbers: Sequence[float]) -> Any:
+    def _finish(self, values: Sequence[torch.Tensor], numbers: Sequence[float], tree: optree.PyTreeSpec) -> Any:
         """The result of the function from what its program returns; buffers of modules are assigned."""
         count = len(values) - len(self._updated)
         if self._updated:
             positions = [self.signature.positions[number] for number in self._updated]
-            assign_buffers(self.signature.tree, positions, values[count:])
+            assign_buffers(tree, positions, values[count:])
         return self.traced.result(values[:count], numbers)
 
     def leaves(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
@@ -397,20 +402,30 @@ class Compiled:
             for leaf, spec, name in zip(leaves, self.in_specs, names, strict=True)
         ]
 
-    def run(self, shards: list[Shards], leaves: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
+    def tree_of(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> optree.PyTreeSpec:
+        """The structure of the dynamic arguments of a call, with the modules of this call."""
+        if not self._has_modules:
+            return self.signature.tree
+        layout = self._parameters.layout(args, keywords)
+        return tree_structure(with_module_states(split(layout.positional(args, keywords), layout.static)[1]))
+
+    def run(
+        self, shards: list[Shards], leaves: Sequence[Any], numbers: Sequence[float], tree: optree.PyTreeSpec
+    ) -> Any:
         """Run the program on shards, and wrap the shards of the results as DTensors.
 
         Args:
             shards: the shards of all arguments; the list is emptied.
             leaves: the tensors among the flattened arguments; those that are donated lose their shards.
             numbers: the dynamic numbers among them.
+            tree: the structure of the dynamic arguments, of which modules get their changed buffers.
         """
         if is_watched():
             record_comms(self.program.collectives, self.traced.name)
         donate_shards(map(leaves.__getitem__, self._donated))
         values = self._wrappers.wrap(self._executable(shards, numbers))
         self._wrappers.keep(leaves)
-        return self._finish(values, numbers)
+        return self._finish(values, numbers, tree)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -35,6 +35,7 @@ from spmd.api.transforms.transformed import is_transformed
 from spmd.api.value_warnings import ValueWarnings
 from spmd.api.values.dtensor import DTensor
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
+from spmd.core.compile_lock import COMPILING
 from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh, default_mesh
 from spmd.core.pytree import broadcast_prefix, leaf_specs, tree_flatten, tree_leaves, tree_structure, with_module_states
 from spmd.core.spec import FREE, DTensorSpec, has_meta
@@ -132,19 +133,20 @@ class Jitted:
         last, layout = self._last, self._parameters.known(args, keywords)
         if last is not None and layout is not None and last.hidden.unchanged():
             static, dynamic = split(layout.positional(args, keywords), layout.static)
-            leaves = last.flatten(dynamic)
+            flatten = last.flatten  # once: for a call in another thread it may become that of other modules
+            leaves = flatten(dynamic)
             if leaves is not None and (numbers := last.take_numbers(leaves)) is not None and not is_transformed(leaves):
                 key = torch_settings(), self._find_mesh(leaves), layout, static
                 shards = last.match(key, leaves)
                 if shards is not None:
                     self._compiled.hits += 1
-                    return last.run(shards, leaves, numbers)
+                    return last.run(shards, leaves, numbers, flatten.structure)  # type: ignore[attr-defined]
         compiled = self._lookup_together(args, keywords)
         given = compiled.leaves(args, keywords)
         taken = compiled.take_numbers(given) or ()
         if is_transformed(given):
-            return compiled.transformed(given, taken)
-        result = compiled.run(compiled.place(given, taken), given, taken)
+            return compiled.transformed(given, taken, compiled.tree_of(args, keywords))
+        result = compiled.run(compiled.place(given, taken), given, taken, compiled.tree_of(args, keywords))
         self._remember(compiled)
         return result
 
@@ -200,7 +202,8 @@ class Jitted:
 
     def _stages(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
         keywords = {**keywords, **self._parameters.bound}
-        return self._lookup(args, keywords, self._mesh_of(args, keywords))
+        with COMPILING:
+            return self._lookup(args, keywords, self._mesh_of(args, keywords))
 
     def _mesh_of(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Mesh:
         """The mesh of a call."""
@@ -218,10 +221,11 @@ class Jitted:
         layout = self._parameters.layout(args, keywords)
         args = layout.positional(args, keywords)
         signature = Signature.of(args, layout, mesh, self._in_specs)
-        machine = None
+        machine: Machine | None = None
         numbers = signature.numbers_of(split(args, layout.static)[1])
         if self._chooses_machine(mesh):
-            from spmd.plan.machine.default import default_machine  # not by `import spmd`
+            with COMPILING:
+                from spmd.plan.machine.default import default_machine  # not by `import spmd`
 
             machine = default_machine(mesh)
         key = signature, machine
@@ -271,11 +275,13 @@ class Jitted:
         call = first_run(mesh)
         with failing_together(call, mesh):
             if self._chooses_machine(mesh):
-                from spmd.plan.machine.default import agree_on_machine  # not by `import spmd`
+                with COMPILING:
+                    from spmd.plan.machine.default import agree_on_machine  # not by `import spmd`
 
                 with isolated():
                     agree_on_machine(mesh, call)
-            return self._lookup(args, keywords, mesh)
+            with COMPILING:
+                return self._lookup(args, keywords, mesh)
 
     def _chooses_machine(self, mesh: Mesh) -> bool:
         """Whether plans are for a machine that the ranks of a distributed mesh agree on."""
@@ -293,8 +299,9 @@ class Jitted:
 
     def _uncompiled(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call the function as it is written, under `spmd.disable_jit`."""
-        from spmd.api.uncompiled.inside import is_inside  # few need them: `import spmd` leaves them out
-        from spmd.api.uncompiled.whole import call_whole
+        with COMPILING:
+            from spmd.api.uncompiled.inside import is_inside  # few need them: `import spmd` leaves them out
+            from spmd.api.uncompiled.whole import call_whole
 
         if is_inside():
             return self._inline(args, keywords)

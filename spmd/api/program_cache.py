@@ -84,4 +84,4 @@ class ProgramCache(Generic[Program]):
     @property
     def info(self) -> CacheInfo:
         """Its state."""
-        return CacheInfo(self.hits, self._misses, MAXSIZE, sum(p is not None for p in self._programs.values()))
+        return CacheInfo(self.hits, self._misses, MAXSIZE, sum(p is not None for p in list(self._programs.values())))

@@ -13,6 +13,7 @@ from spmd.api.jit import Jitted, jit
 from spmd.api.programs.result_specs import result_specs
 from spmd.api.values.dtensor import DTensor
 from spmd.collectives.environment import bound_axes
+from spmd.core.compile_lock import COMPILING, compiled_property
 from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten
 from spmd.core.spec import FREE, DTensorSpec, P
@@ -53,8 +54,9 @@ class ShardMapped:
 
     def _uncompiled(self, args: tuple[Any, ...]) -> Any:
         """Call the function as it is written, under `spmd.disable_jit`."""
-        from spmd.api.uncompiled.inside import call_mapped, is_inside  # few need them: `import spmd` leaves them out
-        from spmd.api.uncompiled.whole import call_whole
+        with COMPILING:
+            from spmd.api.uncompiled.inside import call_mapped, is_inside  # few need it: `import spmd` leaves it out
+            from spmd.api.uncompiled.whole import call_whole
 
         mesh = current_mesh(self._mesh)
         if is_inside():
@@ -89,7 +91,7 @@ class ShardMapped:
         """The jitted function that runs outside of other programs."""
         return self.jitted if self._axis_names is None else self._partly_automatic(args)
 
-    @functools.cached_property
+    @compiled_property
     def jitted(self) -> Jitted:
         """The function as a whole program."""
         return jit(self._region, self._in_specs, self._out_specs, mesh=self._mesh)  # type: ignore[no-any-return]

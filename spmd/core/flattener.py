@@ -31,7 +31,9 @@ def flattener(structure: optree.PyTreeSpec) -> Flattener:
     lines = ["def flatten(tree):", "    try:", *writer.lines, f"        return [{leaves}]"]
     lines += ["    except (KeyError, AttributeError):", "        return None"]
     exec(compile("\n".join(lines), "<spmd flattener>", "exec"), writer.namespace)
-    return writer.namespace["flatten"]  # type: ignore[no-any-return]
+    flatten = writer.namespace["flatten"]
+    flatten.structure = structure
+    return flatten  # type: ignore[no-any-return]
 
 
 class _Writer:

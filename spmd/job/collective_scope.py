@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 import attrs
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from spmd import errors
 from spmd.errors import DivergenceError, SpmdError
-from spmd.job import failure_detector
+from spmd.job import calling_thread, failure_detector
 from spmd.job.failure_detector import AWAY, ENDED, FAILED, IN_TURN, WAITS, Interrupted, Reported
 
 MOST = 16
@@ -39,12 +40,16 @@ class CollectiveScope:
     mesh: Sequence[int] = ()
 
     def __enter__(self) -> None:
+        calling_thread.enter(self.what)
         failure_detector.position = self.what
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             failure_detector.position = None
+            calling_thread.leave()
             return
+        with suppress(SpmdError):  # the error at hand is raised
+            calling_thread.leave()
         if not is_of_torch_distributed(error):
             failure_detector.position = Interrupted(f"{_first_line(error)} in {self.what}")
             return

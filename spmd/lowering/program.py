@@ -50,7 +50,8 @@ class LocalProgram:
         key = tuple(spec.local_shape(coordinate) for spec in self.uneven)
         if key not in self._graphs:
             with single_threaded():
-                self._graphs[key] = on_device(self.build(coordinate), self.mesh.device)
+                if key not in self._graphs:
+                    self._graphs[key] = on_device(self.build(coordinate), self.mesh.device)
         return self._graphs[key]
 
     def graph_module(self, coordinate: Coordinate | None = None) -> GraphModule:

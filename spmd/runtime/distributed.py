@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from spmd.collectives.distributed.history import history
+from spmd.job import calling_thread
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import check_same_program
 from spmd.runtime.codegen import RankProgram, generate, name_origin
@@ -25,12 +26,13 @@ class DistributedProgram:
     Raises:
         DivergenceError: on every rank, if their programs differ.
         SpmdError: a rank failed to build its program, or did not make the call. Calling the program raises it too, if a
-            collective fails.
+            collective fails, or if another thread is in a collective call.
     """
 
-    __slots__ = ("_function", "_history", "_number", "source")
+    __slots__ = ("_function", "_history", "_name", "_number", "source")
 
     def __init__(self, program: LocalProgram) -> None:
+        self._name = program.name
         self._number, self._history = check_same_program(program), history(program.mesh.ranks)
         (coordinate,) = program.mesh.held_coordinates
         generated = generate(overlap(program.graph(coordinate), program.mesh, coordinate, program.schedule))
@@ -54,8 +56,16 @@ class DistributedProgram:
         Returns:
             For each output this rank's shard, alone in a tuple.
         """
-        if self._number is not None:
+        if self._number is None:
+            return self._run(inputs, numbers)
+        calling_thread.enter(self._name)
+        try:
             self._history.add(self._number)
+            return self._run(inputs, numbers)
+        finally:
+            calling_thread.leave()
+
+    def _run(self, inputs: list[tuple[torch.Tensor, ...]], numbers: Sequence[float]) -> list[tuple[torch.Tensor, ...]]:
         shards = list(itertools.chain.from_iterable(inputs))
         inputs.clear()
         try:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmd.ir.random_operators import is_random
 
 R = TypeVar("R")
 
@@ -75,13 +79,56 @@ def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def drawing_from(state: torch.Tensor, device: torch.device) -> Iterator[None]:
-    """A context in which the default generator of a device draws from a state; it goes on as before afterwards."""
-    before = generator_state(device)
-    set_generator_state(state, device)
-    try:
+    """A context in which this thread draws from a state, and the default generator of a device stays as it is."""
+    generator = torch.Generator(device)
+    generator.set_state(state)
+    with _DrawsFrom(generator):
         yield
-    finally:
-        set_generator_state(before, device)
+
+
+class _DrawsFrom(TorchDispatchMode):
+    """Random operators draw from a generator of their own; other threads draw from the default one meanwhile."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_random(func, args, kwargs):
+            return func(*args, **kwargs)
+        drawing = _with_generator(func)
+        if drawing is not None:
+            return drawing(*args, **{**kwargs, "generator": self._generator})
+        if func is torch.ops.aten.native_dropout.default:
+            return _dropout(*args, **{**kwargs, "generator": self._generator})
+        device = self._generator.device  # an operator that knows the default generator only
+        before = generator_state(device)
+        set_generator_state(self._generator.get_state(), device)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._generator.set_state(generator_state(device))
+            set_generator_state(before, device)
+
+
+@lru_cache(maxsize=256)
+def _with_generator(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The form of a random operator that takes a generator, beside the same arguments; None if there is none."""
+    names = [argument.name for argument in op._schema.arguments if argument.name != "generator"]
+    for overload in (op._overloadname, *op._overloadpacket.overloads()):
+        form = getattr(op._overloadpacket, overload)
+        every = [argument.name for argument in form._schema.arguments]
+        if "generator" in every and [name for name in every if name != "generator"] == names:
+            return form  # type: ignore[no-any-return]
+    return None
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool | None, generator: torch.Generator) -> Any:
+    """`native_dropout` with a generator, as the kernel of the CPU computes it."""
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=generator)
+    return x.mul(mask).mul_(scale), mask
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ operations with effects run once: a second computation has the same random numbe
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -65,40 +65,52 @@ class Regions:
             self.inside[operation] = tuple(number for number, _ in self._open)
 
 
+_regions: ContextVar[Regions | None] = ContextVar("spmd_checkpointed_regions", default=None)
+_without_reentry = torch_checkpoint._checkpoint_without_reentrant_generator
+_Reentrant = torch_checkpoint.CheckpointFunction
+
+
 @contextlib.contextmanager
 def checkpoints(regions: Regions) -> Iterator[None]:
     """A context manager in which `torch.utils.checkpoint` marks regions, if this thread calls it."""
-    owner = threading.get_ident()
-    hooked, reentrant = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
-
-    def generator(function: Any, preserve: bool, context: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if threading.get_ident() != owner:
-            yield from hooked(function, preserve, context, *args, **kwargs)
-            return
-        forward, _ = context()
-        policy = getattr(forward, "policy_fn", None)  # of selective checkpoints
-        if policy is None:
-            with regions.region(), forward:
-                yield
-        else:
-            with regions.region(_by_policy(policy)):
-                yield
-
-    class Reentrant:
-        @staticmethod
-        def apply(function: Any, preserve: bool, *args: Any) -> Any:
-            if threading.get_ident() != owner:
-                return reentrant.apply(function, preserve, *args)
-            with regions.region():
-                return function(*args)
-
-    torch_checkpoint._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
-    torch_checkpoint.CheckpointFunction = Reentrant  # type: ignore[assignment, misc]
+    token = _regions.set(regions)
     try:
         yield
     finally:
-        torch_checkpoint._checkpoint_without_reentrant_generator = hooked
-        torch_checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
+        _regions.reset(token)
+
+
+def _region_or_checkpoint(function: Any, preserve: bool, context: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """In a trace a region, else torch's own checkpoint."""
+    regions = _regions.get()
+    if regions is None:
+        yield from _without_reentry(function, preserve, context, *args, **kwargs)
+        return
+    forward, _ = context()
+    policy = getattr(forward, "policy_fn", None)  # of selective checkpoints
+    if policy is None:
+        with regions.region(), forward:
+            yield
+    else:
+        with regions.region(_by_policy(policy)):
+            yield
+
+
+class _ReentrantRegion(_Reentrant):
+    """In a trace a region, else torch's own reentrant checkpoint."""
+
+    @staticmethod
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:  # type: ignore[override]
+        regions = _regions.get()
+        if regions is None:
+            return _Reentrant.apply(function, preserve, *args)
+        with regions.region():
+            return function(*args)
+
+
+# Once, and not in each trace: other threads may use checkpoints meanwhile.
+torch_checkpoint._checkpoint_without_reentrant_generator = _region_or_checkpoint  # type: ignore[assignment]
+torch_checkpoint.CheckpointFunction = _ReentrantRegion  # type: ignore[misc]
 
 
 def _by_policy(policy: Callable[..., Any]) -> Holds:

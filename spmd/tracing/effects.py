@@ -5,104 +5,197 @@ A program consists of operators only, so such a change would be made while the f
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.errors import TraceError
 from spmd.ir.source import Source
 from spmd.job.user_code import is_user_file
 from spmd.tracing.recorder import where
 from spmd.tracing.source import source_at, user_source
-from spmd.tracing.torch_state import GENERATOR, TorchState, generators, same_states
+from spmd.tracing.torch_state import GENERATOR, Setting, TorchState
 
 
 class Generators:
-    """Watches torch's default generators during a trace: only random operators of the program may change their state.
+    """Notices that a traced function seeds torch's default generators or sets their state: in a trace neither happens.
 
-    The generators start from an unusual seed and are seeded with the next integer at each random operator. A state that
-    differs was set by the function, as `torch.utils.checkpoint` does to draw the same numbers twice.
+    So other threads that draw meanwhile draw what they would without the trace.
     """
 
     def __init__(self) -> None:
-        self._seed = _FIRST_SEED
-        self._expected: tuple[torch.Tensor, ...] = ()
+        self._line: Source | None = None
+        self._is_changed = False
+        self._states: list[torch.Tensor] = []  # which the function has read before any change
 
-    def start(self) -> None:
-        """Seed the generators for the trace; the caller must restore their states afterwards."""
-        self._move()
+    def note(self, state: torch.Tensor | None = None) -> None:
+        """Note that the function seeds a generator, or sets its state: to one that it has read before is no change."""
+        with _without_modes():
+            self._is_changed = state is None or not any(
+                state.shape == known.shape and torch.equal(state, known) for known in self._states
+            )
+        self._line = user_source()
 
-    def _move(self) -> None:
-        self._seed += 1
-        used = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        for generator in (torch.default_generator, *used):
-            generator.manual_seed(self._seed)
-        self._expected = generators()
+    def read(self, state: torch.Tensor) -> torch.Tensor:
+        """Remember a state that the function reads, and return it."""
+        if not self._is_changed:
+            self._states.append(state)
+        return state
 
     def draw(self, op: torch._ops.OpOverload, source: Source | None) -> None:
-        """Register a random operator of the program.
+        """Check that a random operator draws what it would outside of a trace.
 
         Raises:
-            TraceError: the function has seeded the generators or set their state since the last random operator.
+            TraceError: the function has seeded the generators or set their state.
         """
-        if self.are_changed():
+        if self._is_changed:
             raise TraceError(
                 f"{op} at {where(source)} draws random numbers after the function has seeded the generator or set its "
                 "state, which a program cannot do. Call torch.manual_seed before the jitted function."
             )
-        self._move()
 
-    def are_changed(self) -> bool:
-        """Whether anything but a random operator of the program has changed the generators."""
-        return not same_states(self._expected, generators())
-
-
-_FIRST_SEED = 0x5EED_0F_5EED_0F
+    def refuse_changes(self) -> None:
+        """Raise TraceError if the function leaves the generators changed."""
+        if self._is_changed:
+            raise _left_so((GENERATOR,), self._line)
 
 
-def refuse_changes(before: TorchState, draws: Generators, again: Callable[[], object]) -> None:
-    """Check that torch's state after a function is traced equals the state before.
+_generators: ContextVar[Generators | None] = ContextVar("spmd_traced_generators", default=None)
+
+
+@contextlib.contextmanager
+def noticing(generators: Generators) -> Iterator[None]:
+    """A context in which this thread does not change torch's default generators: what it would do is noted."""
+    token = _generators.set(generators)
+    try:
+        yield
+    finally:
+        _generators.reset(token)
+
+
+class _DefaultGenerator:
+    """The default generator of the CPU, as the functions of `torch.random` use it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        traced = _generators.get()
+        if traced is None:
+            return torch.default_generator.manual_seed(seed)
+        traced.note()
+        return torch.default_generator
+
+    def seed(self) -> int:
+        traced = _generators.get()
+        if traced is None:
+            return torch.default_generator.seed()
+        traced.note()
+        return torch.default_generator.initial_seed()
+
+    def set_state(self, state: torch.Tensor) -> Any:
+        traced = _generators.get()
+        return torch.default_generator.set_state(state) if traced is None else traced.note(state)
+
+    def get_state(self) -> torch.Tensor:
+        traced = _generators.get()
+        if traced is None:
+            return torch.default_generator.get_state()
+        with _without_modes():
+            return traced.read(torch.default_generator.get_state())
+
+
+_lazy_call = torch.cuda.random._lazy_call
+
+
+def _set_on_cuda(change: Callable[[], None], **kwargs: Any) -> None:
+    """What the functions of `torch.cuda.random` call to seed generators of GPUs or to set their states."""
+    traced = _generators.get()
+    if traced is None:
+        _lazy_call(change, **kwargs)
+        return
+    cells = (cell.cell_contents for cell in change.__closure__ or ())
+    state = next((value for value in cells if isinstance(value, torch.Tensor)), None)
+    if state is not None and torch.cuda.is_initialized():
+        with _without_modes():
+            for generator in torch.cuda.default_generators:
+                traced.read(generator.get_state())
+    if state is not None or torch.cuda.is_initialized():
+        traced.note(state)
+
+
+# Once, and not in each trace: other threads may seed and draw meanwhile.
+torch.random.default_generator = _DefaultGenerator()  # type: ignore[assignment]
+torch.cuda.random._lazy_call = _set_on_cuda  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def refuse_changes(before: TorchState, again: Callable[[], object]) -> None:
+    """Check that a function that was traced has left torch's state as it was.
 
     Args:
         before: the state before.
-        draws: the generators of the trace.
         again: calls the function once more, to find the line that changes the state.
 
     Raises:
         TraceError: the function has changed torch's state; the message names what, and the line.
     """
-    names = _changed(before, draws)
-    if not names:
+    changed = before.changed()
+    if not changed:
         return
+    own, shared = [s for s in changed if not s.setters], [s for s in changed if s.setters]
     before.restore()
-    draws.start()
-    source = _line_of_change(again, lambda: not set(names).isdisjoint(_changed(before, draws)))
+    watch = _Watch(lambda: not set(own).isdisjoint(before.changed()), shared)
+    _call_watched(again, watch)
+    shared = [setting for setting in shared if setting in watch.set_by]  # others were set by other threads
+    if not own and not shared:
+        return
+    before.restore(shared)
+    lines = [watch.found, *(watch.set_by[setting] for setting in shared)]
+    line = next((line for line in lines if line is not None), None)
+    raise _left_so([s.name for s in (*own, *shared)], None if line is None else source_at(*line))
+
+
+def _left_so(names: Sequence[str], source: Source | None) -> TraceError:
     remedy = " or within a `with` block that undoes it"
     if GENERATOR in names:
         remedy = ": torch.manual_seed before a call draws the numbers of one device after the same seed"
-    raise TraceError(
+    return TraceError(
         f"The function under jit changes {' and '.join(names)} at {where(source)}, and leaves it so. A program holds "
         "operators only: the change would be made when the function is traced, and in no later call. Make it before "
         f"the call{remedy}."
     )
 
 
-def _changed(before: TorchState, draws: Generators) -> tuple[str, ...]:
-    names = tuple(name for name in before.changed() if name != GENERATOR)
-    return (*names, GENERATOR) if draws.are_changed() else names
-
-
 class _Watch:
-    """A Python trace function (`sys.settrace`) that finds the user's line after which the state stays changed."""
+    """A function for `sys.settrace` and `sys.setprofile`, which see this thread only.
 
-    def __init__(self, is_changed: Callable[[], bool]) -> None:
-        self._is_changed, self._was_changed = is_changed, False
+    Args:
+        is_changed: whether a state of this thread is changed.
+        shared: settings of all threads.
+
+    Attributes:
+        found: the user's line after which the thread's state stays changed.
+        set_by: the user's line that last set each of the shared settings.
+    """
+
+    def __init__(self, is_changed: Callable[[], bool], shared: Sequence[Setting]) -> None:
+        self._is_changed, self._was_changed, self._shared = is_changed, False, shared
         self._line: tuple[str, int] | None = None
         self.found: tuple[str, int] | None = None
+        self.set_by: dict[Setting, tuple[str, int] | None] = {}
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> _Watch | None:
         """Called before each line, and at each return."""
@@ -116,20 +209,28 @@ class _Watch:
         sys.settrace(self)
         return self
 
+    def profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Called before each call of a C function."""
+        name = getattr(arg, "__name__", "") if event == "c_call" else ""
+        for setting in self._shared:
+            if name in setting.setters:
+                self.set_by[setting] = self._line
 
-def _line_of_change(again: Callable[[], object], is_changed: Callable[[], bool]) -> Source | None:
-    watch, before, collects = _Watch(is_changed), sys.gettrace(), gc.isenabled()
+
+def _call_watched(function: Callable[[], object], watch: _Watch) -> None:
+    before, profile, collects = sys.gettrace(), sys.getprofile(), gc.isenabled()
     gc.disable()  # finalizers that a collection runs are not lines of the function
     sys.settrace(watch)
+    sys.setprofile(watch.profile)
     try:
-        again()
+        function()
     except Exception:  # this second run only serves to find the line
-        return None
+        return
     finally:
+        sys.setprofile(profile)
         sys.settrace(before)
         if collects:
             gc.enable()
-    return None if watch.found is None else source_at(*watch.found)
 
 
 _Tensor: Any = torch.Tensor

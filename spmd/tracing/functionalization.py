@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -137,9 +136,12 @@ def _outs(func: Any, kwargs: Mapping[str, Any]) -> Iterator[FunctionalTensor]:
 
 def _check_dtypes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise torch's error for an `out=` of another dtype; functionalization would cast the result instead."""
-    with no_dispatch(), warnings.catch_warnings(), contextlib.suppress(NotImplementedError):
-        warnings.simplefilter("ignore")  # torch warns of an out= of another shape: see `_is_resized`
-        func(*map_leaves(_on_meta, args), **map_leaves(_on_meta, kwargs))
+    given = dict(map_leaves(_on_meta, kwargs))
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and isinstance(given.get(argument.name), torch.Tensor):
+            given[argument.name] = given[argument.name].new_empty(0)  # torch warns of another shape: see `_is_resized`
+    with no_dispatch(), contextlib.suppress(NotImplementedError):
+        func(*map_leaves(_on_meta, args), **given)
 
 
 def _on_meta(leaf: Any) -> Any:

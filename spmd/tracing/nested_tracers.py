@@ -11,75 +11,93 @@ import contextlib
 import functools
 import logging
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
+import attrs
 import torch
-from torch._functorch import eager_transforms
 
+from spmd.core.pytree import tree_leaves
 from spmd.errors import TraceError
 from spmd.job.user_code import is_user_file
-from spmd.tracing.linearize import evaluated_anew, recorder
+from spmd.tracing.linearize import recorder
 from spmd.tracing.recorder import where
 from spmd.tracing.source import user_source
 
 _logger = logging.getLogger("spmd")
 
 
+_inlines: ContextVar[bool] = ContextVar("spmd_inlines", default=False)
+
+
 @contextlib.contextmanager
 def nested_tracers() -> Iterator[None]:
-    """A context manager in which this thread can use torch.compile and torch.func.linearize inside a trace."""
-    from torch._dynamo import eval_frame  # as torch.compiler.set_stance does; it takes a second
-
-    owner, before = threading.get_ident(), eager_transforms.lazy_dynamo_disallow
-
-    def choose(step: Any) -> Any:
-        """Replace each of the two steps of `linearize`: recording the derivative, and folding its constants."""
-        return before(step) if threading.get_ident() != owner else _LINEARIZE.get(step, step)
-
-    compiling, stance = torch.compiler._is_compiling_flag, eval_frame._callback_from_stance
-
-    def callback(compiler: Any) -> Any:
-        """Say that a function under torch.compile is inlined."""
-        if threading.get_ident() == owner and compiler not in (None, False) and not _is_of_torch():
-            _say_inlined(where(user_source()))
-        return stance(compiler)
-
-    eager_transforms.lazy_dynamo_disallow = choose  # type: ignore[assignment]
-    torch.compiler._is_compiling_flag = True
-    eval_frame._callback_from_stance = callback  # type: ignore[assignment]
+    """A context manager in which this thread can use torch.compile and flex_attention inside a trace."""
+    _hook_tracers()
+    token = _inlines.set(True)
     try:
-        with torch.compiler.set_stance("force_eager"), _flex_attention_with_gradients():
-            yield
+        yield
     finally:
-        eager_transforms.lazy_dynamo_disallow = before
-        torch.compiler._is_compiling_flag = compiling
-        eval_frame._callback_from_stance = stance
+        _inlines.reset(token)
 
 
-@contextlib.contextmanager
-def _flex_attention_with_gradients() -> Iterator[None]:
-    """A context in which this thread can differentiate flex_attention on any device: see `inlined`.
+def _hook_tracers() -> None:
+    """Hook torch's tracers, once: each hook acts in a trace, and leaves other threads to torch."""
+    from torch._dynamo import eval_frame  # it takes a second
+
+    # The function itself stays, which torch.compile knows and others may have imported by name.
+    torch.compiler._spmd_inlines = _inlines.get  # type: ignore[attr-defined]
+    torch.compiler.is_compiling.__code__ = _is_compiling.__code__
+    if not isinstance(eval_frame._callback_from_stance, _Stance):
+        eval_frame._callback_from_stance = _Stance(eval_frame._callback_from_stance)  # type: ignore[assignment]
+    module: Any = sys.modules.get(_FLEX_ATTENTION)
+    if hasattr(module, "_validate_device") and not isinstance(module._validate_device, _DeviceCheck):
+        module._validate_device = _DeviceCheck(module._validate_device)
+
+
+def _is_compiling() -> bool:
+    """The code of `torch.compiler.is_compiling`, with torch's globals: true in a trace, too."""
+    if torch.jit.is_scripting():
+        return False
+    else:  # torch.jit.script compiles one of the branches
+        return _is_compiling_flag or _spmd_inlines()  # type: ignore[name-defined]  # noqa: F821
+
+
+_count_no_frames: Callable[[int], object] = getattr(
+    torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None
+)
+"""Sets how many frames torch.compile with fullgraph=True has compiled; -1 where it does not count them."""
+
+
+@attrs.frozen
+class _Stance:
+    """Whether torch.compile compiles, by `torch.compiler.set_stance`: in a trace a function is inlined."""
+
+    torchs: Callable[[Any], Any]
+
+    def __call__(self, compiler: Any) -> Any:
+        if not _inlines.get():
+            return self.torchs(compiler)
+        if compiler not in (None, False) and not _is_of_torch():
+            _say_inlined(where(user_source()))
+        _count_no_frames(-1)  # fullgraph=True is no promise here
+        return None  # as under "force_eager"
+
+
+@attrs.frozen
+class _DeviceCheck:
+    """The check of the operands of flex_attention; in a trace they may require grad on any device: see `inlined`.
 
     Torch's kernels have no backward pass on the CPU, so that it refuses operands which require grad there.
     """
-    module: Any = sys.modules.get(_FLEX_ATTENTION)
-    if not hasattr(module, "_validate_device"):
-        yield
-        return
-    owner, before = threading.get_ident(), module._validate_device
 
-    def validate(*operands: Any) -> None:
-        if threading.get_ident() != owner:
-            before(*operands)
+    torchs: Callable[..., None]
 
-    module._validate_device = validate
-    try:
-        yield
-    finally:
-        module._validate_device = before
+    def __call__(self, *operands: Any) -> None:
+        if not _inlines.get():
+            self.torchs(*operands)
 
 
 _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
@@ -105,12 +123,6 @@ def _say_inlined(line: str) -> None:
     )
 
 
-_LINEARIZE: Mapping[Any, Callable[..., Any]] = {
-    eager_transforms.make_fx: evaluated_anew,
-    eager_transforms.const_fold.split_const_subgraphs: lambda evaluate: evaluate,
-}
-
-
 def inlined(operator: torch._ops.HigherOrderOperator) -> Callable[..., Any]:
     """What is called in place of a higher-order operator in a trace.
 
@@ -130,16 +142,31 @@ def inlined(operator: torch._ops.HigherOrderOperator) -> Callable[..., Any]:
     )
 
 
-def _attention(*args: Any, **kwargs: Any) -> Any:
+def _attention(query: Any, key: Any, value: Any, score: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
     """`flex_attention` by operators; what scores read of tensors is differentiable under the vmap that is in it."""
-    from torch._dynamo import _trace_wrapped_higher_order_op as indexing
     from torch._higher_order_ops.flex_attention import math_attention
 
-    before, indexing.mod_index = indexing.mod_index, torch.ops.aten.index
-    try:
-        return math_attention(*args, **kwargs)
-    finally:
-        indexing.mod_index = before
+    mask = (*mask[:-1], _indexing(mask[-1]))
+    return math_attention(query, key, value, _indexing(score), mask, *args, **kwargs)
+
+
+def _indexing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of scores in which tensors are indexed by `aten.index`, not by the operator of torch's own mode."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    class Indexing(TransformGetItemToIndex):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            places = tree_leaves(args[1]) if func is torch.Tensor.__getitem__ else [None]
+            if not all(isinstance(place, (torch.Tensor, int)) for place in places):
+                return func(*args, **(kwargs or {}))
+            as_tensor = lambda place: torch.tensor(place, device=args[0].device)  # noqa: E731
+            return torch.ops.aten.index(args[0], [as_tensor(p) if isinstance(p, int) else p for p in places])
+
+    def run(*args: Any) -> Any:
+        with Indexing():
+            return function(*args)
+
+    return run
 
 
 def refuse_recording() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmd.errors import TraceError
 from spmd.tracing.recorder import where
-from spmd.tracing.recurrent import CELLS, Layers, run_layers
+from spmd.tracing.recurrent import CELLS, Layers, run_layers, run_plain
 from spmd.tracing.source import user_source
 from spmd.tracing.traced_tensor import known_value
 
@@ -110,12 +110,20 @@ def index_select(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def recurrent(kind: str) -> Callable[..., Any]:
-    """`torch._VF.lstm`, `gru`, `rnn_tanh` or `rnn_relu`, of which the form for packed data is ours."""
+    """`torch._VF.lstm`, `gru`, `rnn_tanh` or `rnn_relu` by steps, also of packed data."""
     plain = getattr(torch._VF, kind)  # type: ignore[attr-defined]
+
+    def by_steps(
+        x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], bias: bool, count: int, dropout: float,
+        train: bool, both: bool, batch_first: bool,
+    ) -> Any:  # fmt: skip
+        layers = Layers(CELLS[kind], weights, bias, count, dropout if train else 0.0, both)
+        output, final = run_plain(layers, x.transpose(0, 1) if batch_first else x, states)
+        return output.transpose(0, 1) if batch_first else output, *final
 
     def run(*args: Any) -> Any:
         if not isinstance(args[1], Tensor) or isinstance(args[3], bool):  # (input, hx, weights, bias, ...)
-            return plain(*args)
+            return by_steps(*args) if kind == "lstm" and args[0].device.type == "cpu" else plain(*args)
         data, sizes, states, weights, bias, count, dropout, train, both = args
         padded = _padded(data, sizes, f"torch.nn.{kind.upper()}")
         given = states if isinstance(states, (tuple, list)) else (states,)

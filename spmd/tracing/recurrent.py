@@ -1,4 +1,4 @@
-"""Recurrent layers on a padded batch of which the lengths are known, by steps of cells."""
+"""Recurrent layers by steps of cells: plain ones, and ones on a padded batch of which the lengths are known."""
 
 from __future__ import annotations
 
@@ -72,6 +72,33 @@ def run_layers(
         if layers.dropout and number + 1 < layers.count:
             x = x * noise(x.shape[-1])
     return x, [torch.cat(every) for every in zip(*final, strict=True)]
+
+
+def run_plain(layers: Layers, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """As `run_layers` on samples that all have the full length, by the operators that torch calls without oneDNN.
+
+    OneDNN's single operator for a layer saves what its backward needs only if grad mode is on.
+    """
+    directions = 2 if layers.bidirectional else 1
+    each = len(layers.weights) // (layers.count * directions)
+    final: list[States] = []
+    for number in range(layers.count):
+        outputs = []
+        for direction in range(directions):
+            at = number * directions + direction
+            w_ih, w_hh, *rest = layers.weights[at * each : (at + 1) * each]
+            held = tuple(state[at] for state in states)
+            steps = F.linear(x, w_ih, rest.pop(0) if layers.bias else None).unbind(0)
+            every = []
+            for step in reversed(steps) if direction else steps:
+                held = layers.cell(step, held, (w_hh, *rest))
+                every.append(held[0])
+            outputs.append(torch.stack(every[::-1] if direction else every))
+            final.append(held)
+        x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+        if layers.dropout and number + 1 < layers.count:
+            x = torch.dropout(x, layers.dropout, True)
+    return x, [torch.stack(every) for every in zip(*final, strict=True)]
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""Torch's state per thread and per process: saved before a function is traced, restored after it.
+"""Torch's state per thread and per process: read before a function is traced; a thread's own is restored after it.
 
 A function that raises inside torch may leave dispatch keys, functorch interpreters or modes changed. A frame of the
 traceback may even hold a guard, which would restore its saved state only when the exception is garbage-collected.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -40,13 +40,15 @@ class Setting:
         name: its name in messages.
         read: returns its value.
         restore: sets it to a value that `read` has returned; None if it is restored elsewhere or not at all.
-        same: whether two values that `read` has returned are equal.
+        same: whether the second of two values that `read` has returned is as the first.
+        setters: the names of the C functions that set it for all threads; none if each thread has its own.
     """
 
     name: str
     read: Callable[[], Any]
     restore: Callable[[Any], None] | None = None
     same: Callable[[Any, Any], bool] = operator.eq
+    setters: frozenset[str] = frozenset()
 
 
 @attrs.frozen
@@ -64,21 +66,22 @@ class TorchState:
         """The current state."""
         return cls(tuple(setting.read() for setting in SETTINGS))
 
-    def changed(self) -> tuple[str, ...]:
-        """The names of the settings whose current values differ from this state."""
+    def changed(self) -> tuple[Setting, ...]:
+        """The settings whose current values differ from this state."""
         pairs = zip(SETTINGS, self.values, strict=True)
-        return tuple(setting.name for setting, value in pairs if not setting.same(setting.read(), value))
+        return tuple(setting for setting, value in pairs if not setting.same(value, setting.read()))
 
-    def restore(self) -> None:
-        """Restore every setting that has changed and can be restored."""
+    def restore(self, shared: Collection[Setting] = ()) -> None:
+        """Restore the settings of this thread, and some of those that all threads share, which others may change."""
         for setting, value in zip(SETTINGS, self.values, strict=True):
-            if setting.restore is not None and not setting.same(setting.read(), value):
-                setting.restore(value)
+            restores = setting.restore is not None and (not setting.setters or setting in shared)
+            if restores and not setting.same(value, setting.read()):
+                setting.restore(value)  # type: ignore[misc]
 
 
 @contextlib.contextmanager
 def restored() -> Iterator[TorchState]:
-    """A context manager that restores torch's state on exit, also after an exception; yields the state at entry."""
+    """A context manager that restores this thread's state on exit, also after an exception; yields that at entry."""
     with _C._PreserveDispatchKeyGuard():
         state = TorchState.now()
         try:
@@ -110,6 +113,11 @@ def release_guards(error: BaseException | None) -> None:
 def _flag(name: str, read: str, write: str) -> Setting:
     """A setting that is read and written by two functions of `torch._C`, given by name."""
     return Setting(name, getattr(_C, read), getattr(_C, write))
+
+
+def _shared(name: str, read: str, write: str) -> Setting:
+    """As `_flag`, of what all threads share."""
+    return attrs.evolve(_flag(name, read, write), setters=frozenset({write}))
 
 
 def _stack(name: str, read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], None]) -> Setting:
@@ -172,6 +180,10 @@ def _default_device() -> tuple[Any, Any]:
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), _device.CURRENT_DEVICE
 
 
+def _same_device(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    return before[0] is now[0]  # the other is a global that every `with torch.device(...)` sets, in any thread
+
+
 def _restore_default_device(saved: tuple[Any, Any]) -> None:
     torch._GLOBAL_DEVICE_CONTEXT.device_context, _device.CURRENT_DEVICE = saved
 
@@ -207,22 +219,22 @@ def _restore_precision(saved: tuple[Any, ...]) -> None:
             _C._set_fp32_precision_setter(*place, precision)
 
 
-def generators() -> tuple[torch.Tensor, ...]:
-    """The states of torch's default generators: of the CPU, and of the GPUs if CUDA is initialized."""
+def _seeds() -> tuple[tuple[int, bool], ...]:
+    """For each of torch's default generators the seed, and whether it is in its first state."""
     used = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return tuple(generator.get_state() for generator in (torch.default_generator, *used))
-
-
-def _restore_generators(states: tuple[torch.Tensor, ...]) -> None:
     with _C.DisableTorchFunction(), _disable_current_modes():
-        for generator, state in zip((torch.default_generator, *torch.cuda.default_generators), states, strict=False):
-            generator.set_state(state)
+        return tuple((generator.initial_seed(), _is_fresh(generator)) for generator in (torch.default_generator, *used))
 
 
-def same_states(states: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    """Whether two results of `generators` are equal, so that the generators would draw the same numbers."""
-    with _C.DisableTorchFunction(), _disable_current_modes():
-        return all(map(torch.equal, states, others))
+def _is_fresh(generator: torch.Generator) -> bool:
+    first = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return torch.equal(first.get_state(), generator.get_state())
+
+
+def _same_seeds(before: tuple[tuple[int, bool], ...], now: tuple[tuple[int, bool], ...]) -> bool:
+    """Whether draws lead from one to the other: those of other threads are no change."""
+    pairs = zip(before, now, strict=False)
+    return all(seed == other and (was_fresh or not fresh) for (seed, was_fresh), (other, fresh) in pairs)
 
 
 GENERATOR = "torch's random generator"
@@ -233,27 +245,32 @@ SETTINGS = (
     Setting("forward-mode differentiation", lambda: forward_ad._current_level, _exit_dual_levels),
     _stack("the dispatch modes", _get_current_dispatch_mode_stack, _pop_mode, _push_mode),
     _stack("the function modes", _get_current_function_mode_stack, _pop_function_mode, _push_function_mode),
-    Setting("the default device", _default_device, _restore_default_device),
+    Setting("the default device", _default_device, _restore_default_device, _same_device),
     _flag("the calls of __torch_function__", "_get_torch_function_state", "_set_torch_function_state"),
     Setting("the dispatch keys", _dispatch_keys),  # `restored` restores them by a guard: some have no Python name
     _flag("the grad mode", "is_grad_enabled", "_set_grad_enabled"),
     _flag("the forward grad mode", "_is_fwd_grad_enabled", "_set_fwd_grad_enabled"),
     Setting("the inference mode", torch.is_inference_mode_enabled),
     Setting("autocast", _autocast, _restore_autocast),
-    Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting("the deterministic mode", _deterministic, _restore_deterministic),
-    _flag("the filling of new memory", "_get_deterministic_fill_uninitialized_memory",
-          "_set_deterministic_fill_uninitialized_memory"),
-    Setting("the precision of float32 products", _precision, _restore_precision),
-    _flag("torch.backends.cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled"),
-    _flag("torch.backends.cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    _flag("torch.backends.cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-    _flag("torch.backends.mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    _flag("the flash attention kernels", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-    _flag("the memory-efficient attention kernels", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    _flag("the math attention kernels", "_get_math_sdp_enabled", "_set_sdp_use_math"),
-    _flag("the cuDNN attention kernels", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    _flag("the order of attention kernels", "_get_sdp_priority_order", "_set_sdp_priority_order"),
-    Setting(GENERATOR, generators, _restore_generators, same_states),
+    Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype,
+            setters=frozenset({"_set_default_dtype"})),
+    Setting("the deterministic mode", _deterministic, _restore_deterministic,
+            setters=frozenset({"_set_deterministic_algorithms"})),
+    _shared("the filling of new memory", "_get_deterministic_fill_uninitialized_memory",
+            "_set_deterministic_fill_uninitialized_memory"),
+    Setting("the precision of float32 products", _precision, _restore_precision, setters=frozenset({
+        "_set_float32_matmul_precision", "_set_cublas_allow_tf32", "_set_cudnn_allow_tf32", "_set_onednn_allow_tf32",
+        "_set_fp32_precision_setter"})),
+    _shared("torch.backends.cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled"),
+    _shared("torch.backends.cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    _shared("torch.backends.cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    _shared("torch.backends.mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    _shared("the flash attention kernels", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    _shared("the memory-efficient attention kernels", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    _shared("the math attention kernels", "_get_math_sdp_enabled", "_set_sdp_use_math"),
+    _shared("the cuDNN attention kernels", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    _shared("the order of attention kernels", "_get_sdp_priority_order", "_set_sdp_priority_order"),
+    Setting(GENERATOR, _seeds, same=_same_seeds,
+            setters=frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})),
 )  # fmt: skip
 """All state that a traced function could leave changed, in the order in which it is restored."""

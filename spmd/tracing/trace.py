@@ -20,6 +20,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spmd.core.compile_lock import COMPILING
 from spmd.core.containers import CONSTANTS
 from spmd.core.mesh import Coordinate
 from spmd.core.pytree import leaf_remedy, tree_flatten
@@ -31,12 +32,12 @@ from spmd.ir.number import Number
 from spmd.ir.variants import Variants
 from spmd.tracing.checkpointed import checkpoints, recompute
 from spmd.tracing.closures import ClosureLifting
-from spmd.tracing.effects import Generators, refuse_changes
+from spmd.tracing.effects import Generators, noticing, refuse_changes
 from spmd.tracing.functionalization import Functionalization
 from spmd.tracing.nested_tracers import nested_tracers
 from spmd.tracing.numbers import Guards, number_of, traced
 from spmd.tracing.recorder import Recorder
-from spmd.tracing.running import tracing_with
+from spmd.tracing.running import is_tracing, tracing_with
 from spmd.tracing.source import SourceTracker
 from spmd.tracing.torch_state import restored
 from spmd.tracing.traced import Traced, dynamic_paths, name_of
@@ -132,12 +133,13 @@ def trace_flat(
         TraceError: as in `trace`.
     """
     trace = functools.partial(_trace_once, function, leaves, names, paths, reserved)
-    graph, lifting = trace(None)
-    unevenness = lifting.unevenness
-    if unevenness is None:
-        return graph
-    others = list(unevenness.coordinates())[1:]
-    graphs = {unevenness.key(coordinate): (coordinate, trace(coordinate)[0]) for coordinate in others}
+    with COMPILING:
+        graph, lifting = trace(None)
+        unevenness = lifting.unevenness
+        if unevenness is None:
+            return graph
+        others = list(unevenness.coordinates())[1:]
+        graphs = {unevenness.key(coordinate): (coordinate, trace(coordinate)[0]) for coordinate in others}
     return attrs.evolve(graph, variants=Variants(unevenness, graphs))
 
 
@@ -166,16 +168,16 @@ def _trace_once(
         tracing_with(lifting),
         _no_modes_around(),
         checkpoints(recorder.regions),
-        _errors_raised_only(),
         recorder,
         Functionalization(lifting.lift),
         lifting,
         restored() as before,
+        noticing(random),
     ):
-        random.start()
         outputs = function(*[lifting.functional(fake) for fake in fakes])
         again = lambda: function(*[lifting.functional(fake) for fake in fakes])  # noqa: E731
-        refuse_changes(before, random, again)
+        random.refuse_changes()
+        refuse_changes(before, again)
         outputs = [lifting.finish(tensor) for tensor in outputs]
         lifting.check_writes()
     results = tuple(recorder.value(tensor) for tensor in outputs)
@@ -187,12 +189,7 @@ def _trace_once(
 
 @contextlib.contextmanager
 def _no_modes_around() -> Iterator[None]:
-    """A context in which transforms, dispatch modes, inference mode and grad mode from outside do not affect the trace.
-
-    It also switches oneDNN off, so that torch decomposes recurrent layers: oneDNN's single operator for them saves what
-    its backward needs only if grad mode is on.
-    """
-    onednn = torch._C._get_mkldnn_enabled()
+    """A context in which transforms, dispatch modes, inference mode and grad mode from outside have no effect."""
     with (
         temporarily_clear_interpreter_stack(),
         _disable_current_modes(),
@@ -200,23 +197,11 @@ def _no_modes_around() -> Iterator[None]:
         torch.enable_grad(),
         nested_tracers(),
     ):
-        torch._C._set_mkldnn_enabled(False)
-        try:
-            yield
-        finally:
-            torch._C._set_mkldnn_enabled(onednn)
-
-
-@contextlib.contextmanager
-def _errors_raised_only() -> Iterator[None]:
-    """A context in which torch does not log shape errors of fake tensors: the error is raised anyway."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    silence: Callable[[logging.LogRecord], bool] = lambda record: False  # noqa: E731
-    log.addFilter(silence)
-    try:
         yield
-    finally:
-        log.removeFilter(silence)
+
+
+# In a trace, torch does not log shape errors of fake tensors: the error is raised anyway.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not is_tracing())
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:

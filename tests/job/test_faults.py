@@ -361,3 +361,9 @@ def test_what_ranks_say_of_a_collective_of_two_of_them_is_explained(said, messag
 def test_ranks_outside_of_a_mesh_are_blamed_only_where_one_of_it_has_waited_for_them(said, message):
     error = explain(CollectiveScope("a", (0, 1)), said, "reset")
     assert f"{type(error).__name__}: {error}".startswith(message)
+
+
+def test_two_threads_in_collective_calls(forks):
+    """Every rank ends with an error that tells of two threads: its own, or that of another rank."""
+    for end in run_job(forks, cases.two_threads, ranks=range(2)).values():
+        assert re.search("Two threads of this process are in collective calls at once", end), end

@@ -127,7 +127,7 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize(("function", "text"), FUNCTIONS, ids=lambda item: getattr(item, "__name__", ""))
 def test_changes_are_refused_with_their_line_and_undone(function, text):
-    before = TorchState.now()
+    before, numbers = TorchState.now(), torch.get_rng_state()
     for _ in range(2):
         with pytest.raises(spmd.TraceError) as error:
             spmd.jit(function, P("data"), P(), mesh=MESH)(torch.ones(4, 3))
@@ -135,6 +135,7 @@ def test_changes_are_refused_with_their_line_and_undone(function, text):
         assert "test_effects.py:" in str(error.value)
         assert "# changes`" in str(error.value)
         assert () == before.changed()
+        assert torch.equal(numbers, torch.get_rng_state())
     assert not CLOSED.requires_grad
 
 

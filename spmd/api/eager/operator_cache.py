@@ -12,6 +12,7 @@ from spmd.api.eager.families import View
 from spmd.api.eager.operator_program import Operator
 from spmd.api.eager.operators import takes_any_number
 from spmd.api.values.dtensor import DTensor
+from spmd.core.compile_lock import COMPILING
 from spmd.runtime.torch_settings import are_modes_off
 
 MAX_PROGRAMS = 4096
@@ -69,9 +70,10 @@ def remember(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any])
     call = operator.call
     if call.views or call.op is torch.ops.aten.as_strided.default or not are_modes_off():
         return  # what they read depends on the base of a view
-    if sum(len(calls.operators) for calls in _calls.values()) >= MAX_PROGRAMS:
-        _calls.clear()
-    calls = _calls.setdefault(call.op, _Calls(call.op))
+    with COMPILING:
+        if sum(len(calls.operators) for calls in _calls.values()) >= MAX_PROGRAMS:
+            _calls.clear()
+        calls = _calls.setdefault(call.op, _Calls(call.op))
     key = _key(args, kwargs, [], calls.any_number)
     if key and calls.any_number and (operator.kernel is None or any(spec.partial for spec in call.specs)):
         calls.operators[key] = None

@@ -17,6 +17,7 @@ from spmd.api.programs.program import Program, StandIn
 from spmd.api.values.communication import is_watched, record_program
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.api.values.wrapper import Shards, replace_shards
+from spmd.core.compile_lock import COMPILING
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
 from spmd.ir.graph import Graph, freeze, iterate_leaves, map_leaves
@@ -300,7 +301,8 @@ def _named(op: torch._ops.OpOverload, arguments: Arguments) -> Hashable:
 
 @functools.cache
 def _options() -> Options:
-    from spmd.plan.machine.machine import Machine  # at the first operator, not by `import spmd`
+    with COMPILING:
+        from spmd.plan.machine.machine import Machine  # at the first operator, not by `import spmd`
 
     machine = Machine(flops=1e30, memory_bandwidth=1e30)
     return Options(static_argnums=(), donate_argnums=(), comms="allow", backend="eager", machine=machine, rules=None)

@@ -155,7 +155,7 @@ def _getattr(reader: Reader, args: list[Values], line: Line) -> Values:
 
 def _hasattr(reader: Reader, args: list[Values], line: Line) -> Values:
     known, name = plain_value(args[1]) if len(args) > 1 else (False, None)
-    if not known or len(args[0]) != 1 or not isinstance(args[0][0], Access):
+    if not known or not isinstance(name, str) or len(args[0]) != 1 or not isinstance(args[0][0], Access):
         for values in args:
             reader.whole(values, line)
         return UNKNOWN

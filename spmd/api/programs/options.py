@@ -14,6 +14,7 @@ import torch
 from attrs.validators import optional
 
 from spmd.api.programs.never_gathered import KeepSharded, parse_keep_sharded
+from spmd.core.compile_lock import COMPILING
 from spmd.core.mesh import Mesh
 from spmd.core.quantity import parse_bytes
 from spmd.errors import PlanError, RuleError, TraceError
@@ -83,7 +84,8 @@ def _check_reduce_dtype(_: Any, attribute: attrs.Attribute[Any], value: Any) -> 
 
 
 def _check_machine(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    from spmd.plan.machine.machine import Machine
+    with COMPILING:
+        from spmd.plan.machine.machine import Machine
 
     if not isinstance(value, Machine):
         raise PlanError(f"machine must be a spmd.Machine (got {value!r}).")
@@ -92,14 +94,16 @@ def _check_machine(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 def _check_plan(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if isinstance(value, (str, os.PathLike)):
         return
-    from spmd.inspect.plan import Plan
+    with COMPILING:
+        from spmd.inspect.plan import Plan
 
     if not isinstance(value, Plan):
         raise PlanError(f"plan must be a path or a spmd.inspect.Plan (got {value!r:.80}).")
 
 
 def _check_rules(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    from spmd.rules.rule import Rule
+    with COMPILING:
+        from spmd.rules.rule import Rule
 
     if not isinstance(value, Mapping) or not all(isinstance(rule, Rule) for rule in value.values()):
         raise RuleError(
@@ -110,7 +114,8 @@ def _check_rules(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 def _budget(comms: Comms) -> Budget | None:
     if comms == "allow":
         return None
-    from spmd.inspect.questions.budget import parse_budget
+    with COMPILING:
+        from spmd.inspect.questions.budget import parse_budget
 
     return parse_budget(comms)
 

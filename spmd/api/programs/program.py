@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,7 @@ from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.api.values.wrapper import Shards
 from spmd.collectives.distributed.agreement import failing_together
+from spmd.core.compile_lock import COMPILING, compiled_property
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError
@@ -58,8 +59,9 @@ class Program:
     ) -> None:
         self.traced, self.mesh, self.options = traced, mesh, options
         self.in_specs, self.given_out_specs, self.donated = in_specs, given_out_specs, donated
+        self._executable: DistributedProgram | VirtualProgram | None = None
 
-    @functools.cached_property
+    @compiled_property
     def plan(self) -> Plan:
         """The plan: a spec for every value, and the collectives.
 
@@ -72,7 +74,7 @@ class Program:
         with isolated():
             return make_plan(self.traced, self.mesh, self.in_specs, self.given_out_specs, self.donated, self.options)
 
-    @functools.cached_property
+    @compiled_property
     def local(self) -> LocalProgram:
         """The lowered program that each rank runs."""
         from spmd.api.programs.stages import make_program
@@ -81,28 +83,32 @@ class Program:
         with isolated():
             return make_program(plan, self.traced.name)
 
-    @functools.cached_property
+    @compiled_property
     def out_specs(self) -> tuple[DTensorSpec, ...]:
         """The spec of every output; one equal to an input's is the same object, which a later call compares faster."""
         specs = (given or chosen for given, chosen in zip(self.given_out_specs, self.local.output_specs, strict=True))
         known = {spec: spec for spec in self.in_specs}
         return tuple(known.setdefault(spec, spec) for spec in specs)
 
-    @functools.cached_property
+    @property
     def executable(self) -> DistributedProgram | VirtualProgram:
         """The program, compiled for the mesh's runtime; on a distributed mesh this is a collective call.
 
         Raises:
             DivergenceError: the ranks of a distributed mesh have different programs.
         """
-        program = self.local
-        with isolated():
-            return (DistributedProgram if self.mesh.runtime is Runtime.DISTRIBUTED else VirtualProgram)(program)
+        if self._executable is None:
+            program, distributed = self.local, self.mesh.runtime is Runtime.DISTRIBUTED
+            # Not under the lock on processes: the ranks wait for each other.
+            lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if distributed else COMPILING
+            with isolated(), lock:
+                self._executable = (DistributedProgram if distributed else VirtualProgram)(program)
+        return self._executable
 
     @property
     def is_ready(self) -> bool:
         """Whether it is compiled for the runtime."""
-        return "executable" in self.__dict__
+        return self._executable is not None
 
     def prepare(self) -> None:
         """Compile it for the runtime; on a distributed mesh the first time is a collective call.

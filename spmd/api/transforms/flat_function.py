@@ -19,6 +19,7 @@ from spmd.api.programs.program import Program, StandIn
 from spmd.api.transforms.partition import Joint
 from spmd.api.values.distribute import place
 from spmd.api.values.dtensor import DTensor
+from spmd.core.compile_lock import compiled_property
 from spmd.core.mesh import Mesh, use_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.ir.graph import Graph, Value
@@ -62,7 +63,7 @@ class FlatFunction:
         """Whether it draws random numbers."""
         return any(operation.is_random for operation in self.program.traced.graph.operations)
 
-    @functools.cached_property
+    @compiled_property
     def program(self) -> Program:
         """Its program."""
         return self.compiled(self.function, self.in_specs, self.given)

@@ -40,13 +40,16 @@ class ResultWrappers:
         sources = [waiting[spec].pop() if waiting[spec] else None for spec in specs]  # the argument for each result
         self._fresh = [number for number, source in enumerate(sources) if source is None]
         self._kept = [source for source in sources if source is not None]
-        self._spares: list[Any] = []
+        self._spares: deque[list[Any]] = deque(maxlen=1)
 
     def wrap(self, results: Sequence[Shards]) -> list[DTensor]:
         """The DTensors of the shards of the results."""
         if _is_inference():
             return list(map(wrap, self._specs, results))
-        values, self._spares = self._spares, []
+        try:
+            values = self._spares.pop()  # by one thread only
+        except IndexError:
+            values = []
         if not self._are_as_made(values):
             values = list(map(wrap, self._specs, results))
             deque(map(set_maker, values, [self] * len(values)), maxlen=0)
@@ -62,7 +65,7 @@ class ResultWrappers:
         """Keep the donated ones among the arguments of a call; they have lost their shards."""
         spares = list(map(leaves.__getitem__, self._kept))
         if torch.is_grad_enabled() or not _any_requires_grad(*spares):  # else the call has checked that none does
-            self._spares = spares
+            self._spares.append(spares)
 
     def _are_as_made(self, values: list[Any]) -> bool:
         """Whether DTensors are what `wrap` has made, but without shards, and only this list holds them."""
