@@ -257,7 +257,7 @@ class Jitted:
         )
         last = self._newest
         access = None if last is None else last.hidden.failing()
-        changes = () if access is None else [HiddenState.difference(access)]
+        changes = [] if access is None else [HiddenState.difference(access)]
         log_compile(repr(self), signature, None if last is None else last.signature, changes)
         self._warnings.of_new(repr(self), signature, numbers, self._compiled.every(key))
         if access is not None:

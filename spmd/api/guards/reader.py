@@ -179,7 +179,8 @@ class Reader:
             return UNKNOWN
         if name == "__class__":
             access.expect(OfType)
-            return (self.root(type(value), type(value).__name__, line, watched=is_own(type(value))),)
+            kind: Any = type(value)
+            return (self.root(kind, kind.__name__, line, watched=is_own(kind)),)
         if isinstance(value, type):
             return self._member_of(value, name, access, line)
         if is_generator(value):
@@ -870,20 +871,21 @@ class Reader:
             if id(owner) in self._modules:
                 continue
             self._modules.add(id(owner))
-            inner = (
-                access if owner is access.value else self.root(owner, access.label, line, watched=False, covered=True)
-            )
+            kind: Any = type(owner)
+            inner = access
+            if owner is not access.value:
+                inner = self.root(owner, access.label, line, watched=False, covered=True)
             for name in _HOOKS:
                 for hook in vars(owner)[name].values():
                     self.whole((self.root(hook, "a hook", line),), line)
             if "forward" in vars(owner):
                 self.whole((inner.child(Attribute("forward"), vars(owner)["forward"], line, watched=False),), line)
-            elif is_own(type(owner)):
-                given = args if owner is access.value else []
-                found = self.call(
-                    self._member_of(type(owner), "forward", inner, line), given, named if given else {}, line
-                )
-                result = found if owner is access.value else result
+            elif is_own(kind):
+                forward = self._member_of(kind, "forward", inner, line)
+                if owner is access.value:
+                    result = self.call(forward, args, named, line)
+                else:
+                    self.call(forward, [], {}, line)
         return result
 
     # Writes
