@@ -69,6 +69,43 @@ def test_many_generated_functions_are_never_silently_stale():
         assert (case.name, []) == (case.name, [text for text in run(case, number) if text != "warned"])
 
 
+def test_keys_in_a_list_that_the_function_changes_are_followed():
+    table = {"a": 1.0, "b": 2.0, "c": 3.0}
+
+    def f(x):
+        keys = ["a", "a"]
+        keys[1] = "b"
+        keys.append("c")
+        for key in keys:
+            x = x * table[key]
+        return x * table[keys[1]]
+
+    jitted = spmd.jit(f, mesh=MESH)
+    for key in ("a", "b", "c"):
+        torch.testing.assert_close(jitted(X).full_tensor(), f(X))
+        table[key] += 1
+    torch.testing.assert_close(jitted(X).full_tensor(), f(X))
+
+
+def test_a_chain_that_a_loop_follows_is_read_to_its_end():
+    last = node = types.SimpleNamespace(scale=2.0, next=None)
+    for n in range(20):
+        node = types.SimpleNamespace(scale=1.0 + n / 10, next=node)
+    first = node
+
+    def f(x):
+        node = first
+        while node is not None:
+            x = x * node.scale
+            node = node.next
+        return x
+
+    jitted = spmd.jit(f, mesh=MESH)
+    torch.testing.assert_close(jitted(X).full_tensor(), f(X))
+    last.scale = 3.0
+    torch.testing.assert_close(jitted(X).full_tensor(), f(X))
+
+
 def test_an_appended_item_that_is_counted_is_right_and_warned_of():
     log = []
 

@@ -111,6 +111,7 @@ class Access:
         self.parent, self.step, self.value, self.label, self.line = parent, step, value, label, line
         self.watched, self.covered = watched, covered
         self.children: dict[Step, Access] = {}
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.checks: dict[type[Check], Check] = {}
         self.absent: set[Step] = set()
         self._root = _root(value) if parent is None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,8 +14,8 @@ from spmd.api.guards.checks import ByIdentity, OfMeta, OfSize, OfType
 from spmd.api.guards.kinds import MAPPINGS, ROWS, SETS, is_plain
 from spmd.api.guards.things import UNKNOWN, Fixed, Parts, Values, constant, plain_value, union
 
-if TYPE_CHECKING:
-    from spmd.api.guards.reader import Reader
+Reader: TypeAlias = Any
+"""The reader, whose calls come here."""
 
 HOST_CALLS = frozenset([("spmd.debug", "callback"), ("spmd.collectives.callbacks", "pure_callback")])
 """Functions that let a program call a function of the host, their first argument."""
@@ -48,6 +48,8 @@ def method(reader: Reader, owner: Any, name: str, args: list[Values], named: dic
     if name in WRITERS | READING_WRITERS:
         known, key = plain_value(args[0]) if args else (False, None)
         reader.writes(owner, "item", key if known and name == "setdefault" else None, line)
+        if isinstance(owner, Parts):
+            owner.extend((*args, *(reader.iterated(values, line) for values in args)) if args else (UNKNOWN,))
     if name != "get":
         for values in (*args, *named.values()):
             reader.whole(values, line)
@@ -197,7 +199,7 @@ def _next(reader: Reader, args: list[Values], line: Line) -> Values:
 
 
 def _row(reader: Reader, args: list[Values], line: Line) -> Values:
-    return (Parts((reader.iterated(args[0], line),)),) if args else (Parts(()),)
+    return (Parts((reader.iterated(args[0], line),), exact=False),) if args else (Parts(()),)
 
 
 def _enumerate(reader: Reader, args: list[Values], line: Line) -> Values:

@@ -57,12 +57,26 @@ class BuiltinMethod:
     owner: Any
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Parts:
-    """A row or a mapping that the code makes; of a mapping, the keys of which are known."""
+    """A row or a mapping that the code makes, which the code may change.
+
+    Args:
+        items: what each item may be.
+        names: the keys of a mapping, if they are known.
+        exact: whether the items are in their places, so that their number is known.
+    """
 
     items: tuple[Values, ...]
     names: tuple[Any, ...] | None = None
+    exact: bool = True
+
+    def extend(self, added: Iterable[Values]) -> bool:
+        """Let it have other items, somewhere; whether that is new."""
+        items = tuple(dict.fromkeys((*self.items, *added)))
+        grows, self.items, self.names = items != self.items or self.exact, items, None
+        self.exact = False
+        return grows
 
 
 @attrs.frozen
