@@ -26,18 +26,29 @@ def eliminate_dead(graph: Graph, *, collectives: bool = False) -> Graph:
         collectives: whether unused collectives are removed, too: not from the program of one rank, as all ranks must
             run the same ones.
     """
-    live = set(graph.outputs)
+    live, fixed = set(graph.outputs), _fixed(graph)
     kept = []
     for operation in reversed(graph.operations):
         effect = operation.effect
         removable = effect is None or (collectives and effect is Effect.COLLECTIVE)
-        removable = removable and (operation.annotations.repetition > 0 or not refuses_positions(operation.op))
+        if operation.annotations.repetition == 0 and refuses_positions(operation.op):
+            positions = [value for value in operation.operands if not value.meta.dtype.is_floating_point]
+            removable = removable and fixed.issuperset(positions)
         if live.isdisjoint(operation.tensors) and removable:
             continue
         live.update(operation.operands)
         kept.append(operation)
     constants = tuple((value, tensor) for value, tensor in graph.constants if value in live)
     return attrs.evolve(graph, constants=constants, operations=tuple(reversed(kept)))
+
+
+def _fixed(graph: Graph) -> set[Value]:
+    """The values that follow from constants alone."""
+    fixed = {value for value, _ in graph.constants}
+    for operation in graph.operations:
+        if operation.effect is None and fixed.issuperset(operation.operands):
+            fixed.update(operation.tensors)
+    return fixed
 
 
 def simplify(graph: Graph, *, any_shapes: bool = False) -> Graph:

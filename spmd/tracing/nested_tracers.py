@@ -49,7 +49,8 @@ def _hook_tracers() -> None:
 
     # The function itself stays, which torch.compile knows and others may have imported by name.
     torch.compiler._spmd_inlines = _inlines.get  # type: ignore[attr-defined]
-    torch.compiler.is_compiling.__code__ = _is_compiling.__code__
+    if torch.compiler.is_compiling.__globals__ is vars(torch.compiler):  # not where a test has put another
+        torch.compiler.is_compiling.__code__ = _is_compiling.__code__
     if not isinstance(eval_frame._callback_from_stance, _Stance):
         eval_frame._callback_from_stance = _Stance(eval_frame._callback_from_stance)  # type: ignore[assignment]
     module: Any = sys.modules.get(_FLEX_ATTENTION)

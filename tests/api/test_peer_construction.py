@@ -260,8 +260,14 @@ def test_whole_tensors_are_placed_without_sending(spec: Any) -> None:
 
 
 def test_placed_tensors_are_new_leaves() -> None:
-    x = spmd.distribute(values((12, 3)).requires_grad_() + 2, [Shard(0)], LINE)
+    x = spmd.distribute(values((12, 3)) + 2, [Shard(0)], LINE)
     assert x.is_leaf and not x.requires_grad
+
+
+def test_what_autograd_recorded_keeps_its_gradient() -> None:
+    x = values((12, 3)).requires_grad_()
+    spmd.distribute(x + 2, [Shard(0)], LINE).sum().backward()
+    assert torch.equal(x.grad, torch.ones(12, 3))
 
 
 @pytest.mark.parametrize("shape", [(13, 3, 3), (14, 3, 3), (3, 13, 3), (3, 14, 3), (3, 3, 13), (3, 3, 14)], ids=repr)

@@ -365,5 +365,5 @@ def test_ranks_outside_of_a_mesh_are_blamed_only_where_one_of_it_has_waited_for_
 
 def test_two_threads_in_collective_calls(forks):
     """Every rank ends with an error that tells of two threads: its own, or that of another rank."""
-    for end in run_job(forks, cases.two_threads, ranks=range(2)).values():
+    for end in run_job(forks, cases.two_threads).values():
         assert re.search("Two threads of this process are in collective calls at once", end), end

@@ -116,13 +116,12 @@ class Attributes(Following):
         if name not in vars(access.value):
             return UNKNOWN
         value = vars(access.value)[name]
-        fixed = isinstance(value, (FunctionType, type, ModuleType)) or callable(value)
         if is_own_module(access.value):
             watched = True
         elif is_tensor_library(access.value):
             watched = isinstance(value, (*LOOKUPS, *ROWS, *SETS, *MAPPINGS))
-        else:
-            watched = not fixed
+        else:  # an installed package, whose own objects are its own
+            watched = is_plain(value) or isinstance(value, (*ROWS, *SETS, *MAPPINGS))
         return (access.child(Attribute(name), value, line, watched=watched),)
 
     def _attribute_of_object(self, access: Access, name: str, line: Line) -> Values:

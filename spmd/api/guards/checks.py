@@ -366,7 +366,7 @@ def _values_of(value: torch.Tensor) -> Any:
     if value.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(value):
         return None
     # The parts of a tensor as bytes, in which a NaN equals itself and -0.0 differs from 0.0.
-    flat = value.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    flat = value.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     data = flat.view(torch.uint8).tolist() if flat.numel() else []
     return value.dtype, tuple(value.shape), value.device, value.requires_grad, bytes(data)
 

@@ -104,7 +104,7 @@ class Contents(Following):
             self._content_of_lookup(access, line)
         elif isinstance(value, (type, enum.Enum)) or not self._has_attributes(value):
             access.expect(ByIdentity)
-        else:
+        elif access.watched:
             self._content_of_object(access, line)
 
     @staticmethod
