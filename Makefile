@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-hidden-state test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -58,6 +58,11 @@ test-memory: $(STAMP)
 # What jobs of 8 to 64 gloo processes cost each of them; rewrites docs/scale_of_jobs.md.
 test-scale: $(STAMP)
 	$(BIN)/python -m proofs.scale_of_jobs --markdown docs/scale_of_jobs.md
+
+# Generated functions that read state which changes between calls, so many, against themselves on one device.
+FUNCTIONS ?= 3000
+test-hidden-state: $(STAMP)
+	$(BIN)/python -m proofs.hidden_state --count $(FUNCTIONS)
 
 # Every redistribution of meshes of up to 2 x 2 x 2 beside an optimum and torch's; rewrites docs/redistribution.md.
 test-redistribution: $(STAMP)

@@ -158,7 +158,8 @@ def live_bytes() -> int:
     """The bytes of the storages of all plain tensors."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # these have no storage of their own
+    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu" and not wrapped(each)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -88,7 +88,7 @@ _READABLE = (
 @functools.lru_cache(maxsize=4096)
 def is_library_code(file: str) -> bool:
     """Whether a file of a library holds state rather than operators: it is read where it gets what is watched."""
-    return file.startswith(_READABLE) or is_installed(file)
+    return file.startswith(_READABLE) or (is_user_file(file) and is_installed(file))
 
 
 @functools.lru_cache(maxsize=4096)
