@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from spmd.api.guards.access import Access, Line, compiled
+from spmd.api.guards.bytecode_reader import BytecodeReader, TooMuch
 from spmd.api.guards.checks import Check, OfModule, OfTensor, Unwritten
 from spmd.api.guards.kinds import brief, is_plain
-from spmd.api.guards.reader import Reader, TooMuch
 from spmd.api.guards.things import UNKNOWN, Values
 
 _TESTS = 8
@@ -38,7 +38,7 @@ class HiddenState:
     """
 
     def __init__(self, function: Any, module: nn.Module | None, arguments: Sequence[Any] = ()) -> None:
-        self.reader = Reader()
+        self.reader = BytecodeReader()
         self._test: Callable[[], bool] | None = None
         self._tests = 0
         line: Line = ("", 0)
@@ -85,7 +85,7 @@ class HiddenState:
         for root in self.reader.roots.values():
             for each in root.walk():
                 each.value = None  # the checks hold what they need
-        self.reader = Reader()
+        self.reader = BytecodeReader()
 
     def unchanged(self) -> bool:
         """Whether all is as it was, by identity: what is equal is found by `matches`."""

@@ -1,4 +1,5 @@
 """What functions read beside their arguments: found in their bytecode, and compared at each call.
 
-Imports `core`, `job`, and `tracing.source` for lines.
+`frame` runs the bytecode of a function over what its variables may be (`things`); `bytecode_reader` follows what it
+names and makes an `access` of each chain, with the `checks` by which it is compared. Imports `core` and `job`.
 """

@@ -49,7 +49,7 @@ class Item:
 
 
 @attrs.frozen
-class Member:
+class ClassMember:
     """What a class itself has of a name, as it stands in the class."""
 
     name: str
@@ -81,7 +81,7 @@ class Closure:
         return self.name
 
 
-Step: TypeAlias = Attribute | Item | Member | Closure
+Step: TypeAlias = Attribute | Item | ClassMember | Closure
 
 
 class Access:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spmd.api.guards.access import Access, Attribute, Line, Member
+from spmd.api.guards.access import Access, Attribute, ClassMember, Line
 from spmd.api.guards.builtin_calls import METHODS
 from spmd.api.guards.checks import (
     ByIdentity,
@@ -189,12 +189,12 @@ class Attributes(Following):
                     and attributes_of(access.value)
                 ):
                     access.add(Unshadowed).names.add(name)  # type: ignore[attr-defined]
-            own = holder.child(Member(name), raw, line, watched=holder.watched)
+            own = holder.child(ClassMember(name), raw, line, watched=holder.watched)
             return self._bound(own, raw, access, line)
         if isinstance(raw, (FunctionType, type)) or is_plain(raw) or not hasattr(type(raw), "__get__"):
             return (access.child(Attribute(name), raw, line),)
         if isinstance(getattr(type(raw), "__get__", None), FunctionType):  # a descriptor of the user's
-            self.whole((access, holder.child(Member(name), raw, line, watched=holder.watched)), line)
+            self.whole((access, holder.child(ClassMember(name), raw, line, watched=holder.watched)), line)
             return UNKNOWN
         if type(raw) is _FIELD:
             return self._present(access, Attribute(name), line)

@@ -8,7 +8,6 @@ from typing import Any
 from spmd.api.guards.access import Access, Attribute, Item, Line, Step
 from spmd.api.guards.attributes import Attributes
 from spmd.api.guards.calls import Calls
-from spmd.api.guards.contents import Contents
 from spmd.api.guards.items import Items
 from spmd.api.guards.kinds import (
     LOOKUPS,
@@ -22,12 +21,13 @@ from spmd.api.guards.things import (
     constant,
     union,
 )
+from spmd.api.guards.whole_reads import WholeReads
 
 _STEPS = 200_000
 """The most instructions that are followed."""
 
 
-class Reader(Attributes, Items, Contents, Calls):
+class BytecodeReader(Attributes, Items, WholeReads, Calls):
     """Follows one function: names and writes; the rest is in the parts."""
 
     def count(self, line: Line) -> None:

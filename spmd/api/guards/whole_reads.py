@@ -53,7 +53,7 @@ BYTES = 1 << 18
 _SPECIAL = ("__call__", "__len__", "__bool__", "__iter__", "__contains__", "__getitem__", "__enter__", "__exit__")
 
 
-class Contents(Following):
+class WholeReads(Following):
     """Compares contents."""
 
     def whole(self, values: Values, line: Line) -> None:
