@@ -73,6 +73,7 @@ def only_slices(source: DTensorSpec, target: DTensorSpec) -> bool:
     return all(step.kind is StepKind.SHARD for step in redistribution(source, target))
 
 
+@lru_cache(maxsize=65536)
 def eager_redistribution(source: DTensorSpec, target: DTensorSpec) -> tuple[Step | BlockExchange, ...]:
     """As `redistribution`, but in the least time outside of a program, where `BlockExchange` is a step, too.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -17,14 +16,17 @@ def own_storage(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     >>> [tensor.untyped_storage().nbytes() for tensor in own_storage(whole[:2], whole[2:])]
     [32, 32]
     """
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    viewed: Counter[int] = Counter()
-    for tensor, storage in zip(tensors, storages, strict=True):
-        viewed[storage._cdata] += tensor.nbytes
-    return tuple(
-        tensor.clone() if storage.nbytes() > viewed[storage._cdata] else tensor
-        for tensor, storage in zip(tensors, storages, strict=True)
-    )
+    viewed: dict[int, int] = {}
+    storages = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        viewed[number] = viewed.get(number, 0) + tensor.nbytes
+        storages.append((number, storage))  # held: numbers of storages that are gone are used again
+    parts = {number for number, storage in dict(storages).items() if storage.nbytes() > viewed[number]}
+    if not parts:
+        return tensors
+    return tuple(t.clone() if number in parts else t for t, (number, _) in zip(tensors, storages, strict=True))
 
 
 def own_memory(*tensors: torch.Tensor) -> Any:

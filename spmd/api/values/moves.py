@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -53,7 +54,9 @@ def move_shards(
         source, target: the specs.
         agreed: whether ranks have compared their calls already.
     """
-    return own_storage(*redistribute_shards(_announced(call, shards, source, target, agreed), source, target))
+    held = _announced(call, shards, source, target, agreed)
+    moved = redistribute_shards(held, source, target)
+    return moved if all(map(operator.is_, moved, held)) else own_storage(*moved)
 
 
 def start_move(
