@@ -158,9 +158,16 @@ def live_bytes() -> int:
     """The bytes of the storages of all plain tensors."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # these have no storage of their own
-    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu" and not wrapped(each)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sum(dict(map(_memory, tensors)).values())
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """The place and the bytes of a tensor's storage; none for one that a transform or a trace has left without."""
+    try:
+        storage = tensor.untyped_storage()
+        return (storage.data_ptr(), storage.nbytes()) if tensor.device.type == "cpu" else (0, 0)
+    except (NotImplementedError, RuntimeError):
+        return 0, 0
 
 
 def _plain(value: Any) -> Any:
