@@ -155,8 +155,7 @@ class Attributes(Following):
         if name in own["_parameters"] or name in own["_buffers"]:
             return UNKNOWN
         if name in own:
-            child = access.child(Attribute(name), own[name], line, watched=False)
-            return (child,)
+            return (access.child(Attribute(name), own[name], line, watched=False),)
         return self.member_of(type(value), name, access, line)
 
     def inner(self, access: Access, name: str, value: Any, line: Line) -> Access:
@@ -182,16 +181,11 @@ class Attributes(Following):
         if isinstance(raw, (FunctionType, property, classmethod, staticmethod, functools.cached_property)):
             if not is_class:
                 access.expect(OfType)
-                if (
-                    isinstance(raw, FunctionType)
-                    and access.watched
-                    and not access.covered
-                    and attributes_of(access.value)
-                ):
+                if isinstance(raw, FunctionType) and access.is_compared and attributes_of(access.value):
                     access.add(Unshadowed).names.add(name)  # type: ignore[attr-defined]
             own = holder.child(ClassMember(name), raw, line, watched=holder.watched)
             return self._bound(own, raw, access, line)
-        if isinstance(raw, (FunctionType, type)) or is_plain(raw) or not hasattr(type(raw), "__get__"):
+        if isinstance(raw, type) or is_plain(raw) or not hasattr(type(raw), "__get__"):
             return (access.child(Attribute(name), raw, line),)
         if isinstance(getattr(type(raw), "__get__", None), FunctionType):  # a descriptor of the user's
             self.whole((access, holder.child(ClassMember(name), raw, line, watched=holder.watched)), line)
