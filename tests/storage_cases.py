@@ -58,7 +58,7 @@ def halves(mesh: Mesh, given: Any) -> Iterator[tuple[str, Any, Any]]:
     yield "all of three", jitted(lambda x: torch.cat([x, x, x]).exp().chunk(3), P()), given
     yield "two of three", jitted(lambda x: torch.cat([x, x, x]).exp().chunk(3)[:2], P()), given
     yield "a copy among views", jitted(lambda x: (y := x.exp().t().contiguous(), y.t().reshape(-1)[1:]), P()), given
-    table = torch.arange(24.0)
+    table = torch.arange(24.0, device=mesh.device)
     yield "of a constant", jitted(lambda x: (table[2:5], x + 1), P()), given
 
 
@@ -81,7 +81,7 @@ def results_hold_their_own(shapes: int, mesh: Mesh) -> int:
     for spec in (P(), P("x"), P(("y", "x"))):
         found += [(f"arange {spec} {dtype}", spmd.arange(9, spec=spec, mesh=mesh, dtype=dtype), ()) for dtype in DTYPES]
     for shape in SHAPES[:shapes]:
-        whole = torch.randn(shape)
+        whole = torch.randn(shape, device=mesh.device)
         found += moves(mesh, whole)
         found += halves(mesh, spmd.distribute(whole, P(), mesh))
     wrong = [f"{name}: {over} bytes" for name, result, given in found if (over := excess(result, given))]

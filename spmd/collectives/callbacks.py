@@ -25,8 +25,9 @@ def pure_callback(
 ) -> Any:
     """Call a function of the host from a program, and use what it returns; modelled on `jax.pure_callback`.
 
-    The function gets tensors and may return tensors, arrays or numbers. It must be pure: equal arguments give equal
-    results. A program may call it any number of times, or not at all if its results are unused, and on every rank.
+    The function gets tensors on the CPU and may return tensors, arrays or numbers. It must be pure: equal arguments
+    give equal results. A program may call it any number of times, or not at all if its results are unused, and on
+    every rank.
 
     Inside `jit` each rank calls it with global values, gathered where they are sharded, so results are those of one
     device. Inside `shard_map` each rank calls it with its own values. Outside of both it is called at once.

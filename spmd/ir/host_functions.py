@@ -83,9 +83,9 @@ class HostFunction:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Call it with copies: a program may write to the memory of a tensor after its last use."""
+        """Call it with copies on the CPU: a program may write to the memory of a tensor after its last use."""
         given = iter(tensors)
-        copy = {Passed.TENSOR: lambda x: x.detach().clone(), Passed.NUMBER: torch.Tensor.item}
+        copy = {Passed.TENSOR: lambda x: x.detach().to("cpu", copy=True), Passed.NUMBER: torch.Tensor.item}
         with torch.no_grad():
             leaves = [copy[leaf](next(given)) if isinstance(leaf, Passed) else leaf for leaf in self.leaves]
         args, kwargs = self.structure.unflatten(leaves)
