@@ -219,6 +219,14 @@ def _index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Te
     return x.index_put((*(None,) * (dim % x.ndim), places), source)
 
 
+def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Any:
+    """A write of one number; unlike `index_copy`, it takes negative positions."""
+    if not x.ndim:
+        return NotImplemented
+    number = value.to(x.dtype) if isinstance(value, torch.Tensor) else x.new_full((), value)
+    return x.index_put((*(None,) * (dim % x.ndim), index.reshape(-1)), number)
+
+
 def _batch_norm_eval(
     x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, momentum: float, eps: float
 ) -> tuple[torch.Tensor, ...]:
@@ -285,6 +293,8 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.embedding_renorm.default: _embedding_renorm,
     aten.gather.default: _gather,
     aten.index_copy.default: _index_copy,
+    aten.index_fill.int_Scalar: _index_fill,
+    aten.index_fill.int_Tensor: _index_fill,
     aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape),
