@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -17,6 +18,9 @@ Cell: TypeAlias = Callable[[Tensor, States, Sequence[Tensor]], States]
 
 The weights are `w_hh`, then `b_hh` if there are biases, then `w_hr` of an LSTM with projections.
 """
+
+Direction: TypeAlias = Callable[..., tuple[Tensor, States]]
+"""Runs a layer in one direction: `run(layers, x, states, weights, reverse=...)`."""
 
 
 @attrs.frozen(eq=False)
@@ -56,6 +60,22 @@ def run_layers(
         states: the initial states of all layers and directions.
         noise: makes what dropout multiplies an output of so many features with.
     """
+    run = functools.partial(_run_padded, lengths)
+    return _run_layers(layers, x, states, run, lambda x: x * noise(x.shape[-1]))
+
+
+def run_plain(layers: Layers, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """As `run_layers` on samples that all have the full length, by the operators that torch calls without oneDNN.
+
+    OneDNN's single operator for a layer saves what its backward needs only if grad mode is on.
+    """
+    return _run_layers(layers, x, states, _run_whole, lambda x: torch.dropout(x, layers.dropout, True))
+
+
+def _run_layers(
+    layers: Layers, x: Tensor, states: Sequence[Tensor], run: Direction, dropped: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """The output of the last layer, and the final states of all layers and directions."""
     directions = 2 if layers.bidirectional else 1
     each = len(layers.weights) // (layers.count * directions)
     final: list[States] = []
@@ -64,51 +84,38 @@ def run_layers(
         for direction in range(directions):
             at = number * directions + direction
             weights = layers.weights[at * each : (at + 1) * each]
-            start = tuple(state[at : at + 1] for state in states)
-            output, end = _run(layers, x, lengths, start, weights, reverse=direction == 1)
+            start = tuple(state[at] for state in states)
+            output, end = run(layers, x, start, weights, reverse=direction == 1)
             outputs.append(output)
             final.append(end)
         x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
         if layers.dropout and number + 1 < layers.count:
-            x = x * noise(x.shape[-1])
-    return x, [torch.cat(every) for every in zip(*final, strict=True)]
-
-
-def run_plain(layers: Layers, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """As `run_layers` on samples that all have the full length, by the operators that torch calls without oneDNN.
-
-    OneDNN's single operator for a layer saves what its backward needs only if grad mode is on.
-    """
-    directions = 2 if layers.bidirectional else 1
-    each = len(layers.weights) // (layers.count * directions)
-    final: list[States] = []
-    for number in range(layers.count):
-        outputs = []
-        for direction in range(directions):
-            at = number * directions + direction
-            w_ih, w_hh, *rest = layers.weights[at * each : (at + 1) * each]
-            held = tuple(state[at] for state in states)
-            steps = F.linear(x, w_ih, rest.pop(0) if layers.bias else None).unbind(0)
-            every = []
-            for step in reversed(steps) if direction else steps:
-                held = layers.cell(step, held, (w_hh, *rest))
-                every.append(held[0])
-            outputs.append(torch.stack(every[::-1] if direction else every))
-            final.append(held)
-        x = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
-        if layers.dropout and number + 1 < layers.count:
-            x = torch.dropout(x, layers.dropout, True)
+            x = dropped(x)
     return x, [torch.stack(every) for every in zip(*final, strict=True)]
 
 
-def _run(
-    layers: Layers, x: Tensor, lengths: Sequence[int], states: States, weights: Sequence[Tensor], *, reverse: bool
+def _run_whole(
+    layers: Layers, x: Tensor, states: States, weights: Sequence[Tensor], *, reverse: bool
 ) -> tuple[Tensor, States]:
-    """One layer in one direction: its outputs and its final states.
+    """One layer in one direction, of samples that have the full length: its outputs and its final states."""
+    w_ih, w_hh, *rest = weights
+    steps = F.linear(x, w_ih, rest.pop(0) if layers.bias else None).unbind(0)
+    every = []
+    for step in reversed(steps) if reverse else steps:
+        states = layers.cell(step, states, (w_hh, *rest))
+        every.append(states[0])
+    return torch.stack(every[::-1] if reverse else every), states
+
+
+def _run_padded(
+    lengths: Sequence[int], layers: Layers, x: Tensor, states: States, weights: Sequence[Tensor], *, reverse: bool
+) -> tuple[Tensor, States]:
+    """One layer in one direction, of samples of some lengths: its outputs and its final states.
 
     The steps compute behind the ends of samples, too, so they have no masks.
     """
     w_ih, w_hh, *rest = weights
+    states = tuple(state[None] for state in states)
     ends = torch.tensor(lengths, device=x.device)
     times = torch.arange(x.shape[0], device=x.device)[:, None]
     backwards = torch.where(times < ends, ends - 1 - times, times)
@@ -124,7 +131,7 @@ def _run(
     held = tuple(torch.cat(found) for found in zip(*every, strict=True))
     if min(lengths) < x.shape[0]:
         states = tuple(_at_times(found, ends[None] - 1) for found in held)
-    return _at_times(held[0], backwards) if reverse else held[0], states
+    return _at_times(held[0], backwards) if reverse else held[0], tuple(state[0] for state in states)
 
 
 def _at_times(x: Tensor, times: Tensor) -> Tensor:
