@@ -1,4 +1,4 @@
-"""What a function reads beside its arguments: globals, closure variables, defaults, and what is reached from them.
+"""Hidden state: globals, closure variables, defaults, and what is reached from them.
 
 A program has what it read when it was traced. So that it is not used after a change, the chains of names, attributes
 and items that the function's bytecode loads are followed, through the functions that it calls, and compared at each
@@ -22,11 +22,11 @@ from spmd.api.guards.kinds import brief, is_plain
 from spmd.api.guards.things import UNKNOWN, Values
 
 _TESTS = 8
-"""How often a test is generated anew for values that are equal and not the same; from then on there is none."""
+"""The most tests generated for values that are equal and not the same; then there is none."""
 
 
 class HiddenState:
-    """What a function reads beside its arguments, as it is when the function is traced.
+    """The state that a function reads beside its arguments, as of its trace.
 
     Args:
         function: the function.
@@ -88,11 +88,11 @@ class HiddenState:
         self.reader = BytecodeReader()
 
     def unchanged(self) -> bool:
-        """Whether all is as it was, by identity: what is equal is found by `matches`."""
+        """Compare all by identity; `matches` finds what is equal."""
         return self._test is not None and self._test()
 
     def matches(self) -> bool:
-        """Whether all is as it was, by content."""
+        """Compare all by content."""
         if self._test is not None and self._test():
             return True
         if self.failing() is not None:
@@ -121,7 +121,7 @@ class HiddenState:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it can never be met again: an object that it read is gone, or was written to."""
+        """True if it can never match again: an object is gone, or was written to."""
         return any(check.is_dead for _, check in self._checks())
 
     def changed(self) -> list[Access]:
@@ -139,7 +139,7 @@ class HiddenState:
 
     @staticmethod
     def difference(access: Access) -> str:
-        """What a failing access is and was, in words."""
+        """Describe what a failing access is and was."""
         try:
             now = access.now()
         except Exception:

@@ -105,7 +105,7 @@ class Surroundings:
         said = f"from {brief(before)} to {brief(now)}" if before is not now else "in place"
         _warn(
             f"{label} = ... at {_where(line)} changes what the function reads, {said}: a program does not do this, so "
-            "each call is traced anew. Pass it as an argument, and return the new value; or keep it in a buffer of a "
+            "each call is traced again. Pass it as an argument, and return the new value; or keep it in a buffer of a "
             "module."
         )
 

@@ -29,7 +29,7 @@ MANY = 8
 """The number of values of an int for which a function is compiled without a warning."""
 
 ANEW = 3
-"""How often a function is compiled anew for one thing that it reads before there is a warning."""
+"""The recompilations for one thing that a function reads before there is a warning."""
 
 
 class ValueWarnings:
@@ -72,7 +72,7 @@ class ValueWarnings:
                 )
 
     def of_change(self, name: str, label: str, change: str) -> None:
-        """Warn, once, of what a function reads beside its arguments and is compiled anew for the third time.
+        """Warn, once, of what a function reads beside its arguments and is compiled again for the third time.
 
         Args:
             name: the function.
@@ -82,7 +82,7 @@ class ValueWarnings:
         self._changes[label] += 1
         if self._changes[label] == ANEW:
             _warn(
-                f"{name} is compiled anew for the third time, as {change}. What a function reads beside its arguments "
+                f"{name} is compiled again for the third time, as {change}. What a function reads beside its arguments "
                 f"is part of the program, so each value is a program of its own. Pass {label} as an argument.",
                 user_source(),
             )

@@ -69,7 +69,7 @@ def _without_trivial(spec: DTensorSpec) -> DTensorSpec:
 
 @lru_cache(maxsize=65536)
 def only_slices(source: DTensorSpec, target: DTensorSpec) -> bool:
-    """Whether a redistribution in a program needs no communication: ranks keep slices of what they hold."""
+    """Test for a redistribution without communication, where ranks keep slices."""
     return all(step.kind is StepKind.SHARD for step in redistribution(source, target))
 
 

@@ -30,6 +30,6 @@ def own_storage(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def own_memory(*tensors: torch.Tensor) -> Any:
-    """As `own_storage`, for a rank's program: one tensor, or a tuple of several."""
+    """Give results of a rank's program storages of their own."""
     found = own_storage(*tensors)
     return found if len(found) > 1 else found[0]

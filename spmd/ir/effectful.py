@@ -26,7 +26,7 @@ _NOT_AT_RUN_TIME = frozenset(
 
 
 def has_side_effects(op: OpOverload) -> bool:
-    """Whether programs hold an operator in its effectful form.
+    """Test whether programs hold an operator in its effectful form.
 
     Not if it writes to operands, which are its results then, nor if it takes objects or belongs to the profiler: these
     are no part of a program.
@@ -38,7 +38,7 @@ def has_side_effects(op: OpOverload) -> bool:
 
 @functools.cache
 def _is_never(op: OpOverload) -> bool:
-    """Whether an operator has no form, whatever the user registers: also torch's own ones that have no mark."""
+    """Test for an operator that has no effectful form."""
     schema = op._schema
     parts = (*schema.arguments, *schema.returns)
     objects = any(isinstance(part.type, (torch.ClassType, torch.AnyType)) for part in parts)
@@ -48,7 +48,7 @@ def _is_never(op: OpOverload) -> bool:
 
 
 def _is_marked(op: OpOverload) -> bool:
-    """Whether torch lists an operator among those with side effects."""
+    """Test whether torch lists an operator among those with side effects."""
     from torch._higher_order_ops.effects import has_effects  # no work at import
 
     listed = node._side_effectful_functions

@@ -93,7 +93,7 @@ class HostFunction:
 
 
 def _identity(function: Callable[..., Any]) -> Any:
-    """What is equal for one function: a method is a new object each time, other callables may have an equality."""
+    """A key of a function: methods are new objects, other callables may define equality."""
     return function if isinstance(function, (MethodType, BuiltinMethodType)) else Same(function)
 
 

@@ -15,7 +15,7 @@ _REFUSING = frozenset(getattr(torch.ops.aten, name) for name in _NAMES.split())
 
 
 def refuses_positions(op: Any) -> bool:
-    """Whether an operator raises an error, on a GPU an assertion, for some values of its positions.
+    """Test for an operator that raises an error for some values of its positions.
 
     >>> refuses_positions(torch.ops.aten.embedding.default), refuses_positions(torch.ops.aten.neg.default)
     (True, False)

@@ -48,7 +48,7 @@ class CollectiveScope:
             failure_detector.position = None
             calling_thread.leave()
             return
-        with suppress(SpmdError):  # the error at hand is raised
+        with suppress(SpmdError):  # the first error is raised
             calling_thread.leave()
         if not is_of_torch_distributed(error):
             failure_detector.position = Interrupted(f"{_first_line(error)} in {self.what}")

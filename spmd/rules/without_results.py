@@ -13,7 +13,7 @@ from spmd.ir.call import Call
 from spmd.rules.rule import Factors, Rule
 
 _NOTHING = TensorMeta((), torch.float32)
-"""What stands for the results that an operator does not have: in patterns, nothing after the arrow is one number."""
+"""The stand-in for results that an operator does not have."""
 
 
 @functools.cache

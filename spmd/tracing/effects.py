@@ -116,7 +116,7 @@ _lazy_call = torch.cuda.random._lazy_call
 
 
 def _set_on_cuda(change: Callable[[], None], **kwargs: Any) -> None:
-    """What the functions of `torch.cuda.random` call to seed generators of GPUs or to set their states."""
+    """The hook by which `torch.cuda.random` seeds generators or sets their states."""
     traced = _generators.get()
     if traced is None:
         _lazy_call(change, **kwargs)

@@ -74,7 +74,7 @@ _count_no_frames: Callable[[int], object] = getattr(
 
 @attrs.frozen
 class _Stance:
-    """Whether torch.compile compiles, by `torch.compiler.set_stance`: in a trace a function is inlined."""
+    """Control torch.compile by its stance: in a trace a function is inlined."""
 
     torchs: Callable[[Any], Any]
 

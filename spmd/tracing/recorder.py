@@ -282,7 +282,7 @@ class Recorder(FakeTensorMode):
             self.observe(self.operations[-1])
 
     def _handle(self, number: int) -> Handle:
-        """What keeps a host function alive as long as the program."""
+        """The handle that keeps a host function alive as long as the program."""
         if number not in self._handles:
             self._handles[number] = Handle.of(number, len(self._handles))
         return self._handles[number]

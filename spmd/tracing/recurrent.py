@@ -65,7 +65,7 @@ def run_layers(
 
 
 def run_plain(layers: Layers, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """As `run_layers` on samples that all have the full length, by the operators that torch calls without oneDNN.
+    """Run layers on samples of full length, by torch's operators without oneDNN.
 
     OneDNN's single operator for a layer saves what its backward needs only if grad mode is on.
     """

@@ -116,7 +116,7 @@ def _flag(name: str, read: str, write: str) -> Setting:
 
 
 def _shared(name: str, read: str, write: str) -> Setting:
-    """As `_flag`, of what all threads share."""
+    """A flag that all threads share."""
     return attrs.evolve(_flag(name, read, write), setters=frozenset({write}))
 
 
@@ -233,7 +233,7 @@ def _is_fresh(generator: torch.Generator) -> bool:
 
 
 def _same_seeds(before: tuple[tuple[int, bool], ...], now: tuple[tuple[int, bool], ...]) -> bool:
-    """Whether draws lead from one to the other: those of other threads are no change."""
+    """Test whether draws lead from one to the other, as those of other threads."""
     pairs = zip(before, now, strict=False)
     return all(seed == other and (was_fresh or not fresh) for (seed, was_fresh), (other, fresh) in pairs)
 

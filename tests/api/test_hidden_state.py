@@ -371,7 +371,7 @@ def test_earlier_values_find_their_programs():
 def test_writes_to_a_closed_over_tensor_keep_one_program():
     weight = torch.ones(4)
     f = spmd.jit(lambda x: x * weight, mesh=MESH)
-    with pytest.warns(UserWarning, match="compiled anew for the third time, as weight was another tensor") as seen:
+    with pytest.warns(UserWarning, match="compiled again for the third time, as weight was another tensor") as seen:
         for _ in range(6):
             torch.testing.assert_close(f(X).full_tensor(), X * weight)
             weight.add_(1)

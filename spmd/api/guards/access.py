@@ -50,7 +50,7 @@ class Item:
 
 @attrs.frozen
 class ClassMember:
-    """What a class itself has of a name, as it stands in the class."""
+    """A member of a class itself, as it stands in the class."""
 
     name: str
 
@@ -138,7 +138,7 @@ class Access:
 
     @property
     def is_compared(self) -> bool:
-        """Whether it is compared itself, and not as a part of something else."""
+        """True if it is compared itself, and not as a part of something else."""
         return self.watched and not self.covered
 
     def walk(self) -> Iterator[Access]:
@@ -148,7 +148,7 @@ class Access:
             yield from child.walk()
 
     def now(self) -> Any:
-        """What is there now.
+        """The current value.
 
         Raises:
             Exception: nothing is.
@@ -179,12 +179,12 @@ class Access:
         return None
 
     def gained(self, value: Any) -> bool:
-        """Whether a value has what it did not have."""
+        """Test whether a value has gained what it did not have."""
         return any(_has(step, value) for step in self.absent)
 
     @property
     def is_checked(self) -> bool:
-        """Whether it or anything reached from it is compared."""
+        """True if it or anything reached from it is compared."""
         return bool(self.checks or self.absent) or any(child.is_checked for child in self.children.values())
 
     def tests(self, name: str, refer: Refer, fresh: Callable[[], str]) -> Iterator[str]:
@@ -216,7 +216,7 @@ class Access:
 
 
 _GONE = (KeyError, ValueError, AttributeError, IndexError, TypeError)
-"""What is raised where something is not there any more."""
+"""The errors of an access to something that is gone."""
 
 
 def _has(step: Step, owner: Any) -> bool:

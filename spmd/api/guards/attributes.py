@@ -172,7 +172,7 @@ class Attributes(Following):
         return (access.child(step, value, line),)
 
     def member_of(self, kind: type, name: str, access: Access, line: Line, after: Any = None) -> Values:
-        """What a class or one of its bases has of a name, for an instance or for the class itself."""
+        """A member of a class or of its bases, for an instance or the class."""
         base, raw = member(kind, name, after)
         if base is None:
             return UNKNOWN
@@ -210,7 +210,7 @@ class Attributes(Following):
         return self.call((Bound(getter, access),), [], {}, line)
 
     def super_of(self, kind: Values, owner: Values) -> Values:
-        """What `super()` gives."""
+        """The result of `super()`."""
         kinds = [thing.value for thing in kind if isinstance(getattr(thing, "value", None), type)]
         owners = [thing for thing in owner if isinstance(thing, Access) and not isinstance(thing.value, type)]
         return tuple(Super(k, o) for k in kinds for o in owners) or UNKNOWN

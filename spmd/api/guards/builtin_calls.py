@@ -1,4 +1,4 @@
-"""What functions and methods that are written in C read of their arguments."""
+"""The reads of functions and methods that are written in C."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ METHODS = WRITERS | READING_WRITERS | frozenset(_READERS)
 
 
 def method(reader: Reader, owner: Any, name: str, args: list[Values], named: dict[str, Values], line: Line) -> Values:
-    """What a method of a container, a text or another object of Python's gives."""
+    """The result of a method of one of Python's own objects."""
     if name in WRITERS | READING_WRITERS:
         known, key = plain_value(args[0]) if args else (False, None)
         reader.writes(owner, "item", key if known and name == "setdefault" else None, line)
@@ -174,7 +174,7 @@ def _hasattr(reader: Reader, args: list[Values], line: Line) -> Values:
 
 
 def _has(value: Any, name: str) -> bool:
-    """Whether an object has an attribute, without calling the user's code."""
+    """Test for an attribute without calling the user's code."""
     if name in getattr(value, "__dict__", ()):
         return True
     return any(name in vars(kind) for kind in type(value).__mro__) or (

@@ -48,11 +48,11 @@ class Calls(Following):
     """Follows calls."""
 
     def call(self, callee: Values, args: Sequence[Values], named: dict[str, Values], line: Line) -> Values:
-        """What a call gives."""
+        """The result of a call."""
         return union(*(self._call(thing, list(args), named, line) for thing in callee)) or UNKNOWN
 
     def call_spread(self, callee: Values, row: Values, named: Values, line: Line) -> Values:
-        """What a call with `*row` and `**named` gives."""
+        """The result of a call with `*row` and `**named`."""
         args: list[Values] = list(self.items_for_extension(row)) if row else []
         exact = len(row) == 1 and isinstance(row[0], Parts) and row[0].exact
         if not exact and args:
@@ -204,7 +204,7 @@ class Calls(Following):
     def _bind(
         code: Any, args: Sequence[Values], named: dict[str, Values], defaults: dict[str, Values]
     ) -> dict[str, Values]:
-        """What the parameters of a call are."""
+        """The parameters of a call."""
         count = code.co_argcount
         names = code.co_varnames[: count + code.co_kwonlyargcount]
         local = dict.fromkeys(names, UNKNOWN) | defaults

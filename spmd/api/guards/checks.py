@@ -1,4 +1,4 @@
-"""What is compared of a value that a function reads: by identity in generated code, by content where that differs.
+"""Comparisons of a value: by identity in generated code, by content where that differs.
 
 A check holds nothing alive that allows weak references: what is gone can never be met again.
 """
@@ -31,7 +31,7 @@ class Check:
         raise NotImplementedError
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is, by content, what it was."""
+        """Test whether a value has the content that it had."""
         raise NotImplementedError
 
     def refresh(self, value: Any) -> None:
@@ -39,11 +39,11 @@ class Check:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it can never hold again."""
+        """True if it can never hold again."""
         return False
 
     def text(self) -> str:
-        """What the value was, in a message."""
+        """The earlier value, for a message."""
         return "another"
 
 
@@ -260,7 +260,7 @@ class OfTensor(Check):
 
 
 class OfMeta(Check):
-    """What a program depends on of a tensor whose values it does not read."""
+    """The properties of a tensor that a program depends on without its values."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._meta = _meta_of(value)

@@ -50,7 +50,7 @@ class FlowInstructions(StackFrame):
         return taken is not True
 
     def _outcome(self, name: str, values: Values) -> bool | None:
-        """Whether a conditional jump is taken, where that follows from what is read."""
+        """Decide a conditional jump, where that follows from what is read."""
         if "NONE" in name:
             same = self.reader.identical(values, constant(None), False, self.line)
             known, value = plain_value(same)
@@ -180,7 +180,7 @@ def instructions_at(code: CodeType, offset: int | None) -> Instruction | None:
 
 
 def _names_functions() -> bool:
-    """Whether a function's name is on the stack, too: before Python 3.11."""
+    """True if a function's name is on the stack, too: before Python 3.11."""
     import sys
 
     return sys.version_info < (3, 11)

@@ -1,4 +1,4 @@
-"""What the parts of the reader share: the accesses that it finds, and what they ask of each other."""
+"""The state that the parts of the reader share, and their interface."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Following(abc.ABC):
 
     @abc.abstractmethod
     def member_of(self, kind: type, name: str, access: Access, line: Line, after: Any = None) -> Values:
-        """What a class or one of its bases has of a name, for an instance or for the class itself."""
+        """A member of a class or of its bases, for an instance or the class."""
 
     @abc.abstractmethod
     def inner(self, access: Access, name: str, value: Any, line: Line) -> Access:
@@ -68,7 +68,7 @@ class Following(abc.ABC):
 
     @abc.abstractmethod
     def iterated(self, values: Values, line: Line) -> Values:
-        """What iteration gives: any of the items."""
+        """The result of iteration: any of the items."""
 
     @abc.abstractmethod
     def items_for_extension(self, values: Values) -> tuple[Values, ...]:
@@ -84,11 +84,11 @@ class Following(abc.ABC):
 
     @abc.abstractmethod
     def content(self, access: Access, line: Line) -> None:
-        """As `whole`, of one access."""
+        """Read one access as a whole."""
 
     @abc.abstractmethod
     def call(self, callee: Values, args: Sequence[Values], named: dict[str, Values], line: Line) -> Values:
-        """What a call gives."""
+        """The result of a call."""
 
     @abc.abstractmethod
     def call_of_module(self, access: Access, args: list[Values], named: dict[str, Values], line: Line) -> Values:

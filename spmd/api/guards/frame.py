@@ -18,7 +18,7 @@ class Frame(ValueInstructions, FlowInstructions):
     """One call of a function, as `StackFrame`; a method for each instruction, named after it."""
 
     def run(self) -> Values:
-        """What the function returns."""
+        """The value that the function returns."""
         parameters, instructions, handlers = self.local, instructions_of(self.code), handlers_of(self.code)
         for _ in range(_PASSES):
             self._grown, alive = False, True

@@ -102,7 +102,7 @@ class Items(Following):
         return tuple(access.child(Item(n), item, line) for n, item in enumerate(value))
 
     def with_default(self, owner: Values, key: Values, default: Values, line: Line) -> Values:
-        """What `get` of a mapping gives."""
+        """The result of a mapping's `get`."""
         known, name = plain_value(key)
         found: list[Values] = []
         for thing in owner:
@@ -114,7 +114,7 @@ class Items(Following):
         return union(*found)
 
     def contains(self, owner: Values, key: Values, negated: bool, line: Line) -> Values:
-        """Whether a container has a key or an item."""
+        """Test for a key or an item of a container."""
         self.whole(key, line)
         known, name = plain_value(key)
         if known and len(owner) == 1:
@@ -144,7 +144,7 @@ class Items(Following):
         return UNKNOWN
 
     def iterated(self, values: Values, line: Line) -> Values:
-        """What iteration gives: any of the items."""
+        """The result of iteration: any of the items."""
         return union(*(self._iterated(thing, line) for thing in values)) or UNKNOWN
 
     def _iterated(self, thing: Any, line: Line) -> Values:
@@ -192,7 +192,7 @@ class Items(Following):
         return tuple(found)
 
     def truth(self, values: Values, line: Line) -> tuple[bool, Any]:
-        """Whether it is known to be true or false, and which."""
+        """The truth of a value, where it is known."""
         known, value = plain_value(values)
         if known:
             self.whole(values, line)
@@ -218,7 +218,7 @@ class Items(Following):
         return True, True
 
     def identical(self, left: Values, right: Values, negated: bool, line: Line) -> Values:
-        """What `is` gives."""
+        """The result of `is`."""
         if len(left) != 1 or len(right) != 1:
             for thing in (*left, *right):
                 self.by_identity(thing)

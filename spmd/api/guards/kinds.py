@@ -30,18 +30,18 @@ CALLABLES = (FunctionType, BuiltinFunctionType, type, functools.partial)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is compared by value."""
+    """Test whether a value is compared by value."""
     return type(value) in VALUES
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of NumPy, or of the standard library."""
+    """Test for an array of NumPy or of the standard library."""
     numpy = sys.modules.get("numpy")
     return type(value).__module__ == "array" or (numpy is not None and isinstance(value, numpy.ndarray))
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a generator of random numbers of Python or NumPy that has a state."""
+    """Test for a random generator of Python or NumPy that has a state."""
     if isinstance(value, random.Random):
         return not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy")
@@ -49,25 +49,25 @@ def is_generator(value: Any) -> bool:
 
 
 def draws(module: Any) -> bool:
-    """Whether a module's functions draw random numbers from a state that torch does not know."""
+    """Test for a module that draws from a state unknown to torch."""
     return isinstance(module, ModuleType) and module.__name__ in ("random", "numpy.random")
 
 
 @functools.lru_cache(maxsize=4096)
 def is_users(kind: Any) -> bool:
-    """Whether a class is one of the user's code."""
+    """Test whether a class is one of the user's code."""
     return _is_written_in(kind, is_user_file)
 
 
 def is_users_object(value: object) -> bool:
-    """Whether an object is of a class of the user's code."""
+    """Test whether an object is of a class of the user's code."""
     kind: Any = type(value)
     return is_users(kind)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_own(kind: Any) -> bool:
-    """Whether a class is the user's own, and not of an installed package."""
+    """Test whether a class is the user's own, not an installed package's."""
     return is_users(kind) and _is_written_in(kind, lambda file: not is_installed(file))
 
 
@@ -87,23 +87,23 @@ _READABLE = (
 
 @functools.lru_cache(maxsize=4096)
 def is_library_code(file: str) -> bool:
-    """Whether a file of a library holds state rather than operators: it is read where it gets what is watched."""
+    """Test for a library file of state rather than operators, whose code is followed."""
     return file.startswith(_READABLE) or (is_user_file(file) and is_installed(file))
 
 
 @functools.lru_cache(maxsize=4096)
 def is_own_code(file: str) -> bool:
-    """Whether a file is the user's own: its globals may change."""
+    """Test for a file of the user's own, whose globals may change."""
     return is_user_file(file) and not is_installed(file)
 
 
 def is_own_module(value: Any) -> bool:
-    """Whether a module is the user's own."""
+    """Test whether a module is the user's own."""
     return isinstance(value, ModuleType) and is_own_code(getattr(value, "__file__", None) or "<frozen>")
 
 
 def is_tensor_library(value: Any) -> bool:
-    """Whether a module is torch, spmd or the standard library, whose constants stay."""
+    """Test for torch, spmd or the standard library, whose constants stay."""
     return isinstance(value, ModuleType) and not is_user_file(getattr(value, "__file__", None) or "<frozen>")
 
 

@@ -1,4 +1,4 @@
-"""What classes and objects have of a name, looked up without running the user's code."""
+"""Members of classes and objects, looked up without running the user's code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from spmd.api.guards.kinds import (
 
 
 def has_items(value: Any) -> bool:
-    """Whether a container gives its items by place or key, without a method in Python of its own."""
+    """Test for a container without a method for items in Python."""
     if isinstance(value, LOOKUPS):
         return type(value) in LOOKUPS
     return isinstance(value, (*ROWS, *MAPPINGS)) and not has_special(value, "__getitem__")
 
 
 def has_special(value: Any, name: str) -> bool:
-    """Whether the class of an object has a special method in Python."""
+    """Test for a special method in Python of an object's class."""
     return isinstance(member(type(value), name)[1], FunctionType)
 
 

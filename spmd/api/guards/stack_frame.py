@@ -94,7 +94,7 @@ class StackFrame(abc.ABC):
 
     @abc.abstractmethod
     def _local(self, name: str) -> Values:
-        """What a variable is."""
+        """The possible value of a variable."""
 
     @abc.abstractmethod
     def _generic(self, each: Instruction) -> None:

@@ -1,4 +1,4 @@
-"""What a variable or an item of the stack may be, as far as bytecode tells: accesses, constants, functions, rows.
+"""Possible values of variables and stack items: accesses, constants, functions, rows.
 
 A `Values` is what it may be at one place: several where branches join; with `UNKNOWN` among them, anything else, too.
 """
@@ -81,7 +81,7 @@ class Parts:
 
 @attrs.frozen
 class Super:
-    """What follows a class in the order of classes of an object."""
+    """The classes that follow a class in an object's order of classes."""
 
     kind: Any
     owner: Any
@@ -114,13 +114,13 @@ def constant(value: Any) -> Values:
 
 
 def union(*each: Iterable[Thing]) -> Values:
-    """What is one of several."""
+    """One of several possible values."""
     found = tuple(dict.fromkeys(thing for values in each for thing in values))
     return found if len(found) <= MOST else (*found[:MOST], SOMETHING)
 
 
 def plain_value(values: Values) -> tuple[bool, Any]:
-    """Whether it is one plain value, and the value."""
+    """The one plain value that it is, if it is one."""
     if len(values) == 1:
         (thing,) = values
         if isinstance(thing, Constant):

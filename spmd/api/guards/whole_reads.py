@@ -1,4 +1,4 @@
-"""What is read as a whole, by code that is not followed: compared by content, up to a limit."""
+"""Reads of whole objects by code that is not followed: compared by content, up to a limit."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ class WholeReads(Following):
 
     @staticmethod
     def _has_attributes(value: Any) -> bool:
-        """Whether an object's attributes are its content: of a class in Python which is no tensor library's own."""
+        """Test for an object of Python code, whose attributes are its content."""
         if is_users_object(value) or isinstance(value, NAMESPACES):
             return True
         module = type(value).__module__
         return module.startswith(("torch.optim", "torch.amp", "torch.distributions")) and hasattr(value, "__dict__")
 
     def _spend(self, count: int, access: Access, line: Line) -> bool:
-        """Whether so many more items can be compared; else it is said that they are not."""
+        """Admit so many more items to compare, or note that they are not."""
         self._items += count
         if self._items <= ITEMS and access.depth <= _DEPTH:
             return True

@@ -88,7 +88,7 @@ class _Part:
         return self.metas == other.metas and self.tree == other.tree
 
     def replaces(self, argument: Argument) -> bool:
-        """Whether it may take the specs of an argument: one tensor alone only those of a donated one."""
+        """True if it may take an argument's specs: one tensor only a donated one's."""
         metas = tuple(spec and spec.meta for spec in argument.specs)
         several = sum(meta is not None for meta in metas) > 1
         return (several or argument.donated) and self.metas == metas and self.tree == argument.tree

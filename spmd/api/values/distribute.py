@@ -77,7 +77,7 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
 
 
 def _placed(leaf: Any, spec: DTensorSpec, name: str, scatter: Scatter | None) -> DTensor:
-    """As `place`; autograd records it for a tensor that it has computed."""
+    """Place a tensor, recorded by autograd if it has computed the tensor."""
     if not is_computed(leaf):
         return place(leaf, spec, name, scatter)
     return linear(  # type: ignore[no-any-return]

@@ -28,7 +28,7 @@ def linear(move: Callable[..., Any], transpose: Callable[..., Any], *values: tor
 
 
 def is_computed(value: Any) -> bool:
-    """Whether a value is a plain tensor that autograd has computed and records the use of; no leaf, as a parameter."""
+    """Test for a plain tensor that autograd has computed, which is no leaf."""
     return _is_plain(value) and value.grad_fn is not None and torch.is_grad_enabled()
 
 
@@ -64,7 +64,7 @@ def refuse_gradients(values: Sequence[Any], names: Sequence[str]) -> None:
 
 
 def _is_transformed(value: Any) -> bool:
-    """Whether a plain tensor has a tangent, is batched, or depends on what `torch.func` differentiates by."""
+    """Test for a plain tensor inside a transform of `torch.func`."""
     if not _is_plain(value):
         return False
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:

@@ -48,7 +48,7 @@ def copy_partial_views(graph: Graph, place: tuple[Mesh, int], donated: Collectio
 
 
 def _may_have_views(graph: Graph) -> bool:
-    """Whether a result may be a view of a tensor with more bytes."""
+    """Test for a result that may be a view of a tensor with more bytes."""
     makers = {value: operation for operation in graph.operations for value in operation.tensors}
     for value in graph.outputs:
         nbytes = value.meta.nbytes

@@ -108,7 +108,7 @@ class _Recorder:
         self.buffers: dict[Value, Buffer] = {}
         self.layouts: dict[Value, Strided] = {}
         self.slices: set[Value] = set()
-        """What reshards have sliced, and views of it."""
+        """The values that reshards have sliced, and views of them."""
         self.repetitions = repetitions(plan.graph, plan.specs)
         self.fills = self.sharded_constants()
 

@@ -70,7 +70,7 @@ def filled(x: Tensor, dim: int) -> Tensor:
 
 
 def missing(x: Tensor) -> Tensor:
-    """What stands for the elements of other ranks in a sum over ranks: the neutral element, of the shape of `x`."""
+    """The neutral element of a sum, for elements of other ranks, shaped as `x`."""
     return torch.full_like(x, neutral_element("sum", x.dtype))
 
 
