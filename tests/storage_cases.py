@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+import gpt
+import layouts
 import spmd
+import training
 from spmd import P
-from spmd.core.mesh import Mesh
+from spmd.core.mesh import Mesh, Runtime, make_mesh
 from spmd.core.pytree import tree_leaves
 
+CONFIG = gpt.Config(vocab=64, width=32, layers=1, heads=8, context=16)
 SPECS = (P(), P("x"), P(None, "x"), P("y"), P("x", "y"), P(("x", "y")), P(("y", "x")), P(None, ("x", "y")))
 SHAPES = ((5, 7), (8, 8), (1, 3), (3, 0))
 FACTORIES = {
@@ -103,3 +108,19 @@ def an_initialization_holds_one_whole_tensor(mesh: Mesh) -> tuple[int, int]:
     held = sum({s.untyped_storage()._cdata: s.untyped_storage().nbytes() for s in shards_of(results)}.values())
     (shard, *_) = results[0].shards
     return held // shard.nbytes, step.plan().memory.peak // shard.nbytes
+
+
+def examples_hold_their_own(axes: dict[str, int], runtime: Runtime) -> list[str]:
+    """Check two steps of the training example by each strategy for such a mesh; returns the strategies."""
+    mesh = make_mesh(axes, runtime=runtime)
+    names = [name for name, s in layouts.STRATEGIES.items() if s.mesh_of(math.prod(axes.values())) == axes]
+    for name in names:
+        setup = training.Training(CONFIG, layouts.STRATEGIES[name], mesh)
+        state, step = setup.init(), setup.step()
+        assert excess(state) == 0, f"{name}: the first state"
+        for _ in range(2):
+            batch = tuple(torch.randint(CONFIG.vocab, (5, CONFIG.context)) for _ in range(2))
+            results = step(state, batch)
+            assert excess(results, state) == 0, f"{name}: a step"
+            state = results[0]
+    return names

@@ -5,9 +5,14 @@ import storage_cases as cases
 import torch
 from workers import call_on_mesh
 
+import layouts
+import moe
+import ring_attention
 import spmd
 from spmd import P
 from spmd.testing.live import peak_bytes
+
+MESHES = [dict(axes) for axes in {tuple(s.mesh_of(2).items()) for s in layouts.STRATEGIES.values()}]
 
 
 @pytest.mark.parametrize(
@@ -26,6 +31,27 @@ def test_results_hold_their_own(axes, shapes):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_results_of_processes_hold_their_own(workers, ranks):
     workers.run(call_on_mesh, cases.results_hold_their_own, {"x": 2, "y": ranks // 2}, "distributed", 1, ranks=ranks)
+
+
+def test_results_of_training_hold_their_own():
+    names = [name for axes in MESHES for name in cases.examples_hold_their_own(axes, "virtual")]
+    assert set(layouts.STRATEGIES) == set(names)
+
+
+@pytest.mark.slow  # six strategies are compiled on each of two processes
+def test_results_of_training_in_processes_hold_their_own(workers):
+    for axes in MESHES:
+        workers.run(cases.examples_hold_their_own, axes, "distributed", ranks=2)
+
+
+def test_results_of_other_examples_hold_their_own():
+    config = moe.Config(width=4, hidden=6)
+    for dispatch in moe.DISPATCHES.values():
+        mesh = spmd.make_mesh({moe.AXIS: 4}, runtime="virtual")
+        assert 0 == cases.excess(moe.train(mesh, config, dispatch, [moe.make_batch(config, 16, 0)]))
+    step = ring_attention.make_step(spmd.make_mesh({"seq": 4}, runtime="virtual"), 10, causal=True)
+    qkv = [torch.randn(2, 3, 10, 4) for _ in range(4)]
+    assert 0 == cases.excess(step(tuple(qkv[:3]), qkv[3]))
 
 
 def test_an_initialization_holds_one_whole_tensor(workers):
