@@ -87,7 +87,7 @@ def adamw_step(config: gpt.Config, mesh: spmd.Mesh) -> Step:
     """Jitted AdamW; what it returns for a loss is one number of the embeddings."""
     optimizer = adamw(lr=1e-3, weight_decay=DECAY)
     replicated = (P(), AdamWState(P(), P(), P()))
-    update = spmd.jit(optimizer.update, (*replicated, P()), replicated, mesh=mesh, donate_argnums=(0, 1))
+    update = spmd.jit(optimizer.step, (*replicated, P()), replicated, mesh=mesh, donate_argnums=(0, 1))
     params, grads = gpt.init(config), gradients(config)
     state = spmd.distribute((params, optimizer.init(params)), replicated, mesh)
     placed = spmd.distribute(grads, P(), mesh)

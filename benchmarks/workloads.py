@@ -66,7 +66,7 @@ class GptStep:
 
         def train_step(state: training.State, batch: gpt.Batch) -> tuple[training.State, Tensor]:
             grads, value = torch.func.grad_and_value(loss)(state.params, batch, self.config)
-            return training.State(*optimizer.update(state.params, state.optimizer, gradients(grads))), value
+            return training.State(*optimizer.step(state.params, state.optimizer, gradients(grads))), value
 
         return train_step
 

@@ -153,7 +153,7 @@ class Training:
         def train_step(state: Any, batch: Any) -> tuple[Any, Tensor]:
             weights, moments = state
             gradients, value = torch.func.grad_and_value(loss)(weights, batch, config)
-            return optimizer.update(weights, moments, gradients), value
+            return optimizer.step(weights, moments, gradients), value
 
         axes = self.mesh.names
         model, data = ("model" if "model" in axes else None), ("data" if "data" in axes else None)

@@ -183,7 +183,7 @@ def make_step(loss: Callable[[Params, Batch], Tensor]) -> Callable[[State, Batch
 
     def step(state: State, batch: Batch) -> Any:
         grads, value = torch.func.grad_and_value(loss)(state.params, batch)
-        return State(*OPTIMIZER.update(state.params, state.optimizer, grads)), value, grads
+        return State(*OPTIMIZER.step(state.params, state.optimizer, grads)), value, grads
 
     return step
 

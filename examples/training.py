@@ -44,7 +44,7 @@ def make_step(config: gpt.Config, optimizer: Optimizer, residual: Callable[[Tens
 
     def train_step(state: State, batch: gpt.Batch) -> tuple[State, Tensor]:
         grads, value = torch.func.grad_and_value(loss)(state.params, batch)
-        return State(*optimizer.update(state.params, state.optimizer, grads)), value
+        return State(*optimizer.step(state.params, state.optimizer, grads)), value
 
     return train_step
 

@@ -1,56 +1,146 @@
 """Small functional optimizers on pytrees: the state is an argument and a result, and nothing is mutated.
 
-An `Optimizer` is a pair of pure functions, as in optax, but `update` returns the new parameters and not a difference:
+The convention is that of optax and TorchOpt: `update` returns what `apply_updates` adds to the parameters, and `step`
+does both.
 
     optimizer = adamw(lr=1e-3)
     state = optimizer.init(params)
-    params, state = optimizer.update(params, state, grads)
+    params, state = optimizer.step(params, state, grads)
 
 Updates are elementwise apart from a few scalars, so under `jit` they need no collective if parameters, state and
 gradients have the same sharding. Leaves are updated by `torch._foreach_*`: a step is a few list operators for any
-number of parameters. `jit` replaces them by torch's fused optimizers, which write to donated arguments in place.
+number of parameters. `jit` replaces them by torch's fused optimizers, which write to donated arguments in place; it
+does so for a step, and for updates that are read by `apply_updates` only.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, cast
 
 import attrs
 import torch
 from torch import Tensor
+from typing_extensions import NamedTuple, ParamSpec, TypeVar
 
 from spmd.core.pytree import tree_flatten, tree_leaves, tree_map, tree_structure
 from spmd.errors import SpmdError
+from spmd.ir.source import Source
+from spmd.tracing.source import user_source, warn_at
 
 aten = torch.ops.aten
 
-Tree: TypeAlias = Any
-"""A pytree of floating-point tensors."""
+_State = TypeVar("_State")
+_Tree = TypeVar("_Tree")  # a pytree of floating-point tensors
+_Step = TypeVar("_Step", default=Tensor)  # or its spec
+_Moments = TypeVar("_Moments", default=object)  # a pytree like the parameters, or their specs
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+_ORDER = (
+    "update takes optax's order, `updates, state = update(grads, state, params)`. Before, it was `params, state = "
+    "update(params, state, grads)`, which is `step(params, state, grads)` now. Call step, or name the arguments: "
+    "update(grads=grads, state=state, params=params)."
+)
+
+
+def _warns_of_order(update: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """A method that warns, once for each line, of arguments by position: their order was another one."""
+    warned: set[Source | None] = set()
+
+    @functools.wraps(update)
+    def call(*args: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        if len(args) > 1 and (source := user_source()) not in warned:  # the first one is the optimizer
+            warn_at(_ORDER, source, FutureWarning)
+            warned.add(source)
+        return update(*args, **keywords)
+
+    return call
 
 
 @attrs.frozen
-class Optimizer:
-    """A pair of pure functions.
+class Optimizer(Generic[_State]):
+    """An optimizer: pure functions of pytrees, by the convention of optax.
 
     Args:
         init: `init(params) -> state`: the state before the first step.
-        update: `update(params, state, grads) -> (params, state)`: one step. `grads` is a pytree like `params`; if the
-            structures differ, it raises a SpmdError.
+        update: `update(grads, state, params) -> (updates, state)`; see the method.
+        step: `step(params, state, grads) -> (params, state)`, where it is more than `update` and `apply_updates`.
     """
 
-    init: Callable[[Tree], Any]
-    update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
+    init: Callable[[Any], _State]
+    _update: Callable[[Any, _State, Any], tuple[Any, _State]]
+    _step: Callable[[Any, _State, Any], tuple[Any, _State]] | None = None
+
+    @_warns_of_order
+    def update(self, grads: _Tree, state: _State, params: Any = None) -> tuple[_Tree, _State]:
+        """The updates, which `apply_updates` adds to the parameters, and the new state.
+
+        A call by position warns, once for each line: the order of the arguments was another one in earlier versions.
+
+        Args:
+            grads: a pytree like `params`.
+            state: that of the step before, or of `init`.
+            params: the parameters; optimizers that do not read them can do without.
+
+        Raises:
+            SpmdError: the structures differ, or parameters are needed.
+
+        >>> optimizer = sgd(lr=0.5)
+        >>> params, grads = torch.tensor([1.0, 2.0]), torch.tensor([1.0, -1.0])
+        >>> updates, state = optimizer.update(grads=grads, state=optimizer.init(params), params=params)
+        >>> updates, apply_updates(params, updates)
+        (tensor([-0.5000,  0.5000]), tensor([0.5000, 2.5000]))
+        """
+        updates, state = self._update(grads, state, params)
+        return cast("_Tree", updates), state
+
+    def step(self, params: _Tree, state: _State, grads: Any) -> tuple[_Tree, _State]:
+        """The parameters and the state after one step.
+
+        Args:
+            params: the parameters.
+            state: that of the step before, or of `init`.
+            grads: a pytree like `params`.
+
+        Raises:
+            SpmdError: the structures differ.
+        """
+        if self._step is not None:
+            params, state = self._step(params, state, grads)
+            return params, state
+        updates, state = self._update(grads, state, params)
+        return apply_updates(params, updates), state
 
 
-class SgdState(NamedTuple):
+def apply_updates(params: _Tree, updates: Any) -> _Tree:
+    """The sum of parameters and updates, in the dtypes of the parameters; as `optax.apply_updates`.
+
+    Args:
+        params: a pytree of tensors.
+        updates: a pytree like `params`, as `Optimizer.update` returns it.
+
+    Raises:
+        SpmdError: the structures differ.
+    """
+    spec = tree_structure(params)
+    weights = _leaves_like(spec, params, "params")
+    if not weights:
+        return params
+    sums = torch._foreach_add(weights, _leaves_like(spec, updates, "updates"))
+    return cast("_Tree", spec.unflatten(x.to(weight.dtype) for x, weight in zip(sums, weights, strict=True)))
+
+
+class SgdState(NamedTuple, Generic[_Moments]):
     """The state of `sgd`: momentum buffers shaped like the parameters, or None without momentum."""
 
-    momentum: Tree
+    momentum: _Moments
 
 
-class AdamWState(NamedTuple):
+class AdamWState(NamedTuple, Generic[_Step, _Moments]):
     """The state of `adamw`.
 
     Fields:
@@ -59,12 +149,12 @@ class AdamWState(NamedTuple):
         square: running mean of their squares, shaped like the parameters.
     """
 
-    step: Tensor
-    mean: Tree
-    square: Tree
+    step: _Step
+    mean: _Moments
+    square: _Moments
 
 
-class MasterWeightsState(NamedTuple):
+class MasterWeightsState(NamedTuple, Generic[_State, _Moments]):
     """The state of `master_weights`.
 
     Fields:
@@ -72,11 +162,13 @@ class MasterWeightsState(NamedTuple):
         inner: the state of the optimizer that updates them.
     """
 
-    params: Tree
-    inner: Any
+    params: _Moments
+    inner: _State
 
 
-def sgd(lr: float | Tensor, momentum: float = 0.0, *, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
+def sgd(
+    lr: float | Tensor, momentum: float = 0.0, *, nesterov: bool = False, weight_decay: float = 0.0
+) -> Optimizer[SgdState]:
     """Stochastic gradient descent, as `torch.optim.SGD`.
 
     Args:
@@ -91,22 +183,20 @@ def sgd(lr: float | Tensor, momentum: float = 0.0, *, nesterov: bool = False, we
 
     >>> params = {"w": torch.tensor([1.0, 2.0])}
     >>> optimizer = sgd(lr=0.5)
-    >>> params, state = optimizer.update(params, optimizer.init(params), {"w": torch.tensor([1.0, -1.0])})
+    >>> params, state = optimizer.step(params, optimizer.init(params), {"w": torch.tensor([1.0, -1.0])})
     >>> params
     {'w': tensor([0.5000, 2.5000])}
     """
     if nesterov and momentum == 0.0:
         raise SpmdError("sgd(nesterov=True) needs momentum (got momentum=0.0). Pass momentum=0.9.")
 
-    def init(params: Tree) -> SgdState:
+    def init(params: Any) -> SgdState:
         return SgdState(_zeros_like(params) if momentum else None)
 
-    def update(params: Tree, state: SgdState, grads: Tree) -> tuple[Tree, SgdState]:
-        spec = tree_structure(params)
-        weights = _leaves_like(spec, params, "params")
-        if not weights:
-            return params, state
-        steps = _leaves_like(spec, grads, "grads")
+    def update(grads: Any, state: SgdState, params: Any) -> tuple[Any, SgdState]:
+        spec, steps, weights = _operands(grads, params, "sgd" if weight_decay else None)
+        if not steps:
+            return grads, state
         if weight_decay:
             steps = torch._foreach_add(steps, weights, alpha=weight_decay)
         if momentum:
@@ -114,7 +204,7 @@ def sgd(lr: float | Tensor, momentum: float = 0.0, *, nesterov: bool = False, we
             buffers = torch._foreach_add(buffers, steps)
             steps = torch._foreach_add(steps, buffers, alpha=momentum) if nesterov else buffers
             state = SgdState(spec.unflatten(buffers))
-        return spec.unflatten(torch._foreach_sub(weights, _scale(steps, lr))), state
+        return spec.unflatten(_scale(steps, -lr)), state
 
     return Optimizer(init, update)
 
@@ -125,7 +215,7 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-) -> Optimizer:
+) -> Optimizer[AdamWState]:
     """Adam with decoupled weight decay, as `torch.optim.AdamW`; plain Adam where `weight_decay` is 0 (the default).
 
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The bias corrections are combined into two
@@ -141,20 +231,18 @@ def adamw(
 
     >>> params = [torch.tensor([1.0, 2.0])]
     >>> optimizer = adamw(lr=0.1)
-    >>> params, state = optimizer.update(params, optimizer.init(params), [torch.tensor([3.0, -3.0])])
+    >>> params, state = optimizer.step(params, optimizer.init(params), [torch.tensor([3.0, -3.0])])
     >>> params, state.step
     ([tensor([0.9000, 2.1000])], tensor(1))
     """
 
-    def init(params: Tree) -> AdamWState:
+    def init(params: Any) -> AdamWState:
         return AdamWState(torch.zeros((), dtype=torch.int64), _zeros_like(params), _zeros_like(params))
 
-    def update(params: Tree, state: AdamWState, grads: Tree) -> tuple[Tree, AdamWState]:
-        spec = tree_structure(params)
-        weights = _leaves_like(spec, params, "params")
-        if not weights:
-            return params, state
-        slopes = _leaves_like(spec, grads, "grads")
+    def update(grads: Any, state: AdamWState, params: Any) -> tuple[Any, AdamWState]:
+        spec, slopes, weights = _operands(grads, params, "adamw" if weight_decay else None)
+        if not slopes:
+            return grads, state
         mean = torch._foreach_mul(_leaves_like(spec, state.mean, "state.mean"), b1)
         mean = torch._foreach_add(mean, slopes, alpha=1 - b1)
         square = torch._foreach_mul(_leaves_like(spec, state.square, "state.square"), b2)
@@ -163,19 +251,18 @@ def adamw(
         # m / c1 / (sqrt(v / c2) + eps) = (sqrt(c2) / c1) * m / (sqrt(v) + eps * sqrt(c2)), c the bias corrections.
         step = state.step + 1
         root = _bias_correction(b2, step).sqrt()
-        dtype = torch.float64 if all(x.dtype == torch.float64 for x in weights) else torch.get_default_dtype()
+        dtype = torch.float64 if all(x.dtype == torch.float64 for x in mean) else torch.get_default_dtype()
         denominators = aten._foreach_add.Tensor(torch._foreach_sqrt(square), (root * eps).to(dtype))
-        rate = (lr * root / _bias_correction(b1, step)).to(dtype)
-        steps = _scale(torch._foreach_div(mean, denominators), rate)
+        rate = (-lr * root / _bias_correction(b1, step)).to(dtype)
+        updates = _scale(torch._foreach_div(mean, denominators), rate)
         if weight_decay:
-            weights = _scale(weights, 1 - lr * weight_decay)
-        new = AdamWState(step, spec.unflatten(mean), spec.unflatten(square))
-        return spec.unflatten(torch._foreach_sub(weights, steps)), new
+            updates = torch._foreach_add(updates, _scale(weights, -lr * weight_decay))
+        return spec.unflatten(updates), AdamWState(step, spec.unflatten(mean), spec.unflatten(square))
 
     return Optimizer(init, update)
 
 
-def global_norm(tree: Tree) -> Tensor:
+def global_norm(tree: Any) -> Tensor:
     """The Euclidean norm of all leaves taken together, 0-d.
 
     The squares of all leaves are summed before the root, so for sharded leaves one scalar is reduced, not one per leaf.
@@ -195,7 +282,7 @@ def global_norm(tree: Tree) -> Tensor:
     return total.sqrt()
 
 
-def clip_by_global_norm(max_norm: float, optimizer: Optimizer) -> Optimizer:
+def clip_by_global_norm(max_norm: float, optimizer: Optimizer[_State]) -> Optimizer[_State]:
     """`optimizer` with gradients scaled down to a global norm of at most `max_norm`.
 
     The scale is that of `torch.nn.utils.clip_grad_norm_`. The state is that of `optimizer`.
@@ -205,25 +292,33 @@ def clip_by_global_norm(max_norm: float, optimizer: Optimizer) -> Optimizer:
 
     >>> optimizer = clip_by_global_norm(1.0, sgd(lr=1.0))
     >>> params = torch.zeros(2)
-    >>> params, _ = optimizer.update(params, optimizer.init(params), torch.tensor([3.0, 4.0]))
+    >>> params, _ = optimizer.step(params, optimizer.init(params), torch.tensor([3.0, 4.0]))
     >>> params
     tensor([-0.6000, -0.8000])
     """
     if not max_norm > 0:
         raise SpmdError(f"clip_by_global_norm needs a positive max_norm (got {max_norm!r}).")
 
-    def update(params: Tree, state: Any, grads: Tree) -> tuple[Tree, Any]:
+    def clip(grads: Any) -> Any:
         leaves, spec = tree_flatten(grads)
-        if leaves:
-            # 1e-6 as in torch: without it, a gradient of zeros would be divided by zero.
-            scale = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
-            grads = spec.unflatten(_scale(tuple(leaves), scale))
-        return optimizer.update(params, state, grads)
+        if not leaves:
+            return grads
+        # 1e-6 as in torch: without it, a gradient of zeros would be divided by zero.
+        scale = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
+        return spec.unflatten(_scale(tuple(leaves), scale))
 
-    return Optimizer(optimizer.init, update)
+    def update(grads: Any, state: _State, params: Any) -> tuple[Any, _State]:
+        return optimizer.update(grads=clip(grads), state=state, params=params)
+
+    def step(params: Any, state: _State, grads: Any) -> tuple[Any, _State]:
+        return optimizer.step(params, state, clip(grads))
+
+    return Optimizer(optimizer.init, update, step)
 
 
-def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
+def master_weights(
+    optimizer: Optimizer[_State], dtype: torch.dtype = torch.float32
+) -> Optimizer[MasterWeightsState[_State]]:
     """`optimizer` on a copy of the parameters in a dtype with more bits, for parameters in bfloat16 or float16.
 
     A step of a small learning rate is lost where it is rounded to the bits of such a parameter; the copy keeps it, and
@@ -244,24 +339,34 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
     >>> optimizer = master_weights(sgd(lr=1e-3))
     >>> state = optimizer.init(params)
     >>> for _ in range(4):
-    ...     params, state = optimizer.update(params, state, torch.ones_like(params))
+    ...     params, state = optimizer.step(params, state, torch.ones_like(params))
     >>> params, state.params
     (tensor([0.9961, 0.9961], dtype=torch.bfloat16), tensor([0.9960, 0.9960]))
     """
     if not dtype.is_floating_point:
         raise SpmdError(f"master_weights needs a floating dtype (got {dtype}).")
 
-    def init(params: Tree) -> MasterWeightsState:
+    def init(params: Any) -> MasterWeightsState[_State]:
         copied = tree_map(lambda leaf: leaf.to(dtype, copy=True), params)
         return MasterWeightsState(copied, optimizer.init(copied))
 
-    def update(params: Tree, state: MasterWeightsState, grads: Tree) -> tuple[Tree, MasterWeightsState]:
-        spec, slopes = tree_structure(params), tree_map(lambda leaf: leaf.to(dtype), grads)
-        copied, inner = optimizer.update(state.params, state.inner, slopes)
-        pairs = zip(_leaves_like(spec, copied, "state.params"), _leaves_like(spec, params, "params"), strict=True)
-        return spec.unflatten(copy.to(weight.dtype) for copy, weight in pairs), MasterWeightsState(copied, inner)
+    def move(grads: Any, state: MasterWeightsState[_State]) -> MasterWeightsState[_State]:
+        slopes = tree_map(lambda leaf: leaf.to(dtype), grads)
+        return MasterWeightsState(*optimizer.step(state.params, state.inner, slopes))
 
-    return Optimizer(init, update)
+    def update(grads: Any, state: MasterWeightsState[_State], params: Any) -> tuple[Any, MasterWeightsState[_State]]:
+        spec, _, weights = _operands(grads, params, "master_weights")
+        state = move(grads, state)
+        copies = _leaves_like(spec, state.params, "state.params")
+        return spec.unflatten(copy - weight for copy, weight in zip(copies, weights, strict=True)), state
+
+    def step(params: Any, state: MasterWeightsState[_State], grads: Any) -> tuple[Any, MasterWeightsState[_State]]:
+        spec, _, weights = _operands(grads, params, "master_weights")
+        state = move(grads, state)
+        copies = _leaves_like(spec, state.params, "state.params")
+        return spec.unflatten(copy.to(weight.dtype) for copy, weight in zip(copies, weights, strict=True)), state
+
+    return Optimizer(init, update, step)
 
 
 def _bias_correction(decay: float, step: Tensor) -> Tensor:
@@ -277,15 +382,29 @@ def _scale(tensors: tuple[Tensor, ...], factor: float | Tensor) -> tuple[Tensor,
     return torch._foreach_mul(tensors, factor)
 
 
-def _zeros_like(tree: Tree) -> Tree:
+def _zeros_like(tree: Any) -> Any:
     return tree_map(torch.zeros_like, tree)
 
 
-def _leaves_like(spec: Any, tree: Tree, what: str) -> tuple[Tensor, ...]:
+def _operands(grads: Any, params: Any, reader: str | None) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The structure of the parameters, and the leaves of gradients and of parameters.
+
+    Args:
+        grads: the gradients.
+        params: the parameters, or None.
+        reader: the optimizer, if it reads the parameters.
+    """
+    if params is None and reader:
+        raise SpmdError(f"{reader} reads the parameters (got params=None). Pass them: update(grads, state, params).")
+    spec = tree_structure(grads if params is None else params)
+    return spec, _leaves_like(spec, grads, "grads"), () if params is None else _leaves_like(spec, params, "params")
+
+
+def _leaves_like(spec: Any, tree: Any, what: str) -> tuple[Tensor, ...]:
     leaves, found = tree_flatten(tree)
     if found != spec:
         raise SpmdError(
             f"{what} must be a pytree like params: expected {spec} (got {found}). "
-            "Pass the gradients of these params, and the state that init made from them."
+            "Pass the gradients and updates of these params, and the state that init made from them."
         )
     return tuple(leaves)

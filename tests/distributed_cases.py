@@ -289,11 +289,11 @@ def train_in_place(make: Any, *args: float) -> None:
     grads = {name: x.cos() for name, x in params.items()}
     expected = params, optimizer.init(params)
     specs = optree.tree_map(lambda x: P("x") if x.ndim else P(), expected)
-    step = jit(optimizer.update, (*specs, P("x")), specs, mesh=mesh, donate_argnums=(0, 1))
+    step = jit(optimizer.step, (*specs, P("x")), specs, mesh=mesh, donate_argnums=(0, 1))
     assert "fused" in step.lower(*expected, grads).as_text()
     state, slopes = distribute(expected, specs, mesh), distribute(grads, P("x"), mesh)
     for _ in range(3):
-        state, expected = step(*state, slopes), optimizer.update(*expected, grads)
+        state, expected = step(*state, slopes), optimizer.step(*expected, grads)
     for mine, theirs in zip(optree.tree_leaves(state), optree.tree_leaves(expected), strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs)
 

@@ -74,7 +74,7 @@ def mlp_step(
 
         def step(layers: Any, state: Any, x: Tensor, target: Tensor) -> Any:
             gradients, loss = torch.func.grad_and_value(mlp_loss)(layers, x, target)
-            return *rule.update(layers, state, gradients), loss
+            return *rule.step(layers, state, gradients), loss
 
         x = empty(size(even, rows), narrow, dtype=dtype)
         specs = (weights, spec, batch, batch)

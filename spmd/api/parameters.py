@@ -82,13 +82,13 @@ class Layout:
         return (*args, *map(keywords.__getitem__, self.given)) if keywords else args
 
     def by_position(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as one of arguments by position."""
-        if not self.keywords:
+        """The function as one of arguments by position; it takes those by name that the call gives by name."""
+        if not self.given:
             return function
-        count = len(self.labels) - len(self.keywords)
+        count = len(self.labels) - len(self.given)
 
         def call(*args: Any) -> Any:
-            return function(*args[:count], **dict(zip(self.keywords, args[count:], strict=True)))
+            return function(*args[:count], **dict(zip(self.given, args[count:], strict=True)))
 
         call.__name__ = getattr(function, "__name__", type(function).__name__)
         call.__wrapped__ = function  # type: ignore[attr-defined]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -12,7 +10,7 @@ from spmd.api.signature import Signature
 from spmd.core.spec import TensorMeta
 from spmd.ir.source import Source
 from spmd.tracing.numbers import Guard
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, warn_at
 
 
 class Guarded(Protocol):
@@ -53,7 +51,7 @@ class ValueWarnings:
             guard = program.failing(numbers) if program.is_traced else None
             if guard is not None and guard.source not in self._lines:
                 self._lines.add(guard.source)
-                _warn(
+                warn_at(
                     f"Python needs the value of {guard.number} here (`if`, float(), math, ...): {name} is compiled for "
                     f"{guard.value}, and now for {guard.number.evaluate(numbers)}. Each outcome is a program of its "
                     "own. Compute with tensors (torch.where instead of `if`), or compute it outside and pass the "
@@ -64,7 +62,7 @@ class ValueWarnings:
             seen = self._ints.setdefault(path, set())
             seen.add(value)
             if len(seen) == MANY + 1:
-                _warn(
+                warn_at(
                     f"Argument {path} of {name} is an int, and this is its value number {len(seen)}: {value}. "
                     "Ints are static, so each value is a program of its own. Pass a float or a tensor: "
                     f"float({value}) or torch.tensor({value}).",
@@ -81,7 +79,7 @@ class ValueWarnings:
         """
         self._changes[label] += 1
         if self._changes[label] == ANEW:
-            _warn(
+            warn_at(
                 f"{name} is compiled again for the third time, as {change}. What a function reads beside its arguments "
                 f"is part of the program, so each value is a program of its own. Pass {label} as an argument.",
                 user_source(),
@@ -91,7 +89,7 @@ class ValueWarnings:
 def warn_of_transforms(name: str, values: int) -> None:
     """Warn if transforms from outside, whose programs are each for one value of every number, see many values."""
     if values == MANY + 1:
-        _warn(
+        warn_at(
             f"A transform from outside acts on {name}, and this is the {values}th value of its numbers: each is "
             "a program of its own there. Pass them as tensors, or put spmd.jit outside of the transform.",
             user_source(),
@@ -100,22 +98,9 @@ def warn_of_transforms(name: str, values: int) -> None:
 
 def warn_of_missing_gradients(name: str, constants: Sequence[TensorMeta]) -> None:
     """Warn that a function that is differentiated closes over tensors that require grad."""
-    _warn(
+    warn_at(
         f"{name} is differentiated, and closes over {len(constants)} tensors that require grad, such as one "
         f"{constants[0]}: they are constants of the program, and get no gradient. Pass what has them as an argument, "
         "as spmd.jit(lambda model, x: model(x)); or set requires_grad_(False).",
         user_source(),
     )
-
-
-def _warn(message: str, source: Source | None) -> None:
-    """Warn at a line of the user's."""
-    if source is None:
-        warnings.warn(message, stacklevel=2)
-    else:
-        warnings.warn_explicit(message, UserWarning, source.file, source.line, registry={}, module=_module(source.file))
-
-
-def _module(file: str) -> str:
-    """The name of the module of a file, by which filters of warnings select."""
-    return next((name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) == file), file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
+import warnings
 from types import CodeType, FrameType
 
 import attrs
@@ -34,6 +35,19 @@ def user_source(boundary: CodeType | None = None) -> Source | None:
             return source_at(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def warn_at(message: str, source: Source | None, kind: type[Warning] = UserWarning) -> None:
+    """Warn at a line of the user's."""
+    if source is None:
+        warnings.warn(message, kind, stacklevel=2)
+    else:
+        warnings.warn_explicit(message, kind, source.file, source.line, registry={}, module=_module(source.file))
+
+
+def _module(file: str) -> str:
+    """The name of the module of a file, by which filters of warnings select."""
+    return next((name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) == file), file)
 
 
 class SourceTracker:

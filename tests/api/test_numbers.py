@@ -443,7 +443,7 @@ def test_a_schedule_of_learning_rates_is_one_trace_with_the_fused_optimizer(name
 
     def step(params, state, x, y, lr):
         loss = lambda params: (x @ params["w"] + params["b"] - y).square().mean()  # noqa: E731
-        return (*make(lr).update(params, state, torch.func.grad(loss)(params)), lr)
+        return (*make(lr).step(params, state, torch.func.grad(loss)(params)), lr)
 
     def train(step):
         params = {"w": values(2, 4, 3), "b": torch.zeros(3)}

@@ -131,7 +131,7 @@ def test_training_with_master_weights(spec):
 
     def step(params, state, x):
         grads = torch.func.grad(lambda w: (x @ w).float().square().mean())(params)
-        return optimizer.update(params, state, grads)
+        return optimizer.step(params, state, grads)
 
     x, params = brain(16, 6), brain(6, 4, seed=1)
     jitted = spmd.jit(step, (spec, P(), P("x")), (spec, P()), mesh=MESH, reduce_dtype=torch.float32)

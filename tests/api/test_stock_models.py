@@ -36,7 +36,7 @@ def test_inside_of_jit(model: str, strategy: str) -> None:
             return functional_call(module, {**params, **held}, (x,)).sin().sum(), held
 
         gradients, (value, written) = grad_and_value(loss, has_aux=True)(params)
-        params, state = optimizer.update(params, state, gradients)
+        params, state = optimizer.step(params, state, gradients)
         return value, params, written
 
     specs = {name: STRATEGIES[strategy](name, value) for name, value in params.items()}

@@ -71,7 +71,7 @@ def test_steps_with_and_without_donation_agree(
     specs = optree.tree_map(lambda x: spec if x.ndim else P(), (params, state))
 
     def train(donate: Any) -> list[Tensor]:
-        step = spmd.jit(optimizer.update, (*specs, spec), specs, mesh=mesh, donate_argnums=donate)
+        step = spmd.jit(optimizer.step, (*specs, spec), specs, mesh=mesh, donate_argnums=donate)
         found = spmd.distribute((params, state), specs, mesh)
         slopes = spmd.distribute(grads, spec, mesh)
         for _ in range(3):
@@ -82,7 +82,7 @@ def test_steps_with_and_without_donation_agree(
     assert all(map(torch.equal, mine, kept))
     expected = params, state
     for _ in range(3):
-        expected = optimizer.update(*expected, grads)
+        expected = optimizer.step(*expected, grads)
     torch.testing.assert_close(mine, optree.tree_leaves(expected))
 
 
@@ -217,10 +217,10 @@ def test_saved_by_autograd() -> None:
 
 def test_fused_operators_take_any_strides() -> None:
     optimizer = adamw(0.1, weight_decay=0.1)
-    step = spmd.jit(optimizer.update, P(), None, mesh=ONE, donate_argnums=(0, 1))
+    step = spmd.jit(optimizer.step, P(), None, mesh=ONE, donate_argnums=(0, 1))
     drawn = torch.randn(3, 4)
     state = optimizer.init([drawn])
-    expected = optimizer.update([drawn], state, [drawn.cos()])
+    expected = optimizer.step([drawn], state, [drawn.cos()])
 
     def transposed(x: Tensor) -> spmd.DTensor:
         return spmd.DTensor.from_local([x.t().contiguous().t() if x.ndim else x], ONE, P())
@@ -233,14 +233,14 @@ def test_fused_operators_take_any_strides() -> None:
 def test_a_step_allocates_nothing() -> None:
     optimizer = adamw(0.1)
     params = [torch.ones(8, 8), torch.ones(8)]
-    step = spmd.jit(optimizer.update, P(), P(), mesh=LINE, donate_argnums=(0, 1))
+    step = spmd.jit(optimizer.step, P(), P(), mesh=LINE, donate_argnums=(0, 1))
     args = params, optimizer.init(params), params
     plan = step.plan(*args)
     held = (
         4 * (64 + 8) * 4 + 8 + 8 + 4
     )  # parameters, two states, gradients; the number of steps, as float64, as float32
     assert held == plan.memory.peak == peak_bytes(step.lower(*args), plan.request.donated)
-    kept = spmd.jit(optimizer.update, P(), P(), mesh=LINE)
+    kept = spmd.jit(optimizer.step, P(), P(), mesh=LINE)
     assert (
         kept.plan(*args).memory.peak == peak_bytes(kept.lower(*args)) == 4 * (64 + 8) * 4 + 3 * (64 + 8) * 4 + 8 + 8 + 4
     )
@@ -255,10 +255,10 @@ def test_programs_show_what_is_written() -> None:
 def test_programs_for_other_tools_write_nothing() -> None:
     optimizer = adamw(0.1, weight_decay=0.1)
     args = [values(4)], optimizer.init([values(4)]), [values(4).sin()]
-    step = spmd.jit(optimizer.update, P(), P(), mesh=LINE, donate_argnums=(0, 1))
+    step = spmd.jit(optimizer.step, P(), P(), mesh=LINE, donate_argnums=(0, 1))
     leaves = optree.tree_leaves(args)
     found = step.lower(*args).graph_module()(*leaves)
-    torch.testing.assert_close(list(found), optree.tree_leaves(optimizer.update(*args)))
+    torch.testing.assert_close(list(found), optree.tree_leaves(optimizer.step(*args)))
     assert torch.equal(leaves[0], values(4))
 
 
@@ -302,11 +302,11 @@ def test_what_the_caller_holds_of_a_later_step_is_not_written(hold: Callable[[Te
     optimizer = adamw(lr=0.1)
     plain = values(6), optimizer.init(values(6))
     specs = P("x"), AdamWState(P(), P("x"), P("x"))
-    update = spmd.jit(optimizer.update, (*specs, P("x")), specs, mesh=mesh, donate_argnums=(0, 1))
+    update = spmd.jit(optimizer.step, (*specs, P("x")), specs, mesh=mesh, donate_argnums=(0, 1))
     params, state = spmd.distribute(plain, specs, mesh)
     grads = place(values(6), mesh=mesh)
     for number in range(6):
-        plain = optimizer.update(*plain, values(6))
+        plain = optimizer.step(*plain, values(6))
         held = hold(params.shards[0]) if number % 2 else None
         before = None if held is None else torch.as_tensor(held).clone()
         params, state = update(params, state, grads)

@@ -190,7 +190,7 @@ def test_new_results_pass_twice_where_writes_allocate_but_not_what_an_optimizer_
     args = params, optimizer.init(params), params
 
     def seconds_of_update(found):
-        return spmd.jit(optimizer.update, P("data"), P("data"), mesh=mesh, machine=found).plan(*args).seconds
+        return spmd.jit(optimizer.step, P("data"), P("data"), mesh=mesh, machine=found).plan(*args).seconds
 
     assert (2 * 16, 3 * 16) == tuple(seconds_on_shards(torch.sin, (8,), found) for found in (machine, allocates))
     assert seconds_of_update(machine) == seconds_of_update(allocates) >= 5 * 16

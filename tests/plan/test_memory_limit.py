@@ -49,7 +49,7 @@ def jitted(optimizer: Optimizer, params: P, state: Any, **options: Any) -> Any:
                 y = y + F.linear(torch.relu(F.linear(y, up)), down)
             return y.square().sum()
 
-        return optimizer.update(layers, state, torch.func.grad(loss)(layers))
+        return optimizer.step(layers, state, torch.func.grad(loss)(layers))
 
     mesh = spmd.make_mesh({"data": RANKS}, runtime="abstract")
     return spmd.jit(step, (params, state, P("data")), (params, state), mesh=mesh, **options)

@@ -63,7 +63,7 @@ def states(optimizer: spmd.optim.Optimizer, params: Any, steps: int = 3) -> Any:
     """Parameters and state after some steps."""
     state = optimizer.init(params)
     for seed in range(steps):
-        params, state = optimizer.update(params, state, draw(seed + 10, params[0].dtype))
+        params, state = optimizer.step(params, state, draw(seed + 10, params[0].dtype))
     return params, state
 
 
@@ -89,13 +89,13 @@ def specs_of(tree: Any) -> Any:
 def test_our_optimizers(optimizer: spmd.optim.Optimizer, name: str, dtype: torch.dtype) -> None:
     params, state = states(optimizer, draw(0, dtype))
     args = params, state, draw(1, dtype)
-    assert [name] == names(check(optimizer.update, *args, specs=specs_of(args)))
+    assert [name] == names(check(optimizer.step, *args, specs=specs_of(args)))
 
 
 def test_constants_are_read_exactly() -> None:
     def options(optimizer: spmd.optim.Optimizer) -> dict[str, Any]:
         params, state = states(optimizer, draw(0), 1)
-        step = spmd.jit(optimizer.update, P(), P(), mesh=MESH)
+        step = spmd.jit(optimizer.step, P(), P(), mesh=MESH)
         ((_, found),) = fused(step, params, state, draw(1))
         return found
 
@@ -114,13 +114,13 @@ def test_master_weights() -> None:
     params = draw(0, torch.bfloat16)
     state = optimizer.init(params)
     args = params, state, draw(1, torch.bfloat16)
-    assert ["_fused_adamw"] == names(check(optimizer.update, *args, specs=specs_of(args)))
+    assert ["_fused_adamw"] == names(check(optimizer.step, *args, specs=specs_of(args)))
 
 
 def test_a_rate_from_a_schedule() -> None:
     def update(params: Any, state: Any, grads: Any) -> Any:
         rate = 0.1 * torch.cos(state.step * 0.01)
-        return adamw(rate, weight_decay=0.1).update(params, state, grads)
+        return adamw(rate, weight_decay=0.1).step(params, state, grads)
 
     params, state = states(adamw(), draw(0, torch.float32))
     args = params, state, draw(1, torch.float32)
@@ -131,8 +131,8 @@ def test_several_steps_in_one_function() -> None:
     optimizer = adamw(0.1, weight_decay=0.1)
 
     def update(params: Any, state: Any, grads: Any, more: Any) -> Any:
-        params, state = optimizer.update(params, state, grads)
-        return optimizer.update(params, state, more)
+        params, state = optimizer.step(params, state, grads)
+        return optimizer.step(params, state, more)
 
     params, state = states(optimizer, draw(0))
     args = params, state, draw(1), draw(2)
@@ -146,8 +146,8 @@ def test_a_step_that_depends_on_another() -> None:
     optimizer = adamw(0.1)
 
     def update(params: Any, state: Any, others: Any, other_state: Any, grads: Any) -> Any:
-        params, state = optimizer.update(params, state, grads)
-        others, other_state = optimizer.update(others, other_state, [p.sin() for p in params])
+        params, state = optimizer.step(params, state, grads)
+        others, other_state = optimizer.step(others, other_state, [p.sin() for p in params])
         return params, state, others, other_state
 
     params, state = states(optimizer, draw(0))
@@ -309,6 +309,18 @@ def test_updates_that_are_added_at_the_end() -> None:
     assert options["weight_decay"] == pytest.approx(0.01, rel=1e-9)
 
 
+def test_an_update_with_its_decay_is_no_step() -> None:
+    """The update is a step of the decay, but what it is added to is the parameter."""
+
+    def function(p: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        new, m, v = by_hand(-0.01 * LR * p, *rest)
+        return p + new, m, v
+
+    ((name, options),) = check(function, *ONE, specs=ONE_SPECS)
+    assert (name, options["lr"]) == ("_fused_adamw", LR)
+    assert options["weight_decay"] == pytest.approx(0.01, rel=1e-9)
+
+
 def test_a_sign_of_the_parameter() -> None:
     check(grows, *ONE, specs=ONE_SPECS)
 
@@ -318,7 +330,7 @@ def test_groups_of_other_constants() -> None:
         found = []
         for number, (p, g, m, v) in enumerate(zip(params, grads, means, squares, strict=True)):
             optimizer = adamw(0.1, 0.9 if number else 0.8)
-            found.append(optimizer.update(p, spmd.optim.AdamWState(step, m, v), g))
+            found.append(optimizer.step(p, spmd.optim.AdamWState(step, m, v), g))
         return found
 
     args = draw(0), draw(1), draw(3), squares(), torch.tensor(3)
@@ -351,7 +363,7 @@ def test_rates_in_pieces() -> None:
 
     def update(params: Any, state: Any, grads: Any) -> Any:
         rate = torch.where(state.step == 500, 1e-3, 0.1)
-        return adamw(rate, weight_decay=0.1).update(params, state, grads)
+        return adamw(rate, weight_decay=0.1).step(params, state, grads)
 
     params, state = states(adamw(), draw(0, torch.float32))
     for step in (499, 500):
@@ -376,23 +388,23 @@ def test_near_misses_of_sgd(function: Callable[..., Any]) -> None:
 def test_half_precision_stays() -> None:
     optimizer = adamw(0.1)
     params = draw(0, torch.bfloat16)
-    step = spmd.jit(optimizer.update, P(), P(), mesh=MESH)
+    step = spmd.jit(optimizer.step, P(), P(), mesh=MESH)
     assert [] == fused(step, params, optimizer.init(params), draw(1, torch.bfloat16))
 
 
 def test_derivatives_of_a_step() -> None:
     optimizer = adamw(0.1, eps=0.1)
     params, state = states(optimizer, draw(0))
-    step, grads = spmd.jit(optimizer.update, P(), P(), mesh=MESH), draw(1)
+    step, grads = spmd.jit(optimizer.step, P(), P(), mesh=MESH), draw(1)
 
     def loss(update: Callable[..., Any], scale: Tensor) -> Tensor:
         new, _ = update(params, state, [g * scale for g in grads])
         return sum(p.square().sum() for p in new)  # type: ignore[return-value]
 
     one = torch.tensor(0.7, dtype=torch.float64)
-    expected = torch.func.grad(functools.partial(loss, optimizer.update))(one)
+    expected = torch.func.grad(functools.partial(loss, optimizer.step))(one)
     torch.testing.assert_close(torch.func.grad(functools.partial(loss, step))(one), expected)
-    inner = spmd.jit(torch.func.grad(functools.partial(loss, optimizer.update)), P(), P(), mesh=MESH)
+    inner = spmd.jit(torch.func.grad(functools.partial(loss, optimizer.step)), P(), P(), mesh=MESH)
     torch.testing.assert_close(inner(one).full_tensor(), expected)
 
 
@@ -401,10 +413,10 @@ def test_a_step_per_rank() -> None:
     params = [torch.randn(4, 3), torch.randn(2)]
     args = params, optimizer.init(params), [x.sin() for x in params]
     specs = specs_of(args)
-    step = spmd.jit(spmd.shard_map(optimizer.update, MESH, specs, specs[:2]), specs, None, mesh=MESH)
+    step = spmd.jit(spmd.shard_map(optimizer.step, MESH, specs, specs[:2]), specs, None, mesh=MESH)
     assert ["_fused_adamw"] == names(fused(step, *args))
     found = torch.utils._pytree.tree_leaves(step(*args))
-    for ours, theirs in zip(found, torch.utils._pytree.tree_leaves(optimizer.update(*args)), strict=True):
+    for ours, theirs in zip(found, torch.utils._pytree.tree_leaves(optimizer.step(*args)), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs)
 
 
@@ -412,10 +424,10 @@ def test_optimizers_elsewhere() -> None:
     """Outside of jit, and with jit disabled."""
     optimizer = adamw(0.1, weight_decay=0.1)
     params, state = states(optimizer, draw(0))
-    expected, _ = optimizer.update(params, state, draw(1))
+    expected, _ = optimizer.step(params, state, draw(1))
     placed = spmd.distribute((params, state, draw(1)), P(), MESH)
-    eager, _ = optimizer.update(*placed)
+    eager, _ = optimizer.step(*placed)
     with spmd.disable_jit():
-        uncompiled, _ = spmd.jit(optimizer.update, P(), P(), mesh=MESH)(*placed)
+        uncompiled, _ = spmd.jit(optimizer.step, P(), P(), mesh=MESH)(*placed)
     for found in (eager, uncompiled):
         torch.testing.assert_close([x.full_tensor() for x in found], expected)

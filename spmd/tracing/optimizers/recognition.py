@@ -72,7 +72,11 @@ class _Recognition:
         return self.rewritten() if self.fused else self.graph
 
     def find(self, value: Value, examine: Any) -> None:
-        """Note the first step after a value, a square root or a momentum buffer."""
+        """Note the step after a value: the first one after a momentum buffer, the last one after a square root.
+
+        An update with its decay, which is still to be added to the parameter, is a step of the decay.
+        """
+        last: tuple[Cone, Step] | None = None
         for param in self.after(value, several=examine is formulas.momentum):
             if self.producers.get(param) in (None, *self.replaced):
                 continue
@@ -80,15 +84,17 @@ class _Recognition:
                 continue
             cone = Cone.of(param, self.producers)
             if value not in cone.values:
-                return
+                break
             number = cone.values.index(value)
             key = examine, number, cone.key
             if key not in self.known:
                 self.known[key] = tuple(examine(cone, number))
             step = next((step for step in self.known[key] if self.is_whole(cone, step)), None)
-            if step is not None:
-                self.note(cone, step)
-                return
+            last = last if step is None else (cone, step)
+            if last and examine is formulas.momentum:
+                break
+        if last:
+            self.note(*last)
 
     def after(self, value: Value, several: bool) -> Iterator[Value]:
         """Values that are computed from a value, each from the one before, which has no other consumer."""
