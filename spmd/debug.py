@@ -20,7 +20,7 @@ _MOST_LAYOUTS = 1024
 """The most combinations of shardings of the values of one call among which a plan can choose."""
 
 
-def print(fmt: str, *values: Any, **named: Any) -> None:
+def print(fmt: str, *values: object, **named: object) -> None:
     """Print values when a program runs, on every rank in rank order; modelled on `jax.debug.print`.
 
     Inside `jit` each rank prints the shard that it holds, in the layout that the plan gives to the value: printing
@@ -57,7 +57,7 @@ def print(fmt: str, *values: Any, **named: Any) -> None:
     HOST_PRINT(tensors, pieces)
 
 
-def callback(function: Callable[..., None], *args: Any, ordered: bool = False, **kwargs: Any) -> None:
+def callback(function: Callable[..., None], *args: object, ordered: bool = False, **kwargs: object) -> None:
     """Call a function of the host when a program runs, with values; modelled on `jax.debug.callback`.
 
     Every rank calls it, with what `print` would print on it: inside `jit` the shard that it holds, in the layout that

@@ -71,12 +71,12 @@ class Optimizer(Generic[_State]):
         step: `step(params, state, grads) -> (params, state)`, where it is more than `update` and `apply_updates`.
     """
 
-    init: Callable[[Any], _State]
+    init: Callable[[object], _State]
     _update: Callable[[Any, _State, Any], tuple[Any, _State]]
     _step: Callable[[Any, _State, Any], tuple[Any, _State]] | None = None
 
     @_warns_of_order
-    def update(self, grads: _Tree, state: _State, params: Any = None) -> tuple[_Tree, _State]:
+    def update(self, grads: _Tree, state: _State, params: object = None) -> tuple[_Tree, _State]:
         """The updates, which `apply_updates` adds to the parameters, and the new state.
 
         A call by position warns, once for each line: the order of the arguments was another one in earlier versions.
@@ -98,7 +98,7 @@ class Optimizer(Generic[_State]):
         updates, state = self._update(grads, state, params)
         return cast("_Tree", updates), state
 
-    def step(self, params: _Tree, state: _State, grads: Any) -> tuple[_Tree, _State]:
+    def step(self, params: _Tree, state: _State, grads: object) -> tuple[_Tree, _State]:
         """The parameters and the state after one step.
 
         Args:
@@ -116,7 +116,7 @@ class Optimizer(Generic[_State]):
         return apply_updates(params, updates), state
 
 
-def apply_updates(params: _Tree, updates: Any) -> _Tree:
+def apply_updates(params: _Tree, updates: object) -> _Tree:
     """The sum of parameters and updates, in the dtypes of the parameters; as `optax.apply_updates`.
 
     Args:
@@ -262,7 +262,7 @@ def adamw(
     return Optimizer(init, update)
 
 
-def global_norm(tree: Any) -> Tensor:
+def global_norm(tree: object) -> Tensor:
     """The Euclidean norm of all leaves taken together, 0-d.
 
     The squares of all leaves are summed before the root, so for sharded leaves one scalar is reduced, not one per leaf.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import attrs
 import optree
@@ -55,7 +55,10 @@ if TYPE_CHECKING:
     from spmd.inspect.plan import Plan
 
 
-class Compiled:
+_Result = TypeVar("_Result")
+
+
+class Compiled(Generic[_Result]):
     """A jitted function for one structure, and one shape and dtype of each argument.
 
     It is called with such arguments. `traced`, `plan`, and `program` are the stages of compilation.
@@ -207,7 +210,7 @@ class Compiled:
         for leaf, spec, path in zip(leaves or (), self.in_specs, self.traced.input_paths, strict=leaves is not None):
             check_argument(leaf, spec, f"argument {path}")
 
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
+    def __call__(self, *args: Any, **keywords: Any) -> _Result:
         """Run with arguments of this signature.
 
         Raises:
@@ -268,7 +271,7 @@ class Compiled:
         given = [None if spec is None else spec.pspec for spec in self.staged.given_out_specs]
         return FlatFunction(function, self.mesh, self.in_specs, given, self.options, self.traced.name)
 
-    def transformed(self, leaves: Sequence[Any], numbers: tuple[float, ...], tree: optree.PyTreeSpec) -> Any:
+    def transformed(self, leaves: Sequence[Any], numbers: tuple[float, ...], tree: optree.PyTreeSpec) -> _Result:
         """Run the function on tensors on which transforms act, or of which autograd records the use; as `run`."""
         for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
             if isinstance(leaf, DTensor):
@@ -286,13 +289,13 @@ class Compiled:
             leaves[position] = leaf
         return leaves
 
-    def _finish(self, values: Sequence[torch.Tensor], numbers: Sequence[float], tree: optree.PyTreeSpec) -> Any:
+    def _finish(self, values: Sequence[torch.Tensor], numbers: Sequence[float], tree: optree.PyTreeSpec) -> _Result:
         """The result of the function from what its program returns; buffers of modules are assigned."""
         count = len(values) - len(self._updated)
         if self._updated:
             positions = [self.signature.positions[number] for number in self._updated]
             assign_buffers(tree, positions, values[count:])
-        return self.traced.result(values[:count], numbers)
+        return cast("_Result", self.traced.result(values[:count], numbers))
 
     def leaves(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
         """The flattened dynamic arguments of a call of this signature."""
@@ -411,7 +414,7 @@ class Compiled:
 
     def run(
         self, shards: list[Shards], leaves: Sequence[Any], numbers: Sequence[float], tree: optree.PyTreeSpec
-    ) -> Any:
+    ) -> _Result:
         """Run the program on shards, and wrap the shards of the results as DTensors.
 
         Args:

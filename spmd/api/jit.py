@@ -7,9 +7,10 @@ import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, Protocol, TypeVar, overload
 
 import torch
+from typing_extensions import ParamSpec
 
 from spmd.api.compile_log import log_compile
 from spmd.api.compiled import Compiled
@@ -62,34 +63,48 @@ if TYPE_CHECKING:
 
 linearize_dtensors()
 
+_Arguments = ParamSpec("_Arguments")
+_Rest = ParamSpec("_Rest")
+_Instance = TypeVar("_Instance")
+_Result = TypeVar("_Result")
 
-class Jitted:
+
+class Jitted(Generic[_Arguments, _Result]):
     """A function under `jit`: it can be called, and shows the stages that a call goes through.
 
     The stages `trace`, `plan`, `lower` and `compile` take the arguments of a call; meta tensors or `TensorMeta`s can
     replace tensors. The stages are cached by signature: structure, shapes, dtypes, static arguments, mesh, and the
     settings of torch that a program depends on (`spmd.runtime.torch_settings`). The least recently used programs are
     dropped (`cache_info()`, `cache_clear()`); `spmd.log_compiles()` says why one is made.
+
+    For type checkers it has the parameters and the result of the function: its results are `DTensor`s when it runs, and
+    what the function says, such as `torch.Tensor`, by type. `isinstance(y, spmd.DTensor)` narrows one.
     """
 
     def __init__(
-        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, mesh: Mesh | None, options: Options
+        self,
+        function: Callable[_Arguments, _Result],
+        in_specs: Any,
+        out_specs: Any,
+        mesh: Mesh | None,
+        options: Options,
     ) -> None:
         module = module_of(function)
         taken = function if module is None else with_self(function)
-        functools.update_wrapper(self, taken)
+        functools.update_wrapper(self, taken)  # type: ignore[arg-type]
         self.__wrapped__ = function
         self._in_specs, self._out_specs = in_specs, out_specs
         self._parameters = Parameters(taken, options, in_specs, {} if module is None else {SELF: module})
         self._mesh, self._options = None if mesh is None else check_mesh(mesh), options
-        self._compiled: ProgramCache[Compiled] = ProgramCache()
+        self._compiled: ProgramCache[Compiled[_Result]] = ProgramCache()
         self._changed: set[str] = set()  # what its traces have changed of what it reads
-        self._last: Compiled | None = None  # of the last call: another one like it does not look up its signature
-        self._newest: Compiled | None = None
+        # Of the last call: another one like it does not look up its signature.
+        self._last: Compiled[_Result] | None = None
+        self._newest: Compiled[_Result] | None = None
         self._warnings = ValueWarnings()
 
     @hides_internals
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
+    def __call__(self, *args: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
         """Run the function on the mesh.
 
         On a distributed mesh this is a collective call. Inside another jitted function, the call becomes part of the
@@ -117,7 +132,7 @@ class Jitted:
                 another program, mesh or specs.
         """
         if self._parameters.bound:
-            keywords = {**keywords, **self._parameters.bound}
+            keywords = {**keywords, **self._parameters.bound}  # type: ignore[assignment]
         if is_tracing():
             return self._inline(args, keywords)
         if is_jit_disabled():
@@ -150,7 +165,7 @@ class Jitted:
         self._remember(compiled)
         return result
 
-    def _remember(self, compiled: Compiled) -> None:
+    def _remember(self, compiled: Compiled[_Result]) -> None:
         """Let the next call look at this program first."""
         last, self._last = self._last, compiled
         if last is not compiled:
@@ -159,22 +174,22 @@ class Jitted:
             compiled.hidden.prepare()
 
     @hides_internals
-    def trace(self, *args: Any, **keywords: Any) -> Traced:
+    def trace(self, *args: object, **keywords: object) -> Traced:
         """The function as a flat program of functional operators over global tensors."""
         return self._stages(args, keywords).traced
 
     @hides_internals
-    def plan(self, *args: Any, **keywords: Any) -> Plan:
+    def plan(self, *args: object, **keywords: object) -> Plan:
         """The plan: a spec for every value, and every collective with its cause."""
         return self._stages(args, keywords).plan
 
     @hides_internals
-    def lower(self, *args: Any, **keywords: Any) -> LocalProgram:
+    def lower(self, *args: object, **keywords: object) -> LocalProgram:
         """The program that each rank runs; `print(f.lower(*args).as_text())` shows it."""
         return self._stages(args, keywords).program
 
     @hides_internals
-    def compile(self, *args: Any, **keywords: Any) -> Compiled:
+    def compile(self, *args: object, **keywords: object) -> Compiled[_Result]:
         """The compiled function for such arguments, which can be called; on a distributed mesh a collective call."""
         compiled = self._lookup_together(args, {**keywords, **self._parameters.bound})
         compiled.prepare()
@@ -189,18 +204,26 @@ class Jitted:
         self._compiled.clear()
         self._last = self._newest = None
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Jitted:
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Jitted[_Arguments, _Result]: ...
+
+    @overload
+    def __get__(
+        self: Jitted[Concatenate[_Instance, _Rest], _Result], instance: _Instance, owner: type | None = None
+    ) -> Jitted[_Rest, _Result]: ...
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The function as a method: `in_specs` and argument numbers speak of what follows `self`, which is static."""
         return self if instance is None else bound_to(instance, self, self._bind_to)
 
-    def _bind_to(self, instance: Any) -> Jitted:
+    def _bind_to(self, instance: Any) -> Jitted[..., Any]:
         method = MethodType(self._parameters.function, instance)
         return Jitted(method, self._in_specs, self._out_specs, self._mesh, self._options)
 
     def __repr__(self) -> str:
         return f"spmd.jit({self._parameters.name})"
 
-    def _stages(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
+    def _stages(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled[_Result]:
         keywords = {**keywords, **self._parameters.bound}
         with COMPILING:
             return self._lookup(args, keywords, self._mesh_of(args, keywords))
@@ -216,7 +239,7 @@ class Jitted:
         found = (leaf.mesh for leaf in leaves if isinstance(leaf, DTensor))
         return default_mesh() or next(found, None) or current_mesh()
 
-    def _lookup(self, args: tuple[Any, ...], keywords: dict[str, Any], mesh: Mesh) -> Compiled:
+    def _lookup(self, args: tuple[Any, ...], keywords: dict[str, Any], mesh: Mesh) -> Compiled[_Result]:
         """What is compiled for the signature of a call; a new one is checked, and compiled stage by stage when used."""
         layout = self._parameters.layout(args, keywords)
         args = layout.positional(args, keywords)
@@ -244,7 +267,7 @@ class Jitted:
 
     def _new(
         self, key: Any, args: tuple[Any, ...], signature: Signature, layout: Layout, numbers: tuple[float, ...]
-    ) -> Compiled:
+    ) -> Compiled[_Result]:
         """A program for a signature that has none which holds."""
         self._refuse_static_tensors(args, layout)
         count = len(layout.labels) - len(layout.keywords)
@@ -252,7 +275,7 @@ class Jitted:
             x if n in layout.static or isinstance(x, torch.nn.Module) else None for n, x in enumerate(args[:count])
         ]
         hidden = HiddenState(self.__wrapped__, self._parameters.bound.get(SELF), known)
-        found = Compiled(
+        found: Compiled[_Result] = Compiled(
             self._parameters, args, signature, self._in_specs, self._out_specs, self._options, hidden, self._changed
         )
         last = self._newest
@@ -269,7 +292,7 @@ class Jitted:
         self._compiled.add(key, found)
         return found
 
-    def _lookup_together(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled:
+    def _lookup_together(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled[_Result]:
         """As `_lookup`, in a call that all ranks make: an error on one rank is raised on all ranks."""
         mesh = self._mesh_of(args, keywords)
         call = first_run(mesh)
@@ -366,20 +389,24 @@ def _constrain(specs: Any, tree: Any, *, what: str, of: str) -> Any:
     )
 
 
-@overload
-def jit(
-    function: Callable[..., Any], in_specs: Any = ..., out_specs: Any = ..., /, **options: Unpack[JitOptions]
-) -> Jitted: ...
+class JitDecorator(Protocol):
+    """What `jit` returns without a function: it makes a `Jitted` of one, with its parameters and its result."""
+
+    def __call__(self, function: Callable[_Arguments, _Result], /) -> Jitted[_Arguments, _Result]: ...
 
 
 @overload
-def jit(
-    in_specs: Any = ..., out_specs: Any = ..., /, **options: Unpack[JitOptions]
-) -> Callable[[Callable[..., Any]], Jitted]: ...
+def jit(  # type: ignore[overload-overlap]  # what can be called is the function, not its specs
+    function: Callable[_Arguments, _Result],
+    in_specs: object = ...,
+    out_specs: object = ...,
+    /,
+    **options: Unpack[JitOptions],
+) -> Jitted[_Arguments, _Result]: ...
 
 
 @overload
-def jit(*function: Callable[..., Any], **options: Unpack[JitOptions]) -> Any: ...
+def jit(in_specs: object = ..., out_specs: object = ..., /, **options: Unpack[JitOptions]) -> JitDecorator: ...
 
 
 @hides_internals
@@ -447,7 +474,8 @@ def jit(
             dtype. The name is that of FSDP2's `MixedPrecisionPolicy`.
 
     Returns:
-        A `Jitted`; without a function, a decorator that makes one.
+        A `Jitted`; without a function, a decorator that makes one. Type checkers see the parameters and the result of
+        the function: tensors of the result are `DTensor`s when it runs, and `torch.Tensor` by type.
 
     Raises:
         PlanError: an option with a value that it does not accept.

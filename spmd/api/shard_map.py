@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, overload
 
 import torch
+from typing_extensions import ParamSpec
 
 from spmd.api.compiled import Compiled
 from spmd.api.jit import Jitted, jit
@@ -17,7 +18,7 @@ from spmd.core.compile_lock import COMPILING, compiled_property
 from spmd.core.mesh import Mesh, check_mesh, current_mesh
 from spmd.core.pytree import broadcast_prefix, tree_flatten
 from spmd.core.spec import FREE, DTensorSpec, P
-from spmd.errors import MeshError
+from spmd.errors import MeshError, TraceError
 from spmd.job.tracebacks import hides_internals
 from spmd.lowering.program import LocalProgram
 from spmd.tracing.disable_jit import is_jit_disabled
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
     from spmd.inspect.plan import Plan
 
 
-class ShardMapped:
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class ShardMapped(Generic[_Arguments, _Result]):
     """A function under `shard_map`: it takes and returns global values, and each rank runs it on its shards."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[_Arguments, _Result],
         mesh: Mesh | None,
         in_specs: Any,
         out_specs: Any,
@@ -43,14 +48,25 @@ class ShardMapped:
         functools.update_wrapper(self, function)
         self._function, self._mesh = function, None if mesh is None else check_mesh(mesh)
         self._in_specs, self._out_specs, self._axis_names, self._check = in_specs, out_specs, axis_names, check
-        self._programs: dict[tuple[Any, ...], Jitted] = {}
+        self._programs: dict[tuple[Any, ...], Jitted[..., Any]] = {}
 
     @hides_internals
-    def __call__(self, *args: Any) -> Any:
-        """Run the function on every rank."""
+    def __call__(self, *args: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        """Run the function on every rank, with arguments by position.
+
+        Raises:
+            TraceError: an argument by name.
+        """
+        if keywords:
+            raise TraceError(
+                f"{self!r} takes its arguments by position, of which in_specs speaks (got {', '.join(keywords)} by "
+                "name). Leave out the names."
+            )
         if is_tracing():
-            return self._region(*args)
-        return self._uncompiled(args) if is_jit_disabled() else self._program(args)(*args)
+            found = self._region(*args)
+        else:
+            found = self._uncompiled(args) if is_jit_disabled() else self._program(args)(*args)
+        return cast("_Result", found)
 
     def _uncompiled(self, args: tuple[Any, ...]) -> Any:
         """Call the function as it is written, under `spmd.disable_jit`."""
@@ -65,34 +81,34 @@ class ShardMapped:
         def out_specs(result: Any, _: Any) -> Sequence[DTensorSpec | None]:
             return result_specs(self._out_specs, result, mesh, ()).specs
 
-        return call_whole(lambda args: self(*args), args, mesh, self._in_specs, out_specs, repr(self))
+        return call_whole(lambda args: self(*args), args, mesh, self._in_specs, out_specs, repr(self))  # type: ignore[call-arg]
 
     @hides_internals
-    def trace(self, *args: Any) -> Traced:
+    def trace(self, *args: object) -> Traced:
         """The function as a flat program of functional operators; the stages are those of a jitted function."""
         return self._program(args).trace(*args)
 
     @hides_internals
-    def plan(self, *args: Any) -> Plan:
+    def plan(self, *args: object) -> Plan:
         """The plan of the function as a whole program; its collectives are the function's own."""
         return self._program(args).plan(*args)
 
     @hides_internals
-    def lower(self, *args: Any) -> LocalProgram:
+    def lower(self, *args: object) -> LocalProgram:
         """The program that each rank runs; `print(f.lower(*args).as_text())` shows it."""
         return self._program(args).lower(*args)
 
     @hides_internals
-    def compile(self, *args: Any) -> Compiled:
+    def compile(self, *args: object) -> Compiled[_Result]:
         """The compiled function for such arguments; on a distributed mesh a collective call."""
         return self._program(args).compile(*args)
 
-    def _program(self, args: tuple[Any, ...]) -> Jitted:
+    def _program(self, args: tuple[Any, ...]) -> Jitted[..., Any]:
         """The jitted function that runs outside of other programs."""
         return self.jitted if self._axis_names is None else self._partly_automatic(args)
 
     @compiled_property
-    def jitted(self) -> Jitted:
+    def jitted(self) -> Jitted[..., Any]:
         """The function as a whole program."""
         return jit(self._region, self._in_specs, self._out_specs, mesh=self._mesh)  # type: ignore[no-any-return]
 
@@ -163,6 +179,36 @@ def _with_automatic(leaf: Any, spec: Any, manual: Sequence[str]) -> Any:
     return held if P(*dims, partial=partial) == spec else spec
 
 
+class ShardMapDecorator(Protocol):
+    """What `shard_map` returns without a function: it makes a `ShardMapped` of one."""
+
+    def __call__(self, f: Callable[_Arguments, _Result], /) -> ShardMapped[_Arguments, _Result]: ...
+
+
+@overload
+def shard_map(
+    f: Callable[_Arguments, _Result],
+    mesh: Mesh | None = None,
+    in_specs: object = None,
+    out_specs: object = None,
+    *,
+    axis_names: Iterable[str] | None = None,
+    check: bool = True,
+) -> ShardMapped[_Arguments, _Result]: ...
+
+
+@overload
+def shard_map(
+    f: None = None,
+    mesh: Mesh | None = None,
+    in_specs: object = None,
+    out_specs: object = None,
+    *,
+    axis_names: Iterable[str] | None = None,
+    check: bool = True,
+) -> ShardMapDecorator: ...
+
+
 def shard_map(
     f: Callable[..., Any] | None = None,
     mesh: Mesh | None = None,
@@ -200,7 +246,8 @@ def shard_map(
             are the same with and without it.
 
     Returns:
-        The function of global values; without `f`, a decorator that makes one.
+        The function of global values; without `f`, a decorator that makes one. Type checkers see the parameters and
+        the result of `f`, as with `jit`.
 
     Raises:
         MeshError: `axis_names` has an axis that the mesh lacks, or that is manual already.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import attrs
 import optree
@@ -25,12 +26,39 @@ from spmd.checkpoint.reader import Reader
 from spmd.checkpoint.saving import ignore_notice, wait_for_last
 from spmd.core.mesh import Mesh, current_mesh
 from spmd.core.pytree import is_spec, make_spec, tree_leaves
-from spmd.core.spec import DTensorSpec, TensorMeta
+from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import CheckpointError, DamagedError, ShardingError
 from spmd.job.tracebacks import hides_internals
 
 _REPLACED = 100
 """How often a load starts again because another job has removed what it reads."""
+
+
+_Tree = TypeVar("_Tree")
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    like: DTensor | DTensorSpec | P,
+    *,
+    mesh: Mesh | None = None,
+    name: str | None = None,
+) -> DTensor: ...
+
+
+@overload
+def load(  # type: ignore[overload-overlap]  # where the leaves are specs, those of the result are not
+    path: str | os.PathLike[str],
+    like: Mapping[str, DTensor | DTensorSpec | P],
+    *,
+    mesh: Mesh | None = None,
+    name: str | None = None,
+) -> dict[str, DTensor]: ...
+
+
+@overload
+def load(path: str | os.PathLike[str], like: _Tree, *, mesh: Mesh | None = None, name: str | None = None) -> _Tree: ...
 
 
 @hides_internals
@@ -55,7 +83,8 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None, n
         name: load the save of this name.
 
     Returns:
-        A pytree of new values; those in `like` do not change.
+        A pytree of new values; those in `like` do not change. By type it is that of `like`; for one spec it is a
+        DTensor, and for a dict of specs a dict of DTensors.
 
     Raises:
         CheckpointError: no checkpoint, only incomplete or damaged ones, or one that does not match `like`; the message

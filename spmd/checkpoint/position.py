@@ -67,7 +67,7 @@ class Position:
     """
 
     step: int = attrs.field(default=0, validator=_step)
-    data: Any = attrs.field(default=None, converter=_plain)
+    data: object = attrs.field(default=None, converter=_plain)
     generators: Mapping[str, str] = attrs.field(factory=dict, repr=lambda states: repr(list(states)))
 
     @classmethod

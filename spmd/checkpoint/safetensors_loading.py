@@ -56,7 +56,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 @hides_internals
 def load_safetensors(
-    path: str | os.PathLike[str], specs: Any, mesh: Mesh | None = None, *, dtype: torch.dtype | None = None
+    path: str | os.PathLike[str], specs: object, mesh: Mesh | None = None, *, dtype: torch.dtype | None = None
 ) -> dict[str, DTensor]:
     """Load the tensors of safetensors files as DTensors; each rank reads its shards only.
 

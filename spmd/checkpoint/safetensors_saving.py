@@ -35,7 +35,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @hides_internals
-def save_safetensors(tree: Any, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
+def save_safetensors(tree: object, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
     """Save the tensors of a pytree as safetensors files, as transformers reads them.
 
     On a distributed mesh this is a collective call: the first rank holds one tensor at a time whole, and writes it; the

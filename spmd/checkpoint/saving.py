@@ -34,7 +34,7 @@ Progress: TypeAlias = Callable[[int, int], object]
 
 @hides_internals
 def save(
-    tree: Any,
+    tree: object,
     path: str | os.PathLike[str],
     *,
     keep: int | None = 1,
@@ -80,7 +80,7 @@ def save(
 
 @hides_internals
 def save_async(
-    tree: Any,
+    tree: object,
     path: str | os.PathLike[str],
     *,
     keep: int | None = 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import attrs
 import torch
@@ -18,6 +18,29 @@ from spmd.ir.host_functions import HostFunction, host_function
 VMAP_METHODS = (None, "sequential", "expand_dims", "broadcast_all")
 
 _LIBRARY = torch.library.Library("spmd_host", "FRAGMENT")
+
+
+_Result = TypeVar("_Result")
+
+
+@overload
+def pure_callback(
+    callback: Callable[..., object],
+    result_shape_dtypes: TensorMeta | Tensor,
+    *args: object,
+    vmap_method: str | None = None,
+    **kwargs: object,
+) -> Tensor: ...
+
+
+@overload
+def pure_callback(
+    callback: Callable[..., _Result],
+    result_shape_dtypes: object,
+    *args: object,
+    vmap_method: str | None = None,
+    **kwargs: object,
+) -> _Result: ...
 
 
 def pure_callback(
@@ -42,7 +65,7 @@ def pure_callback(
             `"broadcast_all"` all batches have the full length. None is an error.
 
     Returns:
-        The results.
+        The results, as tensors. By type it is a tensor, or, for a pytree of them, what `callback` returns.
 
     Raises:
         SpmdError: the results are not as declared; the call is differentiated; vmap without a method.

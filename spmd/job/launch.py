@@ -12,7 +12,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,10 @@ from spmd.job.process import is_distributed
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+_Result = TypeVar("_Result")
 
-def launch(function: Callable[..., Any], nprocs: int, *args: Any) -> Any:
+
+def launch(function: Callable[..., _Result], nprocs: int, *args: object) -> _Result:
     """Call a function in several processes of this machine, as the ranks of one distributed job.
 
     What torchrun is for a script: inside, `make_mesh({"data": nprocs})` gives a distributed mesh. Ranks are started by

@@ -12,9 +12,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
@@ -25,9 +25,11 @@ from spmd.rules.notation import Pattern, Rows, Term, factors, tensor_arguments
 from spmd.rules.partial import linear
 from spmd.rules.rule import Rule, Table
 
+_Result = TypeVar("_Result")
+
 
 @attrs.frozen(eq=False)
-class CustomOperator:
+class CustomOperator(Generic[_Result]):
     """A user's operator that is called like a function; `torch.func` differentiates and batches it, also inside jit.
 
     Args:
@@ -43,15 +45,15 @@ class CustomOperator:
     pattern: Pattern
     rule: Rule
     tied: frozenset[str]
-    gradient: CustomOperator | None = None
+    gradient: CustomOperator[Any] | None = None
 
     @property
     def rules(self) -> Table:
         """The rules of the operator and of its gradient: `jit(..., rules=RULES | mine.rules)`."""
         return {self.op: self.rule, **(self.gradient.rules if self.gradient else {})}
 
-    def __call__(self, *args: Any) -> Any:
-        return self._function.apply(*args)
+    def __call__(self, *args: Any) -> _Result:
+        return self._function.apply(*args)  # type: ignore[no-any-return]
 
     @cached_property
     def _function(self) -> Any:
@@ -121,7 +123,9 @@ class CustomOperator:
         return next(free, None)
 
 
-def custom_operator(op: Any, pattern: str, *rows: Rows, backward: Any = None, **kinds: str) -> CustomOperator:
+def custom_operator(
+    op: Callable[..., _Result], pattern: str, *rows: Rows, backward: Any = None, **kinds: str
+) -> CustomOperator[_Result]:
     """Make an operator of your own shardable, differentiable and batchable, from one factor pattern.
 
     Args:
@@ -151,7 +155,7 @@ def custom_operator(op: Any, pattern: str, *rows: Rows, backward: Any = None, **
     return CustomOperator(_overload(op), parsed, rule, fixed | set(kinds.get("sum", "").split()), gradient)
 
 
-def _gradient(op: torch._ops.OpOverload, forward: Pattern, fixed: frozenset[str]) -> CustomOperator:
+def _gradient(op: torch._ops.OpOverload, forward: Pattern, fixed: frozenset[str]) -> CustomOperator[Any]:
     """The gradient operator, from cotangents and operands to gradients; all factors can be sharded except `fixed`."""
     given = (*forward.results, *forward.operands)
     names, count = tensor_arguments(op), len(op._schema.returns)

@@ -5,16 +5,55 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
 
 from spmd.api.model_specs.leaves import Choice, Leaf, Show, check_spec, leaves_of, table
 from spmd.core.mesh import Mesh, check_mesh
 from spmd.core.pytree import SpecLike, is_spec
-from spmd.core.spec import P
+from spmd.core.spec import P, TensorMeta
 from spmd.errors import ShardingError
 from spmd.job.tracebacks import hides_internals
 
 _SHOWN = 8  # paths in a message
+
+
+_Key = TypeVar("_Key")
+
+
+@overload
+def specs(
+    tree_or_module: nn.Module,
+    patterns: Mapping[str, P],
+    default: P = ...,
+    *,
+    mesh: Mesh | None = None,
+    show: Show | None = None,
+) -> dict[str, P]: ...
+
+
+@overload
+def specs(
+    tree_or_module: Mapping[_Key, torch.Tensor | TensorMeta],
+    patterns: Mapping[str, P],
+    default: P = ...,
+    *,
+    mesh: Mesh | None = None,
+    show: Show | None = None,
+) -> dict[_Key, P]: ...
+
+
+@overload
+def specs(
+    tree_or_module: object,
+    patterns: Mapping[str, SpecLike],
+    default: SpecLike = ...,
+    *,
+    mesh: Mesh | None = None,
+    show: Show | None = None,
+) -> object: ...
 
 
 @hides_internals

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
 
 from spmd.api.model_specs.leaves import Choice, Leaf, Show, check_spec, leaves_of, table
 from spmd.core.mesh import Mesh, check_mesh
 from spmd.core.pytree import SpecLike, broadcast_prefix
-from spmd.core.spec import P
+from spmd.core.spec import P, TensorMeta
 from spmd.errors import ShardingError
 from spmd.job.tracebacks import hides_internals
+
+_Key = TypeVar("_Key")
+
+
+@overload
+def fsdp_specs(
+    tree_or_module: nn.Module,
+    axis: str,
+    *,
+    base: object = ...,
+    min_size: int = 1024,
+    mesh: Mesh | None = None,
+    show: Show | None = None,
+) -> dict[str, P]: ...
+
+
+@overload
+def fsdp_specs(
+    tree_or_module: Mapping[_Key, torch.Tensor | TensorMeta],
+    axis: str,
+    *,
+    base: object = ...,
+    min_size: int = 1024,
+    mesh: Mesh | None = None,
+    show: Show | None = None,
+) -> dict[_Key, P]: ...
+
+
+@overload
+def fsdp_specs(
+    tree_or_module: object,
+    axis: str,
+    *,
+    base: object = ...,
+    min_size: int = 1024,
+    mesh: Mesh | None = None,
+    show: Show | None = None,
+) -> object: ...
 
 
 @hides_internals

@@ -29,8 +29,8 @@ from spmd.tracing.traced import Traced
 def tensor_parallel_specs(
     module: torch.nn.Module,
     axis: str,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     mesh: Mesh | None = None,
     show: Show | None = None,

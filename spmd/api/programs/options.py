@@ -32,10 +32,10 @@ Comms = Literal["allow", "error"] | Mapping[str, int | str]
 class JitOptions(TypedDict, total=False):
     """The keyword arguments of `jit`, which documents them."""
 
-    in_specs: Any
-    out_specs: Any
-    in_shardings: Any
-    out_shardings: Any
+    in_specs: object
+    out_specs: object
+    in_shardings: object
+    out_shardings: object
     mesh: Mesh | None
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -18,6 +18,18 @@ from spmd.core.pytree import broadcast_prefix, flatten_with_paths, leaf_meta, le
 from spmd.core.spec import DTensorSpec
 from spmd.errors import MeshError, ShardingError
 from spmd.job.tracebacks import hides_internals
+
+_Tree = TypeVar("_Tree")
+
+
+@overload
+def distribute(
+    tree: torch.Tensor, specs: object, mesh: Mesh | None = None, *, src_rank: int | None = None
+) -> DTensor: ...
+
+
+@overload
+def distribute(tree: _Tree, specs: object, mesh: Mesh | None = None, *, src_rank: int | None = None) -> _Tree: ...
 
 
 @hides_internals
@@ -37,8 +49,9 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
             to each rank its shard: a rank holds its shards and a bucket of at most 16 MiB. By default nothing is sent.
 
     Returns:
-        The tree with DTensors for leaves; floats in it stay. Shards are copies. Gradients flow through to tensors that
-        autograd has computed; what is distributed of a leaf (a parameter) is a new leaf, without a gradient.
+        The tree with DTensors for leaves, by type the same tree, or a DTensor for one tensor; floats in it stay. Shards
+        are copies. Gradients flow through to tensors that autograd has computed; what is distributed of a leaf (a
+        parameter) is a new leaf, without a gradient.
 
     Raises:
         DivergenceError: ranks with different trees, or on different meshes.
@@ -130,6 +143,14 @@ def check_source(call: str, mesh: Mesh, names: Sequence[str], leaves: Sequence[A
 
 def _claim(leaf: Any, name: str) -> str:
     return f"{leaf.spec} on {leaf.mesh}" if isinstance(leaf, DTensor) else str(leaf_meta(leaf, name))
+
+
+@overload
+def from_process_data(tree: torch.Tensor, specs: object, mesh: Mesh | None = None) -> DTensor: ...
+
+
+@overload
+def from_process_data(tree: _Tree, specs: object, mesh: Mesh | None = None) -> _Tree: ...
 
 
 @hides_internals

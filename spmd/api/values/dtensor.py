@@ -268,7 +268,7 @@ class DTensor(Wrapper):
             set_attribute(self, "_places_gradient", True)
         return self
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> torch.Tensor:
         return super().__getitem__(self._index(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
@@ -19,6 +19,9 @@ from spmd.tracing.running import is_tracing
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+TensorLike: TypeAlias = torch.Tensor | TensorMeta
+"""A tensor, whose values are not read, or its shape and dtype."""
+
 _REPLICATED = P()
 
 
@@ -33,7 +36,7 @@ class _Like(TypedDict, total=False):
 
 @hides_internals
 def zeros(
-    *size: Any,
+    *size: int | Sequence[int],
     spec: SpecLike = _REPLICATED,
     mesh: Mesh | None = None,
     dtype: torch.dtype | None = None,
@@ -65,7 +68,7 @@ def zeros(
 
 @hides_internals
 def ones(
-    *size: Any,
+    *size: int | Sequence[int],
     spec: SpecLike = _REPLICATED,
     mesh: Mesh | None = None,
     dtype: torch.dtype | None = None,
@@ -82,8 +85,8 @@ def ones(
 
 @hides_internals
 def full(
-    size: Any,
-    fill_value: Any,
+    size: int | Sequence[int],
+    fill_value: complex,
     *,
     spec: SpecLike = _REPLICATED,
     mesh: Mesh | None = None,
@@ -105,7 +108,7 @@ def full(
 
 @hides_internals
 def empty(
-    *size: Any,
+    *size: int | Sequence[int],
     spec: SpecLike = _REPLICATED,
     mesh: Mesh | None = None,
     dtype: torch.dtype | None = None,
@@ -124,7 +127,7 @@ def empty(
 
 @hides_internals
 def rand(
-    *size: Any,
+    *size: int | Sequence[int],
     spec: SpecLike = _REPLICATED,
     mesh: Mesh | None = None,
     dtype: torch.dtype | None = None,
@@ -153,7 +156,7 @@ def rand(
 
 @hides_internals
 def randn(
-    *size: Any,
+    *size: int | Sequence[int],
     spec: SpecLike = _REPLICATED,
     mesh: Mesh | None = None,
     dtype: torch.dtype | None = None,
@@ -214,7 +217,7 @@ def arange(
 
 
 @hides_internals
-def zeros_like(value: Any, **given: Unpack[_Like]) -> DTensor:
+def zeros_like(value: TensorLike, **given: Unpack[_Like]) -> DTensor:
     """A DTensor of zeros with the shape and dtype of another tensor, made sharded.
 
     Args:
@@ -237,13 +240,13 @@ def zeros_like(value: Any, **given: Unpack[_Like]) -> DTensor:
 
 
 @hides_internals
-def ones_like(value: Any, **given: Unpack[_Like]) -> DTensor:
+def ones_like(value: TensorLike, **given: Unpack[_Like]) -> DTensor:
     """A DTensor of ones with the shape and dtype of another tensor; as `zeros_like` otherwise."""
     return _like(ones, value, **given)
 
 
 @hides_internals
-def empty_like(value: Any, **given: Unpack[_Like]) -> DTensor:
+def empty_like(value: TensorLike, **given: Unpack[_Like]) -> DTensor:
     """A DTensor of unspecified values with the shape and dtype of another tensor; as `zeros_like` otherwise.
 
     The way from a parameter on the meta device to one that `reset_parameters()` can fill, shard by shard:
@@ -253,19 +256,19 @@ def empty_like(value: Any, **given: Unpack[_Like]) -> DTensor:
 
 
 @hides_internals
-def full_like(value: Any, fill_value: Any, **given: Unpack[_Like]) -> DTensor:
+def full_like(value: TensorLike, fill_value: complex, **given: Unpack[_Like]) -> DTensor:
     """A DTensor of one number with the shape and dtype of another tensor; as `zeros_like` otherwise."""
     return _like(lambda size, **options: full(size, fill_value, **options), value, **given)
 
 
 @hides_internals
-def rand_like(value: Any, **given: Unpack[_Like]) -> DTensor:
+def rand_like(value: TensorLike, **given: Unpack[_Like]) -> DTensor:
     """Uniform random numbers, drawn as by `rand`, with the shape and dtype of another tensor; else as `zeros_like`."""
     return _like(rand, value, **given)
 
 
 @hides_internals
-def randn_like(value: Any, **given: Unpack[_Like]) -> DTensor:
+def randn_like(value: TensorLike, **given: Unpack[_Like]) -> DTensor:
     """Normal random numbers, drawn as by `randn`, with the shape and dtype of another tensor; else as `zeros_like`."""
     return _like(randn, value, **given)
 

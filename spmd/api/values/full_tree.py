@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar, overload
+
+import torch
 
 from spmd.api.values.dtensor import DTensor, assemble
 from spmd.collectives.distributed.agreement import check_agreement, spans_processes
 from spmd.core.pytree import flatten_with_paths
+
+_Key = TypeVar("_Key")
+_Tree = TypeVar("_Tree")
+
+
+@overload
+def full_tree(tree: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def full_tree(tree: Mapping[_Key, torch.Tensor]) -> dict[_Key, torch.Tensor]: ...
+
+
+@overload
+def full_tree(tree: _Tree) -> _Tree: ...
 
 
 def full_tree(tree: Any) -> Any:
