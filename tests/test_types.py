@@ -1,4 +1,4 @@
-"""What type checkers make of a user's file (`typed_user.py`), which runs, too."""
+"""Types of a user's file (`typed_user.py`), which runs, too."""
 
 import ast
 import inspect

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import attrs
 import optree
@@ -295,7 +295,7 @@ class Compiled(Generic[_Result]):
         if self._updated:
             positions = [self.signature.positions[number] for number in self._updated]
             assign_buffers(tree, positions, values[count:])
-        return cast("_Result", self.traced.result(values[:count], numbers))
+        return self.traced.result(values[:count], numbers)  # type: ignore[no-any-return]
 
     def leaves(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
         """The flattened dynamic arguments of a call of this signature."""

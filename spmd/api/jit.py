@@ -390,7 +390,7 @@ def _constrain(specs: Any, tree: Any, *, what: str, of: str) -> Any:
 
 
 class JitDecorator(Protocol):
-    """What `jit` returns without a function: it makes a `Jitted` of one, with its parameters and its result."""
+    """A decorator that makes a `Jitted` of a function."""
 
     def __call__(self, function: Callable[_Arguments, _Result], /) -> Jitted[_Arguments, _Result]: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec
@@ -63,10 +63,8 @@ class ShardMapped(Generic[_Arguments, _Result]):
                 "name). Leave out the names."
             )
         if is_tracing():
-            found = self._region(*args)
-        else:
-            found = self._uncompiled(args) if is_jit_disabled() else self._program(args)(*args)
-        return cast("_Result", found)
+            return self._region(*args)  # type: ignore[no-any-return]
+        return self._uncompiled(args) if is_jit_disabled() else self._program(args)(*args)  # type: ignore[no-any-return]
 
     def _uncompiled(self, args: tuple[Any, ...]) -> Any:
         """Call the function as it is written, under `spmd.disable_jit`."""
@@ -180,7 +178,7 @@ def _with_automatic(leaf: Any, spec: Any, manual: Sequence[str]) -> Any:
 
 
 class ShardMapDecorator(Protocol):
-    """What `shard_map` returns without a function: it makes a `ShardMapped` of one."""
+    """A decorator that makes a `ShardMapped` of a function."""
 
     def __call__(self, f: Callable[_Arguments, _Result], /) -> ShardMapped[_Arguments, _Result]: ...
 
