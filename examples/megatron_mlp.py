@@ -54,7 +54,7 @@ def rank_mlp(params: Params, x: Tensor) -> Tensor:
 
 def by_hand(mesh: spmd.Mesh) -> MLP:
     """`rank_mlp` as a function of global values; along `data` they stay global inside too."""
-    return spmd.shard_map(rank_mlp, mesh, (SPECS, P()), P(), axis_names={"model"})  # type: ignore[no-any-return]
+    return spmd.shard_map(rank_mlp, mesh, (SPECS, P()), P(), axis_names={"model"})
 
 
 def gradients(function: MLP, params: Params, x: Tensor, target: Tensor) -> tuple[tuple[Params, Tensor], Tensor]:

@@ -227,7 +227,7 @@ def make_attention(
     def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_attention(q, k, v, "seq", length=length, causal=causal, save=save)
 
-    return spmd.shard_map(body, mesh, SEQUENCE, SEQUENCE, axis_names={"seq"})  # type: ignore[no-any-return]
+    return spmd.shard_map(body, mesh, SEQUENCE, SEQUENCE, axis_names={"seq"})
 
 
 def make_step(mesh: spmd.Mesh, length: int, **options: Any) -> Any:

@@ -32,7 +32,7 @@ from spmd.tracing.source import user_source, warn_at
 
 aten = torch.ops.aten
 
-_State = TypeVar("_State")
+_State = TypeVar("_State", default=Any)
 _Tree = TypeVar("_Tree")  # a pytree of floating-point tensors
 _Step = TypeVar("_Step", default=Tensor)  # or its spec
 _Moments = TypeVar("_Moments", default=object)  # a pytree like the parameters, or their specs

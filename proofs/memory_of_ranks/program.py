@@ -65,8 +65,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def adamw_spec(moments: Any) -> Any:
     """The specs of AdamW's state, whose moments have these specs."""
-    state: Any = AdamWState  # typed for tensors
-    return state(P(), moments, moments)
+    return AdamWState(P(), moments, moments)
 
 
 def case(

@@ -83,8 +83,8 @@ def load(path: str | os.PathLike[str], like: Any, *, mesh: Mesh | None = None, n
         name: load the save of this name.
 
     Returns:
-        A pytree of new values; those in `like` do not change. By type it is that of `like`; for one spec it is a
-        DTensor, and for a dict of specs a dict of DTensors.
+        A pytree of new values; those in `like` do not change. Its type is that of `like`: a tuple or a dataclass
+        keeps the types of its parts. For one spec it is a DTensor, for a dict of specs a dict of DTensors.
 
     Raises:
         CheckpointError: no checkpoint, only incomplete or damaged ones, or one that does not match `like`; the message

@@ -412,3 +412,9 @@ def test_tuples_of_axes_act_as_one_with_the_first_one_major(axes):
 
     f = spmd.shard_map(body, GRID, P(axes), (P(), P(), P(axes)))
     check(f(X), (X, X.view(4, 2, 4).sum(0), torch.arange(4)))
+
+
+def test_arguments_go_by_position():
+    double = spmd.shard_map(lambda x: 2 * x, MESH, P(), P())
+    with pytest.raises(TraceError, match=r"takes its arguments by position, .* \(got x by name\)"):
+        double(x=torch.ones(2))
