@@ -366,3 +366,21 @@ def test_a_decorator_without_arguments() -> None:
     equal(f(placed(x, "data")), x + 1)
     with spmd.use_mesh(MESH):
         equal(f(x), x + 1)
+
+
+def test_a_function_gets_by_name_what_the_call_gives_by_name():
+    seen = []
+
+    def layer(x, w):
+        return x @ w
+
+    @functools.wraps(layer)
+    def decorated(*args, **keywords):
+        seen.append((len(args), list(keywords)))
+        return layer(*args, **keywords)
+
+    x, w = torch.ones(4, 6), torch.ones(6, 8)
+    step = spmd.jit(decorated, {"w": P("data")}, mesh=MESH)
+    for found in (step(x, w=w), step(w=w, x=x), step(x, w)):
+        torch.testing.assert_close(found.full_tensor(), x @ w)
+    assert ([(1, ["w"])], 1) == (seen, step.cache_info().misses)
