@@ -56,7 +56,6 @@ class FlatFunction:
         self.in_specs, self.given = tuple(in_specs), tuple(out_specs)
         self.pullback, self.pushforward = functools.cache(self._pullback), functools.cache(self._pushforward)
         self.batched, self.saving = functools.cache(self._batched), functools.cache(self._saving)
-        self._by_autograd = False
 
     @functools.cached_property
     def is_random(self) -> bool:
@@ -110,14 +109,7 @@ class FlatFunction:
             return [*results, *gradients]
 
         specs = (*self.in_specs, *self.cotangent_specs(given))
-        try:
-            graph = self.trace(function, specs)
-        except RuntimeError as error:
-            if self._by_autograd or "it must override the setup_context staticmethod" not in str(error):
-                raise
-            self._by_autograd = True
-            graph = self.trace(function, specs)
-        return Joint(graph, len(self.in_specs), len(self.program.out_specs))
+        return Joint(self.trace(function, specs), len(self.in_specs), len(self.program.out_specs))
 
     def cotangent_specs(self, given: Sequence[int]) -> list[DTensorSpec]:
         """The specs of the cotangents of some results: theirs, with nothing pending."""
@@ -132,8 +124,6 @@ class FlatFunction:
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """All results, and the gradients, from the arguments followed by the cotangents."""
         primals, cotangents = tensors[: len(self.in_specs)], tensors[len(self.in_specs) :]
-        if self._by_autograd:
-            return self._vjp_by_autograd(wanted, given, primals, cotangents)
 
         def differentiated(*some: torch.Tensor) -> Any:
             results = self.function(*replaced(primals, wanted, some))
@@ -142,21 +132,6 @@ class FlatFunction:
         made: Any = torch.func.vjp(differentiated, *(primals[n] for n in wanted), has_aux=True)
         _, pull, results = made
         return results, pull(tuple(cotangents))
-
-    def _vjp_by_autograd(
-        self,
-        wanted: Sequence[int],
-        given: Sequence[int],
-        primals: Sequence[torch.Tensor],
-        cotangents: Sequence[torch.Tensor],
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """As `_vjp`, for `torch.autograd.Function`s that torch.func refuses: those whose forward takes a context."""
-        leaves = [primals[number].detach().requires_grad_() for number in wanted]
-        results = self.function(*replaced(primals, wanted, leaves))
-        pulled = [(results[n], x) for n, x in zip(given, cotangents, strict=True) if results[n].requires_grad]
-        outputs, gradients = zip(*pulled, strict=True) if pulled else ((), ())
-        found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)
-        return [result.detach() for result in results], found
 
     def _saving(self, wanted: tuple[int, ...]) -> Saving:
         """The function where the arguments `wanted` may get gradients."""
