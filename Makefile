@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-hidden-state test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-hidden-state test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -71,6 +71,10 @@ test-redistribution: $(STAMP)
 # Scripts as people write them, twice in one namespace, beside one device: ARGS='llama ppo' for some.
 test-user-programs: $(STAMP)
 	$(BIN)/python -m proofs.user_programs $(ARGS)
+
+# Every distribution of torch, its errors and its derivatives, beside one device.
+test-distributions: $(STAMP)
+	$(BIN)/python -m proofs.distributions
 
 # Stock models beside one device, and what needs transformers; writes docs/models.md.
 $(VENV)/.models: $(STAMP)

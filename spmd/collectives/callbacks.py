@@ -1,8 +1,8 @@
-"""Operators that call host functions: `debug_callback`, which has an effect, and `pure_callback`, which has results."""
+"""Operators that call host functions: `debug_callback` and `check`, which have effects, and `pure_callback`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import attrs
@@ -93,6 +93,29 @@ def debug_callback(callback: Callable[..., Any], args: Any, kwargs: Any) -> None
     DEBUG_CALLBACK(tensors, function.number)
 
 
+def check_values(valid: Tensor, values: Sequence[Tensor], error: type[Exception], message: str) -> None:
+    """Raise an error in a program if values are not valid: on the ranks that hold such values, with those of the rank.
+
+    Args:
+        valid: says of each value whether it is valid.
+        values: what the error shows; at most one tensor.
+        error: its type.
+        message: its text.
+    """
+    function, tensors = HostFunction.of(_refuse, (error, message, *values), {})
+    CHECK([valid, *tensors], function.number)
+
+
+def _refuse(error: type[Exception], message: str, *values: Tensor) -> None:
+    raise error(message + "".join(f", but found invalid values:\n{value}" for value in values))
+
+
+def _check(values: list[Tensor], number: int) -> None:
+    valid, *shown = values
+    if not valid.all():
+        host_function(number)(shown)
+
+
 def _call_for_effect(values: list[Tensor], number: int) -> None:
     function = host_function(number)
     result = function(values)
@@ -132,9 +155,14 @@ def _fake(values: list[Tensor], number: int) -> list[Tensor]:
     return [torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in host_function(number).results]
 
 
-def _without_derivative(keyset: Any, values: list[Tensor], number: int) -> None:
-    """The autograd kernel: values have no gradient here."""
-    DEBUG_CALLBACK.redispatch(keyset & torch._C._after_autograd_keyset, values, number)
+def _without_derivative(name: str) -> Callable[..., None]:
+    """The autograd kernel of an operator: values have no gradient here."""
+
+    def kernel(keyset: Any, values: list[Tensor], number: int) -> None:
+        operator = getattr(torch.ops.spmd_host, name).default
+        operator.redispatch(keyset & torch._C._after_autograd_keyset, values, number)
+
+    return kernel
 
 
 def _refuse_derivative(keyset: Any, values: list[Tensor], number: int) -> list[Tensor]:
@@ -165,6 +193,13 @@ def _call_for_each(info: Any, in_dims: Any, values: list[Tensor], number: int) -
     """The rule for vmap of `debug_callback`: one call for each example, as in JAX."""
     for example in _examples(info.batch_size, in_dims, values):
         DEBUG_CALLBACK(example, number)
+    return None, None
+
+
+def _check_batch(info: Any, in_dims: Any, values: list[Tensor], number: int) -> tuple[None, None]:
+    """The rule for vmap of `check`: one check of all examples."""
+    pairs = zip(values, in_dims[0], strict=True)
+    CHECK([x if dim is None else x.movedim(dim, 0) for x, dim in pairs], number)
     return None, None
 
 
@@ -203,11 +238,18 @@ DEBUG_CALLBACK = _define(
     "debug_callback(Tensor[] values, int function) -> ()",
     _call_for_effect,
     lambda values, number: None,
-    _without_derivative,
+    _without_derivative("debug_callback"),
     _call_for_each,
+)
+CHECK = _define(
+    "check(Tensor[] values, int function) -> ()",
+    _check,
+    lambda values, number: None,
+    _without_derivative("check"),
+    _check_batch,
 )
 PURE_CALLBACK = _define(
     "pure_callback(Tensor[] values, int function) -> Tensor[]", _compute, _fake, _refuse_derivative, _batch
 )
-HOST_CALLS = (DEBUG_CALLBACK, PURE_CALLBACK)
+HOST_CALLS = (DEBUG_CALLBACK, CHECK, PURE_CALLBACK)
 """The operators whose last argument is the number of a host function."""

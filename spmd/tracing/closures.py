@@ -22,6 +22,7 @@ from spmd.ir.variants import Unevenness
 from spmd.tracing.assignments import fill_masked
 from spmd.tracing.ctc import ctc_loss
 from spmd.tracing.differentiable import DIFFERENTIABLE
+from spmd.tracing.distributions import VALUE_DEPENDENT, for_distributions
 from spmd.tracing.effects import refuse_rebinding
 from spmd.tracing.nested_tracers import inlined
 from spmd.tracing.numbers import DIFFERENTIABLE_IN_TENSORS, has_number, tensor_of_numbers
@@ -97,6 +98,10 @@ class ClosureLifting(TorchFunctionMode):
             return describe(args[0])
         if func is torch.Tensor.__format__ and is_traced(args[0]) and not args[1]:
             return describe(args[0])
+        if func in VALUE_DEPENDENT:
+            found = for_distributions(func, args, kwargs or {})
+            if found is not NotImplemented:
+                return found
         refuse_reading(func, args)
         if func in (torch.Tensor.backward, torch.autograd.backward):
             self._check_backward(args[0])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from spmd.collectives.callbacks import DEBUG_CALLBACK
+from spmd.collectives.callbacks import CHECK, DEBUG_CALLBACK
 from spmd.collectives.host import HOST_PRINT
 from spmd.collectives.manual import ENTER, LEAVE
 from spmd.core.spec_text import parse_spec
@@ -94,7 +94,7 @@ _END = rule(_end, carry("x"))
 
 
 def _printed(call: Call) -> Factors:
-    """The factors of `host_print` and `debug_callback`: each dim of each value is one, since a rank prints its shards.
+    """The factors of `host_print` and callbacks: each dim of each value is one, since a rank prints its shards.
 
     There are none for pending sums: a rank would print its summand.
     """
@@ -119,6 +119,7 @@ MANUAL: Table = {
     _ops.shard_offset.default: factors(" -> "),
     HOST_PRINT: rule(_printed),
     DEBUG_CALLBACK: rule(_printed),
+    CHECK: rule(_printed),
     RECOMPUTE: pointwise(carry("x")),
 }
 """The operators of `spmd` that a program may call."""

@@ -1,0 +1,1 @@
+"""Every distribution of `torch.distributions` under `jit`, beside one device."""
