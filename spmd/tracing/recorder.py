@@ -31,6 +31,7 @@ from spmd.ir.list_operators import list_decomposition
 from spmd.ir.names import Namer
 from spmd.ir.random_operators import TEMPLATED, is_random
 from spmd.ir.source import Source
+from spmd.job.user_code import is_installed
 from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, on_device, overlaps, places
 from spmd.tracing.checkpointed import Regions
 from spmd.tracing.numbers import number_of, settled, value_of
@@ -141,7 +142,7 @@ class Recorder(FakeTensorMode):
         label = f"argument {self._labels[value]}" if value in self._labels else "closed-over tensor"
         return TraceError(
             f"In-place write to {label} {value.meta} at {where(source)}. Arguments and tensors from outside are never "
-            "mutated: compute a new tensor and return it; state goes in and comes out."
+            f"mutated: compute a new tensor and return it; state goes in and comes out.{_copy_of_state(source)}"
         )
 
     def __torch_dispatch__(  # type: ignore[override]
@@ -367,6 +368,13 @@ def _reject_generator(func: OpOverload, kwargs: dict[str, Any], source: Source |
             f"{func} at {where(source)} draws from a torch.Generator of its own, and a program knows the default one "
             "only. Leave generator= out and call torch.manual_seed, or draw the numbers outside and pass them in."
         )
+
+
+def _copy_of_state(source: Source | None) -> str:
+    """What to do about an object of an installed package that writes to tensors which it holds."""
+    if source is None or not is_installed(source.file):
+        return ""
+    return " Pass an object that writes to its tensors, such as a cache, copy.deepcopy(it) inside, and return the copy."
 
 
 def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -> TraceError:

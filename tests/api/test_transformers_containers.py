@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import spmd
 from spmd import P
-from spmd.core.pytree import tree_leaves
+from spmd.core.pytree import tree_leaves, tree_map
 
 transformers = pytest.importorskip("transformers")
 
@@ -117,3 +118,43 @@ def test_a_model_generates_with_a_growing_cache() -> None:
         (found, mine), (expected, alone) = jitted(params, mine, given), step(params, alone, given)
         torch.testing.assert_close(found.full_tensor(), expected)
     assert 7 == mine.get_seq_length() == alone.get_seq_length()
+
+
+def test_a_model_generates_with_a_static_cache() -> None:
+    """The step copies the cache, which writes to its tensors; all steps after the prefill are one program."""
+    config = transformers.LlamaConfig(**CONFIG)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    tokens = torch.randint(16, (5, 4), generator=torch.Generator().manual_seed(0))
+
+    def step(past: Any, tokens: torch.Tensor) -> Any:
+        past = copy.deepcopy(past)
+        with torch.no_grad():
+            return model(tokens, past_key_values=past).logits, past
+
+    mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+    mine, alone = (transformers.StaticCache(config=config, max_cache_len=8) for _ in range(2))
+    for cache in (mine, alone):
+        heads = config.num_key_value_heads
+        cache.early_initialization(5, heads, config.hidden_size // config.num_attention_heads, torch.float64, "cpu")
+    layout = tree_map(lambda x: P("data") if x.ndim else P(), mine)
+    jitted = spmd.jit(step, (layout, P("data")), (P("data"), layout), mesh=mesh)
+    for given in (tokens, tokens[:, -1:], tokens[:, :1], tokens[:, 1:2]):
+        (found, mine), (expected, alone) = jitted(mine, given), step(alone, given)
+        torch.testing.assert_close(found.full_tensor(), expected)
+    assert 2 == jitted.cache_info().misses
+    assert 7 == mine.get_seq_length() == alone.get_seq_length()
+
+
+@pytest.mark.parametrize("where", ["argument", "closed over"])
+def test_a_static_cache_that_is_not_copied_is_refused(where: str) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    cache = transformers.StaticCache(config=model.config, max_cache_len=8)
+
+    def step(tokens: torch.Tensor, past: Any = cache) -> Any:
+        return model(tokens, past_key_values=past).logits
+
+    tokens = torch.zeros(4, 2, dtype=torch.int64)
+    args = (tokens, cache) if where == "argument" else (tokens,)
+    with pytest.raises(spmd.TraceError, match=r"In-place write to .* at cache_utils.py.*copy.deepcopy\(it\) inside"):
+        spmd.jit(step, mesh=spmd.make_mesh({"data": 2}, runtime="virtual"))(*args)
