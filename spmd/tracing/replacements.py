@@ -108,6 +108,16 @@ def _fused_optimizer(op: torch._ops.OpOverload, functional: torch._ops.OpOverloa
     return step
 
 
+def _fake_quantized(x: torch.Tensor, *args: Any) -> Any:
+    """Give the statistics of channels their shape at the first call, which torch's meta kernel does not."""
+    _, _, low, high, scale, zero_point, _, _, _, axis, per_channel, *_ = (*args, False)
+    if not per_channel or low.numel():
+        return NotImplemented
+    for statistic, value in ((low, float("inf")), (high, -float("inf")), (scale, 1), (zero_point, 0)):
+        statistic.resize_(x.shape[axis]).fill_(value)
+    return aten._fused_moving_avg_obs_fq_helper.default(x, *args)
+
+
 _STRIDES = (
     ((0,), _in_memory_format, (
         aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
@@ -137,6 +147,7 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     **{op: _restrided(op, positions, of) for positions, of, ops in _STRIDES for op in ops},
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._cdist_backward.default: _cdist_backward,
+    aten._fused_moving_avg_obs_fq_helper.default: _fake_quantized,
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _softmax,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -47,6 +48,12 @@ _READERS: Mapping[Any, tuple[str, str]] = {
     _Tensor.__reduce_ex__: ("Pickling or saving", "Return the tensor, and save the result."),
 }  # fmt: skip
 """What needs the values of a tensor: how a user writes it, and what to write instead."""
+_QUANTIZATION = os.path.join(os.path.dirname(torch.__file__), "ao", "quantization")
+_FUSED = (
+    "FusedMovingAvgObsFakeQuantize decides in an operator: model.qconfig = "
+    'torch.ao.quantization.get_default_qat_qconfig("fbgemm"). Of the observers, those of minima and maxima over all '
+    "calls (MinMaxObserver, PerChannelMinMaxObserver) do not decide."
+)
 _NUMBERS = frozenset(
     {_Tensor.__bool__, _Tensor.__int__, _Tensor.__float__, _Tensor.__complex__, _Tensor.__index__, _Tensor.item}
 )
@@ -133,6 +140,8 @@ def refuse_reading(func: Any, args: Sequence[Any]) -> None:
         raise _passed_on(_leaked(args[0], "used"))
     if _is_compared():
         what, remedy = "torch.testing", "Return both tensors, and compare the results."
+    elif _is_called_from(_QUANTIZATION):
+        what, remedy = "A FakeQuantize or an observer of torch.ao.quantization", _FUSED
     raise _passed_on(
         TraceError(
             f"{what} at {where()} needs the values of tensor {_described(args[0])}, and a function has none while "
@@ -197,9 +206,14 @@ def _is_running() -> bool:
 
 def _is_compared() -> bool:
     """Whether torch.testing is comparing tensors."""
+    return _is_called_from(torch.testing._comparison.__file__)
+
+
+def _is_called_from(path: str) -> bool:
+    """Whether a function in a file, or in a file of a folder, is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == torch.testing._comparison.__file__:
+        if frame.f_code.co_filename.startswith(path):
             return True
         frame = frame.f_back
     return False
