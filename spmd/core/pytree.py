@@ -20,7 +20,7 @@ from spmd.core.containers import CONSTANTS, NAMESPACE, fields_of, is_registered,
 from spmd.core.mesh import Mesh
 from spmd.core.modules import ModuleState, register_modules
 from spmd.core.placement import Partial, Placement, Replicate, Shard
-from spmd.core.spec import FREE, DTensorSpec, P, TensorMeta, has_meta
+from spmd.core.spec import FREE, NESTED, DTensorSpec, P, TensorMeta, has_meta
 from spmd.errors import ShardingError
 
 SpecLike: TypeAlias = P | Sequence[Placement]
@@ -225,6 +225,8 @@ def leaf_meta(leaf: Any, where: str) -> TensorMeta:
     if not isinstance(getattr(leaf, "dtype", None), torch.dtype):
         shown = _shorten(" ".join(repr(leaf).split()), 60)
         raise ShardingError(f"{where} is no tensor (got {type(leaf).__name__} {shown}). {leaf_remedy(leaf)}")
+    if getattr(leaf, "is_nested", False):
+        raise ShardingError(f"{where} is {NESTED}")
     return TensorMeta(tuple(leaf.shape), leaf.dtype)
 
 

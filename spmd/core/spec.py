@@ -89,9 +89,22 @@ class TensorMeta:
         return f"{name}[{','.join(map(str, self.shape))}]"
 
 
+NESTED = (
+    "a nested tensor, whose rows have lengths of their own, and programs have static shapes. Pass "
+    "torch.nested.to_padded_tensor(x, 0.0) and the lengths, of which the function makes a mask."
+)
+
+
 def has_meta(leaf: Any) -> bool:
-    """Whether a leaf has a shape and a torch dtype: a tensor, or a stand-in such as `TensorMeta`."""
-    return hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype)
+    """Whether a leaf has a shape and a torch dtype: a tensor, or a stand-in such as `TensorMeta`.
+
+    Raises:
+        ShardingError: a nested tensor, which has no shape.
+    """
+    try:
+        return hasattr(leaf, "shape") and isinstance(getattr(leaf, "dtype", None), torch.dtype)
+    except RuntimeError:
+        raise ShardingError(f"An argument or a result is {NESTED}") from None
 
 
 @attrs.frozen(init=False)

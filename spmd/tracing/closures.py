@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.core.mesh import Coordinate
 from spmd.core.pytree import tree_leaves
+from spmd.core.spec import NESTED
 from spmd.errors import TraceError
 from spmd.ir.graph import Value, iterate_leaves, map_leaves
 from spmd.ir.variants import Unevenness
@@ -86,6 +88,8 @@ class ClosureLifting(TorchFunctionMode):
     ) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):
             return inlined(func)(*args, **(kwargs or {}))
+        if any(issubclass(kind, NestedTensor) for kind in types):
+            raise TraceError(f"A tensor at {where(user_source())} is {NESTED}")
         refuse_rebinding(func, args, _is_outside)
         if self._under_transform:
             for leaf in iterate_leaves((args, kwargs or {})):

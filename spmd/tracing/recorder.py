@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.collectives.callbacks import HOST_CALLS
-from spmd.core.spec import TensorMeta
+from spmd.core.spec import NESTED, TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.effectful import original
 from spmd.ir.evaluation import evaluated
@@ -189,6 +189,8 @@ class Recorder(FakeTensorMode):
         except _DeviceMismatch as error:
             raise RuntimeError(str(error)) from None  # the type of the error on real tensors
         except UnsupportedOperatorException:
+            if "nested" in func.name():
+                raise self._nested() from None
             raise TraceError(
                 f"{func} at {where(source)} does not say which shape its results have, which a trace needs. "
                 f"{_of_own(func)}"
@@ -291,7 +293,26 @@ class Recorder(FakeTensorMode):
     def _bind(self, tensor: torch.Tensor, value: Value) -> None:
         self._values[id(tensor)] = (tensor, value)
 
+    def create_symbolic_nested_int(self, **kwargs: Any) -> Any:
+        """The length of rows in a nested tensor that the function makes.
+
+        Raises:
+            TraceError: always.
+        """
+        raise self._nested()
+
+    def _nested(self) -> TraceError:
+        return TraceError(f"A tensor at {where(self._source())} is {NESTED}")
+
     def _constant(self, tensor: torch.Tensor) -> Value:
+        if tensor.is_nested:
+            raise self._nested()
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            found = tensor.layout if tensor.layout is not torch.strided else tensor.dtype
+            raise TraceError(
+                f"The function closes over a tensor that must be dense (got {found}), at {where(self._source())}. "
+                "Close over x.to_dense(), or over x.dequantize()."
+            )
         if tensor.is_meta or hasattr(tensor, "full_tensor"):
             raise TraceError(
                 f"The function closes over a {type(tensor).__name__} {TensorMeta.of(tensor)} that cannot be a constant "

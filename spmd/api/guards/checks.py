@@ -363,7 +363,7 @@ def _values_of(value: torch.Tensor) -> Any:
     """The values of a small tensor, exactly."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.numel() > SMALL or value.layout != torch.strided:
         return None
-    if value.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if value.is_meta or value.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(value):
         return None
     # The parts of a tensor as bytes, in which a NaN equals itself and -0.0 differs from 0.0.
     flat = value.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
