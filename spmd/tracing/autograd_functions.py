@@ -164,10 +164,9 @@ def _generated(cls: Any, context: _Context) -> Any:
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         raise _refusal(cls, "is batched by vmap")
 
-    if _is_once_differentiable(cls.backward):
-        backward = once_differentiable(backward)
-    methods = (forward, setup_context, backward, jvp, vmap)
-    return type(cls.__name__, (_Function,), {method.__name__: staticmethod(method) for method in methods})
+    methods: dict[str, Any] = {"forward": forward, "setup_context": setup_context, "jvp": jvp, "vmap": vmap}
+    methods["backward"] = once_differentiable(backward) if _is_once_differentiable(cls.backward) else backward
+    return type(cls.__name__, (_Function,), {name: staticmethod(method) for name, method in methods.items()})
 
 
 def _is_once_differentiable(backward: Any) -> bool:

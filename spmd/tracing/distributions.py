@@ -139,6 +139,14 @@ def _symmetric(torchs: Callable[..., Any]) -> Callable[..., Any]:
     return check
 
 
+def _take_floats() -> None:
+    """Let torch.distributions take dynamic floats, too, where it takes numbers."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{torch.distributions.__name__}.") and hasattr(module, "_Number"):
+            module._Number = (*module._Number, torch.SymFloat)
+
+
 # Once, and not in each trace: other threads may make distributions meanwhile.
+_take_floats()
 for _constraint in (constraints._PositiveDefinite, constraints._PositiveSemidefinite):  # type: ignore[attr-defined]
-    _constraint.check = _symmetric(_constraint.check)
+    _constraint.check = _symmetric(_constraint.check)  # type: ignore[method-assign]

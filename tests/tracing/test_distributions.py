@@ -66,6 +66,35 @@ def test_without_validation_nothing_is_checked(validate: bool) -> None:
     assert validate == ("check(" in step.lower(torch.ones(4), torch.ones(4)).as_text())
 
 
+def test_a_changed_default_of_validation_is_another_program() -> None:
+    normal = D.Normal(torch.zeros(()), torch.ones(()))
+    functions = (density, lambda x, s: D.Normal(x, s).log_prob(x), lambda x, s: normal.log_prob(x * torch.nan))
+    for function in functions:
+        step = spmd.jit(function, P("x"), P("x"), mesh=PAIR)
+        x = torch.ones(4)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="Expected"):
+                step(x, -x)
+            D.Distribution.set_default_validate_args(False)
+            try:
+                assert step(x, -x).shape == (4,)
+            finally:
+                D.Distribution.set_default_validate_args(True)
+
+
+def test_parameters_that_are_dynamic_floats() -> None:
+    def function(x: torch.Tensor, loc: float, scale: float) -> torch.Tensor:
+        return D.Normal(loc, scale).log_prob(x) + D.Uniform(-9.0, scale + 9.0).entropy()
+
+    step = spmd.jit(function, {"x": P("x")}, mesh=PAIR)
+    x = torch.randn(5)
+    for scale in (1.0, 2.0, 3.0):
+        torch.testing.assert_close(step(x, 0.5, scale).full_tensor(), function(x, 0.5, scale))
+    assert step.cache_info().misses == 1
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        step(x, 0.5, -1.0)
+
+
 def batched(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.func.vmap(density)(x, scale)
 

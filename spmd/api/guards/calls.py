@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 
 from spmd.api.guards.access import Access, Attribute, Closure, Item, Line
 from spmd.api.guards.builtin_calls import FUNCTIONS, HOST_CALLS, method
 from spmd.api.guards.checks import (
     ByIdentity,
+    ByValue,
     OfFunction,
     OfKeys,
     OfModule,
@@ -133,6 +135,9 @@ class Calls(Following):
         access.expect(ByIdentity)
         if access.value in FUNCTIONS and not named:
             return FUNCTIONS[access.value](self, args, line)
+        if issubclass(access.value, Distribution):  # it decides which checks of values the program has
+            validates = access.value._validate_args
+            access.child(Attribute("_validate_args"), validates, line, watched=True).expect(ByValue)
         if is_own(access.value) and isinstance(member(access.value, "__init__")[1], FunctionType):
             self.call(self.member_of(access.value, "__init__", access, line), [UNKNOWN, *args], named, line)
         self.whole_arguments(args, named, line)
