@@ -1,21 +1,31 @@
 """`torch.autograd.Function`s whose `forward` takes a context, under torch.func inside a trace.
 
 torch.func refuses them, as it has to know what `forward` saves. In a trace a function is generated: its `forward` runs
-theirs with a stand-in for the context and also returns what that saved, and its `setup_context` saves these.
+theirs with a stand-in for the context, which `backward` gets. Under several transforms `forward` also returns what was
+saved, as each transform has tensors of its own.
 Functions that torch generates for `torch.library.register_autograd` act on one transform, as an autograd kernel does.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import (
+    TransformType,
+    _unwrap_for_grad,
+    _wrap_for_grad,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from spmd.errors import TraceError
 from spmd.tracing.recorder import where
@@ -37,7 +47,7 @@ def _apply_in_trace(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with enable_single_level_autograd_function():
             return super(_Function, _with_modes(cls)).apply(*args)
     context = _Context(tuple(map(_needs_grad, args)))
-    results = _apply_in_trace(_generated(cls, context), *args)[: context._spmd.count]
+    results = _apply(_generated(cls, context), *args)[: context._spmd.count]
     return results if context._spmd.is_tuple else results[0]
 
 
@@ -79,7 +89,7 @@ class _Notes:
 
 
 class _Context:
-    """The context that `forward` gets.
+    """The context that `forward` gets, and `backward` under one transform.
 
     Args:
         needs_input_grad: for each argument whether some transform differentiates it.
@@ -87,6 +97,10 @@ class _Context:
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self._spmd, self.needs_input_grad = _Notes(), needs_input_grad
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return self._spmd.saved
 
     def save_for_backward(self, *tensors: Any) -> None:
         self._spmd.saved = tensors
@@ -106,15 +120,19 @@ class _Context:
 
 @attrs.frozen
 class _Place:
-    """Stands for a tensor that was saved: an argument, or else a result, by its number."""
+    """Stands for a tensor of a call: an argument or a result, by its number."""
 
     is_argument: bool
     number: int
 
 
 def _generated(cls: Any, context: _Context) -> Any:
-    """A function like `cls` for one call, with `setup_context`."""
-    notes = context._spmd
+    """A function like `cls` for one call, with `setup_context`.
+
+    Under `torch.func.grad` alone `backward` runs as on one device: without grad mode, with the tensors that `forward`
+    saved. Further transforms may differentiate it, so there what is saved is an argument or a result.
+    """
+    notes, saves = context._spmd, not _is_under_one_grad()
     held: dict[str, Any] = {}
     outputs: list[Any] = []
 
@@ -126,28 +144,25 @@ def _generated(cls: Any, context: _Context) -> Any:
         places = {id(x): _Place(False, n) for n, x in enumerate(outputs) if isinstance(x, torch.Tensor)}
         places |= {id(x): _Place(True, n) for n, x in enumerate(args) if isinstance(x, torch.Tensor)}
 
-        def place(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
+        def place(leaf: torch.Tensor) -> _Place:
             if id(leaf) not in places:
                 places[id(leaf)] = _Place(False, len(outputs))
                 outputs.append(leaf)
             return places[id(leaf)]
 
         attributes = {name: value for name, value in vars(context).items() if name not in ("_spmd", "needs_input_grad")}
-        held.update(attributes=tree_map(place, attributes))
-        notes.saved, notes.dirty, notes.constant = tree_map(place, (notes.saved, notes.dirty, notes.constant))
+        kept = {"attributes": attributes, "saved": notes.saved} if saves else {}
+        held.update(tree_map_only(torch.Tensor, place, {**kept, "dirty": notes.dirty, "constant": notes.constant}))
         return tuple(outputs)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        def take(leaf: Any) -> Any:
-            return (inputs if leaf.is_argument else output)[leaf.number] if isinstance(leaf, _Place) else leaf
-
-        for name, value in tree_map(take, held["attributes"]).items():
+        take = lambda place: (inputs if place.is_argument else output)[place.number]  # noqa: E731
+        found = tree_map_only(_Place, take, held)
+        for name, value in found.get("attributes", {}).items():
             setattr(ctx, name, value)
-        ctx.save_for_backward(*map(take, notes.saved))
-        ctx.mark_dirty(*map(take, notes.dirty))
-        ctx.mark_non_differentiable(*map(take, notes.constant))
+        ctx.save_for_backward(*found.get("saved", _tensors(x for x in inputs if not any(x is y for y in output))))
+        ctx.mark_dirty(*found["dirty"])
+        ctx.mark_non_differentiable(*found["constant"])
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -156,7 +171,13 @@ def _generated(cls: Any, context: _Context) -> Any:
         given = cotangents[: notes.count]
         if notes.materializes:
             given = tuple(_zeros(x) if g is None else g for g, x in zip(given, outputs, strict=False))
-        return cls.backward(ctx, *given)
+        if saves:
+            results = cls.backward(ctx, *given)
+        else:
+            context.needs_input_grad = ctx.needs_input_grad
+            results = _below_one_grad(functools.partial(cls.backward, context), given)
+        is_final = not saves or _is_once_differentiable(cls.backward)
+        return _final(cls, results, (*cotangents, *ctx.saved_tensors)) if is_final else results
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise _refusal(cls, "is differentiated in forward mode")
@@ -164,9 +185,23 @@ def _generated(cls: Any, context: _Context) -> Any:
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         raise _refusal(cls, "is batched by vmap")
 
-    methods: dict[str, Any] = {"forward": forward, "setup_context": setup_context, "jvp": jvp, "vmap": vmap}
-    methods["backward"] = once_differentiable(backward) if _is_once_differentiable(cls.backward) else backward
-    return type(cls.__name__, (_Function,), {name: staticmethod(method) for name, method in methods.items()})
+    methods = (forward, setup_context, backward, jvp, vmap)
+    return type(cls.__name__, (_Function,), {method.__name__: staticmethod(method) for method in methods})
+
+
+def _is_under_one_grad() -> bool:
+    return [interpreter.key() for interpreter in get_interpreter_stack() or ()] == [TransformType.Grad]
+
+
+def _below_one_grad(function: Callable[..., Any], cotangents: Sequence[Any]) -> Any:
+    """Call a function outside of the transform that runs, if it is one of `torch.func.grad`."""
+    if not _is_under_one_grad():
+        return function(*cotangents)
+    interpreter = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    with interpreter.lower(), torch.no_grad():
+        results = function(*tree_map_only(torch.Tensor, lambda x: _unwrap_for_grad(x, level), tuple(cotangents)))
+    return tree_map_only(torch.Tensor, lambda x: _wrap_for_grad(x, level), results)
 
 
 def _is_once_differentiable(backward: Any) -> bool:
@@ -182,14 +217,23 @@ def _refusing_twice(cls: Any) -> Any:
     """A function under `once_differentiable` that refuses second derivatives; torch.func makes them zeros."""
 
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        sources = [x for x in (*cotangents, *ctx.saved_tensors) if _needs_grad(x)]
-        refuse = lambda x: _OnceDifferentiated.apply(cls.__name__, x, *sources)  # noqa: E731
-        return tree_map_only(torch.Tensor, refuse, cls.backward(ctx, *cotangents))
+        return _final(cls, cls.backward(ctx, *cotangents), (*cotangents, *ctx.saved_tensors))
 
     return type(cls.__name__, (cls,), {"backward": staticmethod(backward)})
 
 
-class _OnceDifferentiated(_Function):  # type: ignore[misc]
+def _final(cls: Any, gradients: Any, sources: Sequence[Any]) -> Any:
+    """Gradients that refuse to be differentiated, if they depend on what is."""
+    found = [x for x in sources if _needs_grad(x)]
+    refuse = lambda x: _Final.apply(cls.__name__, x, *found) if found else x  # noqa: E731
+    return tree_map_only(torch.Tensor, refuse, gradients)
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+class _Final(_Function):  # type: ignore[misc]
     """A gradient, which depends on other tensors in a way that has no derivative."""
 
     generate_vmap_rule = True
@@ -205,13 +249,13 @@ class _OnceDifferentiated(_Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         raise TraceError(
-            f"torch.autograd.Function {ctx.name} is differentiated twice at {where(user_source())}, and its backward "
-            "is marked with once_differentiable. Write a backward of operators that can be differentiated."
+            f"torch.autograd.Function {ctx.name} is differentiated twice at {where(user_source())}. Write a backward "
+            "of operators, without once_differentiable, and setup_context(ctx, inputs, output) beside forward(*args)."
         )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _OnceDifferentiated.backward(ctx, None)
+        return _Final.backward(ctx, None)
 
 
 def _zeros(x: Any) -> Any:

@@ -141,7 +141,8 @@ def _symmetric(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _take_floats() -> None:
     """Let torch.distributions take dynamic floats, too, where it takes numbers."""
-    for name, module in list(sys.modules.items()):
+    modules: dict[str, Any] = dict(sys.modules)
+    for name, module in modules.items():
         if name.startswith(f"{torch.distributions.__name__}.") and hasattr(module, "_Number"):
             module._Number = (*module._Number, torch.SymFloat)
 

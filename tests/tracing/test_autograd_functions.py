@@ -133,6 +133,37 @@ class OnceWithSetup(Function):
     backward = staticmethod(Once.backward)
 
 
+class Recomputing(Function):
+    """Computes again in its backward pass, and takes the gradient of that, as checkpoints by hand do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.exp().sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = x.exp().sin()
+        return torch.autograd.grad(y, x, g)[0]
+
+
+class Holding(Function):
+    """Holds a graph of its own, and returns its argument, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = ctx.x.exp().sin()
+        return ctx.y.detach(), x
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(ctx.y, ctx.x, g)[0] + h
+
+
 class Cast(Function):
     """Runs in half precision under autocast."""
 
@@ -164,6 +195,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "written": lambda x: Written.apply(x * 1.5).sin().sum(),
     "once": lambda x: Once.apply(x).sin().sum(),
     "once with setup_context": lambda x: OnceWithSetup.apply(x).sin().sum(),
+    "recomputing": lambda x: Recomputing.apply(x).sin().sum(),
+    "holding": lambda x: (Holding.apply(x)[0] * Holding.apply(x)[1]).sum(),
     "autocast": autocast,
 }
 EACH = pytest.mark.parametrize("name", FUNCTIONS)
@@ -224,7 +257,7 @@ def test_second_derivatives_that_would_be_wrong_are_refused() -> None:
     with pytest.raises(spmd.TraceError, match=r"Between, called at .* is differentiated twice, and saves"):
         jitted(twice(FUNCTIONS["between"]), X)
     for function in (FUNCTIONS["once"], lambda x: OnceWithSetup.apply(x).sin().sum()):
-        with pytest.raises(spmd.TraceError, match=r"differentiated twice at .* once_differentiable"):
+        with pytest.raises(spmd.TraceError, match=r"Once\w* is differentiated twice at .* once_differentiable"):
             jitted(twice(function), X)
     with pytest.raises(spmd.TraceError, match=r"Several, called at .* is differentiated in forward mode"):
         jitted(lambda x: torch.func.jvp(FUNCTIONS["several"], (x,), (x,))[1], X)
@@ -293,3 +326,17 @@ def test_derivatives_of_custom_operators(name: str) -> None:
     torch.testing.assert_close(jitted(third(function), X), third(plain)(X))
     found = torch.func.grad(spmd.jit(function, P("x"), mesh=MESH))(X)
     torch.testing.assert_close(found.full_tensor(), torch.func.grad(plain)(X))
+
+
+def test_gradients_of_gradients_by_autograd_are_refused_under_one_grad() -> None:
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        y = Exponential.apply(x).sum()
+        return torch.autograd.grad(y, x, create_graph=True)[0].square().sum()
+
+    with pytest.raises(spmd.TraceError, match="Exponential is differentiated twice"):
+        jitted(torch.func.grad(penalty), X)
+
+
+def test_jacobians_are_those_of_one_device() -> None:
+    expected = torch.func.jacrev(lambda x: x.exp().sum(0))(X)
+    torch.testing.assert_close(jitted(torch.func.jacrev(lambda x: Exponential.apply(x).sum(0)), X), expected)
