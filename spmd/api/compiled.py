@@ -274,7 +274,7 @@ class Compiled(Generic[_Result]):
     def transformed(self, leaves: Sequence[Any], numbers: tuple[float, ...], tree: optree.PyTreeSpec) -> _Result:
         """Run the function on tensors on which transforms act, or of which autograd records the use; as `run`."""
         for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
-            if isinstance(leaf, DTensor):
+            if isinstance(leaf, DTensor) or leaf.is_meta:
                 check_argument(leaf, spec, f"argument {path}")
         if self._without_gradients and peek_interpreter_stack() is None:
             warn_of_missing_gradients(self.traced.name, self._without_gradients)

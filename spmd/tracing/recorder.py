@@ -34,6 +34,7 @@ from spmd.ir.source import Source
 from spmd.job.user_code import is_installed
 from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, on_device, overlaps, places
 from spmd.tracing.checkpointed import Regions
+from spmd.tracing.closed_over import without_values
 from spmd.tracing.numbers import number_of, settled, value_of
 from spmd.tracing.result_strides import with_kernel_strides
 from spmd.tracing.source import user_source
@@ -313,7 +314,9 @@ class Recorder(FakeTensorMode):
                 f"The function closes over a tensor that must be dense (got {found}), at {where(self._source())}. "
                 "Close over x.to_dense(), or over x.dequantize()."
             )
-        if tensor.is_meta or hasattr(tensor, "full_tensor"):
+        if tensor.is_meta:
+            raise without_values(tensor, where(self._source()))
+        if hasattr(tensor, "full_tensor"):
             raise TraceError(
                 f"The function closes over a {type(tensor).__name__} {TensorMeta.of(tensor)} that cannot be a constant "
                 f"of the program, at {where(self._source())}. Pass it as an argument."

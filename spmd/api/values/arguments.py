@@ -26,7 +26,8 @@ def check_argument(leaf: Any, spec: DTensorSpec, name: str) -> None:
     if not isinstance(leaf, DTensor):
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             raise ShardingError(
-                f"{name} {spec.meta} is a meta tensor, which has no data. Meta tensors serve .trace, .plan and .lower."
+                f"{name} {spec.meta} is a meta tensor, which has no data. Meta tensors serve .trace, .plan and .lower. "
+                "To call the function, load or compute the values first."
             )
         check_placeable(leaf, spec, name)
         return
