@@ -13,8 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
 from spmd import P, Shard
+from spmd.rules import RULES
 
 MESH = spmd.make_mesh({"data": 2, "model": 4}, runtime="virtual")
+MM = torch.ops.aten.mm.default
 
 
 def line_of(function: Any, text: str) -> str:
@@ -374,7 +376,18 @@ def test_devices_that_there_are_not(device: str) -> None:
     [
         ({"machine": "h100"}, spmd.PlanError, r"machine must be a spmd.Machine \(got 'h100'\)"),
         ({"rules": [1]}, spmd.RuleError, r"rules must map operators to spmd.rules.Rule \(got \[1\]\)"),
+        ({"rules": {MM: "i k, k j -> i j"}}, spmd.RuleError, r"rules\[aten.mm.default\] must .*\(got str 'i k.*factors\("),
+        ({"rules": RULES | {MM: lambda call: None}}, spmd.RuleError, r"rules\[aten.mm.default\] .*\(got function <func"),
+        ({"rules": RULES | {torch.ops.aten.mm: RULES[MM]}}, spmd.RuleError, r"key of .*Write .*torch.ops.aten.mm.def"),
+        ({"rules": RULES | {torch.mm: RULES[MM]}}, spmd.RuleError, r"key of rules .*\(got builtin_function_or_method <b"),
+        ({"rules": RULES | {"mm": RULES[MM]}}, spmd.RuleError, r"key of rules must be one overload .*\(got str 'mm'\)"),
         ({"static_argnums": "n"}, spmd.TraceError, r"Argument numbers are positions .*\(got 'n'\)"),
+        ({"static_argnums": None}, spmd.TraceError, r"Argument numbers are positions .*\(got None\)"),
+        ({"donate_argnums": 1.0}, spmd.TraceError, r"Argument numbers are positions .*\(got 1.0\)"),
+        ({"donate_argnums": True}, spmd.TraceError, r"Argument numbers are positions .*\(got True\)"),
+        ({"static_argnames": 3}, spmd.TraceError, r"static_argnames must be names of parameters \(got 3\)"),
+        ({"keep_sharded": {0: 3}}, spmd.PlanError, r"keep_sharded\['0'\] must be a mesh axis, .* \(got \(3,\)\)"),
+        ({"keep_sharded": {"x": None}}, spmd.PlanError, r"keep_sharded\['x'\] must be a mesh axis, .*None"),
     ],
 )
 def test_options_of_other_types(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -22,7 +22,11 @@ def parse_keep_sharded(given: KeepSharded | None) -> tuple[tuple[str, tuple[str,
             "keep_sharded maps positions of arguments, or paths such as \"0['params']\", to mesh axes "
             f"(got {given!r}). Write keep_sharded={{0: 'model'}}."
         )
-    return tuple((str(path), (axes,) if isinstance(axes, str) else tuple(axes)) for path, axes in entries)
+    found = {str(path): tuple(axes) if isinstance(axes, (tuple, list)) else (axes,) for path, axes in entries}
+    for path, axes in found.items():
+        if not all(isinstance(axis, str) for axis in axes):
+            raise PlanError(f"keep_sharded[{path!r}] must be a mesh axis, or several in a tuple (got {axes!r:.60}).")
+    return tuple(found.items())
 
 
 def never_gathered_inputs(

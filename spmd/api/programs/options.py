@@ -6,7 +6,7 @@ The classes of plans, machines and rules are imported for an option that is give
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import attrs
@@ -51,17 +51,22 @@ class JitOptions(TypedDict, total=False):
 
 
 def _argnums(numbers: int | Sequence[int]) -> tuple[int, ...]:
-    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    if not all(isinstance(number, int) for number in found):
+    found = _items(numbers, int)
+    if not all(type(number) is int for number in found):
         raise TraceError(f"Argument numbers are positions from 0, or from the end below it (got {numbers!r}).")
     return found
 
 
 def _argnames(names: str | Sequence[str]) -> tuple[str, ...]:
-    found = (names,) if isinstance(names, str) else tuple(names)
+    found = _items(names, str)
     if not all(isinstance(name, str) for name in found):
         raise TraceError(f"static_argnames must be names of parameters (got {names!r}).")
     return found
+
+
+def _items(given: Any, single: type) -> tuple[Any, ...]:
+    """The items of an option that takes one or several; what is neither counts as one."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, single) else (given,)
 
 
 def _one_of(*allowed: str) -> Callable[[Any, attrs.Attribute[str], str], None]:
@@ -105,10 +110,25 @@ def _check_rules(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     with COMPILING:
         from spmd.rules.rule import Rule
 
-    if not isinstance(value, Mapping) or not all(isinstance(rule, Rule) for rule in value.values()):
+    if not isinstance(value, Mapping):
+        adds = "your_operator.rules" if hasattr(value, "rules") else "{op: rule}"
         raise RuleError(
-            f"rules must map operators to spmd.rules.Rule (got {value!r:.80}). Write spmd.rules.RULES | {{op: rule}}."
+            f"rules must map operators to spmd.rules.Rule (got {value!r:.80}). Write spmd.rules.RULES | {adds}."
         )
+    for op, rule in value.items():
+        if not isinstance(op, torch._ops.OpOverload):
+            found = getattr(op, "_opoverload", getattr(op, "default", None))
+            written = f"torch.ops.{found}" if isinstance(found, torch._ops.OpOverload) else "torch.ops.aten.mm.default"
+            raise RuleError(
+                f"A key of rules must be one overload of an operator (got {type(op).__name__} {op!r:.60}). Write "
+                f"spmd.rules.RULES | {{{written}: rule}}."
+            )
+        if not isinstance(rule, Rule):
+            raise RuleError(
+                f"rules[{op}] must be a spmd.rules.Rule (got {type(rule).__name__} {rule!r:.60}). Make one of the "
+                "operator's factors, as spmd.rules.factors('i k, k j -> i j', sum='k'), or by pointwise(), reduction() "
+                "or along() of spmd.rules."
+            )
 
 
 def _budget(comms: Comms) -> Budget | None:
