@@ -191,7 +191,7 @@ class MoveCost:
         sizes: the logical shape of the tensor, local on the other mesh axes and global on this one.
         dtype: its dtype.
         reduce_dtype: the dtype in which sums run, as by `summed_in`.
-        kept: whether the tensor is never gathered.
+        gather_seconds: seconds that are added to an all_gather; infinite if the tensor is never gathered.
         latency_share: the part of a launch's latency that its collectives pay.
     """
 
@@ -201,19 +201,18 @@ class MoveCost:
     sizes: tuple[int, ...]
     dtype: torch.dtype
     reduce_dtype: torch.dtype | None = None
-    kept: bool = False
+    gather_seconds: float = 0.0
     latency_share: float = 1.0
 
     def seconds(self, source: Placement, target: Placement) -> float:
-        """Seconds to bring the tensor from one placement to another; infinite for an all_gather if `kept`."""
+        """Seconds to bring the tensor from one placement to another."""
         found = self.collective(source, target)
-        if self.kept and found is not None and found[0] is StepKind.ALL_GATHER:
-            return math.inf
         if found is None:
             return 0.0
         kind, sent = found
         seconds = bucketed_seconds(self.machine, self.count, (kind, (self.axis,), sent), self.latency_share)
-        return seconds + self._cast_seconds(source, target)
+        extra = self.gather_seconds if kind is StepKind.ALL_GATHER else 0.0
+        return seconds + self._cast_seconds(source, target) + extra
 
     def _cast_seconds(self, source: Placement, target: Placement) -> float:
         """Seconds of the casts before and after a sum in another dtype."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
 
@@ -52,6 +53,7 @@ class Draft:
         reduce_dtype: the dtype in which sums over ranks run, as in `Request`.
         gap: the largest relative distance of any axis's cost from its optimum (0.01 is 1%); 0 if every axis was
             searched exactly.
+        gather_seconds: as in `Request`.
     """
 
     mesh: Mesh
@@ -71,6 +73,7 @@ class Draft:
     independent: frozenset[Value]
     reduce_dtype: torch.dtype | None
     gap: float
+    gather_seconds: float = math.inf
 
     def never_gathered_values(self, axis: str) -> frozenset[Value]:
         """The inputs that are never gathered along `axis`, and their results of views and `SAME_TENSOR` operators."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +41,7 @@ class Request:
         keep_sharded: by the position of an input, the mesh axes along which it is never gathered.
         reduce_dtype: the dtype in which floating values of fewer bits are summed over ranks; None for their own.
         input_paths: the path of each input in the user's arguments, such as `0['w']`; empty if unknown.
+        gather_seconds: seconds that count for gathering what `keep_sharded` names; finite to find out what has to be.
         made_elsewhere: for a plan that was made for another machine than the one where it runs, both of them in words.
     """
 
@@ -54,4 +56,5 @@ class Request:
     keep_sharded: Mapping[int, frozenset[str]] = _NONE_NEVER_GATHERED
     reduce_dtype: torch.dtype | None = None
     input_paths: tuple[str, ...] = ()
+    gather_seconds: float = math.inf
     made_elsewhere: str = ""

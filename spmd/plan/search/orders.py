@@ -20,8 +20,10 @@ from spmd.plan.memory.peak import memory_of
 from spmd.plan.schedule.choice import best_schedule
 from spmd.plan.search.finish import finish
 from spmd.plan.search.insert_reshards import insert_reshards
+from spmd.plan.search.never_gathered import allowed, refusal
 from spmd.plan.search.prepare import Prepared, prepare
 from spmd.plan.search.problem import AxisChoice, AxisProblem
+from spmd.plan.solver.elimination import NoAssignmentError
 
 
 def plan(request: Request) -> PlanData:
@@ -38,17 +40,17 @@ def plan(request: Request) -> PlanData:
         request: the program, the mesh, the specs and the constraints.
 
     Raises:
-        PlanError: no plan satisfies the specs, or none that was found fits in the memory limit.
+        PlanError: no plan satisfies `keep_sharded`, or none that was found fits in the memory limit.
         RuleError: a rule contradicts its operator.
     """
     with single_threaded():
         prepared = prepare(request)
-        found = list(map(fit, _plans(prepared, request.machine)))
+        found = list(map(fit, _allowed_plans(prepared, request.machine)))
         for price in PRICE_LEVELS:
             if any(map(fits, found)):
                 break
             smallest = min(found, key=lambda plan: memory_of(plan).peak)
-            found += map(fit, _plans(prepared, request.machine, memory_prices(smallest, price)))
+            found += map(fit, _allowed_plans(prepared, request.machine, memory_prices(smallest, price)))
         best = _best(fitting(found))
         return best_schedule(best, *_with_fewer_launches(best, prepared)).verify()
 
@@ -69,7 +71,7 @@ def _with_fewer_launches(best: PlanData, prepared: Prepared) -> list[PlanData]:
     launches = {comm.launch: machine.collective_seconds(comm.kind, comm.axes, 0.0) for comm in best.comms}
     if sum(launches.values()) <= _MUCH * best.seconds:
         return []
-    found = [plan for plan in _plans(prepared, machine.with_launch_times(2.0)) if fits(plan)]
+    found = [plan for plan in _allowed_plans(prepared, machine.with_launch_times(2.0)) if fits(plan)]
     if not found:
         return []
     other = _best(found)
@@ -79,6 +81,21 @@ def _with_fewer_launches(best: PlanData, prepared: Prepared) -> list[PlanData]:
 
 _MUCH = 0.1
 """The part of a plan's predicted time that is much for the latencies and waits of its launches."""
+
+
+def _allowed_plans(
+    prepared: Prepared, machine: Machine, memory_prices: Mapping[Value, float] = MappingProxyType({})
+) -> list[PlanData]:
+    """As `_plans`, without those that gather what `keep_sharded` says to keep; PlanError if there are no others."""
+    try:
+        return allowed(_plans(prepared, machine, memory_prices))
+    except NoAssignmentError:
+        at_a_price = attrs.evolve(prepared, request=attrs.evolve(prepared.request, gather_seconds=_GATHER_SECONDS))
+        raise refusal(_plans(at_a_price, machine)) from None
+
+
+_GATHER_SECONDS = 1e3
+"""Seconds for gathering what is to be kept: more than any program takes, so that the least is gathered."""
 
 
 def _plans(

@@ -59,6 +59,7 @@ class Prepared:
             never_gathered={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},
             reduce_dtype=request.reduce_dtype,
             gap=0.0,
+            gather_seconds=request.gather_seconds,
         )
 
 

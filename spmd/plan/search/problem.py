@@ -123,7 +123,7 @@ class AxisProblem:
         In that case large-neighbourhood search improves the choices of `_start`.
 
         Raises:
-            PlanError: no choice of strategies satisfies the given specs and constraints.
+            NoAssignmentError: no choice of strategies satisfies the given specs and constraints.
         """
         tables = list(self._tables())
         gap = 0.0
@@ -180,8 +180,8 @@ class AxisProblem:
 
     def move_cost(self, value: Value) -> MoveCost:
         """The times of resharding a value along the axis."""
-        dtypes = value.meta.dtype, self.draft.reduce_dtype
-        key = (self.cost.sizes[value], *dtypes, value in self.never_gathered, self.draft.latency_shares.get(value, 1.0))
+        dtypes, share = (value.meta.dtype, self.draft.reduce_dtype), self.draft.latency_shares.get(value, 1.0)
+        key = (self.cost.sizes[value], *dtypes, value in self.never_gathered and self.draft.gather_seconds, share)
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
         return self._move_costs[key]

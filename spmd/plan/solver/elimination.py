@@ -22,6 +22,10 @@ MAX_CELLS = 2**24
 """The largest table that elimination may build (128 MB of float64)."""
 
 
+class NoAssignmentError(PlanError):
+    """No assignment has a finite cost."""
+
+
 class TooWideError(PlanError):
     """An elimination would need a table of more cells than allowed."""
 
@@ -46,7 +50,7 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
 
     Raises:
         TooWideError: a table would have more than `max_cells` cells.
-        PlanError: no assignment has a finite cost.
+        NoAssignmentError: no assignment has a finite cost.
     """
     reduction = reduce(domains, tables, max_cells)
     order = elimination_order(reduction.domains, reduction.scopes, max_cells)
@@ -56,7 +60,7 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
     steps = [(variable, *buckets.eliminate(variable)) for variable in order]
     cost = reduction.constant + buckets.constant
     if not math.isfinite(cost):
-        raise PlanError("No assignment of strategies satisfies the given specs and constraints.")
+        raise NoAssignmentError("No assignment of strategies satisfies the given specs and constraints.")
     choices = [0] * len(reduction.core)
     for variable, rest, eliminated in reversed(steps):
         choices[variable] = int(eliminated.best[tuple(choices[other] for other in rest)])

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from spmd.errors import PlanError
-from spmd.plan.solver.elimination import Solution, TooWideError, minimize
+from spmd.plan.solver.elimination import NoAssignmentError, Solution, TooWideError, minimize
 from spmd.plan.solver.reductions import reduce
 from spmd.plan.solver.table import Table
 
@@ -48,7 +48,7 @@ def improve(
         window: the number of variables of the core in a window.
 
     Raises:
-        PlanError: no assignment of finite cost was found.
+        NoAssignmentError: no assignment of finite cost was found.
     """
     if not math.isfinite(evaluate(tables, start)):
         tables = _relaxed(domains, tables)
@@ -62,7 +62,7 @@ def improve(
         cost = improved
     cost += reduction.constant
     if cost >= min(_FORBIDDEN):
-        raise PlanError("No assignment of strategies was found that satisfies the given specs and constraints.")
+        raise NoAssignmentError("No assignment of strategies was found that satisfies the given specs and constraints.")
     return Solution(reduction.complete(choices), cost)
 
 
