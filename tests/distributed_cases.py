@@ -205,6 +205,7 @@ def errors_of_tensors() -> dict[str, str]:
         "from_local": error_of(DTensor.from_local, ragged, mesh, P("x")),
         "dtype": error_of(DTensor.from_local, typed, mesh, P("x")),
         "parts": error_of(from_process_data, {"w": ragged}, P("x"), mesh),
+        "meta part": error_of(from_process_data, {"x": meta}, P("x"), mesh),
         "mesh": error_of(doubled, distribute(odd.zero_(), P("x"), other)),
         "size": error_of(make_mesh, {"x": 3}, runtime="distributed"),
         "abstract": error_of(distribute, odd, P("x"), make_mesh({"x": 4}, runtime="abstract")),

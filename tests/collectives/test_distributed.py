@@ -90,9 +90,11 @@ TENSOR_ERRORS = {
     "src_rank": r"MeshError: Rank must be in 0\.\.3 of Mesh\(x=4\) \(got 4\)",
     "no data": r"ShardingError: src_rank=1 must hold tensors with data",
     "meta": r"ShardingError: leaf must be a torch\.Tensor with data \(got a meta tensor\)",
-    "from_local": r"ShardingError: Shard of rank 0 must be f32\[3\] for a global tensor f32\[9\] .* \(got f32\[2\]\)",
+    "from_local": r"ShardingError: the tensor of DTensor\.from_local\(.*: dim 0 has length 2 on ranks 0, 2, 3; "
+    r"3 on rank 1\. Joined by P\('x'\) it is 9 long, of which torch\.chunk gives 3 on ranks 0, 1, 2; 0 on rank 3\. ",
     "dtype": r"ShardingError: Shard of rank 3 must be f32\[2\] for a global tensor f32\[8\] .* \(got i64\[2\]\)",
-    "parts": r"ShardingError: Shard of rank 0 must be f32\[3\] for a global tensor f32\[9\] .* \(got f32\[2\]\)",
+    "parts": r"ShardingError: leaf \['w'\] of from_process_data\(.*: dim 0 has length 2 on ranks 0, 2, 3; 3 on rank 1",
+    "meta part": r"ShardingError: leaf \['x'\] must be a torch\.Tensor with data \(got a meta tensor\)",
     "mesh": r"MeshError: argument 0 f32\[4\] is on Mesh\(x=2, y=2\), but the function runs on Mesh\(x=4\)",
     "size": r"MeshError: Mesh\(x=3\) has 3 ranks, but the job has 4 processes\. Choose axes whose product is 4",
     "abstract": r"MeshError: An abstract mesh holds no data",

@@ -29,7 +29,7 @@ def check_argument(leaf: Any, spec: DTensorSpec, name: str) -> None:
                 f"{name} {spec.meta} is a meta tensor, which has no data. Meta tensors serve .trace, .plan and .lower. "
                 "To call the function, load or compute the values first."
             )
-        check_placeable(leaf, spec, name)
+        check_placeable(leaf, spec.mesh, name)
         return
     if leaf.mesh != spec.mesh:
         raise MeshError(

@@ -188,13 +188,17 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
         paths, leaves, structure = flatten_with_paths(tree)
         names = [f"leaf {path}".rstrip() for path in paths]
         call += gradients_of(leaves, names)
-        held = [(_on_device(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf,) for leaf in leaves]
+        held = [
+            (_on_device(leaf, mesh, name) if isinstance(leaf, torch.Tensor) else leaf,)
+            for leaf, name in zip(leaves, names, strict=True)
+        ]
     found = joint_specs(call, held, prefix, mesh, names=names)
     parts = zip(found, held, strict=True)
     return structure.unflatten([of_parts(spec, *shards, gradient=gradient_spec(spec, None)) for spec, shards in parts])
 
 
-def _on_device(leaf: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def _on_device(leaf: torch.Tensor, mesh: Mesh, where: str) -> torch.Tensor:
+    check_placeable(leaf, mesh, where)
     return (leaf if is_computed(leaf) else leaf.detach()).to(mesh.device)
 
 
@@ -219,14 +223,14 @@ def place(value: torch.Tensor, spec: DTensorSpec, where: str = "the tensor", sca
         return value.redistribute(spec.pspec)
     if scatter is not None:
         return wrap(spec, (scatter(value, spec),))
-    check_placeable(value, spec, where)
+    check_placeable(value, spec.mesh, where)
     value = value.detach()
     return wrap(spec, tuple(_cut(value, spec, coordinate) for coordinate in spec.mesh.held_coordinates))
 
 
-def check_placeable(value: Any, spec: DTensorSpec, where: str) -> None:
+def check_placeable(value: Any, mesh: Mesh, where: str) -> None:
     """Raise a ShardingError if a value, which is no DTensor, is not a dense tensor with data."""
-    if not isinstance(value, torch.Tensor) or (value.is_meta and spec.mesh.device.type != "meta"):
+    if not isinstance(value, torch.Tensor) or (value.is_meta and mesh.device.type != "meta"):
         kind = "a meta tensor" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ShardingError(
             f"{where} must be a torch.Tensor with data (got {kind}). What has only a shape serves the stages of a "

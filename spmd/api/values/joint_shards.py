@@ -15,6 +15,7 @@ from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.pytree import SpecLike, make_spec
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import DivergenceError, ShardingError
+from spmd.job.collective_scope import who_says_what
 
 
 @attrs.frozen
@@ -74,7 +75,8 @@ def joint_specs(
                     f"(got {len(here)})."
                 )
             ranks += here
-        found.append(_joint_spec(ranks, spec, mesh, shape))
+        name = names[number] if names else "the tensor"
+        found.append(_joint_spec(ranks, spec, mesh, shape, f"{name} of {call}"))
     if names and count == mesh.size:
         each = [
             _replicas(mesh, names, [[s[rank]] for s in held], [[f[rank]] for f in facts], specs)
@@ -115,7 +117,9 @@ def check_shards(spec: DTensorSpec, shards: Sequence[torch.Tensor]) -> None:
         _check_shard(spec, coordinate, _Facts.of(shard))
 
 
-def _joint_spec(ranks: Sequence[_Facts], spec: SpecLike, mesh: Mesh, shape: Sequence[int] | None) -> DTensorSpec:
+def _joint_spec(
+    ranks: Sequence[_Facts], spec: SpecLike, mesh: Mesh, shape: Sequence[int] | None, where: str
+) -> DTensorSpec:
     """The spec of a tensor, checked against the facts of the shards of all ranks."""
     metas: list[TensorMeta] = []
     for rank, held in enumerate(ranks):
@@ -125,6 +129,8 @@ def _joint_spec(ranks: Sequence[_Facts], spec: SpecLike, mesh: Mesh, shape: Sequ
     pspec = make_spec(mesh, spec, metas[0], where=f"shard of rank {mesh.ranks[0]}").pspec
     meta = TensorMeta(_global_shape(metas, mesh, pspec) if shape is None else shape, metas[0].dtype)
     complete = make_spec(mesh, pspec, meta, where="global tensor")
+    if shape is None:
+        _check_chunks(complete, metas, where)
     for coordinate, held in zip(mesh.coordinates(), ranks, strict=True):
         _check_shard(complete, coordinate, held)
     return complete
@@ -138,6 +144,21 @@ def _global_shape(metas: Sequence[TensorMeta], mesh: Mesh, pspec: P) -> tuple[in
             ranks = mesh.groups(axes)[0]
             shape[dim] = sum(metas[rank].shape[dim] if dim < metas[rank].ndim else 0 for rank in ranks)
     return tuple(shape)
+
+
+def _check_chunks(spec: DTensorSpec, metas: Sequence[TensorMeta], where: str) -> None:
+    """ShardingError if only the lengths of sharded dims differ from what a spec, the joined one, gives each rank."""
+    mesh, sharded = spec.mesh, [dim for dim, axes in enumerate(spec.dims) if axes]
+    for dim in sharded:
+        lengths = [meta.shape[dim] if meta.ndim == spec.meta.ndim else None for meta in metas]
+        expected = [spec.local_shape(coordinate)[dim] for coordinate in mesh.coordinates()]
+        if lengths != expected and None not in lengths:
+            held, chunks = (dict(zip(mesh.ranks, map(str, each), strict=True)) for each in (lengths, expected))
+            raise ShardingError(
+                f"{where}: dim {dim} has length {who_says_what(held)}. Joined by {spec.pspec!r} it is "
+                f"{spec.meta.shape[dim]} long, of which torch.chunk gives {who_says_what(chunks)}. Give all ranks "
+                "equal lengths, as a data loader does with drop_last=True, or these."
+            )
 
 
 def _check_shard(spec: DTensorSpec, coordinate: Coordinate, held: _Facts) -> None:
