@@ -17,6 +17,8 @@ from spmd.collectives import axis_index, psum
 from spmd.lowering.verify import verify
 from spmd.rules import RULES, custom_operator, factors
 
+pytestmark = pytest.mark.filterwarnings("ignore::spmd.api.programs.missing_rules.MissingRuleWarning")
+
 LINE = spmd.make_mesh({"x": 2}, runtime="virtual")
 GRID = spmd.make_mesh({"x": 2, "y": 2}, runtime="virtual")
 SEEN: list[Any] = []

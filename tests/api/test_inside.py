@@ -16,6 +16,8 @@ import spmd
 from spmd import P
 from spmd.core.pytree import tree_leaves
 
+pytestmark = pytest.mark.filterwarnings("ignore::spmd.api.programs.missing_rules.MissingRuleWarning")
+
 MESHES = [{"data": 2}, {"data": 3}, {"data": 2, "model": 2}]
 """Even, uneven, and of two axes."""
 

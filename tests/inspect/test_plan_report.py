@@ -12,6 +12,7 @@ from rich.console import Console
 
 import spmd
 from spmd import P
+from spmd.api.programs.missing_rules import MissingRuleWarning
 from spmd.core.quantity import size_text, time_text
 from spmd.inspect import Plan
 from spmd.inspect.report.charts import ticks
@@ -220,7 +221,8 @@ def test_fallbacks_are_reported(tmp_path: Path) -> None:
 
     unruled.register_fake(torch.empty_like)
     mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
-    plan = spmd.jit(lambda x: unruled(x), P("data"), P(), mesh=mesh).plan(torch.empty(4))
+    with pytest.warns(MissingRuleWarning):
+        plan = spmd.jit(lambda x: unruled(x), P("data"), P(), mesh=mesh).plan(torch.empty(4))
     plan.save(tmp_path / "plan.json")
     console = Console(file=io.StringIO(), width=200)
     main([str(tmp_path / "plan.json")], console)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from spmd.api.programs.missing_rules import warn_of_missing_rules
 from spmd.api.programs.never_gathered import never_gathered_inputs
 from spmd.api.programs.options import Options
 from spmd.collectives.manual import drop_trivial_axes
@@ -70,6 +71,7 @@ def make_plan(
         input_paths=traced.input_paths,
     )
     found = _answer(request, options)
+    warn_of_missing_rules(found)
     if options.comms is not None:
         options.comms.check(found, traced.name)
     return found

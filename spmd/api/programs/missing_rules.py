@@ -1,0 +1,81 @@
+"""Warnings about operators without a sharding rule for which shards are gathered."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from spmd.inspect.plan import Plan
+from spmd.ir.comm import StepKind
+from spmd.ir.graph import Operation, Value
+from spmd.ir.markers import MARKERS
+from spmd.ir.source import Source
+from spmd.plan.cost.account import account
+from spmd.rules import RULES
+from spmd.tracing.recorder import where
+from spmd.tracing.source import user_source
+
+
+class MissingRuleWarning(UserWarning):
+    """Shards are gathered for an operator that has no sharding rule, and runs replicated."""
+
+
+def warn_of_missing_rules(plan: Plan) -> None:
+    """Warn, once for each line, of operators without a rule for which a plan gathers what is sharded."""
+    if not plan.fallbacks:
+        return
+    sent = {
+        operation: sum(comm.bytes for comm in comms if comm.kind is StepKind.ALL_GATHER)
+        for operation, comms in account(plan).comms.items()
+    }
+    producers = {value: operation for operation in plan.graph.operations for value in operation.tensors}
+    gathered: dict[tuple[torch._ops.OpOverload, Source | None], dict[Operation, str]] = {}
+    for operation in plan.fallbacks:
+        if operation.op.namespace in _OWN:
+            continue
+        for gather in _gathers(operation, producers, sent):
+            spec = f"{gather.operands[0].meta} {plan.layout(gather.operands[0])}"
+            gathered.setdefault((operation.op, operation.source), {})[gather] = spec
+    for (op, source), specs in gathered.items():
+        shown = " and ".join(dict.fromkeys(specs.values()))
+        _warn(op, source or user_source(), shown, sum(map(sent.__getitem__, specs)))
+
+
+def _gathers(
+    operation: Operation, producers: Mapping[Value, Operation], sent: Mapping[Operation, float]
+) -> Iterator[Operation]:
+    """The gathers of an operation's operands; views and markers may be in between."""
+    for operand in dict.fromkeys(operation.operands):
+        producer = producers.get(operand)
+        while producer is not None and (producer.op in MARKERS or producer.is_view):
+            if sent.get(producer):
+                yield producer
+                break
+            producer = producers.get(producer.operands[0])
+
+
+def _warn(op: torch._ops.OpOverload, source: Source | None, specs: str, sent: float) -> None:
+    if (op, source) in _warned:
+        return
+    _warned.add((op, source))
+    remedy = (
+        "rules= leaves it out: write spmd.rules.RULES | {...}"
+        if op in RULES
+        else f"Give it a rule: spmd.jit(..., rules=spmd.rules.RULES | {{torch.ops.{op}: rule}}), see docs/rules.md"
+    )
+    message = (
+        f"{op} at {where(source)} has no sharding rule and runs replicated. Gathered for it: {specs}, {sent:,.0f} "
+        f"bytes that a rank sends in each call. {remedy}; comms='error' refuses such plans."
+    )
+    if source is None:
+        warnings.warn(message, MissingRuleWarning, stacklevel=2)
+    else:
+        warnings.warn_explicit(message, MissingRuleWarning, source.file, source.line, registry={})
+
+
+_OWN = frozenset({"spmd", "spmd_host"})
+"""The namespaces of our own operators: those without a rule, such as `pure_callback`, are said to take whole values."""
+
+_warned: set[tuple[torch._ops.OpOverload, Source | None]] = set()
