@@ -21,7 +21,19 @@ def scaled(left: torch.Tensor, right: torch.Tensor, kind: int) -> tuple[Any, ...
     return _eight, _transposed, [left], [kind], [0], [right], [kind], [0]
 
 
+def grouped(left: tuple[int, ...], right: tuple[int, ...], *ends: int) -> tuple[Any, ...]:
+    """The call of a product in groups that end at `ends`, of whole numbers: sums of them are exact in bfloat16."""
+    tensors = [f(*shape).round().clamp(-2, 2).bfloat16() for shape in (left, right)]
+    return call(*tensors, torch.tensor(ends, dtype=torch.int32)) if ends else call(*tensors)
+
+
 MATMUL = {
+    aten._grouped_mm.default: [
+        grouped((8, 8), (3, 8, 16), 2, 2, 8),
+        grouped((16, 8), (8, 8), 3, 8),
+        grouped((3, 8, 8), (8, 16), 5, 5, 16),
+        grouped((3, 8, 16), (3, 16, 8)),
+    ],
     aten._scaled_mm.default: [
         call(_eight, _transposed, torch.tensor(0.5), torch.tensor(2.0), out_dtype=torch.float32),
         call(_eight, _transposed, torch.tensor(0.5), torch.tensor(2.0), f(6).float(), out_dtype=torch.float32),

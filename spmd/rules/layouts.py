@@ -166,6 +166,7 @@ _NORMALIZED = "input grad_output weight bias running_mean running_var save_mean 
 
 DOCUMENTED = _table(
     contiguous={
+        "_grouped_mm.default": "self mat2",  # torch checks that strides are multiples of 16 bytes
         # torch describes states, weights and reserve buffers to cuDNN and MIOpen by shape, with contiguous strides.
         "_cudnn_rnn.default _cudnn_rnn_backward.default miopen_rnn.default miopen_rnn_backward.default": _STATES,
         "cudnn_batch_norm.default cudnn_batch_norm_backward.default": _NORMALIZED,

@@ -105,6 +105,12 @@ def _convolution_backward(call: Call) -> float:
     return sum(call.argument("output_mask")[:2]) * forward
 
 
+def _grouped_product(call: Call) -> float:
+    """A product and a sum for each row and column of each group's result; columns of one group have one of its rows."""
+    left, right = _shape(call, "self"), _shape(call, "mat2")
+    return 2 * math.prod(left[-2:] if len(right) == 2 else left) * right[-1]
+
+
 def _scaled_product(call: Call) -> float:
     return 2 * math.prod(_shape(call, "self")) * _shape(call, "mat2")[-1]
 
@@ -266,6 +272,7 @@ _PRODUCTS = _table({
     "addmv": _inner_products("mat"),
     "addbmm": _batched_product,
     "_scaled_mm_v2": _scaled_product,
+    "_grouped_mm": _grouped_product,
     "_trilinear": _trilinear,
     "convolution_backward": _convolution_backward,
     " ".join(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS): _attention,
