@@ -20,9 +20,11 @@ from spmd.ir.effectful import original
 from spmd.ir.graph import Graph, Operation, Value, numbers_of
 from spmd.ir.in_place import InPlace, restricted
 from spmd.ir.number import Number, in_order
+from spmd.ir.source import Range
 from spmd.job.tracebacks import GENERATED
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.in_place import call_in_place
+from spmd.runtime.ranges import collective_range, common, enter, leave
 from spmd.tracing.recorder import where
 
 RankProgram: TypeAlias = Callable[..., tuple[Any, ...]]
@@ -38,9 +40,14 @@ class Generated:
     source: str
 
 
-def generate(graph: Graph) -> Generated:
-    """Compile a rank's program to a function that deletes every variable after its last use."""
-    writer = Writer(graph)
+def generate(graph: Graph, *, ranged: bool = False) -> Generated:
+    """Compile a rank's program to a function that deletes every variable after its last use.
+
+    Args:
+        graph: the program.
+        ranged: whether it opens ranges of `torch.profiler`.
+    """
+    writer = Writer(graph, ranged)
     inputs = ", ".join(map(writer.variable, graph.inputs))
     writer.lines += ["def program(inputs, numbers=()):", f"    [{inputs}] = inputs", "    inputs.clear()"]
     writer.compute_numbers(graph)
@@ -49,6 +56,7 @@ def generate(graph: Graph) -> Generated:
     for operation in graph.operations:
         writer.write(operation, "    ", writer.call(operation, dying[operation]))
         writer.delete("    ", map(writer.variable, dying[operation]))
+    writer.within((), "    ")
     aliases = aliases_of(graph)
     outputs = "".join(f"{writer.argument(value)}{'.clone()' if value in aliases else ''}, " for value in graph.outputs)
     writer.lines.append(f"    return ({outputs})")
@@ -82,9 +90,10 @@ class Writer:
 
     Args:
         graph: the program.
+        ranged: whether it opens ranges of `torch.profiler`.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, ranged: bool = False) -> None:
         self.lines: list[str] = []
         self._namespace: dict[str, Any] = {}
         self._known: dict[int, str] = {}
@@ -92,6 +101,8 @@ class Writer:
         self._variables: dict[Value, str] = {}
         self._constants = dict(graph.constants)
         self._numbers: dict[Number, str] = {}
+        self._ranged = ranged
+        self._open: tuple[Range, ...] = ()
 
     def compute_numbers(self, graph: Graph) -> None:
         """Add the lines that compute the numbers which the program's operations take."""
@@ -114,6 +125,7 @@ class Writer:
 
     def write(self, operation: Operation, indent: str, call: str) -> None:
         """Add the lines that assign what a call returns to the variables of an operation's results."""
+        self.within_ranges_of(operation, indent)
         self.locate(operation)
         if not operation.returns_tuple:
             self.lines.append(f"{indent}{self.variable(operation.tensors[0])} = {call}")
@@ -128,6 +140,27 @@ class Writer:
         """Add the line that deletes variables, if there are any."""
         if found := ", ".join(names):
             self.lines.append(f"{indent}del {found}")
+
+    def ranges_of(self, operation: Operation) -> tuple[Range, ...]:
+        """The ranges of an operation: the user's, without a line those of the operation before, and a collective's."""
+        user = operation.source.ranges if operation.source else [r for r in self._open if not r.is_collective]
+        return (*user, *collective_range(operation))
+
+    def within_ranges_of(self, operation: Operation, indent: str) -> None:
+        """As `within`, with the ranges of an operation."""
+        if self._ranged:
+            self.within(self.ranges_of(operation), indent)
+
+    def within(self, ranges: Sequence[Range], indent: str) -> None:
+        """Add the lines that close open ranges which are not among some, and open others."""
+        if not self._ranged:
+            return
+        kept = len(common((self._open, ranges)))
+        for number in reversed(range(kept, len(self._open))):
+            self.lines.append(f"{indent}{self.reference(leave)}(r{number})")
+        for number, opened in enumerate(ranges[kept:], kept):
+            self.lines.append(f"{indent}r{number} = {self.reference(enter)}({opened.name!r})")
+        self._open = tuple(ranges)
 
     def locate(self, operation: Operation) -> None:
         """Note that the next line runs an operation, for messages of errors."""

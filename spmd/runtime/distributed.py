@@ -13,6 +13,7 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import check_same_program
 from spmd.runtime.codegen import RankProgram, generate, name_origin
 from spmd.runtime.overlap import overlap
+from spmd.runtime.ranges import is_profiling
 from spmd.runtime.torch_settings import run_isolated
 
 
@@ -29,14 +30,16 @@ class DistributedProgram:
             collective fails, or if another thread is in a collective call.
     """
 
-    __slots__ = ("_function", "_history", "_name", "_number", "source")
+    __slots__ = ("_function", "_graph", "_history", "_name", "_number", "_profiled", "source")
 
     def __init__(self, program: LocalProgram) -> None:
         self._name = program.name
         self._number, self._history = check_same_program(program), history(program.mesh.ranks)
         (coordinate,) = program.mesh.held_coordinates
-        generated = generate(overlap(program.graph(coordinate), program.mesh, coordinate, program.schedule))
+        self._graph = overlap(program.graph(coordinate), program.mesh, coordinate, program.schedule)
+        generated = generate(self._graph)
         self._function, self.source = generated.function, generated.source
+        self._profiled: RankProgram | None = None
 
     @property
     def functions(self) -> Sequence[RankProgram]:
@@ -66,10 +69,13 @@ class DistributedProgram:
             calling_thread.leave()
 
     def _run(self, inputs: list[tuple[torch.Tensor, ...]], numbers: Sequence[float]) -> list[tuple[torch.Tensor, ...]]:
+        function = self._function
+        if is_profiling():
+            function = self._profiled = self._profiled or generate(self._graph, ranged=True).function
         shards = list(itertools.chain.from_iterable(inputs))
         inputs.clear()
         try:
-            results: tuple[torch.Tensor, ...] = run_isolated(self._function, shards, numbers)
+            results: tuple[torch.Tensor, ...] = run_isolated(function, shards, numbers)
         except Exception as error:
             name_origin(error)
             raise

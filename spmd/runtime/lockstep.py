@@ -26,6 +26,7 @@ from spmd.collectives.local import LOCALS, Local, bind_local
 from spmd.core.mesh import Mesh
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.runtime.codegen import Generated, Writer, aliases_of, kept_values, last_uses, unused_inputs
+from spmd.runtime.ranges import InRanges, common
 from spmd.runtime.varying import Axes, operand_axes
 
 Running: TypeAlias = Generator[tuple[Any, Sequence[Any], Any], list[Any], None]
@@ -84,7 +85,13 @@ class LockstepProgram:
 
 
 def generate_lockstep(
-    graph: Graph, mesh: Mesh, ranks: Sequence[int], varying: Mapping[Value, Axes] = MappingProxyType({})
+    graph: Graph,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    varying: Mapping[Value, Axes] = MappingProxyType({}),
+    *,
+    ranged: bool = False,
+    takes_turns: bool = False,
 ) -> LockstepProgram:
     """Compile the program that some ranks run.
 
@@ -93,8 +100,11 @@ def generate_lockstep(
         mesh: the mesh.
         ranks: the ranks, ascending.
         varying: the axes along which values vary; values vary along all axes by default.
+        ranged: whether it opens ranges of `torch.profiler`.
+        takes_turns: whether there are other programs. Then no range is open while others run: those of an effect are
+            the runtime's to open, by `InRanges`.
     """
-    writer = _Lockstep(graph, mesh, tuple(ranks), varying)
+    writer = _Lockstep(graph, mesh, tuple(ranks), varying, ranged, ranged and takes_turns)
     return LockstepProgram(writer.generated(), tuple(map(writer.instances, graph.inputs)))
 
 
@@ -109,7 +119,16 @@ class _Segment:
 class _Lockstep:
     """The source under construction."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, ranks: tuple[int, ...], varying: Mapping[Value, Axes]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        ranks: tuple[int, ...],
+        varying: Mapping[Value, Axes],
+        ranged: bool,
+        takes_turns: bool,
+    ) -> None:
+        self.takes_turns = takes_turns
         self.graph, self.mesh, self.ranks = graph, mesh, ranks
         every = frozenset(mesh.names)
         values = [*graph.inputs, *(value for operation in graph.operations for value in operation.tensors)]
@@ -120,7 +139,7 @@ class _Lockstep:
         self.segments = [segment for region in self.regions() for segment in region]
         operations = [operation for segment in self.segments for operation in segment.operations]
         self.dying = last_uses(operations, kept_values(graph))
-        self.writer = Writer(graph)
+        self.writer = Writer(graph, ranged)
         self.lines = self.writer.lines
 
     def along(self, axes: Axes) -> Instances:
@@ -171,6 +190,7 @@ class _Lockstep:
                 self.straight(segment)
             else:
                 self.loop(segment)
+        self.writer.within((), "    ")
         aliases = aliases_of(self.graph)
         outputs = "".join(f"{self.output(value, clone=value in aliases)}, " for value in self.graph.outputs)
         positions = self.writer.reference([self.instances(value).positions for value in self.graph.outputs])
@@ -207,9 +227,16 @@ class _Lockstep:
         arguments = "".join(f"{argument(leaf)}, " for leaf in operation.args)
         options = ", ".join(f"{key!r}: {argument(leaf)}" for key, leaf in operation.kwargs.items())
         loop = "" if instances.is_single else f" for index, rank in enumerate({self.writer.reference(instances.ranks)})"
-        op, positions = self.writer.reference(operation.op), self.writer.reference(instances.positions)
+        op, positions = operation.op, self.writer.reference(instances.positions)
+        if self.takes_turns:
+            self.writer.within((), "    ")
+            op = InRanges(op, tuple(opened.name for opened in self.writer.ranges_of(operation)))
+        else:
+            self.writer.within_ranges_of(operation, "    ")
         self.writer.locate(operation)
-        self.lines.append(f"    results = yield {op}, [(({arguments}), {{{options}}}){loop}], {positions}")
+        self.lines.append(
+            f"    results = yield {self.writer.reference(op)}, [(({arguments}), {{{options}}}){loop}], {positions}"
+        )
         for number, value in enumerate(operation.results):
             if value is None:
                 continue
@@ -234,6 +261,8 @@ class _Lockstep:
         dying = dict.fromkeys(value for operation in segment.operations for value in self.dying[operation])
         listed = {value: None for value in made if value not in dying}
         self.lines += [f"    {self.name(value)} = []" for value in listed]
+        around = common(operation.source.ranges for operation in segment.operations if operation.source)
+        self.writer.within(around, "    ")
         self.lines.append(f"    for index, rank in enumerate({self.writer.reference(segment.instances.ranks)}):")
         operands = [value for operation in segment.operations for value in operation.operands]
         outside = {value for value in operands if self.instances(value).is_single}
@@ -250,6 +279,7 @@ class _Lockstep:
                 if value in listed:
                     self.lines.append(f"{indent}{self.name(value)}.append({self.writer.variable(value)})")
             self.writer.delete(indent, map(self.writer.variable, last[operation]))
+        self.writer.within(around, indent)
         self.free([value for value in dying if value not in made])
 
     def load(self, value: Value, instances: Instances, *, dies: bool) -> None:

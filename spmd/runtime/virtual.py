@@ -19,7 +19,8 @@ from spmd.ir.graph import Graph, Operation, iterate_leaves
 from spmd.ir.random_operators import TEMPLATED
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.codegen import RankProgram, generate, name_origin
-from spmd.runtime.lockstep import Running, generate_lockstep
+from spmd.runtime.lockstep import LockstepProgram, Running, generate_lockstep
+from spmd.runtime.ranges import InRanges, is_profiling
 from spmd.runtime.torch_settings import drawing_from, generator_state, run_isolated
 from spmd.runtime.varying import varying_axes
 
@@ -39,8 +40,19 @@ class VirtualProgram:
         ranks: dict[Graph, list[int]] = {}
         for rank, graph in enumerate(self._graphs):
             ranks.setdefault(graph, []).append(rank)
-        varying = varying_axes(list(ranks), program.mesh, program.input_specs)
-        self._programs = [generate_lockstep(graph, program.mesh, held, varying) for graph, held in ranks.items()]
+        self._ranks = ranks
+        self._varying = varying_axes(list(ranks), program.mesh, program.input_specs)
+        self._programs = self._generated(ranged=False)
+
+    def _generated(self, ranged: bool) -> list[LockstepProgram]:
+        return [
+            generate_lockstep(graph, self._mesh, held, self._varying, ranged=ranged, takes_turns=len(self._ranks) > 1)
+            for graph, held in self._ranks.items()
+        ]
+
+    @cached_property
+    def _profiled(self) -> list[LockstepProgram]:
+        return self._generated(ranged=True)
 
     @cached_property
     def functions(self) -> Sequence[RankProgram]:
@@ -71,7 +83,8 @@ class VirtualProgram:
             raise
 
     def _run(self, inputs: list[tuple[torch.Tensor, ...]], numbers: Sequence[float]) -> list[tuple[torch.Tensor, ...]]:
-        programs = [program.start(inputs, numbers) for program in self._programs]
+        own = self._profiled if is_profiling() else self._programs
+        programs = [program.start(inputs, numbers) for program in own]
         inputs.clear()  # from here on, only the programs refer to the inputs
         return run_in_lockstep(self._mesh, programs)
 
@@ -138,6 +151,8 @@ def _run(op: Any, mesh: Mesh, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
     """The result of an operator with an effect on every rank."""
     if op in COLLECTIVES:
         return virtual.run(op, mesh, calls)
+    if isinstance(op, InRanges):
+        return op(lambda op: _run(op, mesh, calls))
     args, kwargs = calls[0]
     if op is HOST_PRINT:
         print_lines((rank, text_of(*arguments)) for rank, (arguments, _) in enumerate(calls))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import attrs
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import fake_tensor
@@ -30,7 +32,7 @@ from spmd.ir.host_functions import Handle
 from spmd.ir.list_operators import list_decomposition
 from spmd.ir.names import Namer
 from spmd.ir.random_operators import TEMPLATED, is_random
-from spmd.ir.source import Source
+from spmd.ir.source import Range, Source
 from spmd.job.user_code import is_installed
 from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, on_device, overlaps, places
 from spmd.tracing.checkpointed import Regions
@@ -85,6 +87,8 @@ class Recorder(FakeTensorMode):
         self._values: dict[int, tuple[torch.Tensor, Value]] = {}
         self._fakes: dict[Value, torch.Tensor] = {}
         self._handles: dict[int, Handle] = {}
+        self._ranges: list[Range] = []
+        self._numbers = itertools.count()
         self.regions = Regions()
 
     def fake(self, value: Value, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
@@ -167,7 +171,11 @@ class Recorder(FakeTensorMode):
             args = map_leaves(settled, args)
         if func is aten._local_scalar_dense.default and (known := self.known_value(args[0])) is not None:
             return known.item()
+        if func.namespace == "profiler":
+            self._note_range(func, args)
         source = self._source()
+        if self._ranges and source is not None:
+            source = attrs.evolve(source, ranges=tuple(self._ranges))
         if func._schema.is_mutable:
             tensors = [leaf for leaf in iterate_leaves(args) if isinstance(leaf, torch.Tensor)]
             raise self.mutation(tensors[0], source)
@@ -284,6 +292,13 @@ class Recorder(FakeTensorMode):
             self.operations.append(Operation(func, args, kwargs, tuple(results), source))
             self.regions.note(self.operations[-1])
             self.observe(self.operations[-1])
+
+    def _note_range(self, func: OpOverload, args: tuple[Any, ...]) -> None:
+        """Note that a `record_function` block begins or ends."""
+        if "enter" in func._schema.name:
+            self._ranges.append(Range(args[0], next(self._numbers)))
+        elif self._ranges:
+            self._ranges.pop()
 
     def _handle(self, number: int) -> Handle:
         """The handle that keeps a host function alive as long as the program."""
