@@ -376,10 +376,22 @@ def test_devices_that_there_are_not(device: str) -> None:
     [
         ({"machine": "h100"}, spmd.PlanError, r"machine must be a spmd.Machine \(got 'h100'\)"),
         ({"rules": [1]}, spmd.RuleError, r"rules must map operators to spmd.rules.Rule \(got \[1\]\)"),
-        ({"rules": {MM: "i k, k j -> i j"}}, spmd.RuleError, r"rules\[aten.mm.default\] must .*\(got str 'i k.*factors\("),
-        ({"rules": RULES | {MM: lambda call: None}}, spmd.RuleError, r"rules\[aten.mm.default\] .*\(got function <func"),
+        (
+            {"rules": {MM: "i k, k j -> i j"}},
+            spmd.RuleError,
+            r"rules\[aten.mm.default\] must .*\(got str 'i k.*factors\(",
+        ),
+        (
+            {"rules": RULES | {MM: lambda call: None}},
+            spmd.RuleError,
+            r"rules\[aten.mm.default\] .*\(got function <func",
+        ),
         ({"rules": RULES | {torch.ops.aten.mm: RULES[MM]}}, spmd.RuleError, r"key of .*Write .*torch.ops.aten.mm.def"),
-        ({"rules": RULES | {torch.mm: RULES[MM]}}, spmd.RuleError, r"key of rules .*\(got builtin_function_or_method <b"),
+        (
+            {"rules": RULES | {torch.mm: RULES[MM]}},
+            spmd.RuleError,
+            r"key of rules .*\(got builtin_function_or_method <b",
+        ),
         ({"rules": RULES | {"mm": RULES[MM]}}, spmd.RuleError, r"key of rules must be one overload .*\(got str 'mm'\)"),
         ({"static_argnums": "n"}, spmd.TraceError, r"Argument numbers are positions .*\(got 'n'\)"),
         ({"static_argnums": None}, spmd.TraceError, r"Argument numbers are positions .*\(got None\)"),

@@ -19,6 +19,7 @@ from spmd.api.parameters import Layout, Parameters
 from spmd.api.program_cache import ProgramCache
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
+from spmd.api.programs.progress import stage
 from spmd.api.programs.result_specs import result_specs
 from spmd.api.side_effects import Surroundings
 from spmd.api.signature import Signature, split, with_dynamic
@@ -108,7 +109,7 @@ class Compiled(Generic[_Result]):
         """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
         modules = (held.module for _, held in structures_in(self.signature.tree))
         around = Surroundings(self.hidden, modules, self._changed)
-        with use_mesh(self.mesh):
+        with use_mesh(self.mesh), stage(self._parameters.name, "tracing"):
             layout = self.signature.layout
             traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
         around.warn()

@@ -69,7 +69,9 @@ def test_closed_over_modules(kind: str, close_over: Callable[[nn.Module], Any]) 
 def test_attributes_of_modules() -> None:
     model = Model("attribute")
     for f, args in ((lambda x: model(x), (X,)), (lambda model, x: model(x), (model, X))):
-        with pytest.raises(spmd.TraceError, match=r"Attribute `rotary.inv_freq` .* of the .*Model .*register it as a bu"):
+        with pytest.raises(
+            spmd.TraceError, match=r"Attribute `rotary.inv_freq` .* of the .*Model .*register it as a bu"
+        ):
             spmd.jit(f, mesh=MESH)(*args)  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spmd.api.programs.options import Options
+from spmd.api.programs.progress import stage
 from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.api.values.wrapper import Shards
@@ -71,7 +72,7 @@ class Program:
         """
         from spmd.api.programs.stages import make_plan  # at the first plan, not by `import spmd`
 
-        with isolated():
+        with isolated(), stage(self.traced.name, "planning"):
             return make_plan(self.traced, self.mesh, self.in_specs, self.given_out_specs, self.donated, self.options)
 
     @compiled_property
@@ -80,7 +81,7 @@ class Program:
         from spmd.api.programs.stages import make_program
 
         plan = self.plan
-        with isolated():
+        with isolated(), stage(self.traced.name, "lowering"):
             return make_program(plan, self.traced.name)
 
     @compiled_property
