@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import profiler
 
 from spmd.collectives.distributed.history import history
 from spmd.job import calling_thread
@@ -13,7 +14,6 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import check_same_program
 from spmd.runtime.codegen import RankProgram, generate, name_origin
 from spmd.runtime.overlap import overlap
-from spmd.runtime.ranges import is_profiling
 from spmd.runtime.torch_settings import run_isolated
 
 
@@ -70,7 +70,7 @@ class DistributedProgram:
 
     def _run(self, inputs: list[tuple[torch.Tensor, ...]], numbers: Sequence[float]) -> list[tuple[torch.Tensor, ...]]:
         function = self._function
-        if is_profiling():
+        if profiler._is_profiler_enabled:
             function = self._profiled = self._profiled or generate(self._graph, ranged=True).function
         shards = list(itertools.chain.from_iterable(inputs))
         inputs.clear()

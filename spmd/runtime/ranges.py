@@ -17,11 +17,6 @@ from spmd.ir.source import Range
 R = TypeVar("R")
 
 
-def is_profiling() -> bool:
-    """Whether a profiler of torch is running in this process."""
-    return profiler._is_profiler_enabled
-
-
 def collective_range(operation: Operation) -> tuple[Range, ...]:
     """The range of a collective, named as in the plan, or of its start or its finish; none of another operation."""
     comm = operation.annotations.comm

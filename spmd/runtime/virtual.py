@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from spmd.collectives import virtual
 from spmd.collectives.host import HOST_PRINT, print_lines, text_of
@@ -20,7 +21,7 @@ from spmd.ir.random_operators import TEMPLATED
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.codegen import RankProgram, generate, name_origin
 from spmd.runtime.lockstep import LockstepProgram, Running, generate_lockstep
-from spmd.runtime.ranges import InRanges, is_profiling
+from spmd.runtime.ranges import InRanges
 from spmd.runtime.torch_settings import drawing_from, generator_state, run_isolated
 from spmd.runtime.varying import varying_axes
 
@@ -83,7 +84,7 @@ class VirtualProgram:
             raise
 
     def _run(self, inputs: list[tuple[torch.Tensor, ...]], numbers: Sequence[float]) -> list[tuple[torch.Tensor, ...]]:
-        own = self._profiled if is_profiling() else self._programs
+        own = self._profiled if profiler._is_profiler_enabled else self._programs
         programs = [program.start(inputs, numbers) for program in own]
         inputs.clear()  # from here on, only the programs refer to the inputs
         return run_in_lockstep(self._mesh, programs)

@@ -7,7 +7,7 @@ not be: local matrices are padded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd.collectives import shard_offset
-from spmd.core.placement import Partial, Replicate, Shard
+from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.call import Call
 from spmd.rules.builders import replicated_only, zero_results
 from spmd.rules.notation import by_call, factors
@@ -55,12 +55,16 @@ def _of_rows(axes: Axes, call: Call, left: Tensor, right: Tensor, offs: Tensor, 
     return _product(left, right, ends, rest)
 
 
+_ROWS: Mapping[tuple[int, int], tuple[Placement, Placement, Placement]] = {
+    (2, 3): (Shard(0), Replicate(), Shard(0)),
+    (2, 2): (Shard(1), Shard(0), Partial("sum")),
+    (3, 2): (Replicate(), Shard(1), Shard(1)),
+}
+"""The placements of both operands and of the result where what `offs` splits is sharded."""
+
+
 def _sharded_rows(call: Call) -> Iterator[Row]:
-    left, right, result = {
-        (2, 3): (Shard(0), Replicate(), Shard(0)),
-        (2, 2): (Shard(1), Shard(0), Partial("sum")),
-        (3, 2): (Replicate(), Shard(1), Shard(1)),
-    }[_dims(call)]
+    left, right, result = _ROWS[_dims(call)]
     yield Row((left, right, Replicate()), (result,), _of_rows)
 
 
