@@ -197,7 +197,9 @@ class Recorder(FakeTensorMode):
             raise _data_dependent(func, error, source) from None
         except _DeviceMismatch as error:
             raise RuntimeError(str(error)) from None  # the type of the error on real tensors
-        except UnsupportedOperatorException:
+        except (UnsupportedOperatorException, RuntimeError) as error:
+            if not _is_unknown(error):
+                raise
             if "nested" in func.name():
                 raise self._nested() from None
             raise TraceError(
@@ -404,8 +406,9 @@ def where(source: Source | None = None) -> str:
 def _reject_generator(func: OpOverload, kwargs: dict[str, Any], source: Source | None) -> None:
     if kwargs.get("generator") is not None:
         raise TraceError(
-            f"{func} at {where(source)} draws from a torch.Generator of its own, and a program knows the default one "
-            "only. Leave generator= out and call torch.manual_seed, or draw the numbers outside and pass them in."
+            f"{func} at {where(source)} draws from a torch.Generator of its own, and all ranks draw alike from the "
+            "default one only. Leave generator= out and call torch.manual_seed, or draw a plain tensor outside of "
+            "spmd.jit, and pass it in or distribute it."
         )
 
 
@@ -428,6 +431,17 @@ def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -
         "`if` on a tensor), and a traced function has no values. Keep it a tensor (torch.where instead of `if`, "
         "num_classes= for one_hot), or pass the number with static_argnums."
     )
+
+
+def needs_values(error: TraceError) -> bool:
+    """Whether an operator was refused because its result, or the shape of its result, is not known without values."""
+    cause = error.__context__
+    return isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)) or _is_unknown(cause)
+
+
+def _is_unknown(error: BaseException | None) -> bool:
+    """Whether torch knows no shape of the results of an operator: it has no fake implementation."""
+    return isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in str(error)
 
 
 def _of_own(func: OpOverload) -> str:

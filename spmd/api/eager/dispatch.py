@@ -3,6 +3,7 @@
 The planner takes computation as free here: an operand is moved only where its operator cannot run on the shards, and a
 result has the spec that it comes out with, with no reduction pending. Results of `zeros_like` and its kin have the spec
 of their operand. An operator that writes to a tensor gives it new shards of the same spec (`spmd.api.eager.families`).
+One whose result depends on values has no program: each rank computes it of whole tensors (`whole_operator`).
 
 A call whose like was seen before goes by a key straight to what runs: the operator on the shards of each rank, if that
 is all that its program does, else the compiled program.
@@ -24,14 +25,15 @@ from torch.utils._mode_utils import no_dispatch
 
 from spmd.api.eager.families import add_alias, view_of
 from spmd.api.eager.operator_cache import find, program_of, remember
-from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, written_numbers
-from spmd.api.eager.operators import is_listed
-from spmd.api.values.distribute import place
+from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, slot_numbers
+from spmd.api.eager.operators import index_arguments, is_listed, written_arguments
+from spmd.api.values.distribute import check_same, place
 from spmd.api.values.dtensor import DTensor, become, dispatch_operators_to, set_family, wrap
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import MeshError, ShardingError, TraceError
 from spmd.ir.graph import freeze, map_leaves
+from spmd.job import checks
 from spmd.runtime.torch_settings import are_modes_off, torch_settings
 from spmd.tracing.linearize import RecordingError, recorder
 from spmd.tracing.recorder import where
@@ -48,7 +50,8 @@ _replicates: ContextVar[bool] = ContextVar("spmd_implicit_replication", default=
 def implicit_replication() -> Iterator[None]:
     """A context in which plain tensors may be operands beside DTensors; they count as replicated.
 
-    On a distributed mesh each rank must have the same values; this is not checked.
+    On a distributed mesh each rank must have the same values. Ranks compare them at the first call of an operator with
+    such specs, and by `spmd.init(check="calls")` at each.
 
     >>> from spmd import P, distribute, make_mesh
     >>> x = distribute(torch.arange(3), P("data"), make_mesh({"data": 2}, runtime="virtual"))
@@ -72,7 +75,7 @@ def run_operator(
     Raises:
         MeshError: DTensors on several meshes.
         ShardingError: a plain tensor beside a DTensor, or one that is written to.
-        TraceError: a shape that depends on values, or a DTensor that a function under `spmd.jit` closes over.
+        TraceError: a DTensor that a function under `spmd.jit` closes over.
     """
     if recorder():
         raise RecordingError(
@@ -92,7 +95,12 @@ def run_operator(
 def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator whose call is seen for the first time, or needs more than the shards of DTensors."""
     if op in _DIRECT:
-        return _DIRECT[op](*args)
+        return _DIRECT[op](*args, **kwargs)
+    return _run_planned(op, args, kwargs)
+
+
+def _run_planned(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator by its program, or whole where it has none."""
     if op in _RESHAPES:
         return _reshape_in_place(op, *args)
     if op is aten.as_strided.default and view_of(args[0]) is not None:
@@ -102,24 +110,41 @@ def _run_new(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     meshes = _meshes(args) if is_listed(op) else ()
     if len(meshes) > 1:
         return _run_on_meshes(op, meshes, args, kwargs)
+    if op in _INDEXED:
+        args = (args[0], [index for mask in args[1] for index in _places(mask)], *args[2:])
     tensors: list[torch.Tensor] = []
     arguments: Arguments = map_leaves(functools.partial(_slot, tensors), (tuple(args), dict(kwargs)))
     _refuse_trace(op, tensors)
     if any(tensor.is_meta for tensor in tensors):  # torch asks for shapes: of tangents that are zero, for example
         args, kwargs = map_leaves(_as_meta, (tuple(args), dict(kwargs)))
         return op(*args, **kwargs)
-    written = written_numbers(op, arguments)
+    written = slot_numbers(written_arguments(op), arguments)
     for number in written:
         _refuse_plain_target(op, tensors[number])
-    held = _on_one_mesh(op, tensors)
+    indexes = slot_numbers(index_arguments(op), arguments)
+    held = _on_one_mesh(op, tensors, indexes)
     views = _written_views(op, written, held)
     specs = tuple(value._spec for value in held)
     strides = tuple(value._strides for value in held)
     operator = program_of(Call(op, freeze(arguments), specs, strides, torch_settings(), written, views, arguments))
     if all(given is placed for given, placed in zip(tensors, held, strict=False)):
         remember(operator, args, kwargs)
+    elif checks.every_call or not operator.is_compared:
+        _compare_plain(op, tensors, indexes, held[0].mesh)
+        operator.is_compared = True
     given = map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments)
     return operator(held, *given, modes_off=are_modes_off())
+
+
+_INDEXED = frozenset(
+    {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+)
+
+
+def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """The indexes of the elements that a plain mask keeps, so that a program knows how many; else the index itself."""
+    is_mask = index is not None and index.dtype in (torch.bool, torch.uint8) and index.ndim > 0
+    return (index,) if not is_mask or isinstance(index, DTensor) or index.is_meta else index.nonzero().unbind(1)
 
 
 _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
@@ -184,14 +209,14 @@ def _refuse_trace(op: Any, tensors: Sequence[torch.Tensor]) -> None:
 _ONE_MESH = "Move one of them: spmd.distribute(x.full_tensor(), spec, mesh)."
 
 
-def _on_one_mesh(op: Any, tensors: Sequence[torch.Tensor]) -> list[DTensor]:
+def _on_one_mesh(op: Any, tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> list[DTensor]:
     """The tensors of a call as DTensors on one mesh; plain ones are replicated where that is allowed, and numbers."""
     placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     mesh = next((tensor for tensor in placed if tensor.ndim), placed[0]).mesh
-    return [_on_mesh(op, tensor, mesh) for tensor in tensors]
+    return [_on_mesh(op, tensor, mesh, number in indexes) for number, tensor in enumerate(tensors)]
 
 
-def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh) -> DTensor:
+def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh, is_index: bool) -> DTensor:
     if isinstance(tensor, DTensor):
         if tensor.mesh == mesh:
             return tensor
@@ -199,8 +224,7 @@ def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh) -> DTensor:
             raise MeshError(f"{op} at {where()} has operands on {mesh} and on {tensor.mesh}. {_ONE_MESH}")
         tensor = tensor._whole()  # a number
     meta = TensorMeta.of(tensor)
-    is_number = tensor.numel() <= 1 or not any(tensor.stride())  # torch's gradients have such: numbers, expanded
-    if not (is_number or _replicates.get() or _is_backward() or _is_asserted()):
+    if not (is_index or _is_number(tensor) or _replicates.get() or _is_backward() or _is_asserted()):
         raise ShardingError(
             f"{op} at {where()} has a plain tensor {meta} beside a DTensor on {mesh}. Place it with "
             "spmd.distribute(x, spec, mesh), or let plain tensors count as replicated: with "
@@ -208,6 +232,22 @@ def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh) -> DTensor:
         )
     placed = place(tensor, DTensorSpec.replicated(mesh, meta), f"an operand of {op}")
     return placed if tensor.is_contiguous() else wrap(placed._spec, placed._shards, tensor.stride())
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has one element, or copies of it, as torch's gradients do: numbers, expanded."""
+    return tensor.numel() <= 1 or not any(tensor.stride())
+
+
+def _compare_plain(op: Any, tensors: Sequence[torch.Tensor], indexes: Sequence[int], mesh: Mesh) -> None:
+    """Check that all ranks have the same plain tensors in a call, but for numbers that are no index."""
+    found = {
+        f"operand {number} of {op}": tensor
+        for number, tensor in enumerate(tensors)
+        if not isinstance(tensor, DTensor) and (number in indexes or not _is_number(tensor))
+    }
+    if found:
+        check_same(f"{op} with plain tensors on {mesh}", mesh, list(found), list(found.values()))
 
 
 def _is_backward() -> bool:
@@ -237,7 +277,26 @@ def _item(value: DTensor) -> Any:
 
 
 def _equal(value: torch.Tensor, other: torch.Tensor) -> bool:
-    return value.shape == other.shape and bool((value == other).all().item())
+    with implicit_replication():
+        return value.shape == other.shape and bool((value == other).all().item())
+
+
+def _allclose(
+    value: torch.Tensor, other: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    with implicit_replication():
+        return bool(torch.isclose(value, other, rtol, atol, equal_nan).all().item())
+
+
+def _bincount(values: DTensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
+    """`bincount`: numbers within `minlength` are counted where they are, others by each rank."""
+    if minlength <= 0 or not values.numel() or values.ndim != 1 or values.is_floating_point():
+        return _run_planned(aten.bincount.default, (values, weights, minlength), {})
+    if values.amin().item() < 0 or values.amax().item() >= minlength:
+        return _run_planned(aten.bincount.default, (values, weights, minlength), {})
+    dtype = torch.int64 if weights is None else torch.float32 if weights.dtype is torch.float32 else torch.float64
+    counts = torch.ones_like(values, dtype=dtype) if weights is None else weights.to(dtype)
+    return values.new_zeros(minlength, dtype=dtype).index_add(0, values, counts)
 
 
 def _alias(value: DTensor) -> DTensor:
@@ -286,6 +345,8 @@ _DIRECT: Mapping[Any, Callable[..., Any]] = {
     aten.is_nonzero.default: lambda value: bool(_item(value)),
     aten.detach.default: _alias,
     aten.alias.default: _alias,
+    aten.allclose.default: _allclose,
+    aten.bincount.default: _bincount,
     aten.equal.default: _equal,
     aten.is_same_size.default: lambda value, other: value.shape == other.shape,
     aten._has_same_storage_numel.default: lambda value, other: value.numel() == other.numel(),

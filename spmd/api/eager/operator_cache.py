@@ -9,20 +9,33 @@ from typing import Any, TypeAlias
 import torch
 
 from spmd.api.eager.families import View
-from spmd.api.eager.operator_program import Operator
+from spmd.api.eager.operator_program import Call, Operator
 from spmd.api.eager.operators import takes_any_number
+from spmd.api.eager.whole_operator import WholeOperator
 from spmd.api.values.dtensor import DTensor
 from spmd.core.compile_lock import COMPILING
+from spmd.errors import TraceError
 from spmd.runtime.torch_settings import are_modes_off
+from spmd.tracing.recorder import needs_values
 
 MAX_PROGRAMS = 4096
 """The most programs that are kept, the least recently used goes first; and the most keys, beyond which all go."""
 
-program_of = functools.lru_cache(maxsize=MAX_PROGRAMS)(Operator)
-"""The program of a `Call`."""
-
+AnyOperator: TypeAlias = Operator | WholeOperator
 Key: TypeAlias = tuple[Any, ...]
-_Found: TypeAlias = tuple[Operator | None, list[DTensor]]
+_Found: TypeAlias = tuple[AnyOperator | None, list[DTensor]]
+
+
+@functools.lru_cache(maxsize=MAX_PROGRAMS)
+def program_of(call: Call) -> AnyOperator:
+    """The program of a call; of one whose results depend on values, the operator itself."""
+    try:
+        return Operator(call)
+    except TraceError as error:
+        if not needs_values(error):
+            raise
+    return WholeOperator(call)
+
 
 _default_dtype = torch.get_default_dtype
 _deterministic = torch._C._get_deterministic_algorithms
@@ -39,7 +52,7 @@ class _Calls:
 
     def __init__(self, op: torch._ops.OpOverload) -> None:
         self.any_number = takes_any_number(op)
-        self.operators: dict[Key, Operator | None] = {}  # None: there is one for each value of its numbers
+        self.operators: dict[Key, AnyOperator | None] = {}  # None: there is one for each value of its numbers
 
 
 _calls: dict[torch._ops.OpOverload, _Calls] = {}
@@ -65,7 +78,7 @@ def find(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return operator, held
 
 
-def remember(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def remember(operator: AnyOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Keep the program of a call for the calls with its key."""
     call = operator.call
     if call.views or call.op is torch.ops.aten.as_strided.default or not are_modes_off():

@@ -11,7 +11,7 @@ import optree
 import torch
 
 from spmd.api.eager.families import Step, add_view, write
-from spmd.api.eager.operators import LIKE, is_elementwise, name_of, returns_arguments, written_arguments
+from spmd.api.eager.operators import LIKE, is_elementwise, name_of, returns_arguments
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.values.communication import is_watched, record_program
@@ -127,7 +127,7 @@ class Operator:
     """
 
     def __init__(self, call: Call) -> None:
-        self.call, mesh = call, call.specs[0].mesh
+        self.call, mesh, self.is_compared = call, call.specs[0].mesh, False
         self.tree: optree.PyTreeSpec = optree.tree_structure(None)
         stand_ins = [
             StandIn(spec.meta, mesh.device, strides) for spec, strides in zip(call.specs, call.strides, strict=True)
@@ -154,6 +154,8 @@ class Operator:
 
     def _only_operator(self) -> torch._ops.OpOverload | None:
         """What every rank calls on its shards with the call's other arguments, if that is all it does; else None."""
+        if any(isinstance(leaf, Slot) for leaf in iterate_leaves(self.call.arguments[1])):
+            return None  # the kernel's keyword arguments are passed on as they are
         program = self.program.local
         found = {_only_operator(program.graph(where), self.call) for where in program.mesh.held_coordinates}
         return found.pop() if len(found) == 1 else None
@@ -308,11 +310,11 @@ def _options() -> Options:
     return Options(static_argnums=(), donate_argnums=(), comms="allow", backend="eager", machine=machine, rules=None)
 
 
-def written_numbers(op: torch._ops.OpOverload, arguments: Arguments) -> tuple[int, ...]:
-    """The numbers of the tensors that an operator writes to."""
+def slot_numbers(places: Sequence[tuple[int, str]], arguments: Arguments) -> tuple[int, ...]:
+    """The numbers of the tensors of arguments that are given by their positions and names."""
     found: dict[int, None] = {}
     args, kwargs = arguments
-    for position, name in written_arguments(op):
+    for position, name in places:
         for leaf in iterate_leaves(args[position] if position < len(args) else kwargs.get(name)):
             if isinstance(leaf, Slot):
                 found[leaf.number] = None

@@ -45,6 +45,14 @@ def written_arguments(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
+@functools.cache
+def index_arguments(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """The position and the name of each argument that says which elements an operator takes."""
+    return tuple((n, a.name) for n, a in enumerate(op._schema.arguments) if a.name in _INDEXES)
+
+
+_INDEXES = frozenset({"index", "indices", "mask", "repeats"})
+
 _WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var")}
 """Arguments that an operator writes to although its schema does not say so."""
 

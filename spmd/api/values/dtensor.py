@@ -17,6 +17,7 @@ from spmd.api.values.gradient_specs import gradient_of_parts, gradient_spec
 from spmd.api.values.joint_shards import check_shards, joint_specs
 from spmd.api.values.linear import linear
 from spmd.api.values.moves import move_shards, start_move, target_of, why_outside
+from spmd.api.values.numpy_operators import run_ufunc
 from spmd.api.values.on_class import OnClass
 from spmd.api.values.wrapper import (
     SHARD,
@@ -268,23 +269,6 @@ class DTensor(Wrapper):
             set_attribute(self, "_places_gradient", True)
         return self
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return super().__getitem__(self._index(index))
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(self._index(index), value)
-
-    def _index(self, index: Any) -> Any:
-        """An index with DTensors for lists and arrays of numbers, of which torch would make plain tensors."""
-        if type(index) is tuple:
-            return tuple(map(self._index, index))
-        if not (isinstance(index, list) or hasattr(index, "__array__")) or isinstance(index, torch.Tensor):
-            return index
-        numbers = torch.as_tensor(index, device=self.device)
-        if numbers.dtype == torch.bool and numbers.ndim == 1:
-            numbers = numbers.nonzero().flatten()
-        return _of_whole(DTensorSpec.replicated(self.mesh, TensorMeta.of(numbers)), numbers)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if self.grad_fn is not None:
             raise RuntimeError(
@@ -355,6 +339,9 @@ class DTensor(Wrapper):
         found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        return run_ufunc(functools.partial(_replicated, self.mesh), ufunc, method, inputs, options)
+
 
 def local_parts(value: DTensor, gradient: DTensorSpec | None) -> Shards:
     """The shards of this process's ranks, through which gradients flow.
@@ -394,6 +381,14 @@ def _of_whole(spec: DTensorSpec, whole: torch.Tensor, held: DTensorSpec | None =
     return linear(  # type: ignore[no-any-return]
         lambda whole: wrap(found, (whole.detach(),) * count).redistribute(spec.pspec), transpose, whole
     )
+
+
+def _replicated(mesh: Mesh, whole: torch.Tensor) -> DTensor:
+    """The DTensor of an operand that each rank has; ranks compare it if they compare every call."""
+    shards = (whole.to(mesh.device),) * len(mesh.held_coordinates)
+    if checks.every_call:
+        joint_specs(f"an operator with an array on {mesh}", [shards], [_REPLICATED], mesh, names=["the array"])
+    return wrap(DTensorSpec.replicated(mesh, TensorMeta.of(whole)), shards)
 
 
 def of_parts(spec: DTensorSpec, *shards: torch.Tensor, gradient: DTensorSpec | None) -> DTensor:
