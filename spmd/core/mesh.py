@@ -19,7 +19,7 @@ from spmd.core.pictures.blocks import Blocks, Dim
 from spmd.core.pictures.picture import Picture
 from spmd.errors import MeshError
 from spmd.job.collective_scope import MOST, name_ranks
-from spmd.job.process import choose_device, init, is_distributed, process_count, process_index
+from spmd.job.process import choose_device, is_distributed, process_count, process_index, start
 from spmd.job.tracebacks import hides_internals
 
 Coordinate = tuple[int, ...]
@@ -280,7 +280,7 @@ def _join(mesh: Mesh, *, all_processes: bool) -> Mesh:
         )
     device = choose_device(mesh.device)
     _check_available(device)
-    init()
+    start()
     return attrs.evolve(mesh, device=device)
 
 

@@ -43,7 +43,8 @@ def init(*, timeout: timedelta | float | None = None, check: Literal["first", "c
     """Start torch.distributed from a launcher's variables: gloo for CPU tensors and, where there are GPUs, NCCL.
 
     `make_mesh(runtime="distributed")` does this; call it first to choose a timeout. What is started already is left
-    alone. Where ranks compute on processors, glibc keeps the memory that they free (`spmd.job.host_memory`).
+    alone, and without a launcher, where `make_mesh` makes virtual meshes, nothing is started. Where ranks compute on
+    processors, glibc keeps the memory that they free (`spmd.job.host_memory`).
 
     Args:
         timeout: how long a collective may wait for the other ranks, and a rank for the others to start, in seconds or
@@ -55,12 +56,25 @@ def init(*, timeout: timedelta | float | None = None, check: Literal["first", "c
             ranks must choose the same.
 
     Raises:
-        MeshError: a launcher's variables are missing; a timeout that is not positive, or that comes too late; no such
-            check.
+        MeshError: a timeout that is not positive, or that comes too late; no such check.
         SpmdError: other ranks did not start in time; the message names them.
     """
     checks.choose(check)
     limit = _parse_timeout(timeout)
+    if is_distributed():
+        start(limit)
+
+
+def start(limit: timedelta | None = None) -> None:
+    """Start torch.distributed, if it is not.
+
+    Args:
+        limit: the timeout.
+
+    Raises:
+        MeshError: a launcher's variables are missing, or a timeout comes too late.
+        SpmdError: other ranks did not start in time.
+    """
     if dist.is_initialized():
         if limit is not None:
             raise MeshError(

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from spmd.core.mesh import make_mesh
+from spmd.core.mesh import Runtime, make_mesh
 from spmd.errors import MeshError
 from spmd.job.launcher import local_rank, local_size, started
 from spmd.job.process import choose_device, init, is_distributed, process_count, process_index
@@ -80,8 +80,12 @@ def test_a_launcher_says_the_rank_and_the_number_of_processes(environment, varia
 def test_other_processes_are_no_job(environment, variables):
     environment(variables)
     assert started() is None and not is_distributed()
+    init(timeout=60, check="first")  # starts nothing, as make_mesh, which makes a virtual mesh
+    assert not torch.distributed.is_initialized() and make_mesh({"data": 2}).runtime is Runtime.VIRTUAL
+    with pytest.raises(MeshError, match=r"timeout"):
+        init(timeout=-1)
     with pytest.raises(MeshError, match=r"needs the variables that torchrun sets .*or those of several tasks of srun"):
-        init()
+        make_mesh({"data": 2}, runtime="distributed")
 
 
 def test_a_local_rank_of_another_launcher_counts_only_if_it_numbers_the_same_processes(environment):
