@@ -6,7 +6,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, Protocol, TypeVar, overload
 
 import torch
@@ -102,6 +102,12 @@ class Jitted(Generic[_Arguments, _Result]):
         self._last: Compiled[_Result] | None = None
         self._newest: Compiled[_Result] | None = None
         self._warnings = ValueWarnings()
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """By name, as a function is pickled and copied; of a method or a module, which are parts, by these."""
+        if isinstance(self.__wrapped__, FunctionType):
+            return str(self.__qualname__)  # type: ignore[attr-defined]
+        return Jitted, (self.__wrapped__, self._in_specs, self._out_specs, self._mesh, self._options)
 
     @hides_internals
     def __call__(self, *args: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
