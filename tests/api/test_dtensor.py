@@ -3,12 +3,14 @@ import io
 import pickle
 from collections import namedtuple
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from spmd.api.jit import jit
 from spmd.api.values.distribute import distribute, from_process_data, place
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.core.mesh import make_mesh, use_mesh
@@ -183,6 +185,21 @@ def test_distribute_places_trees():
     assert (P("model"), P(), None) == (placed["w"].spec.pspec, placed["pair"].first.spec.pspec, placed["pair"].second)
     with use_mesh(MESH):
         assert P("data") == distribute(torch.ones(6), (Shard(0), Replicate())).spec.pspec
+
+
+def test_distribute_takes_arrays_as_jit_does():
+    mesh = make_mesh({"data": 2}, runtime="virtual")
+    array = numpy.arange(6.0).reshape(3, 2)[::-1]
+    tree = {"x": array, "scalar": numpy.float32(2), "number": 0.5}
+    placed = distribute(tree, P("data"), mesh)
+    taken = jit(lambda tree: tree, ({"x": P("data"), "scalar": P("data"), "number": None},), mesh=mesh)(tree)
+    assert torch.equal(placed["x"].full_tensor(), torch.tensor(array.copy())) and placed["x"].dtype == torch.float64
+    assert type(placed["scalar"]) is type(taken["scalar"]) is float and placed["number"] == 0.5
+    array[:] = 0
+    assert placed["x"].sum() == 15
+    assert torch.equal(from_process_data(numpy.ones(4), P("data"), mesh).full_tensor(), torch.ones(4).double())
+    with pytest.raises(ShardingError, match="leaf is no tensor"):
+        distribute(numpy.array(["a"]), P(), mesh)
 
 
 def test_distribute_redistributes_dtensors():

@@ -10,11 +10,12 @@ import torch
 from spmd.api.values.dtensor import DTensor, of_parts, wrap
 from spmd.api.values.gradient_specs import gradient_spec
 from spmd.api.values.joint_shards import joint_specs
+from spmd.api.values.leaves import as_argument
 from spmd.api.values.linear import gradients_of, is_computed, linear, refuse_gradients
 from spmd.collectives.distributed.agreement import check_agreement, describe, failing_together, gather, spans_processes
 from spmd.collectives.distributed.scatter import Scatter
 from spmd.core.mesh import Coordinate, Mesh, Runtime, current_mesh
-from spmd.core.pytree import broadcast_prefix, flatten_with_paths, leaf_meta, leaf_specs
+from spmd.core.pytree import broadcast_prefix, flatten_with_paths, leaf_meta, leaf_specs, tree_map
 from spmd.core.spec import DTensorSpec
 from spmd.errors import MeshError, ShardingError
 from spmd.job.tracebacks import hides_internals
@@ -40,7 +41,7 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
     collective checks that the trees are equal, by digests (for tensors above 16 MiB, of samples).
 
     Args:
-        tree: a pytree of whole tensors on any device, or of DTensors, which are redistributed.
+        tree: a pytree of whole tensors on any device, of arrays of NumPy, or of DTensors, which are redistributed.
         specs: a pytree prefix of specs: `P`s, or tuples of one placement for each mesh axis. Where a spec is partial,
             the rank at index 0 of the axis holds the value, and the others hold the neutral element.
         mesh: the mesh; by default that of `use_mesh`.
@@ -68,6 +69,7 @@ def distribute(tree: Any, specs: Any, mesh: Mesh | None = None, *, src_rank: int
     mesh = current_mesh(mesh)
     call = f"distribute on {mesh}"
     with failing_together(call, mesh):
+        tree = tree_map(as_argument, tree)
         every = leaf_specs(specs, tree, mesh, what="specs", item="leaf", of="the tree", numbers=True)
         paths, held, structure = flatten_with_paths(tree)
         tensors_at = [number for number, spec in enumerate(every) if spec is not None]
@@ -163,7 +165,7 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     of the data, it is `distribute`.
 
     Args:
-        tree: a pytree of tensors on any device; they are moved to the device of the mesh.
+        tree: a pytree of tensors on any device, or of arrays of NumPy; they are moved to the device of the mesh.
         specs: a pytree prefix of specs, none partial.
         mesh: the mesh; by default that of `use_mesh`.
 
@@ -184,6 +186,7 @@ def from_process_data(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
         return distribute(tree, specs, mesh)
     call = f"from_process_data(..., {specs!r}) on {mesh}"
     with failing_together(call, mesh):
+        tree = tree_map(as_argument, tree)
         prefix = broadcast_prefix(specs, tree, what="specs", of="the tree")
         paths, leaves, structure = flatten_with_paths(tree)
         names = [f"leaf {path}".rstrip() for path in paths]
