@@ -115,6 +115,43 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
     return body
 
 
+def _adagrad(
+    params: Tensors,
+    grads: Tensors,
+    sums: Tensors,
+    steps: Tensors,
+    *,
+    lr: float | Tensor,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> list[list[Tensor]]:
+    old = (params, grads, sums)
+    grads = _unscaled(grads, grad_scale)
+    p, g, s = map(_widened, (params, grads, sums))
+    if maximize:
+        g = torch._foreach_neg(g)
+    if weight_decay != 0:
+        g = torch._foreach_add(g, p, alpha=weight_decay)
+    s = torch._foreach_addcmul(s, g, g)
+    rates = [-lr / (1 + (step.reshape(()).double() - 1) * lr_decay) for step in steps]
+    root = torch._foreach_add(torch._foreach_sqrt(s), eps)
+    p = torch._foreach_add(p, torch._foreach_div(torch._foreach_mul(g, _scalars(rates, p)), root))
+    return _finished(old, (p, grads, s), found_inf)
+
+
+def unscale(grads: Tensors, found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """`_amp_foreach_non_finite_check_and_unscale_`: one number says whether any gradient has a NaN or an infinity."""
+    counts = [(~grad.isfinite()).sum() for grad in grads]
+    if counts:
+        found_inf.copy_(torch.where(sum(counts[1:], counts[0]) > 0, 1.0, found_inf))
+    for grad in grads:
+        grad.mul_(inverse_scale.reshape(()))
+
+
 def _decayed(p: Tensors, g: Tensors, lr: float | Tensor, decay: float, decoupled: bool) -> tuple[Tensors, Tensors]:
     """Parameters and gradients after weight decay: of the parameters if decoupled, else added to the gradients."""
     if decoupled:
@@ -126,6 +163,8 @@ FUSED: Mapping[torch._ops.OpOverload, Callable[..., Any]] = MappingProxyType(
     {
         aten._fused_sgd.default: _sgd,
         aten._fused_sgd.tensor_lr: _sgd,
+        aten._fused_adagrad.default: _adagrad,
+        aten._fused_adagrad.tensor_lr: _adagrad,
         aten._fused_adam.default: _adam(decoupled=False),
         aten._fused_adam.tensor_lr: _adam(decoupled=False),
         aten._fused_adamw.default: _adam(decoupled=True),

@@ -9,7 +9,7 @@ import torch
 from torch._prims_common import canonicalize_dim
 
 from spmd.errors import TraceError
-from spmd.tracing.fused_optimizers import FUSED
+from spmd.tracing.fused_optimizers import FUSED, unscale
 from spmd.tracing.recorder import where
 
 aten = torch.ops.aten
@@ -141,9 +141,11 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
             (aten._fused_sgd_, aten._fused_sgd),
             (aten._fused_adam_, aten._fused_adam),
             (aten._fused_adamw_, aten._fused_adamw),
+            (aten._fused_adagrad_, aten._fused_adagrad),
         )
         for overload in ("default", "tensor_lr")
     },
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     **{op: _restrided(op, positions, of) for positions, of, ops in _STRIDES for op in ops},
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._cdist_backward.default: _cdist_backward,

@@ -27,6 +27,7 @@ from spmd.api.eager.families import add_alias, view_of
 from spmd.api.eager.operator_cache import find, program_of, remember
 from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, slot_numbers
 from spmd.api.eager.operators import index_arguments, is_listed, written_arguments
+from spmd.api.eager.plain_copies import placed_as
 from spmd.api.values.distribute import check_same, place
 from spmd.api.values.dtensor import DTensor, become, dispatch_operators_to, set_family, wrap
 from spmd.core.mesh import Mesh
@@ -110,6 +111,11 @@ def _run_planned(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     meshes = _meshes(args) if is_listed(op) else ()
     if len(meshes) > 1:
         return _run_on_meshes(op, meshes, args, kwargs)
+    if op is aten.copy_.default and _has_values(args[1]) and isinstance(args[0], DTensor):
+        args = (args[0], placed_as(args[0], args[1]), *args[2:])
+    if op is aten._foreach_copy_.default:
+        pairs = zip(args[0], args[1], strict=True)
+        args = (args[0], [placed_as(x, y) if _has_values(y) and isinstance(x, DTensor) else y for x, y in pairs])
     if op in _INDEXED:
         args = (args[0], [index for mask in args[1] for index in _places(mask)], *args[2:])
     tensors: list[torch.Tensor] = []
@@ -133,7 +139,9 @@ def _run_planned(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         _compare_plain(op, tensors, indexes, held[0].mesh)
         operator.is_compared = True
     given = map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments)
-    return operator(held, *given, modes_off=are_modes_off())
+    result = operator(held, *given, modes_off=are_modes_off())
+    numbers = [number for number in written if tensors[number] is not held[number]]
+    return _write_numbers(result, [(held[number], tensors[number]) for number in numbers]) if numbers else result
 
 
 _INDEXED = frozenset(
@@ -263,8 +271,21 @@ def _is_asserted() -> bool:
     return frame is not None
 
 
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is more than a number."""
+    return not (isinstance(tensor, DTensor) or tensor.is_meta or _is_number(tensor))
+
+
+def _write_numbers(result: Any, numbers: Sequence[tuple[DTensor, torch.Tensor]]) -> Any:
+    """Write to plain tensors of one element what their replicas have become; they stand for these in the result."""
+    for held, plain in numbers:
+        plain.copy_(held._shards[0].reshape(plain.shape))
+    plain_of = {id(held): plain for held, plain in numbers}
+    return map_leaves(lambda leaf: plain_of.get(id(leaf), leaf), result)
+
+
 def _refuse_plain_target(op: Any, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, DTensor):
+    if not isinstance(tensor, DTensor) and tensor.numel() != 1:
         raise ShardingError(
             f"{op} at {where()} writes values of a DTensor to a plain tensor {TensorMeta.of(tensor)}. Make a new value "
             "(y = y + x), write to a DTensor (torch.empty_like(x)), or take the whole tensor first: x.full_tensor()."

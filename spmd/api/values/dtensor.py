@@ -19,6 +19,8 @@ from spmd.api.values.linear import linear
 from spmd.api.values.moves import move_shards, start_move, target_of, why_outside
 from spmd.api.values.numpy_operators import run_ufunc
 from spmd.api.values.on_class import OnClass
+from spmd.api.values.optimizer_states import place_loaded_state
+from spmd.api.values.saved_states import saved_storage
 from spmd.api.values.wrapper import (
     SHARD,
     Shards,
@@ -340,7 +342,18 @@ class DTensor(Wrapper):
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        return run_ufunc(functools.partial(_replicated, self.mesh), ufunc, method, inputs, options)
+        call, mesh = f"{ufunc.__name__} of an array on {self.mesh}", self.mesh
+        replicate = lambda array: _replicas(call, {"the array": array}, mesh, checks.every_call)[0]  # noqa: E731
+        return run_ufunc(replicate, ufunc, method, inputs, options)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Raise a ShardingError, but for transformers' `save_pretrained`, which saves global tensors."""
+        return saved_storage(self, DTensor._whole) or super().untyped_storage()
+
+    def is_floating_point(self) -> bool:
+        """Whether the dtype is floating; optimizers that ask as they load a state place it at the end."""
+        place_loaded_state(_replicas)
+        return self._spec.meta.dtype.is_floating_point
 
 
 def local_parts(value: DTensor, gradient: DTensorSpec | None) -> Shards:
@@ -383,12 +396,13 @@ def _of_whole(spec: DTensorSpec, whole: torch.Tensor, held: DTensorSpec | None =
     )
 
 
-def _replicated(mesh: Mesh, whole: torch.Tensor) -> DTensor:
-    """The DTensor of an operand that each rank has; ranks compare it if they compare every call."""
-    shards = (whole.to(mesh.device),) * len(mesh.held_coordinates)
-    if checks.every_call:
-        joint_specs(f"an operator with an array on {mesh}", [shards], [_REPLICATED], mesh, names=["the array"])
-    return wrap(DTensorSpec.replicated(mesh, TensorMeta.of(whole)), shards)
+def _replicas(call: str, wholes: Mapping[str, torch.Tensor], mesh: Mesh, compares: bool = True) -> list[DTensor]:
+    """The DTensors of plain tensors that each rank has, by name, which ranks compare in a call."""
+    count = len(mesh.held_coordinates)
+    held = [(whole.to(mesh.device, copy=True),) * count for whole in wholes.values()]
+    if compares and count < mesh.size:
+        joint_specs(call, held, [_REPLICATED] * len(held), mesh, names=list(wholes))
+    return [wrap(DTensorSpec.replicated(mesh, TensorMeta.of(shards[0])), shards) for shards in held]
 
 
 def of_parts(spec: DTensorSpec, *shards: torch.Tensor, gradient: DTensorSpec | None) -> DTensor:
@@ -520,8 +534,10 @@ def restore(
 def _as_leaf(leaf: weakref.ref[DTensor], gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a leaf with its spec; by a weak reference, because the leaf has this as a hook."""
     found = leaf()
-    if found is None or not isinstance(gradient, DTensor) or gradient._spec == found._spec:
+    if found is None or not isinstance(gradient, DTensor):
         return gradient
+    if gradient._spec == found._spec:  # which may be a view of what the backward pass computed, and is then no more
+        return gradient if gradient._family is None else wrap(gradient._spec, gradient._shards, gradient._strides)
     return gradient.redistribute(found._spec.complete.pspec)
 
 
