@@ -143,15 +143,6 @@ def _adagrad(
     return _finished(old, (p, grads, s), found_inf)
 
 
-def unscale(grads: Tensors, found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """`_amp_foreach_non_finite_check_and_unscale_`: one number says whether any gradient has a NaN or an infinity."""
-    counts = [(~grad.isfinite()).sum() for grad in grads]
-    if counts:
-        found_inf.copy_(torch.where(sum(counts[1:], counts[0]) > 0, 1.0, found_inf))
-    for grad in grads:
-        grad.mul_(inverse_scale.reshape(()))
-
-
 def _decayed(p: Tensors, g: Tensors, lr: float | Tensor, decay: float, decoupled: bool) -> tuple[Tensors, Tensors]:
     """Parameters and gradients after weight decay: of the parameters if decoupled, else added to the gradients."""
     if decoupled:

@@ -9,7 +9,7 @@ import torch
 from torch._prims_common import canonicalize_dim
 
 from spmd.errors import TraceError
-from spmd.tracing.fused_optimizers import FUSED, unscale
+from spmd.tracing.fused_optimizers import FUSED
 from spmd.tracing.recorder import where
 
 aten = torch.ops.aten
@@ -145,7 +145,6 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
         )
         for overload in ("default", "tensor_lr")
     },
-    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     **{op: _restrided(op, positions, of) for positions, of, ops in _STRIDES for op in ops},
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._cdist_backward.default: _cdist_backward,

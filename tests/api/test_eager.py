@@ -419,12 +419,11 @@ def test_programs_are_planned_once_and_their_number_is_bounded() -> None:
 
 def test_writes_to_plain_tensors_are_refused() -> None:
     x, plain = spmd.distribute(torch.ones(4), P("data"), MESH), torch.zeros(4)
-    total = torch.zeros(())
     with spmd.implicit_replication():
-        for write in (lambda: torch.mul(x, 2, out=plain), lambda: plain.copy_(x), lambda: total.add_(x.sum())):
+        for write in (lambda: torch.mul(x, 2, out=plain), lambda: plain.copy_(x)):
             with pytest.raises(ShardingError, match=r"at test_eager.py.* writes values of a DTensor to a plain tensor"):
                 write()
-    assert not plain.any() and not total
+    assert not plain.any()
 
 
 def test_autocast_and_inference_mode() -> None:

@@ -241,7 +241,7 @@ def _other_index(mesh: spmd.Mesh) -> list[str]:
             said.append(str(error))
     with spmd.implicit_replication():
         try:
-            x + torch.full((8,), float(rank)) * torch.arange(8)
+            x @ (torch.full((8,), float(rank)) * torch.arange(8))
         except DivergenceError as error:
             said.append(str(error))
     return said

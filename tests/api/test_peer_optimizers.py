@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from torch import nn
 
 import spmd
 from spmd import P
-from spmd.errors import ShardingError
 
 PAIR = spmd.make_mesh({"z": 2}, runtime="virtual")
 MIXED = {"betas": (0.6, 0.66), "eps": 1e-6, "weight_decay": 0.05}
@@ -103,8 +102,13 @@ def test_learning_rates_that_are_tensors(name: str, rate: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("Adam", {"amsgrad": True, "lr": RATES[0]}), ("AdamW", {"amsgrad": True, "lr": RATES[0]}), ("SGD", {})],
-    ids=["adam", "adamw", "sgd"],
+    [
+        ("Adam", {"amsgrad": True, "lr": RATES[0]}),
+        ("AdamW", {"amsgrad": True, "lr": RATES[0]}),
+        ("SGD", {}),
+        ("Adagrad", {}),
+    ],
+    ids=["adam", "adamw", "sgd", "adagrad"],
 )
 def test_fused_operators_without_shapes(name: str, options: dict[str, Any]) -> None:
     assert_trains_alike(name, {**options, "fused": True})
@@ -126,19 +130,3 @@ def test_layers_of_several_specs(way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_layers_on_two_meshes(way: dict[str, Any]) -> None:
     assert_layers_train_alike([(P("x"), LINE), (P("z"), PAIR)], way)
-
-
-CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "fused Adagrad, whose counts of steps are plain": (
-        lambda: assert_trains_alike("Adagrad", {"fused": True}),
-        ShardingError,
-        "_fused_adagrad_.* writes values of a DTensor to a plain tensor",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_what_is_refused(name: str) -> None:
-    call, error, text = CALLS[name]
-    with pytest.raises(error, match=text):
-        call()

@@ -24,6 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._mode_utils import no_dispatch
 
 from spmd.api.eager.families import add_alias, view_of
+from spmd.api.eager.gradient_scaling import unscale
 from spmd.api.eager.operator_cache import find, program_of, remember
 from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, slot_numbers
 from spmd.api.eager.operators import index_arguments, is_listed, written_arguments
@@ -52,7 +53,7 @@ def implicit_replication() -> Iterator[None]:
     """A context in which plain tensors may be operands beside DTensors; they count as replicated.
 
     On a distributed mesh each rank must have the same values. Ranks compare them at the first call of an operator with
-    such specs, and by `spmd.init(check="calls")` at each.
+    such specs, if it communicates, and by `spmd.init(check="calls")` at each.
 
     >>> from spmd import P, distribute, make_mesh
     >>> x = distribute(torch.arange(3), P("data"), make_mesh({"data": 2}, runtime="virtual"))
@@ -111,13 +112,8 @@ def _run_planned(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     meshes = _meshes(args) if is_listed(op) else ()
     if len(meshes) > 1:
         return _run_on_meshes(op, meshes, args, kwargs)
-    if op is aten.copy_.default and _has_values(args[1]) and isinstance(args[0], DTensor):
-        args = (args[0], placed_as(args[0], args[1]), *args[2:])
-    if op is aten._foreach_copy_.default:
-        pairs = zip(args[0], args[1], strict=True)
-        args = (args[0], [placed_as(x, y) if _has_values(y) and isinstance(x, DTensor) else y for x, y in pairs])
-    if op in _INDEXED:
-        args = (args[0], [index for mask in args[1] for index in _places(mask)], *args[2:])
+    if op in _CONVERTED and not is_tracing():
+        args = (args[0], _CONVERTED[op](args[0], args[1]), *args[2:])
     tensors: list[torch.Tensor] = []
     arguments: Arguments = map_leaves(functools.partial(_slot, tensors), (tuple(args), dict(kwargs)))
     _refuse_trace(op, tensors)
@@ -144,15 +140,11 @@ def _run_planned(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     return _write_numbers(result, [(held[number], tensors[number]) for number in numbers]) if numbers else result
 
 
-_INDEXED = frozenset(
-    {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-)
-
-
 def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
     """The indexes of the elements that a plain mask keeps, so that a program knows how many; else the index itself."""
-    is_mask = index is not None and index.dtype in (torch.bool, torch.uint8) and index.ndim > 0
-    return (index,) if not is_mask or isinstance(index, DTensor) or index.is_meta else index.nonzero().unbind(1)
+    if index is None or isinstance(index, DTensor) or index.is_meta or not index.ndim:
+        return (index,)
+    return index.nonzero().unbind(1) if index.dtype in (torch.bool, torch.uint8) else (index,)
 
 
 _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
@@ -271,9 +263,10 @@ def _is_asserted() -> bool:
     return frame is not None
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is more than a number."""
-    return not (isinstance(tensor, DTensor) or tensor.is_meta or _is_number(tensor))
+def _source(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """What is copied to a DTensor: a plain tensor under its spec, but for numbers."""
+    is_known = isinstance(source, DTensor) or source.is_meta or _is_number(source)
+    return placed_as(target, source) if isinstance(target, DTensor) and not is_known else source
 
 
 def _write_numbers(result: Any, numbers: Sequence[tuple[DTensor, torch.Tensor]]) -> Any:
@@ -360,12 +353,24 @@ _RESHAPES: Mapping[Any, Any] = {
 """Operators that change the shape of their operand, and those that return a view instead."""
 
 
+_CONVERTED: Mapping[Any, Callable[[Any, Any], Any]] = {
+    aten.copy_.default: _source,
+    aten._foreach_copy_.default: lambda targets, sources: list(map(_source, targets, sources)),
+    **dict.fromkeys(
+        (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default),
+        lambda _, indexes: [place for index in indexes for place in _places(index)],
+    ),
+}
+"""Operators whose second argument is converted, by the first one and itself, where it is plain."""
+
+
 _DIRECT: Mapping[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _item,
     aten.item.default: _item,
     aten.is_nonzero.default: lambda value: bool(_item(value)),
     aten.detach.default: _alias,
     aten.alias.default: _alias,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     aten.allclose.default: _allclose,
     aten.bincount.default: _bincount,
     aten.equal.default: _equal,

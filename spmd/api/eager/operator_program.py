@@ -127,7 +127,7 @@ class Operator:
     """
 
     def __init__(self, call: Call) -> None:
-        self.call, mesh, self.is_compared = call, call.specs[0].mesh, False
+        self.call, mesh = call, call.specs[0].mesh
         self.tree: optree.PyTreeSpec = optree.tree_structure(None)
         stand_ins = [
             StandIn(spec.meta, mesh.device, strides) for spec, strides in zip(call.specs, call.strides, strict=True)
@@ -150,6 +150,7 @@ class Operator:
         self.kernel, self._ranks = self._only_operator(), range(len(mesh.held_coordinates))
         self._run_on_shards = self._kernel_function()
         self._functions = () if self.program.local.collectives else self._executable.functions
+        self.is_compared = not self.program.local.collectives  # ranks need not make a call that sends nothing
         self._views, self._is_single = self._view_steps(), self.tree.is_leaf()
 
     def _only_operator(self) -> torch._ops.OpOverload | None:

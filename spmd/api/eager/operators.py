@@ -16,7 +16,7 @@ def name_of(op: torch._ops.OpOverload) -> str:
 
 def is_listed(op: torch._ops.OpOverload) -> bool:
     """Whether an operator works on lists, item by item."""
-    return name_of(op).startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+    return name_of(op).startswith(("_foreach_", "_fused_"))
 
 
 def is_elementwise(op: torch._ops.OpOverload) -> bool:

@@ -36,7 +36,7 @@ class WholeOperator:
                 f"{call.op} at {where()} writes to a DTensor a result that depends on values, and may have another "
                 "shape. Take the result of the operator without out= or `_`."
             )
-        self.call, self.is_compared = call, False
+        self.call, self.is_compared = call, all(spec.is_replicated for spec in call.specs)
 
     def __call__(self, held: Sequence[DTensor], args: Any, kwargs: Mapping[str, Any] | None, **_: object) -> Any:
         """Run it; the arguments are those of `Operator`."""

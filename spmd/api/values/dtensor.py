@@ -348,7 +348,7 @@ class DTensor(Wrapper):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Raise a ShardingError, but for transformers' `save_pretrained`, which saves global tensors."""
-        return saved_storage(self, DTensor._whole) or super().untyped_storage()
+        return saved_storage(self, DTensor._whole) or self._refuse(method="untyped_storage", remedy=self._READ)
 
     def is_floating_point(self) -> bool:
         """Whether the dtype is floating; optimizers that ask as they load a state place it at the end."""

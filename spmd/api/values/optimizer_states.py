@@ -48,13 +48,15 @@ def _place(replicate: Replicate, optimizer: torch.optim.Optimizer) -> None:
     waiting: dict[Mesh, list[tuple[str, torch.Tensor, P]]] = defaultdict(list)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):
-        spec: DTensorSpec | None = getattr(parameter, "_spec", None)
-        paths, leaves, _ = optree.tree_flatten_with_path(optimizer.state[parameter] if spec else {})
+        spec = getattr(parameter, "_spec", None)
+        if not isinstance(spec, DTensorSpec):
+            continue
+        paths, leaves, _ = optree.tree_flatten_with_path(optimizer.state[parameter])  # type: ignore[arg-type]
         for path, leaf in zip(paths, leaves, strict=True):
-            if spec and isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and not hasattr(leaf, "_spec"):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and not hasattr(leaf, "full_tensor"):
                 name = f"{'.'.join(map(str, path))} of parameter {number}"
                 waiting[spec.mesh].append((name, leaf, P(*spec.dims) if leaf.shape == spec.meta.shape else P()))
-    placed = {}
+    placed: dict[int, Any] = {}
     for mesh, found in waiting.items():
         values = replicate(f"optimizer.load_state_dict on {mesh}", {name: leaf for name, leaf, _ in found}, mesh)
         placed |= {id(leaf): value.redistribute(spec) for value, (_, leaf, spec) in zip(values, found, strict=True)}

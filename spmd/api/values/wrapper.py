@@ -98,7 +98,6 @@ class Wrapper(torch.Tensor):
     __dlpack__ = functools.partialmethod(_refuse, method="__dlpack__", remedy=_READ)
     data_ptr = functools.partialmethod(_refuse, method="data_ptr", remedy=_READ)
     storage = functools.partialmethod(_refuse, method="storage", remedy=_READ)
-    untyped_storage = functools.partialmethod(_refuse, method="untyped_storage", remedy=_READ)
     share_memory_ = functools.partialmethod(_refuse, method="share_memory_", remedy=_READ)
 
 
