@@ -19,6 +19,7 @@ _INTERNAL = tuple(
     for file in (torch.__file__, optree.__file__, attrs.__file__, errors.__file__)
     if file
 )
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep
 _INSTALLED = ("site-packages", "dist-packages")  # may be inside the standard library's folder
 
@@ -31,6 +32,11 @@ def is_user_file(file: str) -> bool:
     if file.startswith(_STANDARD) and not file[len(_STANDARD) :].startswith(_INSTALLED):
         return False
     return not file.startswith(_INTERNAL)
+
+
+def is_torch_file(file: str) -> bool:
+    """Whether a file is of torch."""
+    return file.startswith(_TORCH)
 
 
 def is_installed(file: str) -> bool:

@@ -69,7 +69,7 @@ def run_plain(layers: Layers, x: Tensor, states: Sequence[Tensor]) -> tuple[Tens
 
     OneDNN's single operator for a layer saves what its backward needs only if grad mode is on.
     """
-    return _run_layers(layers, x, states, _run_whole, lambda x: torch.dropout(x, layers.dropout, True))
+    return _run_layers(layers, x, states, run_direction, lambda x: torch.dropout(x, layers.dropout, True))
 
 
 def _run_layers(
@@ -94,7 +94,7 @@ def _run_layers(
     return x, [torch.stack(every) for every in zip(*final, strict=True)]
 
 
-def _run_whole(
+def run_direction(
     layers: Layers, x: Tensor, states: States, weights: Sequence[Tensor], *, reverse: bool
 ) -> tuple[Tensor, States]:
     """One layer in one direction, of samples that have the full length: its outputs and its final states."""

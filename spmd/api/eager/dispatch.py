@@ -29,6 +29,8 @@ from spmd.api.eager.operator_cache import find, program_of, remember
 from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, slot_numbers
 from spmd.api.eager.operators import index_arguments, is_listed, written_arguments
 from spmd.api.eager.plain_copies import placed_as
+from spmd.api.eager.plain_tensors import check_replicas, is_number, refusal
+from spmd.api.eager.recurrent import lstm_layer, lstm_layer_backward
 from spmd.api.values.distribute import check_same, place
 from spmd.api.values.dtensor import DTensor, become, dispatch_operators_to, set_family, wrap
 from spmd.core.mesh import Mesh
@@ -125,6 +127,9 @@ def _run_planned(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         _refuse_plain_target(op, tensors[number])
     indexes = slot_numbers(index_arguments(op), arguments)
     held = _on_one_mesh(op, tensors, indexes)
+    if op in _BY_STEPS:
+        args, _ = map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments)
+        return _BY_STEPS[op](*args)
     views = _written_views(op, written, held)
     specs = tuple(value._spec for value in held)
     strides = tuple(value._strides for value in held)
@@ -224,19 +229,17 @@ def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh, is_index: bool) -> DTens
             raise MeshError(f"{op} at {where()} has operands on {mesh} and on {tensor.mesh}. {_ONE_MESH}")
         tensor = tensor._whole()  # a number
     meta = TensorMeta.of(tensor)
-    if not (is_index or _is_number(tensor) or _replicates.get() or _is_backward() or _is_asserted()):
-        raise ShardingError(
-            f"{op} at {where()} has a plain tensor {meta} beside a DTensor on {mesh}. Place it with "
-            "spmd.distribute(x, spec, mesh), or let plain tensors count as replicated: with "
-            "spmd.implicit_replication(). Numbers and 0-d tensors need neither."
-        )
+    if not (is_index or is_number(tensor) or _replicates.get() or _is_backward() or _is_asserted()):
+        advice = refusal(tensor)
+        if advice is not None:
+            raise ShardingError(
+                f"{op} at {where()} has a plain tensor {meta} beside a DTensor on {mesh}. Place it with "
+                "spmd.distribute(x, spec, mesh), or let plain tensors count as replicated: with "
+                f"spmd.implicit_replication(). Numbers and 0-d tensors need neither.{advice}"
+            )
+        check_replicas(op, mesh, tensor)
     placed = place(tensor, DTensorSpec.replicated(mesh, meta), f"an operand of {op}")
     return placed if tensor.is_contiguous() else wrap(placed._spec, placed._shards, tensor.stride())
-
-
-def _is_number(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has one element, or copies of it, as torch's gradients do: numbers, expanded."""
-    return tensor.numel() <= 1 or not any(tensor.stride())
 
 
 def _compare_plain(op: Any, tensors: Sequence[torch.Tensor], indexes: Sequence[int], mesh: Mesh) -> None:
@@ -244,7 +247,7 @@ def _compare_plain(op: Any, tensors: Sequence[torch.Tensor], indexes: Sequence[i
     found = {
         f"operand {number} of {op}": tensor
         for number, tensor in enumerate(tensors)
-        if not isinstance(tensor, DTensor) and (number in indexes or not _is_number(tensor))
+        if not isinstance(tensor, DTensor) and (number in indexes or not is_number(tensor))
     }
     if found:
         check_same(f"{op} with plain tensors on {mesh}", mesh, list(found), list(found.values()))
@@ -265,7 +268,7 @@ def _is_asserted() -> bool:
 
 def _source(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """What is copied to a DTensor: a plain tensor under its spec, but for numbers."""
-    is_known = isinstance(source, DTensor) or source.is_meta or _is_number(source)
+    is_known = isinstance(source, DTensor) or source.is_meta or is_number(source)
     return placed_as(target, source) if isinstance(target, DTensor) and not is_known else source
 
 
@@ -378,3 +381,9 @@ _DIRECT: Mapping[Any, Callable[..., Any]] = {
     aten._has_same_storage_numel.default: lambda value, other: value.numel() == other.numel(),
 }
 """Operators that need no program."""
+
+_BY_STEPS: Mapping[Any, Callable[..., Any]] = {
+    aten.mkldnn_rnn_layer.default: lstm_layer,
+    aten.mkldnn_rnn_layer_backward.default: lstm_layer_backward,
+}
+"""Operators that are run by others."""

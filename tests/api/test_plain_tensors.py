@@ -1,0 +1,150 @@
+"""Plain tensors beside DTensors outside of `spmd.jit`: those that torch makes, and the user's, which are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import plain_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from workers import Workers, call_on_mesh
+
+import spmd
+from spmd import P
+from spmd.errors import ShardingError
+
+MESH = spmd.make_mesh({"x": 3}, runtime="virtual")
+MASK, WEIGHT = torch.ones(6, 6).tril().bool(), torch.ones(4, 8)
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize(("axes", "shard"), [({"x": 3}, 0), ({"x": 2, "y": 2}, -1)], ids=str)
+def test_tensors_that_torch_makes(name: str, axes: dict[str, int], shard: int) -> None:
+    found = cases.results(name, spmd.make_mesh(axes, runtime="virtual"), shard)
+    torch.testing.assert_close(found, cases.results(name, None))
+
+
+@pytest.mark.parametrize("name", ["causal attention with dropout", "LSTM", "fractional pooling"])
+def test_tensors_that_torch_makes_on_processes(name: str, workers: Workers) -> None:
+    expected = cases.results(name, None)
+    for found in workers.run(call_on_mesh, functools.partial(cases.results, name), {"x": 2}, "distributed", ranks=2):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("check", "refused"), [("first", [0, 0, 0, 1]), ("calls", [0, 0, 1, 1])])
+def test_ranks_compare_what_torch_draws(check: str, refused: list[int], workers: Workers) -> None:
+    for said in workers.run(call_on_mesh, cases.drawn_apart, {"x": 2}, "distributed", check, ranks=2):
+        assert refused == [bool(text) for text in said]
+        assert "A plain tensor that torch made for aten.add.Tensor at plain_cases.py:" in said[-1]
+        assert said[-1].endswith("If it is drawn, call torch.manual_seed with the same seed on all ranks.")
+
+
+class Holder(nn.Module):
+    """An attention whose mask is an attribute, a buffer, or the result of a method."""
+
+    masks: torch.Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.mask = how, MASK
+        self.register_buffer("masks", MASK[None])
+
+    def make(self, x: torch.Tensor) -> torch.Tensor:
+        return MASK[: x.shape[-2]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "attribute":
+            return attend(x, x, x, self.mask, dropout_p=0.5)
+        if self.how == "buffer":
+            return attend(x, x, x, attn_mask=self.masks[0], dropout_p=0.5)
+        return attend(x, x, x, self.make(x), dropout_p=0.5)
+
+
+attend = F.scaled_dot_product_attention
+
+
+def _placed(module: nn.Module) -> nn.Module:
+    return spmd.distribute_module(module, MESH)
+
+
+def _closure(x: torch.Tensor) -> Any:
+    mask = MASK.clone()
+
+    def run() -> torch.Tensor:
+        return attend(x, x, x, mask, dropout_p=0.5)
+
+    return run()
+
+
+def _container(x: torch.Tensor) -> Any:
+    held = {"masks": [MASK.clone()]}
+    return attend(x, x, x, held["masks"][0], dropout_p=0.5)
+
+
+def _starred(x: torch.Tensor) -> Any:
+    given = {"attn_mask": MASK.clone()}
+    return attend(x, x, x, **given, dropout_p=0.5)
+
+
+def _assigned(x: torch.Tensor) -> None:
+    x[0] = torch.ones(2, 6, 8)
+
+
+def _attention(x: torch.Tensor, **given: Any) -> Any:
+    return _placed(nn.MultiheadAttention(8, 2, dropout=0.5))(x[0], x[0], x[0], **given)
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a sum": lambda x: x + torch.ones(8),
+    "a linear layer": lambda x: nn.Linear(8, 4)(x),
+    "a linear layer among others": lambda x: nn.Sequential(_placed(nn.Linear(8, 8)), nn.Linear(8, 4))(x),
+    "a bias": lambda x: torch.func.functional_call(
+        nn.Linear(8, 4), {"weight": spmd.distribute(WEIGHT, P(), MESH), "bias": torch.zeros(4)}, (x,)
+    ),
+    "a weight": lambda x: F.linear(x, WEIGHT),
+    "a weight that has no name": lambda x: F.linear(x, torch.ones(4, 8)),
+    "a weight in a partial function": lambda x: functools.partial(F.linear, weight=WEIGHT)(x),
+    "a weight under vmap": lambda x: torch.vmap(lambda row: F.linear(row, WEIGHT))(x),
+    "a mask of the module": lambda x: attend(x, x, x, MASK, dropout_p=0.5),
+    "a mask that has no name": lambda x: attend(x, x, x, torch.ones(6, 6), dropout_p=0.5),
+    "a mask of a call": lambda x: attend(x, x, x, Holder("call").make(x), dropout_p=0.5),
+    "a mask in a closure": _closure,
+    "a mask in a container": _container,
+    "a mask in keyword arguments": _starred,
+    "masks of a generator": lambda x: sum(attend(x, x, x, mask, dropout_p=0.5) for mask in [MASK]),
+    "a mask in an attribute": lambda x: Holder("attribute")(x),
+    "a mask in a buffer": lambda x: Holder("buffer")(x),
+    "a mask of a method": lambda x: Holder("method")(x),
+    "a mask of an attention": lambda x: _attention(x, attn_mask=torch.ones(2, 2, dtype=torch.bool)),
+    "a padding mask of an attention": lambda x: _attention(x, key_padding_mask=torch.zeros(6, 2, dtype=torch.bool)),
+    "a state": lambda x: _placed(nn.GRU(8, 5))(x[0], torch.zeros(1, 6, 5)),
+    "states": lambda x: _placed(nn.LSTM(8, 5))(x[0], (torch.zeros(1, 6, 5), torch.zeros(1, 6, 5))),
+    "a target": lambda x: F.mse_loss(x, torch.zeros(4, 2, 6, 8)),
+    "an assignment": _assigned,
+    "a condition": lambda x: torch.where(torch.ones(8).bool(), x, 0.0),
+    "a product": lambda x: torch.einsum("abcd,de->abce", x, torch.ones(8, 4)),
+    "a mean of a distribution": lambda x: torch.distributions.Normal(torch.zeros(8), torch.ones(8)).log_prob(x),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_tensors_of_the_user_are_refused(name: str, autocast: bool) -> None:
+    x = spmd.distribute(torch.ones(4, 2, 6, 8), P("x"), MESH)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        pytest.raises(ShardingError, match=r"has a plain tensor .* Place it with spmd.distribute\(x, spec, mesh\)"),
+    ):
+        REFUSED[name](x)
+
+
+def test_a_call_in_a_call_gets_a_name() -> None:
+    labels = lambda: spmd.distribute(torch.arange(4), P("x"), MESH)  # noqa: E731
+    with pytest.raises(ShardingError, match=r"If `labels\(\)` is a DTensor, and torch made the plain one, give it a n"):
+        F.one_hot(labels(), 4)
+    placed = labels()
+    assert torch.equal(torch.eye(4).long(), F.one_hot(placed, 4).full_tensor())
