@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -127,7 +128,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "an assignment": _assigned,
     "a condition": lambda x: torch.where(torch.ones(8).bool(), x, 0.0),
     "a product": lambda x: torch.einsum("abcd,de->abce", x, torch.ones(8, 4)),
-    "a mean of a distribution": lambda x: torch.distributions.Normal(torch.zeros(8), torch.ones(8)).log_prob(x),
+    "a mean of a distribution": lambda x: torch.distributions.Normal(torch.arange(8.0), 1.0).log_prob(x),
 }
 
 
@@ -148,3 +149,28 @@ def test_a_call_in_a_call_gets_a_name() -> None:
         F.one_hot(labels(), 4)
     placed = labels()
     assert torch.equal(torch.eye(4).long(), F.one_hot(placed, 4).full_tensor())
+
+
+def test_numbers_of_a_distribution() -> None:
+    for make in (torch.distributions.Binomial, torch.distributions.NegativeBinomial, torch.distributions.Multinomial):
+        plain = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1]])
+        found = make(5, spmd.distribute(plain, P("x"), MESH))
+        torch.manual_seed(0)
+        sample = found.sample((4,))
+        torch.manual_seed(0)
+        expected = make(5, plain)
+        assert torch.equal(expected.sample((4,)), sample.full_tensor())
+        torch.testing.assert_close(expected.log_prob(sample.full_tensor()), found.log_prob(sample).full_tensor())
+
+
+@pytest.mark.parametrize("module", [nn.Embedding(9, 6, sparse=True), nn.EmbeddingBag(9, 6, mode="sum", sparse=True)])
+def test_sparse_gradients_are_refused(module: nn.Module) -> None:
+    indices = spmd.distribute(torch.arange(6).view(3, 2), P("x"), MESH)
+    with pytest.raises(ShardingError, match=r"makes a tensor of layout torch.sparse_coo .* dense with sparse=False"):
+        spmd.distribute_module(copy.deepcopy(module), MESH)(indices).sum().backward()
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc])
+def test_tensors_that_become_sparse_are_refused(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(ShardingError, match=r"x.full_tensor\(\).to_sparse\(\)"):
+        convert(spmd.distribute(torch.eye(4), P("x"), MESH))

@@ -26,7 +26,7 @@ from torch.utils._mode_utils import no_dispatch
 from spmd.api.eager.families import add_alias, view_of
 from spmd.api.eager.gradient_scaling import unscale
 from spmd.api.eager.operator_cache import find, program_of, remember
-from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, slot_numbers
+from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, refuse_layout, slot_numbers
 from spmd.api.eager.operators import index_arguments, is_listed, written_arguments
 from spmd.api.eager.plain_copies import placed_as
 from spmd.api.eager.plain_tensors import check_replicas, is_number, refusal
@@ -111,6 +111,7 @@ def _run_planned(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         return _as_strided_in_base(*args, **kwargs)
     if kwargs.get("device") == _META:
         return op(*map(_as_meta, args), **kwargs)
+    refuse_layout(op, kwargs.get("layout"))
     meshes = _meshes(args) if is_listed(op) else ()
     if len(meshes) > 1:
         return _run_on_meshes(op, meshes, args, kwargs)

@@ -262,9 +262,20 @@ class Operator:
                 f"{call.op} at {where()} returns what is no tensor, {result!r:.80}, of a DTensor. Call it on the whole "
                 "tensor: .full_tensor()."
             )
+        for leaf in leaves:
+            refuse_layout(call.op, leaf.layout)
         self._strides = [strides_of(leaf) for leaf in leaves]
         self._offsets = [leaf.storage_offset() for leaf in leaves]
         return [*written, *bases, *leaves]
+
+
+def refuse_layout(op: torch._ops.OpOverload, layout: torch.layout | None) -> None:
+    """Raise a ShardingError if an operator makes a tensor that is not dense."""
+    if layout not in (None, torch.strided):
+        raise ShardingError(
+            f"{op} at {where()} makes a tensor of layout {layout} of a DTensor, and DTensors are dense. Gradients of "
+            "embeddings are dense with sparse=False; a whole tensor becomes sparse by x.full_tensor().to_sparse()."
+        )
 
 
 def _shard(leaf: Any, rank: int) -> Any:

@@ -131,7 +131,16 @@ def is_plain(value: Any) -> bool:
 
 
 def _has_plain(value: Any) -> bool:
-    return any(map(is_plain, _tensors([value])))
+    """Whether a value holds a plain tensor; an object of torch may hold numbers that it has made one of.
+
+    `Binomial(5, p)` is such an object.
+    """
+    found = filter(is_plain, _tensors([value]))
+    if type(value).__module__.startswith("torch.") and hasattr(value, "__dict__"):
+        return any(
+            not (isinstance(tensor, torch.Tensor) and (tensor == tensor.reshape(-1)[0]).all()) for tensor in found
+        )
+    return any(True for _ in found)
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterable[Any]:

@@ -259,6 +259,13 @@ class DTensor(Wrapper):
         set_maker(self, None)
         super().__setattr__(name, value)
 
+    def new(self, *size: Any, **options: Any) -> torch.Tensor:
+        """An uninitialised tensor of a shape, as `new_empty`; of data, torch's own, a plain tensor."""
+        lengths = size[0] if len(size) == 1 and isinstance(size[0], torch.Size) else size
+        if options or not lengths or not all(isinstance(length, int) for length in lengths):
+            return super().new(*size, **options)  # type: ignore[no-any-return]
+        return self.new_empty(lengths)
+
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Set whether autograd records what is computed from this tensor, whose gradient then has its spec.
 
