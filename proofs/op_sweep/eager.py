@@ -38,7 +38,7 @@ def sweep_eager_case(case: Case, mesh: Mesh, setup: Setup, outcome: Outcome) -> 
         outcome.combinations += 1
         label = f"{case.label}: {combination_text(combination)}"
         try:
-            reason = _compare(_run(case, _placed(case, mesh, combination), wanted), expected, case.values)
+            reason = compare(_run(case, _placed(case, mesh, combination), wanted), expected, case.values)
         except Exception as error:
             is_refusal = isinstance(error, SpmdError) or _NO_MEMORY in str(error)
             refused |= is_refusal
@@ -78,12 +78,12 @@ def _run(case: Case, tensors: Sequence[torch.Tensor], wanted: Sequence[int]) -> 
     results = case.function(*leaves)
     ends = [result for result in results if result.requires_grad]
     if wanted:
-        torch.autograd.backward(ends, [_cotangent(end) for end in ends])
+        torch.autograd.backward(ends, [cotangent(end) for end in ends])
     gradients = [leaves[n].grad for n in wanted]
     return [*(result.detach() for result in results), *(grad for grad in gradients if grad is not None)]
 
 
-def _cotangent(result: torch.Tensor) -> torch.Tensor:
+def cotangent(result: torch.Tensor) -> torch.Tensor:
     """Numbers that differ along each dim, laid out as a result is replicated."""
     whole = torch.randn(result.shape, dtype=result.dtype, generator=torch.Generator().manual_seed(1))
     whole = whole.to(result.device)
@@ -93,7 +93,8 @@ def _cotangent(result: torch.Tensor) -> torch.Tensor:
     return wrap(spec, spread(whole, spec))
 
 
-def _compare(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], values: bool) -> str | None:
+def compare(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], values: bool) -> str | None:
+    """The first difference of results from plain torch's; None if there is none."""
     if len(results) != len(expected):
         return f"{len(results)} results and gradients, expected {len(expected)}"
     for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
