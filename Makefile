@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-hidden-state test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-hidden-state test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -90,6 +90,11 @@ test-models: $(VENV)/.models
 operators: $(STAMP)
 	$(BIN)/python -m proofs.op_sweep --markdown docs/operators.md
 	$(BIN)/python -m proofs.nn_sweep --markdown docs/operators.md
+	$(BIN)/python -m proofs.eager_nn_sweep --markdown docs/operators.md
+
+# Modules, optimizers and distributions on DTensors outside of jit, beside one device: ARGS='--name optim' for some.
+test-eager-nn: $(STAMP)
+	$(BIN)/python -m proofs.eager_nn_sweep $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -66,7 +66,9 @@ CALLS: Mapping[str, Sequence[Make]] = MappingProxyType(
                 _steps(torch.optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe"), *(real(6, 5), real(6, 5))
             ),
         ],
-        "optim.Muon": _calls(partial(torch.optim.Muon, ns_steps=1), {"nesterov": False}, shapes=((6, 5), (4, 8))),
+        "optim.Muon": _calls(
+            partial(torch.optim.Muon, lr=1e-5, ns_steps=1), {"nesterov": False}, shapes=((6, 5), (4, 8))
+        ),
         "optim.NAdam": _calls(torch.optim.NAdam, _FOREACH, {"decoupled_weight_decay": True}),
         "optim.RAdam": _calls(torch.optim.RAdam, _FOREACH, {"decoupled_weight_decay": True}),
         "optim.RMSprop": _calls(torch.optim.RMSprop, {"momentum": 0.9, "centered": True}, _FOREACH),

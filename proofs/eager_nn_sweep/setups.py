@@ -22,15 +22,15 @@ class Setup:
 
     mesh: Mapping[str, int]
     training: bool = True
-    calls: int = 2
+    calls: int = 1
     placements: int = 2
-    dtype: str = "float32"
+    dtype: str = "float64"
 
 
 SETUPS: Mapping[str, Setup] = MappingProxyType(
     {
         "train": Setup({"x": 4}),
-        "eval": Setup({"x": 2, "y": 2}, training=False, calls=1, placements=1, dtype="float64"),
+        "eval": Setup({"x": 2, "y": 2}, training=False, calls=1, placements=1),
     }
 )
 """The sweeps by name."""

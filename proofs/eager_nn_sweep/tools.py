@@ -35,7 +35,9 @@ def _on_layer(change: Callable[[nn.Linear], Any]) -> list[Make]:
         parameters = [parameter for parameter in layer.parameters() if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters]
         torch.optim.SGD(layer.parameters(), 0.1).step()
-        return [result, *(found for found in gradients if found is not None), *parameters, layer(x)]
+        with torch.no_grad():
+            again = layer(x)
+        return [result.detach(), *(found for found in gradients if found is not None), *parameters, again]
 
     return [lambda: call(run, real(6, 5), real(6), real(4, 5))]
 
@@ -80,7 +82,11 @@ def _network(kind: type[nn.RNNBase], lengths: Sequence[int], *, sort: bool) -> C
         padded, _ = rnn.pad_packed_sequence(output, batch_first=True)
         padded.square().sum().backward()
         states = state if isinstance(state, tuple) else (state,)
-        return [padded, *states, *(p.grad for p in network.parameters() if p.grad is not None)]
+        return [
+            padded.detach(),
+            *(one.detach() for one in states),
+            *(p.grad for p in network.parameters() if p.grad is not None),
+        ]
 
     return run
 
@@ -253,13 +259,15 @@ CALLS: Mapping[str, Sequence[Make]] = MappingProxyType(
         "nn.utils.prune.global_unstructured": _on_layer(_pruned(_globally)),
         "nn.utils.prune.custom_from_mask": _on_layer(_pruned(_masked)),
         "nn.utils.prune.remove": _on_layer(_unpruned),
-        "nn.utils.rnn.pack_padded_sequence": [lambda: call(_packed, real(5, 6, 4))],
+        "nn.utils.rnn.pack_padded_sequence": [
+            lambda: call(_packed, real(5, 6, 4)),
+            *(make for kind in (nn.LSTM, nn.GRU, nn.RNN) for make in _packed_network(kind)),
+        ],
         "nn.utils.rnn.pad_packed_sequence": [lambda: call(_packed, real(5, 6, 3))],
         "nn.utils.rnn.pad_sequence": _of_sequences(rnn.pad_sequence),
         "nn.utils.rnn.unpad_sequence": [lambda: call(_unpadded, real(6, 4), real(4, 4), real(1, 4))],
         "nn.utils.rnn.pack_sequence": _of_sequences(rnn.pack_sequence),
         "nn.utils.rnn.unpack_sequence": [lambda: call(_unpacked, real(6, 4), real(4, 4), real(1, 4))],
-        **{f"nn.{kind.__name__} of packed sequences": _packed_network(kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)},
     }
 )
 """The calls by full name."""

@@ -456,9 +456,34 @@ def test_shapes_change_in_place() -> None:
     view = x[1]
     with pytest.raises(ShardingError, match="changes the shape of a DTensor"):
         x.t_()
-    with pytest.raises(ShardingError, match=r"makes f32\[2\] of a DTensor f32\[5,7\] P\(\), whose shape"):
+    with pytest.raises(
+        ShardingError, match=r"resize_ .* of a DTensor f32\[5,7\] P\(\) to \[2\] takes elements by thei"
+    ):
         (x * 1).resize_(2)
     assert view.shape == (7,)
+
+
+def test_data_of_another_tensor_is_shared() -> None:
+    def change(x: torch.Tensor) -> Any:
+        y, z = x + 1, x * 2
+        y.data = z.data
+        z.add_(1)
+        before = y.clone()
+        y.mul_(3)
+        y.data = x.clone()
+        y.zero_()
+        return before, z, y
+
+    value = torch.rand(5, 7)
+    assert_same(change(spmd.distribute(value, P("data"), MESH)), change(value))
+
+
+def test_resize_to_the_same_shape_changes_nothing() -> None:
+    value = torch.rand(2, 3, 4, 5)
+    x = spmd.distribute(value, P("data"), MESH).clone(memory_format=torch.channels_last)
+    assert_same(x.resize_(x.shape, memory_format=torch.channels_last), value)
+    with pytest.raises(ShardingError, match="takes elements by their place in memory"):
+        x.contiguous().resize_(x.shape, memory_format=torch.channels_last)
 
 
 def test_fills_of_expanded_views_reach_the_base() -> None:

@@ -323,6 +323,17 @@ def _alias(value: DTensor) -> DTensor:
     return made
 
 
+def _resize_(value: DTensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> DTensor:
+    """A DTensor as it is: its shape is fixed, and its order in memory."""
+    order = torch.contiguous_format if memory_format is None else memory_format
+    if value.shape != torch.Size(size) or not (memory_format is None or value.is_contiguous(memory_format=order)):
+        raise ShardingError(
+            f"resize_ at {where()} of a DTensor {value._spec} to {list(size)} takes elements by their place in memory. "
+            "Use x.reshape(...) or torch.nn.functional.pad."
+        )
+    return value
+
+
 def _as_strided_in_base(
     value: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
@@ -378,6 +389,7 @@ _DIRECT: Mapping[Any, Callable[..., Any]] = {
     aten.allclose.default: _allclose,
     aten.bincount.default: _bincount,
     aten.equal.default: _equal,
+    aten.resize_.default: _resize_,
     aten.is_same_size.default: lambda value, other: value.shape == other.shape,
     aten._has_same_storage_numel.default: lambda value, other: value.numel() == other.numel(),
 }

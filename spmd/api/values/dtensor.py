@@ -248,7 +248,7 @@ class DTensor(Wrapper):
         return of_parts(found, *held, gradient=gradient_spec(found, grad_placements))
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "data" and isinstance(value, DTensor) and (value is self or value._family is None):
+        if name == "data" and isinstance(value, DTensor) and (value is self or not hasattr(value._family, "base")):
             _set_data(self, value)  # as modules do: .to(dtype), .to_empty(device=...)
             return
         if name == "requires_grad" and isinstance(value, bool):
@@ -499,7 +499,7 @@ def _wrap_in_flight(spec: DTensorSpec, finish: Callable[[], Shards], strides: tu
 
 
 def _set_data(value: DTensor, other: DTensor) -> None:
-    """Let a DTensor be a fresh one of the same shape on its mesh, which may have another dtype."""
+    """Let a DTensor be another of the same shape on its mesh, which may have another dtype, and is no view."""
     if value is other:
         return
     if other._spec.mesh != value._spec.mesh or other.shape != value.shape:
@@ -510,7 +510,9 @@ def _set_data(value: DTensor, other: DTensor) -> None:
     with no_dispatch():  # changes the wrapper, which has no data
         torch.Tensor.data.__set__(value, other)  # type: ignore[attr-defined]
     become(value, other)
-    set_family(value, None)
+    set_family(value, other._family)
+    if other._family is not None:
+        other._family.aliases.add(value)
 
 
 def restore(
