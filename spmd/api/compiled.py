@@ -10,6 +10,7 @@ import attrs
 import optree
 import torch
 from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from spmd.api.call_check import CallCheck
 from spmd.api.compile_log import log_taken
@@ -24,7 +25,7 @@ from spmd.api.programs.result_specs import result_specs
 from spmd.api.side_effects import Surroundings
 from spmd.api.signature import Signature, split, with_dynamic
 from spmd.api.transforms.flat_function import FlatFunction
-from spmd.api.transforms.transformed import call
+from spmd.api.transforms.transformed import call, without_transforms
 from spmd.api.value_warnings import warn_of_missing_gradients, warn_of_transforms
 from spmd.api.values.arguments import check_argument
 from spmd.api.values.communication import is_watched, record_comms
@@ -273,10 +274,18 @@ class Compiled(Generic[_Result]):
         return FlatFunction(function, self.mesh, self.in_specs, given, self.options, self.traced.name)
 
     def transformed(self, leaves: Sequence[Any], numbers: tuple[float, ...], tree: optree.PyTreeSpec) -> _Result:
-        """Run the function on tensors on which transforms act, or of which autograd records the use; as `run`."""
-        for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
-            if isinstance(leaf, DTensor) or leaf.is_meta:
-                check_argument(leaf, spec, f"argument {path}")
+        """Run the function on tensors on which transforms act, or of which autograd records the use; as `run`.
+
+        On a distributed mesh ranks compare their plain tensors in the first call.
+        """
+        name, first = first_run(self.mesh), not self._has_run
+        with failing_together(name, self.mesh, first):
+            for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
+                if isinstance(leaf, DTensor) or leaf.is_meta:
+                    check_argument(leaf, spec, f"argument {path}")
+        if first:
+            with temporarily_clear_interpreter_stack():
+                self._compare(name, list(map(without_transforms, leaves)), numbers)
         if self._without_gradients and peek_interpreter_stack() is None:
             warn_of_missing_gradients(self.traced.name, self._without_gradients)
             self._without_gradients = []
@@ -396,15 +405,18 @@ class Compiled(Generic[_Result]):
         """
         compares = self._compares(leaves)
         self.prepare(leaves)
-        names = [f"argument {path}" for path in self.traced.input_paths]
         if compares:
-            paths = (f"argument {self.signature.paths[position]}" for position in self.signature.numbers)
-            check_same(self._call, self.mesh, [*names, *paths], [*leaves, *numbers])
-        self._has_run = True
+            self._compare(self._call, leaves, numbers)
         return [
-            leaf._shards if isinstance(leaf, DTensor) else place(leaf, spec, name)._shards
-            for leaf, spec, name in zip(leaves, self.in_specs, names, strict=True)
+            leaf._shards if isinstance(leaf, DTensor) else place(leaf, spec, f"argument {path}")._shards
+            for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True)
         ]
+
+    def _compare(self, call: str, leaves: Sequence[Any], numbers: Sequence[float]) -> None:
+        """Compare the arguments of all ranks; DivergenceError if they differ."""
+        paths = (*self.traced.input_paths, *(self.signature.paths[position] for position in self.signature.numbers))
+        check_same(call, self.mesh, [f"argument {path}" for path in paths], [*leaves, *numbers])
+        self._has_run = True
 
     def tree_of(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> optree.PyTreeSpec:
         """The structure of the dynamic arguments of a call, with the modules of this call."""

@@ -124,7 +124,8 @@ class Jitted(Generic[_Arguments, _Result]):
         Returns:
             The result, with a DTensor by `out_specs` for each tensor. Under autograd and under transforms of
             `torch.func` from outside it has derivatives, which are programs too (`spmd.api.transforms`); there
-            `donate_argnums` has no effect.
+            `donate_argnums` has no effect. Under autograd, plain tensors and parameters among the arguments get plain
+            gradients, whole on each rank; DTensors get DTensors of their spec.
 
         Raises:
             DivergenceError: in the first call, ranks have different arguments or call different functions; under

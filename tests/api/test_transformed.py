@@ -255,9 +255,9 @@ def test_forward_and_backward_send_what_one_program_sends(name: str) -> None:
     meta = lambda *shape: spmd.TensorMeta(shape, torch.float32)  # noqa: E731
     args = {"up": meta(1024, 4096), "down": meta(4096, 1024)}, meta(8192, 1024)
     together = spmd.jit(grad(two_layers), (specs, P("data")), specs, mesh=mesh).plan(*args)
-    saving = spmd.jit(two_layers, (specs, P("data")), P(), mesh=mesh)._stages(args, {}).flat(()).saving((0, 1))
+    saving = spmd.jit(two_layers, (specs, P("data")), P(), mesh=mesh)._stages(args, {}).flat(()).saving((0, 1), ())
     sent = [sum(comm.bytes for comm in plan.comms) for plan in (saving.program.plan, together)]
-    sent[0] += sum(comm.bytes for comm in saving.backward((0, 1), (0,)).program.plan.comms)
+    sent[0] += sum(comm.bytes for comm in saving.backward((0, 1), (0,), ()).program.plan.comms)
     assert sent[0] <= 1.1 * sent[1]
 
 
@@ -273,8 +273,8 @@ def test_layers_on_several_strategies(name: str) -> None:
 
 
 def test_nothing_runs_twice() -> None:
-    saving = spmd.jit(layer, (P("data"), P()), mesh=MESH).compile(X, W).flat(()).saving((0, 1))
-    forward, backward = saving.program.local.graph(), saving.backward((1,), (0,)).program.local.graph()
+    saving = spmd.jit(layer, (P("data"), P()), mesh=MESH).compile(X, W).flat(()).saving((0, 1), ())
+    forward, backward = saving.program.local.graph(), saving.backward((1,), (0,), ()).program.local.graph()
     names = [[str(operation.op) for operation in graph.operations] for graph in (forward, backward)]
     assert "aten.tanh.default" in names[0] and "aten.tanh.default" not in names[1]
     assert (names[0] + names[1]).count("aten.mm.default") == 2
@@ -286,7 +286,7 @@ def test_programs_are_made_once() -> None:
     w.requires_grad_()
     for _ in range(3):
         jitted(x, w)[0].backward()
-    saving = jitted.compile(x, w).flat(()).saving((1,))
+    saving = jitted.compile(x, w).flat(()).saving((1,), ())
     assert saving.backward.cache_info().misses == 1
 
 

@@ -239,6 +239,8 @@ def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh, is_index: bool) -> DTens
                 f"spmd.implicit_replication(). Numbers and 0-d tensors need neither.{advice}"
             )
         check_replicas(op, mesh, tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        _expect_plain_gradient(tensor)
     placed = place(tensor, DTensorSpec.replicated(mesh, meta), f"an operand of {op}")
     return placed if tensor.is_contiguous() else wrap(placed._spec, placed._shards, tensor.stride())
 
@@ -252,6 +254,17 @@ def _compare_plain(op: Any, tensors: Sequence[torch.Tensor], indexes: Sequence[i
     }
     if found:
         check_same(f"{op} with plain tensors on {mesh}", mesh, list(found), list(found.values()))
+
+
+def _expect_plain_gradient(tensor: torch.Tensor) -> None:
+    """Let the gradient of a plain tensor be one, too, where operators on DTensors compute it."""
+    hooks = (tensor._backward_hooks or {}).values()
+    if not any(isinstance(hook, functools.partial) and hook.func is _as_plain for hook in hooks):
+        tensor.register_hook(functools.partial(_as_plain, tensor.device))
+
+
+def _as_plain(device: torch.device, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor().to(device) if isinstance(gradient, DTensor) else gradient
 
 
 def _is_backward() -> bool:

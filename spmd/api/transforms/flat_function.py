@@ -19,10 +19,12 @@ from spmd.api.programs.program import Program, StandIn
 from spmd.api.transforms.partition import Joint
 from spmd.api.values.distribute import place
 from spmd.api.values.dtensor import DTensor
+from spmd.api.values.wrapper import delete_shards
 from spmd.core.compile_lock import compiled_property
 from spmd.core.mesh import Mesh, use_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.ir.graph import Graph, Value
+from spmd.runtime.ownership import is_owned
 from spmd.tracing.manual.packing import Packing, packings, with_packed_inputs, with_packed_outputs
 from spmd.tracing.trace import trace_flat
 from spmd.tracing.traced import Traced
@@ -41,6 +43,7 @@ class FlatFunction:
         out_specs: the given spec of every result; None for one that the planner chooses.
         options: those of `jit`.
         name: the name of its program.
+        plain: the numbers of the results that are plain tensors, whose spec is P(): gradients of plain arguments.
     """
 
     def __init__(
@@ -51,9 +54,10 @@ class FlatFunction:
         out_specs: Sequence[P | None],
         options: Options,
         name: str,
+        plain: Sequence[int] = (),
     ) -> None:
         self.function, self.mesh, self.name, self.options = function, mesh, name, options
-        self.in_specs, self.given = tuple(in_specs), tuple(out_specs)
+        self.in_specs, self.given, self.plain = tuple(in_specs), tuple(out_specs), tuple(plain)
         self.pullback, self.pushforward = functools.cache(self._pullback), functools.cache(self._pushforward)
         self.batched, self.saving = functools.cache(self._batched), functools.cache(self._saving)
 
@@ -72,9 +76,9 @@ class FlatFunction:
         """The numbers of the results that have derivatives."""
         return tuple(n for n, spec in enumerate(self.program.out_specs) if _is_continuous(spec.meta))
 
-    def run(self, leaves: Sequence[torch.Tensor]) -> list[DTensor]:
+    def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run its program."""
-        return run(self.program, leaves)
+        return run(self.program, leaves, self.plain)
 
     def compiled(self, function: Flat, in_specs: Sequence[DTensorSpec], given: Sequence[P | None]) -> Program:
         """The program of another function, with the options of this one."""
@@ -96,10 +100,15 @@ class FlatFunction:
         return Program(Traced.flat(graph, self.name), self.mesh, tuple(in_specs), out_specs, frozenset(), self.options)
 
     def derived(
-        self, function: Flat, in_specs: Sequence[DTensorSpec], out_specs: Sequence[P | None], name: str
+        self,
+        function: Flat,
+        in_specs: Sequence[DTensorSpec],
+        out_specs: Sequence[P | None],
+        name: str,
+        plain: Sequence[int],
     ) -> FlatFunction:
         """A transform of this function."""
-        return FlatFunction(function, self.mesh, in_specs, out_specs, self.options, f"{name}_of_{self.name}")
+        return FlatFunction(function, self.mesh, in_specs, out_specs, self.options, f"{name}_of_{self.name}", plain)
 
     def joint(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Joint:
         """The program of all results, and of the gradients of the arguments `wanted` for cotangents of `given`."""
@@ -115,9 +124,9 @@ class FlatFunction:
         """The specs of the cotangents of some results: theirs, with nothing pending."""
         return [self.program.out_specs[number].complete for number in given]
 
-    def gradient_specs(self, wanted: Sequence[int]) -> list[P | None]:
-        """The specs of the gradients of some arguments: theirs, with nothing pending."""
-        return [self.in_specs[number].complete.pspec for number in wanted]
+    def gradient_specs(self, wanted: Sequence[int], plain: Sequence[int]) -> list[P | None]:
+        """The specs of the gradients of some arguments: theirs, with nothing pending; P() of plain ones."""
+        return [P() if number in plain else self.in_specs[number].complete.pspec for number in wanted]
 
     def _vjp(
         self, wanted: Sequence[int], given: Sequence[int], tensors: Sequence[torch.Tensor]
@@ -133,17 +142,18 @@ class FlatFunction:
         _, pull, results = made
         return results, pull(tuple(cotangents))
 
-    def _saving(self, wanted: tuple[int, ...]) -> Saving:
-        """The function where the arguments `wanted` may get gradients."""
-        return Saving(self, tuple(n for n in wanted if _is_continuous(self.in_specs[n].meta)))
+    def _saving(self, wanted: tuple[int, ...], plain: tuple[int, ...]) -> Saving:
+        """The function where the arguments `wanted` may get gradients; those of the arguments `plain` are plain."""
+        return Saving(self, tuple(n for n in wanted if _is_continuous(self.in_specs[n].meta)), plain)
 
-    def _pullback(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> FlatFunction:
+    def _pullback(self, wanted: tuple[int, ...], given: tuple[int, ...], plain: tuple[int, ...]) -> FlatFunction:
         """From arguments and cotangents of the results `given` to the gradients of the arguments `wanted`."""
         return self.derived(
             lambda *tensors: self._vjp(wanted, given, tensors)[1],
             (*self.in_specs, *self.cotangent_specs(given)),
-            self.gradient_specs(wanted),
+            self.gradient_specs(wanted, plain),
             "pullback",
+            positions(wanted, plain),
         )
 
     def _pushforward(self, given: tuple[int, ...]) -> FlatFunction:
@@ -161,7 +171,8 @@ class FlatFunction:
             return torch.func.jvp(differentiated, moved, tuple(tangents))[1]  # type: ignore[no-any-return]
 
         specs = (*self.in_specs, *(self.in_specs[number].complete for number in given))
-        return self.derived(function, specs, [self.given[number] for number in wanted], "pushforward")
+        given_specs = [self.given[number] for number in wanted]
+        return self.derived(function, specs, given_specs, "pushforward", positions(wanted, self.plain))
 
     def _batched(
         self, in_dims: tuple[int | None, ...], size: int, randomness: str, axes: tuple[tuple[str, ...], ...]
@@ -181,7 +192,7 @@ class FlatFunction:
         batch = max(axes, key=len)
         given = [None if spec is None else _batch_spec(spec, batch) for spec in self.given]
         function = torch.func.vmap(lambda *leaves: tuple(self.function(*leaves)), in_dims, 0, randomness)
-        return self.derived(function, specs, given, "batched")
+        return self.derived(function, specs, given, "batched", self.plain)
 
 
 class Saving:
@@ -190,10 +201,11 @@ class Saving:
     Args:
         function: the function.
         wanted: the numbers of the arguments that may get gradients.
+        plain: those of the arguments that are plain tensors.
     """
 
-    def __init__(self, function: FlatFunction, wanted: tuple[int, ...]) -> None:
-        self.function, self.wanted = function, wanted
+    def __init__(self, function: FlatFunction, wanted: tuple[int, ...], plain: tuple[int, ...]) -> None:
+        self.function, self.wanted, self.plain = function, wanted, plain
         self.joint = function.joint(self.wanted, function.differentiable)
         self.packings = packings(self.joint.graph, self.joint.reads, function.mesh)
         specs = self._joint_specs()
@@ -213,15 +225,15 @@ class Saving:
         results = graph.outputs[: self.joint.results]
         reads = tuple(value for value in self.joint.reads if value not in results)
         in_specs = (*function.in_specs, *function.cotangent_specs(function.differentiable))
-        given = (*function.given, *function.gradient_specs(self.wanted), *[None] * len(reads))
+        given = (*function.given, *function.gradient_specs(self.wanted, self.plain), *[None] * len(reads))
         packed = with_packed_outputs(attrs.evolve(graph, outputs=(*graph.outputs, *reads)), self.packings)
         plan = function.of_graph(packed, in_specs, given).plan
         planned = plan.graph.outputs[len(graph.outputs) :]
         return {value: plan.specs[other] for value, other in zip(reads, planned, strict=True)}
 
-    def run(self, leaves: Sequence[torch.Tensor]) -> list[DTensor]:
+    def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the forward program."""
-        return run(self.program, leaves)
+        return run(self.program, leaves, self.function.plain)
 
     @functools.cached_property
     def available(self) -> tuple[Value, ...]:
@@ -238,7 +250,7 @@ class Saving:
             return self.function.joint(wanted, given)
         return self.joint.with_gradients([self.wanted.index(number) for number in wanted])
 
-    def _backward(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Backward:
+    def _backward(self, wanted: tuple[int, ...], given: tuple[int, ...], plain: tuple[int, ...]) -> Backward:
         """The backward program for the cotangents of the results `given`."""
         function, joint = self.function, self._joint(wanted, given)
         same = joint.corresponding(self.joint)
@@ -250,7 +262,8 @@ class Saving:
         specs = (*function.in_specs, *self.program.out_specs)
         in_specs = [*(specs[number] for number in numbers), *function.cotangent_specs(given)]
         is_random = any(operation.is_random for operation in graph.operations)
-        return Backward(function.of_graph(graph, in_specs, function.gradient_specs(wanted)), numbers, is_random)
+        program = function.of_graph(graph, in_specs, function.gradient_specs(wanted, plain))
+        return Backward(program, numbers, is_random, positions(wanted, plain))
 
     def _packing(self, value: Value, same: Mapping[Value, Value]) -> Packing | None:
         """The packing of a value that a backward program reads, if it is per-rank; `same` maps it to this program's."""
@@ -266,11 +279,18 @@ class Backward:
         program: the program.
         reads: the numbers of the values that it reads among arguments, results and residuals.
         is_random: whether it draws random numbers, which would be others than those of the forward pass.
+        plain: the numbers of the gradients that are plain tensors.
     """
 
     program: Program
     reads: tuple[int, ...]
     is_random: bool
+    plain: tuple[int, ...]
+
+
+def positions(numbers: Sequence[int], some: Sequence[int]) -> tuple[int, ...]:
+    """The positions of some numbers among numbers."""
+    return tuple(position for position, number in enumerate(numbers) if number in some)
 
 
 def replaced(values: Iterable[Any], numbers: Iterable[int], others: Iterable[Any]) -> list[Any]:
@@ -281,14 +301,30 @@ def replaced(values: Iterable[Any], numbers: Iterable[int], others: Iterable[Any
     return found
 
 
-def run(program: Program, leaves: Sequence[torch.Tensor]) -> list[DTensor]:
-    """Run a program on plain tensors and DTensors; those with other specs are moved."""
+def run(program: Program, leaves: Sequence[torch.Tensor], plain: Sequence[int]) -> list[torch.Tensor]:
+    """Run a program on plain tensors and DTensors; those with other specs are moved.
+
+    Args:
+        program: the program.
+        leaves: its arguments.
+        plain: the numbers of the results that are returned as plain tensors.
+    """
     with temporarily_clear_interpreter_stack():
         shards = [
             leaf._shards if isinstance(leaf, DTensor) and leaf._spec == spec else place(leaf, spec)._shards
             for leaf, spec in zip(leaves, program.in_specs, strict=True)
         ]
-        return program(shards)
+        results: list[Any] = program(shards)
+        for number in plain:
+            results[number] = _taken(results[number])
+        return results
+
+
+def _taken(value: DTensor) -> torch.Tensor:
+    """The plain tensor of a replicated result that nothing else reads; a copy if anything shares its memory."""
+    shard = value._shards[0]
+    delete_shards(value)
+    return shard if is_owned([shard])[0] else shard.clone(memory_format=torch.contiguous_format)
 
 
 def _is_continuous(meta: TensorMeta) -> bool:

@@ -7,13 +7,14 @@ pullbacks, compute forward values again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
+    get_unwrapped,
     is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
@@ -25,6 +26,10 @@ from spmd.runtime.torch_settings import drawing_from, generator_state
 _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
 
 
+Pull: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Of which arguments gradients are wanted, of which results there are cotangents, and which gradients are plain."""
+
+
 def is_transformed(leaves: Sequence[Any]) -> bool:
     """Whether a transform from outside acts on a tensor, or autograd records what is computed from it."""
     if torch.is_grad_enabled() and _any_requires_grad(*leaves):
@@ -32,6 +37,13 @@ def is_transformed(leaves: Sequence[Any]) -> bool:
     if peek_interpreter_stack() is None:
         return False
     return any(isinstance(leaf, torch.Tensor) and is_functorch_wrapped_tensor(leaf) for leaf in leaves)
+
+
+def without_transforms(leaf: torch.Tensor) -> torch.Tensor:
+    """The tensor in which an argument has its values, of a whole batch for one that is batched."""
+    while is_functorch_wrapped_tensor(leaf):
+        leaf = get_unwrapped(leaf)
+    return leaf
 
 
 def call(function: FlatFunction, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -45,9 +57,23 @@ def _apply(function: FlatFunction, leaves: Sequence[torch.Tensor], draws: Draws)
     stack = get_interpreter_stack() or ()
     batched = any(level.key() == TransformType.Vmap for level in stack)
     wanted = tuple(n for n, leaf in enumerate(leaves) if leaf.requires_grad)
-    node = function.saving(wanted) if wanted and not batched else function
+    node = function.saving(wanted, plain_among(leaves, wanted)) if wanted and not batched else function
     results = _Call.apply(node, draws, *leaves)  # type: ignore[no-untyped-call]
     return results[: len(function.program.out_specs)]  # type: ignore[no-any-return]
+
+
+def plain_among(leaves: Sequence[Any], wanted: Sequence[int]) -> tuple[int, ...]:
+    """Those of the numbers `wanted` that have plain tensors on which no transform of torch.func acts.
+
+    Their gradients are plain, too.
+    """
+    return tuple(n for n in wanted if not (isinstance(leaves[n], DTensor) or is_functorch_wrapped_tensor(leaves[n])))
+
+
+def gradients_of(leaves: Sequence[torch.Tensor], wanted: Sequence[int], found: Sequence[Any]) -> list[Any]:
+    """The gradients of all leaves from those of some, each on the device of its leaf."""
+    moved = [value.to(leaves[number].device) for number, value in zip(wanted, found, strict=True)]
+    return replaced([None] * len(leaves), wanted, moved)
 
 
 @attrs.frozen(eq=False)
@@ -67,7 +93,7 @@ class Draws:
         """The same numbers, drawn again."""
         return Draws(self.state, replayed=True)
 
-    def run(self, node: FlatFunction | Saving, leaves: Sequence[torch.Tensor]) -> list[DTensor]:
+    def run(self, node: FlatFunction | Saving, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program with these numbers."""
         if self.state is None or not self.replayed:
             return node.run(leaves)
@@ -101,14 +127,16 @@ class _Call(torch.autograd.Function):
         given = tuple(n for n, value in enumerate(cotangents[:results]) if value is not None)
         wanted = tuple(n for n, needed in enumerate(ctx.needs_input_grad[2:]) if needed)
         values = [value for value in cotangents[:results] if value is not None]
-        leaves, outputs = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         if not given or not wanted:
             return (None,) * (ctx.count + 2)
-        if isinstance(node, Saving) and not node.backward(wanted, given).is_random:
-            found = _Pull.apply(node, ctx.draws, wanted, given, *leaves, *values, *outputs)  # type: ignore[no-untyped-call]
+        saved = ctx.saved_tensors  # read once: checkpoints allow no more
+        leaves, outputs = saved[: ctx.count], saved[ctx.count :]
+        pull = wanted, given, plain_among(leaves, wanted)
+        if isinstance(node, Saving) and not node.backward(*pull).is_random:
+            found = _Pull.apply(node, ctx.draws, pull, *leaves, *values, *outputs)  # type: ignore[no-untyped-call]
         else:
-            found = _apply(function.pullback(wanted, given), [*leaves, *values], ctx.draws)
-        return None, None, *replaced([None] * ctx.count, wanted, found)
+            found = _apply(function.pullback(*pull), [*leaves, *values], ctx.draws)
+        return None, None, *gradients_of(leaves, wanted, found)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, __: Any, *tangents: torch.Tensor | None) -> Any:
@@ -130,50 +158,44 @@ class _Pull(torch.autograd.Function):
     """A call of a backward program: on arguments, cotangents, and then results and residuals."""
 
     @staticmethod
-    def forward(
-        node: Saving, draws: Draws, wanted: tuple[int, ...], given: tuple[int, ...], *tensors: torch.Tensor
-    ) -> Any:
-        backward = node.backward(wanted, given)
-        count = node.joint.primals
+    def forward(node: Saving, draws: Draws, pull: Pull, *tensors: torch.Tensor) -> Any:
+        backward, given, count = node.backward(*pull), pull[1], node.joint.primals
         kept = (*tensors[:count], *tensors[count + len(given) :])
         cotangents = tensors[count : count + len(given)]
-        return tuple(run(backward.program, [*(kept[number] for number in backward.reads), *cotangents]))
+        return tuple(run(backward.program, [*(kept[number] for number in backward.reads), *cotangents], backward.plain))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        node, ctx.draws, wanted, given, *tensors = inputs
-        ctx.node, ctx.wanted, ctx.given, ctx.total = node, wanted, given, len(tensors)
-        ctx.count = node.joint.primals + len(given)
+        node, ctx.draws, pull, *tensors = inputs
+        ctx.node, ctx.pull, ctx.total = node, pull, len(tensors)
+        ctx.count = node.joint.primals + len(pull[1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[: ctx.count])
         ctx.save_for_forward(*tensors[: ctx.count])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        pullback = ctx.node.function.pullback(ctx.wanted, ctx.given)
+        pullback = ctx.node.function.pullback(*ctx.pull)
         given = tuple(n for n, value in enumerate(cotangents) if value is not None)
-        wanted = tuple(n for n, needed in enumerate(ctx.needs_input_grad[4 : 4 + ctx.count]) if needed)
+        wanted = tuple(n for n, needed in enumerate(ctx.needs_input_grad[3 : 3 + ctx.count]) if needed)
         if not given or not wanted:
-            return (None,) * (ctx.total + 4)
-        values = [value for value in cotangents if value is not None]
-        found = _apply(pullback.pullback(wanted, given), [*ctx.saved_tensors, *values], ctx.draws)
-        return None, None, None, None, *replaced([None] * ctx.total, wanted, found)
+            return (None,) * (ctx.total + 3)
+        leaves, values = ctx.saved_tensors, [value for value in cotangents if value is not None]
+        found = _apply(pullback.pullback(wanted, given, plain_among(leaves, wanted)), [*leaves, *values], ctx.draws)
+        return None, None, None, *gradients_of(leaves, wanted, found), *[None] * (ctx.total - ctx.count)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        pullback = ctx.node.function.pullback(ctx.wanted, ctx.given)
-        moved = tangents[4 : 4 + ctx.count]
+        pullback = ctx.node.function.pullback(*ctx.pull)
+        moved = tangents[3 : 3 + ctx.count]
         given = tuple(n for n, tangent in enumerate(moved) if tangent is not None)
         values = [*ctx.saved_tensors, *(moved[number] for number in given)]
         return tuple(_apply(pullback.pushforward(given), values, ctx.draws))
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, node: Saving, draws: Draws, wanted: Any, given: Any, *tensors: torch.Tensor
-    ) -> Any:
-        count = node.joint.primals + len(given)
-        pullback = node.function.pullback(wanted, given)
-        results = _over_batch(pullback, draws, info.batch_size, "same", in_dims[4 : 4 + count], tensors[:count])
+    def vmap(info: Any, in_dims: Any, node: Saving, draws: Draws, pull: Pull, *tensors: torch.Tensor) -> Any:
+        pullback, count = node.function.pullback(*pull), node.joint.primals + len(pull[1])
+        results = _over_batch(pullback, draws, info.batch_size, "same", in_dims[3 : 3 + count], tensors[:count])
         return results, (0,) * len(results)
 
 

@@ -15,8 +15,8 @@ import attrs
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from spmd.api.transforms.flat_function import replaced
-from spmd.api.transforms.transformed import is_transformed
+from spmd.api.transforms.flat_function import positions, replaced
+from spmd.api.transforms.transformed import gradients_of, is_transformed, plain_among
 from spmd.api.uncompiled.inside import on_whole
 from spmd.api.values.distribute import place
 from spmd.api.values.dtensor import DTensor
@@ -39,6 +39,7 @@ class WholeFunction:
         out_specs: from the results to their specs.
         state: the state of the random generator at the call.
         replays: whether it draws from this state, as the function did of which it is a derivative.
+        plain: the numbers of the results that are plain tensors: gradients of plain arguments.
 
     Attributes:
         placed: the specs of the results of the last run.
@@ -50,6 +51,7 @@ class WholeFunction:
     out_specs: Specs
     state: torch.Tensor
     replays: bool = False
+    plain: Sequence[int] = ()
     placed: Sequence[DTensorSpec] = attrs.field(default=(), init=False)
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -58,7 +60,7 @@ class WholeFunction:
             return _Call.apply(self, *leaves)  # type: ignore[no-any-return, no-untyped-call]
         return self.run(leaves)
 
-    def run(self, leaves: Sequence[torch.Tensor]) -> list[DTensor]:
+    def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the function; no transform acts on the leaves."""
         device = self.mesh.device
         draws = drawing_from(self.state, device) if self.replays else contextlib.nullcontext()
@@ -66,10 +68,14 @@ class WholeFunction:
             whole = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf.detach().to(device) for leaf in leaves]
             results = on_whole(self.mesh, lambda: self.function(*[leaf.detach().clone() for leaf in whole]))
             self.placed = self.out_specs(results)
-            return [place(leaf, spec) for leaf, spec in zip(results, self.placed, strict=True)]
+            placed = enumerate(zip(results, self.placed, strict=True))
+            return [leaf.clone() if n in self.plain else place(leaf, spec) for n, (leaf, spec) in placed]
 
-    def pullback(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> WholeFunction:
-        """From arguments and cotangents of the results `given` to the gradients of the arguments `wanted`."""
+    def pullback(self, wanted: tuple[int, ...], given: tuple[int, ...], plain: Sequence[int]) -> WholeFunction:
+        """From arguments and cotangents of the results `given` to the gradients of the arguments `wanted`.
+
+        Those of the arguments `plain` are plain tensors.
+        """
 
         def function(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
             primals, cotangents = tensors[: len(self.in_specs)], tensors[len(self.in_specs) :]
@@ -77,7 +83,7 @@ class WholeFunction:
             return pull(tuple(cotangents))  # type: ignore[no-any-return]
 
         in_specs = (*self.in_specs, *map(self._placed, given))
-        return self._derived(function, in_specs, [self.in_specs[n] for n in wanted])
+        return self._derived(function, in_specs, [self.in_specs[n] for n in wanted], positions(wanted, plain))
 
     def pushforward(self, given: tuple[int, ...], wanted: tuple[int, ...]) -> WholeFunction:
         """From arguments and tangents of the arguments `given` to the tangents of the results `wanted`."""
@@ -88,7 +94,7 @@ class WholeFunction:
             return torch.func.jvp(self._of(primals, given, wanted), moved, tuple(tangents))[1]  # type: ignore[no-any-return]
 
         in_specs = (*self.in_specs, *(self.in_specs[n] for n in given))
-        return self._derived(function, in_specs, [self._placed(n) for n in wanted])
+        return self._derived(function, in_specs, [self._placed(n) for n in wanted], positions(wanted, self.plain))
 
     def _placed(self, number: int) -> P:
         """The spec of a result, with nothing pending; replicated if only a batch of the function has run."""
@@ -108,13 +114,15 @@ class WholeFunction:
         function = torch.func.vmap(lambda *leaves: tuple(self.function(*leaves)), in_dims, 0, randomness)
         replicated = lambda results: [DTensorSpec.make(self.mesh, P(), TensorMeta.of(x)) for x in results]  # noqa: E731
         in_specs = [P() if dim is not None else spec for dim, spec in zip(in_dims, self.in_specs, strict=True)]
-        return WholeFunction(function, self.mesh, in_specs, replicated, self.state, self.replays)
+        return WholeFunction(function, self.mesh, in_specs, replicated, self.state, self.replays, self.plain)
 
-    def _derived(self, function: Flat, in_specs: Sequence[P], given: Sequence[P]) -> WholeFunction:
+    def _derived(
+        self, function: Flat, in_specs: Sequence[P], given: Sequence[P], plain: Sequence[int]
+    ) -> WholeFunction:
         def specs(results: Sequence[torch.Tensor]) -> list[DTensorSpec]:
             return [DTensorSpec.make(self.mesh, spec, TensorMeta.of(x)) for spec, x in zip(given, results, strict=True)]
 
-        return WholeFunction(function, self.mesh, in_specs, specs, self.state, replays=True)
+        return WholeFunction(function, self.mesh, in_specs, specs, self.state, True, plain)
 
 
 def whole_function(function: Flat, mesh: Mesh, in_specs: Sequence[DTensorSpec], out_specs: Specs) -> WholeFunction:
@@ -145,11 +153,11 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         given = tuple(n for n, value in enumerate(cotangents) if value is not None)
         wanted = tuple(n for n, needed in enumerate(ctx.needs_input_grad[1:]) if needed)
-        found: Sequence[torch.Tensor] = ()
-        if given and wanted:
-            values = [value for value in cotangents if value is not None]
-            found = ctx.node.pullback(wanted, given)([*ctx.saved_tensors, *values])
-        return None, *replaced([None] * ctx.count, wanted if given else (), found)
+        if not given or not wanted:
+            return (None,) * (ctx.count + 1)
+        leaves, values = ctx.saved_tensors, [value for value in cotangents if value is not None]
+        pullback = ctx.node.pullback(wanted, given, plain_among(leaves, wanted))
+        return None, *gradients_of(leaves, wanted, pullback([*leaves, *values]))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: torch.Tensor | None) -> Any:
