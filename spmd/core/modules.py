@@ -10,7 +10,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -20,6 +20,7 @@ from torch import nn
 
 from spmd.core.contents import contents_checker, contents_of
 from spmd.core.static_key import static_key
+from spmd.errors import ShardingError
 
 Slot: TypeAlias = tuple[dict[str, Any], str]
 """A place where a module holds a tensor: the dict of its parameters or buffers, and the name in it."""
@@ -97,6 +98,37 @@ class ModuleStructure:
 
     def __repr__(self) -> str:
         return f"{type(self.module).__name__}, {'training' if self.module.training else 'evaluation'}"
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """The names of tied tensors that are not the first of their tensor, each with the first.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> tied_names(nn.Sequential(layer, layer))
+    {'1.weight': '0.weight', '1.bias': '0.bias'}
+    """
+    first: dict[int, str] = {}
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    every = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    return {name: known for name, known in every.items() if name != known}
+
+
+def by_first_name(specs: Mapping[Any, Any], module: nn.Module) -> dict[Any, Any]:
+    """Specs of a module's tensors by any of their names, by the first name of each.
+
+    Raises:
+        ShardingError: a tied tensor with two specs.
+    """
+    tied, found, names = tied_names(module), {}, {}
+    for name, spec in specs.items():
+        first = tied.get(name, name)
+        if found.setdefault(first, spec) != spec:
+            raise ShardingError(
+                f"{names[first]} and {name} of {type(module).__name__} are tied: one tensor, with the specs "
+                f"{found[first]!r} and {spec!r}. Choose one."
+            )
+        names[first] = name
+    return found
 
 
 class ModuleState:

@@ -18,7 +18,7 @@ import torch
 
 from spmd.core.containers import CONSTANTS, NAMESPACE, fields_of, is_registered, register_containers
 from spmd.core.mesh import Mesh
-from spmd.core.modules import ModuleState, register_modules
+from spmd.core.modules import ModuleState, by_first_name, register_modules
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.core.spec import FREE, NESTED, DTensorSpec, P, TensorMeta, has_meta
 from spmd.errors import ShardingError
@@ -291,6 +291,8 @@ def _broadcast(prefix: Any, tree: Any, accessor: optree.PyTreeAccessor, optional
     if tree is None or _is_leaf(tree):
         raise _MismatchError(accessor, f"expected one spec for {structure_text(tree)} (got {_container(prefix)}).")
     wanted, given = _children(tree), _given(prefix)
+    if isinstance(tree, ModuleState) and isinstance(prefix, Mapping) and not given.keys() <= wanted.keys():
+        given = by_first_name(given, tree.structure.module)
     if not _same_container(prefix, tree) or not _covers(given, wanted, tree):
         raise _MismatchError(accessor, f"expected one spec or {_container(tree)} (got {_container(prefix)}).")
     specs: list[SpecLike | None] = []

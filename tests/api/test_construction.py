@@ -182,7 +182,17 @@ def by_hand(path: str, module: torch.nn.Module, mesh: spmd.Mesh) -> None:
         module.weight = torch.nn.Parameter(spmd.distribute(module.weight, P("x"), mesh))
 
 
-@pytest.mark.parametrize("partition", [None, by_specs, by_hand], ids=["replicated", "specs", "by hand"])
+PARTITIONS = {
+    "replicated": None,
+    "specs": by_specs,
+    "by hand": by_hand,
+    "fully sharded": spmd.fsdp_specs(Tied(), "x", min_size=20),
+    "tensor parallel": {"head.weight": P("x"), "head.bias": P("x")},
+    "both names": {"embed.weight": P("x"), "head.weight": P("x"), "norm.running_mean": P("y")},
+}
+
+
+@pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS.keys())
 def test_a_distributed_module_is_the_module_of_one_device(partition: Any) -> None:
     plain, index = Tied(), torch.arange(12) % 6
     module = spmd.distribute_module(
@@ -240,6 +250,32 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: spmd.distribute_module(torch.nn.Linear(2, 2, device="meta"), LINE),
         "weight is on the meta device",
     ),
+    "meta with specs": (
+        lambda: spmd.distribute_module(torch.nn.Linear(2, 2, device="meta"), LINE, {"weight": P("x")}),
+        r"weight is on the meta device .* src_rank=0; .* module.to_empty",
+    ),
+    "a dotted name": (
+        lambda: spmd.distribute_module(Tied(), LINE, {"head.wieght": P()}),
+        "There is a spec for 'head.wieght', which Tied lacks. It has",
+    ),
+    "two specs": (
+        lambda: spmd.distribute_module(Tied(), LINE, {"embed.weight": P(), "head.weight": P("x")}),
+        r"embed.weight and head.weight of Tied are tied: one tensor, with the specs P\(\) and P\('x'\)",
+    ),
+    "a returned spec": (
+        lambda: spmd.distribute_module(Tied(), LINE, lambda *_: P("x")),
+        r"partition_fn returned P P\('x'\) for the module, a Tied. Return a dict",
+    ),
+    "a returned module": (
+        lambda: spmd.distribute_module(torch.nn.Linear(2, 2), LINE, lambda name, module, mesh: module),
+        "partition_fn returned Linear",
+    ),
+    "a spec for all": (lambda: spmd.distribute_module(Tied(), LINE, P("x")), "or be a dict of specs by dotted names"),
+    "a partition_fn": (
+        lambda: spmd.distribute_module(Tied(), LINE, lambda path: None),
+        "must take .name, module",
+    ),
+    "no module": (lambda: spmd.distribute_module({"w": torch.ones(2)}, LINE), "takes an nn.Module .got dict"),
     "lazy": (lambda: spmd.distribute_module(torch.nn.LazyLinear(2), LINE), "weight has no shape yet"),
     "twice": (
         lambda: spmd.distribute_module(spmd.distribute_module(torch.nn.Linear(2, 2), LINE), LINE),

@@ -170,3 +170,22 @@ def test_fully_sharded_refuses(options: Any, error: type[Exception], text: str) 
     with pytest.raises(error) as caught:
         spmd.fsdp_specs({"w": meta(64, 64)}, **{"axis": "data", **options})
     assert text in str(caught.value)
+
+
+def test_tied_tensors_have_any_of_their_names() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 8, bias=False))
+    model[2].weight = model[0].weight
+    mesh = spmd.make_mesh({"x": 2, "y": 2}, runtime="virtual")
+    expected = {"0.weight": P("y", "x"), "1.weight": P("x"), "1.bias": P()}
+    layout = spmd.specs(model, {"2.weight": P("y")})
+    assert {"0.weight": P("y"), "1.weight": P(), "1.bias": P()} == layout
+    for name in ("0.weight", "2.weight"):
+        base = {"1.weight": P(), "1.bias": P(), name: P("y")}
+        assert expected == spmd.fsdp_specs(model, "x", base=base, min_size=10, mesh=mesh)
+        given = {**base, name: P("x")}
+        compiled = spmd.jit(lambda model, x: model(x), (given, None), mesh=mesh).compile(model, torch.arange(4))
+        assert P("x") == compiled.in_specs[0].pspec
+    with pytest.raises(ShardingError, match=r"0.weight and 2.weight of Sequential are tied: one tensor"):
+        spmd.fsdp_specs(model, "x", base={"0.weight": P("y"), "2.weight": P(), "1.weight": P(), "1.bias": P()})
+    with pytest.raises(ShardingError, match=r"'2.*' has no effect: earlier patterns match all"):
+        spmd.specs(model, {"0.weight": P("y"), "2.*": P("x")})

@@ -68,7 +68,8 @@ def specs(
     """Specs for a tree of tensors by the tensors' paths, as with the partitioning rules of flax.
 
     A path joins keys, fields and positions by dots: `"layers.0.q_proj.weight"`. A pattern is one of `fnmatch`, for the
-    whole path; `*` matches dots, too. The first pattern that matches a path counts, so the special ones stand first.
+    whole path; `*` matches dots, too. The first pattern that matches a path counts, so the special ones stand first. A
+    tied tensor of a module is matched by each of its names.
 
     The specs of a module are those of its state, with which `torch.func.functional_call` calls it:
 
@@ -107,7 +108,7 @@ def specs(
         check_mesh(mesh)
     _check_patterns(patterns, default)
     leaves, structure = leaves_of(tree_or_module)
-    first = [next((pattern for pattern in patterns if fnmatchcase(leaf.path, pattern)), None) for leaf in leaves]
+    first = [next((pattern for pattern in patterns if _matches(leaf, pattern)), None) for leaf in leaves]
     _check_effects(patterns, first, leaves)
     choices = [
         Choice(leaf, check_spec(default if pattern is None else patterns[pattern], leaf, mesh), pattern or "(default)")
@@ -134,11 +135,11 @@ def _check_patterns(patterns: Mapping[str, SpecLike], default: SpecLike) -> None
 
 def _check_effects(patterns: Mapping[str, SpecLike], first: Sequence[str | None], leaves: Sequence[Leaf]) -> None:
     """Raise a ShardingError for a pattern by which no leaf gets its spec."""
-    paths = [leaf.path for leaf in leaves]
+    paths = [name for leaf in leaves for name in (leaf.path, *leaf.tied)]
     for pattern in patterns:
         if pattern in first:
             continue
-        matched = [number for number, path in enumerate(paths) if fnmatchcase(path, pattern)]
+        matched = [number for number, leaf in enumerate(leaves) if _matches(leaf, pattern)]
         if matched:
             earlier = ", ".join(dict.fromkeys(repr(first[number]) for number in matched))
             raise ShardingError(
@@ -149,6 +150,10 @@ def _check_effects(patterns: Mapping[str, SpecLike], first: Sequence[str | None]
             f"Pattern {pattern!r} matches none of the {len(paths)} paths of the tree.{_nearest(pattern, paths)} "
             f"Paths: {_listed(paths)}. Patterns are those of fnmatch, for a whole path: '*.weight'."
         )
+
+
+def _matches(leaf: Leaf, pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in (leaf.path, *leaf.tied))
 
 
 def _nearest(pattern: str, paths: Sequence[str]) -> str:

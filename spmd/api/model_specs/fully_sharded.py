@@ -10,6 +10,7 @@ from torch import nn
 
 from spmd.api.model_specs.leaves import Choice, Leaf, Show, check_spec, leaves_of, table
 from spmd.core.mesh import Mesh, check_mesh
+from spmd.core.modules import by_first_name
 from spmd.core.pytree import SpecLike, broadcast_prefix
 from spmd.core.spec import P, TensorMeta
 from spmd.errors import ShardingError
@@ -104,6 +105,8 @@ def fsdp_specs(
     if not isinstance(min_size, int) or isinstance(min_size, bool) or min_size < 0:
         raise ShardingError(f"min_size must be a number of elements, 0 or more (got {min_size!r}).")
     leaves, structure = leaves_of(tree_or_module)
+    if isinstance(tree_or_module, torch.nn.Module) and isinstance(base, Mapping):
+        base = by_first_name(base, tree_or_module)
     given = broadcast_prefix(base, structure.unflatten(leaves), what="base", of="the tree")
     choices = [
         _choose(leaf, _pspec(spec, leaf, mesh), axis, min_size, mesh) for leaf, spec in zip(leaves, given, strict=True)

@@ -11,6 +11,7 @@ import torch
 
 from spmd.core.argument_paths import dotted_path
 from spmd.core.mesh import Mesh
+from spmd.core.modules import tied_names
 from spmd.core.pytree import NAMESPACE, SpecLike, leaf_meta, make_spec
 from spmd.core.quantity import size_text
 from spmd.core.spec import P, TensorMeta
@@ -22,10 +23,11 @@ Show: TypeAlias = Callable[[str], object]
 
 @attrs.frozen
 class Leaf:
-    """A tensor of a model: its path, its meta, and how messages call it."""
+    """A tensor of a model: its path, its meta, its other names if it is tied, and how messages call it."""
 
     path: str
     meta: TensorMeta
+    tied: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -56,13 +58,15 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], optree.PyTreeSpec]:
     >>> [leaf.path for leaf in leaves_of({"layers": [{"w": torch.zeros(2)}]})[0]]
     ['layers.0.w']
     """
+    tied: dict[str, str] = {}
     if isinstance(tree, torch.nn.Module):
-        tree = model_state(tree)
+        tied, tree = tied_names(tree), model_state(tree)
     accessors, values, structure = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
-    paths = map(dotted_path, accessors)
-    return [
-        Leaf(path, leaf_meta(value, f"leaf {path!r}")) for path, value in zip(paths, values, strict=True)
-    ], structure
+    leaves = []
+    for path, value in zip(map(dotted_path, accessors), values, strict=True):
+        others = tuple(name for name, first in tied.items() if first == path)
+        leaves.append(Leaf(path, leaf_meta(value, f"leaf {path!r}"), others))
+    return leaves, structure
 
 
 def check_spec(spec: SpecLike, leaf: Leaf, mesh: Mesh | None) -> SpecLike:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from spmd.api.values.dtensor import DTensor
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.collectives.distributed.scatter import Scatter
 from spmd.core.mesh import Mesh, current_mesh
-from spmd.core.modules import ModuleStructure, Slot
+from spmd.core.modules import ModuleStructure, Slot, by_first_name
 from spmd.core.pytree import SpecLike, leaf_meta, make_spec
 from spmd.core.spec import DTensorSpec
 from spmd.errors import ShardingError
@@ -29,7 +30,7 @@ _DONE = "_spmd_is_distributed"
 def distribute_module(
     module: nn.Module,
     mesh: Mesh | None = None,
-    partition_fn: PartitionFn | None = None,
+    partition_fn: PartitionFn | Mapping[str, SpecLike] | None = None,
     input_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
     *,
@@ -48,8 +49,9 @@ def distribute_module(
         mesh: the mesh; by default that of `use_mesh`.
         partition_fn: is called with the dotted name of each submodule, the submodule, and the mesh. It returns specs
             for parameters and buffers of its own, by name; or assigns DTensors itself, as with torch, for instance by
-            `module.weight = torch.nn.Parameter(spmd.distribute(module.weight, P("model"), mesh))`. What it leaves is
-            replicated.
+            `module.weight = torch.nn.Parameter(spmd.distribute(module.weight, P("model"), mesh))`. Or it is a dict of
+            specs by dotted names, as from `spmd.specs`, `fsdp_specs` and `tensor_parallel_specs`; a tied tensor may
+            have any of its names. What it leaves is replicated.
         input_fn: becomes a forward pre-hook, called with the module, the tuple of its positional arguments, and the
             mesh; if it returns something, the module gets that instead.
         output_fn: becomes a forward hook, called with the module, its result, and the mesh; likewise.
@@ -60,8 +62,9 @@ def distribute_module(
         The module.
 
     Raises:
-        ShardingError: a spec that does not fit or names a tensor that the submodule lacks, a tied tensor with two
-            specs, a tensor on the meta device, a module that was distributed before, or a hook of other arguments.
+        ShardingError: no module, a spec that does not fit or names a tensor that the module lacks, a tied tensor with
+            two specs, a tensor on the meta device, a module that was distributed before, a function of other arguments,
+            or a `partition_fn` that returns something else.
         DivergenceError: ranks with different modules.
         MeshError: no mesh, or an abstract one; no rank `src_rank`.
 
@@ -75,15 +78,25 @@ def distribute_module(
     mesh = current_mesh(mesh)
     call = f"distribute_module of {type(module).__name__} on {mesh}"
     with failing_together(call, mesh):
+        if not isinstance(module, nn.Module):
+            raise ShardingError(
+                f"distribute_module takes an nn.Module (got {type(module).__name__}). For other trees of tensors, "
+                "spmd.distribute(tree, specs, mesh)."
+            )
         if getattr(module, _DONE, False):
             raise ShardingError(f"{type(module).__name__} was distributed before, by spmd.distribute_module.")
-        for name, hook in (("input_fn", input_fn), ("output_fn", output_fn)):
-            _check_hook(name, hook)
+        by_name = isinstance(partition_fn, Mapping)
+        for expected, hook in (
+            ("partition_fn must take (name, module, mesh)", None if by_name else partition_fn),
+            ("input_fn must take (module, inputs, mesh)", input_fn),
+            ("output_fn must take (module, outputs, mesh)", output_fn),
+        ):
+            _check_hook(expected, hook)
         mesh.held_coordinates  # noqa: B018  # raises an error where the mesh holds no data
         if src_rank is not None:
             mesh.coordinate(src_rank)  # a rank of the mesh
         state = _State(module)
-        specs = _partition(module, mesh, partition_fn)
+        specs = state.by_slot(partition_fn) if by_name else _partition(module, mesh, partition_fn)
         targets = state.targets(mesh, specs)
     state.place(call, mesh, targets, src_rank)
     if input_fn is not None:
@@ -94,15 +107,17 @@ def distribute_module(
     return module
 
 
-def _check_hook(name: str, hook: Callable[..., Any] | None) -> None:
-    """Raise a ShardingError if a function does not take a module, what it is given or returns, and a mesh."""
+def _check_hook(expected: str, hook: Any) -> None:
+    """Raise a ShardingError if something is no function of three arguments, or None."""
     if hook is None:
         return
+    if not callable(hook):
+        also = ", or be a dict of specs by dotted names" if expected.startswith("partition_fn") else ""
+        raise ShardingError(f"{expected}{also} (got {type(hook).__name__} {hook!r:.80}).")
     try:
         inspect.signature(hook).bind(None, None, None)
     except TypeError as error:
-        expected = f"(module, {name.removesuffix('_fn')}s, mesh)"
-        raise ShardingError(f"{name} must take {expected}, but takes {inspect.signature(hook)}: {error}.") from None
+        raise ShardingError(f"{expected}, but takes {inspect.signature(hook)}: {error}.") from None
     except ValueError:  # no signature is available
         return
 
@@ -112,12 +127,18 @@ def _partition(module: nn.Module, mesh: Mesh, partition_fn: PartitionFn | None) 
     found: dict[tuple[int, str], SpecLike] = {}
     for path, owner in module.named_modules() if partition_fn else ():
         assert partition_fn is not None
-        for name, spec in (partition_fn(path, owner, mesh) or {}).items():
+        given, where = partition_fn(path, owner, mesh), f"{path or 'the module'}, a {type(owner).__name__}"
+        if not isinstance(given, Mapping | None):
+            raise ShardingError(
+                f"partition_fn returned {type(given).__name__} {given!r:.80} for {where}. Return a dict from names of "
+                "its own parameters and buffers to specs, or None where it assigns DTensors itself or leaves it whole."
+            )
+        for name, spec in (given or {}).items():
             held = next((kind for kind in (owner._parameters, owner._buffers) if kind.get(name) is not None), None)
             if held is None:
                 own = [*owner._parameters, *owner._buffers]
                 raise ShardingError(
-                    f"partition_fn has a spec for {name!r} of {path or 'the module'}, a {type(owner).__name__}, whose "
+                    f"partition_fn has a spec for {name!r} of {where}, whose "
                     f"own tensors are {', '.join(own) or 'none'}. Return names without the path."
                 )
             found[id(held), name] = spec
@@ -131,6 +152,23 @@ class _State:
         structure, _ = ModuleStructure.of(module)
         self._places: list[tuple[Slot, ...]] = list(structure.slots)
         self._module, self._names = module, structure.names
+
+    def by_slot(self, specs: Mapping[str, SpecLike]) -> dict[tuple[int, str], SpecLike]:
+        """Specs by dotted names, as `_partition` returns them.
+
+        Raises:
+            ShardingError: a name that the module lacks, or a tied tensor with two specs.
+        """
+        given, places = by_first_name(specs, self._module), dict(zip(self._names, self._places, strict=True))
+        for name in given:
+            if name not in places:
+                near = difflib.get_close_matches(str(name), places, n=3) or list(places)[:8]
+                raise ShardingError(
+                    f"There is a spec for {name!r}, which {type(self._module).__name__} lacks. It has "
+                    f"{', '.join(near)}{' and others' if len(near) < len(places) else ''}. Name parameters and buffers "
+                    "as named_parameters() does."
+                )
+        return {(id(held), key): spec for name, spec in given.items() for held, key in places[name][:1]}
 
     def targets(
         self, mesh: Mesh, specs: Mapping[tuple[int, str], SpecLike]
@@ -198,7 +236,8 @@ def _refuse_meta(names: list[str], leaves: list[torch.Tensor]) -> None:
     for name, leaf in zip(names, leaves, strict=True):
         if leaf.is_meta:
             raise ShardingError(
-                f"{name} is on the meta device and has no data. Make it in partition_fn, module.weight = "
+                f"{name} is on the meta device and has no data. Make it in a function partition_fn, module.weight = "
                 "torch.nn.Parameter(spmd.empty_like(module.weight, spec=..., mesh=mesh)), and call reset_parameters() "
-                "afterwards; or take the tensors of one rank by src_rank=0."
+                "or load_state_dict() afterwards; or take the tensors of one rank by src_rank=0; or, where the module "
+                "fits in memory, call module.to_empty(device=...) and fill it before."
             )
