@@ -35,6 +35,7 @@ from spmd.api.transforms.linearize import linearize_dtensors
 from spmd.api.transforms.transformed import is_transformed
 from spmd.api.value_warnings import ValueWarnings
 from spmd.api.values.dtensor import DTensor
+from spmd.api.values.torch_compile import keep_out_of_graphs
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.compile_lock import COMPILING
 from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh, default_mesh
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from spmd.rules.rule import Rule
 
 linearize_dtensors()
+keep_out_of_graphs()
 
 _Arguments = ParamSpec("_Arguments")
 _Rest = ParamSpec("_Rest")

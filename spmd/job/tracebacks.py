@@ -12,6 +12,7 @@ from typing import TypeVar
 from typing_extensions import ParamSpec
 
 from spmd.errors import SpmdError, shows_internals
+from spmd.job.torch_compile import never_compiled
 from spmd.job.user_code import is_user_file
 
 _Arguments = ParamSpec("_Arguments")
@@ -38,7 +39,7 @@ def hides_internals(function: Callable[_Arguments, _Result]) -> Callable[_Argume
                 _hide(error)
             raise  # with the traceback that the error has now, from Python 3.11 on; before, one frame of ours remains
 
-    return call
+    return never_compiled(call)
 
 
 def _hide(error: Exception) -> None:

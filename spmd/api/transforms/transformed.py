@@ -21,6 +21,7 @@ from torch._C._functorch import (
 
 from spmd.api.transforms.flat_function import FlatFunction, Saving, free_axes, replaced, run
 from spmd.api.values.dtensor import DTensor
+from spmd.job.torch_compile import never_compiled
 from spmd.runtime.torch_settings import drawing_from, generator_state
 
 _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
@@ -120,6 +121,7 @@ class _Call(torch.autograd.Function):
         ctx.save_for_forward(*leaves)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         node = ctx.node
         function = node.function if isinstance(node, Saving) else node
@@ -174,6 +176,7 @@ class _Pull(torch.autograd.Function):
         ctx.save_for_forward(*tensors[: ctx.count])
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         pullback = ctx.node.function.pullback(*ctx.pull)
         given = tuple(n for n, value in enumerate(cotangents) if value is not None)

@@ -22,6 +22,7 @@ from spmd.api.values.distribute import place
 from spmd.api.values.dtensor import DTensor
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.job.torch_compile import never_compiled
 from spmd.runtime.torch_settings import drawing_from, generator_state
 
 Flat = Callable[..., Sequence[torch.Tensor]]
@@ -150,6 +151,7 @@ class _Call(torch.autograd.Function):
         ctx.save_for_forward(*leaves)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         given = tuple(n for n, value in enumerate(cotangents) if value is not None)
         wanted = tuple(n for n, needed in enumerate(ctx.needs_input_grad[1:]) if needed)

@@ -39,6 +39,7 @@ from spmd.core.shards import join
 from spmd.core.spec import Dims, DTensorSpec, P, Reductions, TensorMeta
 from spmd.errors import ShardingError
 from spmd.job import checks
+from spmd.job.torch_compile import never_compiled
 from spmd.job.tracebacks import hides_internals
 from spmd.runtime.redistribute import coordinates_here
 from spmd.tracing.recorder import where as place_text
@@ -432,7 +433,7 @@ _FIXED = {
 
 def dispatch_operators_to(function: Operators) -> Operators:
     """Let a function run all operators on DTensors: it becomes `DTensor.__torch_dispatch__`."""
-    DTensor.__torch_dispatch__ = classmethod(function)  # type: ignore[assignment]
+    DTensor.__torch_dispatch__ = classmethod(never_compiled(function))  # type: ignore[assignment]
     return function
 
 

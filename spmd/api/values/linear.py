@@ -10,6 +10,7 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 from torch.autograd import forward_ad
 
 from spmd.errors import ShardingError
+from spmd.job.torch_compile import never_compiled
 
 _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
 
@@ -86,6 +87,7 @@ class _Linear(torch.autograd.Function):
         ctx.move, ctx.transpose = inputs[:2]
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         found = ctx.transpose(*cotangents)
         return None, None, *(found if isinstance(found, tuple) else (found,))
