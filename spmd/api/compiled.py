@@ -23,7 +23,7 @@ from spmd.api.programs.program import Program, StandIn
 from spmd.api.programs.progress import stage
 from spmd.api.programs.result_specs import result_specs
 from spmd.api.side_effects import Surroundings
-from spmd.api.signature import Signature, split, with_dynamic
+from spmd.api.signature import Signature, split, with_dynamic, with_gradients
 from spmd.api.transforms.flat_function import FlatFunction
 from spmd.api.transforms.transformed import call, without_transforms
 from spmd.api.value_warnings import warn_of_missing_gradients, warn_of_transforms
@@ -96,6 +96,7 @@ class Compiled(Generic[_Result]):
         stand_ins = [StandIn(spec.meta, self.mesh.device) for spec in self.in_specs]
         self._others = [(n, None if key == DYNAMIC else leaves[n]) for n, key in reversed(signature.others)]
         self._numbers = tuple(leaves[position] for position in signature.numbers)
+        self._differentiated = _requiring_grad(leaves)
         self._leaves = leaves
         self._leaves = self._with_leaves(stand_ins, self._numbers)
         self._args = with_dynamic(args, signature.static, signature.tree.unflatten(self._leaves))
@@ -111,8 +112,14 @@ class Compiled(Generic[_Result]):
         modules = (held.module for _, held in structures_in(self.signature.tree))
         around = Surroundings(self.hidden, modules, self._changed)
         with use_mesh(self.mesh), stage(self._parameters.name, "tracing"):
-            layout = self.signature.layout
-            traced = trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
+            try:
+                traced = self._trace()
+            except RuntimeError as error:
+                if not self._differentiated or "not require grad" not in str(error):
+                    raise
+                static = self.signature.layout.static
+                self._function = with_gradients(self._function, static, self._differentiated)
+                traced = self._trace()
         around.warn()
         self.hidden.watch(tensor for _, tensor in traced.graph.constants)
         self._without_gradients = [TensorMeta.of(x) for _, x in traced.graph.constants if x.requires_grad]
@@ -120,6 +127,10 @@ class Compiled(Generic[_Result]):
         if self._has_modules:
             traced, self._updated = with_changed_buffers(traced, self._buffers)
         return attrs.evolve(traced, graph=_with_copies(traced.graph, {}))
+
+    def _trace(self) -> Traced:
+        layout = self.signature.layout
+        return trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
 
     @property
     def _buffers(self) -> list[int]:
@@ -278,6 +289,8 @@ class Compiled(Generic[_Result]):
 
         On a distributed mesh ranks compare their plain tensors in the first call.
         """
+        if not self.is_traced:
+            self._differentiated = _requiring_grad(self._with_leaves(leaves, numbers))
         name, first = first_run(self.mesh), not self._has_run
         with failing_together(name, self.mesh, first):
             for leaf, spec, path in zip(leaves, self.in_specs, self.traced.input_paths, strict=True):
@@ -446,6 +459,11 @@ class Compiled(Generic[_Result]):
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _requiring_grad(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of the tensors that require grad."""
+    return tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
 
 
 def _with_copies(graph: Graph, copies: dict[int, torch.Tensor]) -> Graph:

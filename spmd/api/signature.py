@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import attrs
 import optree
+from torch._C._functorch import peek_interpreter_stack
 
 from spmd.api.parameters import Layout
 from spmd.api.values.arguments import own_spec
@@ -140,3 +142,24 @@ def with_dynamic(args: tuple[Any, ...], static: Static, dynamic: Iterable[Any]) 
     """
     numbers, values = {number for number, _ in static}, iter(dynamic)
     return tuple(arg if number in numbers else next(values) for number, arg in enumerate(args))
+
+
+def with_gradients(function: Callable[..., Any], static: Sequence[int], positions: Sequence[int]) -> Callable[..., Any]:
+    """A function in which some of its arguments are leaves of autograd, for backward passes that it calls.
+
+    Args:
+        function: the function.
+        static: the positions of its static arguments.
+        positions: which of the leaves of the others require grad.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        keys = tuple((number, None) for number in static)
+        leaves, tree = tree_flatten(tuple(arg for number, arg in enumerate(args) if number not in static))
+        for position in positions:
+            if not leaves[position].requires_grad and peek_interpreter_stack() is None:
+                leaves[position] = leaves[position].detach().requires_grad_()
+        return function(*with_dynamic(args, keys, tree.unflatten(leaves)))
+
+    return call

@@ -129,9 +129,12 @@ class ClosureLifting(TorchFunctionMode):
             return self._construct(func, *args, **(kwargs or {}))
         if func is torch.Tensor.__setitem__ and fill_masked(*args):
             return None
-        if func in (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward):
-            with self.in_backward():
-                return func(*args, **(kwargs or {}))
+        if func in _RETAINS:
+            with self.in_backward():  # which frees nothing: a transform from outside may come back to it
+                given, position = dict(kwargs or {}), _RETAINS[func]
+                if len(args) > position:
+                    return func(*args[:position], True, *args[position + 1 :], **given)
+                return func(*args, **{**given, "retain_graph": True})
         return DIFFERENTIABLE.get(func, func)(*args, **(kwargs or {}))
 
     def _construct(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,6 +175,10 @@ class ClosureLifting(TorchFunctionMode):
                     fake = self.recorder.lift(leaf)
                 self._lifted[id(leaf)] = (leaf, self.functional(fake))
         return self._lifted[id(leaf)][1]
+
+
+_RETAINS = {torch.autograd.grad: 3, torch.Tensor.backward: 2, torch.autograd.backward: 2}
+"""Backward passes, and the position of their argument `retain_graph`."""
 
 
 def _refuse_transformed(leaf: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from spmd.api.programs.options import Options
@@ -23,11 +24,18 @@ from spmd.api.values.wrapper import delete_shards
 from spmd.core.compile_lock import compiled_property
 from spmd.core.mesh import Mesh, use_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value
 from spmd.runtime.ownership import is_owned
 from spmd.tracing.manual.packing import Packing, packings, with_packed_inputs, with_packed_outputs
 from spmd.tracing.trace import trace_flat
 from spmd.tracing.traced import Traced
+
+_REFUSALS = (
+    "backward() called inside a functorch transform",
+    "attempting to call Tensor.requires_grad_()",
+)
+"""What torch.func says to functions that autograd differentiates, but not it."""
 
 Flat = Callable[..., Sequence[torch.Tensor]]
 """A function from tensors to tensors."""
@@ -60,6 +68,7 @@ class FlatFunction:
         self.in_specs, self.given, self.plain = tuple(in_specs), tuple(out_specs), tuple(plain)
         self.pullback, self.pushforward = functools.cache(self._pullback), functools.cache(self._pushforward)
         self.batched, self.saving = functools.cache(self._batched), functools.cache(self._saving)
+        self._by_autograd = False
 
     @functools.cached_property
     def is_random(self) -> bool:
@@ -118,7 +127,14 @@ class FlatFunction:
             return [*results, *gradients]
 
         specs = (*self.in_specs, *self.cotangent_specs(given))
-        return Joint(self.trace(function, specs), len(self.in_specs), len(self.program.out_specs))
+        try:
+            graph = self.trace(function, specs)
+        except RuntimeError as error:
+            if self._by_autograd or not any(text in str(error) for text in _REFUSALS):
+                raise
+            self._by_autograd = True
+            graph = self.trace(function, specs)
+        return Joint(graph, len(self.in_specs), len(self.program.out_specs))
 
     def cotangent_specs(self, given: Sequence[int]) -> list[DTensorSpec]:
         """The specs of the cotangents of some results: theirs, with nothing pending."""
@@ -133,6 +149,8 @@ class FlatFunction:
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """All results, and the gradients, from the arguments followed by the cotangents."""
         primals, cotangents = tensors[: len(self.in_specs)], tensors[len(self.in_specs) :]
+        if self._by_autograd:
+            return self._vjp_by_autograd(wanted, given, primals, cotangents)
 
         def differentiated(*some: torch.Tensor) -> Any:
             results = self.function(*replaced(primals, wanted, some))
@@ -141,6 +159,35 @@ class FlatFunction:
         made: Any = torch.func.vjp(differentiated, *(primals[n] for n in wanted), has_aux=True)
         _, pull, results = made
         return results, pull(tuple(cotangents))
+
+    def _vjp_by_autograd(
+        self,
+        wanted: Sequence[int],
+        given: Sequence[int],
+        primals: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor],
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """As `_vjp`, for functions that torch.func refuses (`_REFUSALS`).
+
+        Raises:
+            TraceError: a transform acts on the derivative, or the function writes gradients into arguments.
+        """
+        if any(tensor.requires_grad or is_functorch_wrapped_tensor(tensor) for tensor in (*primals, *cotangents)):
+            raise TraceError(
+                f"{self.name} has no second derivative: it calls .backward() or requires_grad_(). Use "
+                "torch.autograd.grad or torch.func."
+            )
+        leaves = [primals[number].detach().requires_grad_() for number in wanted]
+        results = self.function(*replaced(primals, wanted, leaves))
+        if any(leaf.grad is not None for leaf in leaves):
+            raise TraceError(
+                f".backward() in {self.name} writes gradients into arguments, which require grad outside: they "
+                "would be lost. Use torch.autograd.grad, or call it under torch.no_grad() and return x.grad."
+            )
+        pulled = [(results[n], x) for n, x in zip(given, cotangents, strict=True) if results[n].requires_grad]
+        outputs, gradients = zip(*pulled, strict=True) if pulled else ((), ())
+        found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)
+        return [result.detach() for result in results], found
 
     def _saving(self, wanted: tuple[int, ...], plain: tuple[int, ...]) -> Saving:
         """The function where the arguments `wanted` may get gradients; those of the arguments `plain` are plain."""
