@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
 from spmd import P, Shard
+from spmd.api.programs.missing_rules import MissingRuleWarning
 from spmd.rules import RULES
 
 MESH = spmd.make_mesh({"data": 2, "model": 4}, runtime="virtual")
@@ -203,6 +204,8 @@ def test_operator_without_a_rule_where_communication_is_forbidden() -> None:
     with pytest.raises(spmd.PlanError, match=rf"spmd_tests\.opaque\.default has no sharding rule .* at {place}"):
         g(torch.ones(4))
     allowed = spmd.jit(f, P("data"), P("data"), mesh=MESH)
+    with pytest.warns(MissingRuleWarning, match="has no sharding rule and runs replicated"):
+        allowed.plan(torch.ones(3))
     assert torch.equal(allowed(torch.tensor([3.0, 1.0, 2.0])).full_tensor(), torch.tensor([1.0, 2.0, 3.0]))
 
 

@@ -20,6 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {
     "testing": ("hypothesis",),
     "plan_report.py": ("rich",),
+    "progress.py": ("rich",),
     "rich_text.py": ("rich",),
     "picture.py": ("rich",),
     "safetensors_loading.py": ("safetensors",),

@@ -149,10 +149,11 @@ def _global_shape(metas: Sequence[TensorMeta], mesh: Mesh, pspec: P) -> tuple[in
 def _check_chunks(spec: DTensorSpec, metas: Sequence[TensorMeta], where: str) -> None:
     """ShardingError if only the lengths of sharded dims differ from what a spec, the joined one, gives each rank."""
     mesh, sharded = spec.mesh, [dim for dim, axes in enumerate(spec.dims) if axes]
-    for dim in sharded:
-        lengths = [meta.shape[dim] if meta.ndim == spec.meta.ndim else None for meta in metas]
+    rest = lambda meta: (meta.dtype, *(None if dim in sharded else size for dim, size in enumerate(meta.shape)))  # noqa: E731
+    for dim in sharded if len(set(map(rest, metas))) == 1 else ():
+        lengths = [meta.shape[dim] for meta in metas]
         expected = [spec.local_shape(coordinate)[dim] for coordinate in mesh.coordinates()]
-        if lengths != expected and None not in lengths:
+        if lengths != expected:
             held, chunks = (dict(zip(mesh.ranks, map(str, each), strict=True)) for each in (lengths, expected))
             raise ShardingError(
                 f"{where}: dim {dim} has length {who_says_what(held)}. Joined by {spec.pspec!r} it is "
