@@ -330,7 +330,7 @@ def master_weights(
         dtype: the dtype of the copy, and of the state of `optimizer`.
 
     Returns:
-        An optimizer whose state is a `MasterWeightsState`.
+        An optimizer whose state is a `MasterWeightsState`; its updates are of `dtype`, and lead to the rounded copy.
 
     Raises:
         SpmdError: `dtype` is no floating dtype.
@@ -350,21 +350,20 @@ def master_weights(
         copied = tree_map(lambda leaf: leaf.to(dtype, copy=True), params)
         return MasterWeightsState(copied, optimizer.init(copied))
 
-    def move(grads: Any, state: MasterWeightsState[_State]) -> MasterWeightsState[_State]:
-        slopes = tree_map(lambda leaf: leaf.to(dtype), grads)
-        return MasterWeightsState(*optimizer.step(state.params, state.inner, slopes))
+    def move(
+        grads: Any, state: MasterWeightsState[_State], params: Any, change: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[Any, MasterWeightsState[_State]]:
+        """One step, and what `change` makes of each copy and its parameter."""
+        spec, slopes, weights = _operands(grads, params, "master_weights")
+        copied, inner = optimizer.step(state.params, state.inner, spec.unflatten(x.to(dtype) for x in slopes))
+        copies = _leaves_like(spec, copied, "state.params")
+        return spec.unflatten(map(change, copies, weights)), MasterWeightsState(copied, inner)
 
     def update(grads: Any, state: MasterWeightsState[_State], params: Any) -> tuple[Any, MasterWeightsState[_State]]:
-        spec, _, weights = _operands(grads, params, "master_weights")
-        state = move(grads, state)
-        copies = _leaves_like(spec, state.params, "state.params")
-        return spec.unflatten(copy - weight for copy, weight in zip(copies, weights, strict=True)), state
+        return move(grads, state, params, torch.sub)
 
     def step(params: Any, state: MasterWeightsState[_State], grads: Any) -> tuple[Any, MasterWeightsState[_State]]:
-        spec, _, weights = _operands(grads, params, "master_weights")
-        state = move(grads, state)
-        copies = _leaves_like(spec, state.params, "state.params")
-        return spec.unflatten(copy.to(weight.dtype) for copy, weight in zip(copies, weights, strict=True)), state
+        return move(grads, state, params, lambda copy, weight: copy.to(weight.dtype))
 
     return Optimizer(init, update, step)
 

@@ -30,6 +30,7 @@ from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import SpmdError
 from spmd.ir.comm import Comm
 from spmd.job.process import init, process_count, process_index
+from spmd.optim import apply_updates
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing.executed import Executed, ExecutedCollectives
 from spmd.testing.specs import every_spec, random_shards
@@ -290,13 +291,20 @@ def train_in_place(make: Any, *args: float) -> None:
     grads = {name: x.cos() for name, x in params.items()}
     expected = params, optimizer.init(params)
     specs = optree.tree_map(lambda x: P("x") if x.ndim else P(), expected)
-    step = jit(optimizer.step, (*specs, P("x")), specs, mesh=mesh, donate_argnums=(0, 1))
-    assert "fused" in step.lower(*expected, grads).as_text()
-    state, slopes = distribute(expected, specs, mesh), distribute(grads, P("x"), mesh)
-    for _ in range(3):
-        state, expected = step(*state, slopes), optimizer.step(*expected, grads)
-    for mine, theirs in zip(optree.tree_leaves(state), optree.tree_leaves(expected), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), theirs)
+
+    def by_updates(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads=grads, state=state, params=params)
+        return apply_updates(params, updates), state
+
+    started = expected
+    for function in (optimizer.step, by_updates):
+        step = jit(function, (*specs, P("x")), specs, mesh=mesh, donate_argnums=(0, 1))
+        assert "fused" in step.lower(*started, grads).as_text()
+        state, slopes, expected = distribute(started, specs, mesh), distribute(grads, P("x"), mesh), started
+        for _ in range(3):
+            state, expected = step(*state, slopes), optimizer.step(*expected, grads)
+        for mine, theirs in zip(optree.tree_leaves(state), optree.tree_leaves(expected), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
 def total_of_ranks(factor: float) -> float:
