@@ -31,7 +31,7 @@ def _steps(make: _Optimizer, **options: Any) -> Callable[..., list[torch.Tensor]
             return total
 
         for _ in range(2):
-            optimizer.step(loss)
+            optimizer.step(loss)  # type: ignore[arg-type]
         optimizer.load_state_dict(optimizer.state_dict())
         return [parameter.detach() for parameter in parameters]
 

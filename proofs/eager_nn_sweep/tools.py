@@ -72,7 +72,7 @@ def _packed(x: _Tensor) -> list[_Tensor]:
     return [packed.data, padded]
 
 
-def _network(kind: type[nn.RNNBase], lengths: Sequence[int], *, sort: bool) -> Callable[..., list[_Tensor]]:
+def _network(kind: Callable[..., nn.Module], lengths: Sequence[int], *, sort: bool) -> Callable[..., list[_Tensor]]:
     def run(x: _Tensor, *weights: _Tensor) -> list[_Tensor]:
         network = kind(4, 3, batch_first=True)
         for (name, _), weight in zip(list(network.named_parameters()), weights, strict=True):
@@ -91,7 +91,7 @@ def _network(kind: type[nn.RNNBase], lengths: Sequence[int], *, sort: bool) -> C
     return run
 
 
-def _packed_network(kind: type[nn.RNNBase]) -> list[Make]:
+def _packed_network(kind: Callable[..., nn.Module]) -> list[Make]:
     shapes = [parameter.shape for parameter in kind(4, 3).parameters()]
     return [
         lambda: call(_network(kind, [6, 4, 4, 1, 1], sort=False), real(5, 6, 4), *(real(*s) for s in shapes)),
@@ -135,7 +135,7 @@ def _cached(layer: nn.Linear) -> None:
 
 def _transferred(layer: nn.Linear) -> nn.Linear:
     _registered(layer)
-    other = _linear(layer.parametrizations.weight.original, layer.bias)
+    other = _linear(layer.parametrizations.weight.original, layer.bias)  # type: ignore[union-attr,arg-type]
     parametrize.transfer_parametrizations_and_params(layer, other)
     return other
 

@@ -7,6 +7,7 @@ user gave to it holds a plain tensor, of which the tensor might be a view, a cop
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import itertools
@@ -30,7 +31,7 @@ from spmd.tracing.recorder import where
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
-_LIMIT = 100_000  # the most objects that are looked through
+_LIMIT = 10_000  # the most objects of the locals of frames that are looked at
 
 
 def is_number(tensor: torch.Tensor) -> bool:
@@ -49,7 +50,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
         return ""
     if is_user_file(frame.f_code.co_filename):  # it called a function of torch that has no frame
         return _refusal_by_source(frame)
-    return None if is_torch_file(frame.f_code.co_filename) and not _is_in_reach(tensor, frame) else ""
+    return None if _is_torchs(frame) and not _is_in_reach(tensor, frame) else ""
 
 
 def check_replicas(op: Any, mesh: Mesh, tensor: torch.Tensor) -> None:
@@ -79,23 +80,23 @@ def _is_in_reach(tensor: torch.Tensor, nearest: FrameType) -> bool:
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         arguments = _arguments(frame)
         modules += (value for value in arguments.values() if isinstance(value, torch.nn.Module))
-        if not (
-            is_torch_file(frame.f_code.co_filename)
-            and frame.f_back is not None
-            and is_torch_file(frame.f_back.f_code.co_filename)
-        ):
+        if not (_is_torchs(frame) and _is_torchs(frame.f_back)):
             given = {name: value for name, value in arguments.items() if not isinstance(value, torch.nn.Module)}
             if any(_has_plain(value) and not _is_assigned(frame, name) for name, value in given.items()):
                 return True
         frame = frame.f_back
-    own = [modules[0].modules() if modules else (), modules]
-    if any(map(is_plain, itertools.chain.from_iterable(map(_own_tensors, itertools.chain(*own))))):
+    inner = modules[0].modules() if modules else ()
+    if any(is_plain(tensor) for module in itertools.chain(inner, modules) for tensor in _own_tensors(module)):
         return True
     held = [module.__dict__ for outer in modules for module in outer.modules()]
     while frame is not None:  # the user's frames
         held.append(frame.f_locals)
         frame = frame.f_back
-    return any(_shares_memory(tensor, other) for other in _tensors(held))
+    return any(_shares_memory(tensor, other) for other in _tensors(held, attributes=False))
+
+
+def _is_torchs(frame: FrameType | None) -> bool:
+    return frame is not None and is_torch_file(frame.f_code.co_filename)
 
 
 def _arguments(frame: FrameType) -> dict[str, Any]:
@@ -116,8 +117,6 @@ def _is_assigned(frame: FrameType, name: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _assigned_names(code: CodeType) -> frozenset[str]:
-    import dis
-
     return frozenset(found.argval for found in dis.get_instructions(code) if found.opname.startswith("STORE_"))
 
 
@@ -149,10 +148,10 @@ def _own_tensors(module: torch.nn.Module) -> Iterable[Any]:
     return itertools.chain(values, *(value.values() for value in values if isinstance(value, dict)))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Any]:
-    """The tensors and arrays in values: in containers, and in attributes of objects that are no modules."""
+def _tensors(values: Iterable[Any], *, attributes: bool = True) -> Iterator[Any]:
+    """The tensors and arrays in values: in containers, and in the attributes of objects that are no modules."""
     stack, seen = list(values), set[int]()
-    while stack and len(seen) < _LIMIT:
+    while stack and (attributes or len(seen) < _LIMIT):
         value = stack.pop()
         if value is None or isinstance(value, (int, float, str, type, ModuleType)) or id(value) in seen:
             continue
@@ -163,7 +162,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Any]:
             stack += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
             stack += value
-        elif not isinstance(value, torch.nn.Module) and type(value).__module__ != "builtins":
+        elif attributes and not isinstance(value, torch.nn.Module) and type(value).__module__ != "builtins":
             stack += getattr(value, "__dict__", {}).values()
 
 

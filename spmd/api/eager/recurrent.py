@@ -34,7 +34,7 @@ def lstm_layer_backward(
     """`aten.mkldnn_rnn_layer_backward`: the gradients of the input, the weights and the initial states."""
     *cotangents, reverse, mode, hidden, count, bias, _, _, batch_sizes, _, _ = more
     with enable_reentrant_dispatch(), torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_() for tensor in (x, w_ih, w_hh, b_ih, b_hh, h, c)]
+        leaves: list[Any] = [tensor.detach().requires_grad_() for tensor in (x, w_ih, w_hh, b_ih, b_hh, h, c)]
         results = lstm_layer(*leaves, reverse, batch_sizes, mode, hidden, count, bias)
         ends = [(end, given) for end, given in zip(results, cotangents, strict=False) if given is not None]
         outputs, given = zip(*ends, strict=True)
