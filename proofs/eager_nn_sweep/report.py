@@ -17,7 +17,31 @@ from proofs.page import table
 
 Reports = Mapping[str, Report[Setup]]
 
-REASONS: Mapping[str, str] = MappingProxyType({})
+_BY_VALUES = "a shape that depends on values"
+_WRITES = "torch writes the values to a plain tensor that it makes and returns"
+_DATA = "sets the data of parameters to views of a vector, whose memory they would share"
+
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "distributions.LowRankMultivariateNormal": "reads a view after a write to another one of the same tensor",
+        "distributions.StudentT": f"`variance`: {_BY_VALUES}",
+        "distributions.Wishart": f"`sample`: {_BY_VALUES}",
+        "nn.AdaptiveLogSoftmaxWithLoss": f"the targets of each cluster: {_BY_VALUES}",
+        "nn.CTCLoss": f"what is saved for the gradient: {_BY_VALUES}",
+        "nn.CrossMapLRN2d": _WRITES,
+        "nn.functional.ctc_loss": f"what is saved for the gradient: {_BY_VALUES}",
+        "nn.functional.linear_cross_entropy.chunked_none": _WRITES,
+        "nn.utils.prune.global_unstructured": f"the elements that are left: {_BY_VALUES}",
+        "nn.utils.rnn.pack_padded_sequence": _BY_VALUES,
+        "nn.utils.rnn.pack_sequence": f"by `pad_sequence`: {_WRITES}",
+        "nn.utils.rnn.pad_packed_sequence": f"by `pack_padded_sequence`: {_BY_VALUES}",
+        "nn.utils.rnn.pad_sequence": _WRITES,
+        "nn.utils.rnn.unpack_sequence": f"by `pad_sequence`: {_WRITES}",
+        "nn.utils.rnn.unpad_sequence": f"by `pad_sequence`: {_WRITES}",
+        "nn.utils.vector_to_parameters": _DATA,
+        "optim.Adagrad": "`fused=True` only: its operator is said to write to the counts of steps, which are plain",
+    }
+)
 """Why calls of these are refused."""
 
 
@@ -42,7 +66,7 @@ def markdown(reports: Reports) -> str:
         "outside of `jit` and without `implicit_replication()`, against plain torch: results, buffers, gradients of "
         "`.backward()`, and the parameters after a step of an optimizer. This section is written by",
         "",
-        "    python -m proofs.eager_nn_sweep --markdown docs/operators.md",
+        f"    python -m proofs.eager_nn_sweep --setup {' '.join(reports)} --markdown docs/operators.md",
         "",
         *table(("setup", "mesh", "mode", "dtype", "calls", "placements of a call"), _setups(reports)),
         "",
@@ -73,8 +97,10 @@ def verdict(reports: Reports) -> Iterator[str]:
         f"{refused} ({refused / max(len(ran), 1):.1%}) have a call that is refused, and {bad} one that is wrong, fails "
         "or hangs."
     )
-    plain = sum("has a plain tensor" in text for one in _every(reports) for text in one.failures.values())
-    yield f"{plain} are refused for a plain tensor."
+    texts = [(one.name, text) for one in _every(reports) for text in one.failures.values()]
+    operands = {name for name, text in texts if "has a plain tensor" in text}
+    targets = {name for name, text in texts if "to a plain tensor" in text}
+    yield f"{len(operands)} are refused for a plain operand, {len(targets)} because torch writes to a plain tensor."
 
 
 def _every(reports: Reports) -> Iterator[Outcome]:

@@ -218,7 +218,9 @@ CALLS: Mapping[str, Sequence[Make]] = MappingProxyType(
         "nn.utils.clip_grad_value_": _with_gradients(lambda parameters: nn.utils.clip_grad_value_(parameters, 0.5)),
         "nn.utils.clip_grads_with_norm_": _with_gradients(_clip_with_norm),
         "nn.utils.get_total_norm": _with_gradients(nn.utils.get_total_norm),
-        "nn.utils.parameters_to_vector": [lambda: call(_vectors, real(6, 5), real(7))],
+        "nn.utils.parameters_to_vector": [
+            lambda: call(lambda *parts: nn.utils.parameters_to_vector(parts), real(6, 5), real(7)),
+        ],
         "nn.utils.vector_to_parameters": [lambda: call(_vectors, real(8), real(4, 3))],
         "nn.utils.weight_norm": _on_layer(nn.utils.weight_norm),
         "nn.utils.remove_weight_norm": _on_layer(_weight_norm_removed),
