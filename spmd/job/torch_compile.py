@@ -37,7 +37,7 @@ def when_dynamo_is_imported(then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds `torch._dynamo`, once, with a loader that calls a function afterwards."""
+    """Finds `torch._dynamo` with a loader that calls a function afterwards; it is gone then."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -46,13 +46,13 @@ class _Finder(MetaPathFinder):
         """The spec of the module, if it is dynamo's."""
         if fullname != _DYNAMO:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
             loader, execute = spec.loader, spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
                 execute(module)
+                sys.meta_path.remove(self)
                 self._then()
 
             loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -163,6 +163,8 @@ def test_either_is_imported_first(first: str) -> None:
     code = f"""
 import sys, torch, {first}
 assert {first != "spmd"} == ("torch._dynamo" in sys.modules)
+import importlib.util
+importlib.util.find_spec("torch._dynamo")
 import {second}
 import spmd
 assert spmd.DTensor in torch._dynamo.config.nontraceable_tensor_subclasses
