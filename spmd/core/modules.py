@@ -119,7 +119,9 @@ def by_first_name(specs: Mapping[Any, Any], module: nn.Module) -> dict[Any, Any]
     Raises:
         ShardingError: a tied tensor with two specs.
     """
-    tied, found, names = tied_names(module), {}, {}
+    tied = tied_names(module)
+    found: dict[Any, Any] = {}
+    names: dict[Any, Any] = {}
     for name, spec in specs.items():
         first = tied.get(name, name)
         if found.setdefault(first, spec) != spec:

@@ -85,9 +85,10 @@ def distribute_module(
             )
         if getattr(module, _DONE, False):
             raise ShardingError(f"{type(module).__name__} was distributed before, by spmd.distribute_module.")
-        by_name = isinstance(partition_fn, Mapping)
+        by_name = partition_fn if isinstance(partition_fn, Mapping) else None
+        function = None if isinstance(partition_fn, Mapping) else partition_fn
         for expected, hook in (
-            ("partition_fn must take (name, module, mesh)", None if by_name else partition_fn),
+            ("partition_fn must take (name, module, mesh)", function),
             ("input_fn must take (module, inputs, mesh)", input_fn),
             ("output_fn must take (module, outputs, mesh)", output_fn),
         ):
@@ -96,7 +97,7 @@ def distribute_module(
         if src_rank is not None:
             mesh.coordinate(src_rank)  # a rank of the mesh
         state = _State(module)
-        specs = state.by_slot(partition_fn) if by_name else _partition(module, mesh, partition_fn)
+        specs = _partition(module, mesh, function) if by_name is None else state.by_slot(by_name)
         targets = state.targets(mesh, specs)
     state.place(call, mesh, targets, src_rank)
     if input_fn is not None:
