@@ -138,3 +138,22 @@ def test_plain_tensors_beside_results_have_plain_gradients(number: int) -> None:
             leaf.grad = None
     torch.testing.assert_close(*found)
     assert len(alpha._backward_hooks or ()) <= 1
+
+
+def test_parameters_that_are_not_used_have_no_gradient() -> None:
+    torch.manual_seed(0)
+    alone = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)})
+    module, x = copy.deepcopy(alone), torch.randn(5, 4)
+    both = lambda model, x: (model["a"](x).square().sum(), model["b"](x).sum())  # noqa: E731
+    for side, f in ((module, spmd.jit(both, (None, P("x")), mesh=MESH)), (alone, both)):
+        optimizer = torch.optim.AdamW(side.parameters(), lr=0.1, weight_decay=0.5)
+        f(side, x)[0].backward()
+        assert side["b"].weight.grad is None
+        optimizer.step()
+    torch.testing.assert_close(module.state_dict(), alone.state_dict())
+
+
+def test_gradgradcheck() -> None:
+    f = spmd.jit(lambda a, b: torch.tanh(a @ b), (P("x"), P(None, "y")), mesh=MESH)
+    a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2), (2, 3)))
+    assert torch.autograd.gradgradcheck(lambda a, b: f(a, b).full_tensor(), (a, b))

@@ -310,7 +310,7 @@ class Saving:
         in_specs = [*(specs[number] for number in numbers), *function.cotangent_specs(given)]
         is_random = any(operation.is_random for operation in graph.operations)
         program = function.of_graph(graph, in_specs, function.gradient_specs(wanted, plain))
-        return Backward(program, numbers, is_random, positions(wanted, plain))
+        return Backward(program, numbers, is_random, positions(wanted, plain), _constant(graph, len(reads)))
 
     def _packing(self, value: Value, same: Mapping[Value, Value]) -> Packing | None:
         """The packing of a value that a backward program reads, if it is per-rank; `same` maps it to this program's."""
@@ -327,12 +327,23 @@ class Backward:
         reads: the numbers of the values that it reads among arguments, results and residuals.
         is_random: whether it draws random numbers, which would be others than those of the forward pass.
         plain: the numbers of the gradients that are plain tensors.
+        unused: those that depend on no cotangent: they are zero, and for autograd there are none.
     """
 
     program: Program
     reads: tuple[int, ...]
     is_random: bool
     plain: tuple[int, ...]
+    unused: tuple[int, ...]
+
+
+def _constant(graph: Graph, count: int) -> tuple[int, ...]:
+    """The numbers of the outputs that depend on none but the first inputs, of a count."""
+    late = set(graph.inputs[count:])
+    for operation in graph.operations:
+        if not late.isdisjoint(operation.operands):
+            late.update(operation.tensors)
+    return tuple(number for number, value in enumerate(graph.outputs) if value not in late)
 
 
 def positions(numbers: Sequence[int], some: Sequence[int]) -> tuple[int, ...]:

@@ -73,7 +73,8 @@ def plain_among(leaves: Sequence[Any], wanted: Sequence[int]) -> tuple[int, ...]
 
 def gradients_of(leaves: Sequence[torch.Tensor], wanted: Sequence[int], found: Sequence[Any]) -> list[Any]:
     """The gradients of all leaves from those of some, each on the device of its leaf."""
-    moved = [value.to(leaves[number].device) for number, value in zip(wanted, found, strict=True)]
+    pairs = zip(wanted, found, strict=True)
+    moved = [None if value is None else value.to(leaves[number].device) for number, value in pairs]
     return replaced([None] * len(leaves), wanted, moved)
 
 
@@ -136,6 +137,8 @@ class _Call(torch.autograd.Function):
         pull = wanted, given, plain_among(leaves, wanted)
         if isinstance(node, Saving) and not node.backward(*pull).is_random:
             found = _Pull.apply(node, ctx.draws, pull, *leaves, *values, *outputs)  # type: ignore[no-untyped-call]
+            unused = node.backward(*pull).unused
+            found = [None if number in unused else value for number, value in enumerate(found)]
         else:
             found = _apply(function.pullback(*pull), [*leaves, *values], ctx.draws)
         return None, None, *gradients_of(leaves, wanted, found)

@@ -85,10 +85,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.move, ctx.transpose = inputs[:2]
+        ctx.set_materialize_grads(isinstance(output, tuple) or len(inputs) > 3)  # a plain tensor, also for a DTensor
 
     @staticmethod
     @never_compiled
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        if cotangents == (None,):
+            return (None,) * len(ctx.needs_input_grad)
         found = ctx.transpose(*cotangents)
         return None, None, *(found if isinstance(found, tuple) else (found,))
 
