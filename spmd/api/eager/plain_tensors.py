@@ -191,16 +191,14 @@ def _refusal_by_source(frame: FrameType) -> str | None:
 @functools.lru_cache(maxsize=1024)
 def _expression(code: CodeType, at: int, line: int) -> ast.expr | None:
     """The expression that an instruction evaluates; None if there is no source of it."""
-    lines = linecache.getlines(code.co_filename)
-    first = last = line
-    start: int | None = None
-    end: int | None = None
+    place: tuple[int | None, int | None, int | None, int | None] = (line, line, None, None)
     if hasattr(code, "co_positions"):
-        found = next(itertools.islice(code.co_positions(), at // 2, None), (None,) * 4)
-        if None in found:
+        place = next(itertools.islice(code.co_positions(), at // 2, None), (None, None, None, None))
+        if None in place:
             return None
-        first, last, start, end = found
-    text = [part.encode() for part in lines[first - 1 : last]]
+    first, last, start, end = place
+    assert first is not None
+    text = [part.encode() for part in linecache.getlines(code.co_filename)[first - 1 : last]]
     if not text:
         return None
     text[-1] = text[-1][:end]

@@ -260,7 +260,7 @@ class DTensor(Wrapper):
         set_maker(self, None)
         super().__setattr__(name, value)
 
-    def new(self, *size: Any, **options: Any) -> torch.Tensor:
+    def new(self, *size: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
         """An uninitialised tensor of a shape, as `new_empty`; of data, torch's own, a plain tensor."""
         lengths = size[0] if len(size) == 1 and isinstance(size[0], torch.Size) else size
         if options or not lengths or not all(isinstance(length, int) for length in lengths):
