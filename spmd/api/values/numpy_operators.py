@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -26,8 +27,7 @@ def run_ufunc(
         replicate: from a plain tensor to a DTensor.
         ufunc, method, inputs, options: the arguments of `__array_ufunc__`.
     """
-    import numpy  # only where a caller has it: the package does not need it
-
+    numpy = sys.modules["numpy"]  # it is there: it calls this
     if method == "__call__" and ufunc.__name__ in _OPERATORS and not options:
         dtype = _dtype(ufunc, inputs) if any(isinstance(leaf, numpy.ndarray) for leaf in inputs) else None
         given = [leaf.item() if isinstance(leaf, numpy.generic) else leaf for leaf in inputs]
@@ -43,8 +43,7 @@ def run_ufunc(
 
 def _dtype(ufunc: Any, inputs: Sequence[Any]) -> torch.dtype | None:
     """The dtype in which NumPy computes; None if it does not know one of an input, such as bfloat16."""
-    import numpy
-
+    numpy = sys.modules["numpy"]
     try:
         given = [torch.empty(0, dtype=x.dtype).numpy() if isinstance(x, torch.Tensor) else x for x in inputs]
     except TypeError:
