@@ -16,6 +16,8 @@ import spmd
 from spmd import P
 from spmd.errors import MeshError, ShardingError
 
+pytestmark = pytest.mark.filterwarnings("ignore::spmd.api.programs.missing_rules.MissingRuleWarning")
+
 aten, prims = torch.ops.aten, torch.ops.prims
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 

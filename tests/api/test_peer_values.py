@@ -19,6 +19,8 @@ import spmd
 from spmd import P, Partial, Replicate, Shard
 from spmd.errors import ShardingError
 
+pytestmark = pytest.mark.filterwarnings("ignore::spmd.api.programs.missing_rules.MissingRuleWarning")
+
 LINE = spmd.make_mesh({"x": 4}, runtime="virtual")
 GRID = spmd.make_mesh({"x": 2, "y": 2}, runtime="virtual")
 CUBE = spmd.make_mesh({"x": 2, "y": 2, "z": 2}, runtime="virtual")

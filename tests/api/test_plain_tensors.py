@@ -91,10 +91,6 @@ def _starred(x: torch.Tensor) -> Any:
     return attend(x, x, x, **given, dropout_p=0.5)
 
 
-def _assigned(x: torch.Tensor) -> None:
-    x[0] = torch.ones(2, 6, 8)
-
-
 def _attention(x: torch.Tensor, **given: Any) -> Any:
     return _placed(nn.MultiheadAttention(8, 2, dropout=0.5))(x[0], x[0], x[0], **given)
 
@@ -125,7 +121,6 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "a state": lambda x: _placed(nn.GRU(8, 5))(x[0], torch.zeros(1, 6, 5)),
     "states": lambda x: _placed(nn.LSTM(8, 5))(x[0], (torch.zeros(1, 6, 5), torch.zeros(1, 6, 5))),
     "a target": lambda x: F.mse_loss(x, torch.zeros(4, 2, 6, 8)),
-    "an assignment": _assigned,
     "a condition": lambda x: torch.where(torch.ones(8).bool(), x, 0.0),
     "a product": lambda x: torch.einsum("abcd,de->abce", x, torch.ones(8, 4)),
     "a mean of a distribution": lambda x: torch.distributions.Normal(torch.arange(8.0), 1.0).log_prob(x),

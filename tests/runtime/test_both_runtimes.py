@@ -6,6 +6,8 @@ import pytest
 import runtime_cases
 from conftest import OnRanks
 
+pytestmark = pytest.mark.filterwarnings("ignore::spmd.api.programs.missing_rules.MissingRuleWarning")
+
 
 @pytest.mark.parametrize("axes", [{"x": 2, "y": 2}, {"x": 1, "y": 3}], ids=str)
 @pytest.mark.parametrize("name", runtime_cases.CASES)

@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 import spmd
 from spmd import P
 
+pytestmark = pytest.mark.filterwarnings("ignore::spmd.api.programs.missing_rules.MissingRuleWarning")
+
 MESH = spmd.make_mesh({"x": 3}, runtime="virtual")
 Function: Any = torch.autograd.Function
 

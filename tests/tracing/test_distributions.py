@@ -23,6 +23,12 @@ FAST = {"gradient of log_prob", "bad parameters", "bad value"}
 PAIR = spmd.make_mesh({"x": 2}, runtime="virtual")
 
 
+@pytest.fixture(autouse=True)
+def _validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validate by default, which a call of torch.compile in any test turns off for the process."""
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)
+
+
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_densities_and_errors_are_those_of_one_device(case: Case) -> None:
     assert [] == [text for q in questions(case) if q.name in FAST and (text := q.difference(3)) is not None]
