@@ -33,6 +33,8 @@ REDUCTION = {
     aten.any.dim: [call(b(4, 5), 1)],
     aten.any.dims: [call(b(4, 5), [0, 1]), call(torch.zeros(4, 5, dtype=torch.bool), [0, 1])],
     aten.all.default: [call(b(4, 5)), call(torch.ones(4, dtype=torch.bool))],
+    aten._is_all_true.default: [call(b(4, 5)), call(torch.ones(4, dtype=torch.bool))],
+    aten._is_any_true.default: [call(b(4, 5)), call(torch.zeros(4, dtype=torch.bool))],
     aten.all.dim: [call(b(4, 5), 1)],
     aten.all.dims: [call(b(4, 5), [0, 1]), call(torch.ones(4, 5, dtype=torch.bool), [0, 1])],
     aten.median.default: [call(f(4, 5))],
