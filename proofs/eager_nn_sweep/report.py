@@ -13,6 +13,7 @@ from proofs.eager_nn_sweep.setups import Setup
 from proofs.eager_nn_sweep.subjects import NOT_CALLED
 from proofs.op_sweep.command import Report
 from proofs.op_sweep.outcome import BAD, Outcome, Status
+from proofs.op_sweep.report import failing
 from proofs.page import table
 
 Reports = Mapping[str, Report[Setup]]
@@ -131,13 +132,5 @@ def _counts(reports: Reports) -> Iterator[Sequence[str]]:
 
 
 def _failing(reports: Reports) -> Iterator[Sequence[str]]:
-    found: dict[tuple[str, Status], dict[str, Outcome]] = {}
-    for setup, report in reports.items():
-        for outcome in report.outcomes:
-            if outcome.status not in (Status.PASS, Status.SKIPPED):
-                found.setdefault((outcome.name, outcome.status), {})[setup] = outcome
-    for (name, status), outcomes in sorted(found.items()):
-        right = sum(outcome.passed for outcome in outcomes.values())
-        run = sum(outcome.combinations for outcome in outcomes.values())
-        first = next(iter(outcomes.values())).reason
-        yield name, status.value, ", ".join(outcomes), f"{right} of {run}", REASONS.get(name, ""), first
+    for name, *row, first in failing(reports):
+        yield name, *row, REASONS.get(name, ""), first

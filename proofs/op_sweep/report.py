@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -91,7 +92,7 @@ def markdown(reports: Reports) -> str:
         "",
         "## What does not pass",
         "",
-        *table(("entry", "status", "setups", "right combinations", "reason"), _failing(reports)),
+        *table(("entry", "status", "setups", "right combinations", "reason"), failing(reports)),
         "",
         "Skipped entries, of which plain torch runs nothing here, or nothing that gives a dense tensor:",
         "",
@@ -145,7 +146,7 @@ def _section(reports: Reports, title: str, introduction: str) -> str:
         "",
         *table(("", *reports), _summary(reports)),
         "",
-        *table(("entry", "status", "setups", "right combinations", "reason"), _failing(reports)),
+        *table(("entry", "status", "setups", "right combinations", "reason"), failing(reports)),
         "",
     ]
     return "\n".join(lines)
@@ -213,7 +214,8 @@ def _beside_dtensor(reports: Reports) -> Iterator[Sequence[str]]:
             yield what, own[what], theirs
 
 
-def _failing(reports: Reports) -> Iterator[Sequence[str]]:
+def failing(reports: Mapping[str, Report[Any]]) -> Iterator[Sequence[str]]:
+    """Rows of what does not pass: name, status, setups, combinations that are right, the first error."""
     found: dict[tuple[str, Status], dict[str, Outcome]] = {}
     for name, report in reports.items():
         for outcome in report.outcomes:
