@@ -96,7 +96,7 @@ NESTED = (
 
 
 def has_meta(leaf: Any) -> bool:
-    """Whether a leaf has a shape and a torch dtype: a tensor, or a stand-in such as `TensorMeta`.
+    """Test for a shape and a torch dtype: a tensor, or a stand-in such as `TensorMeta`.
 
     Raises:
         ShardingError: a nested tensor, which has no shape.

@@ -35,7 +35,7 @@ def is_user_file(file: str) -> bool:
 
 
 def is_torch_file(file: str) -> bool:
-    """Whether a file is of torch."""
+    """Test for a file of torch."""
     return file.startswith(_TORCH)
 
 

@@ -147,7 +147,7 @@ class Writer:
         return (*user, *collective_range(operation))
 
     def within_ranges_of(self, operation: Operation, indent: str) -> None:
-        """As `within`, with the ranges of an operation."""
+        """Open `within` with the ranges of an operation."""
         if self._ranged:
             self.within(self.ranges_of(operation), indent)
 

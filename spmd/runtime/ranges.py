@@ -40,7 +40,7 @@ class InRanges:
     names: tuple[str, ...] = attrs.field(eq=False)
 
     def __call__(self, run: Callable[[Any], R]) -> R:
-        """What `run(op)` returns, run in the ranges."""
+        """The result of `run(op)`, run in the ranges."""
         with contextlib.ExitStack() as stack:
             for name in self.names:
                 stack.enter_context(profiler.record_function(name))

@@ -69,7 +69,7 @@ def _with_modes(cls: Any) -> Any:
 
 @attrs.define
 class _Notes:
-    """What `forward` said about its results.
+    """The notes of `forward` about its results.
 
     Attributes:
         saved: the tensors for the backward pass.
@@ -263,7 +263,7 @@ def _zeros(x: Any) -> Any:
 
 
 def _needs_grad(x: Any) -> bool:
-    """Whether some transform differentiates a tensor."""
+    """Test for a tensor that some transform differentiates."""
     while isinstance(x, torch.Tensor):
         if x.requires_grad:
             return True

@@ -35,7 +35,7 @@ def without_values(tensor: torch.Tensor, where: str) -> TraceError:
 
 
 def _name_of(tensor: torch.Tensor) -> tuple[str, str, str] | None:
-    """What a tensor is (a key of `_REMEDIES`), its name, and the class of its module if it is of one.
+    """The kind of a tensor (a key of `_REMEDIES`), its name, and its module's class.
 
     The module is the outermost one that code on the stack knows.
     """

@@ -41,7 +41,7 @@ _ERRORS: Mapping[CodeType, type[Exception]] = MappingProxyType(
         transforms.PowerTransform.__eq__.__code__: NotImplementedError,
     }
 )
-"""What is raised where it is no ValueError. There is no divergence between transforms that differ."""
+"""The errors that are no ValueError. There is no divergence between transforms that differ."""
 
 
 def for_distributions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -413,7 +413,7 @@ def _reject_generator(func: OpOverload, kwargs: dict[str, Any], source: Source |
 
 
 def _copy_of_state(source: Source | None) -> str:
-    """What to do about an object of an installed package that writes to tensors which it holds."""
+    """Advice about an object of an installed package that writes to tensors it holds."""
     if source is None or not is_installed(source.file):
         return ""
     return " Pass an object that writes to its tensors, such as a cache, copy.deepcopy(it) inside, and return the copy."
@@ -434,13 +434,13 @@ def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -
 
 
 def needs_values(error: TraceError) -> bool:
-    """Whether an operator was refused because its result, or the shape of its result, is not known without values."""
+    """Test for a refusal because a result, or its shape, needs values."""
     cause = error.__context__
     return isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)) or _is_unknown(cause)
 
 
 def _is_unknown(error: BaseException | None) -> bool:
-    """Whether torch knows no shape of the results of an operator: it has no fake implementation."""
+    """Test for the error of an operator without a fake implementation."""
     return isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in str(error)
 
 

@@ -210,7 +210,7 @@ def _is_compared() -> bool:
 
 
 def _is_called_from(path: str) -> bool:
-    """Whether a function in a file, or in a file of a folder, is running."""
+    """Test for a running function of a file, or of a folder's files."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.startswith(path):

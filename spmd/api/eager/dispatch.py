@@ -281,7 +281,7 @@ def _is_asserted() -> bool:
 
 
 def _source(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """What is copied to a DTensor: a plain tensor under its spec, but for numbers."""
+    """The source of a copy to a DTensor: a plain tensor under its spec, but for numbers."""
     is_known = isinstance(source, DTensor) or source.is_meta or is_number(source)
     return placed_as(target, source) if isinstance(target, DTensor) and not is_known else source
 

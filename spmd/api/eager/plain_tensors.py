@@ -35,7 +35,7 @@ _LIMIT = 10_000  # the most objects of the locals of frames that are looked at
 
 
 def is_number(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is a number, or a number that is expanded, as torch's gradients are."""
+    """Test for a number, or one that is expanded, as torch's gradients are."""
     return tensor.numel() <= 1 or (tensor.layout is torch.strided and not any(tensor.stride()))
 
 
@@ -74,7 +74,7 @@ _compared: set[tuple[Mesh, str, Any]] = set()
 
 
 def _is_in_reach(tensor: torch.Tensor, nearest: FrameType) -> bool:
-    """Whether what torch was called with, from a frame of torch outward, has a plain tensor that matters."""
+    """Test the arguments of torch's frames, from one outward, for a plain tensor."""
     modules: list[torch.nn.Module] = []
     frame: FrameType | None = nearest
     while frame is not None and not is_user_file(frame.f_code.co_filename):
@@ -109,7 +109,7 @@ def _arguments(frame: FrameType) -> dict[str, Any]:
 
 
 def _is_assigned(frame: FrameType, name: str) -> bool:
-    """Whether torch's function assigned to a parameter, for which the user's call has no plain tensor."""
+    """Test whether torch's function assigned to a parameter that was no plain tensor."""
     back = frame.f_back
     is_new = back is not None and is_user_file(back.f_code.co_filename) and name in _assigned_names(frame.f_code)
     return is_new and _refusal_by_source(back) is None  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def _assigned_names(code: CodeType) -> frozenset[str]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor that is neither a DTensor nor a number; arrays are tensors, too."""
+    """Test for a tensor or array that is neither a DTensor nor a number."""
     if not isinstance(value, torch.Tensor):
         return hasattr(type(value), "__array__") and getattr(value, "size", 1) != 1
     while is_functorch_wrapped_tensor(value):
@@ -130,7 +130,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _has_plain(value: Any) -> bool:
-    """Whether a value holds a plain tensor; an object of torch may hold numbers that it has made one of.
+    """Test a value for a plain tensor; an object of torch may hold numbers as one.
 
     `Binomial(5, p)` is such an object.
     """
@@ -265,7 +265,7 @@ class _Reader:
         return _PLAIN
 
     def calls_torch(self, call: ast.Call) -> bool:
-        """Whether a call is known to be one of a function, module or tensor of torch."""
+        """Test for a known call of a function, module or tensor of torch."""
         function = self._value(call.func)
         if function is _MISSING or isinstance(getattr(function, "__self__", None), torch.Tensor):
             return self._receiver(call) == _DTENSOR

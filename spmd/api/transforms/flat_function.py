@@ -35,7 +35,7 @@ _REFUSALS = (
     "backward() called inside a functorch transform",
     "attempting to call Tensor.requires_grad_()",
 )
-"""What torch.func says to functions that autograd differentiates, but not it."""
+"""Messages of torch.func for functions that only autograd differentiates."""
 
 Flat = Callable[..., Sequence[torch.Tensor]]
 """A function from tensors to tensors."""
@@ -167,7 +167,7 @@ class FlatFunction:
         primals: Sequence[torch.Tensor],
         cotangents: Sequence[torch.Tensor],
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """As `_vjp`, for functions that torch.func refuses (`_REFUSALS`).
+        """Compute `_vjp` by autograd, for functions that torch.func refuses (`_REFUSALS`).
 
         Raises:
             TraceError: a transform acts on the derivative, or the function writes gradients into arguments.

@@ -359,7 +359,7 @@ class DTensor(Wrapper):
         return saved_storage(self, DTensor._whole) or self._refuse(method="untyped_storage", remedy=self._READ)
 
     def is_floating_point(self) -> bool:
-        """Whether the dtype is floating; optimizers that ask as they load a state place it at the end."""
+        """Test for a floating dtype; an optimizer that loads a state places it afterwards."""
         place_loaded_state(_replicas)
         return self._spec.meta.dtype.is_floating_point
 

@@ -1,4 +1,4 @@
-"""What torch.compile makes of DTensors: graph breaks, because their operators are planned programs already."""
+"""DTensors under torch.compile: graph breaks, as their operators are planned programs already."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ _MUCH = 0.1
 def _allowed_plans(
     prepared: Prepared, machine: Machine, memory_prices: Mapping[Value, float] = MappingProxyType({})
 ) -> list[PlanData]:
-    """As `_plans`, without those that gather what `keep_sharded` says to keep; PlanError if there are no others."""
+    """Filter `_plans` by `keep_sharded`; PlanError if none is left."""
     try:
         return allowed(_plans(prepared, machine, memory_prices))
     except NoAssignmentError:
