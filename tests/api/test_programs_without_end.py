@@ -192,6 +192,7 @@ def test_small_tensors_are_compared_by_value():
 
 
 def test_the_environment_is_read_by_name(monkeypatch):
+    monkeypatch.delenv("SPMD_TEST_SCALE", raising=False)
     f = spmd.jit(lambda x: x * float(os.environ.get("SPMD_TEST_SCALE", "1")), mesh=MESH)
     torch.testing.assert_close(f(X).full_tensor(), X)
     monkeypatch.setenv("SPMD_TEST_OTHER", "1")
@@ -207,3 +208,21 @@ def test_library_functions_in_globals_may_be_exchanged():
     torch.testing.assert_close(f(X).full_tensor(), X.sin())
     space["act"] = functools.partial(torch.mul, other=2)
     torch.testing.assert_close(f(X).full_tensor(), 2 * X)
+
+
+def test_equal_calls_are_followed_once():
+    source = "SCALES = {'a': 2.0, 'b': 3.0}\ndef f9(x, pairs, **named):\n    return x * SCALES[named['key']]\n"
+    for n in range(8, -1, -1):
+        source += f"""
+def f{n}(x, pairs, **named):
+    sizes = [size for name, size in pairs if name != "key"]
+    for each in sizes:
+        x = f{n + 1}(x, [(name, size) for name, size in zip("ab", sizes)], **named)
+    return f{n + 1}(x, tuple(pairs), key=named["key"]) if len(sizes) > 4 else x
+"""
+    space = {}
+    exec(compile(source, "users_file.py", "exec"), space)
+    f = spmd.jit(lambda x: space["f0"](x, [("a", 1)], key="a"), mesh=MESH)
+    torch.testing.assert_close(f(X).full_tensor(), 2 * X)
+    space["SCALES"]["a"] = 5.0
+    torch.testing.assert_close(f(X).full_tensor(), 5 * X)

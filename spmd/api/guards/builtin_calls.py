@@ -80,23 +80,26 @@ def method(reader: Reader, owner: Any, name: str, args: list[Values], named: dic
 def _entries(reader: Reader, owner: Any, name: str, line: Line) -> Values:
     keys = reader.iterated((owner,), line)
     if name in ("keys", "__iter__"):
-        return (Parts((keys,)),)
+        return reader.row((keys,))
     if isinstance(owner, Parts):
-        return (Parts(tuple(_pair(k, v) for k, v in zip(owner.names or (), owner.items, strict=False)) or (UNKNOWN,)),)
+        pairs = [_pair(reader, k, v) for k, v in zip(owner.names or (), owner.items, strict=False)]
+        return reader.row(pairs or (UNKNOWN,))
     if not isinstance(owner, Access) or not isinstance(owner.value, MAPPINGS):
         reader.whole((owner,), line)
         return UNKNOWN
     items = reader.items_of(owner, line)
     if name == "values":
-        return (Parts((items,)),)
-    pairs = tuple(
-        _pair(getattr(item.step, "key", None), (item,)) if isinstance(item, Access) else UNKNOWN for item in items
+        return reader.row((items,))
+    return reader.row(
+        [
+            _pair(reader, getattr(item.step, "key", None), (item,)) if isinstance(item, Access) else UNKNOWN
+            for item in items
+        ]
     )
-    return (Parts(pairs),)
 
 
-def _pair(key: Any, values: Values) -> Values:
-    return (Parts((constant(key) if is_plain(key) else UNKNOWN, values)),)
+def _pair(reader: Reader, key: Any, values: Values) -> Values:
+    return reader.row((constant(key) if is_plain(key) else UNKNOWN, values))
 
 
 def _len(reader: Reader, args: list[Values], line: Line) -> Values:
@@ -199,19 +202,19 @@ def _next(reader: Reader, args: list[Values], line: Line) -> Values:
 
 
 def _row(reader: Reader, args: list[Values], line: Line) -> Values:
-    return (Parts((reader.iterated(args[0], line),), exact=False),) if args else (Parts(()),)
+    return reader.row((reader.iterated(args[0], line),), exact=False, site=line) if args else reader.row((), site=line)
 
 
 def _enumerate(reader: Reader, args: list[Values], line: Line) -> Values:
-    return (Parts(((Parts((UNKNOWN, reader.iterated(args[0], line))),),)),)
+    return reader.row((reader.row((UNKNOWN, reader.iterated(args[0], line))),))
 
 
 def _zip(reader: Reader, args: list[Values], line: Line) -> Values:
-    return (Parts(((Parts(tuple(reader.iterated(values, line) for values in args)),),)),)
+    return reader.row((reader.row([reader.iterated(values, line) for values in args]),))
 
 
 def _map(reader: Reader, args: list[Values], line: Line) -> Values:
-    return (Parts((reader.call(args[0], [reader.iterated(values, line) for values in args[1:]], {}, line),)),)
+    return reader.row((reader.call(args[0], [reader.iterated(values, line) for values in args[1:]], {}, line),))
 
 
 def _id(reader: Reader, args: list[Values], line: Line) -> Values:

@@ -23,7 +23,7 @@ from spmd.api.guards.things import (
 )
 from spmd.api.guards.whole_reads import WholeReads
 
-_STEPS = 200_000
+_STEPS = 50_000
 """The most instructions that are followed."""
 
 
@@ -52,6 +52,12 @@ class BytecodeReader(Attributes, Items, WholeReads, Calls):
             return constant(value) if is_plain(value) else (Fixed(value),)
         return UNKNOWN
 
+    def constant(self, value: Any) -> Values:
+        """A constant of the code."""
+        if id(value) not in self._constants:
+            self._constants[id(value)] = constant(value)
+        return self._constants[id(value)]
+
     def cell(self, cell: Any, line: Line) -> Values:
         """A variable of an enclosing function."""
         if isinstance(cell, tuple):
@@ -66,7 +72,8 @@ class BytecodeReader(Attributes, Items, WholeReads, Calls):
 
     def made(self, function: Made) -> Made:
         """The one function of such code and variables."""
-        key = function.code, function.defaults, tuple(map(id, function.cells.values()))
+        cells = ((id(c[0]), c[1]) if isinstance(c, tuple) else id(c) for c in function.cells.values())
+        key = function.code, function.defaults, function.keyword_defaults, *cells
         return self._made.setdefault(key, function)
 
     def writes(self, thing: Any, kind: str, name: Any, line: Line) -> None:

@@ -205,9 +205,8 @@ class Calls(Following):
         table = next((t for t in made.keyword_defaults if isinstance(t, Parts) and t.names), None)
         return found | (dict(zip(table.names, table.items, strict=True)) if table and table.names else {})
 
-    @staticmethod
     def _bind(
-        code: Any, args: Sequence[Values], named: dict[str, Values], defaults: dict[str, Values]
+        self, code: Any, args: Sequence[Values], named: dict[str, Values], defaults: dict[str, Values]
     ) -> dict[str, Values]:
         """The parameters of a call."""
         count = code.co_argcount
@@ -217,11 +216,11 @@ class Calls(Following):
         local |= {name: values for name, values in named.items() if name in names}
         place = count + code.co_kwonlyargcount
         if code.co_flags & 4:
-            local[code.co_varnames[place]] = (Parts(tuple(args[count:])),)
+            local[code.co_varnames[place]] = self.row(args[count:])
             place += 1
         if code.co_flags & 8:
             rest = {name: values for name, values in named.items() if name not in names}
-            local[code.co_varnames[place]] = (Parts(tuple(rest.values()), tuple(rest)),)
+            local[code.co_varnames[place]] = self.row(tuple(rest.values()), tuple(rest), site=code)
         return local
 
     def run_unknown(self, made: Made, line: Line) -> None:
@@ -231,7 +230,7 @@ class Calls(Following):
         self._run(made.code, local, made.cells, made.globals, line)
 
     def _run(self, code: Any, local: dict[str, Values], cells: Any, names: Access, line: Line) -> Values:
-        key = code, tuple(local.items()), tuple(id(c) if not isinstance(c, tuple) else id(c[0]) for c in cells.values())
+        key = code, tuple(local.items()), tuple(self.cell(each, line) for each in cells.values())
         if key in self._running:
             return self._running[key]
         if self._depth >= _DEPTH:
@@ -244,7 +243,7 @@ class Calls(Following):
         finally:
             self._depth -= 1
         if code.co_flags & 0x20:  # a generator
-            result = (Parts((result,)),)
+            result = self.row((result,))
         self._running[key] = result
         return result
 

@@ -13,7 +13,7 @@ class FlowInstructions(StackFrame):
     """Branches, loops, functions, calls, context managers."""
 
     def _get_iter(self, each: Instruction) -> None:
-        self._push((Parts((self.reader.iterated(self._pop(), self.line),)),))
+        self._push(self.reader.row((self.reader.iterated(self._pop(), self.line),)))
 
     _get_yield_from_iter = _get_iter
 

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.api.guards.access import Access, Line, Step
-from spmd.api.guards.things import (
-    Made,
-    Values,
-)
+from spmd.api.guards.things import Made, Parts, Values
 
 ITEMS = 8192
 """The most items of containers that are compared at a call."""
@@ -35,6 +32,8 @@ class Following(abc.ABC):
         self.draws: list[tuple[str, Any, Line]] = []
         self._running: dict[Any, Values] = {}
         self._made: dict[Any, Made] = {}
+        self._rows: dict[Any, Values] = {}
+        self._constants: dict[int, Values] = {}
         self._whole: set[int] = set()
         self._modules: set[int] = set()
         self._steps = self._items = self._depth = 0
@@ -44,6 +43,21 @@ class Following(abc.ABC):
         found = self.roots.get(id(value))
         if found is None:
             found = self.roots[id(value)] = Access(None, None, value, label, line, watched=watched, covered=covered)
+        return found
+
+    def row(
+        self, items: Sequence[Values], names: tuple[Any, ...] | None = None, *, exact: bool = True, site: Any = None
+    ) -> Values:
+        """A row or a mapping that the code makes: one for equal items, so that equal calls are followed once.
+
+        Args:
+            items, names, exact: as in `Parts`.
+            site: where it is made, for what the code may change.
+        """
+        key = site, tuple(items), names, exact
+        found = self._rows.get(key)
+        if found is None:
+            found = self._rows[key] = (Parts(tuple(items), names, exact),)
         return found
 
     @abc.abstractmethod
@@ -57,6 +71,10 @@ class Following(abc.ABC):
     @abc.abstractmethod
     def inner(self, access: Access, name: str, value: Any, line: Line) -> Access:
         """A submodule, which its parent's comparison covers."""
+
+    @abc.abstractmethod
+    def cell(self, cell: Any, line: Line) -> Values:
+        """A variable of an enclosing function."""
 
     @abc.abstractmethod
     def item(self, owner: Values, key: Values, line: Line) -> Values:

@@ -25,7 +25,7 @@ class ValueInstructions(StackFrame):
     """Names, attributes, items, operators, rows and mappings."""
 
     def _load_const(self, each: Instruction) -> None:
-        self._push((Fixed(each.value),) if isinstance(each.value, CodeType) else constant(each.value))
+        self._push((Fixed(each.value),) if isinstance(each.value, CodeType) else self.reader.constant(each.value))
 
     _load_small_int = _load_const
 
@@ -195,21 +195,22 @@ class ValueInstructions(StackFrame):
     # Rows and mappings that the code makes
 
     def _build_tuple(self, each: Instruction) -> None:
-        self._push((Parts(tuple(self._pop_many(each.arg))),))
+        self._push(self.reader.row(self._pop_many(each.arg)))
 
-    _build_list = _build_tuple
+    def _build_list(self, each: Instruction) -> None:
+        self._push(self.reader.row(self._pop_many(each.arg), site=(self, each.offset)))
 
     def _build_map(self, each: Instruction) -> None:
         pairs = self._pop_many(2 * each.arg)
         keys = [plain_value(key) for key in pairs[::2]]
         names = tuple(key for _, key in keys) if all(known for known, _ in keys) else None
-        self._push((Parts(tuple(pairs[1::2]), names),))
+        self._push(self.reader.row(pairs[1::2], names, site=(self, each.offset)))
 
     def _build_const_key_map(self, each: Instruction) -> None:
         (names,) = self._pop() or (None,)
         values = self._pop_many(each.arg)
         found = tuple(plain_value(x)[1] for x in names.items) if isinstance(names, Parts) else None
-        self._push((Parts(tuple(values), found),))
+        self._push(self.reader.row(values, found, site=(self, each.offset)))
 
     def _add_to(self, each: Instruction) -> None:
         values = self._pop_many(2 if each.name == "MAP_ADD" else 1)
