@@ -13,6 +13,7 @@ from spmd.ir.call import Call
 from spmd.rules.builders import dim_names
 from spmd.rules.notation import Rows, by_call, factors, term
 from spmd.rules.ops.lookup import look_up_items, missing, pick, shard_starts
+from spmd.rules.ops.owners import read_index, read_items, write_index, write_items
 from spmd.rules.partial import carry, increasing, keeps_max, keeps_min, linear
 from spmd.rules.rule import Axes, Row, Rule, table
 
@@ -80,7 +81,7 @@ def _terms(call: Call) -> tuple[str, str, str]:
 
 def _index(call: Call) -> Rule:
     whole, own, result = _terms(call)
-    return factors(f"{whole}, [{own}] -> {result}", carry("self"))
+    return factors(f"{whole}, [{own}] -> {result}", carry("self"), read_index)
 
 
 def _is_mask(meta: TensorMeta | None) -> bool:
@@ -126,7 +127,7 @@ def _index_put(call: Call) -> Rule:
     if any(map(_is_mask, call.argument("indices"))):
         return _mask_put(call)
     whole, own, result = _terms(call)
-    return _written(call, f"{whole}, [{own}], [{result}] -> {whole}", own, _flows("values"))
+    return _written(call, f"{whole}, [{own}], [{result}] -> {whole}", own, _flows("values"), write_index)
 
 
 def _put(call: Call) -> Rule:
@@ -145,13 +146,13 @@ def _line(call: Call) -> tuple[str, str, str]:
 
 def _index_select(call: Call) -> Rule:
     whole, positions, items = _line(call)
-    return factors(f"{whole}, {positions} -> {items}", carry("self"))
+    return factors(f"{whole}, {positions} -> {items}", carry("self"), read_items)
 
 
 def _index_add(call: Call) -> Rule:
     whole, positions, items = _line(call)
     items = items if call.operands[2].ndim else ""
-    return _written(call, f"{whole}, {positions}, {items} -> {whole}", "k", _flows("source"))
+    return _written(call, f"{whole}, {positions}, {items} -> {whole}", "k", _flows("source"), write_items)
 
 
 def _elementwise(call: Call) -> tuple[str, str, str]:
@@ -181,7 +182,8 @@ def _scatter(*rows: Rows) -> Rule:
     def choose(call: Call) -> Rule:
         whole, positions, source = _elementwise(call)
         alike = len({meta.shape for meta in call.operands[1:]}) == 1
-        return _written(call, f"{whole}, {positions}, {source} -> {whole}", "k", *rows, share=alike)
+        flows = (*rows, write_items)
+        return _written(call, f"{whole}, {positions}, {source} -> {whole}", "k", *flows, share=alike)
 
     return by_call(choose)
 

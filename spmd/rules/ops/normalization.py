@@ -15,7 +15,7 @@ from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
 from spmd.rules.builders import dim_names, empty_results, requested, rule, zero_results
 from spmd.rules.notation import by_call, factors, spell, term
-from spmd.rules.ops.reductions import widen
+from spmd.rules.ops.merges import widen
 from spmd.rules.partial import ignores, increasing, linear
 from spmd.rules.rule import Axes, Factors, Row, Rule, table
 

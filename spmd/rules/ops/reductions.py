@@ -6,21 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from spmd.collectives import pmax, psum
 from spmd.core.placement import Reduction, neutral_element
 from spmd.ir.call import Call
-from spmd.rules.builders import argument_dims, reduction
+from spmd.rules.builders import reduction
 from spmd.rules.notation import by_call
+from spmd.rules.ops import merges
 from spmd.rules.partial import keeps_max, keeps_min, linear
 from spmd.rules.rule import Axes, Body, Rule, table
-
-
-def widen(x: Tensor) -> Tensor:
-    """`x` in the precision in which torch's kernels accumulate: float32 for float16 and bfloat16."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _neutral(kind: Reduction, value: float | None = None) -> Body:
@@ -33,28 +27,12 @@ def _neutral(kind: Reduction, value: float | None = None) -> Body:
     return body
 
 
-def _logsumexp(axes: Axes, call: Call, x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    over = argument_dims(call, "dim", x.ndim)
-    largest = pmax(row_max(x, over), axes)
-    # A row of infinities has no finite shift: exp(x - inf) would be nan.
-    shift = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
-    total = psum((x - shift).exp().sum(over, keepdim=True), axes)
-    result = total.log() + shift
-    return result if keepdim else result.squeeze(over)
-
-
-def row_max(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The maximum over nonnegative `dims`, which stay with length 1; over no elements, the dtype's smallest value."""
-    if all(x.shape[dim] for dim in dims):
-        return x.amax(dims, keepdim=True)
-    return x.new_full([1 if dim in dims else size for dim, size in enumerate(x.shape)], neutral_element("max", x.dtype))
-
-
 _NORMS: Mapping[float, Reduction] = {1: "sum", 0: "sum", math.inf: "max", -math.inf: "min"}
 
 
 def _vector_norm(call: Call) -> Rule:
-    return reduction(_NORMS.get(call.argument("ord")))
+    kind = _NORMS.get(call.argument("ord"))
+    return reduction(kind, body=None if kind else merges.vector_norm)
 
 
 def _empty_norm(axes: Axes, call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -76,8 +54,10 @@ REDUCTION = table({
     "any.dim any.dims": reduction("max"),
     "all _is_all_true": reduction("min", dims=None),
     "all.dim all.dims": reduction("min"),
-    "median nanmedian prod": reduction(None, dims=None),
-    "prod.dim_int var.correction std.correction var_mean.correction hash_tensor": reduction(None),
-    "logsumexp": reduction(None, body=_logsumexp),
+    "median nanmedian": reduction(None, dims=None),
+    "prod": reduction(None, dims=None, body=merges.prod),
+    "prod.dim_int": reduction(None, body=merges.prod),
+    "var.correction std.correction var_mean.correction hash_tensor": reduction(None),
+    "logsumexp": reduction(None, body=merges.logsumexp),
     "linalg_vector_norm": by_call(_vector_norm, empty=_empty_norm),
 })  # fmt: skip

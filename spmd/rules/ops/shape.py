@@ -14,6 +14,7 @@ from spmd.core.placement import Shard
 from spmd.ir.call import Call
 from spmd.rules.builders import along, dim_names, rule
 from spmd.rules.notation import Rows, by_call, factors, term
+from spmd.rules.ops.owners import read_range, spread_range, write_range
 from spmd.rules.partial import carry, increasing, linear
 from spmd.rules.rule import Axes, FactorDims, Factors, Row, Rule, table
 
@@ -107,7 +108,7 @@ def _same_dims(call: Call, changed: Collection[int], *rows: Rows) -> Rule:
 
 
 def _slice(call: Call) -> Rule:
-    return _same_dims(call, (), carry("self"))
+    return _same_dims(call, (), carry("self"), read_range)
 
 
 def _pad(call: Call) -> Rule:
@@ -186,9 +187,10 @@ VIEWS = table({
 
 MOVES = table({
     "cat stack": along(carry("tensors")),
-    "split.Tensor split_with_sizes unbind.int select.int": along(carry("self")),
-    "select_backward slice_backward": along(carry("grad_output"), size_argument=1),
-    "select_scatter slice_scatter": along(carry("self src")),
+    "split.Tensor split_with_sizes unbind.int": along(carry("self")),
+    "select.int": along(carry("self"), read_range),
+    "select_backward slice_backward": along(carry("grad_output"), spread_range, size_argument=1),
+    "select_scatter slice_scatter": along(carry("self src"), write_range),
     "slice.Tensor": by_call(_slice),
     "repeat": by_call(_repeat),
     "constant_pad_nd": by_call(_pad),

@@ -7,7 +7,7 @@ from torch import Tensor
 from spmd.collectives import pmax, psum
 from spmd.ir.call import Call
 from spmd.rules.builders import along
-from spmd.rules.ops.reductions import row_max, widen
+from spmd.rules.ops.merges import row_max, widen
 from spmd.rules.partial import linear
 from spmd.rules.rule import Axes, table
 
