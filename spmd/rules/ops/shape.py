@@ -15,6 +15,15 @@ from spmd.ir.call import Call
 from spmd.rules.builders import along, dim_names, rule
 from spmd.rules.notation import Rows, by_call, factors, term
 from spmd.rules.ops.owners import read_range, spread_range, write_range
+from spmd.rules.ops.windows import (
+    cat_window,
+    flip_window,
+    pad_window,
+    roll_window,
+    slice_backward_window,
+    slice_scatter_window,
+    slice_window,
+)
 from spmd.rules.partial import carry, increasing, linear
 from spmd.rules.rule import Axes, FactorDims, Factors, Row, Rule, table
 
@@ -108,13 +117,13 @@ def _same_dims(call: Call, changed: Collection[int], *rows: Rows) -> Rule:
 
 
 def _slice(call: Call) -> Rule:
-    return _same_dims(call, (), carry("self"), read_range)
+    return _same_dims(call, (), carry("self"), read_range, slice_window)
 
 
 def _pad(call: Call) -> Rule:
     """Only dims without padding can be sharded: with a crop on the other side, a padded dim may keep its length."""
     padded = {i // 2 for i, amount in enumerate(call.argument("pad")) if amount}
-    return _same_dims(call, padded, linear("self value"), increasing("self"))
+    return _same_dims(call, padded, linear("self value"), increasing("self"), pad_window)
 
 
 def _repeat(call: Call) -> Rule:
@@ -186,17 +195,21 @@ VIEWS = table({
 })  # fmt: skip
 
 MOVES = table({
-    "cat stack": along(carry("tensors")),
+    "cat": along(carry("tensors"), cat_window),
+    "stack": along(carry("tensors")),
     "split.Tensor split_with_sizes unbind.int": along(carry("self")),
     "select.int": along(carry("self"), read_range),
-    "select_backward slice_backward": along(carry("grad_output"), spread_range, size_argument=1),
-    "select_scatter slice_scatter": along(carry("self src"), write_range),
+    "select_backward": along(carry("grad_output"), spread_range, size_argument=1),
+    "slice_backward": along(carry("grad_output"), spread_range, slice_backward_window, size_argument=1),
+    "select_scatter": along(carry("self src"), write_range),
+    "slice_scatter": along(carry("self src"), write_range, slice_scatter_window),
     "slice.Tensor": by_call(_slice),
     "repeat": by_call(_repeat),
     "constant_pad_nd": by_call(_pad),
     "unfold_backward": _windows("dim", linear("grad_in"), size_argument=1),
     "diagonal_scatter": _diagonal("self src"),
-    "flip roll": along(carry("self"), dims="dims"),
+    "flip": along(carry("self"), flip_window, dims="dims"),
+    "roll": along(carry("self"), roll_window, dims="dims"),
     "tril": _triangle(lower=True),
     "triu": _triangle(lower=False),
     "kthvalue mode median.dim nanmedian.dim sort sort.stable topk": along(),

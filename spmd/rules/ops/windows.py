@@ -1,0 +1,366 @@
+"""Windows: the rows of sharded dims that a rank's shard of the result is made of, exchanged between neighbours.
+
+A row of the result of a slice, roll, flip, pad or `cat` is a row of an operand, or a fill value. So a shard of the
+result is a few intervals of the operands' global rows. Each interval is cut where another rank's shard begins, and
+the parts of all ranks at one distance are sent in one permute. What is sent is what changes its owner.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from spmd.collectives import axis_index, ppermute
+from spmd.collectives.environment import resolve_axes
+from spmd.core.placement import Replicate, Shard
+from spmd.core.spec import chunk_bounds
+from spmd.ir.call import Call
+from spmd.rules.rule import Axes, Row
+
+aten = torch.ops.aten
+
+FILL = -1
+"""The operand number of rows that have a fill value."""
+
+Interval: TypeAlias = tuple[int, int, int]
+"""Rows of an operand: its number, the first row, and the row after the last."""
+
+Intervals: TypeAlias = Callable[[int, int], list[Interval]]
+"""The intervals that the rows from `start` to `stop` of the result are, in order."""
+
+
+@attrs.frozen
+class _Part:
+    """Rows that a rank takes from what it has after the exchange.
+
+    Args:
+        source: the operand, how many ranks before this one the sender is, and which of its parts for this rank it is.
+        start: the first row: of the sender's shard.
+        length: the number of rows.
+    """
+
+    source: tuple[int, int, int]
+    start: int
+    length: int
+
+
+@attrs.frozen
+class Exchange:
+    """An exchange of rows of operands whose dim `dim` is sharded over `axes`.
+
+    Args:
+        dim: the dim.
+        axes: the mesh axes.
+        sizes: the global length of the dim of each operand.
+        size: that of the result.
+        intervals: what the result is made of.
+    """
+
+    dim: int
+    axes: Axes
+    sizes: tuple[int, ...]
+    size: int
+    intervals: Intervals
+
+    def __call__(self, operands: Sequence[Tensor], length: int, fill: Any = 0) -> Tensor:
+        """This rank's shard of the result, with `length` rows, from its shards of the operands."""
+        dim, every = self.dim, self._parts()
+        alike = [
+            rank
+            for rank, parts in enumerate(every)
+            if sum(part.length for part in parts) == length
+            and all(stop - start == x.shape[dim] for x, (start, stop) in zip(operands, self._shards(rank), strict=True))
+        ]
+        pieces = {(number, 0, 0): x for number, x in enumerate(operands)}
+        like = operands[0]
+        moved = Counter[tuple[int, int, int]]()
+        for part in itertools.chain(*every):
+            if part.source[1]:
+                moved[part.source] = max(moved[part.source], part.length)
+        for source, rows in sorted(moved.items()):
+            pieces[source] = self._send(operands[source[0]], source, rows, every, alike)
+        if any(part.source[0] == FILL for parts in every for part in parts):
+            rows = max(part.length for parts in every for part in parts if part.source[0] == FILL)
+            shape = [rows if i == dim else n for i, n in enumerate(like.shape)]
+            pieces[FILL, 0, 0] = like.new_full(shape, fill)
+        layouts = {tuple(self._place(part) for part in every[rank]) for rank in alike}
+        if len(layouts) == 1:
+            found = [pieces[source].narrow(dim, start, rows) for source, start, rows in layouts.pop() if rows]
+            return torch.cat(found, dim) if len(found) > 1 else [*found, like.narrow(dim, 0, 0)][0]
+        return self._selected(pieces, every, length)
+
+    def _selected(self, pieces: dict[tuple[int, int, int], Tensor], every: list[list[_Part]], length: int) -> Tensor:
+        """The rows where ranks with equal shapes take different ones: looked up in all that they have."""
+        dim = self.dim
+        firsts, first = {}, 0
+        for source, x in pieces.items():
+            firsts[source], first = first, first + x.shape[dim]
+        place = torch.arange(length, device=next(iter(pieces.values())).device)
+        found = torch.zeros_like(place)
+        for number in range(max(map(len, every))):
+            begins, offsets = [], []
+            for parts in every:
+                begin = sum(part.length for part in parts[:number])
+                begins.append(begin if number < len(parts) else length)
+                source, start, _ = self._place(parts[number]) if number < len(parts) else ((0, 0, 0), 0, 0)
+                offsets.append(firsts.get(source, 0) + start - begin)
+            found = torch.where(place >= self._mine(begins, place), place + self._mine(offsets, place), found)
+        return torch.cat(list(pieces.values()), dim).index_select(dim, found)
+
+    def _mine(self, values: list[int], like: Tensor) -> Tensor | int:
+        """This rank's of the values of all ranks."""
+        if len(set(values)) == 1:
+            return values[0]
+        table = torch.tensor(values, device=like.device)
+        return table.index_select(0, axis_index(self.axes).to(like.device).reshape(1))
+
+    @staticmethod
+    def _place(part: _Part) -> tuple[tuple[int, int, int], int, int]:
+        """Where a part is: a sent one begins at its own first row."""
+        return part.source, 0 if part.source[1] else part.start, part.length
+
+    def _send(
+        self, x: Tensor, source: tuple[int, int, int], rows: int, every: list[list[_Part]], alike: Sequence[int]
+    ) -> Tensor:
+        count = len(every)
+        starts = {
+            (rank - source[1]) % count: part.start
+            for rank, parts in enumerate(every)
+            for part in parts
+            if part.source == source and part.length
+        }
+        here = {starts[rank] for rank in alike if rank in starts} or {0}
+        pairs = [(sender, (sender + source[1]) % count) for sender in starts]
+        held = x.shape[self.dim]
+        if len(here) == 1:
+            (start,) = here
+            taken = x.narrow(self.dim, min(start, held), max(min(rows, held - start), 0))
+        elif held:
+            offset = self._mine([starts.get(rank, 0) for rank in range(count)], x)
+            taken = x.index_select(self.dim, (torch.arange(rows, device=x.device) + offset).clamp(0, held - 1))
+        else:
+            taken = x
+        missing = rows - taken.shape[self.dim]
+        if missing:
+            taken = aten.constant_pad_nd.default(taken, [*(0,) * (2 * (x.ndim - 1 - self.dim)), 0, missing])
+        return ppermute(taken.contiguous(), self.axes, pairs)
+
+    def _shards(self, rank: int) -> list[tuple[int, int]]:
+        return [_chunks(size, self.axes)[rank] for size in self.sizes]
+
+    def _parts(self) -> list[list[_Part]]:
+        """What each rank's shard of the result is made of."""
+        bounds = [_chunks(size, self.axes) for size in self.sizes]
+        found = []
+        for rank, (start, stop) in enumerate(_chunks(self.size, self.axes)):
+            parts: list[_Part] = []
+            seen = Counter[tuple[int, int]]()
+            for number, first, last in self.intervals(start, stop) if start < stop else ():
+                if number == FILL:
+                    parts.append(_Part((FILL, 0, 0), 0, last - first))
+                    continue
+                for sender, (low, high) in enumerate(bounds[number]):
+                    begin, end = max(first, low), min(last, high)
+                    if begin < end:
+                        distance = (rank - sender) % len(bounds[number])
+                        which = seen[number, distance] if distance else 0
+                        seen[number, distance] += 1
+                        parts.append(_Part((number, distance, which), begin - low, end - begin))
+            found.append(parts)
+        return found
+
+
+def _chunks(size: int, axes: Axes) -> list[tuple[int, int]]:
+    counts = resolve_axes(axes)[1]
+    return [chunk_bounds(size, counts, index) for index in itertools.product(*map(range, counts))]
+
+
+def _rows(call: Call, dim: int, body: Callable[..., Any], replicated: int = 0) -> Row:
+    """A strategy that shards the dim of all operands but the last `replicated` ones, and of all results."""
+    count = len(call.operands) - replicated
+    return Row((*(Shard(dim),) * count, *(Replicate(),) * replicated), (Shard(dim),) * len(call.results), body)
+
+
+def _exchange(axes: Axes, call: Call, dim: int, size: int, intervals: Intervals) -> Exchange:
+    return Exchange(dim, axes, tuple(meta.shape[dim] for meta in call.operands), size, intervals)
+
+
+def _dim(call: Call) -> int:
+    return int(call.argument("dim")) % max(call.operands[0].ndim, 1)
+
+
+# Slices
+
+
+def _bounds(call: Call, size: int) -> range:
+    return range(size)[call.argument("start") : call.argument("end") : call.argument("step")]
+
+
+def _slice_body(axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    dim = _dim(call)
+    places = _bounds(call, call.operands[0].shape[dim])
+    step = places.step
+
+    def interval(start: int, stop: int) -> list[Interval]:
+        return [(0, places[start], places[stop - 1] + 1)]
+
+    rows = call.results[0].shape[dim]
+    found = _exchange(axes, call, dim, len(places), interval)([x], (rows - 1) * step + 1 if rows else 0)
+    return found if step == 1 else found[(slice(None),) * dim + (slice(None, None, step),)]
+
+
+def slice_window(call: Call) -> Iterator[Row]:
+    """A slice, in any steps."""
+    (x,) = call.operands
+    if x.ndim and len(_bounds(call, x.shape[_dim(call)])) > 1:
+        yield _rows(call, _dim(call), _slice_body)
+
+
+def _slice_backward_body(axes: Axes, call: Call, grad: Tensor, *_: Any, **__: Any) -> Tensor:
+    dim = _dim(call)
+    size = call.argument("input_sizes")[dim]
+    places = _bounds(call, size)
+    intervals = _padded(places.start, len(places))
+    return _exchange(axes, call, dim, size, intervals)([grad], call.results[0].shape[dim])
+
+
+def slice_backward_window(call: Call) -> Iterator[Row]:
+    """The backward of a slice in steps of 1."""
+    (grad,) = call.operands
+    if grad.ndim and grad.shape[_dim(call)] > 1 and call.argument("step") == 1:
+        yield _rows(call, _dim(call), _slice_backward_body)
+
+
+def _slice_scatter_body(axes: Axes, call: Call, x: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
+    dim = _dim(call)
+    places = _bounds(call, call.operands[0].shape[dim])
+
+    def intervals(start: int, stop: int) -> list[Interval]:
+        first, last = places.start, places.start + len(places)
+        pieces = [(0, start, min(stop, first)), (1, max(start, first) - first, min(stop, last) - first)]
+        pieces.append((0, max(start, last), stop))
+        return [piece for piece in pieces if piece[1] < piece[2]]
+
+    return _exchange(axes, call, dim, call.operands[0].shape[dim], intervals)([x, source], x.shape[dim])
+
+
+def slice_scatter_window(call: Call) -> Iterator[Row]:
+    """A write into a slice in steps of 1."""
+    if call.operands[0].ndim and call.argument("step") == 1 and call.operands[1].shape[_dim(call)] > 1:
+        yield _rows(call, _dim(call), _slice_scatter_body)
+
+
+# Pads, rolls, flips, joins
+
+
+def _padded(before: int, size: int) -> Intervals:
+    """`before` fill rows, which may be negative, `size` rows of an operand, and fill rows to the end."""
+
+    def intervals(start: int, stop: int) -> list[Interval]:
+        first, last = before, before + size
+        pieces = [
+            (FILL, start, min(stop, max(first, 0))),
+            (0, max(start, first) - before, min(stop, last) - before),
+            (FILL, max(start, last), stop),
+        ]
+        return [piece for piece in pieces if piece[1] < piece[2]]
+
+    return intervals
+
+
+@attrs.frozen
+class _Pad:
+    dim: int
+
+    def __call__(self, axes: Axes, call: Call, x: Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
+        place = 2 * (x.ndim - 1 - self.dim)
+        whole, (result,) = call.operands[0], call.results
+        size = whole.shape[self.dim] + pad[place] + pad[place + 1]
+        intervals = _padded(pad[place], whole.shape[self.dim])
+        found = _exchange(axes, call, self.dim, size, intervals)([x], result.shape[self.dim], value)
+        rest = [0 if n in (place, place + 1) else amount for n, amount in enumerate(pad)]
+        return aten.constant_pad_nd.default(found, rest, value) if any(rest) else found
+
+
+def pad_window(call: Call) -> Iterator[Row]:
+    """A pad of the last dims by one value."""
+    (x,) = call.operands[:1]
+    if len(call.operands) == 1:
+        for number in range(0, len(call.argument("pad")), 2):
+            dim = x.ndim - 1 - number // 2
+            if any(call.argument("pad")[number : number + 2]) and call.results[0].shape[dim]:
+                yield _rows(call, dim, _Pad(dim))
+
+
+@attrs.frozen
+class _Roll:
+    dim: int
+
+    def __call__(self, axes: Axes, call: Call, x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+        size = call.operands[0].shape[self.dim]
+        own = [dim % x.ndim for dim in dims]
+        shift = sum(by for by, dim in zip(shifts, own, strict=True) if dim == self.dim) % size
+
+        def intervals(start: int, stop: int) -> list[Interval]:
+            first, last = start - shift, stop - shift
+            pieces = [(0, first + size, min(last, 0) + size), (0, max(first, 0), last)]
+            return [piece for piece in pieces if piece[1] < piece[2]]
+
+        found = _exchange(axes, call, self.dim, size, intervals)([x], x.shape[self.dim])
+        rest = [(by, dim) for by, dim in zip(shifts, own, strict=True) if dim != self.dim]
+        return found.roll(*zip(*rest, strict=True)) if rest else found
+
+
+def roll_window(call: Call) -> Iterator[Row]:
+    """A roll along dims."""
+    (x,) = call.operands
+    for dim in {dim % x.ndim for dim in call.argument("dims")}:
+        if x.shape[dim]:
+            yield _rows(call, dim, _Roll(dim))
+
+
+@attrs.frozen
+class _Flip:
+    dim: int
+
+    def __call__(self, axes: Axes, call: Call, x: Tensor, dims: Sequence[int]) -> Tensor:
+        size = call.operands[0].shape[self.dim]
+        exchange = _exchange(axes, call, self.dim, size, lambda start, stop: [(0, size - stop, size - start)])
+        return exchange([x], x.shape[self.dim]).flip(dims)
+
+
+def flip_window(call: Call) -> Iterator[Row]:
+    """A flip of dims."""
+    (x,) = call.operands
+    for dim in {dim % x.ndim for dim in call.argument("dims")}:
+        yield _rows(call, dim, _Flip(dim))
+
+
+def _cat_body(axes: Axes, call: Call, tensors: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
+    dim = _dim(call)
+    ends = list(itertools.accumulate(meta.shape[dim] for meta in call.operands))
+
+    def intervals(start: int, stop: int) -> list[Interval]:
+        found = []
+        for number, end in enumerate(ends):
+            begin = end - call.operands[number].shape[dim]
+            if max(start, begin) < min(stop, end):
+                found.append((number, max(start, begin) - begin, min(stop, end) - begin))
+        return found
+
+    return _exchange(axes, call, dim, ends[-1], intervals)(tensors, call.results[0].shape[dim]).to(
+        call.results[0].dtype
+    )
+
+
+def cat_window(call: Call) -> Iterator[Row]:
+    """A `cat` along the dim."""
+    (result,) = call.results
+    if result.ndim and all(meta.ndim == result.ndim for meta in call.operands):
+        yield _rows(call, _dim(call), _cat_body)
