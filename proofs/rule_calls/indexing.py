@@ -33,10 +33,13 @@ INDEXING = {
         call(f(4, 5), [i(4, 3)]),
         call(f(4, 5, 3), [None, i(5, 4, 2), i(3, 2)]),
         call(f(4, 5, 3), [i(4, 2), None, i(3, 2)]),
+        call(f(7, 2), [torch.tensor([[-1, 3]])]),
+        call(b(7, 2), [torch.tensor([5])]),
     ],
     aten.index_put.default: [
         call(f(4, 5), [torch.tensor([1, 3, 0])], f(3, 5)),
         call(f(4, 5), [torch.tensor([1, 1, 0])], f(5), True),
+        call(f(7, 2), [torch.tensor([-1, 3])], f(1), True),
         call(f(4, 5, 3), [None, torch.tensor([1, 3])], f(4, 2, 3), True),
         call(f(4, 5), [torch.tensor([1, 3]), torch.tensor([2, 2])], f(2)),
         call(f(4, 5), [b(4, 5)], f()),

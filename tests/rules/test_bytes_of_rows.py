@@ -1,0 +1,97 @@
+"""Reads and writes of rows, windows and merges along a sharded dim: values, gradients, and what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spmd
+from spmd import P
+
+ROW = 1024
+"""Items of a row."""
+
+ROWS = 4096
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+POSITIONS = torch.tensor([1, 60, -3])
+
+FUNCTIONS: dict[str, tuple[Function, int]] = {
+    "select": (lambda x: x[40], 1),
+    "last": (lambda x: x[-1], 1),
+    "few rows": (lambda x: x[2:5], 3),
+    "positions": (lambda x: x[POSITIONS], 3),
+    "write a row": (lambda x: torch.select_scatter(x, x.new_ones(x.shape[1]), 0, 7), 0),
+    "write positions": (lambda x: x.index_put((POSITIONS,), x.new_ones(3, 1)), 0),
+    "add to positions": (lambda x: x.index_add(0, POSITIONS % 9, x.new_ones(3, x.shape[1])), 0),
+    "scatter_add": (lambda x: x.scatter_add(0, torch.full((1, x.shape[1]), 5), x.new_ones(1, x.shape[1])), 0),
+    "roll": (lambda x: x.roll(1, 0), 1),
+    "roll back": (lambda x: x.roll((-2, 3), (0, 1)), 2),
+    "diff": (lambda x: x[1:] - x[:-1], 1),
+    "shift by pad": (lambda x: F.pad(x, (0, 0, 1, -1)), 1),
+    "every second": (lambda x: x[::2], 0),
+    "circular": (lambda x: torch.cat([x[-1:], x, x[:1]])[:-2], 8),
+    "norm": (lambda x: x.norm(), 1),
+    "norm 3": (lambda x: torch.linalg.vector_norm(x, 3, dim=0), 1),
+    "normalize": (lambda x: F.normalize(x, dim=0), 1),
+    "prod": (lambda x: (1 + x / x.shape[0]).prod(0), 4),
+}
+"""By name, a function of a matrix with sharded rows, and how many rows a rank has to send at most."""
+
+
+def _sharded(function: Function, **axes: int) -> Callable[..., torch.Tensor]:
+    mesh = spmd.make_mesh(axes, runtime="virtual")
+    return spmd.jit(function, (P(tuple(axes)),), None, mesh=mesh)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_are_sent_and_not_shards(name: str) -> None:
+    function, rows = FUNCTIONS[name]
+    sent = sum(comm.bytes for comm in _sharded(function, x=8).plan(torch.empty(ROWS, ROW, device="meta")).comms)
+    assert 2 * rows * ROW * 4 >= sent
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"x": 8}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients_are_those_of_one_device(name: str, axes: dict[str, int]) -> None:
+    function, _ = FUNCTIONS[name]
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: (function(x) ** 2).sum())(x)
+
+    torch.manual_seed(0)
+    for rows in (61, 64):  # 61 rows are uneven on any mesh
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        for each in (function, gradient):
+            step = spmd.jit(each, (P(tuple(axes)),), P(), mesh=spmd.make_mesh(axes, runtime="virtual"))
+            torch.testing.assert_close(step(x).full_tensor(), each(x))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_empty_shards_take_part(rows: int) -> None:
+    x = torch.randn(rows, 3, dtype=torch.float64)
+    for function in (lambda x: x[-1], lambda x: x.roll(1, 0), lambda x: x.norm(), lambda x: torch.cat([x, x[:1]])):
+        step = spmd.jit(function, (P("x"),), P(), mesh=spmd.make_mesh({"x": 4}, runtime="virtual"))
+        torch.testing.assert_close(step(x).full_tensor(), function(x))
+
+
+def test_negative_zeros_and_booleans_are_kept() -> None:
+    mesh = spmd.make_mesh({"x": 3}, runtime="virtual")
+    x = torch.full((7, 2), -0.0)
+    for function in (lambda x: x[5], lambda x: x[torch.tensor([5])], lambda x: x[1:3]):
+        assert spmd.jit(function, (P("x"),), P(), mesh=mesh)(x).full_tensor().signbit().all()
+        flags = torch.arange(14).reshape(7, 2) % 3 == 0
+        assert torch.equal(function(flags), spmd.jit(function, (P("x"),), P(), mesh=mesh)(flags).full_tensor())
+
+
+def test_an_eager_row_of_a_sharded_tensor_is_sent_as_a_row() -> None:
+    mesh = spmd.make_mesh({"x": 4}, runtime="virtual")
+    x = spmd.distribute(torch.randn(4096, 256), P("x"), mesh)
+    with spmd.comms_of() as comms:
+        row = x[40]
+    torch.testing.assert_close(row.full_tensor(), x.full_tensor()[40])
+    assert 2 * 256 * 4 >= comms.bytes > 0
