@@ -17,7 +17,7 @@ import torch.distributed as dist
 import link
 from peer_steps import Case, Comparison, Timing, first_steps, from_ranks, prepare, start, timed, timing
 from proofs.page import table as markdown_table
-from spmd.collectives.distributed.exchange import wait
+from spmd.collectives.transport.exchange import wait
 from spmd.core.pytree import tree_leaves
 from spmd.runtime.overlap import EXCHANGES
 

@@ -17,8 +17,8 @@ import torch
 import spmd
 from spmd import P
 from spmd.api.values.dtensor import local_parts
-from spmd.collectives.distributed import exchange
 from spmd.collectives.resharding import redistribution
+from spmd.collectives.transport import exchange
 from spmd.core.pytree import tree_leaves
 from spmd.job import failure_detector
 

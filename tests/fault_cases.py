@@ -23,8 +23,8 @@ from torch.utils.data._utils import signal_handling
 
 import spmd
 from spmd import P
-from spmd.collectives.distributed import exchange
-from spmd.collectives.distributed.process_groups import process_group
+from spmd.collectives.transport import exchange
+from spmd.collectives.transport.process_groups import process_group
 from spmd.job import failure_detector
 from spmd.plan.machine.default import agree_on_machine
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import placement_types as theirs_placements
 
 import spmd
 from spmd import P
-from spmd.collectives.distributed import process_groups
+from spmd.collectives.transport import process_groups
 from spmd.core.mesh import Mesh, make_mesh
 from spmd.job import checks
 

@@ -15,6 +15,7 @@ ROOMS = (
     "job",
     "core",
     "ir",
+    "collectives.transport",
     "collectives",
     "collectives.distributed",
     "rules",

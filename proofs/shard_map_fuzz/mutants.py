@@ -216,7 +216,7 @@ def _balanced(length: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...
 
 UNEVEN = (
     mutant("uneven shards: chunks of collectives", "ranks hold the chunks of torch.tensor_split",
-           replaced("spmd.collectives.group", "_bounds", _balanced)),
+           replaced("spmd.collectives.transport.group", "_bounds", _balanced)),
     mutant("uneven shards: programs", "all ranks have the program of the first one",
            replaced(Variants, "at", lambda self, coordinate: None)),
     mutant("uneven shards: shapes of results", "a result has the global shape that equal shards would have",

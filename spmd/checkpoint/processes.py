@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmd.collectives.distributed.agreement import check_agreement, gather
-from spmd.collectives.distributed.process_groups import group_for
+from spmd.collectives.transport.process_groups import group_for
 from spmd.core.mesh import Mesh, Runtime
 from spmd.errors import CheckpointError, DamagedError, MeshError, SpmdError
 from spmd.job.collective_scope import CollectiveScope, failed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
-from spmd.collectives.group import Group, group_of
+from spmd.collectives.transport.group import Group, group_of
 from spmd.core.mesh import Mesh
 from spmd.core.placement import neutral_element
 from spmd.core.spec import TensorMeta

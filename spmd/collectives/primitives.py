@@ -195,7 +195,7 @@ RAGGED_ALL_TO_ALL = Primitive(
     vmap=_batched_ragged,
     types=lambda *args: {_V: _V},
 )
-"""Rows of x sent to places in a tensor of `size` rows, as `spmd.collectives.routes` reads from `table`, which all ranks
+"""Rows of x sent to places in a tensor of `size` rows, as `transport.routes` reads from `table`, which all ranks
 hold; rows that nothing is sent to are zero. With `transposed`, every row goes the other way."""
 
 SHARD = Primitive(

@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from spmd.collectives.group import Group, groups
 from spmd.collectives.local import LOCALS, run_local
 from spmd.collectives.primitives import COLLECTIVES, RAGGED_ALL_TO_ALL, UNTYPED
-from spmd.collectives.routes import Routes, exchange_rows
 from spmd.collectives.traffic import active_traffic, sent_bytes
+from spmd.collectives.transport.group import Group, groups
+from spmd.collectives.transport.routes import Routes, exchange_rows
 from spmd.core.mesh import Mesh
 from spmd.errors import DivergenceError, SpmdError
 

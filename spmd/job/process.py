@@ -127,7 +127,7 @@ def _backends() -> str:
 
     The device is not given here, as `device_id`: torch would connect all ranks at once and split each later NCCL group
     from this one, by `ncclCommSplit`, which all ranks of the job must call. But groups of mesh axes are made by their
-    members only, where a missing one is named (`spmd.collectives.distributed.process_groups`).
+    members only, where a missing one is named (`spmd.collectives.transport.process_groups`).
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     name = found and dist.Backend.default_device_backend_map.get(found.type)

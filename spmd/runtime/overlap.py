@@ -15,10 +15,11 @@ import attrs
 import torch
 
 from spmd.collectives.distributed.bucket import Bucket
-from spmd.collectives.distributed.exchange import Exchange, bind
+from spmd.collectives.distributed.exchange import bind
 from spmd.collectives.distributed.printer import Printer
-from spmd.collectives.distributed.ragged import RaggedExchange
 from spmd.collectives.host import HOST_PRINT
+from spmd.collectives.transport.exchange import Exchange
+from spmd.collectives.transport.ragged_exchange import RaggedExchange
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value

@@ -13,6 +13,7 @@ from spmd.collectives.distributed import exchange
 from spmd.collectives.distributed.blocks import exchange_blocks, start_exchange
 from spmd.collectives.resharding import eager_redistribution
 from spmd.collectives.step import Step
+from spmd.collectives.transport.exchange import Exchange
 from spmd.core.mesh import Coordinate, Mesh, Runtime
 from spmd.core.own_storage import own_storage
 from spmd.core.spec import DTensorSpec, TensorMeta
@@ -142,6 +143,6 @@ def _started(step: Step | BlockExchange, shards: tuple[Tensor, ...], cause: str)
         return lambda: tuple(shard for shard in (wait(),) if shard is not None)
     (x,), (where,) = shards, step.source.mesh.held_coordinates
     call = exchange.bind(step.primitive, step.source.mesh, where, TensorMeta.of(x), step.arguments(where), cause)
-    assert isinstance(call, exchange.Exchange)
+    assert isinstance(call, Exchange)
     pending = call.start(x)
     return lambda: (call.finish(pending),)

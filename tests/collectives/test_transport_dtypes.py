@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from spmd.collectives.distributed.transport_dtypes import moved, reduced
+from spmd.collectives.transport.transport_dtypes import moved, reduced
 from spmd.core.placement import combine
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmd.collectives.distributed import process_groups
+from spmd.collectives.transport import process_groups
 from spmd.core.mesh import Mesh, Runtime
 from spmd.job import process
 

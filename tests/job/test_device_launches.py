@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
-from spmd.collectives.distributed import bucket, exchange
+from spmd.collectives.distributed import bucket
 from spmd.collectives.distributed.bucket import Bucket
-from spmd.collectives.distributed.exchange import Exchange
+from spmd.collectives.transport import exchange
+from spmd.collectives.transport.exchange import Exchange
 from spmd.job import collective_scope, device_launches, device_watch, failure_detector
 from spmd.job.collective_scope import CollectiveScope
 from spmd.job.device_launches import DeviceLaunches

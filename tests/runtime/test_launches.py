@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spmd.collectives.distributed.bucket import Bucket
-from spmd.collectives.distributed.exchange import Exchange
+from spmd.collectives.transport.exchange import Exchange
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import Comm, StepKind
 from spmd.ir.graph import Annotations, Graph, Operation, Value

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from proofs.fuzz.mutants.mutant import Change, Patch, mutant, replaced, with_entry
-from spmd.collectives.group import Group
 from spmd.collectives.step import Step
+from spmd.collectives.transport.group import Group
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import StepKind
 
@@ -143,7 +143,7 @@ MUTANTS = (
     mutant(
         "chunks: balanced",
         "uneven chunks differ by one row at most",
-        replaced("spmd.collectives.group", "_bounds", _balanced),
+        replaced("spmd.collectives.transport.group", "_bounds", _balanced),
     ),
     mutant(
         "reductions: kind",

@@ -8,7 +8,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from spmd.api.values.dtensor import DTensor, wrap
-from spmd.collectives.distributed.process_groups import process_group
+from spmd.collectives.transport.process_groups import process_group
 from spmd.core.mesh import Mesh, Runtime, make_mesh
 from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
 from spmd.core.spec import DTensorSpec, P, TensorMeta

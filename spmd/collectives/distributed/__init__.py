@@ -1,4 +1,4 @@
 """Collectives between processes, run by torch.distributed.
 
-Imports `collectives`, `core` and `job`.
+Imports `collectives` and what is below it.
 """

@@ -16,8 +16,8 @@ from torch import Tensor
 from spmd.collectives.distributed import replicas as held
 from spmd.collectives.distributed.checksums import as_bytes, checksums
 from spmd.collectives.distributed.history import History, Ran, history
-from spmd.collectives.distributed.process_groups import group_for, in_rank_order
 from spmd.collectives.distributed.replicas import Replica
+from spmd.collectives.transport.process_groups import group_for, in_rank_order
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.spec import TensorMeta
 from spmd.errors import DivergenceError, SpmdError

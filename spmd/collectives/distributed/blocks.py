@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from spmd.collectives.block_exchange import Block, BlockExchange
-from spmd.collectives.distributed.process_groups import group_among
-from spmd.collectives.distributed.transport_dtypes import moved
+from spmd.collectives.transport.process_groups import group_among
+from spmd.collectives.transport.transport_dtypes import moved
 from spmd.job import device_watch
 from spmd.job.collective_scope import CollectiveScope
 from spmd.job.process import process_index

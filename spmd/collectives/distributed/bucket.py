@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives.distributed.exchange import Exchange, wait
+from spmd.collectives.transport.exchange import Exchange, wait
 from spmd.job import device_watch
 from spmd.job.collective_scope import CollectiveScope
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spmd.collectives.distributed.transport_dtypes import viewed
+from spmd.collectives.transport.transport_dtypes import viewed
 
 BLOCK = 1 << 20
 """The number of words that are multiplied at once on a device."""

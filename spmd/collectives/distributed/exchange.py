@@ -1,15 +1,13 @@
 """The primitives on torch.distributed: what one rank does, by torch's own functional collectives.
 
-`spmd.collectives.virtual` has the same primitives as functions over all ranks, and is the reference in tests. A
-collective is asynchronous: `start` returns at once, and `finish` waits for the result. What depends on the rank (its
-chunk, the ranks it sends to) is computed once, when the call is bound, from the shape of the operand.
+`spmd.collectives.virtual` has the same primitives as functions over all ranks, and is the reference in tests.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,81 +15,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives.distributed.flat_chunks import FlatChunks, pad, resized
-from spmd.collectives.distributed.process_groups import Member, member
-from spmd.collectives.distributed.ragged import RaggedExchange, stay
-from spmd.collectives.distributed.transport_dtypes import TransportDtype, moved, reduced
 from spmd.collectives.local import LOCALS, Local
 from spmd.collectives.primitives import UNTYPED
+from spmd.collectives.transport.exchange import Exchange, c10d, chunked, encoded, exchange_parts, flat
+from spmd.collectives.transport.flat_chunks import FlatChunks, pad, resized
+from spmd.collectives.transport.process_groups import Member, member
+from spmd.collectives.transport.ragged_exchange import RaggedExchange, stay
+from spmd.collectives.transport.transport_dtypes import moved, reduced
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.placement import Reduction, combine
 from spmd.core.spec import TensorMeta
-from spmd.job import device_watch
 from spmd.job.collective_scope import CollectiveScope
-
-_c10d = torch.ops._c10d_functional
-wait = _c10d.wait_tensor.default
-
-
-@attrs.frozen(eq=False)
-class Exchange:
-    """One rank's part of a collective: pack the operand, run a functional collective of torch's, unpack the result.
-
-    Args:
-        op: the collective on flat tensors, by an operator of `_c10d_functional`.
-        arguments: its arguments after the tensor and, of an all_to_all, the sizes of parts.
-        arrange: makes what is sent of the operand, its elements in the order of the buffer; a view of the operand if
-            nothing else changes.
-        unpack: makes the result, which is contiguous, from the buffer that was received: flat, or with a row for each
-            of `receives`, if these are equal.
-        sends, receives: the number of elements of each part of the two buffers: one for each rank, or one.
-        takes_sizes: whether `op` takes `receives` and `sends`.
-        in_place: as `op`, but it may write to the buffer that is sent; None if there is no such operator.
-        scope: the ranks that take part; makes the error if the collective fails.
-    """
-
-    op: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
-    arrange: Callable[[Tensor], Tensor]
-    unpack: Callable[[Tensor], Tensor]
-    sends: tuple[int, ...] = attrs.field(kw_only=True)
-    receives: tuple[int, ...] = attrs.field(kw_only=True)
-    takes_sizes: bool = attrs.field(default=False, kw_only=True)
-    in_place: Callable[..., Tensor] | None = attrs.field(default=None, kw_only=True)
-    scope: CollectiveScope = attrs.field(default=CollectiveScope("a collective", ()), kw_only=True)
-
-    def pack(self, x: Tensor) -> Tensor:
-        """The flat buffer that is sent."""
-        return _flat(self.arrange(x))
-
-    def received(self, packed: Tensor) -> Tensor:
-        """A new buffer like the one that is received for `packed`."""
-        return packed.new_empty(sum(self.receives))
-
-    def sized_arguments(self, receives: Sequence[int], sends: Sequence[int]) -> tuple[Any, ...]:
-        """The arguments after a buffer with parts of these sizes."""
-        return (list(receives), list(sends), *self.arguments) if self.takes_sizes else self.arguments
-
-    def start(self, x: Tensor) -> Tensor:
-        """Start the collective on this rank's operand; the result is pending, and only `finish` may use it."""
-        packed = self.pack(x)
-        with self.scope:
-            return self.op(packed, *self.sized_arguments(self.receives, self.sends))
-
-    def finish(self, pending: Tensor) -> Tensor:
-        """Wait for a collective that `start` has started, and return its result."""
-        with self.scope:
-            buffer = wait(pending)
-        if buffer.is_cuda:
-            device_watch.note(self.scope)
-        return self.unpack(buffer)
-
-    def __str__(self) -> str:
-        return self.scope.what
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Start the collective and wait for its result."""
-        return self.finish(self.start(x))
 
 
 def bind(
@@ -145,36 +79,17 @@ def run(op: torch._ops.OpOverload, mesh: Mesh, coordinate: Coordinate, x: Tensor
     return call(x)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """A contiguous 1-d tensor of all elements, with the conjugate and negative bits resolved."""
-    if x.is_neg() or x.is_conj():
-        x = x.resolve_conj().resolve_neg()
-    return x.reshape(-1).contiguous()
-
-
-def _encoded(wire: TransportDtype) -> Callable[[Tensor], Tensor]:
-    """What is sent of a tensor in a transport dtype."""
-    return Tensor.resolve_neg if wire.is_plain else lambda x: wire.encode(_flat(x))
-
-
-def _chunked(wire: TransportDtype, chunks: FlatChunks) -> Callable[[Tensor], Tensor]:
-    """What is sent of the chunks of a tensor in a transport dtype."""
-    if wire.is_plain and chunks.is_even:
-        return lambda x: chunks.rows(x.resolve_neg())
-    return lambda x: wire.encode(_flat(chunks.flatten(x)))
-
-
 def _all_reduce(place: Member, operand: TensorMeta, op: str) -> Exchange:
     wire, shape = reduced(operand.dtype, op), operand.shape
     sizes = (operand.numel * wire.factor,)
     return Exchange(
-        _c10d.all_reduce.default,
+        c10d.all_reduce.default,
         (op, place.name),
-        _encoded(wire),
+        encoded(wire),
         lambda buffer: wire.decode(buffer).view(shape),
         sends=sizes,
         receives=sizes,
-        in_place=_c10d.all_reduce_.default,
+        in_place=c10d.all_reduce_.default,
     )
 
 
@@ -185,7 +100,7 @@ def _all_gather(place: Member, operand: TensorMeta, dim: int, size: int) -> Exch
     return Exchange(
         _gather,
         (place.group.size, place.name),
-        _encoded(wire) if numel == operand.numel else lambda x: wire.encode(pad(_flat(x), numel)),
+        encoded(wire) if numel == operand.numel else lambda x: wire.encode(pad(flat(x), numel)),
         lambda buffer: pieces.join(wire.decode(buffer)),
         sends=(numel * wire.factor,),
         receives=(numel * wire.factor,) * place.group.size,
@@ -200,7 +115,7 @@ def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
     that operator, ALLGATHER_COALESCED, is the only one here that does not fit into the string object itself, so one
     thread may write to heap memory that another has freed.
     """
-    return _c10d.all_gather_into_tensor_out.default(x, ranks, group, out=x.new_empty(ranks * x.numel()))
+    return c10d.all_gather_into_tensor_out.default(x, ranks, group, out=x.new_empty(ranks * x.numel()))
 
 
 def _reduce_scatter(place: Member, operand: TensorMeta, op: Reduction, dim: int, size: int) -> Exchange:
@@ -212,9 +127,9 @@ def _reduce_scatter(place: Member, operand: TensorMeta, op: Reduction, dim: int,
     numel = math.prod(shape)
     sizes = tuple(numel * wire.factor for numel in pieces.numels)
     return Exchange(
-        _c10d.reduce_scatter_tensor.default,
+        c10d.reduce_scatter_tensor.default,
         (op, place.group.size, place.name),
-        _chunked(wire, pieces),
+        chunked(wire, pieces),
         lambda buffer: wire.decode(buffer).view(-1)[:numel].view(shape),
         sends=sizes,
         receives=sizes[:1],
@@ -248,7 +163,7 @@ def _reduce_parts(place: Member, operand: TensorMeta, op: Reduction, dim: int) -
             combine(op, found, part, out=found)
         return found.view(shape)
 
-    return _single(place, wire, [numel] * ranks, pieces.numels, _chunked(wire, pieces), reduce)
+    return exchange_parts(place, wire, [numel] * ranks, pieces.numels, chunked(wire, pieces), reduce)
 
 
 def _all_to_all(
@@ -259,12 +174,12 @@ def _all_to_all(
     received = FlatChunks(
         place, resized(resized(operand.shape, split_dim, split_size), concat_dim, concat_size), concat_dim
     )
-    return _single(
+    return exchange_parts(
         place,
         wire,
         received.numels,
         sent.numels,
-        _chunked(wire, sent),
+        chunked(wire, sent),
         lambda buffer: received.join(wire.decode(buffer)),
     )
 
@@ -278,28 +193,14 @@ def _permute(place: Member, operand: TensorMeta, sources: list[int], shape: list
     if source >= 0:
         received[place.places[source]] = math.prod(shape)
     numel = sum(sent)
-    return _single(
+    return exchange_parts(
         place,
         wire,
         received,
         sent,
-        lambda x: wire.encode(_flat(x)[:numel]),
+        lambda x: wire.encode(flat(x)[:numel]),
         lambda buffer: wire.decode(buffer).view(shape) if source >= 0 else buffer.new_zeros(shape, dtype=operand.dtype),
     )
-
-
-def _single(
-    place: Member,
-    wire: TransportDtype,
-    received: list[int],
-    sent: list[int],
-    arrange: Callable[[Tensor], Tensor],
-    unpack: Callable[[Tensor], Tensor],
-) -> Exchange:
-    """An all_to_all."""
-    receives, sends = (tuple(numel * wire.factor for numel in numels) for numels in (received, sent))
-    op = _c10d.all_to_all_single.default
-    return Exchange(op, (place.name,), arrange, unpack, sends=sends, receives=receives, takes_sizes=True)
 
 
 _EXCHANGES: Mapping[torch._ops.OpOverload, Callable[..., Exchange | RaggedExchange]] = MappingProxyType(

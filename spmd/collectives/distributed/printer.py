@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd.collectives.distributed.process_groups import group_for, in_rank_order
 from spmd.collectives.host import print_lines, text_of
+from spmd.collectives.transport.process_groups import group_for, in_rank_order
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.job.collective_scope import CollectiveScope
 

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives.group import groups
+from spmd.collectives.transport.group import groups
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Placement, Replicate
 from spmd.core.spec import DTensorSpec, P

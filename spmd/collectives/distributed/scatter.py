@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd.collectives.distributed.process_groups import process_group
-from spmd.collectives.distributed.transport_dtypes import moved
-from spmd.collectives.group import group_of
+from spmd.collectives.transport.group import group_of
+from spmd.collectives.transport.process_groups import process_group
+from spmd.collectives.transport.transport_dtypes import moved
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec
 from spmd.job import device_watch

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from spmd.collectives.distributed.agreement import gather
-from spmd.collectives.distributed.process_groups import backend
+from spmd.collectives.transport.process_groups import backend
 from spmd.core.mesh import Mesh, Runtime
 from spmd.job.process import process_index
 from spmd.plan.machine.cache import load_machine, save_machine

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from spmd.collectives.distributed.agreement import gather
-from spmd.collectives.distributed.process_groups import backend
+from spmd.collectives.transport.process_groups import backend
 from spmd.core.mesh import Mesh
 from spmd.job import launcher
 from spmd.job.process import process_count, process_index

@@ -14,8 +14,9 @@ import attrs
 import torch
 
 from spmd.collectives.bytes_sent import bytes_of_call
-from spmd.collectives.distributed.exchange import Exchange, bind
+from spmd.collectives.distributed.exchange import bind
 from spmd.collectives.primitives import COLLECTIVES
+from spmd.collectives.transport.exchange import Exchange
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import StepKind

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spmd.collectives.distributed.agreement import gather, spans_processes
-from spmd.collectives.distributed.process_groups import group_for
+from spmd.collectives.transport.process_groups import group_for
 from spmd.core.mesh import Mesh
 
 Run: TypeAlias = Callable[[], object]

@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.collectives.distributed.bucket import Bucket
-from spmd.collectives.distributed.exchange import Exchange, bind
+from spmd.collectives.distributed.exchange import bind
+from spmd.collectives.transport.exchange import Exchange
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import iterate_leaves

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives.distributed.process_groups import Member
+from spmd.collectives.transport.process_groups import Member
 
 
 def resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from spmd.collectives.group import Group, groups
+from spmd.collectives.transport.group import Group, groups
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.job.collective_scope import CollectiveScope
 from spmd.job.process import timeout_of

@@ -9,14 +9,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives.distributed.process_groups import Member
-from spmd.collectives.distributed.transport_dtypes import TransportDtype, moved
-from spmd.collectives.routes import Routes, exchange_rows
+from spmd.collectives.transport.exchange import c10d, wait
+from spmd.collectives.transport.process_groups import Member
+from spmd.collectives.transport.routes import Routes, exchange_rows
+from spmd.collectives.transport.transport_dtypes import TransportDtype, moved
 from spmd.core.spec import TensorMeta
 from spmd.job import device_watch
 from spmd.job.collective_scope import CollectiveScope
 
-_c10d = torch.ops._c10d_functional
 Pending: TypeAlias = tuple[Tensor, Routes]
 """The rows that a rank receives, not yet waited for, and where they go."""
 
@@ -62,13 +62,13 @@ class RaggedExchange:
             pieces[place] = routes.taken(x, me, index)
         packed = torch.cat(pieces).resolve_conj().resolve_neg().view(-1)
         with self.scope:
-            return _c10d.all_to_all_single.default(self.wire.encode(packed), received, sent, self.member.name), routes
+            return c10d.all_to_all_single.default(self.wire.encode(packed), received, sent, self.member.name), routes
 
     def finish(self, pending: Pending) -> Tensor:
         """Wait for the rows, and return them in their places, and zeros elsewhere."""
         buffer, routes = pending
         with self.scope:
-            buffer = _c10d.wait_tensor.default(buffer)
+            buffer = wait(buffer)
         if buffer.is_cuda:
             device_watch.note(self.scope)
         counts, me = [0] * self.member.group.size, self.member.index
