@@ -129,6 +129,32 @@ def check_dtype(dtype: torch.dtype, mesh: Mesh) -> None:
     torch.testing.assert_close(found.full_tensor(), case.loop(operand, output), rtol=0, atol=0)
 
 
+def check_batch_of_sizes(mesh: Mesh) -> None:
+    """The elements of a batch are not sent as one."""
+    cases = [CASES["uneven"], CASES["reversed"]]
+    operand, output = cases[0].tensors(3)
+    vectors = [torch.stack(pair) for pair in zip(*(case.vectors for case in cases), strict=True)]
+
+    def step(operand: Any, output: Any, *vectors: Any) -> Any:
+        def loss(operand: Any, output: Any) -> Any:
+            return (torch.vmap(lambda *v: exchange(mesh)(operand, output, *v))(*vectors) ** 3).sum()
+
+        return torch.func.grad(loss, (0, 1))(operand, output)
+
+    gradients = jit(step, P(), mesh=mesh)(operand, output, *vectors)
+    wanted = torch.func.grad(lambda *both: sum((case.loop(*both) ** 3).sum() for case in cases), (0, 1))
+    for got, expected in zip(gradients, wanted(operand, output), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected)
+
+
+def check_alone(mesh: Mesh) -> None:
+    """Rows that a rank sends to itself move, although operand and output are alike."""
+    operand, output = torch.arange(4.0), torch.zeros(4)
+    vectors = [torch.tensor([number]) for number in (1, 2, 0, 2)]
+    for run in (exchange(mesh), jit(exchange(mesh), mesh=mesh)):
+        assert [1.0, 2.0, 0.0, 0.0] == run(operand, output, *vectors).full_tensor().tolist()
+
+
 WRONG: dict[str, Callable[[Case], tuple[torch.Tensor, ...]]] = {
     "sizes": lambda case: (*case.vectors[:3], case.sizes.T.reshape(-1) + torch.eye(RANKS).long().roll(1, 0).view(-1)),
     "operand": lambda case: (case.vectors[0] + 2 * (torch.arange(RANKS**2) == 7), *case.vectors[1:]),

@@ -14,7 +14,6 @@ from spmd.collectives.resharding import eager_redistribution
 from spmd.collectives.step import Step
 from spmd.core.mesh import Mesh, make_mesh
 from spmd.core.spec import DTensorSpec, TensorMeta
-from spmd.ir.comm import StepKind
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing.live import LiveBytes
 from spmd.testing.specs import every_spec, random_shards
@@ -55,7 +54,7 @@ def needs(step: Step | BlockExchange, rank: int) -> int:
         return operand + 3 * result + 2 * (sent + received)  # two parts and their reduction, while one is added
     largest = max(step.source.local_bytes(), step.target.local_bytes())
     ranks = step.source.mesh.axis_size(step.axes)
-    gathers = step.kind in (StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER)
+    gathers = step.kind in ("all_gather", "reduce_scatter")
     padded = ranks * min(step.source.local_bytes(), step.target.local_bytes()) if gathers else largest
     return operand + result + 2 * (padded + largest) if step.is_collective else operand + result
 

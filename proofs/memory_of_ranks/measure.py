@@ -89,7 +89,7 @@ def measure(name: str, case: Case, even: bool, **options: Any) -> Row:
         tuple(rank.live for rank in found),
         tuple(rank.allocator for rank in found),
         most.where,
-        dict(Counter(comm.kind.value for comm in plan.comms)),
+        dict(Counter(comm.kind for comm in plan.comms)),
         held=f"plan: {plan.memory}\nlive: {most.live:,} bytes after {most.where}\n{most.held}",
     )
 

@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from proofs.redistribution.optimum import Cost
 from spmd.collectives.cheapest import LAUNCH_BYTES
-from spmd.collectives.traffic import ring_bytes
+from spmd.collectives.primitive import Collective
+from spmd.collectives.primitives import ALL_TO_ALL, KINDS
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec
-from spmd.ir.comm import StepKind
 
 
 @contextlib.contextmanager
@@ -53,22 +53,22 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.bytes, self.count = 0.0, 0
 
-    def add(self, kind: StepKind, ranks: int, nbytes: float) -> None:
+    def add(self, collective: Collective, ranks: int, nbytes: float) -> None:
         if ranks > 1:
-            self.bytes, self.count = self.bytes + ring_bytes(kind, ranks, nbytes), self.count + 1
+            self.bytes, self.count = self.bytes + collective.ring_bytes(ranks, nbytes), self.count + 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("_c10d_functional::")
-        if kind := next((kind for kind in StepKind if kind.is_collective and name.startswith(kind.value)), None):
+        if collective := next((one for kind, one in KINDS.items() if name.startswith(kind)), None):
             ranks = dist.distributed_c10d._resolve_process_group(args[-1]).size()
-            self.add(kind, ranks, (made if kind is StepKind.ALL_GATHER else args[0]).nbytes)
+            self.add(collective, ranks, args[0].nbytes)
         return made
 
     def exchange(self, x: torch.Tensor, gathered: int, split: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
         """What torch does by an all_to_all on a GPU; on a CPU it would gather instead."""
         ranks = mesh.size(axis)
-        self.add(StepKind.ALL_TO_ALL, ranks, x.nbytes)
+        self.add(ALL_TO_ALL, ranks, x.nbytes)
         return x.repeat_interleave(ranks, gathered).chunk(ranks, split)[0].contiguous()
 
 

@@ -22,6 +22,7 @@ from spmd.tracing.manual.local_shapes import LocalShapes, even_shape
 _I, _V, _U, _R = AxisType.INVARIANT, AxisType.VARYING, AxisType.UNREDUCED, AxisType.REDUCED
 _ops = torch.ops.spmd
 _CASTS, _FUNCTIONAL = "spmd.tracing.manual.casts", "spmd.collectives.functional"
+_ALL_REDUCE = "spmd.collectives.primitives.all_reduce"
 _REGION = "spmd.tracing.manual.region"
 
 
@@ -92,7 +93,7 @@ TRANSPOSES = (
     mutant("transposed specs", "the cotangent of an unreduced value is not reduced",
            Patch(manual, "_transposed", lambda f: lambda spec, reduced: (f(spec, reduced)[0], []))),
     mutant("derivative of pmax and pmin", "each rank that holds the extremum has all of the cotangent",
-           Patch(primitives, "_attained", lambda f: lambda *args: (f(*args)[0], torch.ones_like(f(*args)[1])))),
+           Patch(_ALL_REDUCE, "_attained", lambda f: lambda *args: (f(*args)[0], torch.ones_like(f(*args)[1])))),
 )  # fmt: skip
 
 TYPES = (
@@ -189,9 +190,7 @@ def _swapped(kernel: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]
 
 
 def _with_kernel(op: torch._ops.OpOverload, name: str, breaks: str) -> Mutant:
-    return mutant(
-        name, breaks, Patch("spmd.collectives.virtual", "KERNELS", lambda old: {**old, op: _swapped(old[op])})
-    )
+    return mutant(name, breaks, Patch(primitives.COLLECTIVES[op], "run", _swapped))
 
 
 VALUES = (

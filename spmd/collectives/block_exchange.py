@@ -18,11 +18,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from spmd.collectives.primitives import ALL_TO_ALL
 from spmd.collectives.traffic import active_traffic
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.placement import combine
 from spmd.core.spec import DTensorSpec
-from spmd.ir.comm import StepKind
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Start and stop in each dim of a part of the global tensor."""
@@ -64,9 +64,9 @@ class BlockExchange:
     target: DTensorSpec
 
     @property
-    def kind(self) -> StepKind:
+    def kind(self) -> str:
         """It is sent as an all_to_all."""
-        return StepKind.ALL_TO_ALL
+        return ALL_TO_ALL.name
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
+from spmd.collectives.primitive import Local
+from spmd.collectives.primitives import PRIMITIVES
 from spmd.collectives.transport.group import Group, group_of
 from spmd.core.mesh import Mesh
-from spmd.core.placement import neutral_element
 from spmd.core.spec import TensorMeta
-
-Local: TypeAlias = Callable[..., Tensor]
-"""One call of such a primitive on one rank: a function of its operand, if it has one."""
-
-
-def _shard(group: Group, index: int, device: torch.device, operand: TensorMeta, dim: int, size: int) -> Local:
-    start, stop = group.bounds(operand.shape[dim])[index]
-    return lambda x: x.narrow(dim, start, stop - start).contiguous()
-
-
-def _to_partial(group: Group, index: int, device: torch.device, operand: TensorMeta, op: str) -> Local:
-    if index == 0:
-        return lambda x: x.contiguous()
-    neutral = neutral_element(op, operand.dtype)  # type: ignore[arg-type]
-    return lambda x: torch.full_like(x, neutral, memory_format=torch.contiguous_format)
-
-
-def _pcast(group: Group, index: int, device: torch.device, operand: TensorMeta, source: str, to: str) -> Local:
-    return lambda x: x
 
 
 def _axis_index(group: Group, index: int, device: torch.device) -> Local:
@@ -53,9 +34,7 @@ def _number(value: int, device: torch.device) -> Local:
 
 LOCALS: Mapping[torch._ops.OpOverload, Callable[..., Local]] = MappingProxyType(
     {
-        torch.ops.spmd.pcast.default: _pcast,
-        torch.ops.spmd.shard.default: _shard,
-        torch.ops.spmd.to_partial.default: _to_partial,
+        **{primitive.op: primitive.local for primitive in PRIMITIVES if primitive.local is not None},
         torch.ops.spmd.axis_index.default: _axis_index,
         torch.ops.spmd.shard_offset.default: _shard_offset,
     }

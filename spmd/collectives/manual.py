@@ -101,7 +101,8 @@ def drop_trivial_axes(graph: Graph, mesh: Mesh) -> Graph:
         operation = operation.substitute(replaced)
         if operation.op in COLLECTIVES:
             axes = [axis for axis in operation.args[-1] if mesh.axis_size(axis) > 1]
-            if not axes and operation.operands[0].meta == operation.tensors[0].meta and not _sends_nothing(operation):
+            is_identity = COLLECTIVES[operation.op].is_identity(*operation.args[1:-1])
+            if not axes and is_identity and operation.operands[0].meta == operation.tensors[0].meta:
                 replaced[operation.tensors[0]] = operation.operands[0]
                 continue
             if axes:
@@ -110,11 +111,6 @@ def drop_trivial_axes(graph: Graph, mesh: Mesh) -> Graph:
     outputs = tuple(replaced.get(value, value) for value in graph.outputs)
     variants = graph.variants and graph.variants.map(lambda other: drop_trivial_axes(other, mesh))
     return attrs.evolve(graph, operations=tuple(operations), outputs=outputs, variants=variants)
-
-
-def _sends_nothing(operation: Operation) -> bool:
-    """Whether a permute over one rank returns zeros."""
-    return operation.op is torch.ops.spmd.permute.default and operation.args[1] == [-1]
 
 
 class ManualAxes:

@@ -17,9 +17,10 @@ import torch
 
 from spmd.collectives.block_exchange import BlockExchange
 from spmd.collectives.precision import summed_in
-from spmd.collectives.step import Step, permuted_axes
+from spmd.collectives.primitives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, SHARD, TO_PARTIAL
+from spmd.collectives.primitives.permute import permuted_axes
+from spmd.collectives.step import Step
 from spmd.core.spec import Dims, DTensorSpec, Reductions
-from spmd.ir.comm import StepKind
 
 _T = TypeVar("_T")
 
@@ -68,7 +69,7 @@ def _slices(here: DTensorSpec, runs: Runs) -> Iterator[Step]:
     for dim, chosen in enumerate(runs):
         for run in chosen:
             if used.isdisjoint(run):
-                yield Step(StepKind.SHARD, run, here, _with_dims(here, (dim, here.dims[dim] + run)), (dim,))
+                yield Step(SHARD, run, here, _with_dims(here, (dim, here.dims[dim] + run)), (dim,))
 
 
 def _reductions(here: DTensorSpec, runs: Runs, reduce_dtype: torch.dtype | None) -> Iterator[Step]:
@@ -82,9 +83,9 @@ def _reductions(here: DTensorSpec, runs: Runs, reduce_dtype: torch.dtype | None)
         for run in wanted:
             if set(run) <= set(axes):
                 result = _with_dims(_reduced(here, run), (dim, here.dims[dim] + run))
-                yield Step(StepKind.REDUCE_SCATTER, run, here, result, (dim,), op, dtype)
+                yield Step(REDUCE_SCATTER, run, here, result, (dim,), op, dtype)
     for chosen in _subsets(axes):
-        yield Step(StepKind.ALL_REDUCE, chosen, here, _reduced(here, chosen), (), op, dtype)
+        yield Step(ALL_REDUCE, chosen, here, _reduced(here, chosen), (), op, dtype)
 
 
 def _exchanges(here: DTensorSpec, runs: Runs) -> Iterator[Step]:
@@ -95,7 +96,7 @@ def _exchanges(here: DTensorSpec, runs: Runs) -> Iterator[Step]:
             for run in wanted:
                 if held[-len(run) :] == run:
                     changes = (concat, held[: -len(run)]), (split, here.dims[split] + run)
-                    yield Step(StepKind.ALL_TO_ALL, run, here, _with_dims(here, *changes), (split, concat))
+                    yield Step(ALL_TO_ALL, run, here, _with_dims(here, *changes), (split, concat))
 
 
 def _permutations(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
@@ -134,13 +135,13 @@ def _permutation(here: DTensorSpec, dims: Dims, partial: Reductions) -> Iterator
     moved = {axis for before_after in changes for axes in before_after for axis in axes}
     if moved and mesh.axis_size(changes[-1][0]) == mesh.axis_size(changes[-1][1]):
         axes = tuple(axis for axis in mesh.names if axis in moved)
-        yield Step(StepKind.PERMUTE, axes, here, after)
+        yield Step(PERMUTE, axes, here, after)
 
 
 def _gathers(here: DTensorSpec) -> Iterator[Step]:
     for dim, held in enumerate(here.dims):
         for start in range(len(held)):
-            yield Step(StepKind.ALL_GATHER, held[start:], here, _with_dims(here, (dim, held[:start])), (dim,))
+            yield Step(ALL_GATHER, held[start:], here, _with_dims(here, (dim, held[:start])), (dim,))
 
 
 def _partials(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
@@ -148,7 +149,7 @@ def _partials(here: DTensorSpec, goal: DTensorSpec) -> Iterator[Step]:
     if axes and set(here.partial) <= set(goal.partial):
         op = goal.partial[0][1]
         result = attrs.evolve(here, partial=(*here.partial, *((axis, op) for axis in axes)))
-        yield Step(StepKind.TO_PARTIAL, axes, here, result, (), op)
+        yield Step(TO_PARTIAL, axes, here, result, (), op)
 
 
 def _runs(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

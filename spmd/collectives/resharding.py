@@ -12,10 +12,10 @@ import torch
 
 from spmd.collectives.block_exchange import BlockExchange
 from spmd.collectives.cheapest import Ways, eager_cost
+from spmd.collectives.primitives import SHARD
 from spmd.collectives.step import Step, without_trivial
 from spmd.core.spec import Dims, DTensorSpec
 from spmd.errors import ShardingError
-from spmd.ir.comm import StepKind
 
 
 @lru_cache(maxsize=65536)
@@ -70,7 +70,7 @@ def _without_trivial(spec: DTensorSpec) -> DTensorSpec:
 @lru_cache(maxsize=65536)
 def only_slices(source: DTensorSpec, target: DTensorSpec) -> bool:
     """Test for a redistribution without communication, where ranks keep slices."""
-    return all(step.kind is StepKind.SHARD for step in redistribution(source, target))
+    return all(step.primitive is SHARD for step in redistribution(source, target))
 
 
 @lru_cache(maxsize=65536)

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TypeAlias
 
 import attrs
 
 from spmd.ir.source import Source
 
-
-class StepKind(str, Enum):
-    """The kind of a collective, and of a step of a redistribution: the name of its primitive, and printed so."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    PERMUTE = "permute"
-    SHARD = "shard"
-    TO_PARTIAL = "to_partial"
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether ranks communicate."""
-        return self not in (StepKind.SHARD, StepKind.TO_PARTIAL)
-
-    def __str__(self) -> str:
-        return self.value
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-
-Sent: TypeAlias = tuple[StepKind, tuple[str, ...], float]
+Sent: TypeAlias = tuple[str, tuple[str, ...], float]
 """A collective: its kind, its mesh axes, and the most bytes that any rank sends."""
 
 
@@ -44,12 +19,12 @@ class Comm:
     A rank's program runs exactly the collectives of its plan, in the plan's order.
 
     Args:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute; equal to its name.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute.
         axes: the mesh axes that it spans.
         bytes: the most bytes that any rank sends, by the ring algorithm. With n ranks and equal shards: 2(n-1)/n S for
             an all_reduce of S bytes, (n-1)/n S for an all_gather with a result of S bytes, (n-1)/n S for a
             reduce_scatter or an all_to_all with an argument of S bytes, and S for a permute. Uneven and empty shards
-            count with their own sizes (`spmd.collectives.bytes_sent`; `record_traffic` measures the same on virtual
+            count with their own sizes (`Collective.most_bytes_sent`; `record_traffic` measures the same on virtual
             ranks). The sizes of a ragged_all_to_all are data: it counts with all of its operand, and its cause says so.
             Between processes, all_gather pads uneven shards to the largest one and sends the padding; reduce_scatter
             does, too, on GPUs and in groups of more than 16 ranks.
@@ -62,7 +37,7 @@ class Comm:
         joined: how many collectives its launch has.
     """
 
-    kind: StepKind
+    kind: str
     axes: tuple[str, ...]
     bytes: float
     seconds: float

@@ -73,11 +73,11 @@ def _stepped(step: Step, shards: tuple[Tensor, ...], held: Sequence[Coordinate])
     mesh = step.source.mesh
     if mesh.runtime is Runtime.DISTRIBUTED:
         pairs = zip(shards, held, strict=True)
-        return tuple(exchange.run(step.primitive, mesh, where, x, step.arguments(where)) for x, where in pairs)
+        return tuple(exchange.run(step.primitive.op, mesh, where, x, step.arguments(where)) for x, where in pairs)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((x, *step.arguments(where)), {}) for x, where in zip(shards, held, strict=True)
     ]
-    return tuple(virtual.run(step.primitive, mesh, calls))
+    return tuple(virtual.run(step.primitive.op, mesh, calls))
 
 
 def _exchanged(step: BlockExchange, shards: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -142,7 +142,7 @@ def _started(step: Step | BlockExchange, shards: tuple[Tensor, ...], cause: str)
         wait = start_exchange(step, shards[0] if shards else None, cause)
         return lambda: tuple(shard for shard in (wait(),) if shard is not None)
     (x,), (where,) = shards, step.source.mesh.held_coordinates
-    call = exchange.bind(step.primitive, step.source.mesh, where, TensorMeta.of(x), step.arguments(where), cause)
+    call = exchange.bind(step.primitive.op, step.source.mesh, where, TensorMeta.of(x), step.arguments(where), cause)
     assert isinstance(call, Exchange)
     pending = call.start(x)
     return lambda: (call.finish(pending),)

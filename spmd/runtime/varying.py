@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from spmd.collectives.host import HOST_PRINT
 from spmd.collectives.local import LOCALS
-from spmd.collectives.primitives import ALL_GATHER, ALL_REDUCE, COLLECTIVES, PCAST, UNTYPED
+from spmd.collectives.primitives import COLLECTIVES, PCAST
 from spmd.core.mesh import Mesh
 from spmd.core.spec import DTensorSpec
 from spmd.ir.effects import Effect
@@ -16,9 +16,6 @@ from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.random_operators import TEMPLATED
 
 Axes: TypeAlias = frozenset[str]
-
-_INVARIANT = (ALL_REDUCE.op, ALL_GATHER.op)
-"""The collectives of which all ranks of a group get the same result."""
 
 
 def varying_axes(graphs: Sequence[Graph], mesh: Mesh, specs: Sequence[DTensorSpec]) -> Mapping[Value, Axes]:
@@ -65,7 +62,7 @@ def _effect_axes(operation: Operation, operands: Axes, every: Axes) -> Axes:
     """The axes along which the results of an operation with an effect vary."""
     if operation.op in COLLECTIVES:
         named = _named(operation)
-        return operands - named if UNTYPED.get(operation.op, operation.op) in _INVARIANT else operands | named
+        return operands - named if COLLECTIVES[operation.op].is_invariant else operands | named
     if operation.effect is Effect.RANDOM:
         return frozenset() if operation.op in TEMPLATED else operands
     return frozenset() if operation.op is HOST_PRINT else every

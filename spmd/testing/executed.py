@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -10,40 +10,55 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.collectives.bytes_sent import max_bytes_sent
-from spmd.collectives.distributed.exchange import is_sent_in_parts
-from spmd.collectives.traffic import ring_bytes
+from spmd.collectives.primitive import Collective
+from spmd.collectives.primitives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, PERMUTE, REDUCE_SCATTER
 from spmd.core.mesh import Mesh
-from spmd.ir.comm import Comm, StepKind
+from spmd.ir.comm import Comm
 
 _c10d = torch.ops._c10d_functional
-
-_KINDS: Mapping[Any, StepKind] = MappingProxyType(
-    {
-        _c10d.all_reduce.default: StepKind.ALL_REDUCE,
-        _c10d.all_reduce_.default: StepKind.ALL_REDUCE,
-        _c10d.all_gather_into_tensor_out.default: StepKind.ALL_GATHER,
-        _c10d.reduce_scatter_tensor.default: StepKind.REDUCE_SCATTER,
-        _c10d.all_to_all_single.default: StepKind.ALL_TO_ALL,
-    }
-)
 
 
 @attrs.frozen(order=True)
 class Executed:
     """One collective: its kind, the number of ranks, and the most bytes that any rank sends by the ring algorithm."""
 
-    kind: StepKind
+    kind: str
     ranks: int
     bytes: float
 
     @classmethod
     def of_launch(cls, joined: Sequence[Comm], mesh: Mesh) -> Executed:
         """What runs for the collectives of a launch of a plan; on processors a reduce_scatter may be an all_to_all."""
-        kind, ranks = joined[0].kind, mesh.axis_size(joined[0].axes)
-        if kind is StepKind.REDUCE_SCATTER and is_sent_in_parts(mesh.device.type, ranks):
-            kind = StepKind.ALL_TO_ALL
-        return cls(kind, ranks, sum(comm.bytes for comm in joined))
+        ranks = mesh.axis_size(joined[0].axes)
+        collective = KINDS[joined[0].kind]
+        sent_as = ALL_TO_ALL if collective.in_parts(mesh.device.type, ranks) else collective
+        return cls(sent_as.kind, ranks, sum(comm.bytes for comm in joined))
+
+
+def _by_ring(collective: Collective, x: torch.Tensor, ranks: int) -> Executed:
+    return Executed(collective.kind, ranks, collective.ring_bytes(ranks, x.nbytes))
+
+
+def _all_reduce(x: torch.Tensor, ranks: int, *args: Any) -> Executed:
+    """Its blocks may be uneven."""
+    return Executed(ALL_REDUCE.kind, ranks, ALL_REDUCE.most_bytes_sent((ranks,), tuple(x.shape), x.itemsize))
+
+
+def _exchange(x: torch.Tensor, ranks: int, received: Sequence[int], sent: Sequence[int], group: str) -> Executed:
+    is_permute = all(sum(map(bool, sizes)) <= 1 for sizes in (received, sent))
+    return _by_ring(PERMUTE if is_permute else ALL_TO_ALL, x, ranks)
+
+
+_CALLED: Mapping[Any, Callable[..., Executed]] = MappingProxyType(
+    {
+        _c10d.all_reduce.default: _all_reduce,
+        _c10d.all_reduce_.default: _all_reduce,
+        _c10d.all_gather_into_tensor_out.default: lambda x, ranks, *_: _by_ring(ALL_GATHER, x, ranks),
+        _c10d.reduce_scatter_tensor.default: lambda x, ranks, *_: _by_ring(REDUCE_SCATTER, x, ranks),
+        _c10d.all_to_all_single.default: _exchange,
+    }
+)
+"""By torch's operator, what a call of it is, of its tensor, the number of ranks and its other arguments."""
 
 
 class ExecutedCollectives(TorchDispatchMode):
@@ -57,16 +72,8 @@ class ExecutedCollectives(TorchDispatchMode):
         self.found: list[Executed] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _KINDS:
-            self.found.append(_executed(_KINDS[func], args))
+        if func in _CALLED:
+            x, *rest = args
+            ranks = torch.distributed.distributed_c10d._resolve_process_group(rest[-1]).size()
+            self.found.append(_CALLED[func](x, ranks, *rest))
         return func(*args, **(kwargs or {}))
-
-
-def _executed(kind: StepKind, args: tuple[Any, ...]) -> Executed:
-    ranks = torch.distributed.distributed_c10d._resolve_process_group(args[-1]).size()
-    nbytes = args[0].nbytes * (ranks if kind is StepKind.ALL_GATHER else 1)
-    if kind is StepKind.ALL_TO_ALL and all(sum(map(bool, splits)) <= 1 for splits in args[1:3]):
-        kind = StepKind.PERMUTE
-    if kind is StepKind.ALL_REDUCE:
-        return Executed(kind, ranks, max_bytes_sent(kind, (ranks,), tuple(args[0].shape), args[0].itemsize, ()))
-    return Executed(kind, ranks, ring_bytes(kind, ranks, nbytes))

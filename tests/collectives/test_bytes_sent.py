@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd.collectives.bytes_sent import chunk_lengths, max_bytes_sent
+from spmd.collectives.primitives import KINDS, PERMUTE
+from spmd.collectives.primitives.chunks import chunk_lengths
 from spmd.collectives.resharding import eager_redistribution, redistribution
-from spmd.collectives.traffic import record_traffic, ring_bytes
+from spmd.collectives.traffic import record_traffic
 from spmd.core.mesh import make_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta, chunk_bounds
-from spmd.ir.comm import StepKind
 from spmd.runtime.redistribute import redistribute_shards
 from spmd.testing.strategies import meshes, shards, tensor_specs
 
@@ -29,7 +29,7 @@ def planned(source: P, target: P, shape: tuple[int, ...], **axes: int) -> list[t
     held = [torch.zeros(specs[0].local_shape(coordinate)) for coordinate in mesh.coordinates()]
     with record_traffic() as traffic:
         redistribute_shards(held, *specs, steps := redistribution(*specs))
-    found = [(step.kind.value, step.bytes) for step in steps if step.is_collective]
+    found = [(step.kind, step.bytes) for step in steps if step.is_collective]
     assert [(transfer.kind, max(transfer.sent)) for transfer in traffic.transfers] == found
     return found
 
@@ -85,20 +85,16 @@ def test_a_permute_sends_the_largest_piece(columns, held):
 
 
 def test_a_permute_in_which_nobody_sends():
-    assert 12 == max_bytes_sent(StepKind.PERMUTE, (2,), (3,), 4, ([-1, 0], [3]))
-    assert 0 == max_bytes_sent(StepKind.PERMUTE, (2,), (3,), 4, ([0, -1], [3]))
+    assert 12 == PERMUTE.most_bytes_sent((2,), (3,), 4, ([-1, 0], [3]))
+    assert 0 == PERMUTE.most_bytes_sent((2,), (3,), 4, ([0, -1], [3]))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in StepKind if kind.is_collective], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [(4,), (2, 2), (1,)], ids=str)
 def test_even_chunks_are_the_closed_form(kind, counts):
-    n, x = math.prod(counts), TensorMeta((8, 4), F32)
-    arguments = {
-        "all_reduce": ("sum",), "all_gather": (0, 8 * n), "reduce_scatter": ("sum", 0, 8 // n),
-        "all_to_all": (0, 1, 8 // n, 4 * n), "permute": ([(i + 1) % n for i in range(n)], [8, 4]),
-    }[kind.value]  # fmt: skip
-    whole = x.nbytes * n if kind is StepKind.ALL_GATHER else x.nbytes
-    assert ring_bytes(kind, n, whole) == max_bytes_sent(kind, counts, x.shape, 4, arguments)
+    n = math.prod(counts)
+    shape, args = KINDS[kind].example(n, 32)
+    assert KINDS[kind].ring_bytes(n, 4 * math.prod(shape)) == KINDS[kind].most_bytes_sent(counts, shape, 4, args)
 
 
 @settings(max_examples=200)
@@ -122,7 +118,7 @@ def test_bytes_of_steps_are_those_of_the_rank_that_sends_most(find, data):
     with record_traffic() as traffic:
         redistribute_shards(held, source, target, every := find(source, target))
     steps = [step for step in every if step.is_collective]
-    assert [(step.kind.value, step.axes, step.bytes) for step in steps] == [
+    assert [(step.kind, step.axes, step.bytes) for step in steps] == [
         (transfer.kind, transfer.axes, max(transfer.sent)) for transfer in traffic.transfers
     ]
 

@@ -22,7 +22,8 @@ from spmd.collectives import (
     psum_scatter,
     shard_offset,
 )
-from spmd.collectives.primitives import PRIMITIVES, inverse_permutation
+from spmd.collectives.primitives import PRIMITIVES
+from spmd.collectives.primitives.permute import inverse_permutation
 from spmd.core.mesh import make_mesh
 from spmd.core.spec import chunk_bounds
 from spmd.errors import SpmdError

@@ -14,6 +14,8 @@ from ragged_cases import (
     RANKS,
     WRONG,
     Case,
+    check_alone,
+    check_batch_of_sizes,
     check_dtype,
     check_values_and_gradients,
     error_of,
@@ -145,22 +147,13 @@ def test_a_batch_of_rows_is_sent_at_once(in_dims):
     assert [operand.nbytes / RANKS * (1 if in_dims[0] is None else 2)] == [comm.bytes for comm in sent]
 
 
-def test_a_batch_of_sizes_is_a_loop():
+def test_a_batch_of_sizes_is_a_loop(on_ranks):
     """Every element of a batch is sent elsewhere; gradients too."""
-    cases = [UNEVEN, CASES["reversed"]]
-    operand, output = UNEVEN.tensors(3)
-    vectors = [torch.stack(pair) for pair in zip(*(case.vectors for case in cases), strict=True)]
+    on_ranks(check_batch_of_sizes, {"x": RANKS})
 
-    def step(operand, output, *vectors):
-        def loss(operand, output):
-            return (torch.vmap(lambda *v: exchange(MESH)(operand, output, *v))(*vectors) ** 3).sum()
 
-        return torch.func.grad(loss, (0, 1))(operand, output)
-
-    found = spmd.jit(step, P(), mesh=MESH)(operand, output, *vectors)
-    wanted = torch.func.grad(lambda *both: sum((case.loop(*both) ** 3).sum() for case in cases), (0, 1))
-    for got, expected in zip(found, wanted(operand, output), strict=True):
-        torch.testing.assert_close(got.full_tensor(), expected)
+def test_a_rank_alone_moves_its_own_rows(on_ranks):
+    on_ranks(check_alone, {"x": 1})
 
 
 @pytest.mark.parametrize(("spec", "columns"), [(P("x"), 1), (P("x", "y"), 2)], ids=str)

@@ -3,12 +3,11 @@ import math
 import pytest
 import torch
 
-import spmd.collectives.primitives  # noqa: F401  (defines torch.ops.spmd)
-from spmd.collectives.traffic import record_traffic, ring_bytes
+from spmd.collectives.primitives import ALL_REDUCE, KINDS
+from spmd.collectives.traffic import record_traffic
 from spmd.collectives.virtual import run
 from spmd.core.mesh import make_mesh
 from spmd.errors import DivergenceError, SpmdError
-from spmd.ir.comm import StepKind
 
 MESH = make_mesh({"x": 2, "y": 3}, runtime="virtual")
 ops = torch.ops.spmd
@@ -58,21 +57,24 @@ def test_reductions_run_in_rank_order():
     assert [0.0] * 3 == [result.item() for result in results]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in StepKind if kind.is_collective], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", KINDS)
 def test_traffic_of_even_shards_is_the_closed_form(kind):
-    n, x = 4, torch.randn(8, 4)
-    mesh = make_mesh({"x": n, "y": 2}, runtime="virtual")
-    rest = {
-        "all_reduce": ("sum",), "all_gather": (0, 8 * n), "reduce_scatter": ("sum", 0, 2),
-        "all_to_all": (0, 1, 2, 16), "permute": ([1, 2, 3, 0], [8, 4]),
-    }[kind.value]  # fmt: skip
-    op = getattr(ops, kind.value).default
+    mesh = make_mesh({"x": 4, "y": 2}, runtime="virtual")
+    shape, args = KINDS[kind].example(4, 32)
+    x = torch.randn(shape)
     with record_traffic() as traffic:
-        run(op, mesh, [((x, *rest, ["x"]), {}) for _ in range(mesh.size)])
-    whole = x.nbytes * n if kind is StepKind.ALL_GATHER else x.nbytes
+        run(KINDS[kind].op, mesh, [((x, *args, ["x"]), {}) for _ in range(mesh.size)])
     (transfer,) = traffic.transfers
-    assert (kind.value, ("x",)) == (transfer.kind, transfer.axes)
-    assert {ring_bytes(kind, n, whole)} == set(transfer.sent)
+    assert (kind, ("x",)) == (transfer.kind, transfer.axes)
+    assert {KINDS[kind].ring_bytes(4, x.nbytes)} == set(transfer.sent)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_on_meta_is_like_that_of_the_first_rank(kind):
+    mesh = make_mesh({"x": 4}, runtime="virtual")
+    shape, args = KINDS[kind].example(4, 32)
+    results = run(KINDS[kind].op, mesh, [((torch.ones(shape), *args, ["x"]), {}) for _ in range(mesh.size)])
+    assert KINDS[kind].shape(shape, *args, ["x"]) == tuple(results[0].shape)
 
 
 def test_local_steps_and_groups_of_one_send_nothing():
@@ -81,7 +83,7 @@ def test_local_steps_and_groups_of_one_send_nothing():
         run(ops.shard.default, mesh, [((torch.ones(2), 0, 1, ["y"]), {})] * 2)
         run(ops.all_reduce.default, mesh, [((torch.ones(2), "sum", ["x"]), {})] * 2)
     assert [(0, 0)] == [transfer.sent for transfer in traffic.transfers]
-    assert 0.0 == ring_bytes(StepKind.ALL_REDUCE, 1, 8) == ring_bytes(StepKind.SHARD, 4, 8) == traffic.sent()
+    assert 0.0 == ALL_REDUCE.ring_bytes(1, 8) == traffic.sent()
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import time
 import pytest
 
 import spmd
-from spmd.ir.comm import StepKind
 from spmd.plan.machine import measure_links, timed_runs
 from spmd.plan.machine.link import Link
 
 MESH = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
-KIND = StepKind.ALL_REDUCE
+KIND = "all_reduce"
 SMALL, MEDIUM, LARGE = measure_links._SMALL, measure_links._MEDIUM, measure_links._LARGE
 BESIDE = ("data", measure_links._BESIDE)
 

@@ -11,7 +11,7 @@ import torch
 from spmd.collectives.distributed.bucket import Bucket
 from spmd.collectives.transport.exchange import Exchange
 from spmd.core.spec import TensorMeta
-from spmd.ir.comm import Comm, StepKind
+from spmd.ir.comm import Comm
 from spmd.ir.graph import Annotations, Graph, Operation, Value
 from spmd.runtime.overlap import split_exchanges
 
@@ -36,7 +36,7 @@ class Program:
 
     def collective(self, operand: Value, launch: int) -> Value:
         op = Exchange(lambda x: x, (), lambda x: x, lambda x: x, sends=(4,), receives=(4,))
-        return self.call(op, operand, comm=Comm(StepKind.ALL_REDUCE, ("x",), 4.0, 0.0, "", None, launch))
+        return self.call(op, operand, comm=Comm("all_reduce", ("x",), 4.0, 0.0, "", None, launch))
 
     def view(self, operand: Value) -> Value:
         return self.call(VIEW, operand, [4])

@@ -7,7 +7,7 @@ import torch
 
 from spmd.collectives.transport.exchange import Exchange
 from spmd.core.spec import TensorMeta
-from spmd.ir.comm import Comm, StepKind
+from spmd.ir.comm import Comm
 from spmd.ir.graph import Annotations, Graph, Operation, Value
 from spmd.runtime.codegen import generate
 from spmd.runtime.overlap import split_exchanges
@@ -56,7 +56,7 @@ class Story:
         told = Told(
             torch.ops._c10d_functional.all_reduce.default, (), lambda x: x, lambda x: x, sends=(1,), receives=(1,)
         )
-        return self.call(told, (operand,), Comm(StepKind.ALL_REDUCE, ("x",), bytes, 0.0, "", None, launch))
+        return self.call(told, (operand,), Comm("all_reduce", ("x",), bytes, 0.0, "", None, launch))
 
     def run(self, *results: Value, inputs: list[int], window: float = 1.0) -> tuple[int, ...]:
         graph = Graph(tuple(self.inputs), (), tuple(self.operations), results)

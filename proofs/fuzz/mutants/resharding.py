@@ -11,13 +11,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from proofs.fuzz.mutants.mutant import Change, Patch, mutant, replaced, with_entry
+from proofs.fuzz.mutants.mutant import Change, Patch, mutant, replaced, returning, with_entry
+from spmd.collectives.primitives import ALL_GATHER, ALL_TO_ALL, COLLECTIVES
 from spmd.collectives.step import Step
 from spmd.collectives.transport.group import Group
 from spmd.core.spec import TensorMeta
-from spmd.ir.comm import StepKind
 
-_MOVES, _VIRTUAL, _LOCAL = "spmd.collectives.moves", "spmd.collectives.virtual", "spmd.collectives.local"
+_MOVES, _LOCAL = "spmd.collectives.moves", "spmd.collectives.local"
 
 
 def _local(name: str, kernel: Callable[..., Callable[..., Tensor]]) -> Patch:
@@ -27,12 +27,7 @@ def _local(name: str, kernel: Callable[..., Callable[..., Tensor]]) -> Patch:
 
 def _kernel(name: str, change: Change) -> Patch:
     """A patch of the collective of a name that changes its results on the ranks of a group."""
-    op = getattr(torch.ops.spmd, name).default
-
-    def changed(kernels: Any) -> Any:
-        return {**kernels, op: lambda group, calls: change(kernels[op](group, calls))}
-
-    return Patch(_VIRTUAL, "KERNELS", changed)
+    return returning(COLLECTIVES[getattr(torch.ops.spmd, name).default], "run", change)
 
 
 def _turned(results: list[Tensor]) -> list[Tensor]:
@@ -68,7 +63,7 @@ def _split_first(arguments: Callable[..., tuple[Any, ...]]) -> Callable[..., tup
 
     def change(step: Step, coordinate: tuple[int, ...]) -> tuple[Any, ...]:
         found = arguments(step, coordinate)
-        if step.kind is not StepKind.ALL_TO_ALL:
+        if step.primitive is not ALL_TO_ALL:
             return found
         split, concat, split_size, concat_size, axes = found
         return concat, split, concat_size, split_size, axes
@@ -80,13 +75,13 @@ MUTANTS = (
     mutant(
         "all_gather: order",
         "shards are joined in the reverse order of the ranks",
-        with_entry(_VIRTUAL, "KERNELS", torch.ops.spmd.all_gather.default, _reversed_gather),
+        replaced(ALL_GATHER, "run", _reversed_gather),
         within="all_gather",
     ),
     mutant(
         "all_reduce: last rank",
         "the last rank's part is missing in a reduction",
-        Patch(_VIRTUAL, "_reduce", _without_last),
+        Patch("spmd.collectives.primitives.on_all_ranks", "_reduce", _without_last),
         within="all_reduce reduce_scatter",
     ),
     mutant(
@@ -126,7 +121,7 @@ MUTANTS = (
     mutant(
         "to_partial: neutral",
         "the other ranks of a maximum or a minimum hold zeros",
-        replaced(_LOCAL, "neutral_element", lambda op, dtype: 0),
+        replaced("spmd.collectives.primitives.without_communication", "neutral_element", lambda op, dtype: 0),
         within="aten.amax.default aten.amin.default aten.max.default aten.min.default spmd.redistribute.default",
     ),
     mutant(

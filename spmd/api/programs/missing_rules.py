@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from spmd.collectives.primitives import KINDS
 from spmd.inspect.plan import Plan
-from spmd.ir.comm import StepKind
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import MARKERS
 from spmd.ir.source import Source
@@ -27,7 +27,7 @@ def warn_of_missing_rules(plan: Plan) -> None:
     if not plan.fallbacks:
         return
     sent = {
-        operation: sum(comm.bytes for comm in comms if comm.kind is StepKind.ALL_GATHER)
+        operation: sum(comm.bytes for comm in comms if KINDS[comm.kind].gathers)
         for operation, comms in account(plan).comms.items()
     }
     producers = {value: operation for operation in plan.graph.operations for value in operation.tensors}

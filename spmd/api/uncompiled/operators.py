@@ -69,7 +69,7 @@ class RankOperators(TorchDispatchMode):
         meta = TensorMeta.of(x) if op is ENTER else TensorMeta(tuple(shape), x.dtype)
         whole, sharded = (DTensorSpec.make(mesh, found, meta) for found in (P(), parse_spec(spec)))
         for step in redistribution(*((whole, sharded) if op is ENTER else (sharded, whole))):
-            x = self._run(step.primitive, (x, *step.arguments(self._rank.coordinate)), {})
+            x = self._run(step.primitive.op, (x, *step.arguments(self._rank.coordinate)), {})
         return x.clone()
 
 

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from spmd.collectives.primitives import KINDS
 from spmd.core.quantity import parse_bytes
 from spmd.errors import PlanError
-from spmd.ir.comm import Comm, StepKind
+from spmd.ir.comm import Comm
 from spmd.plan.data.plan import PlanData
 
 if TYPE_CHECKING:
     from spmd.inspect.questions.pins import Suggestion
-
-KINDS = tuple(kind for kind in StepKind if kind.is_collective)
 
 
 @attrs.frozen

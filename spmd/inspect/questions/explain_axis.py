@@ -115,7 +115,7 @@ class AxisExplainer:
         for source, target in self.replay.moves(value, changed)[0]:
             found = cost.collective(source, target)
             if found is not None:
-                moved = Moved(self.root(value).name, found[0].value, found[1], cost.seconds(source, target))
+                moved = Moved(self.root(value).name, found[0].kind, found[1], cost.seconds(source, target))
                 yield (source, target), moved
 
     def givers(self, operation: Operation | None) -> Iterator[Neighbour]:

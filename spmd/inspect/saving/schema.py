@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from spmd.collectives.primitives import KINDS
 from spmd.core.documents import Fields, Kind, ListOf, MapOf, Maybe, schema_violation
-from spmd.ir.comm import StepKind
 
 Document = dict[str, Any]
 """Plain data that `json` can write."""
@@ -103,8 +103,6 @@ _PLAN = Fields(
     }
 )
 
-_KINDS = frozenset(kind for kind in StepKind if kind.is_collective)
-
 
 def find_wrong(document: Any) -> str | None:
     """The first violation of the schema of plans in parsed JSON, in words; None if there is none."""
@@ -116,8 +114,8 @@ def _find_wrong_reference(document: Document) -> str | None:
     if "peak" not in document["memory"]:
         return "['memory'] must have 'peak'"
     for number, comm in enumerate(document["comms"]):
-        if comm["kind"] not in _KINDS:
-            return f"['comms'][{number}]['kind'] must be one of {', '.join(sorted(_KINDS))} (got {comm['kind']!r:.80})"
+        if comm["kind"] not in KINDS:
+            return f"['comms'][{number}]['kind'] must be one of {', '.join(sorted(KINDS))} (got {comm['kind']!r:.80})"
         if comm["operation"] >= operations:
             return f"['comms'][{number}] is of operation {comm['operation']}, and there are {operations}"
     for number in document["fallbacks"]:

@@ -17,22 +17,15 @@ from collections.abc import Hashable, Mapping, Sequence
 import attrs
 import torch
 
-from spmd.collectives.primitives import COLLECTIVES, UNTYPED
+from spmd.collectives.primitives import COLLECTIVES, KINDS
 from spmd.collectives.resharding import redistribution
-from spmd.ir.comm import Comm, StepKind
+from spmd.ir.comm import Comm
 from spmd.ir.graph import Operation, Value
 from spmd.ir.launch_schedule import Launch, launch_order
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
-from spmd.plan.cost.buckets import buffer_bytes
 from spmd.plan.data.plan import PlanData
 
 Comms = Mapping[Operation, tuple[Comm, ...]]
-
-_JOINED = (StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER, StepKind.ALL_TO_ALL)
-"""The kinds that are joined."""
-
-_REDUCING = (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
-"""Those of them that reduce, by an operator that is their first argument."""
 
 _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32})
 """The dtypes that are joined, each with itself."""
@@ -118,7 +111,7 @@ def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -
                 else max(map(made.__getitem__, operation.operands), default=-1.0)
             )
             comm = comms[operation][step]
-            buffer = buffer_bytes((comm.kind, comm.axes, comm.bytes), plan.mesh.axis_size(comm.axes))
+            buffer = KINDS[comm.kind].buffer(plan.mesh.axis_size(comm.axes), comm.bytes)
             call = _call(operation, comms[operation], step, time, ready, needed, buffer)
             key = _key(plan, operation, comms[operation], step)
             others = waiting.setdefault(key, []) if key is not None else []
@@ -194,12 +187,13 @@ def _key(plan: PlanData, operation: Operation, found: Sequence[Comm], step: int)
     if operation.op is REDISTRIBUTE:
         ends = plan.specs[operation.operands[0]], plan.specs[operation.tensors[0]]
         steps = [step for step in redistribution(*ends, plan.request.reduce_dtype) if step.is_collective]
-        dtype, reduction = steps[step].sent_dtype, steps[step].op
-    elif (op := UNTYPED.get(operation.op, operation.op)) in COLLECTIVES:
-        dtype = operation.operands[0].meta.dtype
-        reduction = operation.args[1] if COLLECTIVES[op] in _REDUCING else None
+        joins, dtype, reduction = KINDS[steps[step].kind].joins, steps[step].sent_dtype, steps[step].op
+    elif operation.op in COLLECTIVES:
+        collective = COLLECTIVES[operation.op]
+        joins, dtype = collective.joins, operation.operands[0].meta.dtype
+        reduction = collective.reduction(*operation.args[1:-1])
     else:
         return None
     comm = found[step]
-    joined = comm.kind in _JOINED and dtype in _DTYPES and reduction in (None, "sum") and comm.bytes > 0
+    joined = joins and dtype in _DTYPES and reduction in (None, "sum") and comm.bytes > 0
     return (comm.kind, comm.axes, dtype) if joined else None

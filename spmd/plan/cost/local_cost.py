@@ -9,11 +9,10 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.collectives.bytes_sent import max_bytes_sent
 from spmd.collectives.precision import summed_in
-from spmd.collectives.primitives import COLLECTIVES
+from spmd.collectives.primitive import Collective
+from spmd.collectives.primitives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
 from spmd.core.placement import Partial, Placement, Replicate, Shard
-from spmd.ir.comm import StepKind
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Operation, Value
 from spmd.ir.list_operators import FUSED
@@ -209,9 +208,10 @@ class MoveCost:
         found = self.collective(source, target)
         if found is None:
             return 0.0
-        kind, sent = found
-        seconds = bucketed_seconds(self.machine, self.count, (kind, (self.axis,), sent), self.latency_share)
-        extra = self.gather_seconds if kind is StepKind.ALL_GATHER else 0.0
+        collective, sent = found
+        moved = collective.kind, (self.axis,), sent
+        seconds = bucketed_seconds(self.machine, self.count, moved, self.latency_share)
+        extra = self.gather_seconds if collective.gathers else 0.0
         return seconds + self._cast_seconds(source, target) + extra
 
     def _cast_seconds(self, source: Placement, target: Placement) -> float:
@@ -228,17 +228,18 @@ class MoveCost:
     def _sent_dtype(self, source: Placement) -> torch.dtype:
         return summed_in(self.dtype, source.op, self.reduce_dtype) if isinstance(source, Partial) else self.dtype
 
-    def collective(self, source: Placement, target: Placement) -> tuple[StepKind, float] | None:
+    def collective(self, source: Placement, target: Placement) -> tuple[Collective, float] | None:
         """The collective that a move needs and the most bytes that any rank sends in it; None if the move is local."""
         if source == target or isinstance(source, Replicate):
             return None
         arguments: tuple[Any, ...] = ()
         if isinstance(source, Partial):
-            kind = StepKind.REDUCE_SCATTER if isinstance(target, Shard) else StepKind.ALL_REDUCE
+            collective = REDUCE_SCATTER if isinstance(target, Shard) else ALL_REDUCE
             arguments = (source.op, target.dim) if isinstance(target, Shard) else ()
         elif isinstance(target, Shard):
-            kind, arguments = StepKind.ALL_TO_ALL, (target.dim, source.dim, 0, self.sizes[source.dim])
+            collective, arguments = ALL_TO_ALL, (target.dim, source.dim, 0, self.sizes[source.dim])
         else:
-            kind, arguments = StepKind.ALL_GATHER, (source.dim, self.sizes[source.dim])
+            collective, arguments = ALL_GATHER, (source.dim, self.sizes[source.dim])
         shape = shrink(self.sizes, source, self.count)
-        return kind, max_bytes_sent(kind, (self.count,), shape, self._sent_dtype(source).itemsize, arguments)
+        itemsize = self._sent_dtype(source).itemsize
+        return collective, collective.most_bytes_sent((self.count,), shape, itemsize, arguments)

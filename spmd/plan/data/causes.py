@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
-from spmd.collectives.primitives import COLLECTIVES, RAGGED_ALL_TO_ALL
+from spmd.collectives.primitives import COLLECTIVES
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import MARKERS, REDISTRIBUTE
 from spmd.ir.printing import operator_name
@@ -54,11 +54,10 @@ def find_causes(graph: Graph, layout: Callable[[Value], Layout]) -> dict[Operati
 
 def cause_of(operation: Operation) -> Cause:
     """Why an operation that is no redistribution communicates: its line calls a collective, or its rule does."""
-    if operation.op is RAGGED_ALL_TO_ALL.op:
-        text = f"{operation.name} of a shard_map body, at most: its sizes are data, and every row of its operand counts"
-        return Cause(text, operation.source)
     if operation.op in COLLECTIVES:
-        return Cause(f"{operation.name} of a shard_map body", operation.source)
+        bound = ", at most: its sizes are data, and every row of its operand counts"
+        at_most = bound if COLLECTIVES[operation.op].sizes_are_data else ""
+        return Cause(f"{operation.name} of a shard_map body{at_most}", operation.source)
     return Cause(f"{operator_name(operation.op)} over a sharded dim", operation.source)
 
 

@@ -15,7 +15,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd.collectives.bytes_sent import bytes_of_call
 from spmd.collectives.environment import axis_environment
 from spmd.collectives.precision import reducing_in
 from spmd.collectives.primitives import COLLECTIVES
@@ -168,10 +167,10 @@ class _Collectives(TorchDispatchMode):
             return torch.empty((), dtype=torch.int64, device="meta")
         result = op(*args, **(kwargs or {}))
         if op in COLLECTIVES:
-            kind, (operand, *rest, axes) = COLLECTIVES[op], args
+            collective, (operand, *rest, axes) = COLLECTIVES[op], args
             counts = tuple(map(self.mesh.axis_size, axes))
-            sent = bytes_of_call(op, counts, tuple(operand.shape), operand.itemsize, rest)
-            self.sent.append((kind, tuple(axes), sent))
+            sent = collective.most_bytes_sent(counts, tuple(operand.shape), operand.itemsize, rest)
+            self.sent.append((collective.kind, tuple(axes), sent))
         return result
 
 
@@ -244,8 +243,8 @@ def _own(draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]) -> 
     value, *rest, axes = operation.args
     sizes = regroup(draft.sizes_at(value, _states(operation, chosen)[value]), draft.logical[value])
     counts = tuple(map(draft.mesh.axis_size, axes))
-    sent = bytes_of_call(operation.op, counts, sizes, value.meta.dtype.itemsize, rest)
-    return COLLECTIVES[operation.op], tuple(axes), sent
+    collective = COLLECTIVES[operation.op]
+    return collective.kind, tuple(axes), collective.most_bytes_sent(counts, sizes, value.meta.dtype.itemsize, rest)
 
 
 def _apart(operation: Operation) -> tuple[Operation, dict[Value, Value]]:

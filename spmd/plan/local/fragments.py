@@ -11,13 +11,12 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from spmd.collectives.bytes_sent import bytes_of_call
 from spmd.collectives.manual import ENTER, LEAVE
 from spmd.collectives.primitives import COLLECTIVES
 from spmd.collectives.resharding import redistribution
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.spec import DTensorSpec, TensorMeta
-from spmd.ir.comm import Comm, StepKind
+from spmd.ir.comm import Comm
 from spmd.ir.graph import Annotations, Graph, Operation, Value, map_leaves
 from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
@@ -144,12 +143,12 @@ def _lowered(operation: Operation, mesh: Mesh) -> Operation:
     if operation.op not in COLLECTIVES:
         return as_reshape(operation)
     operand, *rest, axes = operation.args
-    counts, held = tuple(map(mesh.axis_size, axes)), operand.meta
-    sent = bytes_of_call(operation.op, counts, held.shape, held.dtype.itemsize, rest)
-    return attrs.evolve(operation, annotations=_collective(COLLECTIVES[operation.op], axes, sent))
+    collective, counts, held = COLLECTIVES[operation.op], tuple(map(mesh.axis_size, axes)), operand.meta
+    sent = collective.most_bytes_sent(counts, held.shape, held.dtype.itemsize, rest)
+    return attrs.evolve(operation, annotations=_collective(collective.kind, axes, sent))
 
 
-def _collective(kind: StepKind, axes: Any, sent: float) -> Annotations:
+def _collective(kind: str, axes: Any, sent: float) -> Annotations:
     return Annotations(Comm(kind, tuple(axes), sent, 0.0, "", None))
 
 
@@ -188,6 +187,6 @@ def _redistribution(
         notes = _collective(*step.sent) if step.is_collective else None
         arguments = (here, *local.step.arguments(coordinate))
         meta = TensorMeta(local.step.target.local_shape(coordinate), step.sent_dtype)
-        here = call(local.step.primitive, arguments, meta, Layout(step.target, atoms), notes)
+        here = call(local.step.primitive.op, arguments, meta, Layout(step.target, atoms), notes)
     here = reshape(cast(here, source.meta.dtype), Layout(target, atoms).shape(coordinate))
     return Fragment(Graph((start,), (), tuple(operations), (here,), specs), (here,))

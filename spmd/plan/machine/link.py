@@ -6,15 +6,13 @@ from typing import Any
 
 import attrs
 
+from spmd.collectives.primitives import KINDS
 from spmd.errors import PlanError
-from spmd.ir.comm import StepKind
 
 
-def _kind(kind: str) -> StepKind:
-    kinds = [kind for kind in StepKind if kind.is_collective]
-    if kind not in kinds:
-        raise PlanError(f"The kind of a link must be one of {', '.join(kinds)} (got {kind!r:.80}).")
-    return StepKind(kind)
+def _check_kind(_: Any, attribute: attrs.Attribute[str], value: str) -> None:
+    if value not in list(KINDS):
+        raise PlanError(f"The kind of a link must be one of {', '.join(KINDS)} (got {value!r:.80}).")
 
 
 def _check_bandwidth(_: Any, attribute: attrs.Attribute[float], value: float) -> None:
@@ -33,7 +31,7 @@ class Link:
 
     Args:
         axis: the name of the axis.
-        kind: the kind of collective, or its name.
+        kind: the name of the kind of collective.
         latency: seconds that a collective takes in addition to the transfer of its bytes.
         bandwidth: bytes per second that a rank sends, by ring algorithms (`Comm.bytes`).
         wait: seconds more until its result is there. They pass beside computation, and beside other collectives: ranks
@@ -44,7 +42,7 @@ class Link:
     """
 
     axis: str
-    kind: StepKind = attrs.field(converter=_kind)
+    kind: str = attrs.field(validator=_check_kind)
     latency: float = attrs.field(validator=_check_seconds)
     bandwidth: float = attrs.field(validator=_check_bandwidth)
     wait: float = attrs.field(default=0.0, validator=_check_seconds)

@@ -13,7 +13,6 @@ import torch
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.quantity import size_text, time_text
 from spmd.errors import PlanError
-from spmd.ir.comm import StepKind
 from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.plan.machine.hosts import describe_ranks, gather_hosts
 from spmd.plan.machine.link import Link
@@ -245,7 +244,7 @@ class Machine:
         return self.compute_seconds(0.0, self.traffic(read, written))
 
     def collective_seconds(
-        self, kind: StepKind, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0
+        self, kind: str, axes: tuple[str, ...], bytes: float, *, latency_share: float = 1.0
     ) -> float:
         """Seconds of a collective over `axes` in which each rank sends `bytes`, until its result is there.
 
@@ -256,12 +255,12 @@ class Machine:
         latency, bandwidth, wait = self._constants_along(kind, axes)
         return latency_share * (latency + wait) + bytes / bandwidth
 
-    def sending_seconds(self, kind: StepKind, axes: tuple[str, ...], bytes: float) -> float:
+    def sending_seconds(self, kind: str, axes: tuple[str, ...], bytes: float) -> float:
         """The part of `collective_seconds` in which the collective occupies the links of its axes."""
         latency, bandwidth, _ = self._constants_along(kind, axes)
         return latency + bytes / bandwidth
 
-    def wait_seconds(self, kind: StepKind, axes: tuple[str, ...]) -> float:
+    def wait_seconds(self, kind: str, axes: tuple[str, ...]) -> float:
         """The rest of `collective_seconds`, which passes beside everything else."""
         return self._constants_along(kind, axes)[2]
 
@@ -294,13 +293,13 @@ class Machine:
         parts = ((dtype.to_complex(), rate) for dtype, rate in rates.items() if dtype in _PARTS_OF_COMPLEX)
         return {**dict(parts), **rates}
 
-    def _constants_along(self, kind: StepKind, axes: tuple[str, ...]) -> tuple[float, float, float]:
+    def _constants_along(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float, float]:
         """Latency, bandwidth and wait of collectives of a kind along some mesh axes together."""
         latencies, bandwidths, waits = zip(*(self._constants(kind, axis) for axis in axes), strict=True)
         measured = all((axis, kind) in self._with_links for axis in axes)
         return sum(latencies) if measured else max(latencies), min(bandwidths), sum(waits)
 
-    def _constants(self, kind: StepKind, axis: str) -> tuple[float, float, float]:
+    def _constants(self, kind: str, axis: str) -> tuple[float, float, float]:
         """Latency, bandwidth and wait of collectives of a kind along one mesh axis."""
         found = self._found.get((axis, kind))
         if found is None:
@@ -309,11 +308,11 @@ class Machine:
         return found
 
     @cached_property
-    def _with_links(self) -> frozenset[tuple[str, StepKind]]:
+    def _with_links(self) -> frozenset[tuple[str, str]]:
         return frozenset((link.axis, link.kind) for link in self.links)
 
     @cached_property
-    def _found(self) -> dict[tuple[str, StepKind], tuple[float, float, float]]:
+    def _found(self) -> dict[tuple[str, str], tuple[float, float, float]]:
         """What `_constants` knows: first the links, and later what it was asked for."""
         return {(link.axis, link.kind): (link.latency, link.bandwidth, link.wait) for link in self.links}
 

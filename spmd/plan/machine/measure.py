@@ -12,10 +12,9 @@ from collections.abc import Callable
 import torch
 
 from spmd.collectives import virtual
-from spmd.collectives.traffic import ring_bytes
+from spmd.collectives.primitives import ALL_REDUCE
 from spmd.core.mesh import Mesh, Runtime
 from spmd.errors import MeshError
-from spmd.ir.comm import StepKind
 from spmd.plan.machine.link import Link
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -72,12 +71,12 @@ def measure_link(mesh: Mesh, axis: str) -> Link:
     sent, seconds = [], []
     for total in (_SMALL, _LARGE):
         count = max(total // 4 // mesh.size, 1)
-        sent.append(ring_bytes(StepKind.ALL_REDUCE, mesh.axis_size(axis), 4 * count))
+        sent.append(ALL_REDUCE.ring_bytes(mesh.axis_size(axis), 4 * count))
         seconds.append(median_seconds(_all_reduce(mesh, axis, count)))
     slope, intercept = statistics.linear_regression(sent, seconds)
     if slope <= 0:  # noise: use the achieved bandwidth, latency included
-        return Link(axis, StepKind.ALL_REDUCE, min(seconds), sent[-1] / seconds[-1])
-    return Link(axis, StepKind.ALL_REDUCE, max(intercept, 0.0), 1 / slope)
+        return Link(axis, ALL_REDUCE.name, min(seconds), sent[-1] / seconds[-1])
+    return Link(axis, ALL_REDUCE.name, max(intercept, 0.0), 1 / slope)
 
 
 def memory_of(mesh: Mesh, sharing: int) -> int | None:
@@ -106,9 +105,7 @@ def median_seconds(run: Callable[[], object]) -> float:
 def _all_reduce(mesh: Mesh, axis: str, count: int) -> Callable[[], object]:
     """A function that runs an all_reduce along an axis, of `count` float32 numbers on every rank."""
     shards = [torch.ones(count, device=mesh.device) for _ in range(mesh.size)]
-    return lambda: virtual.run(
-        torch.ops.spmd.all_reduce.default, mesh, [((shard, "sum", [axis]), {}) for shard in shards]
-    )
+    return lambda: virtual.run(ALL_REDUCE.op, mesh, [((shard, "sum", [axis]), {}) for shard in shards])
 
 
 def _check_runs(mesh: Mesh) -> None:

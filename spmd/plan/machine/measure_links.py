@@ -6,20 +6,17 @@ import functools
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 import torch
 
-from spmd.collectives.bytes_sent import bytes_of_call
 from spmd.collectives.distributed.exchange import bind
-from spmd.collectives.primitives import COLLECTIVES
+from spmd.collectives.primitives import ALL_REDUCE, KINDS
 from spmd.collectives.transport.exchange import Exchange
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
-from spmd.ir.comm import StepKind
 from spmd.plan.machine.hosts import hosts_along
 from spmd.plan.machine.link import Link
 from spmd.plan.machine.reference import small_product
@@ -68,7 +65,7 @@ def measure_links(mesh: Mesh, hosts: tuple[int, ...], sharing: float) -> tuple[t
     alike = _alike(mesh, hosts)
     axes = list(alike)
     seconds = agreed(mesh, _small(mesh, alike) | _beside_computation(mesh, axes, sharing) | _large(mesh, axes))
-    links = (_link(mesh, axis, like, kind, seconds) for like in axes for axis in alike[like] for kind in _CALLS)
+    links = (_link(mesh, axis, like, kind, seconds) for like in axes for axis in alike[like] for kind in KINDS)
     return tuple(links), min(agreed(mesh, {axis: _overlap(mesh, axis, sharing) for axis in axes}).values(), default=1.0)
 
 
@@ -88,7 +85,7 @@ def _small(mesh: Mesh, alike: Mapping[str, Sequence[str]]) -> dict[Any, float]:
     other, as in a step.
     """
     runs: dict[Any, Run] = {}
-    for (first, axes), kind in itertools.product(alike.items(), _CALLS):
+    for (first, axes), kind in itertools.product(alike.items(), KINDS):
         turns = itertools.islice(itertools.cycle(axes), _MANY)
         runs[first, kind, _SMALL] = repeated(1, *(_sending(mesh, axis, kind, _SMALL) for axis in turns))
     return {key: seconds / _MANY for key, seconds in medians(in_turns(mesh, runs, _ROUNDS)).items()}
@@ -104,7 +101,7 @@ def _beside_computation(mesh: Mesh, axes: Sequence[str], sharing: float) -> dict
     multiply = small_product(mesh.device)
     each = min(once(mesh, multiply) for _ in range(_ROUNDS))
     compute = _lasting(_BESIDES, multiply, each)
-    collectives = {axis: [_collective(mesh, axis, kind, _SMALL) for kind in _CALLS] for axis in axes}
+    collectives = {axis: [_collective(mesh, axis, kind, _SMALL) for kind in KINDS] for axis in axes}
     runs: dict[Any, Run] = {
         (axis, _BESIDE): functools.partial(_beside, found * (_UNDER_WAY // len(found)), compute)
         for axis, found in collectives.items()
@@ -128,7 +125,7 @@ def _large(mesh: Mesh, axes: Sequence[str]) -> dict[Any, float]:
     The times of all kinds and axes are those of the same seconds: they are compared with each other, and processors
     that others use, too, are not always as fast.
     """
-    every = list(itertools.product(axes, _CALLS))
+    every = list(itertools.product(axes, KINDS))
     medium = medians(in_turns(mesh, {(*key, _MEDIUM): _sending(mesh, *key, _MEDIUM) for key in every}, _ROUNDS))
     expected = {key: seconds * _LARGE / _MEDIUM for key, seconds in agreed(mesh, medium).items()}
     short = {(axis, kind): seconds for (axis, kind, _), seconds in expected.items() if seconds < _LONG}
@@ -136,7 +133,7 @@ def _large(mesh: Mesh, axes: Sequence[str]) -> dict[Any, float]:
     return medium | medians(in_turns(mesh, {(*key, _LARGE): _sending(mesh, *key, _LARGE) for key in short}, rounds))
 
 
-def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Any, float]) -> Link:
+def _link(mesh: Mesh, axis: str, like: str, kind: str, seconds: Mapping[Any, float]) -> Link:
     """The line through the times of two collectives along the axis `like`."""
     sizes = _SMALL, _LARGE if (like, kind, _LARGE) in seconds else _MEDIUM
     small, large = ((_sent(mesh, axis, kind, size), seconds[like, kind, size]) for size in sizes)
@@ -150,7 +147,7 @@ def _link(mesh: Mesh, axis: str, like: str, kind: StepKind, seconds: Mapping[Any
 
 def _overlap(mesh: Mesh, axis: str, sharing: float) -> float:
     """The part of an all_reduce's time that passes beside matrix products which take about as long."""
-    multiply, collective = small_product(mesh.device), _collective(mesh, axis, StepKind.ALL_REDUCE, _MEDIUM)
+    multiply, collective = small_product(mesh.device), _collective(mesh, axis, ALL_REDUCE.name, _MEDIUM)
     communicate = functools.partial(_beside, [collective], repeated(0))
     (alone,) = medians(in_turns(mesh, {axis: communicate}, _ROUNDS)).values()
     compute = _lasting(alone, multiply, apart(mesh, multiply, sharing=sharing))
@@ -166,39 +163,21 @@ def _lasting(seconds: float, run: Run, each: float) -> Run:
     return repeated(max(round(seconds / each), 1), run)
 
 
-def _sending(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> Run:
+def _sending(mesh: Mesh, axis: str, kind: str, nbytes: int) -> Run:
     """A collective."""
     return functools.partial(_beside, [_collective(mesh, axis, kind, nbytes)], repeated(0))
 
 
-def _collective(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> Collective:
+def _collective(mesh: Mesh, axis: str, kind: str, nbytes: int) -> Collective:
     """A collective as buckets launch it, which holds sums in the buffer that it sends. Zeros stay zeros there."""
-    op, shape, arguments = _CALLS[kind](mesh.axis_size(axis), nbytes // 4)
+    shape, arguments = KINDS[kind].example(mesh.axis_size(axis), nbytes // 4)
     (coordinate,) = mesh.held_coordinates
     x = torch.full(shape, 0.0, device=mesh.device)
-    call = bind(op, mesh, coordinate, TensorMeta.of(x), (*arguments, [axis]))
+    call = bind(KINDS[kind].op, mesh, coordinate, TensorMeta.of(x), (*arguments, [axis]))
     assert isinstance(call, Exchange)
     return attrs.evolve(call, op=call.in_place or call.op), x
 
 
-def _sent(mesh: Mesh, axis: str, kind: StepKind, nbytes: int) -> float:
-    op, shape, arguments = _CALLS[kind](mesh.axis_size(axis), nbytes // 4)
-    return bytes_of_call(op, (mesh.axis_size(axis),), shape, 4, arguments)
-
-
-_ops = torch.ops.spmd
-
-_Example: TypeAlias = tuple[Any, tuple[int, ...], tuple[Any, ...]]
-
-_EXAMPLES: Sequence[Callable[[int, int], _Example]] = (
-    lambda ranks, count: (_ops.all_reduce.default, (count,), ("sum",)),
-    lambda ranks, count: (_ops.all_gather.default, (count // ranks,), (0, count // ranks * ranks)),
-    lambda ranks, count: (_ops.reduce_scatter.default, (count,), ("sum", 0, count)),
-    lambda ranks, count: (_ops.all_to_all.default, (ranks, count // ranks), (0, 1, 1, count // ranks * ranks)),
-    lambda ranks, count: (_ops.permute.default, (count,), ([(n + 1) % ranks for n in range(ranks)], [count])),
-)
-"""Each kind of collective for a number of ranks and of elements: operator, shape of the operand, other arguments."""
-
-_CALLS: Mapping[StepKind, Callable[[int, int], _Example]] = MappingProxyType(
-    {COLLECTIVES[example(2, 2)[0]]: example for example in _EXAMPLES}
-)
+def _sent(mesh: Mesh, axis: str, kind: str, nbytes: int) -> float:
+    shape, arguments = KINDS[kind].example(mesh.axis_size(axis), nbytes // 4)
+    return KINDS[kind].most_bytes_sent((mesh.axis_size(axis),), shape, 4, arguments)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.collectives.distributed.bucket import Bucket
 from spmd.collectives.distributed.exchange import bind
+from spmd.collectives.primitives import COLLECTIVES
 from spmd.collectives.transport.exchange import Exchange
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.spec import TensorMeta
@@ -24,8 +25,6 @@ from spmd.plan.local.strided import StridedCall, storage_of
 
 Allocation: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The numbers of the buffers that an operator reads, and of those that it allocates."""
-
-PERMUTE, RAGGED = torch.ops.spmd.permute.default, torch.ops.spmd.ragged_all_to_all.default
 
 
 @attrs.frozen
@@ -60,7 +59,7 @@ def launch_buffers(mesh: Mesh, ranks: tuple[Coordinate, ...], calls: tuple[Strid
             send and receive in permutations only.
         calls: the calls of primitives that are launched as one.
     """
-    if calls[0].op is RAGGED:
+    if COLLECTIVES[calls[0].op].sizes_are_data:
         return _ragged(*calls)
     if mesh.axis_size(calls[0].arguments[0][-1]) == 1:
         return _alone(*calls)
@@ -82,21 +81,9 @@ def launch_buffers(mesh: Mesh, ranks: tuple[Coordinate, ...], calls: tuple[Strid
 def _bound(mesh: Mesh, ranks: Sequence[Coordinate], call: StridedCall) -> Exchange:
     """The exchange of a call."""
     *rest, axes = call.arguments[0][1:]
-    if call.op is PERMUTE:
-        rest[0] = _busiest(rest[0], [mesh.axis_index(rank, axes) for rank in ranks])
-    found = bind(call.op, mesh, ranks[0], call.operands[0].meta, (*rest, axes), communicates=False)
+    busiest = COLLECTIVES[call.op].busiest([mesh.axis_index(rank, axes) for rank in ranks], *rest)
+    found = bind(call.op, mesh, ranks[0], call.operands[0].meta, (*busiest, axes), communicates=False)
     assert isinstance(found, Exchange)
-    return found
-
-
-def _busiest(sources: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """The sources of a permutation in which the first of some ranks sends if any of them does, and receives so, too."""
-    first, found = ranks[0], [-1] * len(sources)
-    other = (first + 1) % len(sources)
-    if any(rank in sources for rank in ranks):
-        found[other] = first
-    if any(sources[rank] >= 0 for rank in ranks):
-        found[first] = other
     return found
 
 

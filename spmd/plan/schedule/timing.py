@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import attrs
 
-from spmd.ir.comm import StepKind
+from spmd.collectives.primitive import Collective
+from spmd.collectives.primitives import KINDS
 from spmd.ir.graph import Operation
 from spmd.plan.cost.account import Account, account
 from spmd.plan.cost.buckets import copying_seconds
@@ -78,7 +79,7 @@ class Simulation:
                 kind, axes = sent[0].kind, sent[0].axes
                 takes = machine.sending_seconds(kind, axes, sum(comm.bytes for comm in sent))
                 wait = machine.wait_seconds(kind, axes)
-                copies = _copy_seconds(machine, kind, len(sent), launch_buffers(plan.mesh, ranks, launch.calls))
+                copies = _copy_seconds(machine, KINDS[kind], len(sent), launch_buffers(plan.mesh, ranks, launch.calls))
                 now += copies
                 sent_at = max(now, *(free[axis] for axis in axes)) + takes
                 free.update(dict.fromkeys(axes, sent_at))
@@ -97,14 +98,10 @@ def timing_of(plan: PlanData) -> Timing:
     return Simulation.of(plan, account(plan)).timing(plan)
 
 
-def _copy_seconds(machine: Machine, kind: StepKind, calls: int, buffers: LaunchBuffers) -> float:
-    """Seconds of the copies to and from the buffers of a launch of so many collectives.
-
-    What a reduce_scatter does with the parts that it receives is in its measured time. An all_reduce that is launched
-    alone copies its operand.
-    """
-    unpacking = () if kind is StepKind.REDUCE_SCATTER else buffers.unpacking
+def _copy_seconds(machine: Machine, collective: Collective, calls: int, buffers: LaunchBuffers) -> float:
+    """Seconds of the copies to and from the buffers of a launch of so many collectives."""
+    unpacking = () if collective.measured_results else buffers.unpacking
     written = sum(buffers.metas[number].nbytes for _, writes in buffers.packing + unpacking for number in writes)
-    if kind is StepKind.ALL_REDUCE and buffers.received != buffers.sent:
+    if collective.copies_operand and buffers.received != buffers.sent:
         written += buffers.metas[buffers.received].nbytes
     return copying_seconds(machine, calls if calls > 1 else 0, written)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from spmd.collectives.primitives import ALL_GATHER, ALL_REDUCE, SHARD
 from spmd.collectives.resharding import redistribution
 from spmd.collectives.step import Step
 from spmd.core.spec import DTensorSpec
-from spmd.ir.comm import StepKind
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.cost.buckets import bucketed_seconds
@@ -69,8 +69,8 @@ def _is_scattered(partial: DTensorSpec, whole: DTensorSpec, result: DTensorSpec)
     """Whether the first redistribution only reduces, and the second only shards along the reduced axes."""
     reductions, shards = redistribution(partial, whole), redistribution(whole, result)
     return (
-        all(step.kind is StepKind.ALL_REDUCE for step in reductions)
-        and all(step.kind is StepKind.SHARD for step in shards)
+        all(step.primitive is ALL_REDUCE for step in reductions)
+        and all(step.primitive is SHARD for step in shards)
         and {axis for step in shards for axis in step.axes} <= {axis for step in reductions for axis in step.axes}
     )
 
@@ -94,5 +94,5 @@ def _is_faster(first: DTensorSpec, between: DTensorSpec, last: DTensorSpec, requ
 
 def _gathered(first: DTensorSpec, steps: Sequence[Step]) -> set[str]:
     """The axes of a spec's shards that steps gather along; one that is first reduced and scattered is none."""
-    gathered = {axis for step in steps if step.kind is StepKind.ALL_GATHER for axis in step.axes}
+    gathered = {axis for step in steps if step.primitive is ALL_GATHER for axis in step.axes}
     return gathered.intersection(itertools.chain(*first.dims))

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from spmd.collectives.primitives import KINDS
 from spmd.core.placement import Shard
 from spmd.errors import PlanError
-from spmd.ir.comm import StepKind
 from spmd.ir.graph import Operation
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.cost.account import account, finished_draft
@@ -35,7 +35,7 @@ def refusal(plans: Sequence[PlanData]) -> PlanError:
     lines = []
     for number, axes, operation in _gathers(plan):
         path = request.input_paths[number] if request.input_paths else request.graph.inputs[number].name
-        gathers = (comm for comm in comms.get(operation, ()) if comm.kind is StepKind.ALL_GATHER)
+        gathers = (comm for comm in comms.get(operation, ()) if KINDS[comm.kind].gathers)
         lines += [f"  argument {path} along {', '.join(axes)}: {comm}\n" for comm in gathers]
     without = dict.fromkeys(f"{operation.op} at {operation.source}" for operation in plan.fallbacks)
     rule = f"\n  Without a sharding rule: {', '.join(without)}. rules=RULES | {{op: rule}} adds one." if without else ""

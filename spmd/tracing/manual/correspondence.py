@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from spmd.collectives.manual import ENTER, LEAVE, ManualAxes
-from spmd.collectives.primitives import COLLECTIVES, RAGGED_ALL_TO_ALL
+from spmd.collectives.primitives import COLLECTIVES
 from spmd.core.mesh import Coordinate
 from spmd.core.spec_text import parse_spec
 from spmd.errors import DivergenceError, TraceError
-from spmd.ir.comm import StepKind
 from spmd.ir.dataflow import independent_values
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
@@ -264,29 +263,17 @@ def _effect_key(operation: Operation) -> Any:
         return operation.op
     if operation.effect is Effect.RANDOM:
         return operation.op, tuple(value.meta for value in operation.tensors)
-    given = _given(operation)
-    kind = COLLECTIVES.get(operation.op)
-    if kind is None:
-        return operation.op, freeze(given)
-    if operation.op is RAGGED_ALL_TO_ALL.op:
-        same = given[1:2]
-    elif kind in (StepKind.ALL_REDUCE, StepKind.PERMUTE, StepKind.ALL_GATHER):
-        same = given[:1]
-    else:
-        same = given[:2]
-    return operation.op, freeze(same), freeze(given[-1])
+    collective = COLLECTIVES.get(operation.op)
+    if collective is None:
+        return operation.op, freeze(_given(operation))
+    _, *args, axes = operation.args
+    return operation.op, freeze(collective.alike(*args)), freeze(axes)
 
 
 def _shapes_key(operation: Operation) -> Any:
     """What is equal for the ranks that call a collective together; lengths of chunks and of ragged rows may differ."""
-    meta, given = operation.operands[0].meta, _given(operation)
-    kind, shape = COLLECTIVES[operation.op], list(meta.shape)
-    if operation.op is RAGGED_ALL_TO_ALL.op:
-        return meta.dtype, shape[1:]
-    if kind is StepKind.ALL_GATHER:
-        dim, size = given[:2]
-        return meta.dtype, size, shape[:dim], shape[dim + 1 :]
-    return meta.dtype, shape
+    meta, args = operation.operands[0].meta, operation.args[1:-1]
+    return meta.dtype, COLLECTIVES[operation.op].fits(meta.shape, *args)
 
 
 def _given(operation: Operation) -> list[Any]:
