@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-hidden-state test-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-hidden-state test-rules prove-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -33,6 +33,10 @@ test-all: lint types
 
 test-rules: $(STAMP)
 	$(BIN)/python -m pytest -m rules
+
+# Every rule by execution; ARGS='--op softmax --handmade' for some, see docs/rules.md.
+prove-rules: $(STAMP)
+	$(BIN)/python -m proofs.rule_check $(ARGS)
 
 # Ranks that go wrong, and checkpoint writers that are killed, RUNS times each.
 RUNS ?= 20

@@ -51,7 +51,6 @@ ROOMS = (
     "checkpoint",
     "optim",
     "plan_report",
-    "rules.check",
     "testing",
 )
 """Lowest first: folders, and modules directly below `spmd`. A folder that is not named belongs to the one above it."""
@@ -99,9 +98,7 @@ def rank(name, imports):
 
 
 def upward(name, imports):
-    """The imports of a module that lie in a room above its own; a command may use anything."""
-    if name.endswith(".__main__"):
-        return []
+    """The imports of a module that lie in a room above its own."""
     own = rank(name, imports)
     return sorted(other for other in imports[name] if other == "spmd" or rank(other, imports) > own)
 
@@ -141,8 +138,3 @@ def test_violations_are_seen():
     assert ["spmd.tracing.canonicalize.canonicalize"] == up(
         "spmd.tracing.trace", {"spmd.tracing.canonicalize.canonicalize", "spmd.tracing.recorder"}
     )
-    assert [] == up("spmd.rules.check.__main__", {"proofs.rule_check.command"})
-
-
-def test_nothing_imports_a_command():
-    assert [] == [name for name, imports in IMPORTS.items() if any(other.endswith("__main__") for other in imports)]

@@ -24,9 +24,8 @@ OPTIONAL = {
     "rich_text.py": ("rich",),
     "picture.py": ("rich",),
     "safetensors_loading.py": ("safetensors",),
-    "__main__.py": ("proofs",),
 }
-"""What only one part of the package imports: each has an extra of its own, or is a command of a clone."""
+"""What only one part of the package imports: each has an extra of its own."""
 
 
 def test_version_is_the_projects():

@@ -12,8 +12,8 @@ import torch
 
 from proofs.op_sweep.cases import Case, Function, dense_cases, is_differentiable, with_every_gradient
 from proofs.op_sweep.placements import apart
-from spmd.rules.check.execute import FAILURES
-from spmd.rules.check.strides import MemoryLayout, layouts
+from spmd.testing.rule_check.execute import FAILURES
+from spmd.testing.rule_check.strides import MemoryLayout, layouts
 
 _SEARCHED = 100
 """The most calls of an entry that are considered."""

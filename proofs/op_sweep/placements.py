@@ -14,7 +14,7 @@ from spmd.core.mesh import Mesh
 from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard, supports_reduction
 from spmd.core.shards import reduced, split
 from spmd.core.spec import DTensorSpec, TensorMeta
-from spmd.rules.check.execute import split_placement
+from spmd.testing.rule_check.execute import split_placement
 
 Combination = tuple[tuple[Placement, ...], ...]
 """For every operand, one placement per mesh axis."""

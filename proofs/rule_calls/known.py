@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from spmd.rules.check import Finding
+from spmd.testing.rule_check import Finding
 
 UNKNOWN = "not known"
 

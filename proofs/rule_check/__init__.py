@@ -1,1 +1,1 @@
-"""The proof of all rules as a command: `python -m spmd.rules.check`."""
+"""The proof of all rules as a command: `python -m proofs.rule_check`."""

@@ -33,7 +33,7 @@ spmd/rules/layouts.py."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m spmd.rules.check", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="python -m proofs.rule_check", description=_DESCRIPTION)
     parser.add_argument("--op", default="", metavar="PATTERN", help="part of an operator's name; 'name$' for that one")
     parser.add_argument("--missing", action="store_true", help="search for missing rows too")
     parser.add_argument("--layouts", action="store_true", help="prove what memory layouts kernels need, not the rules")

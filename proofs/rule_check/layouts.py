@@ -18,8 +18,8 @@ from proofs.rule_calls import ARBITRARY, CALLS
 from proofs.rule_calls.draws import Calls
 from proofs.rule_calls.unruled import UNRULED
 from spmd.ir.random_operators import TEMPLATED
-from spmd.rules.check.layouts import LayoutReport, check_layouts
 from spmd.rules.layouts import DOCUMENTED, Need, need
+from spmd.testing.rule_check.layouts import LayoutReport, check_layouts
 
 aten = torch.ops.aten
 _Op = torch._ops.OpOverload
@@ -164,7 +164,7 @@ class LayoutProof:
             "once, transposed, sliced, padded, with an offset, expanded (strides of zero) and channels-last, in double "
             "and in single precision, against the same values in contiguous memory. This section is written by",
             "",
-            "    python -m spmd.rules.check --layouts --markdown docs/operators.md",
+            "    python -m proofs.rule_check --layouts --markdown docs/operators.md",
             "",
             *table(("", ""), ((name, f"{count:,}") for name, count in self.summary().items())),
             "",

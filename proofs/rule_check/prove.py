@@ -16,7 +16,7 @@ from proofs.rule_calls import ARBITRARY, CALLS, UNCHECKED, UNSEARCHED
 from proofs.rule_calls.draws import Calls
 from proofs.rule_calls.recorded import Recorded, recall, record
 from spmd.rules import RULES, Rule, find_rule
-from spmd.rules.check import Report, check_rule
+from spmd.testing.rule_check import Report, check_rule
 
 _CHUNK = 16
 """The number of database entries that one process runs."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from proofs.rule_calls.known import reason_of
-from spmd.rules.check import Finding, Report
+from spmd.testing.rule_check import Finding, Report
 
 
 @attrs.define
@@ -108,7 +108,7 @@ def _as_json(finding: Finding, reason: str) -> dict[str, Any]:
     return {"call": finding.call, "ranks": finding.ranks, "row": finding.row, "reason": reason}
 
 
-_MARKS = ("<!-- made by `python -m spmd.rules.check --missing --markdown docs/rules.md` -->", "<!-- end of it -->")
+_MARKS = ("<!-- made by `python -m proofs.rule_check --missing --markdown docs/rules.md` -->", "<!-- end of it -->")
 
 
 def _markdown(proof: Proof) -> str:

@@ -1,7 +1,7 @@
 """Which operators' kernels read the strides of their operands, and the memory layout that they need.
 
 A program does not say which strides its values have. Lowering therefore inserts a conditional copy before an operand
-whose kernel needs a certain layout. `python -m spmd.rules.check --layouts` runs every operator on operands in other
+whose kernel needs a certain layout. `python -m proofs.rule_check --layouts` runs every operator on operands in other
 layouts, and reports needs that `PROBED` lacks and needs in it that no run shows.
 """
 

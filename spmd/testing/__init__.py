@@ -1,5 +1,5 @@
-"""Tools for tests of programs that use `spmd`: Hypothesis strategies, jobs on this host, and measured
-communication and memory.
+"""Tools for tests of programs that use `spmd`: Hypothesis strategies, jobs on this host, measured communication and
+memory, and rules by execution (`rule_check/`).
 
 This file imports nothing, because some of the modules need Hypothesis: import names from the modules.
 """

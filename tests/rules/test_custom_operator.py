@@ -14,7 +14,7 @@ import spmd
 from spmd import P
 from spmd.errors import RuleError
 from spmd.rules import RULES, CustomOperator, custom_operator, linear
-from spmd.rules.check import check_rule
+from spmd.testing.rule_check import check_rule
 
 
 def plain(x: Tensor, w: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,10 @@ import torch
 from proofs.rule_check.command import main
 from proofs.rule_check.layouts import LayoutProof, LayoutTask, check_all, layout_tasks
 from spmd.rules import layouts
-from spmd.rules.check.expected import Expected, perturbed
-from spmd.rules.check.layouts import LayoutReport, check_layouts
-from spmd.rules.check.strides import layouts as layouts_of
 from spmd.rules.layouts import DOCUMENTED, PROBED, Need, need
+from spmd.testing.rule_check.expected import Expected, perturbed
+from spmd.testing.rule_check.layouts import LayoutReport, check_layouts
+from spmd.testing.rule_check.strides import layouts as layouts_of
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")

@@ -1,4 +1,4 @@
-"""`python -m spmd.rules.check`: the proof of the rules as a command."""
+"""`python -m proofs.rule_check`: the proof of the rules as a command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from proofs.rule_check.prove import Task, prove
 from proofs.rule_check.tables import Proof
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.rules import RULES, factors
-from spmd.rules.check import Finding, Report
+from spmd.testing.rule_check import Finding, Report
 
 aten = torch.ops.aten
 _MM = ["--op", "aten.mm.default$", "--handmade", "--missing"]
@@ -76,7 +76,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(SystemExit, match=r"needs rich.progress. It runs in a clone"):
-        runpy.run_module("spmd.rules.check", run_name="__main__")
+        runpy.run_module("proofs.rule_check", run_name="__main__")
 
 
 def test_a_page_keeps_what_is_around_the_summary(tmp_path: Path) -> None:

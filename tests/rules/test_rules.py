@@ -16,11 +16,11 @@ from spmd import P
 from spmd.core.placement import Partial, Replicate, Shard
 from spmd.errors import RuleError
 from spmd.rules import RULES, Factors, Rule, derive_strategies, factors, find_rule, linear, pointwise
-from spmd.rules.check import check_rule
-from spmd.rules.check.execute import Example
-from spmd.rules.check.search import PlacedRow, _combinations, is_implied
 from spmd.rules.ops.shape import common_factors
 from spmd.rules.rule import table
+from spmd.testing.rule_check import check_rule
+from spmd.testing.rule_check.execute import Example
+from spmd.testing.rule_check.search import PlacedRow, _combinations, is_implied
 
 aten = torch.ops.aten
 R, Psum, Pmax, Pmin = Replicate(), Partial("sum"), Partial("max"), Partial("min")

@@ -44,7 +44,7 @@ _ELSEWHERE = (
     (
         "copies before other kernels that read strides",
         "hardly a program has such an operand in the memory that its kernel mistakes",
-        "`python -m spmd.rules.check --layouts`: every operator on operands in other memory, with and without the copy",
+        "`python -m proofs.rule_check --layouts`: each operator on operands in other memory, with and without the copy",
     ),
     (
         "a view of a shard that stays a view",
@@ -54,7 +54,7 @@ _ELSEWHERE = (
     (
         "rules of factories, such as `arange`",
         "no plan has them: what depends on no input is computed whole, and then sharded",
-        "`python -m spmd.rules.check`",
+        "`python -m proofs.rule_check`",
     ),
     (
         "equal primitives that ranks of different shapes share",

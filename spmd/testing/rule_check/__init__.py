@@ -5,7 +5,7 @@ operator on shards computes the right results with its placements, and no strate
 others because a replicated operand can be sharded locally, and a replicated result can be given any placement locally.
 """
 
-from spmd.rules.check.prove import check_rule
-from spmd.rules.check.report import Finding, Report
+from spmd.testing.rule_check.prove import check_rule
+from spmd.testing.rule_check.report import Finding, Report
 
 __all__ = ["Finding", "Report", "check_rule"]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from spmd.core.spec import TensorMeta
-from spmd.rules.check.execute import FAILURES, replace_tensors, tensors_of
-from spmd.rules.check.expected import Expected, perturbed
-from spmd.rules.check.strides import MemoryLayout, layouts, rare_layouts
 from spmd.rules.layouts import OF_SOME_PROCESSORS, Need, need
+from spmd.testing.rule_check.execute import FAILURES, replace_tensors, tensors_of
+from spmd.testing.rule_check.expected import Expected, perturbed
+from spmd.testing.rule_check.strides import MemoryLayout, layouts, rare_layouts
 
 _Call: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 _Op: TypeAlias = torch._ops.OpOverload

@@ -9,11 +9,19 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.rules.check.execute import FAILURES, Example, Grouping, execute, logical_shapes, mismatch, split_placement
-from spmd.rules.check.report import Finding, Report
-from spmd.rules.check.search import is_implied, physical, search
 from spmd.rules.rule import Rule
 from spmd.rules.strategy import Strategy, derive_strategies
+from spmd.testing.rule_check.execute import (
+    FAILURES,
+    Example,
+    Grouping,
+    execute,
+    logical_shapes,
+    mismatch,
+    split_placement,
+)
+from spmd.testing.rule_check.report import Finding, Report
+from spmd.testing.rule_check.search import is_implied, physical, search
 
 
 def check_rule(

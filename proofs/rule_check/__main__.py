@@ -1,4 +1,4 @@
-"""`python -m spmd.rules.check` proves every rule by execution and prints a table; `--help` lists the options."""
+"""`python -m proofs.rule_check` proves every rule by execution and prints a table; `--help` lists the options."""
 
 try:
     from proofs.rule_check.command import main

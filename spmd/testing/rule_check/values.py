@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.rules.check.execute import FAILURES, Example
+from spmd.testing.rule_check.execute import FAILURES, Example
 
 
 @attrs.frozen

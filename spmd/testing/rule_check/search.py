@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
-from spmd.rules.check.execute import FAILURES, Example, Grouping, execute, mismatch, split_placement
-from spmd.rules.check.values import redrawn
 from spmd.rules.rule import Rule
 from spmd.rules.strategy import Strategy
+from spmd.testing.rule_check.execute import FAILURES, Example, Grouping, execute, mismatch, split_placement
+from spmd.testing.rule_check.values import redrawn
 
 _DRAWS = 3
 """How many random splits of Partial operands into parts are tried, for every version of a call's values."""
