@@ -146,7 +146,7 @@ class Operation:
         return f"{', '.join(map(str, self.results))} = {self.op}({', '.join(arguments)})"
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)  # as Operation
 class Graph:
     """A functional program over global tensors, or over the local tensors of a rank.
 
@@ -166,6 +166,11 @@ class Graph:
     outputs: tuple[Value, ...]
     specs: Mapping[Value, object] = MappingProxyType({})
     variants: Variants[Graph] | None = None
+
+    @cached_property
+    def producers(self) -> Mapping[Value, Operation]:
+        """The operation that each value is a result of; inputs and constants have none."""
+        return MappingProxyType({value: operation for operation in self.operations for value in operation.tensors})
 
     @property
     def names(self) -> Iterator[str]:

@@ -71,7 +71,7 @@ class _Overlap:
 
     def __init__(self, graph: Graph, window_bytes: float) -> None:
         self.graph = graph
-        self.producers = {value: operation for operation in graph.operations for value in operation.tensors}
+        self.producers = graph.producers
         launches = _launches(graph)
         self.launches = [_joined(found) for found in launches]
         self.launch_of = {value: n for n, operation in enumerate(self.launches) for value in operation.tensors}

@@ -142,7 +142,7 @@ class _Recomputation:
         self._graph, self._regions, self._namer, self._depth = graph, regions, namer, depth
         self._own = {o: numbers[depth] for o, numbers in regions.inside.items() if len(numbers) > depth}
         self._position = {operation: index for index, operation in enumerate(graph.operations)}
-        self._producers = {value: operation for operation in graph.operations for value in operation.tensors}
+        self._producers = graph.producers
         self._held = self._held_values()
         self._inputs, self._dependent = _aliases_of_inputs(graph), _dependent_on_inputs(graph)
         self._copies: dict[Value, Value] = {}

@@ -30,7 +30,7 @@ def warn_of_missing_rules(plan: Plan) -> None:
         operation: sum(comm.bytes for comm in comms if KINDS[comm.kind].gathers)
         for operation, comms in account(plan).comms.items()
     }
-    producers = {value: operation for operation in plan.graph.operations for value in operation.tensors}
+    producers = plan.graph.producers
     gathered: dict[tuple[torch._ops.OpOverload, Source | None], dict[Operation, str]] = {}
     for operation in plan.fallbacks:
         if operation.op.namespace in _OWN:

@@ -75,7 +75,7 @@ class Joint:
         """What the backward program reads: primals, results and other values of the forward program."""
         forward = set(self._forward_operations())
         inside = self._per_rank() if self.is_uneven or self.graph.variants is not None else ()
-        producers = {value: operation for operation in self.graph.operations for value in operation.tensors}
+        producers = self.graph.producers
 
         def stops(value: Value) -> bool:
             producer = producers.get(value)

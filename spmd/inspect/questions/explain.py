@@ -109,7 +109,7 @@ def _resolve(plan: PlanData, what: str | Value | Operation) -> Value:
     else:
         value = _find_value(plan, what) if isinstance(what, str) else what
     known = set(defined_values(plan.request.graph))
-    producers = {result: operation for operation in plan.graph.operations for result in operation.tensors}
+    producers = plan.graph.producers
     while value not in known and value in producers and producers[value].op in (FREE, *DRAFT_MARKERS):
         value = producers[value].operands[0]
     if value in known:

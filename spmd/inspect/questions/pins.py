@@ -152,7 +152,7 @@ def _trials(plan: PlanData, explainer: Explainer, operation: Operation) -> Itera
     if operation.op is not REDISTRIBUTE:
         yield from _alternatives(plan, explainer, operation.tensors[0])
         return
-    producers = {value: producer for producer in plan.graph.operations for value in producer.tensors}
+    producers = plan.graph.producers
     giver, taker = operation.operands[0], operation.tensors[0]
     while giver in producers and producers[giver].op in (REDISTRIBUTE, RELABEL):
         giver = producers[giver].operands[0]

@@ -49,7 +49,7 @@ def copy_partial_views(graph: Graph, place: tuple[Mesh, int], donated: Collectio
 
 def _may_have_views(graph: Graph) -> bool:
     """Test for a result that may be a view of a tensor with more bytes."""
-    makers = {value: operation for operation in graph.operations for value in operation.tensors}
+    makers = graph.producers
     for value in graph.outputs:
         nbytes = value.meta.nbytes
         while (maker := makers.get(value)) is not None and maker.operands and _may_return_view(maker):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 
@@ -33,7 +33,7 @@ def find_causes(graph: Graph, layout: Callable[[Value], Layout]) -> dict[Operati
         graph: the program, with its redistributions as explicit operations.
         layout: the layout of a value.
     """
-    producers = {value: operation for operation in graph.operations for value in operation.tensors}
+    producers = graph.producers
     users: dict[Value, Operation] = {}
     for operation in graph.operations:
         for value in operation.operands:
@@ -61,7 +61,7 @@ def cause_of(operation: Operation) -> Cause:
     return Cause(f"{operator_name(operation.op)} over a sharded dim", operation.source)
 
 
-def _producer_of(value: Value, producers: dict[Value, Operation]) -> tuple[Value, Operation | None]:
+def _producer_of(value: Value, producers: Mapping[Value, Operation]) -> tuple[Value, Operation | None]:
     producer = producers.get(value)
     while producer is not None and (producer.op in MARKERS or producer.is_view):
         value = producer.operands[0]

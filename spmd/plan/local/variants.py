@@ -30,7 +30,7 @@ class _Merge:
     def __init__(self, plan: PlanData, graph: Graph, coordinate: Coordinate) -> None:
         self.plan, self.graph = plan, graph
         self.match = Correspondence(plan.request.graph, graph, coordinate)
-        self.producers = {value: operation for operation in graph.operations for value in operation.tensors}
+        self.producers = graph.producers
         self.order = {operation: number for number, operation in enumerate(graph.operations)}
         self.outside = {its: value for value, its in self.match.outside.items()}
         self.emitted: set[Operation] = set()

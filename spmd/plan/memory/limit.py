@@ -56,10 +56,9 @@ def memory_prices(plan: PlanData, price: float) -> dict[Value, float]:
         plan: the plan.
         price: the price of the whole peak, as a multiple of the plan's predicted time.
     """
-    producers = {value: operation for operation in plan.graph.operations for value in operation.tensors}
+    producers = plan.graph.producers
     found = {}
-    for item in memory_of(plan).held:
-        value = item.value
+    for value in (item.value for item in memory_of(plan).held if item.value is not None):
         while value in producers and producers[value].op in (REDISTRIBUTE, RELABEL):
             value = producers[value].operands[0]
         if value in producers:

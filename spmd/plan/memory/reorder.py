@@ -26,7 +26,7 @@ def by_results(graph: Graph) -> dict[Operation, Operation]:
     position = {operation: index for index, operation in enumerate(graph.operations)}
     needs = _needs(graph)
     ready = _readiness(graph, needs, position)
-    producers = {value: operation for operation in graph.operations for value in operation.tensors}
+    producers = graph.producers
     wanted = [producers[value] for value in graph.outputs if value in producers]
     rank: dict[Operation, int] = {}
     for number, last in enumerate(sorted(dict.fromkeys(wanted), key=lambda operation: ready[operation])):

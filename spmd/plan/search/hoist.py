@@ -31,7 +31,7 @@ def hoist_sent(graph: Graph) -> Graph:
         only_sent = all(reader.op is REDISTRIBUTE or reader in moved for reader in read)
         if read and only_sent and kept.isdisjoint(operation.tensors) and _moves(operation):
             moved.add(operation)
-    makers = {value: operation for operation in graph.operations for value in operation.tensors}
+    makers = graph.producers
     places: dict[Operation, int] = {}
     placed: list[list[Operation]] = []
     for operation in graph.operations:

@@ -19,7 +19,7 @@ from spmd.ir.markers import REDISTRIBUTE
 def slice_early(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> Graph:
     """Move each redistribution that only slices, and that alone reads its operand, to just behind what makes that."""
     readers = Counter([*graph.outputs, *(value for operation in graph.operations for value in operation.operands)])
-    makers = {value: operation for operation in graph.operations for value in operation.tensors}
+    makers = graph.producers
     behind: dict[Operation, list[Operation]] = defaultdict(list)
     moved = set()
     for operation in graph.operations:

@@ -220,7 +220,7 @@ class Inside:
     def __init__(self, graph: Graph, literals: Iterable[Value] = ()) -> None:
         self.graph = graph
         self.values = ManualAxes.of(graph)
-        self.producers = {value: operation for operation in graph.operations for value in operation.tensors}
+        self.producers = graph.producers
         left = {value for value, operation in self.producers.items() if operation.op is LEAVE}
         self.free = independent_values(graph) - self.values.keys() - left
         self.own = set(literals)

@@ -53,7 +53,7 @@ class _Recognition:
         self.graph, self.namer = graph, Namer(graph.names)
         self.outputs = frozenset(graph.outputs)
         self.position = {operation: index for index, operation in enumerate(graph.operations)}
-        self.producers = {value: operation for operation in graph.operations for value in operation.tensors}
+        self.producers = dict(graph.producers)
         self.readers: dict[Value, list[Operation]] = {}
         for operation in graph.operations:
             for value in dict.fromkeys(operation.operands):
