@@ -67,7 +67,8 @@ def latency_shares(graph: Graph, bucket_bytes: float) -> dict[Value, float]:
         used.update(origins)
         early.update(() if operation in last else origins)
         made.update(dict.fromkeys(() if operation in last else operation.tensors))
-    late = [value for value in made if value in used - early]
+    only_late = used - early
+    late = [value for value in made if value in only_late]
     results = dict.fromkeys(root.get(value, value) for value in graph.outputs)
     together: dict[tuple[int, torch.dtype], list[Value]] = defaultdict(list)
     for group, values in enumerate((given, late, [value for value in results if value not in used])):
