@@ -11,8 +11,7 @@ from typing import Any
 from spmd.api.signature import Signature
 from spmd.api.values.leaves import DYNAMIC
 from spmd.core.static_key import static_text
-from spmd.tracing.recorder import where
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 
 _logger = logging.getLogger("spmd")
 _logs: ContextVar[bool] = ContextVar("spmd_log_compiles", default=False)

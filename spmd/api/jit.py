@@ -50,9 +50,8 @@ from spmd.runtime.torch_settings import isolated, torch_settings
 from spmd.tracing.constrain import constrain
 from spmd.tracing.disable_jit import is_jit_disabled
 from spmd.tracing.linearize import RecordingError, recorder
-from spmd.tracing.recorder import where
 from spmd.tracing.running import is_tracing
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 from spmd.tracing.traced import Traced
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from spmd.core.pytree import NAMESPACE, tree_leaves, tree_map
 from spmd.core.spec import DTensorSpec, P
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value
-from spmd.tracing.recorder import where
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 from spmd.tracing.traced import Traced
 
 aten = torch.ops.aten

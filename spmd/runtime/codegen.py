@@ -25,7 +25,7 @@ from spmd.job.tracebacks import GENERATED
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.in_place import call_in_place
 from spmd.runtime.ranges import collective_range, common, enter, leave
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 RankProgram: TypeAlias = Callable[..., tuple[Any, ...]]
 """A function of the list of local inputs, which it empties, and of the numbers of a call, if the program takes any; it

@@ -28,9 +28,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from spmd.errors import TraceError
-from spmd.tracing.recorder import where
 from spmd.tracing.running import is_tracing
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 
 _Function: Any = torch.autograd.Function
 _apply = _Function.apply.__func__

@@ -29,8 +29,8 @@ from spmd.tracing.effects import refuse_rebinding
 from spmd.tracing.nested_tracers import inlined
 from spmd.tracing.numbers import DIFFERENTIABLE_IN_TENSORS, has_number, tensor_of_numbers
 from spmd.tracing.packed_sequences import OF_KNOWN_LENGTHS
-from spmd.tracing.recorder import Recorder, where
-from spmd.tracing.source import user_source
+from spmd.tracing.recorder import Recorder
+from spmd.tracing.source import user_source, where
 from spmd.tracing.traced_tensor import describe, is_traced, refuse_reading, retyped
 
 

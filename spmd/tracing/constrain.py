@@ -15,8 +15,8 @@ from spmd.core.spec_text import encode_spec, parse_spec
 from spmd.errors import ShardingError
 from spmd.job.tracebacks import hides_internals
 from spmd.tracing.disable_jit import is_jit_disabled
-from spmd.tracing.recorder import where
 from spmd.tracing.running import is_tracing
+from spmd.tracing.source import where
 
 T = TypeVar("T")
 

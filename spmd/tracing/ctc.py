@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd.errors import TraceError
-from spmd.tracing.recorder import where
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 from spmd.tracing.traced_tensor import known_value
 
 _REDUCTIONS = ("none", "mean", "sum")

@@ -19,9 +19,8 @@ from torch.distributions import Distribution, constraints, kl, transforms, wisha
 from spmd.collectives.callbacks import check_values
 from spmd.errors import TraceError
 from spmd.job.user_code import is_user_file
-from spmd.tracing.recorder import where
 from spmd.tracing.running import is_tracing
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 from spmd.tracing.traced_tensor import is_traced, known_value
 
 _FOLDER = os.path.dirname(os.path.abspath(torch.distributions.__file__)) + os.sep

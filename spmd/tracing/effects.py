@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmd.errors import TraceError
 from spmd.ir.source import Source
 from spmd.job.user_code import is_user_file
-from spmd.tracing.recorder import where
-from spmd.tracing.source import source_at, user_source
+from spmd.tracing.source import source_at, user_source, where
 from spmd.tracing.torch_state import GENERATOR, Setting, TorchState
 
 

@@ -19,8 +19,8 @@ from spmd.tracing.assignments import check_masks
 from spmd.tracing.nested_tracers import refuse_recording
 from spmd.tracing.operand_dtypes import check_products
 from spmd.tracing.overlapping import OverlappingViews
-from spmd.tracing.recorder import where
 from spmd.tracing.replacements import REPLACEMENTS
+from spmd.tracing.source import where
 from spmd.tracing.strides import check_out, loses_strides, write_copies
 from spmd.tracing.traced_tensor import plain_types, retyped
 from spmd.tracing.written_operands import write, writes_to_operands

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spmd.errors import TraceError
 from spmd.ir.random_operators import is_random
-from spmd.tracing.recorder import where
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 
 _C: Any = torch._C
 

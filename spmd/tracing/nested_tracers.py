@@ -23,8 +23,7 @@ from spmd.core.pytree import tree_leaves
 from spmd.errors import TraceError
 from spmd.job.user_code import is_user_file
 from spmd.tracing.linearize import recorder
-from spmd.tracing.recorder import where
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 
 _logger = logging.getLogger("spmd")
 

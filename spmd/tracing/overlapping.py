@@ -17,7 +17,7 @@ import torch
 from spmd.errors import TraceError
 from spmd.ir.graph import iterate_leaves
 from spmd.tracing.as_strided import overlaps
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten

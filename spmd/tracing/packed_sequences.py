@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from spmd.errors import TraceError
-from spmd.tracing.recorder import where
 from spmd.tracing.recurrent import CELLS, Layers, run_layers, run_plain
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 from spmd.tracing.traced_tensor import known_value
 
 _PADDED, _SELECTED = "_spmd_padded", "_spmd_selected"

@@ -39,7 +39,7 @@ from spmd.tracing.checkpointed import Regions
 from spmd.tracing.closed_over import without_values
 from spmd.tracing.numbers import number_of, settled, value_of
 from spmd.tracing.result_strides import with_kernel_strides
-from spmd.tracing.source import user_source
+from spmd.tracing.source import where
 
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
@@ -393,14 +393,6 @@ def _is_number_for_tensor(func: OpOverload, args: tuple[Any, ...]) -> bool:
 
 def _number_dtype(number: Any) -> torch.dtype:
     return torch.float64 if isinstance(number, torch.SymFloat) else _NUMBER_DTYPES[type(number)]
-
-
-def where(source: Source | None = None) -> str:
-    """The file, line and code of a source for error messages; by default of the user's line that is running."""
-    source = source or user_source()  # under jit, a torch module has no user line inside the trace: take its call
-    if source is None:
-        return "an unknown line"
-    return f"{source} (`{source.code}`)" if source.code else str(source)
 
 
 def _reject_generator(func: OpOverload, kwargs: dict[str, Any], source: Source | None) -> None:

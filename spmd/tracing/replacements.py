@@ -10,7 +10,7 @@ from torch._prims_common import canonicalize_dim
 
 from spmd.errors import TraceError
 from spmd.tracing.fused_optimizers import FUSED
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 aten = torch.ops.aten
 

@@ -85,3 +85,11 @@ class SourceTracker:
             for number in range(self._seen, upcoming):
                 self._by_sequence[number] = source
         self._seen = upcoming
+
+
+def where(source: Source | None = None) -> str:
+    """The file, line and code of a source for error messages; by default of the user's line that is running."""
+    source = source or user_source()  # under jit, a torch module has no user line inside the trace: take its call
+    if source is None:
+        return "an unknown line"
+    return f"{source} (`{source.code}`)" if source.code else str(source)

@@ -13,7 +13,7 @@ import torch
 
 from spmd.errors import TraceError
 from spmd.ir.graph import iterate_leaves, map_leaves
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 aten = torch.ops.aten
 

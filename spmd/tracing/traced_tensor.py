@@ -17,7 +17,8 @@ from torch.testing._comparison import ErrorMeta
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import map_leaves
-from spmd.tracing.recorder import Recorder, where
+from spmd.tracing.recorder import Recorder
+from spmd.tracing.source import where
 
 _Tensor: Any = torch.Tensor
 _NUMBER = "Keep it a tensor, or pass the number by static_argnums; spmd.debug.print shows values."

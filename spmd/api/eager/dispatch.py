@@ -40,8 +40,8 @@ from spmd.ir.graph import freeze, map_leaves
 from spmd.job import checks
 from spmd.runtime.torch_settings import are_modes_off, torch_settings
 from spmd.tracing.linearize import RecordingError, recorder
-from spmd.tracing.recorder import where
 from spmd.tracing.running import is_tracing
+from spmd.tracing.source import where
 
 aten = torch.ops.aten
 

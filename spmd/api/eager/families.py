@@ -16,7 +16,7 @@ import torch
 
 from spmd.api.values.dtensor import DTensor, set_family
 from spmd.api.values.wrapper import Shards, lose_shards, replace_shards
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """An operator that makes a view; equal ones make the same view."""

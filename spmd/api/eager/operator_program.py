@@ -23,7 +23,7 @@ from spmd.errors import ShardingError
 from spmd.ir.graph import Graph, freeze, iterate_leaves, map_leaves
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.codegen import name_origin
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 from spmd.tracing.trace import strides_of, trace_flat
 from spmd.tracing.traced import Traced
 

@@ -17,7 +17,7 @@ from spmd.collectives.distributed.agreement import spans_processes
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
 from spmd.errors import ShardingError
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 
 def placed_as(target: DTensor, source: torch.Tensor) -> DTensor:

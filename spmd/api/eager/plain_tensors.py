@@ -27,7 +27,7 @@ from spmd.collectives.distributed.agreement import check_agreement, describe, sp
 from spmd.core.mesh import Mesh
 from spmd.job import checks
 from spmd.job.user_code import is_torch_file, is_user_file
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 

@@ -14,7 +14,7 @@ from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
 from spmd.ir.graph import map_leaves
 from spmd.runtime.torch_settings import isolated
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 from spmd.tracing.trace import strides_of
 
 

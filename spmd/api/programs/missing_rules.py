@@ -14,8 +14,7 @@ from spmd.ir.markers import MARKERS
 from spmd.ir.source import Source
 from spmd.plan.cost.account import account
 from spmd.rules import RULES
-from spmd.tracing.recorder import where
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 
 
 class MissingRuleWarning(UserWarning):

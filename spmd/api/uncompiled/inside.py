@@ -19,7 +19,7 @@ from spmd.core.pytree import tree_leaves
 from spmd.ir.graph import iterate_leaves
 from spmd.runtime.torch_settings import generator_state, set_generator_state
 from spmd.tracing.linearize import RecordingError, recorder
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 T = TypeVar("T")
 

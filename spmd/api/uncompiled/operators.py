@@ -20,7 +20,7 @@ from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.core.spec_text import parse_spec
 from spmd.ir.list_operators import list_decomposition
 from spmd.tracing.linearize import RecordingError, recorder
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 
 class RankOperators(TorchDispatchMode):

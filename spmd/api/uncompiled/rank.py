@@ -23,8 +23,7 @@ from spmd.core.spec import TensorMeta
 from spmd.errors import DivergenceError
 from spmd.ir.source import Source
 from spmd.runtime.torch_settings import isolated
-from spmd.tracing.recorder import where
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 
 _LOCAL_SIZES = frozenset({"size", "split_size", "concat_size", "shape"})
 """Arguments of primitives that may differ between ranks, whose shards may be uneven."""

@@ -29,7 +29,7 @@ from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.names import Namer
 from spmd.ir.source import Source
 from spmd.ir.variants import Unevenness
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 _ALIAS = torch.ops.aten.alias.default
 

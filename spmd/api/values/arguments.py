@@ -12,8 +12,7 @@ from spmd.core.mesh import Mesh
 from spmd.core.pytree import leaf_meta
 from spmd.core.spec import DTensorSpec
 from spmd.errors import MeshError, ShardingError
-from spmd.tracing.recorder import where
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 
 
 def check_argument(leaf: Any, spec: DTensorSpec, name: str) -> None:

@@ -13,8 +13,7 @@ from spmd.collectives.resharding import eager_redistribution
 from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
 from spmd.ir.comm import Comm
-from spmd.tracing.recorder import where
-from spmd.tracing.source import user_source
+from spmd.tracing.source import user_source, where
 
 
 @attrs.define

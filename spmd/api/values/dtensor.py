@@ -42,7 +42,7 @@ from spmd.job import checks
 from spmd.job.torch_compile import never_compiled
 from spmd.job.tracebacks import hides_internals
 from spmd.runtime.redistribute import coordinates_here
-from spmd.tracing.recorder import where as place_text
+from spmd.tracing.source import where as place_text
 
 _REPLICATED = P()
 

@@ -19,7 +19,7 @@ from spmd.core.mesh import Runtime
 from spmd.core.shards import join
 from spmd.core.spec import DTensorSpec
 from spmd.errors import ShardingError
-from spmd.tracing.recorder import where as place_text
+from spmd.tracing.source import where as place_text
 
 Shards: TypeAlias = tuple[torch.Tensor, ...]
 """The shards of a tensor that this process holds, in rank order."""

@@ -26,7 +26,7 @@ from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.source import Source
 from spmd.rules import RULES, derive_strategies, find_rule
 from spmd.tracing.canonicalize.canonicalize import canonicalize
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 aten = torch.ops.aten
 Types = Mapping[str, AxisType]

@@ -21,7 +21,7 @@ from spmd.collectives.axis_types import AxisType
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.tracing.manual.axis_types import Types
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 _I, _V = AxisType.INVARIANT, AxisType.VARYING
 _VMAP = inspect.unwrap(_flat_vmap).__code__

@@ -23,8 +23,8 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Value, iterate_leaves, map_leaves
 from spmd.tracing.manual.axis_types import AxisTypes, Types, remedy
 from spmd.tracing.manual.batches import check_batches
-from spmd.tracing.recorder import where
 from spmd.tracing.running import running_trace
+from spmd.tracing.source import where
 
 _I, _V, _U, _R = AxisType.INVARIANT, AxisType.VARYING, AxisType.UNREDUCED, AxisType.REDUCED
 

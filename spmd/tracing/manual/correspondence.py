@@ -24,7 +24,7 @@ from spmd.ir.dataflow import independent_values
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
 from spmd.ir.variants import Key, Unevenness, Variants
-from spmd.tracing.recorder import where
+from spmd.tracing.source import where
 
 
 def check_variants(graph: Graph) -> None:

@@ -22,8 +22,8 @@ from spmd.tracing.manual.axis_types import AxisTypes, remedy, types_of_spec
 from spmd.tracing.manual.casts import Casts
 from spmd.tracing.manual.local_shapes import LocalShapes, even_shape
 from spmd.tracing.numbers import value_of
-from spmd.tracing.recorder import where
 from spmd.tracing.running import running_trace
+from spmd.tracing.source import where
 
 _I, _V, _U, _R = AxisType.INVARIANT, AxisType.VARYING, AxisType.UNREDUCED, AxisType.REDUCED
 
