@@ -205,7 +205,7 @@ class Compiled(Generic[_Result]):
         name = first_run(self.mesh) if first else self._call
         with failing_together(name, self.mesh, first or self._compares(leaves or ())):
             self._check_call(leaves)
-        self._executable = self.staged.executable
+        self._executable = self.staged.compile()
         self._guards = self.traced.guards.found
 
     @property
@@ -352,7 +352,7 @@ class Compiled(Generic[_Result]):
             return True
         if not self.is_traced:
             return False
-        self.program  # noqa: B018  # planning may need values, too
+        self.staged.lower()  # planning may need values, too
         return self.failing(numbers) is None
 
     def failing(self, numbers: Sequence[float]) -> Guard | None:

@@ -159,7 +159,7 @@ def _ranks_of(meshes: Sequence[Mesh]) -> tuple[int, ...]:
     """The processes of distributed meshes, ascending; all of the job if there is none."""
     every = {tuple(sorted(mesh.ranks)): mesh for mesh in meshes}
     for mesh in every.values():
-        mesh.held_coordinates  # noqa: B018  # raises an error where the mesh is not over this process
+        mesh.require_processes()
     if len(every) > 1:
         names = " and ".join(map(str, every.values()))
         raise MeshError(

@@ -19,6 +19,7 @@ import torch
 
 from spmd.api.values.checkpointable import check_final
 from spmd.api.values.dtensor import DTensor
+from spmd.api.values.wrapper import require_shards
 from spmd.checkpoint.folder import sync
 from spmd.checkpoint.gathering import gathered
 from spmd.checkpoint.leaves import describe_leaf, named_leaves
@@ -157,7 +158,7 @@ def _checked(tree: Any) -> dict[str, torch.Tensor]:
             raise CheckpointError(f"Leaf {name} must be a tensor (got {type(leaf).__name__}). {leaf_remedy(leaf)}")
         if isinstance(leaf, DTensor):
             check_final(leaf.spec, name)
-            leaf.shards  # noqa: B018  # raises a ShardingError if it was donated
+            require_shards(leaf)
         elif leaf.is_meta or leaf.layout is not torch.strided:
             kind = "a meta tensor" if leaf.is_meta else f"layout {leaf.layout}"
             raise CheckpointError(f"Leaf {name} must be a dense tensor with data (got {kind}).")

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from spmd.api.values.checkpointable import check_final, offsets, owned
 from spmd.api.values.dtensor import DTensor, wrap
+from spmd.api.values.wrapper import require_shards
 from spmd.checkpoint.folder import check_options, new_save
 from spmd.checkpoint.leaves import PLAIN, describe_leaf, name_of_process, named_leaves
 from spmd.checkpoint.position import Position
@@ -263,7 +264,7 @@ def _checked_leaves(tree: Any, folder: Path) -> dict[str, Any]:
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, DTensor):
             check_final(leaf.spec, name)
-            leaf.shards  # noqa: B018  # raises a ShardingError if it was donated
+            require_shards(leaf)
         elif isinstance(leaf, torch.Tensor):
             if leaf.is_meta or leaf.layout is not torch.strided:
                 kind = "a meta tensor" if leaf.is_meta else f"layout {leaf.layout}"

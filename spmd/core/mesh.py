@@ -158,6 +158,14 @@ class Mesh:
             raise MeshError(f"An abstract mesh holds no data (got {self}). Use runtime='virtual'.")
         return _held_coordinates(self, process_index() if self.runtime is Runtime.DISTRIBUTED else None)
 
+    def require_processes(self) -> None:
+        """Check that ranks of the mesh run in this process.
+
+        Raises:
+            MeshError: as `held_coordinates`.
+        """
+        _ = self.held_coordinates
+
     def axis_index(self, coordinate: Coordinate, axes: Sequence[str]) -> int:
         """The index of a coordinate along several axes flattened into one (row-major: the first axis is major)."""
         index = 0

@@ -39,6 +39,7 @@ from spmd.tracing.checkpointed import Regions
 from spmd.tracing.closed_over import without_values
 from spmd.tracing.numbers import number_of, settled, value_of
 from spmd.tracing.result_strides import with_kernel_strides
+from spmd.tracing.running import Observer
 from spmd.tracing.source import where
 
 OpOverload = torch._ops.OpOverload
@@ -61,8 +62,7 @@ class Recorder(FakeTensorMode):
         drawn: is called with each random operator and its source.
 
     Attributes:
-        observe: is called with each operation that is recorded.
-        check_result: is called with each result of the function.
+        observer: what follows the operations, if anything does.
         regions: the checkpointed regions.
     """
 
@@ -81,8 +81,7 @@ class Recorder(FakeTensorMode):
         self._source = source
         self._labels = labels
         self._drawn = drawn
-        self.observe: Callable[[Operation], None] = lambda operation: None
-        self.check_result: Callable[[Value], None] = lambda value: None
+        self.observer: Observer | None = None
         # Keyed by id: each entry keeps its tensor alive, so that Python does not reuse the id.
         self._values: dict[int, tuple[torch.Tensor, Value]] = {}
         self._fakes: dict[Value, torch.Tensor] = {}
@@ -293,7 +292,8 @@ class Recorder(FakeTensorMode):
         if any(results):
             self.operations.append(Operation(func, args, kwargs, tuple(results), source))
             self.regions.note(self.operations[-1])
-            self.observe(self.operations[-1])
+            if self.observer is not None:
+                self.observer.add(self.operations[-1])
 
     def _note_range(self, func: OpOverload, args: tuple[Any, ...]) -> None:
         """Note that a `record_function` block begins or ends."""

@@ -16,12 +16,21 @@ from spmd.ir.variants import Unevenness
 _tracing: ContextVar[RunningTrace | None] = ContextVar("spmd_tracing", default=None)
 
 
+class Observer(Protocol):
+    """What follows a trace, operation by operation."""
+
+    def add(self, operation: Operation) -> None:
+        """Take note of an operation that was recorded."""
+
+    def check_result(self, value: Value) -> None:
+        """Check a result of the function."""
+
+
 class Records(Protocol):
-    """The operations that a trace has recorded, and what is called with each of them and with each result."""
+    """The operations that a trace has recorded, and what follows them, if anything does."""
 
     operations: list[Operation]
-    observe: Callable[[Operation], None]
-    check_result: Callable[[Value], None]
+    observer: Observer | None
 
 
 class RunningTrace(Protocol):

@@ -146,7 +146,7 @@ class Operator:
         out_specs = (*given, *(_like(call, meta) for meta in metas))
         self.program = Program(Traced.flat(graph, str(call.op)), mesh, call.specs, out_specs, frozenset(), _options())
         self.program.prepare()
-        self._executable, self._out_specs = self.program.executable, self.program.out_specs
+        self._executable, self._out_specs = self.program.compile(), self.program.out_specs
         self.kernel, self._ranks = self._only_operator(), range(len(mesh.held_coordinates))
         self._run_on_shards = self._kernel_function()
         self._functions = () if self.program.local.collectives else self._executable.functions

@@ -91,9 +91,12 @@ class Program:
         known = {spec: spec for spec in self.in_specs}
         return tuple(known.setdefault(spec, spec) for spec in specs)
 
-    @property
-    def executable(self) -> DistributedProgram | VirtualProgram:
-        """The program, compiled for the mesh's runtime; on a distributed mesh this is a collective call.
+    def lower(self) -> LocalProgram:
+        """Lower the program, unless it is lowered."""
+        return self.local
+
+    def compile(self) -> DistributedProgram | VirtualProgram:
+        """Compile the program for the mesh's runtime, unless it is compiled; on a distributed mesh a collective call.
 
         Raises:
             DivergenceError: the ranks of a distributed mesh have different programs.
@@ -123,7 +126,7 @@ class Program:
         if not self.is_ready:
             with failing_together(first_run(self.mesh), self.mesh):
                 self.check_runs()
-            self.executable  # noqa: B018  # compiles at the first access
+            self.compile()
 
     def check_runs(self) -> None:
         """Lower the program, without communication; MeshError on an abstract mesh."""
@@ -132,7 +135,7 @@ class Program:
                 f"{self.mesh} is abstract: a function can be planned and lowered for it, not run. "
                 "Use make_mesh(..., runtime='virtual')."
             )
-        self.local  # noqa: B018  # lowers at the first access
+        self.lower()
 
     def __call__(self, shards: list[Shards], numbers: Sequence[float] = ()) -> list[DTensor]:
         """Run the program.
@@ -147,4 +150,4 @@ class Program:
         self.prepare()
         if is_watched():
             record_comms(self.local.collectives, self.traced.name)
-        return list(map(wrap, self.out_specs, self.executable(shards, numbers)))
+        return list(map(wrap, self.out_specs, self.compile()(shards, numbers)))

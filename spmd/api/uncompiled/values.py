@@ -29,6 +29,7 @@ from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.names import Namer
 from spmd.ir.source import Source
 from spmd.ir.variants import Unevenness
+from spmd.tracing.running import Observer
 from spmd.tracing.source import where
 
 _ALIAS = torch.ops.aten.alias.default
@@ -51,14 +52,13 @@ class RankTrace:
 
     Attributes:
         operations: the operators that ran, for messages; without tensors.
-        observe, check_result, unevenness, in_backward: as those of a trace.
+        observer, unevenness, in_backward: as those of a trace.
     """
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.operations: list[Operation] = []
-        self.observe: Callable[[Operation], None] = lambda operation: None
-        self.check_result: Callable[[Value], None] = lambda value: None
+        self.observer: Observer | None = None
         self.unevenness: Unevenness | None = None
         self.in_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._namer = Namer()
@@ -127,7 +127,8 @@ class RankTrace:
 
     def _add(self, operation: Operation) -> None:
         self.operations.append(operation)
-        self.observe(operation)
+        if self.observer is not None:
+            self.observer.add(operation)
 
     def _memory(self, tensor: Tensor) -> _Memory | None:
         return self._known.get(_storage(tensor)._cdata)

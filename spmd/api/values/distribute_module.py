@@ -93,7 +93,7 @@ def distribute_module(
             ("output_fn must take (module, outputs, mesh)", output_fn),
         ):
             _check_hook(expected, hook)
-        mesh.held_coordinates  # noqa: B018  # raises an error where the mesh holds no data
+        mesh.require_processes()
         if src_rank is not None:
             mesh.coordinate(src_rank)  # a rank of the mesh
         state = _State(module)

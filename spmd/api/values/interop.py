@@ -36,7 +36,7 @@ def from_torch_dtensor(value: TorchDTensor) -> DTensor:
     axes = dict(zip(names, device_mesh.shape, strict=True))
     ranks = device_mesh.mesh.flatten().tolist()
     mesh = make_mesh(axes, runtime="distributed", device=device_mesh.device_type, ranks=ranks)
-    mesh.held_coordinates  # noqa: B018  # raises an error where the mesh is not over this process
+    mesh.require_processes()
     placements = [_from_torch(placement, value) for placement in value.placements]
     meta = TensorMeta(tuple(value.shape), value.dtype)
     spec = DTensorSpec.make(mesh, P.from_placements(placements, mesh), meta)

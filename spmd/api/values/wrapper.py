@@ -28,6 +28,11 @@ SHARD = "_shard_"
 """The shards are attributes, too, for tools that take a tensor apart: this and their number."""
 
 
+def require_shards(x: Wrapper) -> None:
+    """Check that a DTensor has its shards, and wait for those in flight; ShardingError if it was donated."""
+    _ = x._shards
+
+
 class Wrapper(torch.Tensor):
     """The base of `DTensor`: what needs only its spec and its shards."""
 

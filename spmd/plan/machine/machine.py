@@ -167,7 +167,7 @@ class Machine:
 
     @classmethod
     def _measure_ranks(cls, mesh: Mesh) -> Machine:
-        mesh.held_coordinates  # noqa: B018  # raises an error where the mesh is not over this process
+        mesh.require_processes()
         hosts = gather_hosts(f"the measurement of {mesh}", mesh)
         found = measure_ranks(mesh, hosts)
         products = {dtype: _rounded(rate) for dtype, rate in found.products.items()}

@@ -287,11 +287,9 @@ def _with_partial(spec: P, axes: Sequence[str], op: Reduction) -> P:
 def _types_of_trace() -> AxisTypes:
     """The types of the values of the trace that is running, which are derived from its first region on."""
     recorder = running_trace().recorder
-    owner = getattr(recorder.observe, "__self__", None)
-    if not isinstance(owner, AxisTypes):
-        owner = AxisTypes(recorder.operations)
-        recorder.observe, recorder.check_result = owner.add, owner.check_result
-    return owner
+    if not isinstance(recorder.observer, AxisTypes):
+        recorder.observer = AxisTypes(recorder.operations)
+    return recorder.observer
 
 
 def _reader(types: AxisTypes) -> Callable[[torch.Tensor], Any]:
