@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from spmd.core.generated import define
+
 _DEPTH, _ITEMS = 3, 64  # containers in containers, and items, of which changes are looked for
 
 
@@ -45,8 +47,7 @@ def contents_checker(containers: Iterable[Any]) -> Callable[[], bool]:
             tests.append(f"{name}[{known}] is {held}")
     lines = ["def unchanged():", "    try:", f"        return {' and '.join(tests) or 'True'}"]
     lines += ["    except (KeyError, IndexError):", "        return False"]
-    exec(compile("\n".join(lines), "<spmd contents>", "exec"), space)
-    return space["unchanged"]  # type: ignore[no-any-return]
+    return define("unchanged", lines, space, "<spmd contents>")
 
 
 def _items(value: Any) -> Iterable[Any]:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import optree
 
 from spmd.core.containers import declared_constants
+from spmd.core.generated import define
 from spmd.core.modules import ModuleState, reader, structures_in
 from spmd.core.pytree import tree_flatten
 
@@ -30,8 +31,7 @@ def flattener(structure: optree.PyTreeSpec) -> Flattener:
     leaves = ", ".join(writer.leaves("tree", structure))
     lines = ["def flatten(tree):", "    try:", *writer.lines, f"        return [{leaves}]"]
     lines += ["    except (KeyError, AttributeError):", "        return None"]
-    exec(compile("\n".join(lines), "<spmd flattener>", "exec"), writer.namespace)
-    flatten = writer.namespace["flatten"]
+    flatten: Any = define("flatten", lines, writer.namespace, "<spmd flattener>")
     flatten.structure = structure
     return flatten  # type: ignore[no-any-return]
 

@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from spmd.collectives.distributed.bucket import Bucket
+from spmd.core.generated import define
 from spmd.core.own_storage import own_memory
 from spmd.ir.effectful import original
 from spmd.ir.graph import Graph, Operation, Value, numbers_of
@@ -114,10 +115,8 @@ class Writer:
 
     def compiled(self) -> Generated:
         """The program."""
-        source = "\n".join(self.lines)
         self._namespace[_LINES] = self._origins
-        exec(compile(source, _FILE, "exec"), self._namespace)
-        return Generated(self._namespace["program"], source)
+        return Generated(define("program", self.lines, self._namespace, _FILE), "\n".join(self.lines))
 
     def variable(self, value: Value) -> str:
         """The variable of a value."""

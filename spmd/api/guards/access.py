@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from spmd.api.guards.checks import Check, Refer
+from spmd.core.generated import define
 
 Line: TypeAlias = tuple[str, int]
 """A file and a line in it."""
@@ -258,5 +259,4 @@ def compiled(roots: list[Access]) -> Callable[[], bool]:
                 f"        if not ({' and '.join(tests[n : n + 20])}): return False" for n in range(0, len(tests), 20)
             ]
     lines += ["        return True", "    except Exception:", "        return False"]
-    exec(compile("\n".join(lines), "<spmd guards>", "exec"), space)
-    return space["unchanged"]  # type: ignore[no-any-return]
+    return define("unchanged", lines, space, "<spmd guards>")

@@ -1,0 +1,22 @@
+"""Functions that are compiled from source which this package writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def define(name: str, lines: Sequence[str], namespace: dict[str, Any], file: str) -> Callable[..., Any]:
+    """Define a function by lines of source.
+
+    Args:
+        name: the name of the function.
+        lines: the source.
+        namespace: the globals of the function, to which it is added.
+        file: the name of the source in tracebacks, in angle brackets.
+
+    >>> define("twice", ["def twice(x):", "    return two * x"], {"two": 2}, "<spmd example>")(3)
+    6
+    """
+    exec(compile("\n".join(lines), file, "exec"), namespace)
+    return namespace[name]  # type: ignore[no-any-return]
