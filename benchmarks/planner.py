@@ -34,7 +34,7 @@ import layouts
 import llama
 import spmd
 from proofs.joint import joint_optimum
-from proofs.oracle import Search, recorded_searches
+from proofs.oracle import Search, searches_of
 from schedules import SCHEDULES
 from spmd.inspect import Plan
 from spmd.plan import Machine
@@ -100,9 +100,7 @@ def optimum(quick: bool) -> Finding:
     add(f"{count} generated programs", list(generated(count)))
     for layers in (1,) if quick else (1, 4):
         for strategy in layouts.STRATEGIES:
-            with recorded_searches() as searches:
-                workload(strategy, layers).plan()
-            add(f"GPT, {layers} layers, {strategy}", searches)
+            add(f"GPT, {layers} layers, {strategy}", searches_of(workload(strategy, layers).plan().request))
     return rows.finding
 
 
@@ -134,8 +132,7 @@ def generated(count: int) -> Iterator[Search]:
     )
     @given(cases())
     def record(case: Case) -> None:
-        with recorded_searches() as searches:
-            case.jitted().plan(*case.arguments)
+        searches = searches_of(case.jitted().plan(*case.arguments).request)
         assume(searches)
         found.extend(searches)
 

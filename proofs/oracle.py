@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from unittest import mock
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -12,8 +10,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from spmd.errors import PlanError
-from spmd.plan.search import problem
-from spmd.plan.solver.elimination import MAX_CELLS, Solution, minimize
+from spmd.plan.data.request import Request
+from spmd.plan.search.options import SearchOptions
+from spmd.plan.search.orders import plan
+from spmd.plan.solver.elimination import Solution, minimize
 from spmd.plan.solver.table import Table
 
 
@@ -41,18 +41,17 @@ class Search:
         return solve_by_highs(self.domains, self.tables, 1e-3 * self.solution.cost or MICROSECOND).cost
 
 
-@contextlib.contextmanager
-def recorded_searches() -> Iterator[list[Search]]:
-    """Record the exact searches of all plans made in the context, one for each mesh axis of each order."""
+def searches_of(request: Request) -> list[Search]:
+    """The exact searches of a plan, one for each mesh axis of each order."""
     found: list[Search] = []
 
-    def record(domains: Sequence[int], tables: Sequence[Table], max_cells: int = MAX_CELLS) -> Solution:
-        solution = minimize(domains, tables, max_cells)
+    def record(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
+        solution = minimize(domains, tables)
         found.append(Search(tuple(domains), tuple(tables), solution))
         return solution
 
-    with mock.patch.object(problem, "minimize", record):
-        yield found
+    plan(request, SearchOptions(minimize=record))
+    return found
 
 
 def solve_by_highs(domains: Sequence[int], tables: Sequence[Table], unit: float = MICROSECOND) -> Solution:

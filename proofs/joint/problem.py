@@ -88,7 +88,10 @@ class JointProblem:
         return minimize(domains, tables).cost
 
     def plan(self, choices: Sequence[int]) -> PlanData:
-        """The planner's own plan with the strategies of an assignment; the planner chooses the reshards per axis."""
+        """The planner's own plan with the strategies of an assignment; the planner chooses the reshards per axis.
+
+        Its redistributions are not joined: the joint problem moves a value along one axis after the other.
+        """
         chosen = {operation: self.choices[operation][choices[v]] for operation, v in self.variables.items()}
         draft, operations = self.draft, self.draft.graph.operations
         for position, axis in enumerate(self.order):
@@ -101,7 +104,7 @@ class JointProblem:
             solution = AxisProblem(draft, axis, self.request.machine, preview, only=only).solve()
             draft = insert_reshards(draft, axis, solution)
             operations = tuple(o for o in draft.graph.operations if o.op is not REDISTRIBUTE or o in draft.pinned)
-        return finish(draft, self.request).verify()
+        return finish(draft, self.request, joins=False).verify()
 
     def _number(self) -> None:
         """Number the variables."""

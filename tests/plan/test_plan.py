@@ -1,6 +1,5 @@
 """Plans: their figures against closed forms, and the promises that they make."""
 
-import math
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import attrs
 import optree
 import pytest
 import torch
@@ -21,7 +21,9 @@ from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.cost.flops import flops
 from spmd.plan.local.calls import LocalCall
 from spmd.plan.local.fragments import local_fragment
-from spmd.plan.solver.elimination import TooWideError, minimize
+from spmd.plan.search.options import SearchOptions
+from spmd.plan.search.orders import plan as search
+from spmd.plan.solver.elimination import Solution, TooWideError, minimize
 
 WIDTH, TOKENS, RANKS = 4096, 1024, 8
 PARAMETER = WIDTH * 4 * WIDTH * 4
@@ -209,29 +211,25 @@ def test_plans_do_not_depend_on_hash_seeds() -> None:
     assert "def step" in texts.pop()
 
 
-def test_a_search_that_is_too_wide_falls_back_to_neighbourhoods(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ({"data": 4, "model": 2}, (P("data", "model"), P("model", "data")), P("data"), 1)
-    exact = plan_of(*arguments)
+def test_a_search_that_is_too_wide_falls_back_to_neighbourhoods() -> None:
+    exact = plan_of({"data": 4, "model": 2}, (P("data", "model"), P("model", "data")), P("data"), 1)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object) -> Solution:
         raise TooWideError("refused")
 
-    monkeypatch.setattr("spmd.plan.search.problem.minimize", refuse)
-    fallback = plan_of(*arguments)
+    fallback = search(exact.request, SearchOptions(minimize=refuse))
     assert (exact.exact, exact.gap) == (True, 0)
     assert 0 <= fallback.gap < 0.01, "the bound is tight here: its tables are wide enough to be exact"
     assert exact.seconds <= fallback.seconds <= 1.01 * exact.seconds
-    monkeypatch.setattr("spmd.plan.search.problem.BOUND_CELLS", 2)
-    loose = plan_of(*arguments)
-    assert not loose.exact
+    loose = search(exact.request, SearchOptions(minimize=refuse, bound_cells=2))
+    assert loose.gap > 0
     assert loose.seconds == fallback.seconds
 
 
-def test_a_wide_search_begins_with_one_acquired_placement_where_it_cannot_replicate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    arguments = ({"model": 4}, (P("model"), P(None, "model")), P(), 2)
-    exact, calls = plan_of(*arguments), []
+def test_a_wide_search_begins_with_one_acquired_placement_where_it_cannot_replicate() -> None:
+    request = plan_of({"model": 4}, (P("model"), P(None, "model")), P(), 2).request
+    request = attrs.evolve(request, keep_sharded=dict.fromkeys(range(12), frozenset({"model"})))
+    exact, calls = search(request), []
 
     def refuse_first(domains: Any, tables: Any) -> Any:
         calls.append(sum(domains))
@@ -239,9 +237,7 @@ def test_a_wide_search_begins_with_one_acquired_placement_where_it_cannot_replic
             raise TooWideError("refused")
         return minimize(domains, tables)
 
-    monkeypatch.setattr("spmd.plan.search.problem.minimize", refuse_first)
-    monkeypatch.setattr("spmd.plan.search.problem.evaluate", lambda *_: math.inf)
-    fallback = plan_of(*arguments)
+    fallback = search(request, SearchOptions(minimize=refuse_first))
     assert len(calls) == 2
     assert calls[1] < calls[0], "fewer hubs"
     assert exact.seconds <= fallback.seconds <= 1.01 * exact.seconds

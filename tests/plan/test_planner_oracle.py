@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,22 +13,23 @@ import layouts
 import spmd
 from proofs.joint import JointProblem, joint_optimum
 from proofs.joint.ascent import minimize_by_ascent
-from proofs.oracle import Search, recorded_searches, solve_by_highs
+from proofs.oracle import Search, searches_of, solve_by_highs
 from spmd import P
 from spmd.errors import PlanError
+from spmd.inspect import Plan
 from spmd.plan import Machine
+from spmd.plan.data.plan import PlanData
+from spmd.plan.search.options import SearchOptions
+from spmd.plan.search.orders import plan as search
 from spmd.plan.solver.elimination import minimize
 from spmd.plan.solver.table import Table
 from spmd.testing.programs import Case, cases
 from workloads import GptStep
 
 
-@pytest.fixture(autouse=True, scope="module")
-def redistributions_are_not_joined() -> Iterator[None]:
-    """The joint problem moves a value along one axis after the other; that plans join some moves makes them faster."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("spmd.plan.search.join._is_faster", lambda *ends: False)
-        yield
+def without_joins(plan: Plan) -> PlanData:
+    """The plan of the same request whose moves are not joined, as the joint problem does not join them."""
+    return search(plan.request, SearchOptions(joins=False))
 
 
 def assert_optimal(search: Search) -> None:
@@ -44,33 +44,30 @@ def test_one_axis_is_planned_as_well_as_an_integer_program_says(specs: object, s
     tokens = spmd.TensorMeta((8, 16), torch.int64)
     mesh = spmd.make_mesh({"x": 4}, runtime="abstract")
     batch = P() if specs is TENSOR_PARALLEL else P("x")
-    with recorded_searches() as searches:
-        spmd.jit(gpt_step, (specs, batch), specs, mesh=mesh).plan(params, tokens)
-    (search,) = searches
-    assert_optimal(search)
+    plan = spmd.jit(gpt_step, (specs, batch), specs, mesh=mesh).plan(params, tokens)
+    (found,) = searches_of(plan.request)
+    assert_optimal(found)
 
 
 @pytest.mark.parametrize("strategy", layouts.STRATEGIES)
 def test_every_axis_of_the_workload_is_planned_as_well_as_an_integer_program_says(strategy: str) -> None:
     step = GptStep(gpt.Config(layers=1), strategy, batch=16)
-    with recorded_searches() as searches:
-        step.jitted().plan(*step.arguments())
+    searches = searches_of(step.plan().request)
     axes = len(layouts.STRATEGIES[strategy].mesh)
     # Both orders of two axes, and the better one once more: its second axis only if its first comes out otherwise.
     assert len(searches) in ((1,) if axes == 1 else (5, 6))
-    for search in searches:
-        assert_optimal(search)
+    for found in searches:
+        assert_optimal(found)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own forward-mode differentiation
 @settings(max_examples=10, phases=[Phase.generate])
 @given(cases())
 def test_generated_programs_are_planned_as_well_as_an_integer_program_says(case: Case) -> None:
-    with recorded_searches() as searches:
-        case.jitted().plan(*case.arguments)
+    searches = searches_of(case.jitted().plan(*case.arguments).request)
     assume(searches)
-    for search in searches:
-        assert_optimal(search)
+    for found in searches:
+        assert_optimal(found)
 
 
 def test_a_search_that_is_not_the_best_is_seen() -> None:
@@ -137,7 +134,7 @@ def test_the_joint_optimum_is_the_best_of_all_plans(name: str) -> None:
 @given(cases())
 def test_no_plan_of_two_axes_is_better_than_the_joint_optimum(case: Case) -> None:
     assume(sum(size > 1 for size in case.mesh.axes.values()) == 2)
-    plan = case.jitted().plan(*case.arguments)
+    plan = without_joins(case.jitted().plan(*case.arguments))
     assume(plan.order)
     acquire = 4  # the planner acquires up to two shards of a value per axis
     cost = JointProblem(plan.request, plan.order, acquire).cost_of(plan)
@@ -148,7 +145,7 @@ def test_no_plan_of_two_axes_is_better_than_the_joint_optimum(case: Case) -> Non
 
 
 def test_a_plan_costs_the_same_as_an_assignment_of_the_joint_problem() -> None:
-    plan = GptStep(gpt.Config(layers=1), "dp_tp", batch=16).plan()
+    plan = without_joins(GptStep(gpt.Config(layers=1), "dp_tp", batch=16).plan())
     assert JointProblem(plan.request, plan.order).cost_of(plan) == pytest.approx(plan.seconds, rel=1e-9)
 
 
@@ -156,7 +153,7 @@ def test_a_result_without_a_spec_is_sharded_on_two_axes_in_the_joint_problem() -
     """`model` shards a minor part of the flat dim: without `data` it would be no result."""
     mesh = spmd.make_mesh({"data": 3, "model": 2}, runtime="abstract")
     step = spmd.jit(lambda x: x.mT.reshape(12), (P("data", "model"),), None, mesh=mesh)
-    plan = step.plan(spmd.TensorMeta((3, 2, 2), torch.float32))
+    plan = without_joins(step.plan(spmd.TensorMeta((3, 2, 2), torch.float32)))
     assert "P(('data', 'model'))" in str(plan)
     assert JointProblem(plan.request, plan.order).cost_of(plan) == pytest.approx(plan.seconds, rel=1e-9)
 

@@ -22,12 +22,14 @@ from spmd.plan.search.join import join_redistributions
 from spmd.plan.search.slices import slice_early
 
 
-def finish(draft: Draft, request: Request) -> PlanData:
-    """The plan of a draft in which all mesh axes are planned."""
+def finish(draft: Draft, request: Request, joins: bool = True) -> PlanData:
+    """The plan of a draft in which all mesh axes are planned; with `joins`, two redistributions in a row become one."""
     draft = _with_free_outputs(draft)
     specs = draft.specs()
     graph, kept, pinned = _without_noop_markers(draft.graph, draft, specs)
-    graph = hoist_sent(defer_numbers(join_redistributions(graph, specs, pinned, draft.latency_shares, request)))
+    if joins:
+        graph = join_redistributions(graph, specs, pinned, draft.latency_shares, request)
+    graph = hoist_sent(defer_numbers(graph))
     graph = slice_early(graph, specs)
     strategies = {
         kept[operation]: MappingProxyType(dict(chosen))

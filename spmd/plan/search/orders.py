@@ -21,12 +21,13 @@ from spmd.plan.schedule.choice import best_schedule
 from spmd.plan.search.finish import finish
 from spmd.plan.search.insert_reshards import insert_reshards
 from spmd.plan.search.never_gathered import allowed, refusal
+from spmd.plan.search.options import SEARCH, SearchOptions
 from spmd.plan.search.prepare import Prepared, prepare
 from spmd.plan.search.problem import AxisChoice, AxisProblem
 from spmd.plan.solver.elimination import NoAssignmentError
 
 
-def plan(request: Request) -> PlanData:
+def plan(request: Request, search: SearchOptions = SEARCH) -> PlanData:
     """Choose the sharding of every value of a program, so that one run takes the least predicted time.
 
     Mesh axes are planned one at a time, in every order (with four axes or more, in some orders). The best order is
@@ -38,13 +39,14 @@ def plan(request: Request) -> PlanData:
 
     Args:
         request: the program, the mesh, the specs and the constraints.
+        search: the solver, and parts that are left out.
 
     Raises:
         PlanError: no plan satisfies `keep_sharded`, or none that was found fits in the memory limit.
         RuleError: a rule contradicts its operator.
     """
     with single_threaded():
-        prepared = prepare(request)
+        prepared = prepare(request, search)
         found = list(map(fit, _allowed_plans(prepared, request.machine)))
         for price in PRICE_LEVELS:
             if any(map(fits, found)):
@@ -66,7 +68,7 @@ def _with_fewer_launches(best: PlanData, prepared: Prepared) -> list[PlanData]:
     be as fast, or faster.
     """
     machine = prepared.request.machine
-    if not machine.links:  # its latencies are shares of those of buckets
+    if not prepared.search.fewer_launches or not machine.links:  # its latencies are shares of those of buckets
         return []
     launches = {comm.launch: machine.collective_seconds(comm.kind, comm.axes, 0.0) for comm in best.comms}
     if sum(launches.values()) <= _MUCH * best.seconds:
@@ -102,19 +104,20 @@ def _plans(
     prepared: Prepared, machine: Machine, memory_prices: Mapping[Value, float] = MappingProxyType({})
 ) -> list[PlanData]:
     """The plans of all orders for the request's machine, as a search with the prices of `machine` finds them."""
-    request = prepared.request
+    request, search = prepared.request, prepared.search
     axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
 
     starts = {order: prepared.draft(order) for order in _orders(axes)}
-    blind = {order: _plan_axes(start, order, machine, memory_prices) for order, start in starts.items()}
-    plans = {order: finish(steps[-1].draft if steps else starts[order], request) for order, steps in blind.items()}
+    blind = {order: _plan_axes(start, order, machine, search, memory_prices) for order, start in starts.items()}
+    ends = {order: steps[-1].draft if steps else starts[order] for order, steps in blind.items()}
+    plans = {order: finish(end, request, search.joins) for order, end in ends.items()}
     found = list(plans.values())
     if len(axes) > 1:
         best = min(plans, key=lambda order: plans[order].seconds)
         steps, preview = blind[best], blind[best[::-1]][-1].draft.states
-        refined = _plan_axes(starts[best], best, machine, memory_prices, steps, preview)
+        refined = _plan_axes(starts[best], best, machine, search, memory_prices, steps, preview)
         if refined[-1] is not steps[-1]:
-            found.append(finish(refined[-1].draft, request))
+            found.append(finish(refined[-1].draft, request, search.joins))
     return found
 
 
@@ -154,6 +157,7 @@ def _plan_axes(
     draft: Draft,
     order: Sequence[str],
     machine: Machine,
+    search: SearchOptions,
     memory_prices: Mapping[Value, float],
     blind: Sequence[_Step] = (),
     preview: Mapping[Value, States] = _NO_PREVIEW,
@@ -164,6 +168,7 @@ def _plan_axes(
         draft: the draft to begin with.
         order: the axes in planning order.
         machine: the cost constants.
+        search: has the solver.
         memory_prices: as for `AxisProblem`.
         blind: the steps of the same order without a preview. As long as the choices equal theirs, their drafts are
             reused, and the last step too, which has no later axes.
@@ -176,7 +181,7 @@ def _plan_axes(
         if same and not later:
             return [*steps, blind[position]]
         ahead = {value: {a: s for a, s in states.items() if a in later} for value, states in preview.items()}
-        choice = AxisProblem(draft, axis, machine, ahead, memory_prices=memory_prices).solve()
+        choice = AxisProblem(draft, axis, machine, ahead, memory_prices=memory_prices).solve(search)
         same = same and choice.equals(blind[position].choice)
         steps.append(blind[position] if same else _Step(choice, insert_reshards(draft, axis, choice)))
         draft = steps[-1].draft

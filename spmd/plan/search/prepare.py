@@ -15,6 +15,7 @@ from spmd.plan.data.request import Request
 from spmd.plan.local.copied_views import copied_views
 from spmd.plan.search.atoms import Refinement, refine
 from spmd.plan.search.boundary import bound
+from spmd.plan.search.options import SEARCH, SearchOptions
 from spmd.rules import find_rule
 from spmd.rules.ops.random import RANDOM_RULE
 from spmd.rules.rule import Factors, Rule
@@ -29,11 +30,13 @@ class Prepared:
         request: the input of the planner.
         refinement: the atoms of every value and factor.
         options: the strategies on one mesh axis of every operation that has a rule.
+        search: the options of the search.
     """
 
     request: Request
     refinement: Refinement
     options: Mapping[Operation, tuple[Strategy, ...]]
+    search: SearchOptions = SEARCH
 
     def draft(self, order: Sequence[str]) -> Draft:
         """The draft from which planning starts, with no axis planned; `order` has the mesh axes, major first."""
@@ -63,13 +66,13 @@ class Prepared:
         )
 
 
-def prepare(request: Request) -> Prepared:
+def prepare(request: Request, search: SearchOptions = SEARCH) -> Prepared:
     """Refine a program's dims into atoms and derive the strategies of each operation on one mesh axis.
 
     Raises:
         RuleError: a rule contradicts its operator.
     """
-    return Prepared(request, *strategies_of(request.graph, request.rules))
+    return Prepared(request, *strategies_of(request.graph, request.rules), search)
 
 
 def strategies_of(

@@ -23,14 +23,11 @@ from spmd.plan.data.draft import Draft, States, shrink
 from spmd.plan.machine.machine import Machine
 from spmd.plan.search.candidates import all_candidates
 from spmd.plan.search.hubs import Hub, Move, edge_table, hub_choices, hub_table, offer_table, plan_moves
-from spmd.plan.solver.elimination import TooWideError, lower_bound, minimize
+from spmd.plan.search.options import SEARCH, SearchOptions
+from spmd.plan.solver.elimination import TooWideError, lower_bound
 from spmd.plan.solver.neighbourhoods import evaluate, improve
 from spmd.plan.solver.table import Table
 from spmd.rules.strategy import Strategy
-
-BOUND_CELLS = 2**16
-"""The most cells of a table in the lower bound that a non-exact search computes its gap from."""
-
 
 TIE = 1e-15
 """Seconds added to each choice relative to the one before it: negligible against any cost, but it breaks ties so that
@@ -117,7 +114,7 @@ class AxisProblem:
             for position, value in enumerate(operation.tensors)
         }
 
-    def solve(self) -> AxisChoice:
+    def solve(self, search: SearchOptions = SEARCH) -> AxisChoice:
         """The cheapest strategies and moves, or good ones where the exact search would be too large.
 
         In that case large-neighbourhood search improves the choices of `_start`.
@@ -128,10 +125,10 @@ class AxisProblem:
         tables = list(self._tables())
         gap = 0.0
         try:
-            solution = minimize(self.domains, tables)
+            solution = search.minimize(self.domains, tables)
         except TooWideError:
-            solution = improve(self.domains, tables, self._start(tables), self._program_order())
-            bound = lower_bound(self.domains, tables, BOUND_CELLS)
+            solution = improve(self.domains, tables, self._start(tables, search), self._program_order())
+            bound = lower_bound(self.domains, tables, search.bound_cells)
             gap = max(solution.cost / bound - 1, 0.0) if bound > 0 else math.inf
         strategies = {
             operation: self.strategies[operation][solution.choices[variable]]
@@ -140,7 +137,7 @@ class AxisProblem:
         moves = {value: self._moves(value, strategies, solution.choices) for value in self.uses}
         return AxisChoice(strategies, moves, gap)
 
-    def _start(self, tables: Sequence[Table]) -> list[int]:
+    def _start(self, tables: Sequence[Table], search: SearchOptions) -> list[int]:
         """The choices to start from: the first of every domain, with which values are replicated.
 
         Where those are not allowed, the best with at most one shard in every hub, if these can be found.
@@ -151,7 +148,7 @@ class AxisProblem:
         small = copy(self)
         small.acquire, small.domains, small.hubs, small._hubs = 1, self.domains[: len(self.variables)], {}, {}
         try:
-            choices = minimize(small.domains, list(small._tables())).choices
+            choices = search.minimize(small.domains, list(small._tables())).choices
         except TooWideError:
             return first
         start = [*choices[: len(self.variables)], *[0] * len(self.hubs)]
