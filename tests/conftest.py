@@ -2,7 +2,9 @@ import gc
 import math
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeAlias
 
@@ -30,9 +32,15 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def forks() -> ForkServerContext:
-    """Starts processes that have imported already what they need."""
+    """Starts processes that have imported already what they need.
+
+    The server finds it by PYTHONPATH alone: Python before 3.13 gives it no `sys.path`, and passes over what is missing.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fault_cases", "spmd.checkpoint"])
+    context.set_forkserver_preload(["pytest", "fault_cases", "runtime_cases", "spmd.checkpoint"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
     return context
 
 
