@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-hidden-state test-rules prove-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean
+.PHONY: setup train test test-all test-hidden-state test-rules prove-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -30,6 +30,10 @@ test: lint types
 
 test-all: lint types
 	$(BIN)/python -m pytest
+
+# What takes more than a few seconds each, of which `make test` runs a sample.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 test-rules: $(STAMP)
 	$(BIN)/python -m pytest -m rules

@@ -314,6 +314,7 @@ def test_train_gpt_runs_and_verifies(arguments, tmp_path, capsys):
         assert part in printed
 
 
+@pytest.mark.slow  # a launcher and two ranks import torch; tests/test_moe.py has a fast one
 def test_train_gpt_runs_under_torchrun(tmp_path):
     sizes = ["--steps", "6", "--batch", "4", "--context", "16", "--width", "32", "--heads", "4", "--layers", "1"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

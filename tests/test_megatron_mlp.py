@@ -72,6 +72,7 @@ def test_the_example_runs_on_processes(workers):
     assert [0, 0] == workers.run(megatron_mlp.main, [], ranks=2)
 
 
+@pytest.mark.slow  # a launcher and two ranks import torch; tests/test_moe.py has a fast one
 def test_the_other_example_with_collectives_runs_under_torchrun():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -11,6 +11,7 @@ from predictions import Prediction
 SMALL = gpt.Config(vocab=16, width=16, heads=2, layers=1, context=8)
 
 
+@pytest.mark.slow  # it times steps on two processes for 15 seconds
 def test_variants_are_planned_and_timed(workers):
     names = ["fsdp", "fsdp, never gathered", "fsdp for an H100"]
     found, _ = workers.run(predictions.measure, names, SMALL, 4, 2, ranks=2)

@@ -244,7 +244,7 @@ def test_a_rank_that_does_not_start_is_named(forks, missing):
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    [(cases.killed, r"Rank 1 of 3 failed in launched:\n.*SIGKILL"), (cases.raises_between_steps, "no such file")],
+    [(cases.killed, r"Rank 1 of 3 failed in launched:\n.*SIGKILL"), SLOW(cases.raises_between_steps, "no such file")],
     ids=["SIGKILL", "error"],
 )
 def test_launch_leaves_no_processes(tmp_path, case, message):

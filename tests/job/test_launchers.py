@@ -202,7 +202,7 @@ print(spmd.process_index(), mesh.runtime.value, total(torch.arange(4.0)).item())
 """
 
 
-@pytest.mark.parametrize("rank", ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK"])
+@pytest.mark.parametrize("rank", ["SLURM_PROCID", pytest.param("OMPI_COMM_WORLD_RANK", marks=pytest.mark.slow)])
 def test_tasks_of_slurm_and_mpi_meet(environment, rank):
     environment(SLURM if rank in SLURM else OPEN_MPI, SLURM_NTASKS="2", OMPI_COMM_WORLD_SIZE="2")
     environment({"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())})

@@ -11,8 +11,10 @@ from proofs.fuzz.environment import Environment, Rejected
 from proofs.fuzz.generate import generate
 from proofs.fuzz.outcome import Status
 
+SLOW = [pytest.param(first, marks=pytest.mark.slow) for first in (20, 30, 40)]  # half a second for each program
 
-@pytest.mark.parametrize("first", range(0, 50, 10))
+
+@pytest.mark.parametrize("first", [0, 10, *SLOW])
 def test_programs(first):
     outcomes = [check_seed(seed) for seed in range(first, first + 10)]
     assert [] == [outcome for outcome in outcomes if outcome.status not in (Status.RIGHT, Status.SKIPPED)]

@@ -30,10 +30,23 @@ from proofs.shard_map_fuzz.reference import run_program
 from proofs.shard_map_fuzz.search import search
 from proofs.shard_map_fuzz.shrink import shrink
 
+SEEDS = st.integers(0, 10**9)
 
-@settings(max_examples=40, derandomize=True)  # `make test-shard-map` runs ten thousand
-@given(seed=st.integers(0, 10**9))
+
+@settings(max_examples=10, derandomize=True)  # `make test-shard-map` runs ten thousand
+@given(seed=SEEDS)
 def test_programs(seed):
+    check_program(seed)
+
+
+@pytest.mark.slow  # more than a second for each program
+@settings(max_examples=40, derandomize=True)
+@given(seed=SEEDS)
+def test_more_programs(seed):
+    check_program(seed)
+
+
+def check_program(seed):
     outcome = check_seed(seed)
     assert outcome.status in (Status.RIGHT, Status.SKIPPED), f"{outcome.message}\n{script(generate(seed))}"
 
