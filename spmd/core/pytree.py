@@ -20,7 +20,7 @@ from spmd.core.containers import CONSTANTS, NAMESPACE, fields_of, is_registered,
 from spmd.core.mesh import Mesh
 from spmd.core.modules import ModuleState, by_first_name, register_modules
 from spmd.core.placement import Partial, Placement, Replicate, Shard
-from spmd.core.spec import FREE, NESTED, DTensorSpec, P, TensorMeta, has_meta
+from spmd.core.spec import FREE, NESTED, QUANTIZED, DTensorSpec, P, TensorMeta, has_meta
 from spmd.errors import ShardingError
 
 SpecLike: TypeAlias = P | Sequence[Placement]
@@ -218,7 +218,7 @@ def leaf_meta(leaf: Any, where: str) -> TensorMeta:
     """The meta of a tensor, or of any other object with a `shape` and a torch `dtype`.
 
     Raises:
-        ShardingError: `leaf` has no torch dtype; `where` names it in the message.
+        ShardingError: `leaf` has no torch dtype, or is nested or quantized; `where` names it in the message.
     """
     if isinstance(leaf, TensorMeta):
         return leaf
@@ -227,6 +227,8 @@ def leaf_meta(leaf: Any, where: str) -> TensorMeta:
         raise ShardingError(f"{where} is no tensor (got {type(leaf).__name__} {shown}). {leaf_remedy(leaf)}")
     if getattr(leaf, "is_nested", False):
         raise ShardingError(f"{where} is {NESTED}")
+    if getattr(leaf, "is_quantized", False):
+        raise ShardingError(f"{where} is {QUANTIZED}")
     return TensorMeta(tuple(leaf.shape), leaf.dtype)
 
 

@@ -94,6 +94,8 @@ NESTED = (
     "torch.nested.to_padded_tensor(x, 0.0) and the lengths, of which the function makes a mask."
 )
 
+QUANTIZED = "quantized, and DTensors are not. Pass it as .dequantize()."
+
 
 def has_meta(leaf: Any) -> bool:
     """Test for a shape and a torch dtype: a tensor, or a stand-in such as `TensorMeta`.

@@ -270,11 +270,16 @@ class Operator:
 
 
 def refuse_layout(op: torch._ops.OpOverload, layout: torch.layout | None) -> None:
-    """Raise a ShardingError if an operator makes a tensor that is not dense."""
+    """Raise a ShardingError if an operator makes a tensor that is not dense, or is quantized."""
     if layout not in (None, torch.strided):
         raise ShardingError(
             f"{op} at {where()} makes a tensor of layout {layout} of a DTensor, and DTensors are dense. Gradients of "
             "embeddings are dense with sparse=False; a whole tensor becomes sparse by x.full_tensor().to_sparse()."
+        )
+    if name_of(op).startswith(("quantize_per_", "_make_per_")):
+        raise ShardingError(
+            f"{op} at {where()} makes a quantized tensor of a DTensor, and DTensors are not. To round as it does: "
+            "torch.fake_quantize_per_tensor_affine(x, scale, zero_point, 0, 255); a whole tensor is x.full_tensor()."
         )
 
 

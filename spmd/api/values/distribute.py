@@ -16,7 +16,7 @@ from spmd.collectives.distributed.agreement import check_agreement, describe, fa
 from spmd.collectives.distributed.scatter import Scatter
 from spmd.core.mesh import Coordinate, Mesh, Runtime, current_mesh
 from spmd.core.pytree import broadcast_prefix, flatten_with_paths, leaf_meta, leaf_specs, tree_map
-from spmd.core.spec import DTensorSpec
+from spmd.core.spec import QUANTIZED, DTensorSpec
 from spmd.errors import MeshError, ShardingError
 from spmd.job.tracebacks import hides_internals
 
@@ -241,6 +241,8 @@ def check_placeable(value: Any, mesh: Mesh, where: str) -> None:
         )
     if value.layout is not torch.strided:
         raise ShardingError(f"{where} must be dense (got layout {value.layout}). Pass it as .to_dense().")
+    if value.is_quantized:
+        raise ShardingError(f"{where} is {QUANTIZED}")
 
 
 def _cut(value: torch.Tensor, spec: DTensorSpec, coordinate: Coordinate) -> torch.Tensor:

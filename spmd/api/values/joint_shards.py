@@ -30,6 +30,8 @@ class _Facts:
     def of(cls, shard: Any) -> _Facts:
         if not isinstance(shard, torch.Tensor) or hasattr(shard, "full_tensor"):  # a DTensor is no shard
             return cls(type(shard).__name__, None, "")
+        if shard.is_quantized:
+            return cls(f"one that is quantized, {shard.dtype}", None, "")
         return cls("torch.Tensor", TensorMeta.of(shard), shard.device.type)
 
 
