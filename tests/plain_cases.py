@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import optree
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import rnn
 
 import spmd
 from spmd import P
+from spmd.collectives.distributed import agreement
 
 Tensors = Sequence[torch.Tensor]
 Case = tuple[Callable[[], nn.Module | None], Callable[[], Tensors], Callable[..., Any]]
@@ -58,6 +61,50 @@ def _sparse(x: torch.Tensor) -> torch.Tensor:
     return nn.init.sparse_(x.clone(), 0.3)
 
 
+_PARTS = [torch.arange(4.0 * length).view(length, 4).cos() for length in (5, 3, 1)]
+
+
+def _padded(*parts: torch.Tensor) -> list[torch.Tensor]:
+    return [rnn.pad_sequence(list(parts), first, 2.0, side) for first in (False, True) for side in ("left", "right")]
+
+
+def _packed(*parts: torch.Tensor) -> list[torch.Tensor]:
+    packed = rnn.pack_sequence(list(parts))
+    return [packed.data, packed.batch_sizes, *rnn.unpack_sequence(packed)]
+
+
+def _unpadded(*parts: torch.Tensor) -> list[torch.Tensor]:
+    return rnn.unpad_sequence(rnn.pad_sequence(list(parts)), torch.tensor([5, 3, 1]))
+
+
+def _packed_network(kind: type[nn.RNNBase], lengths: Any, **options: Any) -> Case:
+    def run(module: nn.Module, x: torch.Tensor) -> Any:
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=isinstance(lengths, list))
+        output, state = module(packed)
+        return *rnn.pad_packed_sequence(output, batch_first=True, total_length=7), state
+
+    return lambda: kind(4, 3, batch_first=True, **options), lambda: [randn(5, 6, 4)], run
+
+
+_CHUNKS = nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+
+
+def _labels(x: torch.Tensor) -> torch.Tensor:
+    labels = torch.tensor([0, 5, 2, 2, 1])
+    return spmd.distribute(labels, P(), x.mesh) if spmds(x) else labels
+
+
+def _eigenvalues(x: torch.Tensor) -> torch.Tensor:
+    matrix = x[:, None] * x + torch.diag(torch.ones_like(x))
+    return torch.lobpcg(matrix, k=2)[0] * x[:2]  # its first result is a plain tensor that torch wrote to
+
+
+def _total(x: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(())
+    total += x.square().sum()
+    return total
+
+
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "causal attention of another width": _function(lambda x: _attention(x, 5, 0.0), torch.ones(3, 2, 6, 8)),
@@ -89,6 +136,24 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "a sample of a normal distribution": _function(
             lambda mean: torch.distributions.Normal(mean, mean.exp()).rsample((3,)), torch.arange(4.0)
         ),
+        "padded sequences": _function(_padded, *_PARTS),
+        "packed sequences": _function(_packed, *_PARTS),
+        "unpadded sequences": _function(_unpadded, *_PARTS),
+        "LSTM of packed sequences": _packed_network(nn.LSTM, torch.tensor([1, 4, 6, 1, 4]), num_layers=2),
+        "GRU of packed sequences": _packed_network(nn.GRU, [6, 4, 4, 1, 1], bidirectional=True),
+        "RNN of packed sequences": _packed_network(nn.RNN, torch.tensor([6, 4, 5, 1, 1])),
+        "normalization over channels": (
+            lambda: nn.CrossMapLRN2d(3),
+            lambda: [randn(2, 6, 3, 4)],
+            lambda module, x: module(x),
+        ),
+        "chunks of a loss": _function(
+            lambda x, w: F.linear_cross_entropy(x, w, _labels(x), reduction="none", options=_CHUNKS),
+            _PARTS[0],
+            torch.arange(24.0).view(6, 4).sin(),
+        ),
+        "eigenvalues": _function(_eigenvalues, torch.arange(1.0, 7.0, dtype=torch.float64)),
+        "a number that is added to": _function(_total, torch.arange(5.0)),
         "rows of an embedding under vmap": _function(
             torch.vmap(F.embedding), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 5, 3)
         ),
@@ -142,3 +207,18 @@ def drawn_apart(check: str, mesh: spmd.Mesh) -> list[str]:
         said.append(str(error))
     spmd.init(check="first")
     return said
+
+
+def comparisons(name: str, mesh: spmd.Mesh) -> list[str]:
+    """The calls for which ranks compare plain tensors in a case."""
+    calls, gather = list[str](), agreement.gather
+
+    def noted(call: str, *args: Any) -> Any:
+        calls.append(call)
+        return gather(call, *args)
+
+    spmd.init(check="calls")
+    with mock.patch.object(agreement, "gather", noted):
+        results(name, mesh)
+    spmd.init(check="first")
+    return [call for call in calls if call.startswith("aten.")]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import plain_cases as cases
 import pytest
 import torch
@@ -29,7 +31,11 @@ def test_tensors_that_torch_makes(name: str, axes: dict[str, int], shard: int) -
     torch.testing.assert_close(found, cases.results(name, None))
 
 
-@pytest.mark.parametrize("name", ["causal attention with dropout", "LSTM", "fractional pooling"])
+@pytest.mark.parametrize(
+    "name",
+    ["causal attention with dropout", "LSTM", "fractional pooling", "padded sequences", "LSTM of packed sequences",
+     "normalization over channels", "chunks of a loss", "eigenvalues"],
+)  # fmt: skip
 def test_tensors_that_torch_makes_on_processes(name: str, workers: Workers) -> None:
     expected = cases.results(name, None)
     for found in workers.run(call_on_mesh, functools.partial(cases.results, name), {"x": 2}, "distributed", ranks=2):
@@ -42,6 +48,114 @@ def test_ranks_compare_what_torch_draws(check: str, refused: list[int], workers:
         assert refused == [bool(text) for text in said]
         assert "A plain tensor that torch made for aten.add.Tensor at plain_cases.py:" in said[-1]
         assert said[-1].endswith("If it is drawn, call torch.manual_seed with the same seed on all ranks.")
+
+
+def test_ranks_compare_a_tensor_that_torch_makes_once(workers: Workers) -> None:
+    for name in ("LSTM", "eigenvalues"):
+        run = functools.partial(cases.comparisons, name)
+        for calls in workers.run(call_on_mesh, run, {"x": 2}, "distributed", ranks=2):
+            pairs = [(call.partition(" ")[0], then) for call, then in itertools.pairwise(calls) if "with" not in call]
+            assert pairs
+            assert not [op for op, then in pairs if then.startswith(f"{op} with plain tensors")]
+
+
+def test_gradients_of_what_is_written_to_a_plain_tensor_are_dtensors() -> None:
+    x = spmd.distribute(torch.arange(1.0, 7.0), P("x"), MESH).requires_grad_()
+    cases._total(x).backward()
+    assert isinstance(x.grad, spmd.DTensor) and x.spec == x.grad.spec
+
+
+@pytest.mark.parametrize("write", [
+    lambda plain, x: plain.copy_(x),
+    lambda plain, x: torch.mul(x, 2, out=plain),
+    lambda plain, x: plain.__setitem__(0, x[0]),
+    lambda plain, x: plain.__iadd__(x),
+    lambda plain, x: nn.init.zeros_(plain).add_(x),
+])  # fmt: skip
+def test_writes_to_plain_tensors_of_the_user_are_refused(write: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    plain, x = torch.ones(6, 4), spmd.distribute(torch.rand(6, 4), P("x"), MESH)
+    with pytest.raises(ShardingError, match=r"writes values of a DTensor to a plain tensor f32"):
+        write(plain, x)
+    assert plain.unique().numel() == 1
+
+
+def test_padded_sequences_stay_sharded() -> None:
+    parts = [spmd.distribute(torch.rand(n, 6), P(None, "x"), MESH) for n in (5, 3)]
+    with spmd.comms_of() as sent:
+        padded = nn.utils.rnn.pad_sequence(parts)
+    assert padded.spec.pspec == P(None, None, "x") and not sent.comms
+
+
+def test_lengths_of_packed_sequences_may_be_dtensors() -> None:
+    x, lengths = torch.rand(5, 6, 4), torch.tensor([6, 4, 4, 1, 1])
+    packed = nn.utils.rnn.pack_padded_sequence(
+        spmd.distribute(x, P("x"), MESH), spmd.distribute(lengths, P("x"), MESH), batch_first=True
+    )
+    expected = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+    assert torch.equal(expected.data, packed.data.full_tensor())
+    assert torch.equal(expected.batch_sizes, packed.batch_sizes)
+
+
+def test_errors_of_packed_sequences_are_those_of_torch() -> None:
+    rnn, x = nn.utils.rnn, spmd.distribute(torch.rand(5, 6, 4), P("x"), MESH)
+    with pytest.raises(RuntimeError, match="must be sorted in decreasing order"):
+        rnn.pack_padded_sequence(x, [1, 6, 4, 4, 1], batch_first=True)
+    with pytest.raises(RuntimeError, match="to be equal to batch_size"):
+        rnn.pack_padded_sequence(x, [6, 4], batch_first=True)
+    with pytest.raises(RuntimeError, match="Expected padding_side to be one of left or right"):
+        rnn.pad_sequence([x], padding_side="top")
+
+
+@pytest.mark.parametrize("value", [torch.tensor([2, 5]), torch.tensor(3)], ids=["places", "count"])
+def test_splits_where_a_dtensor_says(value: torch.Tensor) -> None:
+    x, places = torch.rand(7, 4), spmd.distribute(value, P(), MESH)
+    expected = torch.tensor_split(x, value)
+    for found in (torch.tensor_split(spmd.distribute(x, P("x"), MESH), places), torch.tensor_split(x, places)):
+        torch.testing.assert_close(list(expected), [getattr(part, "full_tensor", part.clone)() for part in found])
+
+
+def test_arrays_are_compared() -> None:
+    held, array = torch.arange(12.0).view(4, 3), np.arange(3.0)
+    x, holder = spmd.distribute(held, P("x"), MESH), {"array": array}
+    expected = held == torch.from_numpy(array)
+    for found in (
+        x == array,
+        array == x,
+        x == holder["array"],
+        x == np.arange(3.0),
+        x == array.copy(),
+        x == -(0 - array),
+    ):
+        assert torch.equal(expected, found.full_tensor())
+    with pytest.raises(ShardingError, match="has a plain tensor"):
+        x == torch.from_numpy(array)  # noqa: B015
+
+
+def test_meta_tensors_are_refused() -> None:
+    x, meta = spmd.distribute(torch.rand(4, 3), P("x"), MESH), torch.ones(3, device="meta")
+    with spmd.implicit_replication():
+        for call in (lambda: x + meta, lambda: torch.stack([x, x.to("meta")]), lambda: x.clone().copy_(meta)):
+            with pytest.raises(ShardingError, match=r"An operand of aten.* at test_plain.* \(got a meta tensor"):
+                call()
+    assert x.to("meta").is_meta and torch.empty_like(x, device="meta").copy_(x).is_meta
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_tensors_are_refused() -> None:
+    x, plain = spmd.distribute(torch.rand(4, 3), P("x"), MESH), torch.rand(4, 3)
+    quantized = torch.quantize_per_tensor(plain, 0.1, 0, torch.quint8)
+    calls = [
+        lambda: x + quantized,
+        lambda: x.copy_(quantized),
+        lambda: spmd.distribute(quantized, P("x"), MESH),
+        lambda: spmd.DTensor.from_local([quantized] * 3, MESH, P("x")),
+        lambda: spmd.jit(lambda x: x + 1, P("x"), mesh=MESH)(quantized),
+    ]
+    for call in calls:
+        with pytest.raises(ShardingError, match="is quantized, "):
+            call()
+    with pytest.raises(ShardingError, match=r"makes a quantized tensor of a DTensor.*fake_quantize_per_tensor_affine"):
+        torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
 
 
 class Holder(nn.Module):

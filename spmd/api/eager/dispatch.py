@@ -11,11 +11,8 @@ is all that its program does, else the compiled program.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,19 +20,19 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._mode_utils import no_dispatch
 
+from spmd.api.eager.composites import pack
 from spmd.api.eager.families import add_alias, view_of
 from spmd.api.eager.gradient_scaling import unscale
 from spmd.api.eager.operator_cache import find, program_of, remember
 from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, refuse_layout, slot_numbers
-from spmd.api.eager.operators import index_arguments, is_listed, written_arguments
+from spmd.api.eager.operators import index_arguments, is_listed, overwritten_arguments, written_arguments
 from spmd.api.eager.plain_copies import placed_as
-from spmd.api.eager.plain_tensors import check_replicas, is_number, refusal
+from spmd.api.eager.plain_operands import Roles, implicit_replication, on_one_mesh, write_plain
+from spmd.api.eager.plain_tensors import is_number
 from spmd.api.eager.recurrent import lstm_layer, lstm_layer_backward
-from spmd.api.values.distribute import check_same, place
-from spmd.api.values.dtensor import DTensor, become, dispatch_operators_to, set_family, wrap
+from spmd.api.values.dtensor import DTensor, become, dispatch_operators_to, set_family, share_data, wrap
 from spmd.core.mesh import Mesh
-from spmd.core.spec import DTensorSpec, TensorMeta
-from spmd.errors import MeshError, ShardingError, TraceError
+from spmd.errors import ShardingError, TraceError
 from spmd.ir.graph import freeze, map_leaves
 from spmd.job import checks
 from spmd.runtime.torch_settings import are_modes_off, torch_settings
@@ -46,28 +43,6 @@ from spmd.tracing.source import where
 aten = torch.ops.aten
 
 _META = torch.device("meta")
-
-_replicates: ContextVar[bool] = ContextVar("spmd_implicit_replication", default=False)
-
-
-@contextlib.contextmanager
-def implicit_replication() -> Iterator[None]:
-    """A context in which plain tensors may be operands beside DTensors; they count as replicated.
-
-    On a distributed mesh each rank must have the same values. Ranks compare them at the first call of an operator with
-    such specs, if it communicates, and by `spmd.init(check="calls")` at each.
-
-    >>> from spmd import P, distribute, make_mesh
-    >>> x = distribute(torch.arange(3), P("data"), make_mesh({"data": 2}, runtime="virtual"))
-    >>> with implicit_replication():
-    ...     (x + torch.ones(3, dtype=torch.int64)).full_tensor()
-    tensor([1, 2, 3])
-    """
-    token = _replicates.set(True)
-    try:
-        yield
-    finally:
-        _replicates.reset(token)
 
 
 @dispatch_operators_to
@@ -120,14 +95,13 @@ def _run_planned(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     tensors: list[torch.Tensor] = []
     arguments: Arguments = map_leaves(functools.partial(_slot, tensors), (tuple(args), dict(kwargs)))
     _refuse_trace(op, tensors)
-    if any(tensor.is_meta for tensor in tensors):  # torch asks for shapes: of tangents that are zero, for example
+    written = slot_numbers(written_arguments(op), arguments)
+    if any(tensors[number].is_meta for number in written):
         args, kwargs = map_leaves(_as_meta, (tuple(args), dict(kwargs)))
         return op(*args, **kwargs)
-    written = slot_numbers(written_arguments(op), arguments)
-    for number in written:
-        _refuse_plain_target(op, tensors[number])
-    indexes = slot_numbers(index_arguments(op), arguments)
-    held = _on_one_mesh(op, tensors, indexes)
+    indexes, overwritten = (slot_numbers(of(op), arguments) for of in (index_arguments, overwritten_arguments))
+    operands = on_one_mesh(op, tensors, Roles(indexes, written, overwritten))
+    held = operands.placed
     if op in _BY_STEPS:
         args, _ = map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments)
         return _BY_STEPS[op](*args)
@@ -138,12 +112,12 @@ def _run_planned(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     if all(given is placed for given, placed in zip(tensors, held, strict=False)):
         remember(operator, args, kwargs)
     elif checks.every_call or not operator.is_compared:
-        _compare_plain(op, tensors, indexes, held[0].mesh)
+        operands.compare(op)
         operator.is_compared = True
     given = map_leaves(lambda leaf: held[leaf.number] if isinstance(leaf, Slot) else leaf, arguments)
     result = operator(held, *given, modes_off=are_modes_off())
     numbers = [number for number in written if tensors[number] is not held[number]]
-    return _write_numbers(result, [(held[number], tensors[number]) for number in numbers]) if numbers else result
+    return write_plain(result, [(held[number], tensors[number]) for number in numbers]) if numbers else result
 
 
 def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
@@ -212,94 +186,10 @@ def _refuse_trace(op: Any, tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-_ONE_MESH = "Move one of them: spmd.distribute(x.full_tensor(), spec, mesh)."
-
-
-def _on_one_mesh(op: Any, tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> list[DTensor]:
-    """The tensors of a call as DTensors on one mesh; plain ones are replicated where that is allowed, and numbers."""
-    placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    mesh = next((tensor for tensor in placed if tensor.ndim), placed[0]).mesh
-    return [_on_mesh(op, tensor, mesh, number in indexes) for number, tensor in enumerate(tensors)]
-
-
-def _on_mesh(op: Any, tensor: torch.Tensor, mesh: Mesh, is_index: bool) -> DTensor:
-    if isinstance(tensor, DTensor):
-        if tensor.mesh == mesh:
-            return tensor
-        if tensor.ndim:
-            raise MeshError(f"{op} at {where()} has operands on {mesh} and on {tensor.mesh}. {_ONE_MESH}")
-        tensor = tensor._whole()  # a number
-    meta = TensorMeta.of(tensor)
-    if not (is_index or is_number(tensor) or _replicates.get() or _is_backward() or _is_asserted()):
-        advice = refusal(tensor)
-        if advice is not None:
-            raise ShardingError(
-                f"{op} at {where()} has a plain tensor {meta} beside a DTensor on {mesh}. Place it with "
-                "spmd.distribute(x, spec, mesh), or let plain tensors count as replicated: with "
-                f"spmd.implicit_replication(). Numbers and 0-d tensors need neither.{advice}"
-            )
-        check_replicas(op, mesh, tensor)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        _expect_plain_gradient(tensor)
-    placed = place(tensor, DTensorSpec.replicated(mesh, meta), f"an operand of {op}")
-    return placed if tensor.is_contiguous() else wrap(placed._spec, placed._shards, tensor.stride())
-
-
-def _compare_plain(op: Any, tensors: Sequence[torch.Tensor], indexes: Sequence[int], mesh: Mesh) -> None:
-    """Check that all ranks have the same plain tensors in a call, but for numbers that are no index."""
-    found = {
-        f"operand {number} of {op}": tensor
-        for number, tensor in enumerate(tensors)
-        if not isinstance(tensor, DTensor) and (number in indexes or not is_number(tensor))
-    }
-    if found:
-        check_same(f"{op} with plain tensors on {mesh}", mesh, list(found), list(found.values()))
-
-
-def _expect_plain_gradient(tensor: torch.Tensor) -> None:
-    """Let the gradient of a plain tensor be one, too, where operators on DTensors compute it."""
-    hooks = (tensor._backward_hooks or {}).values()
-    if not any(isinstance(hook, functools.partial) and hook.func is _as_plain for hook in hooks):
-        tensor.register_hook(functools.partial(_as_plain, tensor.device))
-
-
-def _as_plain(device: torch.device, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.full_tensor().to(device) if isinstance(gradient, DTensor) else gradient
-
-
-def _is_backward() -> bool:
-    """Whether a backward pass calls: torch's derivatives make plain tensors, which depend on shapes alone."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _is_asserted() -> bool:
-    """Whether `torch.testing.assert_close` calls: it reads values, so a plain tensor may be one of the two."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.testing._comparison":
-        frame = frame.f_back
-    return frame is not None
-
-
 def _source(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The source of a copy to a DTensor: a plain tensor under its spec, but for numbers."""
-    is_known = isinstance(source, DTensor) or source.is_meta or is_number(source)
+    is_known = isinstance(source, DTensor) or source.is_meta or source.is_quantized or is_number(source)
     return placed_as(target, source) if isinstance(target, DTensor) and not is_known else source
-
-
-def _write_numbers(result: Any, numbers: Sequence[tuple[DTensor, torch.Tensor]]) -> Any:
-    """Write to plain tensors of one element what their replicas have become; they stand for these in the result."""
-    for held, plain in numbers:
-        plain.copy_(held._shards[0].reshape(plain.shape))
-    plain_of = {id(held): plain for held, plain in numbers}
-    return map_leaves(lambda leaf: plain_of.get(id(leaf), leaf), result)
-
-
-def _refuse_plain_target(op: Any, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, DTensor) and tensor.numel() != 1:
-        raise ShardingError(
-            f"{op} at {where()} writes values of a DTensor to a plain tensor {TensorMeta.of(tensor)}. Make a new value "
-            "(y = y + x), write to a DTensor (torch.empty_like(x)), or take the whole tensor first: x.full_tensor()."
-        )
 
 
 def _item(value: DTensor) -> Any:
@@ -337,7 +227,10 @@ def _alias(value: DTensor) -> DTensor:
 
 
 def _resize_(value: DTensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> DTensor:
-    """A DTensor as it is: its shape is fixed, and its order in memory."""
+    """A DTensor as it is: its shape is fixed, and its order in memory, but for one that is empty."""
+    if not value.numel() and value._family is None:
+        share_data(value, value.new_empty(size))
+        return value
     order = torch.contiguous_format if memory_format is None else memory_format
     if value.shape != torch.Size(size) or not (memory_format is None or value.is_contiguous(memory_format=order)):
         raise ShardingError(
@@ -401,8 +294,10 @@ _DIRECT: Mapping[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     aten.allclose.default: _allclose,
     aten.bincount.default: _bincount,
+    aten._pack_padded_sequence.default: pack,
     aten.equal.default: _equal,
     aten.resize_.default: _resize_,
+    aten.resize_as_.default: lambda value, other, **options: value.resize_(other.shape, **options),
     aten.is_same_size.default: lambda value, other: value.shape == other.shape,
     aten._has_same_storage_numel.default: lambda value, other: value.numel() == other.numel(),
 }

@@ -46,6 +46,14 @@ def written_arguments(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 @functools.cache
+def overwritten_arguments(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """The position and the name of each argument that an operator writes to without reading it."""
+    is_copy = name_of(op) in ("copy", "_foreach_copy")
+    arguments = op._schema.arguments
+    return tuple((n, name) for n, name in written_arguments(op) if is_copy or arguments[n].is_out)
+
+
+@functools.cache
 def index_arguments(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
     """The position and the name of each argument that says which elements an operator takes."""
     return tuple((n, a.name) for n, a in enumerate(op._schema.arguments) if a.name in _INDEXES)

@@ -14,12 +14,14 @@ import itertools
 import linecache
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from spmd.api.values.distribute import distribute
 from spmd.api.values.dtensor import DTensor
@@ -41,6 +43,12 @@ def is_number(tensor: torch.Tensor) -> bool:
 
 def refusal(tensor: torch.Tensor) -> str | None:
     """None if torch made a plain operand of the running operator; else what to do if it seems so and cannot be told."""
+    if (
+        tensor.layout is torch.strided
+        and not is_functorch_wrapped_tensor(tensor)
+        and tensor.untyped_storage() in _written
+    ):
+        return None
     if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad:
         return ""
     frame: FrameType | None = sys._getframe(1)
@@ -50,21 +58,35 @@ def refusal(tensor: torch.Tensor) -> str | None:
         return ""
     if is_user_file(frame.f_code.co_filename):  # it called a function of torch that has no frame
         return _refusal_by_source(frame)
-    return None if _is_torchs(frame) and not _is_in_reach(tensor, frame) else ""
+    return None if _is_torchs(frame) and (is_backward() or not _is_in_reach(tensor, frame)) else ""
 
 
-def check_replicas(op: Any, mesh: Mesh, tensor: torch.Tensor) -> None:
-    """Compare a tensor that torch made between the ranks of a mesh, the first time at each line.
+def is_backward() -> bool:
+    """Test for a backward pass: the plain tensors of torch's derivatives depend on shapes alone."""
+    return torch._C._current_graph_task_id() != -1
 
-    Torch may have drawn it. With `check="calls"` it is compared each time.
+
+def remember(tensor: torch.Tensor) -> None:
+    """Let a plain tensor that torch made, to which values of DTensors are written, count as replicated from now on."""
+    _written.add(tensor.untyped_storage())
+
+
+_written: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+
+def check_replicas(op: Any, mesh: Mesh, tensors: Sequence[torch.Tensor]) -> None:
+    """Compare tensors that torch made between the ranks of a mesh, the first time at each line.
+
+    Torch may have drawn them. With `check="calls"` they are compared each time.
 
     Raises:
         DivergenceError: on every rank, if they hold different tensors.
     """
     place = where()
-    if spans_processes(mesh) and (checks.every_call or (mesh, place, op) not in _compared):
+    if tensors and spans_processes(mesh) and (checks.every_call or (mesh, place, op) not in _compared):
         name = f"A plain tensor that torch made for {op} at {place}"
-        check_agreement(f"{op} on {mesh}", {name: describe(tensor)}, _SAME_SEED, mesh.ranks)
+        claims = {name + f" ({number})" * bool(number): describe(tensor) for number, tensor in enumerate(tensors)}
+        check_agreement(f"{op} on {mesh}", claims, _SAME_SEED, mesh.ranks)
         _compared.add((mesh, place, op))
 
 
@@ -158,6 +180,8 @@ def _tensors(values: Iterable[Any], *, attributes: bool = True) -> Iterator[Any]
         seen.add(id(value))
         if isinstance(value, torch.Tensor) or hasattr(type(value), "__array__"):
             yield value
+        elif isinstance(value, PackedSequence):
+            stack.append(value.data)  # its other tensors are places in it
         elif isinstance(value, Mapping):
             stack += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
@@ -175,10 +199,11 @@ def _shares_memory(tensor: torch.Tensor, other: Any) -> bool:
 
 def _refusal_by_source(frame: FrameType) -> str | None:
     """None if the call that a user's frame is making has, by its source, no plain tensor among its arguments."""
-    call = _expression(frame.f_code, frame.f_lasti, frame.f_lineno)
+    call, reader = _expression(frame.f_code, frame.f_lasti, frame.f_lineno), _Reader(frame)
+    if isinstance(call, ast.Compare) and any(map(reader.is_array, (call.left, *call.comparators))):
+        return None  # `==` makes a tensor of an array, other operators call `__array_ufunc__`
     if not isinstance(call, ast.Call):
         return ""
-    reader = _Reader(frame)
     if reader.calls_torch(call) and reader.arguments(call) != _PLAIN:
         return None
     return (
@@ -247,6 +272,21 @@ class _Reader:
         if isinstance(node, (ast.Name, ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)):
             return _PLAIN
         return max(map(self.kind, ast.iter_child_nodes(node)), default=_OTHER)
+
+    def is_array(self, node: ast.AST) -> bool:
+        """Test for an expression that is an array of NumPy."""
+        value = self._value(node)
+        if value is not _MISSING:
+            return type(value).__module__ == "numpy"
+        if isinstance(node, ast.Call):
+            is_method = isinstance(node.func, ast.Attribute) and self.is_array(node.func.value)
+            return is_method or getattr(self._value(node.func), "__module__", None) == "numpy"
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            return self.is_array(node.value)
+        parts = list(ast.iter_child_nodes(node)) if isinstance(node, (ast.BinOp, ast.UnaryOp)) else []
+        return any(map(self.is_array, parts)) and all(
+            isinstance(part, (ast.operator, ast.unaryop, ast.Constant)) or self.is_array(part) for part in parts
+        )
 
     def _result(self, call: ast.Call) -> int:
         """The kind of what a call returns."""

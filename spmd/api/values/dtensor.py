@@ -262,8 +262,8 @@ class DTensor(Wrapper):
 
     def new(self, *size: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
         """An uninitialised tensor of a shape, as `new_empty`; of data, torch's own, a plain tensor."""
-        lengths = size[0] if len(size) == 1 and isinstance(size[0], torch.Size) else size
-        if options or not lengths or not all(isinstance(length, int) for length in lengths):
+        lengths = size[0] if len(size) == 1 and isinstance(size[0], torch.Size) else size or (0,)
+        if options or not all(isinstance(length, int) for length in lengths):
             return super().new(*size, **options)  # type: ignore[no-any-return]
         return self.new_empty(lengths)
 
@@ -508,6 +508,11 @@ def _set_data(value: DTensor, other: DTensor) -> None:
             f"The data of a DTensor {value._spec} on {value.mesh} can be that of one of its shape on its mesh (got "
             f"{other._spec} on {other.mesh})."
         )
+    share_data(value, other)
+
+
+def share_data(value: DTensor, other: DTensor) -> None:
+    """Let a DTensor be another, which is no view, from now on."""
     with no_dispatch():  # changes the wrapper, which has no data
         torch.Tensor.data.__set__(value, other)  # type: ignore[attr-defined]
     become(value, other)
@@ -544,8 +549,10 @@ def restore(
 def _as_leaf(leaf: weakref.ref[DTensor], gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a leaf with its spec; by a weak reference, because the leaf has this as a hook."""
     found = leaf()
-    if found is None or not isinstance(gradient, DTensor):
+    if found is None:
         return gradient
+    if not isinstance(gradient, DTensor):  # of what a DTensor was written to, a plain number for example
+        (gradient,) = _replicas("the gradient", {"the gradient": gradient}, found.mesh, compares=False)
     if gradient._spec == found._spec:  # which may be a view of what the backward pass computed, and is then no more
         return gradient if gradient._family is None else wrap(gradient._spec, gradient._shards, gradient._strides)
     return gradient.redistribute(found._spec.complete.pspec)
