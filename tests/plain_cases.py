@@ -210,11 +210,12 @@ def drawn_apart(check: str, mesh: spmd.Mesh) -> list[str]:
 
 
 def comparisons(name: str, mesh: spmd.Mesh) -> list[str]:
-    """The calls for which ranks compare plain tensors in a case."""
+    """The operators for which ranks compare plain tensors in the forward pass of a case."""
     calls, gather = list[str](), agreement.gather
 
     def noted(call: str, *args: Any) -> Any:
-        calls.append(call)
+        if torch._C._current_graph_task_id() == -1:
+            calls.append(call)
         return gather(call, *args)
 
     spmd.init(check="calls")

@@ -86,7 +86,9 @@ def on_one_mesh(op: Any, tensors: Sequence[torch.Tensor], roles: Roles) -> Opera
     """
     dtensors = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     mesh = next((tensor for tensor in dtensors if tensor.ndim), dtensors[0]).mesh
-    placed, made, given = [], [], {}
+    placed: list[DTensor] = []
+    made: list[torch.Tensor] = []
+    given: dict[str, torch.Tensor] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
             placed.append(_moved(op, tensor, mesh))
