@@ -16,6 +16,7 @@ import spmd
 from spmd import P
 from spmd.ir.list_operators import FUSED
 from spmd.optim import adamw, clip_by_global_norm, master_weights, sgd
+from spmd.tracing.optimizers import formulas
 
 MESH = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
 ROWS = P("data")
@@ -191,6 +192,23 @@ def test_torchs_adam(
     assert ("_fused_adamw" if decoupled and given["weight_decay"] else "_fused_adam") == name
     assert given["maximize"] == found["maximize"]
     assert pytest.approx(given["weight_decay"], rel=1e-9) == found["weight_decay"]
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_parameters_with_numbers_of_steps_of_their_own_are_examined_once(
+    rate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined, examine = [], formulas.adam
+    monkeypatch.setattr(formulas, "adam", lambda *args: examined.append(args) or examine(*args))
+    counts = []
+    for number in (1, 6):
+        params = [spmd.distribute(torch.randn(3 + size, 2), ROWS, MESH) for size in range(number)]
+        for param in params:
+            param.requires_grad_().grad = torch.ones_like(param)
+        examined.clear()
+        torch.optim.AdamW(params, lr=rate, fused=True).step()
+        counts.append(len(examined))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("way", ["single", "foreach", "fused"])

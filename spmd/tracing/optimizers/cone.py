@@ -5,7 +5,7 @@ Parameters of one optimizer have cones that differ in nothing but the values: th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -52,6 +52,7 @@ class Cone:
 
     values: tuple[Value, ...]
     calls: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]] | None, ...]
+    numbers: tuple[Value, ...]
     key: Any
     producers: Mapping[Value, Operation]
 
@@ -76,8 +77,7 @@ class Cone:
                 (operation.args, dict(operation.kwargs)),
             )
             calls.append((operation.op, args, kwargs))
-        key = tuple(call and (call[0], freeze(call[1]), freeze(call[2])) for call in calls)
-        return cls(tuple(found), tuple(calls), key, producers)
+        return cls(tuple(found), tuple(calls), *_numbered(calls, producers), producers)
 
     def operands(self, number: int) -> tuple[int, ...]:
         """The nodes that a node is computed from, without repetitions."""
@@ -138,10 +138,39 @@ class Cone:
     def _call(self, key: int | Value) -> tuple[Any, Any, Any] | None:
         if isinstance(key, int):
             return self.calls[key]
-        operation = self.producers.get(key)
-        if operation is None or not (_is_elementwise(operation) or operation.op is aten.full.default):
-            return None
-        return _call_of(operation)
+        return _call_of_number(key, self.producers)
+
+
+def _numbered(calls: Sequence[Any], producers: Mapping[Value, Operation]) -> tuple[tuple[Value, ...], Any]:
+    """The 0-d values that calls are computed from, and a key of the calls, which has their places for them.
+
+    So the parameters of a fused optimizer, of which each has its own number of steps, have equal keys.
+    """
+    places: dict[Value, int] = {}
+    numbers: list[Value] = []
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Value):
+            return leaf
+        if leaf not in places:
+            places[leaf] = len(numbers)
+            numbers.append(leaf)
+        return "number", places[leaf]
+
+    def frozen(call: Any) -> Any:
+        return call and (call[0], freeze(map_leaves(place, call[1:])))
+
+    key = [frozen(call) for call in calls]
+    for number in numbers:  # which grows
+        key.append(number if len(numbers) > _SIZE else (number.meta, frozen(_call_of_number(number, producers))))
+    return tuple(numbers), tuple(key)
+
+
+def _call_of_number(number: Value, producers: Mapping[Value, Operation]) -> tuple[Any, Any, Any] | None:
+    operation = producers.get(number)
+    if operation is None or not (_is_elementwise(operation) or operation.op is aten.full.default):
+        return None
+    return _call_of(operation)
 
 
 def _call_of(operation: Operation) -> tuple[Any, Any, Any]:

@@ -60,6 +60,10 @@ class Step:
     rate: Value | Number | None
     options: Mapping[str, Any]
 
+    def of(self, numbers: Mapping[Any, Any]) -> Step:
+        """The step of an equal cone, by the 0-d values there for those here."""
+        return attrs.evolve(self, step=numbers.get(self.step, self.step), rate=numbers.get(self.rate, self.rate))
+
 
 @attrs.frozen
 class _Mean:

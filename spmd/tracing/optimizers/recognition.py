@@ -58,7 +58,7 @@ class _Recognition:
         for operation in graph.operations:
             for value in dict.fromkeys(operation.operands):
                 self.readers.setdefault(value, []).append(operation)
-        self.known: dict[Any, tuple[Step, ...]] = {}
+        self.known: dict[Any, tuple[Cone, tuple[Step, ...]]] = {}
         self.fused: dict[Operation, tuple[Cone, Step]] = {}  # by the operation that computes the new parameter
         self.replaced: set[Operation] = set()
 
@@ -88,8 +88,11 @@ class _Recognition:
             number = cone.values.index(value)
             key = examine, number, cone.key
             if key not in self.known:
-                self.known[key] = tuple(examine(cone, number))
-            step = next((step for step in self.known[key] if self.is_whole(cone, step)), None)
+                self.known[key] = cone, tuple(examine(cone, number))
+            examined, steps = self.known[key]
+            numbers = dict(zip(examined.numbers, cone.numbers, strict=True))
+            here = (step.of(numbers) for step in steps)
+            step = next((step for step in here if self.is_whole(cone, step)), None)
             last = last if step is None else (cone, step)
             if last and examine is formulas.momentum:
                 break
