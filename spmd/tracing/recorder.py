@@ -411,11 +411,22 @@ def _copy_of_state(source: Source | None) -> str:
     return " Pass an object that writes to its tensors, such as a cache, copy.deepcopy(it) inside, and return the copy."
 
 
+def _implementation_of_experts(source: Source | None) -> str:
+    """Advice about a mixture of experts of an installed package that loops over the experts which are hit."""
+    if source is None or not is_installed(source.file) or "expert" not in source.code:
+        return ""
+    return (
+        " For experts of transformers, call model.set_experts_implementation('grouped_mm'), or 'batched_mm', first: it "
+        "multiplies by all experts at once."
+    )
+
+
 def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -> TraceError:
     if isinstance(error, DynamicOutputShapeException):
         return TraceError(
             f"The shape of the result of {func} at {where(source)} depends on the values of its tensors, and a program "
             f"has static shapes. {_STATIC_SHAPES.get(func._schema.name.removeprefix('aten::'), _STATIC_SHAPE)}"
+            f"{_implementation_of_experts(source)}"
         )
     asked = "" if func is torch.ops.aten._local_scalar_dense.default else f"{func}, "
     return TraceError(

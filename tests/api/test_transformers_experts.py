@@ -10,6 +10,7 @@ import spmd
 from spmd import P
 
 transformers = pytest.importorskip("transformers")
+LINE = spmd.make_mesh({"x": 2}, runtime="virtual")
 SIZES = {
     "vocab_size": 32,
     "hidden_size": 16,
@@ -51,8 +52,16 @@ def test_gradients_are_those_of_one_device(kind: str, experts: str) -> None:
     torch.testing.assert_close({name: x.full_tensor() for name, x in found.items()}, expected)
 
 
-def test_experts_that_loop_over_those_that_are_hit_are_refused() -> None:
-    model = model_of("mixtral", "eager")
-    step = spmd.jit(lambda ids: model(ids, use_cache=False).logits, P("x"), mesh=spmd.make_mesh({"x": 2}))
-    with pytest.raises(spmd.TraceError, match=r"nonzero.* depends on the values"):
-        step(torch.zeros(4, 4, dtype=torch.int64))
+def test_experts_that_loop_over_those_that_are_hit_are_refused_with_what_to_call() -> None:
+    model, ids = model_of("mixtral", "eager"), torch.zeros(4, 4, dtype=torch.int64)
+    step = spmd.jit(lambda model, ids: model(ids, use_cache=False).logits, (None, P("x")), mesh=LINE)
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            spmd.TraceError, match=r"depends on the values .* model\.set_experts_implementation\('grouped_mm'\)"
+        ),
+    ):
+        step(model, ids)
+    model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+    with torch.no_grad():
+        torch.testing.assert_close(step(model, ids).full_tensor(), model(ids, use_cache=False).logits)
