@@ -93,6 +93,7 @@ test-models: $(VENV)/.models
 	$(BIN)/python -m pytest tests/api/test_transformers_specs.py tests/api/test_transformers_containers.py \
 	    tests/api/test_functional_optimizers.py
 	$(BIN)/python -m proofs.models --markdown docs/models.md
+	$(BIN)/python -m proofs.models --routes --markdown docs/models.md
 
 # Rewrites docs/operators.md with what the sweeps over torch's operators and modules find.
 operators: $(STAMP)

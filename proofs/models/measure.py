@@ -82,15 +82,15 @@ def _measure(case: Case) -> Found:
     params = {name: value.detach() for name, value in module.named_parameters()}
     buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
     step = _training(module, case.model.backward) if case.training else _forward(module)
-    changed = {name: value * _noise(value) for name, value in params.items()}
+    changed = {name: value * noise(value) for name, value in params.items()}
     expected, noisy = (_results(case, step, held, buffers, inputs) for held in (params, changed))
-    mesh, specs = _sharded(case.strategy, module, params, inputs)
+    mesh, specs = sharded(case.strategy, module, params, inputs)
     before = time.process_time()
     jitted = spmd.jit(step, (specs, P(), P("data")), mesh=mesh)
     jitted.plan(params, buffers, inputs)
     seconds = time.process_time() - before
     found = _results(case, jitted, params, buffers, inputs)
-    return Found(case, max(map(_difference, found, expected, noisy)), seconds)
+    return Found(case, max(map(difference, found, expected, noisy)), seconds)
 
 
 def _results(
@@ -108,12 +108,13 @@ NOISE = 2.0**-23
 """The rounding of float32, in which models compute norms and softmax even where parameters are float64."""
 
 
-def _noise(value: torch.Tensor) -> torch.Tensor:
+def noise(value: torch.Tensor) -> torch.Tensor:
     """Factors by which parameters are changed, to see how much one device's results depend on rounding."""
     return 1 + NOISE * torch.randn(value.shape, dtype=value.dtype, generator=torch.Generator().manual_seed(2))
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor, noisy: torch.Tensor) -> float:
+def difference(found: torch.Tensor, expected: torch.Tensor, noisy: torch.Tensor) -> float:
+    """The largest difference of a tensor from one device; see `Found`."""
     if not expected.numel():
         return 0.0
     finite = expected.isfinite()
@@ -144,6 +145,12 @@ def _floats(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss of a model's output: its own, or that of a sine of its results."""
+    given = getattr(output, "loss", None)
+    return given if given is not None else torch.stack([x.sin().mean() for x in _floats(output)]).sum()
+
+
 def _forward(module: nn.Module) -> Callable[..., list[torch.Tensor]]:
     def forward(params: Inputs, buffers: Inputs, inputs: Inputs) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -155,9 +162,7 @@ def _forward(module: nn.Module) -> Callable[..., list[torch.Tensor]]:
 def _training(module: nn.Module, backward: bool) -> Callable[..., list[torch.Tensor]]:
     def step(params: Inputs, buffers: Inputs, inputs: Inputs) -> list[torch.Tensor]:
         def loss(params: Inputs) -> torch.Tensor:
-            output = _call(module, params, buffers, inputs)
-            given = getattr(output, "loss", None)
-            return given if given is not None else torch.stack([x.sin().mean() for x in _floats(output)]).sum()
+            return loss_of(_call(module, params, buffers, inputs))
 
         gradients, value = (_backward if backward else grad_and_value)(loss)(params)
         return [value, *(params[name] - 0.1 * gradients[name] for name in params)]
@@ -177,13 +182,13 @@ def _backward(loss: Callable[[Inputs], torch.Tensor]) -> Callable[[Inputs], tupl
     return gradients
 
 
-def _sharded(strategy: str, module: nn.Module, params: Inputs, inputs: Inputs) -> tuple[Mesh, Any]:
-    """The mesh of a strategy and the specs of the parameters.
+def sharded(strategy: str, module: nn.Module, params: Inputs, inputs: Inputs, ranks: int = 2) -> tuple[Mesh, Any]:
+    """The mesh of a strategy, of so many ranks if it has one axis, and the specs of the parameters.
 
     The third shards parameters as Megatron-LM does where `tensor_parallel_specs` finds that; otherwise along two axes.
     """
     if strategy != "tensor":
-        mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+        mesh = spmd.make_mesh({"data": ranks}, runtime="virtual")
         return mesh, P() if strategy == "data" else spmd.fsdp_specs(params, "data", min_size=1, mesh=mesh)
     mesh = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
     training = module.training

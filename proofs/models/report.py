@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from proofs.models.measure import LIMIT, STRATEGIES, TOLERANCE, Found
+from proofs.models.routes import ROUTES, STEPS, Trial
 from proofs.page import table
 
 
@@ -58,3 +59,34 @@ def _cell(found: Found) -> str:
     differs = "" if found.difference < TOLERANCE else ", **differs**"
     slow = "" if found.seconds <= LIMIT else ", **too long**"
     return f"{found.seconds:.1f} s, {found.difference:.0e}{differs}{slow}"
+
+
+def line_of_trial(trial: Trial) -> str:
+    """One training on one line."""
+    return f"{trial.case.model.name}, {trial.case.strategy}, {trial.case.route}: {_trial(trial)}, {trial.seconds:.1f} s"
+
+
+def _trial(trial: Trial) -> str:
+    differs = "" if trial.passes else ", **differs**"
+    return trial.error[:160] or f"{trial.losses:.0e}, {trial.parameters:.0e}{differs}"
+
+
+def markdown_of_routes(trials: Sequence[Trial]) -> str:
+    """The trainings: how many pass by each route, and a row for each model and layout."""
+    counts = []
+    for route in ROUTES:
+        found = [trial for trial in trials if trial.case.route == route]
+        counts.append(f"{route}: {sum(trial.passes for trial in found)} of {len(found)}")
+    rows = [
+        (model.name, layout, *map(_trial, group))
+        for (model, layout), group in itertools.groupby(trials, lambda trial: (trial.case.model, trial.case.strategy))
+    ]
+    text = (
+        f"\n## Three routes\n\nThe same {STEPS} steps of AdamW: by torch.func and `spmd.optim` in one jitted step; by "
+        "`.backward()` inside of a jitted step that takes the module; and by torch's own loop with `torch.optim.AdamW` "
+        "on a module of `spmd.distribute_module`, outside of jit and under `spmd.implicit_replication()`, as models "
+        "make plain tensors themselves. Beside torch's loop on one device: the largest differences of the losses and "
+        "of the changes of the parameters. Fully sharded is on three ranks, which divide neither the batch of four nor "
+        "the widths; tensor as above, two by two. Of the trainings pass, by route: "
+    )
+    return f"{text}{', '.join(counts)}.\n\n" + "\n".join(table(("model", "layout", *ROUTES), rows)) + "\n\n"
