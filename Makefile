@@ -47,34 +47,34 @@ RUNS ?= 20
 test-faults: $(STAMP)
 	SPMD_FAULT_RUNS=$(RUNS) $(BIN)/python -m pytest -m faults tests
 
-# The same beside busy processes; on two cores a run takes half an hour and more.
+# The same beside busy processes; writes proofs/reports/faults.md. On two cores a run takes half an hour and more.
 LOAD ?= 8
 test-faults-at-load: $(STAMP)
-	$(BIN)/python -m proofs.faults_at_load --runs $(RUNS) --load $(LOAD)
+	$(BIN)/python -m proofs.faults_at_load --runs $(RUNS) --load $(LOAD) --markdown proofs/reports/faults.md
 
 # Random programs with shard_map, so many, against a loop over ranks.
 PROGRAMS ?= 10000
 test-shard-map: $(STAMP)
 	$(BIN)/python -m proofs.shard_map_fuzz random:$(PROGRAMS) --jobs $(JOBS)
 
-# What gloo processes hold beside plan.memory; rewrites docs/memory_of_ranks.md. For one case, see the module's docstring.
+# What gloo processes hold beside plan.memory; rewrites proofs/reports/memory_of_ranks.md. For one case, see the module's docstring.
 test-memory: $(STAMP)
-	$(BIN)/python -m proofs.memory_of_ranks --markdown docs/memory_of_ranks.md; \
-	status=$$?; $(BIN)/python -m proofs.memory_of_ranks fsdp --limits 0.6 0.4 --markdown docs/memory_of_ranks.md && \
+	$(BIN)/python -m proofs.memory_of_ranks --markdown proofs/reports/memory_of_ranks.md; \
+	status=$$?; $(BIN)/python -m proofs.memory_of_ranks fsdp --limits 0.6 0.4 --markdown proofs/reports/memory_of_ranks.md && \
 	exit $$status
 
-# What jobs of 8 to 64 gloo processes cost each of them; rewrites docs/scale_of_jobs.md.
+# What jobs of 8 to 64 gloo processes cost each of them; rewrites proofs/reports/scale_of_jobs.md.
 test-scale: $(STAMP)
-	$(BIN)/python -m proofs.scale_of_jobs --markdown docs/scale_of_jobs.md
+	$(BIN)/python -m proofs.scale_of_jobs --markdown proofs/reports/scale_of_jobs.md
 
 # Generated functions that read state which changes between calls, so many, against themselves on one device.
 FUNCTIONS ?= 3000
 test-hidden-state: $(STAMP)
 	$(BIN)/python -m proofs.hidden_state --count $(FUNCTIONS)
 
-# Every redistribution of meshes of up to 2 x 2 x 2 beside an optimum and torch's; rewrites docs/redistribution.md.
+# Every redistribution of meshes of up to 2 x 2 x 2 beside an optimum and torch's; rewrites proofs/reports/redistribution.md.
 test-redistribution: $(STAMP)
-	$(BIN)/python -m proofs.redistribution --jobs $(JOBS) --markdown docs/redistribution.md
+	$(BIN)/python -m proofs.redistribution --jobs $(JOBS) --markdown proofs/reports/redistribution.md
 
 # Scripts as people write them, twice in one namespace, beside one device: ARGS='llama ppo' for some.
 test-user-programs: $(STAMP)
@@ -84,7 +84,7 @@ test-user-programs: $(STAMP)
 test-distributions: $(STAMP)
 	$(BIN)/python -m proofs.distributions
 
-# Stock models beside one device, and what needs transformers; writes docs/models.md.
+# Stock models beside one device, and what needs transformers; writes proofs/reports/models.md.
 $(VENV)/.models: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[models]'
 	touch $@
@@ -92,14 +92,14 @@ $(VENV)/.models: $(STAMP)
 test-models: $(VENV)/.models
 	$(BIN)/python -m pytest tests/api/test_transformers_specs.py tests/api/test_transformers_containers.py \
 	    tests/api/test_functional_optimizers.py
-	$(BIN)/python -m proofs.models --markdown docs/models.md
-	$(BIN)/python -m proofs.models --routes --markdown docs/models.md
+	$(BIN)/python -m proofs.models --markdown proofs/reports/models.md
+	$(BIN)/python -m proofs.models --routes --markdown proofs/reports/models.md
 
-# Rewrites docs/operators.md with what the sweeps over torch's operators and modules find.
+# Rewrites proofs/reports/operators.md with what the sweeps over torch's operators and modules find.
 operators: $(STAMP)
-	$(BIN)/python -m proofs.op_sweep --markdown docs/operators.md
-	$(BIN)/python -m proofs.nn_sweep --markdown docs/operators.md
-	$(BIN)/python -m proofs.eager_nn_sweep --markdown docs/operators.md
+	$(BIN)/python -m proofs.op_sweep --markdown proofs/reports/operators.md
+	$(BIN)/python -m proofs.nn_sweep --markdown proofs/reports/operators.md
+	$(BIN)/python -m proofs.eager_nn_sweep --markdown proofs/reports/operators.md
 
 # Modules, optimizers and distributions on DTensors outside of jit, beside one device: ARGS='--name optim' for some.
 test-eager-nn: $(STAMP)
@@ -139,7 +139,7 @@ bench-peers: $(STAMP)
 
 # The predicted time of a step beside the measured one, for plans of many kinds; 3 minutes for each width and batch.
 bench-predictions: $(STAMP)
-	$(BIN)/python benchmarks/predictions.py --markdown docs/performance.md $(ARGS)
+	$(BIN)/python benchmarks/predictions.py --markdown proofs/reports/performance.md $(ARGS)
 
 notebook: $(STAMP)
 	$(BIN)/python -m pytest tests/test_notebooks.py

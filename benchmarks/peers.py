@@ -1,6 +1,6 @@
 """A training step by `spmd` beside torch's own parallel systems, in turns in the same processes.
 
-    python benchmarks/peers.py [--strategies dp fsdp] [--widths 128] [--batches 16] [--markdown docs/performance.md]
+    python benchmarks/peers.py [--strategies dp fsdp] [--widths 128] [--batches 16] [--markdown FILE]
     python benchmarks/peers.py --link 1Gbit --strategies dp fsdp
     python benchmarks/peers.py --device cuda --sizes 512x16 2048x64 --compile
 

@@ -1,6 +1,6 @@
 """The predicted time of a training step beside the measured one, on gloo processes, planned with the measured machine.
 
-    python benchmarks/predictions.py [--widths 128] [--batches 8] [--variants dp sp] [--markdown docs/performance.md]
+    python benchmarks/predictions.py [--widths 128] [--batches 8] [--variants dp sp] [--markdown FILE]
 
 The variants are the six strategies of `examples/layouts.py`, and other plans of theirs. Those of one width and batch
 are a group, which measures the machine and then takes turns, in the same processes. In each the predicted times should

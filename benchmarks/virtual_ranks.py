@@ -1,6 +1,6 @@
 """A training step on eight virtual ranks beside the same step on one device, and beside JAX on eight host devices.
 
-    python benchmarks/virtual_ranks.py [--jax PYTHON] [--json FILE] [--markdown docs/performance.md]
+    python benchmarks/virtual_ranks.py [--jax PYTHON] [--json FILE] [--markdown proofs/reports/performance.md]
 
 Virtual ranks share a process: eight of them do the work of one device in turns, so that the ratio is the cost of
 sharding. JAX's eight host devices are the same idea; `--jax` names a Python that has it, by default this one. Without

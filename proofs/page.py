@@ -1,4 +1,4 @@
-"""Reads and writes the sections of a page of `docs/`; each section is written by another tool."""
+"""Sections of a page of `proofs/reports/`, each written by its own command."""
 
 from __future__ import annotations
 

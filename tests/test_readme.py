@@ -7,9 +7,13 @@ import contextlib
 import io
 import linecache
 import re
+import textwrap
 from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
+COLUMNS = 100
+"""The width of code blocks: longer lines of what is printed go on in the next one, four columns to the right."""
+
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<output>.*?)```\n)?", re.DOTALL)
 
 
@@ -35,7 +39,13 @@ def execute(code, namespace):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, name, "exec"), namespace)
-    return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
+    return "".join(f"{wrapped(line.rstrip())}\n" for line in printed.getvalue().splitlines())
+
+
+def wrapped(line):
+    indent = line[: len(line) - len(line.lstrip())]
+    keep = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return textwrap.fill(line, COLUMNS, subsequent_indent=f"{indent}    ", **keep) if len(line) > COLUMNS else line
 
 
 def test_readme_prints_what_it_says():

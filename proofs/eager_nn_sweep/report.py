@@ -1,4 +1,4 @@
-"""The tables of the sweep: on the console, and as a section of `docs/operators.md`."""
+"""The tables of the sweep: on the console, and as a section of `proofs/reports/operators.md`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def show(reports: Reports, console: Console) -> None:
 
 
 def markdown(reports: Reports) -> str:
-    """The section of `docs/operators.md`."""
+    """The section of `proofs/reports/operators.md`."""
     lines = [
         "# Modules, optimizers and distributions outside of `jit`",
         "",
@@ -67,7 +67,7 @@ def markdown(reports: Reports) -> str:
         "outside of `jit` and without `implicit_replication()`, against plain torch: results, buffers, gradients of "
         "`.backward()`, and the parameters after a step of an optimizer. This section is written by",
         "",
-        f"    python -m proofs.eager_nn_sweep --setup {' '.join(reports)} --markdown docs/operators.md",
+        f"    python -m proofs.eager_nn_sweep --setup {' '.join(reports)} --markdown proofs/reports/operators.md",
         "",
         *table(("setup", "mesh", "mode", "dtype", "calls", "placements of a call"), _setups(reports)),
         "",

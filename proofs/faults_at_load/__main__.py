@@ -2,7 +2,7 @@
 
     python -m proofs.faults_at_load                                 # 20 runs of all of them, beside 8 busy processes
     python -m proofs.faults_at_load --runs 5 --jobs 4 tests/job     # 5 runs of some, 4 of them at a time
-    python -m proofs.faults_at_load --runs 0 --markdown PAGE.md     # the table of all runs so far
+    python -m proofs.faults_at_load --runs 0 --markdown proofs/reports/faults.md    # the table of all runs so far
 
 Each run is added to the record, from which the table is made. The exit status is 1 if a test has failed.
 """

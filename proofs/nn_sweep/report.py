@@ -1,4 +1,4 @@
-"""The tables of a sweep: on the console, and as a section of `docs/operators.md`."""
+"""The tables of a sweep: on the console, and as a section of `proofs/reports/operators.md`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show(reports: Reports, console: Console) -> None:
 
 
 def markdown(reports: Reports) -> str:
-    """The section of `docs/operators.md`."""
+    """The section of `proofs/reports/operators.md`."""
     lines = [
         "# Modules and functions of torch.nn, linalg, fft and special",
         "",
@@ -43,7 +43,7 @@ def markdown(reports: Reports) -> str:
         "(`torch.testing._internal.common_modules.module_db`), and others made by hand: of what it lacks, and with "
         "batches that do not divide. This section is written by",
         "",
-        "    python -m proofs.nn_sweep --markdown docs/operators.md",
+        "    python -m proofs.nn_sweep --markdown proofs/reports/operators.md",
         "",
         "A call is a function of parameters, buffers and inputs (`torch.func.functional_call`); its results are those "
         "of the module and the buffers that it leaves, and with gradients those of all floating parameters and inputs "

@@ -1,4 +1,4 @@
-"""The tables of a sweep: on the console, and as the page `docs/operators.md`."""
+"""The tables of a sweep: on the console, and as the page `proofs/reports/operators.md`."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def show(reports: Reports, console: Console) -> None:
 
 
 def markdown(reports: Reports) -> str:
-    """The section of `docs/operators.md`."""
+    """The section of `proofs/reports/operators.md`."""
     lines = [
         "# Torch's operators",
         "",
         "Every entry of torch's operator database (`torch.testing._internal.common_methods_invocations.op_db`, torch "
         f"{torch.__version__.split('+')[0]}), run on virtual ranks against plain torch. This section is written by",
         "",
-        "    python -m proofs.op_sweep --markdown docs/operators.md",
+        "    python -m proofs.op_sweep --markdown proofs/reports/operators.md",
         "",
         "A *combination* is one call of an entry with one placement of each operand on each mesh axis. It is right if "
         "all ranks' shards are those of plain torch's results (values to rounding, shapes and dtypes exactly), twice: "
@@ -113,7 +113,7 @@ def markdown(reports: Reports) -> str:
 
 
 def layouts_markdown(reports: Reports) -> str:
-    """The section of `docs/operators.md` on operands in other memory layouts."""
+    """The section of `proofs/reports/operators.md` on operands in other memory layouts."""
     return _section(
         reports,
         "## Calls with operands in other memory",
@@ -125,7 +125,7 @@ def layouts_markdown(reports: Reports) -> str:
 
 
 def eager_markdown(reports: Reports) -> str:
-    """The section of `docs/operators.md` on operators outside of `jit`."""
+    """The section of `proofs/reports/operators.md` on operators outside of `jit`."""
     return _section(
         reports,
         "## Calls outside of `jit`",
@@ -140,7 +140,7 @@ def _section(reports: Reports, title: str, introduction: str) -> str:
         "",
         introduction,
         "",
-        f"    python -m proofs.op_sweep --setup {' '.join(reports)} --markdown docs/operators.md",
+        f"    python -m proofs.op_sweep --setup {' '.join(reports)} --markdown proofs/reports/operators.md",
         "",
         *table(("setup", "mesh", "calls of an entry", "combinations of a call", "what"), _setups(reports)),
         "",

@@ -164,7 +164,7 @@ class LayoutProof:
             "once, transposed, sliced, padded, with an offset, expanded (strides of zero) and channels-last, in double "
             "and in single precision, against the same values in contiguous memory. This section is written by",
             "",
-            "    python -m proofs.rule_check --layouts --markdown docs/operators.md",
+            "    python -m proofs.rule_check --layouts --markdown proofs/reports/operators.md",
             "",
             *table(("", ""), ((name, f"{count:,}") for name, count in self.summary().items())),
             "",

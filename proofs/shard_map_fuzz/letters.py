@@ -1,6 +1,6 @@
 """Types of per-rank values in generated programs: which calls are right, and what types their results have.
 
-Written from the table of `docs/shard_map.md`, and not with the code that it checks.
+Written from the table of `docs/shard_map_types.md`, and not with the code that it checks.
 """
 
 from __future__ import annotations

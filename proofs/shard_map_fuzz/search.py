@@ -77,7 +77,7 @@ def _lines(found: Mapping[str, Finding], seeds: range) -> Iterator[str]:
     )
     yield ""
     command = f"python -m proofs.shard_map_fuzz.search --seeds {seeds.start}:{seeds.stop}"
-    yield f"    {command} --markdown docs/shard_map_fuzz.md"
+    yield f"    {command} --markdown proofs/reports/shard_map_fuzz.md"
     for family, mutants in FAMILIES.items():
         rows = [
             (

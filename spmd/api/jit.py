@@ -452,7 +452,7 @@ def jit(
             results to the planner: whatever is cheapest, with no reduction pending. If it is left out, a result of at
             least two tensors, or an item of a tuple or dict of results, takes the specs of an argument of equal
             structure, shapes and dtypes, and one tensor those of a donated argument, so that a state that goes in
-            again finds its program (`docs/calls.md`); the rest, and all with `spmd.FREE`, is the planner's.
+            again finds its program (`docs/jit.md`); the rest, and all with `spmd.FREE`, is the planner's.
         in_shardings, out_shardings: JAX's names of `in_specs` and `out_specs`.
         mesh: the mesh; by default that of `use_mesh` when the function is called, else that of its first DTensor.
         static_argnums: positions of arguments without tensors, which must be hashable; each new value is a new program.

@@ -226,7 +226,7 @@ def shard_map(
     Along each axis a per-rank value has a type, which decides how gradients are summed over ranks: invariant (the same
     on all ranks), varying, unreduced (each rank holds a summand) or reduced (the same on all ranks, while its gradient
     is in summands). An operator of invariant and varying values casts the former; the transpose of the cast is the sum
-    of the gradients. `docs/shard_map.md` explains it.
+    of the gradients. `docs/shard_map_types.md` explains it.
 
     Args:
         f: a function of pytrees of tensors, the shards of one rank, and of floats, which each rank has. Tensors that it

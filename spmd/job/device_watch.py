@@ -1,6 +1,6 @@
 """A watch on collectives that a device does not finish: it says which ranks are missing, as the host does not wait.
 
-After the timeout of torch.distributed NCCL's own watchdog ends the process (`docs/gpus.md`), and no error reaches
+After the timeout of torch.distributed NCCL's own watchdog ends the process (`docs/processes.md`), and no error reaches
 Python. It leaves a minute to write its traces, in which this thread asks the failure detector.
 """
 

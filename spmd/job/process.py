@@ -34,7 +34,7 @@ def is_distributed() -> bool:
     """Whether this process belongs to a distributed job: it started torch.distributed, or a launcher started it.
 
     Launchers are torchrun and, for more than one process, `srun` of SLURM and the `mpirun` of Open MPI, MPICH or Intel
-    MPI (`docs/gpus.md`).
+    MPI (`docs/processes.md`).
     """
     return dist.is_initialized() or launcher.started() is not None
 

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "shard_map_cases.md").read_text()
+PAGE = (ROOT / "proofs" / "reports" / "shard_map_cases.md").read_text()
 ROWS = re.findall(r"^\| `(test_\w+)` \| ([a-z ]+) \| (.+) \|$", PAGE, re.MULTILINE)
 OURS = re.compile(r"`(\w+)`: `(test_\w+)`")
 

@@ -80,7 +80,7 @@ def test_the_counts_of_a_report() -> None:
 
 
 def test_the_page_has_few_refusals_with_reasons_and_nothing_worse() -> None:
-    page = section((Path(__file__).parents[2] / "docs" / "operators.md").read_text(), "eager_nn_sweep")
+    page = section((Path(__file__).parents[2] / "proofs" / "reports" / "operators.md").read_text(), "eager_nn_sweep")
     rows = [line.split(" | ") for line in page.partition("What is refused")[2].splitlines() if " | " in line][1:]
     assert {"refused"} == {row[1] for row in rows}
     assert {row[0].removeprefix("| ") for row in rows} <= REASONS.keys()

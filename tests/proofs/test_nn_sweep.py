@@ -161,7 +161,7 @@ def test_sections_of_a_page_leave_each_other_alone(tmp_path: Path) -> None:
 
 
 def test_the_page_has_every_module_and_function() -> None:
-    page = section((Path(__file__).parents[2] / "docs" / "operators.md").read_text(), "nn_sweep")
+    page = section((Path(__file__).parents[2] / "proofs" / "reports" / "operators.md").read_text(), "nn_sweep")
     if f"(torch {torch.__version__.split('+')[0]})" not in page:
         pytest.skip("the page is of another version of torch")
     rows = page.split("## Every module and function")[1].splitlines()

@@ -200,7 +200,7 @@ def test_combinations_of_many_operands() -> None:
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_whole_database(name: str) -> None:
-    """Forward as in `docs/operators.md`; of the other setups half as many calls, for the time it takes."""
+    """Forward as in `proofs/reports/operators.md`; of the other setups half as many calls, for the time it takes."""
     torch.set_num_threads(1)
     setup = SETUPS[name] if name == "forward" else attrs.evolve(SETUPS[name], samples=SETUPS[name].samples // 2)
     bad = [outcome for outcome in sweep(entries(), setup) if outcome.status in BAD]
@@ -208,7 +208,7 @@ def test_the_whole_database(name: str) -> None:
 
 
 def test_the_page_has_every_entry() -> None:
-    page = section((Path(__file__).parents[2] / "docs" / "operators.md").read_text(), "op_sweep")
+    page = section((Path(__file__).parents[2] / "proofs" / "reports" / "operators.md").read_text(), "op_sweep")
     if f"torch {torch.__version__.split('+')[0]})" not in page:
         pytest.skip("the page is of another version of torch")
     rows = page.split("## Every entry")[1].splitlines()

@@ -1,4 +1,4 @@
-"""The table of mutants: on the console, and as a section of the page `docs/fuzz.md`."""
+"""The table of mutants: on the console, and as a section of the page `proofs/reports/fuzz.md`."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def summary(found: Mapping[str, Finding]) -> str:
 
 
 def page(found: Mapping[str, Finding], seeds: range) -> str:
-    """The section of `docs/fuzz.md`."""
+    """The section of `proofs/reports/fuzz.md`."""
     return "\n".join(_lines(found, seeds)) + "\n"
 
 
 def _lines(found: Mapping[str, Finding], seeds: range) -> Iterator[str]:
     yield "## Mutants\n"
     yield f"Programs {seeds.start}:{seeds.stop}. {summary(found)} This section is written by\n"
-    yield f"    python -m proofs.fuzz.mutants --seeds {seeds.start}:{seeds.stop} --markdown docs/fuzz.md\n"
+    yield f"    python -m proofs.fuzz.mutants --seeds {seeds.start}:{seeds.stop} --markdown proofs/reports/fuzz.md\n"
     yield "*Programs* counts the fuzz's programs from the first one to the one that finds the mutant; *none of n*: so"
     yield "many programs that may show it ran.\n"
     for title, mutants in FAMILIES.items():
