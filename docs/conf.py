@@ -42,13 +42,21 @@ html_copy_source = html_show_sourcelink = False
 
 
 def link_pages(app: Sphinx, doctree: nodes.document) -> None:
-    """Turn the path of a page in running text, `docs/planning.md`, into a link to the page."""
+    """Turn the path of a page in running text, `docs/planning.md`, into a link with the title of the page.
+
+    A public name, `spmd.distribute`, becomes a link to the reference.
+    """
     for literal in list(doctree.findall(nodes.literal)):
-        docname, _, suffix = literal.astext().rpartition(".")
-        linked = isinstance(literal.parent, (nodes.reference, pending_xref))
-        if not linked and suffix in ("md", "ipynb") and docname in app.env.found_docs:
-            target = {"refdomain": "std", "reftype": "doc", "reftarget": f"/{docname}", "refexplicit": True}
-            literal.replace_self(pending_xref("", literal.deepcopy(), refdoc=app.env.docname, refwarn=True, **target))
+        text = literal.astext()
+        docname, _, suffix = text.rpartition(".")
+        if isinstance(literal.parent, (nodes.reference, pending_xref)):
+            continue
+        if suffix in ("md", "ipynb") and docname in app.env.found_docs:
+            page = {"refdomain": "std", "reftype": "doc", "reftarget": f"/{docname}", "refexplicit": False}
+            literal.replace_self(pending_xref("", nodes.inline("", text), refdoc=app.env.docname, refwarn=True, **page))
+        elif re.fullmatch(r"spmd(\.\w+)+", text):
+            name = {"refdomain": "py", "reftype": "obj", "reftarget": text, "refexplicit": True}
+            literal.replace_self(pending_xref("", literal.deepcopy(), refdoc=app.env.docname, **name))
 
 
 def markdown_to_rst(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from spmd.checkpoint.safetensors_saving import save_safetensors
     from spmd.plan import Machine
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FREE",

@@ -29,7 +29,7 @@ def table(page):
 
 
 def test_every_name_of_torch_is_in_the_table():
-    left = " ".join(row.replace(r"\|", "").split(" | ")[0] for row in table("from_dtensor.md"))
+    left = " ".join(row.replace(r"\|", "").split(" | ")[0] for row in table("from_torch.md"))
     methods = {name for name in vars(torch.distributed.tensor.DTensor) if not name.startswith("_")}
     names = {name for module in NAMESPACES for name in module.__all__} | methods
     assert set() == {name for name in names - {"DTensor"} if not re.search(rf"\b{name}\b", left)}
@@ -40,7 +40,7 @@ def test_names_of_jax_are_in_the_table(name):
     assert re.search(rf"\b{name}\b", " ".join(row.split(" | ")[0] for row in table("from_jax.md")))
 
 
-@pytest.mark.parametrize("page", ["from_dtensor.md", "from_jax.md"])
+@pytest.mark.parametrize("page", ["from_torch.md", "from_jax.md"])
 def test_what_the_tables_name_exists(page):
     named = set(re.findall(r"\bspmd((?:\.\w+)+)", " ".join(table(page))))
     assert len(named) > 15

@@ -43,9 +43,15 @@ def execute(code, namespace):
 
 
 def wrapped(line):
-    indent = line[: len(line) - len(line.lstrip())]
+    """A line of at most COLUMNS, or several: broken before comments and causes (`←`) first, then between words."""
+    further = line[: len(line) - len(line.lstrip())] + "    "
+    first, *rest = re.split(r"  (?=[#←] )", line)
+    lines = [first]
+    for part in rest:
+        joined = f"{lines[-1]}  {part}"
+        lines[-1:] = [joined] if len(joined) <= COLUMNS else [lines[-1], further + part]
     keep = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    return textwrap.fill(line, COLUMNS, subsequent_indent=f"{indent}    ", **keep) if len(line) > COLUMNS else line
+    return "\n".join(textwrap.fill(each, COLUMNS, subsequent_indent=further, **keep) for each in lines)
 
 
 def test_readme_prints_what_it_says():
@@ -53,10 +59,10 @@ def test_readme_prints_what_it_says():
     assert text == run_blocks(text)
 
 
-def test_pages_show_the_programs_of_a_layer_and_of_three_layouts():
-    pages = README, README.parent / "docs/programs.md"
+def test_pages_show_the_programs_of_a_layer_and_of_a_training_step():
+    pages = README, README.parent / "docs/jit.md"
     outputs = "".join(match["output"] or "" for page in pages for match in BLOCK.finditer(page.read_text()))
-    assert ["def layer(", *["def train_step("] * 3] == re.findall(r"def \w+\(", outputs)
+    assert ["def layer(", "def train_step(", "def update("] == re.findall(r"def \w+\(", outputs)
 
 
 def test_other_text_is_found():

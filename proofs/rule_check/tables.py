@@ -108,7 +108,10 @@ def _as_json(finding: Finding, reason: str) -> dict[str, Any]:
     return {"call": finding.call, "ranks": finding.ranks, "row": finding.row, "reason": reason}
 
 
-_MARKS = ("<!-- made by `python -m proofs.rule_check --missing --markdown proofs/reports/rules.md` -->", "<!-- end of it -->")
+_MARKS = (
+    "<!-- made by `python -m proofs.rule_check --missing --markdown proofs/reports/rules.md` -->",
+    "<!-- end of it -->",
+)
 
 
 def _markdown(proof: Proof) -> str:

@@ -1,6 +1,6 @@
 """A hundred mistakes of new users: each ends in an error or a warning that names the line and the remedy.
 
-`PYTHONPATH=tests python tests/mistakes/test_mistakes.py` writes docs/mistakes.md.
+`PYTHONPATH=tests python tests/mistakes/test_mistakes.py` writes the table of docs/debugging.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from mistake import Mistake, Seen, see, see_all
 from workers import Workers, call_on_mesh
 
-from proofs.page import table
+from proofs.page import section, table, write_section
 
 CATEGORIES = {
     "specs": "Specs",
@@ -57,32 +57,26 @@ def test_there_are_ten_of_each_category() -> None:
 
 
 def test_the_page_shows_them(together: list[list[Seen]]) -> None:
-    assert (PAGE.read_text()) == page(together[1])
+    assert section(PAGE.read_text(), "mistakes") == table_of_mistakes(together[1])
 
 
-def page(of_processes: list[Seen]) -> str:
-    """docs/mistakes.md."""
-    return "\n".join([*_HEAD, *_sections(of_processes)]) + "\n"
+def table_of_mistakes(of_processes: list[Seen]) -> str:
+    """The table of docs/debugging.md; what torch raises is without the note that says how to look into it."""
+    return "\n".join(table(("where", "mistake", "what it says"), _rows(of_processes))) + "\n"
 
 
-def _sections(of_processes: list[Seen]) -> Iterator[str]:
+def _rows(of_processes: list[Seen]) -> Iterator[tuple[str, str, str]]:
     for name, title in CATEGORIES.items():
         mistakes = MODULES[name].MISTAKES
         seen = of_processes if name == "processes" else [see(mistake) for mistake in mistakes]
-        yield from ("", f"## {title}", "")
-        rows = ((mistake.title, each.text) for mistake, each in zip(mistakes, seen, strict=True))
-        yield from table(("mistake", "what it says"), rows)
+        for mistake, each in zip(mistakes, seen, strict=True):
+            yield title, mistake.title, each.text.partition(" torch raised this at ")[0]
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
-_HEAD = """# A hundred mistakes
-
-What new users write, and what they are told: an error or a warning, at their line, with what to do. Tracebacks end at
-that line; `step.py:12` stands for it where the message names it too. The cases are in `tests/mistakes/`, and this page
-is made by `PYTHONPATH=tests python tests/mistakes/test_mistakes.py`.""".splitlines()
+PAGE = Path(__file__).parents[2] / "docs" / "debugging.md"
 
 if __name__ == "__main__":
     with Workers(multiprocessing.get_context("spawn")) as started:
         mistakes = MODULES["processes"].MISTAKES
         answers = started.run(call_on_mesh, see_all, {"data": 2}, "distributed", mistakes, ranks=2)
-    PAGE.write_text(page(answers[1]))
+    write_section(PAGE, "mistakes", table_of_mistakes(answers[1]))
