@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -229,7 +229,7 @@ def _alias(value: DTensor) -> DTensor:
 def _resize_(value: DTensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> DTensor:
     """A DTensor as it is: its shape is fixed, and its order in memory, but for one that is empty."""
     if not value.numel() and value._family is None:
-        share_data(value, value.new_empty(size))
+        share_data(value, cast(DTensor, value.new_empty(size)))
         return value
     order = torch.contiguous_format if memory_format is None else memory_format
     if value.shape != torch.Size(size) or not (memory_format is None or value.is_contiguous(memory_format=order)):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmd.collectives import shard_offset
-from spmd.core.placement import Partial, Replicate, Shard
+from spmd.core.placement import Partial, Reduction, Replicate, Shard
 from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
 from spmd.rules.ops.lookup import filled, local_index, look_up_items, look_up_rows, missing, shard_starts
@@ -26,7 +26,7 @@ _LINES = (aten.index_add.default, aten.index_reduce.default)
 
 def _read(call: Call, dim: int, body: Body) -> Row:
     rest = (Replicate(),) * (len(call.operands) - 1)
-    kind = "max" if call.operands[0].dtype == torch.bool else "sum"
+    kind: Reduction = "max" if call.operands[0].dtype == torch.bool else "sum"
     return Row((Shard(dim), *rest), (Partial(kind),), body)
 
 

@@ -332,7 +332,7 @@ class _Flip:
     def __call__(self, axes: Axes, call: Call, x: Tensor, dims: Sequence[int]) -> Tensor:
         size = call.operands[0].shape[self.dim]
         exchange = _exchange(axes, call, self.dim, size, lambda start, stop: [(0, size - stop, size - start)])
-        return exchange([x], x.shape[self.dim]).flip(dims)
+        return exchange([x], x.shape[self.dim]).flip(list(dims))
 
 
 def flip_window(call: Call) -> Iterator[Row]:
