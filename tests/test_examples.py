@@ -184,12 +184,12 @@ def test_workload_sends_at_most_the_textbooks_bytes(name):
 
 
 @pytest.mark.parametrize("name", layouts.STRATEGIES)
-def test_readme_has_the_bytes_that_the_benchmark_counts(name):
+def test_the_page_has_the_bytes_that_the_benchmark_counts(name):
     measured, reference = comms.measure(name).total, textbook.textbook(name)
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    cells = re.search(rf"^\| {name} \| (.*) \|$", readme, re.MULTILINE)[1].split(" | ")
+    page = (Path(__file__).parents[1] / "docs/performance.md").read_text()
+    rows = [row.split(" | ") for row in re.findall(rf"^\| {name} \| (.*) \|$", page, re.MULTILINE)]
     peers = [comms.ratio(megabytes, reference) for megabytes in attrs.astuple(textbook.PEERS[name])]
-    assert [f"{reference / 1e6:.2f}", *peers, comms.ratio(measured / 1e6, reference)] == cells
+    assert [f"{reference / 1e6:.2f}", *peers, comms.ratio(measured / 1e6, reference)] in rows
 
 
 @pytest.mark.parametrize("name", layouts.STRATEGIES)

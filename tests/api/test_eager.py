@@ -165,7 +165,7 @@ def test_a_view_from_before_a_write_cannot_be_read() -> None:
     x = spmd.distribute(torch.ones(4), P("data"), MESH)
     view = x[1:]
     x.add_(1)
-    assert repr(view) == "DTensor(f32[3] P() on Mesh(data=2, model=3), a view from before a write)"
+    assert repr(view) == "DTensor(f32[3] P('data') on Mesh(data=2, model=3), a view from before a write)"
     with pytest.raises(
         ShardingError, match=r"was read at .*, after the tensor that it is a view of was written to, at"
     ):

@@ -19,6 +19,8 @@ from spmd.rules.ops.halo import Halo
 from spmd.rules.rule import Factors
 
 _CONVOLUTIONS = "aten.convolution.default aten.convolution_backward.default"
+_ROWS = "aten.select.int aten.index.Tensor aten.index_select.default aten.index_put.default aten.scatter_add.default"
+_WINDOWS = "aten.slice.Tensor aten.roll.default aten.cat.default aten.constant_pad_nd.default aten.flip.default"
 _EXTREMES = "aten.amax.default aten.amin.default aten.max.default aten.min.default"
 _SOFTMAX = "aten._softmax.default aten._log_softmax.default"
 _NORMS = "aten.native_layer_norm.default aten.native_layer_norm_backward.default aten.native_batch_norm.default"
@@ -137,15 +139,17 @@ MUTANTS = (
         "all all.dim all.dims",
         _reduced_by("max"),
     ),
-    of_rule("reduce: prod as sum", "products over a sharded dim are added", "prod prod.dim_int", _reduce_whole("sum")),
-    of_rule("reduce: norm as sum", "norms over a sharded dim are added", "linalg_vector_norm", _reduce_whole("sum")),
+    _local("prod", "prod prod.dim_int"),
+    _local("norm alone", "linalg_vector_norm"),
+    _silent("norm", "merges", "psum", "aten.linalg_vector_norm.default"),
     mutant(
         "reduce: neutral element",
         "an empty shard takes part in a maximum with 0",
         replaced("spmd.rules.ops.reductions", "neutral_element", lambda op, dtype: 0),
+        replaced("spmd.rules.ops.merges", "neutral_element", lambda op, dtype: 0),
         within=f"{_EXTREMES} {_SOFTMAX} aten.logsumexp.default",
     ),
-    _silent("logsumexp", "reductions", "psum", "aten.logsumexp.default"),
+    _silent("logsumexp", "merges", "psum", "aten.logsumexp.default"),
     mutant(
         "body: argmax",
         "places of maxima are counted from the start of the shard",
@@ -169,6 +173,18 @@ MUTANTS = (
     of_rule("cdist: sum", "distances along some coordinates are added", "_cdist_forward", _reduce_whole("sum")),
     of_rule("cross: sharded", "cross products run on shards of the dim of vectors", "linalg_cross", _free),
     # scans, order, moves
+    mutant(
+        "rows: of every rank",
+        "every rank reads and writes the rows of its shard, whoever holds those that are named",
+        replaced("spmd.rules.ops.owners", "local_index", _always_held),
+        within=_ROWS,
+    ),
+    mutant(
+        "windows: not sent",
+        "rows of other ranks are this rank's own",
+        replaced("spmd.rules.ops.windows", "ppermute", lambda x, axes, pairs: x),
+        within=_WINDOWS,
+    ),
     mutant(
         "body: scan",
         "a rank adds its own total to its scan",

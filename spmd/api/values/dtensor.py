@@ -546,10 +546,10 @@ def restore(
     return _leaf(wrap(made, shards), requires_grad, is_parameter)
 
 
-def _as_leaf(leaf: weakref.ref[DTensor], gradient: torch.Tensor) -> torch.Tensor:
+def _as_leaf(leaf: weakref.ref[DTensor], gradient: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient of a leaf with its spec; by a weak reference, because the leaf has this as a hook."""
     found = leaf()
-    if found is None:
+    if found is None or gradient is None:
         return gradient
     if not isinstance(gradient, DTensor):  # of what a DTensor was written to, a plain number for example
         (gradient,) = _replicas("the gradient", {"the gradient": gradient}, found.mesh, compares=False)

@@ -173,7 +173,7 @@ def _broadcast(held: Tensor, indices: Sequence[Tensor | None], ndim: int) -> Ten
     """A mask of positions that broadcasts with `self[indices]`, for `self` with `ndim` dims."""
     at = [dim for dim, each in enumerate(indices) if each is not None]
     first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
-    return held.reshape(*held.shape, *(1,) * (ndim - len(at) - first))
+    return held.reshape([*held.shape, *(1,) * (ndim - len(at) - first)])
 
 
 @attrs.frozen

@@ -2,7 +2,9 @@
 
 A row of the result of a slice, roll, flip, pad or `cat` is a row of an operand, or a fill value. So a shard of the
 result is a few intervals of the operands' global rows. Each interval is cut where another rank's shard begins, and
-the parts of all ranks at one distance are sent in one permute. What is sent is what changes its owner.
+the parts of all ranks at one distance are sent in one permute. What is sent is what changes its owner. It is offered
+where most rows of the result, or of the operand, are in the other: else there are as many distances as ranks, and what
+is sent is what any other exchange sends.
 """
 
 from __future__ import annotations
@@ -114,11 +116,15 @@ class Exchange:
         return torch.cat(list(pieces.values()), dim).index_select(dim, found)
 
     def _mine(self, values: list[int], like: Tensor) -> Tensor | int:
-        """This rank's of the values of all ranks."""
-        if len(set(values)) == 1:
-            return values[0]
-        table = torch.tensor(values, device=like.device)
-        return table.index_select(0, axis_index(self.axes).to(like.device).reshape(1))
+        """This rank's of the values of all ranks, which change in few places from one rank to the next."""
+        steps = [after - before for before, after in itertools.pairwise(values)]
+        found: Tensor | int = values[0]
+        if any(steps):
+            rank = axis_index(self.axes).to(like.device)
+            for number, (before, after) in enumerate(itertools.pairwise([0, *steps])):
+                if after != before:
+                    found = found + (rank - number).clamp(min=0) * (after - before)
+        return found
 
     @staticmethod
     def _place(part: _Part) -> tuple[tuple[int, int, int], int, int]:
@@ -191,6 +197,10 @@ def _exchange(axes: Axes, call: Call, dim: int, size: int, intervals: Intervals)
     return Exchange(dim, axes, tuple(meta.shape[dim] for meta in call.operands), size, intervals)
 
 
+def _is_most(part: int, size: int) -> bool:
+    return 0 < part and size <= 2 * part
+
+
 def _dim(call: Call) -> int:
     return int(call.argument("dim")) % max(call.operands[0].ndim, 1)
 
@@ -218,7 +228,9 @@ def _slice_body(axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> Tensor
 def slice_window(call: Call) -> Iterator[Row]:
     """A slice, in any steps."""
     (x,) = call.operands
-    if x.ndim and len(_bounds(call, x.shape[_dim(call)])) > 1:
+    size = x.shape[_dim(call)] if x.ndim else 0
+    places = _bounds(call, size)
+    if len(places) > 1 and _is_most(places[-1] + 1 - places[0], size):
         yield _rows(call, _dim(call), _slice_body)
 
 
@@ -232,9 +244,10 @@ def _slice_backward_body(axes: Axes, call: Call, grad: Tensor, *_: Any, **__: An
 
 def slice_backward_window(call: Call) -> Iterator[Row]:
     """The backward of a slice in steps of 1."""
-    (grad,) = call.operands
-    if grad.ndim and grad.shape[_dim(call)] > 1 and call.argument("step") == 1:
-        yield _rows(call, _dim(call), _slice_backward_body)
+    (grad,), (result,) = call.operands, call.results
+    dim = _dim(call)
+    if grad.ndim and call.argument("step") == 1 and _is_most(grad.shape[dim], result.shape[dim]):
+        yield _rows(call, dim, _slice_backward_body)
 
 
 def _slice_scatter_body(axes: Axes, call: Call, x: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -252,7 +265,8 @@ def _slice_scatter_body(axes: Axes, call: Call, x: Tensor, source: Tensor, *_: A
 
 def slice_scatter_window(call: Call) -> Iterator[Row]:
     """A write into a slice in steps of 1."""
-    if call.operands[0].ndim and call.argument("step") == 1 and call.operands[1].shape[_dim(call)] > 1:
+    x, source = call.operands
+    if x.ndim and call.argument("step") == 1 and _is_most(source.shape[_dim(call)], x.shape[_dim(call)]):
         yield _rows(call, _dim(call), _slice_scatter_body)
 
 
@@ -294,7 +308,8 @@ def pad_window(call: Call) -> Iterator[Row]:
     if len(call.operands) == 1:
         for number in range(0, len(call.argument("pad")), 2):
             dim = x.ndim - 1 - number // 2
-            if any(call.argument("pad")[number : number + 2]) and call.results[0].shape[dim]:
+            sizes = sorted((x.shape[dim], call.results[0].shape[dim]))
+            if any(call.argument("pad")[number : number + 2]) and _is_most(*sizes):
                 yield _rows(call, dim, _Pad(dim))
 
 
@@ -362,5 +377,8 @@ def _cat_body(axes: Axes, call: Call, tensors: Sequence[Tensor], *_: Any, **__: 
 def cat_window(call: Call) -> Iterator[Row]:
     """A `cat` along the dim."""
     (result,) = call.results
-    if result.ndim and all(meta.ndim == result.ndim for meta in call.operands):
-        yield _rows(call, _dim(call), _cat_body)
+    if not result.ndim or any(meta.ndim != result.ndim for meta in call.operands):
+        return
+    dim = _dim(call)
+    if _is_most(max(meta.shape[dim] for meta in call.operands), result.shape[dim]):
+        yield _rows(call, dim, _cat_body)
