@@ -19,7 +19,7 @@ from peer_steps import Case, Comparison, Timing, first_steps, from_ranks, prepar
 from proofs.page import table as markdown_table
 from spmd.collectives.transport.exchange import wait
 from spmd.core.pytree import tree_leaves
-from spmd.runtime.overlap import EXCHANGES
+from spmd.runtime.communication import EXCHANGES
 
 ALLOWED = 0.15
 """The part of a step that may be exposed communication."""

@@ -25,8 +25,8 @@ import layouts
 import spmd
 from comms import workload_batch
 from peer_model import Gpt, adam, spread
+from spmd import Machine
 from spmd.lowering.program import LocalProgram
-from spmd.plan import Machine
 from spmd.plan.schedule.timing import Timing as Predicted
 from training import Training
 

@@ -46,7 +46,7 @@ from peer_local import measure_local, measure_optimizer
 from peer_steps import STRATEGIES, Case, Comparison, Timing, measure
 from proofs.page import table as markdown_table
 from proofs.page import write_section
-from spmd.plan import Machine
+from spmd import Machine
 from spmd.plan.machine.machine import PRESETS
 
 ROOT = Path(__file__).parents[1]

@@ -36,8 +36,8 @@ import spmd
 from proofs.joint import joint_optimum
 from proofs.oracle import Search, searches_of
 from schedules import SCHEDULES
+from spmd import Machine
 from spmd.inspect import Plan
-from spmd.plan import Machine
 from spmd.testing.programs import Case, cases
 from textbook import BATCH, PEERS, WORKLOAD, textbook
 from workloads import GptStep

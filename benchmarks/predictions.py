@@ -37,7 +37,7 @@ from peer_steps import from_ranks, start, timed
 from peers import environment, measured_anew, model
 from proofs.page import table as markdown_table
 from proofs.page import write_section
-from spmd.plan import Machine
+from spmd import Machine
 from training import State, Training
 
 BAR_SPEARMAN, BAR_ERROR = 0.8, 0.30

@@ -26,7 +26,7 @@ import layouts
 import spmd
 from comms import workload_batch
 from spmd.runtime.codegen import generate
-from spmd.runtime.overlap import overlap
+from spmd.runtime.communication import communicating
 from step_time import Timed
 from textbook import WORKLOAD
 from training import Training, init, make_step
@@ -57,8 +57,8 @@ def measure(name: str, config: gpt.Config = WORKLOAD, steps: int = STEPS) -> Ran
     mesh = spmd.make_mesh(strategy.mesh_of(1), runtime="distributed")
     training = Training(config, strategy, mesh)
     state, step = training.init(), training.step()
-    graph = step.lower(state, batch).graph()
-    program = generate(overlap(graph, mesh, mesh.coordinate(0))).function
+    lowered = step.lower(state, batch)
+    program = generate(communicating(lowered.graph(), mesh, mesh.coordinate(0), lowered.schedule)).function
 
     def local(leaves: list[torch.Tensor], batch: gpt.Batch) -> tuple[Any, torch.Tensor]:
         *leaves, loss = program([*leaves, *batch])

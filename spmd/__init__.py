@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from spmd.api.values.interop import from_torch_dtensor, to_torch_dtensor
     from spmd.checkpoint.safetensors_loading import load_safetensors
     from spmd.checkpoint.safetensors_saving import save_safetensors
-    from spmd.plan import Machine
+    from spmd.plan.machine.machine import Machine
 
 __version__ = "0.2.0"
 
@@ -132,7 +132,7 @@ __all__ = [
 
 _SUBMODULES = ("checkpoint", "debug", "inspect", "plan", "rules")
 _HOMES = {
-    "Machine": "spmd.plan",
+    "Machine": "spmd.plan.machine.machine",
     "from_torch_dtensor": "spmd.api.values.interop",
     "load_safetensors": "spmd.checkpoint.safetensors_loading",
     "save_safetensors": "spmd.checkpoint.safetensors_saving",

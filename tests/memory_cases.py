@@ -9,9 +9,10 @@ import spmd
 from spmd import P
 from spmd.core.mesh import Mesh
 from spmd.inspect import Plan
-from spmd.plan.memory.in_flight import launches
-from spmd.plan.memory.liveness import record
-from spmd.plan.memory.peak import liveness_of, measure, memory_of
+from spmd.lowering.launches import Start, Wait, split_launches
+from spmd.lowering.lower import lower
+from spmd.plan.memory.liveness import liveness_of
+from spmd.plan.memory.peak import measure, memory_of
 from spmd.testing.executed import ExecutedCollectives
 
 
@@ -63,10 +64,12 @@ def buffers_count(mesh: Mesh) -> None:
     shared = spmd.make_mesh(mesh.axes, runtime="virtual")
     lockstep = sharded(shared).plan(weights, x)
     assert plan.memory.peak > lockstep.memory.peak
-    placed = launches(plan, record(plan))
-    assert [launch.start for launch in placed] == sorted(launch.start for launch in placed)
-    assert all(launch.start <= launch.finish for launch in placed)
-    assert len(placed) == len({comm.launch for comm in plan.comms})
+    assert plan.schedule is not None
+    operations = split_launches(lower(plan).graph(), plan.schedule.window_bytes).operations
+    started = [operation.op.launch for operation in operations if isinstance(operation.op, Start)]
+    waited = [operation.op.launch for operation in operations if isinstance(operation.op, Wait)]
+    assert len(started) == len(set(started)) == len({comm.launch for comm in plan.comms})
+    assert set(started) == set(waited)
 
 
 def operands_are_held_until_their_call_returns(mesh: Mesh) -> None:

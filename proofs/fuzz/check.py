@@ -19,6 +19,7 @@ from proofs.fuzz.one_device import OneDevice
 from proofs.fuzz.outcome import Outcome, Status
 from proofs.fuzz.program import Program, default_dtype, mesh_of
 from proofs.fuzz.tensors import agrees, in_order
+from spmd import Machine
 from spmd.api.jit import jit
 from spmd.api.values.dtensor import DTensor
 from spmd.collectives.traffic import record_traffic
@@ -26,7 +27,6 @@ from spmd.core.mesh import Mesh
 from spmd.core.shards import reduced, split
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import SpmdError
-from spmd.plan import Machine
 from spmd.testing.traffic import comms_differences
 
 _TOLERANCE = 1e-8  # relative to the largest number of a result

@@ -24,8 +24,10 @@ from spmd.core.spec import DTensorSpec
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph
 from spmd.lowering.lower import lower
-from spmd.plan import PlanData, Request, plan
+from spmd.plan.data.plan import PlanData
+from spmd.plan.data.request import Request
 from spmd.plan.search.boundary import carry_over
+from spmd.plan.search.orders import plan
 from spmd.rules import find_rule
 from spmd.runtime import VirtualProgram
 from spmd.tracing.canonicalize.canonicalize import canonicalize

@@ -48,11 +48,14 @@ class Annotations:
         repetition: the number of earlier computations of a rematerialized value; equal calls with different numbers are
             not merged.
         tuple_name: the name of the tuple of results in the program's text, if the operator returns a tuple.
+        origin: the planned operation that it runs for. Of equal calls, which are merged, it is the first; of a list
+            operator, it is the first element.
     """
 
     comm: Comm | None = None
     repetition: int = 0
     tuple_name: str = ""
+    origin: Operation | None = None
 
 
 NOT_ANNOTATED = Annotations()
@@ -156,6 +159,7 @@ class Graph:
         operations: in order of execution.
         outputs: the results, flattened.
         specs: in the program of a rank, the sharding of the values that are shards of a global value, for its text.
+        planned: in the program of a rank, the local tensor of each value of the plan.
         variants: in a global program, what differs for ranks whose shards in a manual region have other shapes than
             those of coordinate zero; None if nothing does.
     """
@@ -165,12 +169,32 @@ class Graph:
     operations: tuple[Operation, ...]
     outputs: tuple[Value, ...]
     specs: Mapping[Value, object] = MappingProxyType({})
+    planned: Mapping[Value, Value] = MappingProxyType({})
     variants: Variants[Graph] | None = None
 
     @cached_property
     def producers(self) -> Mapping[Value, Operation]:
         """The operation that each value is a result of; inputs and constants have none."""
         return MappingProxyType({value: operation for operation in self.operations for value in operation.tensors})
+
+    def substitute(self, replaced: Mapping[Value, Value], operations: tuple[Operation, ...]) -> Graph:
+        """A copy with other operations, whose results and planned values are named anew.
+
+        Args:
+            replaced: the value that now stands for each that is gone.
+            operations: in order of execution, with operands replaced.
+        """
+        specs: dict[Value, object] = {}
+        for old, new in replaced.items() if self.specs else ():
+            if old in self.specs:
+                specs.setdefault(new, self.specs[old])
+        return attrs.evolve(
+            self,
+            operations=operations,
+            outputs=tuple(replaced.get(value, value) for value in self.outputs),
+            specs={**specs, **self.specs},
+            planned={value: replaced.get(local, local) for value, local in self.planned.items()},
+        )
 
     @property
     def names(self) -> Iterator[str]:

@@ -79,19 +79,7 @@ def simplify(graph: Graph, *, any_shapes: bool = False) -> Graph:
             continue
         producers.update(dict.fromkeys(operation.tensors, operation))
         operations.append(operation)
-    outputs = tuple(replaced.get(value, value) for value in graph.outputs)
-    return attrs.evolve(graph, operations=tuple(operations), outputs=outputs, specs=_specs(graph, replaced))
-
-
-def _specs(graph: Graph, replaced: Mapping[Value, Value]) -> Mapping[Value, object]:
-    """The specs of a program; a value without one takes that of a value that it replaces."""
-    if not graph.specs:
-        return graph.specs
-    taken: dict[Value, object] = {}
-    for old, new in replaced.items():
-        if old in graph.specs:
-            taken.setdefault(new, graph.specs[old])
-    return {**taken, **graph.specs}
+    return graph.substitute(replaced, tuple(operations))
 
 
 _COPIES = {

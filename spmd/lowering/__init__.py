@@ -1,4 +1,4 @@
 """From a plan to the program that each rank runs.
 
-Imports `plan` and what is below it.
+Imports `plan.local` and what is below it; the planner measures what it lowers.
 """

@@ -10,44 +10,45 @@ from spmd.ir.graph import Annotations, Graph, Operation, Value
 from spmd.ir.list_schedule import Unit
 from spmd.ir.names import Namer
 from spmd.ir.printing import operator_name
+from spmd.lowering.repetitions import repetitions
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
-from spmd.plan.local.fragments import Fragments
-from spmd.plan.memory.repetitions import repetitions
+from spmd.plan.local.fragments import Fragments, Known
 
 
-def emit(plan: PlanData, coordinate: Coordinate) -> Graph:
+def emit(plan: PlanData, coordinate: Coordinate, known: Known | None = None) -> Graph:
     """Emit the program of the rank at `coordinate`, not yet optimized.
 
-    Its values are local tensors; `specs` has the Layout of those that stand for a value of the plan. Collectives and
-    rematerialized operations are annotated.
+    Its values are local tensors; `planned` says which of them stand for values of the plan, and `specs` has the Layout
+    of these. Operations are annotated with what they run for, collectives with records without cause and time, too.
 
     Args:
         plan: the plan.
         coordinate: the mesh coordinate of the rank.
+        known: as of `Fragments`.
     """
-    emitter, graph = _Emitter(plan, coordinate), plan.graph
+    emitter, graph = _Emitter(plan, Fragments(plan, coordinate, known)), plan.graph
     inputs = tuple(emitter.define(value, emitter.namer.parameter(value.name)) for value in graph.inputs)
     for index, (value, tensor) in enumerate(graph.constants):
         emitter.constants.append((emitter.define(value, emitter.namer.fresh(f"constant_{index}")), tensor))
     for unit in scheduled(plan):
         emitter.emit(unit)
     outputs = tuple(emitter.values[value] for value in graph.outputs)
-    return Graph(inputs, tuple(emitter.constants), tuple(emitter.operations), outputs, emitter.specs)
+    operations, constants = tuple(emitter.operations), tuple(emitter.constants)
+    return Graph(inputs, constants, operations, outputs, emitter.specs, emitter.values)
 
 
 class _Emitter:
     """The program under construction, and the local value of every value of the plan so far."""
 
-    def __init__(self, plan: PlanData, coordinate: Coordinate) -> None:
-        self.plan, self.fragments = plan, Fragments(plan, coordinate)
+    def __init__(self, plan: PlanData, fragments: Fragments) -> None:
+        self.plan, self.fragments = plan, fragments
         self.namer = Namer()
         self.values: dict[Value, Value] = {}
         self.specs: dict[Value, object] = {}
         self.constants: list[tuple[Value, torch.Tensor]] = []
         self.operations: list[Operation] = []
         self.repetitions = repetitions(plan.graph, plan.specs)
-        self.comms = iter(plan.comms)
 
     def define(self, value: Value, name: str) -> Value:
         """The local value of an input or a constant of the plan."""
@@ -80,9 +81,6 @@ class _Emitter:
         tuple_name = self.namer.numbered(name) if operation.returns_tuple else ""
         for value in operation.tensors:
             here[value] = Value(self.namer.numbered(name), value.meta)
-        comm = operation.annotations.comm
-        launched = attrs.evolve(next(self.comms), bytes=comm.bytes) if comm else None
         results = tuple(None if value is None else here[value] for value in operation.results)
-        notes = Annotations(launched, self.repetitions.get(planned, 0), tuple_name)
-        source = launched.source if launched else planned.source
-        return attrs.evolve(operation.substitute(here), results=results, source=source, annotations=notes)
+        notes = Annotations(operation.annotations.comm, self.repetitions.get(planned, 0), tuple_name, planned)
+        return attrs.evolve(operation.substitute(here), results=results, source=planned.source, annotations=notes)

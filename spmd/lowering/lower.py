@@ -10,14 +10,16 @@ from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.lowering.emit import emit
+from spmd.lowering.launches import with_records
 from spmd.lowering.passes import PASSES
 from spmd.lowering.passes.in_place import write_in_place
 from spmd.lowering.passes.results import copy_partial_views
 from spmd.lowering.program import LocalProgram
 from spmd.plan.data.plan import PlanData
+from spmd.plan.local.fragments import Known
 from spmd.plan.local.variants import plan_at
 
-__all__ = ["LocalProgram", "lower"]
+__all__ = ["LocalProgram", "lower", "rank_graph"]
 
 
 def lower(
@@ -40,11 +42,8 @@ def lower(
     """
 
     def build(coordinate: Coordinate) -> Graph:
-        graph = emit(plan_at(plan, coordinate), coordinate)
-        for run in PASSES if passes is None else passes:
-            graph = run(graph)
-        graph = copy_partial_views(graph, (plan.mesh, plan.mesh.rank(coordinate)), plan.request.donated)
-        return write_in_place(graph, plan.request.donated).verify()
+        graph = rank_graph(plan_at(plan, coordinate), coordinate, passes=passes)
+        return with_records(graph, plan.comms).verify()
 
     return LocalProgram(
         name=name,
@@ -55,6 +54,27 @@ def lower(
         build=build,
         schedule=plan.schedule,
     )
+
+
+def rank_graph(
+    plan: PlanData,
+    coordinate: Coordinate,
+    known: Known | None = None,
+    passes: Sequence[Callable[[Graph], Graph]] | None = None,
+) -> Graph:
+    """The program of the rank at a coordinate under its plan (`plan_at`); its collectives have no records of the plan.
+
+    Args:
+        plan: the plan.
+        coordinate: the mesh coordinate of the rank.
+        known: as of `Fragments`.
+        passes: as of `lower`.
+    """
+    graph = emit(plan, coordinate, known)
+    for run in PASSES if passes is None else passes:
+        graph = run(graph)
+    graph = copy_partial_views(graph, (plan.mesh, plan.mesh.rank(coordinate)), plan.request.donated)
+    return write_in_place(graph, plan.request.donated)
 
 
 def _uneven_specs(plan: PlanData) -> tuple[DTensorSpec, ...]:

@@ -13,7 +13,7 @@ from spmd.job import calling_thread
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import check_same_program
 from spmd.runtime.codegen import RankProgram, generate, name_origin
-from spmd.runtime.overlap import overlap
+from spmd.runtime.communication import communicating
 from spmd.runtime.torch_settings import run_isolated
 
 
@@ -36,7 +36,7 @@ class DistributedProgram:
         self._name = program.name
         self._number, self._history = check_same_program(program), history(program.mesh.ranks)
         (coordinate,) = program.mesh.held_coordinates
-        self._graph = overlap(program.graph(coordinate), program.mesh, coordinate, program.schedule)
+        self._graph = communicating(program.graph(coordinate), program.mesh, coordinate, program.schedule)
         generated = generate(self._graph)
         self._function, self.source = generated.function, generated.source
         self._profiled: RankProgram | None = None

@@ -16,7 +16,7 @@ from spmd.api.values.dtensor import DTensor
 from spmd.core.mesh import Mesh
 from spmd.core.placement import REDUCTIONS, supports_reduction
 from spmd.core.spec import P, TensorMeta
-from spmd.plan import Machine
+from spmd.plan.machine.machine import Machine
 from spmd.testing.operators import OPERATORS, SHARDING, real, sharding_operators
 from spmd.testing.strategies import meshes, pspecs, shapes, shards, tensor_specs
 

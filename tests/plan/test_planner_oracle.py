@@ -14,10 +14,9 @@ import spmd
 from proofs.joint import JointProblem, joint_optimum
 from proofs.joint.ascent import minimize_by_ascent
 from proofs.oracle import Search, searches_of, solve_by_highs
-from spmd import P
+from spmd import Machine, P
 from spmd.errors import PlanError
 from spmd.inspect import Plan
-from spmd.plan import Machine
 from spmd.plan.data.plan import PlanData
 from spmd.plan.search.options import SearchOptions
 from spmd.plan.search.orders import plan as search

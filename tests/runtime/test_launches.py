@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from spmd.collectives.transport.exchange import Exchange
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Annotations, Graph, Operation, Value
-from spmd.runtime.overlap import split_exchanges
+from spmd.lowering.launches import Wait, split_launches
 
 VIEW = torch.ops.aten.view.default
 
@@ -47,11 +46,9 @@ class Program:
     def ordered(self, *outputs: Value, window: float = 0.0) -> list[list[Value]]:
         """What is there after each operation; a launch as its results when it has started."""
         graph = Graph(tuple(self.inputs), (), tuple(self.operations), outputs).verify()
-        split = split_exchanges(graph, window).operations
-        finishes = {
-            o.args[0]: o for o in split if o.args and isinstance(o.op, MethodType) and o.op.__name__ == "finish"
-        }
-        shown = [finishes.get(o.tensors[0], o) for o in split if o not in finishes.values()]
+        split = split_launches(graph, window).operations
+        waits = {operation.args[0]: operation for operation in split if isinstance(operation.op, Wait)}
+        shown = [waits.get(o.tensors[0], o) for o in split if o not in waits.values()]
         return [list(operation.tensors) for operation in shown]
 
 

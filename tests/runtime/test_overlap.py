@@ -9,8 +9,9 @@ from spmd.collectives.transport.exchange import Exchange
 from spmd.core.spec import TensorMeta
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Annotations, Graph, Operation, Value
+from spmd.lowering.launches import split_launches
 from spmd.runtime.codegen import generate
-from spmd.runtime.overlap import split_exchanges
+from spmd.runtime.communication import bound
 
 
 class Story:
@@ -60,7 +61,7 @@ class Story:
 
     def run(self, *results: Value, inputs: list[int], window: float = 1.0) -> tuple[int, ...]:
         graph = Graph(tuple(self.inputs), (), tuple(self.operations), results)
-        return generate(split_exchanges(graph, window)).function(inputs)
+        return generate(bound(split_launches(graph, window), lambda operation: operation.op)).function(inputs)
 
 
 def test_a_collective_is_under_way_while_its_result_is_not_wanted():

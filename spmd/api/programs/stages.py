@@ -17,9 +17,10 @@ from spmd.inspect.plan import Plan
 from spmd.ir.list_operators import FUSED
 from spmd.ir.simplify import eliminate_dead
 from spmd.lowering.lower import LocalProgram, lower
-from spmd.plan import Request, plan
+from spmd.plan.data.request import Request
 from spmd.plan.machine.default import default_machine
 from spmd.plan.memory.limit import check_fits
+from spmd.plan.search.orders import plan
 from spmd.rules import RULES, find_rule
 from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.manual.correspondence import check_variants

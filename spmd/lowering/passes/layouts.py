@@ -7,9 +7,8 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.graph import Annotations, Graph, Operation, Value
 from spmd.ir.names import Namer
-from spmd.ir.source import Source
 from spmd.rules.layouts import Need, lay_out
 
 
@@ -25,13 +24,14 @@ def insert_layout_copies(graph: Graph) -> Graph:
     operations: list[Operation] = []
     for operation in graph.operations:
 
-        def copy(leaf: Any, needed: Need, source: Source | None = operation.source) -> Any:
+        def copy(leaf: Any, needed: Need, before: Operation = operation) -> Any:
             if not isinstance(leaf, Value):
                 return leaf
             if (leaf, needed) not in made:
                 result = Value(namer.fresh(f"{leaf.name}_{needed.name.lower()}"), leaf.meta)
                 specs.update({result: specs[leaf]} if leaf in specs else {})
-                operations.append(Operation(COPIES[needed], (leaf,), {}, (result,), source))
+                notes = Annotations(origin=before.annotations.origin)
+                operations.append(Operation(COPIES[needed], (leaf,), {}, (result,), before.source, annotations=notes))
                 made[leaf, needed] = result
             return made[leaf, needed]
 

@@ -28,9 +28,4 @@ def shard_factories(graph: Graph) -> Graph:
             args = (list(old.meta.shape), *full.args[1:])
             operation = attrs.evolve(operation, op=FULL, args=args, kwargs=full.kwargs, results=(replaced[old],))
         operations.append(operation)
-    return attrs.evolve(
-        graph,
-        operations=tuple(operations),
-        outputs=tuple(replaced.get(value, value) for value in graph.outputs),
-        specs={replaced.get(value, value): spec for value, spec in graph.specs.items()},
-    )
+    return graph.substitute(replaced, tuple(operations))

@@ -1,4 +1,4 @@
 """The memory of a plan, and planning under a memory limit.
 
-Imports `cost` and `data`.
+Imports `lowering`, `cost` and `data`.
 """

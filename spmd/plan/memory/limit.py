@@ -23,8 +23,8 @@ from spmd.plan.cost.account import account, launched
 from spmd.plan.data.plan import AnyPlan, PlanData
 from spmd.plan.local.fragments import Known
 from spmd.plan.local.variants import plan_at
-from spmd.plan.memory.liveness import Buffer, Liveness
-from spmd.plan.memory.peak import Memory, fullest, liveness_of, measure, memory_of
+from spmd.plan.memory.liveness import Buffer, Liveness, liveness_of
+from spmd.plan.memory.peak import Memory, fullest, measure, memory_of
 from spmd.plan.memory.rematerialization import Rematerialization, Rewritten, candidates, rewrite
 from spmd.plan.memory.reorder import by_results
 

@@ -1,38 +1,26 @@
-"""Liveness: the buffers that a rank reads and allocates, event by event, as it runs a plan.
+"""Liveness: the buffers that a rank reads and allocates, event by event, as it runs the program of a plan.
 
-The runtimes are eager, so every result that is not a view is a buffer of its own. Whether an operator returns a view is
-found by running it on meta tensors with the strides of the rank's tensors: a reshape copies where strides require it.
-Operators that lowering merges run once. Not modelled are the temporaries inside kernels.
+Which values are views is found as the runtimes have it (`spmd.lowering.passes.aliases`). A process holds what its
+collectives send and receive, too, while these are under way. Not modelled are the temporaries inside kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
-import torch
 
-from spmd.collectives.local import LOCALS
-from spmd.collectives.primitives import COLLECTIVES
-from spmd.collectives.resharding import only_slices
-from spmd.core.mesh import Coordinate
+from spmd.core.mesh import Coordinate, Runtime
 from spmd.core.spec import TensorMeta
-from spmd.ir.graph import Operation, Value, freeze
-from spmd.ir.in_place import rewritable
-from spmd.ir.list_schedule import Unit
-from spmd.ir.markers import REDISTRIBUTE
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.in_place import InPlace, rewritable, targets
+from spmd.lowering.launches import Launch, Start, Wait, split_launches, with_records
+from spmd.lowering.lower import rank_graph
+from spmd.lowering.passes.aliases import Aliases
 from spmd.plan.data.plan import PlanData
-from spmd.plan.local.calls import scheduled
-from spmd.plan.local.fragments import Fragments, Known
-from spmd.plan.local.partial_views import partial_views
-from spmd.plan.local.strided import Result, Strided, StridedCall, results_of
-from spmd.plan.memory.repetitions import repetitions
-from spmd.rules.layouts import Need, lay_out
-
-aten = torch.ops.aten
-
-SHARD = torch.ops.spmd.shard.default
+from spmd.plan.local.fragments import Known
+from spmd.plan.local.strided import StridedCall
+from spmd.plan.memory.launch_buffers import Allocation, launch_buffers
 
 
 @attrs.frozen(eq=False)
@@ -40,8 +28,7 @@ class Buffer:
     """One storage of a rank.
 
     Args:
-        value: the value that it was allocated for; None for a temporary inside a redistribution or a local
-            implementation.
+        value: the value of the plan that it was allocated for; None for a temporary inside of an operation.
         meta: shape and dtype on the rank.
     """
 
@@ -56,18 +43,11 @@ class Buffer:
 
 @attrs.frozen(eq=False)
 class Event:
-    """One operator that a rank runs for `operation`: it reads the buffers `reads` and allocates `writes`.
-
-    `rewritable` has pairs of a buffer that it reads and one that it need not allocate if the other is not read later.
-    `collective` is its call if ranks communicate in it; `is_view` says whether it only makes a view.
-    """
+    """One operator that a rank runs for `operation`: it reads the buffers `reads` and allocates `writes`."""
 
     operation: Operation
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
-    rewritable: tuple[tuple[Buffer, Buffer], ...] = ()
-    collective: StridedCall | None = None
-    is_view: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -78,8 +58,7 @@ class Liveness:
         events: in order of execution.
         inputs, outputs: the buffers of the program's arguments and results; a result may be an argument.
         constants: the buffers of the tensors that the program closed over.
-        buffers: the buffer of every value; views share that of their base.
-        coordinate: the mesh coordinate of the rank.
+        buffers: the buffer of every value of the plan; views share that of their base.
     """
 
     events: tuple[Event, ...]
@@ -87,201 +66,146 @@ class Liveness:
     outputs: tuple[Buffer, ...]
     constants: tuple[Buffer, ...]
     buffers: dict[Value, Buffer]
-    coordinate: Coordinate
 
 
-def record(plan: PlanData, known: Known | None = None, coordinate: Coordinate | None = None) -> Liveness:
+def liveness_of(plan: PlanData, known: Known | None = None, coordinate: Coordinate | None = None) -> Liveness:
     """The liveness of the program of the rank at a coordinate, by default zero; `known` is as in `Fragments`."""
-    return _Recorder(plan, known, coordinate or (0,) * len(plan.mesh.names)).run()
+    coordinate = coordinate or (0,) * len(plan.mesh.names)
+    graph = rank_graph(plan, coordinate, known)
+    if plan.mesh.runtime is Runtime.DISTRIBUTED and plan.schedule is not None:
+        graph = split_launches(with_records(graph, plan.comms), plan.schedule.window_bytes)
+    return _Recorder(plan, graph, coordinate).run()
 
 
 class _Recorder:
-    def __init__(self, plan: PlanData, known: Known | None, coordinate: Coordinate) -> None:
-        self.plan = plan
-        self.fragments = Fragments(plan, coordinate, known)
+    """The events so far."""
+
+    def __init__(self, plan: PlanData, graph: Graph, coordinate: Coordinate) -> None:
+        self.plan, self.graph, self.coordinate = plan, graph, coordinate
+        self.aliases = Aliases(graph, (plan.mesh, plan.mesh.rank(coordinate)))
+        planned = (*graph.planned.items(), *zip(plan.graph.outputs, graph.outputs, strict=True))
+        values = {local: value for value, local in reversed(planned)}
+        self.memory = {base: Buffer(values.get(base), base.meta) for base in dict.fromkeys(self.aliases.bases.values())}
+        """The buffer of each value that is no view."""
+        self.parts: dict[Value, Buffer] = {}
+        """For results of collectives that are views of a bucket, the buffer of a copy."""
+        self.waits: dict[Launch, Callable[[Operation], None]] = {}
         self.events: list[Event] = []
-        self.values: dict[Value, Value] = {}
-        """The local tensor of each value of the plan."""
-        self.made: dict[Hashable, tuple[Value, ...]] = {}
-        """The results of operators without effects."""
-        self.copies: dict[tuple[Value, Need], Buffer] = {}
-        self.buffers: dict[Value, Buffer] = {}
-        self.layouts: dict[Value, Strided] = {}
-        self.slices: set[Value] = set()
-        """The values that reshards have sliced, and views of them."""
-        self.repetitions = repetitions(plan.graph, plan.specs)
-        self.fills = self.sharded_constants()
 
     def run(self) -> Liveness:
-        graph = self.plan.graph
-        inputs = tuple(self.given(value) for value in graph.inputs)
-        constants = tuple(self.given(value) for value, _ in graph.constants)
-        for unit in scheduled(self.plan):
-            self.unit(unit)
-        buffers = {value: self.buffers[same] for value, same in self.values.items()}
-        copies = self.copied_results(inputs)
-        outputs = tuple(copies.get(self.values[value], buffers[value]) for value in graph.outputs)
-        found = Liveness(tuple(self.events), inputs, outputs, constants, buffers, self.fragments.coordinate)
-        return _written_in_place(found, self.plan.request.donated)
-
-    def copied_results(self, inputs: Sequence[Buffer]) -> dict[Value, Buffer]:
-        """Record the copies of results that would keep larger tensors alive, as lowering makes them."""
-        donated = self.plan.request.donated
-        kept = {buffer for position, buffer in enumerate(inputs) if position not in donated}
-        results = {self.values[value]: value for value in self.plan.graph.outputs}
-        found = partial_views(results, self.buffers.__getitem__, lambda buffer: buffer.nbytes, kept, self.slices)
-        last = {buffer: index for index, event in enumerate(self.events) for buffer in event.reads}
-        made = {local: Buffer(results[local], local.meta) for views in found.values() for local in views}
-        for base in sorted(found, key=last.__getitem__, reverse=True):
-            copies = tuple(map(made.__getitem__, found[base]))
-            self.events.insert(last[base] + 1, Event(self.events[last[base]].operation, (base,), copies))
-        return made
-
-    def sharded_constants(self) -> frozenset[Value]:
-        """Results of `aten.full` of which ranks only read shards: lowering creates these instead of the full tensor."""
-        operations = self.plan.graph.operations
-        made = {operation.tensors[0] for operation in operations if operation.op is aten.full.default}
-        made.difference_update(self.plan.graph.outputs)
-        for operation in operations if made else ():
-            specs = [self.plan.specs[value] for value in (*operation.operands[:1], *operation.tensors[:1])]
-            if operation.op is not REDISTRIBUTE or not only_slices(*specs):
-                made.difference_update(operation.operands)
-        return frozenset(made)
-
-    def given(self, value: Value) -> Buffer:
-        """The buffer of an input or a constant."""
-        meta = self.fragments.local(value)
-        self.values[value] = Value(value.name, meta)
-        return self.hold(self.values[value], Strided.contiguous(meta), Buffer(value, meta))
-
-    def hold(self, value: Value, layout: Strided, buffer: Buffer) -> Buffer:
-        self.layouts[value], self.buffers[value] = layout, buffer
-        return buffer
-
-    def event(
-        self,
-        operation: Operation,
-        reads: Iterable[Buffer],
-        writes: Iterable[Buffer],
-        pairs: tuple[tuple[Buffer, Buffer], ...] = (),
-        collective: StridedCall | None = None,
-        *,
-        is_view: bool = False,
-    ) -> None:
-        self.events.append(Event(operation, tuple(dict.fromkeys(reads)), tuple(writes), pairs, collective, is_view))
-
-    def unit(self, unit: Unit) -> None:
-        """Record the operations of a call's fragment."""
-        first = unit.operations[0]
-        fragment = self.fragments.of(unit)
-        graph = fragment.graph
-        results = [
-            (value, local) for value, local in zip(unit.results, fragment.results, strict=True) if value and local
-        ]
-        if first.op is aten.full.default and first.tensors[0] in self.fills:
-            ((value, local),) = results
-            self.values[value] = local
-            self.hold(local, Strided.contiguous(local.meta), Buffer(value, TensorMeta((0,), local.meta.dtype)))
-            self.event(first, [], [])
-            return
-        if first.op is REDISTRIBUTE and first.operands[0] in self.fills:
-            self.event(first, [], [self.given(first.tensors[0])])
-            return
-        here = {local: self.values[value] for local, value in zip(graph.inputs, unit.operands, strict=True)}
-        for local, _ in graph.constants:
-            here[local] = Value(local.name, local.meta)
-            self.hold(here[local], Strided.contiguous(local.meta), Buffer(None, local.meta))
-        named = {} if self.fragments.local_implementation(first) else {local: value for value, local in results}
+        """The liveness of the program."""
+        graph = self.graph
+        self.write_in_place()
         for operation in graph.operations:
-            placed = operation.substitute(here)
-            key = (operation.op, freeze(placed.args), freeze(dict(placed.kwargs)), self.repetitions.get(first, 0))
-            if operation.effect is not None or key not in self.made:
-                new = {value: Value(value.name, value.meta) for value in operation.tensors}
-                placed = attrs.evolve(placed, results=tuple(value and new[value] for value in operation.results))
-                self.operation(placed, first, {new[local]: named[local] for local in new.keys() & named.keys()})
-                self.made[key] = placed.tensors
-            here.update(zip(operation.tensors, self.made[key], strict=True))
-        self.values.update((value, here[local]) for value, local in results)
+            self.record(operation)
+        inputs, constants = self.buffers(graph.inputs), self.buffers([value for value, _ in graph.constants])
+        return Liveness(tuple(self.events), inputs, self.results(), constants, self.planned())
 
-    def operation(self, operation: Operation, planned: Operation, named: Mapping[Value, Value]) -> None:
-        """Record what a rank runs for a planned operation; `named` has the results that are values of the plan."""
-        reads = self.operands(operation, planned)
-        writes = self.call(operation, named)
-        pairs = tuple((self.buffers[a], self.buffers[b]) for a, b in rewritable(operation) if self.is_whole(a))
-        pairs = tuple(pair for pair in pairs if pair[1] in writes)
-        is_view = not writes and isinstance(operation.op, torch._ops.OpOverload) and operation.is_view
-        collective = self.strided(operation) if operation.op in COLLECTIVES else None
-        self.event(planned, reads, writes, pairs, collective, is_view=is_view)
+    def buffers(self, values: Iterable[Value]) -> tuple[Buffer, ...]:
+        """The buffers of values."""
+        return tuple(self.memory[self.aliases.bases[value]] for value in values)
 
-    def is_whole(self, value: Value) -> bool:
-        """Whether a value is all of its buffer, in row-major order, so that an operator may write to it."""
-        return self.layouts[value].is_contiguous and self.buffers[value].nbytes == value.meta.nbytes
+    def event(self, operation: Operation, reads: Iterable[Buffer], writes: Iterable[Buffer]) -> None:
+        """Record an event of an operation of the rank."""
+        assert operation.annotations.origin is not None, "every operation runs for one of the plan"
+        self.events.append(Event(operation.annotations.origin, tuple(dict.fromkeys(reads)), tuple(writes)))
 
-    def strided(self, operation: Operation) -> StridedCall:
-        """The call of an operation on this rank's tensors."""
-        return StridedCall.of(operation, [self.layouts[value] for value in operation.operands])
+    def record(self, operation: Operation) -> None:
+        """Record what an operation reads and allocates."""
+        if isinstance(operation.op, Start):
+            self.launch(operation, operation.op.launch)
+        elif isinstance(operation.op, Wait):
+            self.waits.pop(operation.op.launch)(operation)
+        elif operation.annotations.comm is not None and self.plan.mesh.runtime is Runtime.DISTRIBUTED:
+            # One call does all of it, and its caller holds the operands until it returns.
+            launch = Launch((operation,))
+            self.launch(operation, launch, self.buffers(launch.operands))
+            self.waits.pop(launch)(operation)
+        else:
+            reads = self.buffers(operation.operands)
+            owned = self.buffers(value for value in operation.tensors if self.aliases.bases[value] is value)
+            self.event(operation, reads, (buffer for buffer in owned if buffer not in reads))
 
-    def operands(self, operation: Operation, planned: Operation) -> list[Buffer]:
-        """The buffers that an operator reads; an operand whose strides its kernel does not support is copied first."""
-        needs: dict[Value, Need] = {}
+    def launch(self, operation: Operation, launch: Launch, held: Sequence[Buffer] = ()) -> None:
+        """Record the start of a launch; what is `held` is held until its end."""
+        found = launch_buffers(self.plan.mesh, ranks_like(self.plan, self.coordinate), calls_of(launch, self.aliases))
+        operands = self.buffers(launch.operands)
+        buffers = dict(enumerate(operands))
+        for number, result in zip(found.results, launch.results, strict=True):
+            if found.results.count(number) == 1:
+                buffers[number] = self.memory[result]
+            else:
+                self.parts[result] = self.memory[result]
+                self.memory[result] = buffers.setdefault(number, Buffer(None, found.metas[number]))
+        for number, meta in enumerate(found.metas):
+            buffers.setdefault(number, Buffer(None, meta))
+        sent, received = buffers[found.sent], buffers[found.received]
 
-        def note(leaf: Any, needed: Need) -> None:
-            if isinstance(leaf, Value):
-                needs[leaf] = needed
+        def allocate(operation: Operation, held: Sequence[Buffer], allocations: Iterable[Allocation]) -> None:
+            for reads, writes in allocations:
+                self.event(operation, (*held, *map(buffers.__getitem__, reads)), map(buffers.__getitem__, writes))
 
-        lay_out(operation.op, operation.args, operation.kwargs, note)
-        found = []
-        for value in dict.fromkeys(operation.operands):
-            buffer, layout = self.buffers[value], self.layouts[value]
-            if value in needs and not needs[value].is_met(layout.tensor()):
-                key = value, needs[value]
-                if key not in self.copies:
-                    self.copies[key] = Buffer(None, layout.meta)
-                    self.event(planned, [buffer], [self.copies[key]])
-                buffer = self.copies[key]
-            found.append(buffer)
+        def wait(operation: Operation) -> None:
+            self.event(operation, (*([sent] if found.holds_sent else []), *held, received), ())
+            allocate(operation, [received, *held], found.unpacking)
+
+        allocate(operation, operands, found.packing)
+        self.event(operation, (*operands, sent), {received} - {sent})
+        self.waits[launch] = wait
+
+    def results(self) -> tuple[Buffer, ...]:
+        """The buffers of the results, which are no views of a bucket: they would hold it as a whole."""
+        bases = [self.aliases.bases[value] for value in self.graph.outputs]
+        views = [base for base in dict.fromkeys(bases) if base in self.parts]
+        if views:
+            reads, writes = (tuple(map(of.__getitem__, views)) for of in (self.memory, self.parts))
+            self.events.append(Event(self.events[-1].operation, reads, writes))
+        return tuple(self.parts.get(base) or self.memory[base] for base in bases)
+
+    def write_in_place(self) -> None:
+        """Give results that operators write into the memory of operands the buffers of these."""
+        bases, operations = self.aliases.bases, self.graph.operations
+        last = {bases[value]: operation for operation in operations for value in operation.operands}
+        kept = {bases[value] for value in self.graph.outputs}
+        for operation in operations:
+            for operand, result in _rewritten(operation):
+                base = bases[operand]
+                if self.aliases.is_whole(operand) and last[base] is operation and base not in kept:
+                    self.memory[result] = self.memory[base]
+
+    def planned(self) -> dict[Value, Buffer]:
+        """The buffers of the plan's values. Views that lowering removes are of their operand, other values empty."""
+        bases = self.aliases.bases
+        found = {v: self.memory[bases[local]] for v, local in self.graph.planned.items() if local in bases}
+        for operation in self.plan.graph.operations:
+            for value in operation.tensors:
+                if value not in found and operation.is_view:
+                    found[value] = found[operation.operands[0]]
+                elif value not in found:
+                    found[value] = Buffer(value, TensorMeta((0,), value.meta.dtype))
         return found
 
-    def call(self, operation: Operation, named: Mapping[Value, Value]) -> list[Buffer]:
-        """The buffers that an operator allocates; `named` is as in `operation`."""
-        writes = []
-        operands = operation.operands
-        for value, result in zip(operation.tensors, self.results(operation), strict=True):
-            viewed = None if result.view_of is None else operands[result.view_of]
-            if operation.op is SHARD or viewed in self.slices:
-                self.slices.add(value)
-            if viewed is None:
-                writes.append(self.hold(value, result.layout, Buffer(named.get(value), value.meta)))
-            else:
-                self.hold(value, result.layout, self.buffers[viewed])
-        return writes
 
-    def results(self, operation: Operation) -> tuple[Result, ...]:
-        place = (self.plan.mesh, self.plan.mesh.rank(self.fragments.coordinate)) if operation.op in LOCALS else None
-        return results_of(operation, self.layouts, place)
+def _rewritten(operation: Operation) -> Iterator[tuple[Value, Value]]:
+    """Pairs of an operand and the result that the program permits the operator to write into its memory."""
+    if isinstance(operation.op, InPlace):
+        functional = attrs.evolve(operation, op=operation.op.op)
+        free = dict(zip(targets(functional), operation.op.free, strict=True))
+        yield from (pair for pair in rewritable(functional) if free[pair[0]])
 
 
-def _written_in_place(liveness: Liveness, donated: Collection[int]) -> Liveness:
-    """The liveness with results in the memory of donated inputs, where lowering places them."""
-    if not donated:
-        return liveness
-    writable = {liveness.inputs[position] for position in donated}
-    last = {buffer: index for index, event in enumerate(liveness.events) for buffer in event.reads}
-    outputs = set(liveness.outputs)
-    merged: dict[Buffer, Buffer] = {}
-    events = []
-    for index, event in enumerate(liveness.events):
-        for operand, result in event.rewritable:
-            if operand not in outputs and last[operand] == index and merged.get(operand, operand) in writable:
-                merged[result] = merged.get(operand, operand)
-        reads = dict.fromkeys(merged.get(buffer, buffer) for buffer in event.reads)
-        writes = tuple(buffer for buffer in event.writes if buffer not in merged)
-        events.append(attrs.evolve(event, reads=tuple(reads), writes=writes))
-    return Liveness(
-        tuple(events),
-        liveness.inputs,
-        tuple(merged.get(buffer, buffer) for buffer in liveness.outputs),
-        liveness.constants,
-        {value: merged.get(buffer, buffer) for value, buffer in liveness.buffers.items()},
-        liveness.coordinate,
+def calls_of(launch: Launch, aliases: Aliases) -> tuple[StridedCall, ...]:
+    """The calls of the collectives of a launch on this rank's tensors."""
+    return tuple(
+        StridedCall.of(operation, [aliases.layouts[value] for value in operation.operands])
+        for operation in launch.collectives
     )
+
+
+def ranks_like(plan: PlanData, coordinate: Coordinate) -> tuple[Coordinate, ...]:
+    """The ranks that share the program of that at a coordinate, which comes first."""
+    variants, others = plan.request.graph.variants, [other for other in plan.mesh.coordinates() if other != coordinate]
+    if variants is not None:
+        key = variants.unevenness.key
+        others = [other for other in others if key(other) == key(coordinate)]
+    return (coordinate, *others)

@@ -20,10 +20,8 @@ from spmd.ir.graph import Operation, Value
 from spmd.ir.source import Source
 from spmd.ir.variants import Unevenness
 from spmd.plan.data.plan import PlanData
-from spmd.plan.local.fragments import Known
 from spmd.plan.local.variants import plan_at
-from spmd.plan.memory.in_flight import in_flight
-from spmd.plan.memory.liveness import Buffer, Liveness, record
+from spmd.plan.memory.liveness import Buffer, Liveness, liveness_of
 
 
 class Kind(enum.Enum):
@@ -163,12 +161,6 @@ def _last_shards(spec: DTensorSpec, axis: str) -> set[int]:
                 found.update((total - 1) // chunk for total, chunk in chunks)
             sizes = {part for total, chunk in chunks for part in (chunk, (total - 1) % chunk + 1)}
     return found
-
-
-def liveness_of(plan: PlanData, known: Known | None = None, coordinate: Coordinate | None = None) -> Liveness:
-    """The liveness of what runs, on a distributed mesh with the buffers of collectives; arguments as of `record`."""
-    liveness = record(plan, known, coordinate)
-    return in_flight(plan, liveness) if plan.mesh.runtime is Runtime.DISTRIBUTED else liveness
 
 
 def measure(liveness: Liveness, donated: frozenset[int], source: Callable[[Operation], Source | None]) -> Memory:

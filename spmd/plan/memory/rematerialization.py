@@ -13,8 +13,8 @@ import attrs
 
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.simplify import eliminate_dead
+from spmd.lowering.repetitions import is_cheap
 from spmd.plan.memory.liveness import Buffer, Liveness
-from spmd.plan.memory.repetitions import is_cheap
 
 
 @attrs.frozen(eq=False)

@@ -9,15 +9,17 @@ import attrs
 
 from spmd.collectives.primitive import Collective
 from spmd.collectives.primitives import KINDS
-from spmd.ir.graph import Operation
+from spmd.ir.graph import Graph, Operation
+from spmd.lowering.launches import Launch, Start, Wait, split_launches, with_records
+from spmd.lowering.lower import rank_graph
+from spmd.lowering.passes.aliases import Aliases
 from spmd.plan.cost.account import Account, account
 from spmd.plan.cost.buckets import copying_seconds
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.calls import scheduled
 from spmd.plan.machine.machine import Machine
-from spmd.plan.memory.in_flight import PlacedLaunch, happenings_of, launches, ranks_like
 from spmd.plan.memory.launch_buffers import LaunchBuffers, launch_buffers
-from spmd.plan.memory.liveness import Liveness, record
+from spmd.plan.memory.liveness import calls_of, ranks_like
 
 
 @attrs.frozen
@@ -42,18 +44,22 @@ class Simulation:
     """One run of a plan: operators one after the other, and one stream of launches for each mesh axis.
 
     Args:
-        liveness: what a rank runs, in order.
+        graph: the program of the rank at coordinate zero.
+        aliases: its memory.
         seconds: what each call of an operator takes, by its first operation.
     """
 
-    liveness: Liveness
+    graph: Graph
+    aliases: Aliases
     seconds: Mapping[Operation, float]
 
     @classmethod
     def of(cls, plan: PlanData, found: Account) -> Simulation:
         """The simulation of a plan with any schedule, from its account."""
-        units = scheduled(plan)
-        return cls(record(plan), {unit.operations[0]: sum(found.seconds[o] for o in unit.operations) for unit in units})
+        coordinate, units = (0,) * len(plan.mesh.names), scheduled(plan)
+        graph = rank_graph(plan, coordinate)
+        seconds = {unit.operations[0]: sum(found.seconds[o] for o in unit.operations) for unit in units}
+        return cls(graph, Aliases(graph, (plan.mesh, plan.mesh.rank(coordinate))), seconds)
 
     def timing(self, plan: PlanData) -> Timing:
         """The predicted times with the schedule of a plan.
@@ -62,34 +68,39 @@ class Simulation:
         `Machine.overlap` leaves stops computation, as does copying operands to buffers and results from them;
         `Link.wait` stops nothing but what needs the result.
         """
-        machine, events = plan.request.machine, self.liveness.events
-        ranks = ranks_like(plan, self.liveness.coordinate)
-        happenings = happenings_of(launches(plan, self.liveness))
-        comms = dict(zip((event for event in events if event.collective), plan.comms, strict=True))
+        machine, graph = plan.request.machine, with_records(self.graph, plan.comms)
+        if plan.schedule is not None:
+            graph = split_launches(graph, plan.schedule.window_bytes)
+        ranks = ranks_like(plan, (0,) * len(plan.mesh.names))
         now = compute = communication = 0.0
         free: dict[str, float] = defaultdict(float)
-        ends: dict[PlacedLaunch, float] = {}
+        ends: dict[Launch, float] = {}
         taken: set[Operation] = set()
-        for index, event in enumerate((*events, None)):
-            for launch, starts in happenings[index]:
-                if not starts:
-                    now = max(now, ends[launch])
-                    continue
-                sent = [comms[collective] for collective in launch.events]
-                kind, axes = sent[0].kind, sent[0].axes
-                takes = machine.sending_seconds(kind, axes, sum(comm.bytes for comm in sent))
-                wait = machine.wait_seconds(kind, axes)
-                copies = _copy_seconds(machine, KINDS[kind], len(sent), launch_buffers(plan.mesh, ranks, launch.calls))
+        for operation in graph.operations:
+            op, first = operation.op, operation.annotations.comm
+            if isinstance(op, Wait):
+                now = max(now, ends[op.launch])
+                continue
+            if first is not None:
+                launch = op.launch if isinstance(op, Start) else Launch((operation,))
+                axes = first.axes
+                takes = machine.sending_seconds(first.kind, axes, launch.bytes)
+                wait = machine.wait_seconds(first.kind, axes)
+                buffers = launch_buffers(plan.mesh, ranks, calls_of(launch, self.aliases))
+                copies = _copy_seconds(machine, KINDS[first.kind], len(launch.collectives), buffers)
                 now += copies
                 sent_at = max(now, *(free[axis] for axis in axes)) + takes
                 free.update(dict.fromkeys(axes, sent_at))
                 ends[launch] = sent_at + wait
                 communication += copies + takes + wait
                 now += (1 - machine.overlap) * takes
-            if event is not None and event.operation not in taken:
-                taken.add(event.operation)
-                compute += self.seconds.get(event.operation, 0.0)
-                now += self.seconds.get(event.operation, 0.0)
+                if not isinstance(op, Start):
+                    now = max(now, ends[launch])
+            ran = operation.annotations.origin
+            if ran is not None and ran not in taken:
+                taken.add(ran)
+                compute += self.seconds.get(ran, 0.0)
+                now += self.seconds.get(ran, 0.0)
         return Timing(now, compute, communication, now - compute)
 
 
