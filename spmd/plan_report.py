@@ -14,7 +14,7 @@ from pathlib import Path
 from spmd.core.quantity import size_text, time_text
 from spmd.errors import PlanError
 from spmd.inspect.questions.difference import compare
-from spmd.inspect.report.figures import Report, make_report
+from spmd.inspect.report.figures import PlanFigures, make_report
 from spmd.inspect.report.html import render_page
 from spmd.inspect.saving.document import read
 
@@ -69,7 +69,7 @@ def make_console() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
 
 
-def summary_table(report: Report) -> Table:
+def summary_table(report: PlanFigures) -> Table:
     """The figures of one step of the program: times, bytes, memory, and operators without a rule."""
     table = Table(title="Plan", title_justify="left", show_header=False)
     for name, text in report.summary.items():
@@ -79,7 +79,7 @@ def summary_table(report: Report) -> Table:
     return table
 
 
-def machine_table(report: Report) -> Table:
+def machine_table(report: PlanFigures) -> Table:
     """The figures of the machine."""
     table = Table(title="Machine", title_justify="left", show_header=False)
     for name, text in report.machine.items():
@@ -87,7 +87,7 @@ def machine_table(report: Report) -> Table:
     return table
 
 
-def layers_table(report: Report) -> Table:
+def layers_table(report: PlanFigures) -> Table:
     """The cost of one layer, for each repeated part of the program and each of the layouts that its layers have."""
     table = Table(title="Layers, each", title_justify="left")
     for name in ("lines", "layers", "operations", "compute", "communication", "sent", "otherwise than most"):
@@ -99,7 +99,7 @@ def layers_table(report: Report) -> Table:
     return table
 
 
-def lines_table(report: Report, rows: int) -> Table:
+def lines_table(report: PlanFigures, rows: int) -> Table:
     """The `rows` lines of the program with the most predicted time, in order of execution; the others in one row."""
     table = Table(title="Lines of the program", title_justify="left")
     for name in ("line", "code", "operations", "compute", "communication", "sent"):
@@ -122,7 +122,7 @@ def lines_table(report: Report, rows: int) -> Table:
     return table
 
 
-def causes_table(report: Report, rows: int) -> Table:
+def causes_table(report: PlanFigures, rows: int) -> Table:
     """The collectives by kind, axes and cause, the most bytes first; those beyond `rows` in one row."""
     table = Table(title="Collectives, by cause", title_justify="left")
     for name in ("kind", "axes", "count", "sent", "time", "cause", "line"):

@@ -20,7 +20,7 @@ import spmd
 import training
 from spmd import DTensorSpec, P
 from spmd.checkpoint import Position, Saving, load, save, save_async, saved
-from spmd.checkpoint.writer import Writer
+from spmd.checkpoint.writer import CheckpointWriter
 from spmd.job.process import process_count, process_index
 
 
@@ -202,17 +202,17 @@ def ended(saving: Saving) -> Saving:
 
 def on_full_disk(function: Callable[..., Any], *args: Any, full_on: int = 2) -> Any:
     """Call a function while one rank cannot write."""
-    write = Writer.write_data
+    write = CheckpointWriter.write_data
 
     def fail(*_: Any) -> Any:
         raise OSError("no space left on device")
 
     if process_index() == full_on:
-        Writer.write_data = fail  # type: ignore[method-assign]
+        CheckpointWriter.write_data = fail  # type: ignore[method-assign]
     try:
         return function(*args)
     finally:
-        Writer.write_data = write  # type: ignore[method-assign]
+        CheckpointWriter.write_data = write  # type: ignore[method-assign]
 
 
 def own_folder() -> str:

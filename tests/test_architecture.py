@@ -138,3 +138,12 @@ def test_violations_are_seen():
     assert ["spmd.tracing.canonicalize.canonicalize"] == up(
         "spmd.tracing.trace", {"spmd.tracing.canonicalize.canonicalize", "spmd.tracing.recorder"}
     )
+
+
+def test_no_two_classes_share_a_name():
+    names = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names.setdefault(node.name, set()).add(name)
+    assert {} == {name: homes for name, homes in names.items() if len(homes) > 1}

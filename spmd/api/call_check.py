@@ -48,7 +48,7 @@ SAME_REPLICA = (
 
 
 @attrs.frozen
-class _Call:
+class _CallTexts:
     """What a rank says of a call where ranks differ: each a mapping from names to texts.
 
     Args:
@@ -118,7 +118,7 @@ class CallCheck:
         every, drifted = gather_with_replicas(call, said, mesh, replicas)
         if len(set(every)) > 1:
             function = {} if number is None else {f"The function of the name {name}": f"number {number + 1}"}
-            mine = _Call(signature or self._describe(leaves), function, tensors, generator, line)
+            mine = _CallTexts(signature or self._describe(leaves), function, tensors, generator, line)
             _refuse(call, dict(zip(mesh.ranks, gather(call, mine, mesh.ranks), strict=True)))
         if drifted is not None:
             raise known(DivergenceError(f"In {call}, {drifted}. {SAME_REPLICA}"))
@@ -187,7 +187,7 @@ def _is_abstract(leaf: torch.Tensor) -> bool:
     return leaf.is_meta or is_functorch_wrapped_tensor(leaf)
 
 
-def _refuse(call: str, every: Mapping[int, _Call]) -> NoReturn:
+def _refuse(call: str, every: Mapping[int, _CallTexts]) -> NoReturn:
     """Raise the error of a call that differs between ranks."""
     lines = places({rank: said.line for rank, said in every.items()})
     for part, expected in (

@@ -16,7 +16,7 @@ from spmd.api.call_check import CallCheck
 from spmd.api.compile_log import log_taken
 from spmd.api.hidden_state import HiddenState
 from spmd.api.modules import WithModules, assign_buffers, buffer_leaves, buffer_spec, with_changed_buffers
-from spmd.api.parameters import Layout, Parameters
+from spmd.api.parameters import ArgumentOrder, Parameters
 from spmd.api.program_cache import ProgramCache
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
@@ -366,7 +366,7 @@ class Compiled(Generic[_Result]):
             self.__dict__["flatten"] = flattener(signature.tree)  # now: it compares with the modules as they are
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ArgumentOrder:
         """Which arguments it takes, in order."""
         return self.signature.layout
 

@@ -25,7 +25,7 @@ from spmd.api.modules import (
     set_buffers,
     with_self,
 )
-from spmd.api.parameters import SELF, Layout, Parameters
+from spmd.api.parameters import SELF, ArgumentOrder, Parameters
 from spmd.api.program_cache import CacheInfo, ProgramCache
 from spmd.api.programs.never_gathered import KeepSharded
 from spmd.api.programs.options import Comms, JitOptions, Options
@@ -274,7 +274,7 @@ class Jitted(Generic[_Arguments, _Result]):
         return found
 
     def _new(
-        self, key: Any, args: tuple[Any, ...], signature: Signature, layout: Layout, numbers: tuple[float, ...]
+        self, key: Any, args: tuple[Any, ...], signature: Signature, layout: ArgumentOrder, numbers: tuple[float, ...]
     ) -> Compiled[_Result]:
         """A program for a signature that has none which holds."""
         self._refuse_static_tensors(args, layout)
@@ -319,7 +319,7 @@ class Jitted(Generic[_Arguments, _Result]):
         options = self._options
         return mesh.runtime is Runtime.DISTRIBUTED and options.machine is None and options.plan is None
 
-    def _refuse_static_tensors(self, args: tuple[Any, ...], layout: Layout) -> None:
+    def _refuse_static_tensors(self, args: tuple[Any, ...], layout: ArgumentOrder) -> None:
         for number in layout.static:
             if any(has_meta(leaf) for leaf in tree_leaves(args[number])):
                 label, got = layout.labels[number], type(args[number]).__name__

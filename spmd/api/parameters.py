@@ -25,7 +25,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 @attrs.frozen(cache_hash=True)
-class Layout:
+class ArgumentOrder:
     """How the calls that give the same arguments, by position or by name, become calls by position.
 
     Arguments that cannot go by position come last: those of keyword-only parameters, of `**kwargs`, and those that
@@ -140,17 +140,17 @@ class Parameters:
         bound: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.function, self._options, self.bound = function, options, bound
-        self._layouts: dict[Any, Layout] = {}
+        self._layouts: dict[Any, ArgumentOrder] = {}
         self._signature, self._own = _signature(function), _signature(function, follow_wrapped=False)
         if isinstance(in_specs, Mapping):
             self._check_names("in_specs", list(in_specs), ShardingError)
         self._check_names("static_argnames", options.static_argnames, TraceError)
 
-    def known(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Layout | None:
+    def known(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> ArgumentOrder | None:
         """The layout of a call, if there was one like it."""
         return self._layouts.get((len(args), *keywords) if keywords else len(args))
 
-    def layout(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Layout:
+    def layout(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> ArgumentOrder:
         """The layout of a call.
 
         Raises:
@@ -161,7 +161,7 @@ class Parameters:
             found = self._layouts[(len(args), *keywords) if keywords else len(args)] = self._make(args, keywords)
         return found
 
-    def _make(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Layout:
+    def _make(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> ArgumentOrder:
         self._bind(self._own, args, keywords)  # a decorator may take others than the function that it wraps
         if keywords:
             self._bind(self._signature, args, keywords)
@@ -185,7 +185,7 @@ class Parameters:
                 f"Argument {min(static.intersection(donated))} is static and in donate_argnums="
                 f"{self._options.donate_argnums}. Static arguments hold no tensors that could be donated."
             )
-        return Layout(
+        return ArgumentOrder(
             labels, tuple(by_name), tuple(sorted(static)), donated, tuple(names), (*given, *by_name), optional
         )
 

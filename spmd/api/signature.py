@@ -11,7 +11,7 @@ import attrs
 import optree
 from torch._C._functorch import peek_interpreter_stack
 
-from spmd.api.parameters import Layout
+from spmd.api.parameters import ArgumentOrder
 from spmd.api.values.arguments import own_spec
 from spmd.api.values.leaves import DYNAMIC, as_argument, key_of
 from spmd.core.containers import ints_in_fields
@@ -42,7 +42,7 @@ class Signature:
 
     settings: tuple[Any, ...]
     mesh: Mesh
-    layout: Layout
+    layout: ArgumentOrder
     static: Static
     tree: optree.PyTreeSpec
     metas: tuple[TensorMeta | None, ...]
@@ -50,7 +50,7 @@ class Signature:
     others: tuple[tuple[int, Any], ...] = ()
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], layout: Layout, mesh: Mesh, in_specs: Any) -> Signature:
+    def of(cls, args: tuple[Any, ...], layout: ArgumentOrder, mesh: Mesh, in_specs: Any) -> Signature:
         """The signature of a call with arguments by position.
 
         Raises:

@@ -43,7 +43,7 @@ _PLAIN_NAME = re.compile(r"[\w.,+=@() -]{1,200}")
 
 
 @attrs.frozen
-class Part:
+class FilePart:
     """A part of a file.
 
     Args:
@@ -59,12 +59,12 @@ class Part:
 
 
 @attrs.frozen
-class Chunk:
+class FileRegion:
     """A region of a tensor, and the part of a file that holds it; offsets and sizes are in elements, for each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    part: Part
+    part: FilePart
 
 
 @attrs.frozen
@@ -72,7 +72,7 @@ class StoredTensor:
     """A tensor of a checkpoint: its global shape and dtype, and its chunks."""
 
     meta: TensorMeta
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[FileRegion, ...]
 
 
 @attrs.frozen
@@ -80,7 +80,7 @@ class Contents:
     """The tensors and plain values of a checkpoint, by name."""
 
     tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Part]
+    values: Mapping[str, FilePart]
 
     @property
     def names(self) -> frozenset[str]:
@@ -88,7 +88,7 @@ class Contents:
         return frozenset({*self.tensors, *self.values})
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[FilePart]:
         """The parts of files of all chunks and values."""
         return [*(chunk.part for tensor in self.tensors.values() for chunk in tensor.chunks), *self.values.values()]
 
@@ -155,7 +155,7 @@ def _tensor(name: str, entry: Document) -> StoredTensor:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
     meta = TensorMeta(entry["shape"], dtype)
-    chunks = tuple(Chunk(tuple(c["offsets"]), tuple(c["sizes"]), _part(c)) for c in entry["chunks"])
+    chunks = tuple(FileRegion(tuple(c["offsets"]), tuple(c["sizes"]), _part(c)) for c in entry["chunks"])
     for chunk in chunks:
         if not _is_inside(chunk, meta.shape):
             raise CheckpointError(f"a chunk of {name!r} {meta} is outside of it: {chunk.offsets}, {chunk.sizes}")
@@ -166,16 +166,16 @@ def _tensor(name: str, entry: Document) -> StoredTensor:
     return StoredTensor(meta, chunks)
 
 
-def _is_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+def _is_inside(chunk: FileRegion, shape: tuple[int, ...]) -> bool:
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         return False
     return all(offset + size <= whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True))
 
 
-def _part(entry: Document) -> Part:
+def _part(entry: Document) -> FilePart:
     if not _is_plain(entry["file"]):
         raise CheckpointError(f"{entry['file'][:100]!r} is not the name of a file in the checkpoint's folder")
-    return Part(entry["file"], entry["offset"], entry["length"], entry["crc32"])
+    return FilePart(entry["file"], entry["offset"], entry["length"], entry["crc32"])
 
 
 @lru_cache(maxsize=4096)
@@ -198,12 +198,12 @@ def check_tiling(name: str, tensor: StoredTensor) -> None:
         raise CheckpointError(f"{name}: chunks of {tensor.meta} overlap")
 
 
-def _overlap(chunks: list[Chunk]) -> bool:
+def _overlap(chunks: list[FileRegion]) -> bool:
     """Whether two chunks share an element; compares only chunks that overlap in the dim with the most offsets."""
     if not chunks or not chunks[0].sizes:
         return len(chunks) > 1
     dim = max(range(len(chunks[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    active: list[Chunk] = []
+    active: list[FileRegion] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
         active = [other for other in active if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
         if any(_boxes_overlap(chunk, other) for other in active):
@@ -212,6 +212,6 @@ def _overlap(chunks: list[Chunk]) -> bool:
     return False
 
 
-def _boxes_overlap(one: Chunk, other: Chunk) -> bool:
+def _boxes_overlap(one: FileRegion, other: FileRegion) -> bool:
     sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     return all(start < begin + length and begin < start + size for start, size, begin, length in sides)

@@ -156,7 +156,7 @@ def _load(folder: Path, save: Path, like: Any, mesh: Mesh | None, processes: Pro
         dcp.load(
             values,
             storage_reader=reader,
-            planner=_Planner(),
+            planner=_LoadPlanner(),
             process_group=processes.group,
             no_dist=processes.group is None,
         )
@@ -186,7 +186,7 @@ def _positions(
     return found
 
 
-class _Planner(dcp.DefaultLoadPlanner):
+class _LoadPlanner(dcp.DefaultLoadPlanner):
     """DCP's load planner, restricted to plain values where DCP would unpickle any object."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from spmd.checkpoint.contents import Part
+from spmd.checkpoint.contents import FilePart
 from spmd.checkpoint.folder import METADATA
 from spmd.checkpoint.manifest import Manifest, read_manifest
 from spmd.checkpoint.payloads import check_archive, read_tensor
@@ -105,7 +105,7 @@ class Reader(FileSystemReader):
         with self._named(name, chunk.part):
             return read_tensor(data, TensorMeta(chunk.sizes, self.contents.tensors[name].meta.dtype))
 
-    def _read(self, name: str, part: Part) -> bytes:
+    def _read(self, name: str, part: FilePart) -> bytes:
         path = self._folder / part.file
         try:
             with path.open("rb") as file:
@@ -121,7 +121,7 @@ class Reader(FileSystemReader):
         return data
 
     @contextmanager
-    def _named(self, name: str, part: Part) -> Iterator[None]:
+    def _named(self, name: str, part: FilePart) -> Iterator[None]:
         """Add to errors the name of what is damaged, and its file."""
         try:
             yield

@@ -23,7 +23,7 @@ from spmd.checkpoint.leaves import PLAIN, describe_leaf, name_of_process, named_
 from spmd.checkpoint.position import Position
 from spmd.checkpoint.processes import Processes, processes_of
 from spmd.checkpoint.staging import Staging
-from spmd.checkpoint.writer import Writer
+from spmd.checkpoint.writer import CheckpointWriter
 from spmd.core.pytree import leaf_remedy, tree_leaves
 from spmd.errors import CheckpointError
 from spmd.job.background import wait_before_exit
@@ -182,7 +182,7 @@ class _Save:
     def write(self, on_progress: Progress | None) -> None:
         """Write it; on failure, remove what was written."""
         ignore_notice()
-        writer, planner = Writer(self.folder, self.save, self.keep), _Planner(on_progress, self.staging)
+        writer, planner = CheckpointWriter(self.folder, self.save, self.keep), _SavePlanner(on_progress, self.staging)
         try:
             with self.processes.errors_of(f"Saving to {self.folder}"):
                 dcp.save(
@@ -199,7 +199,7 @@ class _Save:
         planner.finished()
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _SavePlanner(dcp.DefaultSavePlanner):
     """DCP's save planner with progress: when DCP asks for an item, it has written the items before."""
 
     def __init__(self, on_progress: Progress | None, staging: Staging) -> None:

@@ -25,7 +25,7 @@ _NEWEST = ".newest"
 _BLOCK = 1 << 20
 
 
-class Writer(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """DCP's file writer, for a save; `finish`, which DCP calls on the first process, makes it complete.
 
     Args:

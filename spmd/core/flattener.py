@@ -27,7 +27,7 @@ def flattener(structure: optree.PyTreeSpec) -> Flattener:
     >>> flatten(({"b": 5, "w": 6}, [7])), flatten(({"b": 5}, [7])), flatten(({"b": 5, "w": 6}, (7,)))
     ([5, 6, 7], None, None)
     """
-    writer = _Writer()
+    writer = _CheckWriter()
     leaves = ", ".join(writer.leaves("tree", structure))
     lines = ["def flatten(tree):", "    try:", *writer.lines, f"        return [{leaves}]"]
     lines += ["    except (KeyError, AttributeError):", "        return None"]
@@ -36,7 +36,7 @@ def flattener(structure: optree.PyTreeSpec) -> Flattener:
     return flatten  # type: ignore[no-any-return]
 
 
-class _Writer:
+class _CheckWriter:
     """The lines that check the containers of a tree, and the objects that they refer to by name."""
 
     def __init__(self) -> None:

@@ -16,10 +16,10 @@ from spmd.plan.memory.peak import Memory, memory_of
 from spmd.plan.schedule.choice import best_schedule
 
 if TYPE_CHECKING:
-    from spmd.inspect.layers.layers import Layers
+    from spmd.inspect.layers.layers import RepeatedLayers
     from spmd.inspect.questions.difference import Difference
     from spmd.inspect.questions.explain import Explanation
-    from spmd.inspect.report.figures import Report
+    from spmd.inspect.report.figures import PlanFigures
     from spmd.inspect.saving.document import Document
     from spmd.plan.schedule.timing import Timing
 
@@ -125,7 +125,7 @@ class Plan(PlanData):
         return timing_of(self)
 
     @cached_property
-    def layers(self) -> tuple[Layers, ...]:
+    def layers(self) -> tuple[RepeatedLayers, ...]:
         """The repeated parts of the program, such as equal layers, and which copies are sharded identically."""
         from spmd.inspect.layers.layers import find_layers
 
@@ -144,7 +144,7 @@ class Plan(PlanData):
         return render_fragment(self._report)
 
     @property
-    def _report(self) -> Report:
+    def _report(self) -> PlanFigures:
         from spmd.inspect.report.figures import make_report
         from spmd.inspect.saving.document import make_document
 

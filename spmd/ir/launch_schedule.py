@@ -32,7 +32,7 @@ class LaunchSchedule:
 
 
 @attrs.frozen(eq=False)
-class Launch:
+class PlacedLaunch:
     """A launch in a program, by positions: what stands at a position runs after what starts there.
 
     Args:
@@ -54,7 +54,7 @@ class Launch:
 
 
 @attrs.frozen(eq=False)
-class Call(Generic[V]):
+class PlacedCall(Generic[V]):
     """A collective in a program.
 
     Args:
@@ -70,8 +70,8 @@ class Call(Generic[V]):
 
 
 def placed(
-    groups: Sequence[Sequence[Call[V]]], made: Mapping[V, float], needed: Mapping[V, float], end: float
-) -> list[Launch]:
+    groups: Sequence[Sequence[PlacedCall[V]]], made: Mapping[V, float], needed: Mapping[V, float], end: float
+) -> list[PlacedLaunch]:
     """Where launches are in a program.
 
     What one collective gives another sends: the first is needed where the other is launched.
@@ -93,11 +93,11 @@ def placed(
         if results.isdisjoint(reads):
             ready = max((made.get(value, -1.0) for value in reads), default=-1.0) + 1
         needed |= {value: min(needed.get(value, end), latest) for value in results.intersection(reads)}
-        launches.append(Launch(min(ready, latest), place, need, sum(call.bytes for call in group)))
+        launches.append(PlacedLaunch(min(ready, latest), place, need, sum(call.bytes for call in group)))
     return launches[::-1]
 
 
-def starts(launches: Sequence[Launch], window_bytes: float) -> list[int]:
+def starts(launches: Sequence[PlacedLaunch], window_bytes: float) -> list[int]:
     """The positions at which launches start that are given in launch order."""
     window, position, found = _Window(window_bytes), 0.0, []
     for launch in launches:
@@ -111,12 +111,12 @@ def starts(launches: Sequence[Launch], window_bytes: float) -> list[int]:
     return [int(position) for position in found]
 
 
-def launch_order(launches: Sequence[Launch], window_bytes: float) -> list[Launch]:
+def launch_order(launches: Sequence[PlacedLaunch], window_bytes: float) -> list[PlacedLaunch]:
     """The order in which launches start: of those that may start, first the one whose result is needed first."""
     window, position = _Window(window_bytes), 0.0
     coming = deque(sorted(launches, key=lambda launch: launch.ready))
-    waiting: list[Launch] = []
-    ordered: list[Launch] = []
+    waiting: list[PlacedLaunch] = []
+    ordered: list[PlacedLaunch] = []
     while coming or waiting:
         while coming and coming[0].ready <= position:
             waiting.append(coming.popleft())
@@ -141,9 +141,9 @@ class _Window:
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self.ahead: list[Launch] = []
+        self.ahead: list[PlacedLaunch] = []
 
-    def takes(self, launch: Launch, position: float) -> bool:
+    def takes(self, launch: PlacedLaunch, position: float) -> bool:
         """Whether a launch may start at a position; positions do not go back."""
         self.ahead = [other for other in self.ahead if other.latest > position]
         used = sum(other.bytes for other in self.ahead)

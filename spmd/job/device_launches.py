@@ -12,7 +12,7 @@ import attrs
 import torch
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in what a device does, as `torch.cuda.Event`."""
 
     def query(self) -> bool:
@@ -32,11 +32,11 @@ class Launched:
 
     what: str
     ranks: Sequence[int]
-    event: Event
+    event: DeviceEvent
     since: float
 
 
-def record() -> Event | None:
+def record() -> DeviceEvent | None:
     """An event in the current stream of the current GPU; None while a CUDA graph is captured, which has no host."""
     if torch.cuda.is_current_stream_capturing():
         return None
@@ -54,7 +54,7 @@ class DeviceLaunches:
     """
 
     def __init__(
-        self, record: Callable[[], Event | None] = record, clock: Callable[[], float] = time.monotonic
+        self, record: Callable[[], DeviceEvent | None] = record, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._record, self._clock = record, clock
         self._launched: deque[Launched] = deque()
@@ -92,7 +92,7 @@ class DeviceLaunches:
             self._launched.popleft()
 
 
-def _is_finished(event: Event) -> bool:
+def _is_finished(event: DeviceEvent) -> bool:
     try:
         return event.query()
     except RuntimeError:  # the device has failed

@@ -33,10 +33,10 @@ def when_dynamo_is_imported(then: Callable[[], None]) -> None:
     if _DYNAMO in sys.modules:
         then()
     else:
-        sys.meta_path.insert(0, _Finder(then))
+        sys.meta_path.insert(0, _DynamoFinder(then))
 
 
-class _Finder(MetaPathFinder):
+class _DynamoFinder(MetaPathFinder):
     """Finds `torch._dynamo` with a loader that calls a function afterwards; it is gone then."""
 
     def __init__(self, then: Callable[[], None]) -> None:

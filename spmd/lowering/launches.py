@@ -16,8 +16,7 @@ import torch
 
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.launch_schedule import Call, placed, starts
-from spmd.ir.launch_schedule import Launch as PlacedLaunch
+from spmd.ir.launch_schedule import PlacedCall, PlacedLaunch, placed, starts
 
 
 @attrs.frozen(eq=False)
@@ -184,13 +183,13 @@ def _placed(graph: Graph, launches: Sequence[Launch]) -> list[PlacedLaunch]:
     root: dict[Value, Value] = {}
     made: dict[Value, float] = {}
     needed: dict[Value, float] = {}
-    calls: dict[Operation, Call[Value]] = {}
+    calls: dict[Operation, PlacedCall[Value]] = {}
     for position, operation in enumerate(graph.operations):
         reads = [root.get(value, value) for value in operation.operands]
         if _is_view(operation):
             root.update(dict.fromkeys(operation.tensors, reads[0]))
         elif (comm := operation.annotations.comm) is not None:
-            calls[operation] = Call(position, reads, operation.tensors, comm.bytes)
+            calls[operation] = PlacedCall(position, reads, operation.tensors, comm.bytes)
         else:
             made.update(dict.fromkeys(operation.tensors, position))
             for value in reads:

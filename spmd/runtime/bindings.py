@@ -34,7 +34,7 @@ def callable_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     if not isinstance(op, torch._ops.OpOverload):
         return op  # type: ignore[no-any-return]
     arguments = tuple(args), dict(kwargs)
-    return _find(_Call(op, _kinds(arguments), arguments)) or op._op
+    return _find(_BoundCall(op, _kinds(arguments), arguments)) or op._op
 
 
 def _kinds(tree: Any) -> Any:
@@ -47,7 +47,7 @@ def _kinds(tree: Any) -> Any:
 
 
 @attrs.frozen
-class _Call:
+class _BoundCall:
     """A call, to be compared by its operator and the kinds of its arguments, and the arguments."""
 
     op: torch._ops.OpOverload
@@ -56,7 +56,7 @@ class _Call:
 
 
 @lru_cache(maxsize=4096)
-def _find(call: _Call) -> Callable[..., Any] | None:
+def _find(call: _BoundCall) -> Callable[..., Any] | None:
     """Torch's function for a call of an operator; None if there is none."""
     name = call.op._schema.name.removeprefix("aten::")
     function = next((getattr(module, name) for module in _FUNCTIONS if hasattr(module, name)), None)

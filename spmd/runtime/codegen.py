@@ -48,7 +48,7 @@ def generate(graph: Graph, *, ranged: bool = False) -> Generated:
         graph: the program.
         ranged: whether it opens ranges of `torch.profiler`.
     """
-    writer = Writer(graph, ranged)
+    writer = ProgramWriter(graph, ranged)
     inputs = ", ".join(map(writer.variable, graph.inputs))
     writer.lines += ["def program(inputs, numbers=()):", f"    [{inputs}] = inputs", "    inputs.clear()"]
     writer.compute_numbers(graph)
@@ -86,7 +86,7 @@ def name_origin(error: BaseException) -> None:
         error.args = (f"{error.args[0]}\n  In {origin}.", *error.args[1:])
 
 
-class Writer:
+class ProgramWriter:
     """The source under construction, and the objects that it refers to by name.
 
     Args:

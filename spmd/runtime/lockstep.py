@@ -25,7 +25,7 @@ import torch
 from spmd.collectives.local import LOCALS, Local, bind_local
 from spmd.core.mesh import Mesh
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.runtime.codegen import Generated, Writer, aliases_of, kept_values, last_uses, unused_inputs
+from spmd.runtime.codegen import Generated, ProgramWriter, aliases_of, kept_values, last_uses, unused_inputs
 from spmd.runtime.ranges import InRanges, common
 from spmd.runtime.varying import Axes, operand_axes
 
@@ -139,7 +139,7 @@ class _Lockstep:
         self.segments = [segment for region in self.regions() for segment in region]
         operations = [operation for segment in self.segments for operation in segment.operations]
         self.dying = last_uses(operations, kept_values(graph))
-        self.writer = Writer(graph, ranged)
+        self.writer = ProgramWriter(graph, ranged)
         self.lines = self.writer.lines
 
     def along(self, axes: Axes) -> Instances:

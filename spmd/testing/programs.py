@@ -27,7 +27,7 @@ _LARGEST = 4096  # elements of a value that steps produce; larger ones are trunc
 
 
 @attrs.frozen
-class Step:
+class RandomStep:
     """One step of a program: an operator by name, two operands (0 is the newest value), and its number argument."""
 
     operator: str
@@ -37,14 +37,14 @@ class Step:
 
 
 @attrs.frozen
-class Program:
+class RandomProgram:
     """A pure function of tensors: steps that run in order on a growing list of values.
 
     It returns the last two values and, with `gradient`, the gradients of a weighted sum of them by all floating-point
     arguments.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[RandomStep, ...]
     gradient: bool = True
 
     def __call__(self, *args: torch.Tensor, mesh: Mesh | None = None) -> Any:
@@ -90,7 +90,7 @@ class Case:
         machine: the machine for the planner.
     """
 
-    program: Program
+    program: RandomProgram
     mesh: Mesh
     arguments: tuple[DTensor, ...]
     whole: tuple[torch.Tensor, ...] = attrs.field(repr=False)
@@ -105,7 +105,7 @@ class Case:
 
 
 steps = st.builds(
-    Step,
+    RandomStep,
     st.sampled_from((*OPERATORS, *SHARDING)),
     st.sampled_from((0, 0, 0, 1, 2, 3)),
     st.integers(0, 5),
@@ -124,7 +124,7 @@ def cases(draw: st.DrawFn, max_steps: int = 6, max_size: int = 6) -> Case:
         max_size: the most elements of a dim of an argument.
     """
     mesh = draw(meshes(max_size=3))
-    program = Program(tuple(draw(st.lists(steps, min_size=1, max_size=max_steps))), draw(st.booleans()))
+    program = RandomProgram(tuple(draw(st.lists(steps, min_size=1, max_size=max_steps))), draw(st.booleans()))
     arguments, wholes = [], []
     for dtype in (torch.float64, torch.float64, draw(st.sampled_from((torch.float64, torch.int64, torch.bool)))):
         meta = TensorMeta(draw(shapes(max_size=max_size)), dtype)
@@ -142,7 +142,7 @@ def cases(draw: st.DrawFn, max_steps: int = 6, max_size: int = 6) -> Case:
     return Case(program, mesh, tuple(arguments), tuple(wholes), tuple(out_specs), draw(st.sampled_from(MACHINES)))
 
 
-def _is_stable(program: Program, args: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+def _is_stable(program: RandomProgram, args: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
     """Whether a change of arguments in the size of rounding changes the results only in the size of rounding."""
     moved = [arg * (1 + 1e-13) + 1e-13 if arg.is_floating_point() else arg for arg in args]
     return all(agree(other, result) for other, result in zip(program(*moved), results, strict=True))

@@ -118,7 +118,7 @@ class _Context:
 
 
 @attrs.frozen
-class _Place:
+class _TensorNumber:
     """Stands for a tensor of a call: an argument or a result, by its number."""
 
     is_argument: bool
@@ -140,12 +140,12 @@ def _generated(cls: Any, context: _Context) -> Any:
         notes.is_tuple = isinstance(results, tuple)
         outputs[:] = results if notes.is_tuple else (results,)
         notes.count = len(outputs)
-        places = {id(x): _Place(False, n) for n, x in enumerate(outputs) if isinstance(x, torch.Tensor)}
-        places |= {id(x): _Place(True, n) for n, x in enumerate(args) if isinstance(x, torch.Tensor)}
+        places = {id(x): _TensorNumber(False, n) for n, x in enumerate(outputs) if isinstance(x, torch.Tensor)}
+        places |= {id(x): _TensorNumber(True, n) for n, x in enumerate(args) if isinstance(x, torch.Tensor)}
 
-        def place(leaf: torch.Tensor) -> _Place:
+        def place(leaf: torch.Tensor) -> _TensorNumber:
             if id(leaf) not in places:
-                places[id(leaf)] = _Place(False, len(outputs))
+                places[id(leaf)] = _TensorNumber(False, len(outputs))
                 outputs.append(leaf)
             return places[id(leaf)]
 
@@ -156,7 +156,7 @@ def _generated(cls: Any, context: _Context) -> Any:
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         take = lambda place: (inputs if place.is_argument else output)[place.number]  # noqa: E731
-        found = tree_map_only(_Place, take, held)
+        found = tree_map_only(_TensorNumber, take, held)
         for name, value in found.get("attributes", {}).items():
             setattr(ctx, name, value)
         ctx.save_for_backward(*found.get("saved", _tensors(x for x in inputs if not any(x is y for y in output))))

@@ -68,7 +68,7 @@ def _apply(x: Any, spec: SpecLike, name: str) -> Any:
             f"spmd.{name} was given a plain tensor {TensorMeta.of(x)} outside of spmd.jit. "
             "Call it inside a jitted function, or make a DTensor with spmd.distribute(x, spec)."
         )
-    return _Place.apply(x, encode_spec(_fitting(x, spec, name)), name)
+    return _Constrained.apply(x, encode_spec(_fitting(x, spec, name)), name)
 
 
 def _fitting(x: torch.Tensor, spec: SpecLike, name: str) -> P:
@@ -100,7 +100,7 @@ def _same_shape(x: torch.Tensor, spec: str) -> torch.Tensor:
 
 
 # An autograd.Function, because the autograd rules of torch.library do not work under torch.func transforms.
-class _Place(torch.autograd.Function):
+class _Constrained(torch.autograd.Function):
     """The differentiable form of the operator `constrain` or `reshard`, which `name` selects."""
 
     @staticmethod
@@ -113,17 +113,17 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return grad if ctx.name == "reshard" else _Place.apply(grad, ctx.spec, ctx.name), None, None
+        return grad if ctx.name == "reshard" else _Constrained.apply(grad, ctx.spec, ctx.name), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
-        return _Place.apply(tangent, ctx.spec, ctx.name)  # type: ignore[no-any-return]
+        return _Constrained.apply(tangent, ctx.spec, ctx.name)  # type: ignore[no-any-return]
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int, None, None], x: torch.Tensor, spec: str, name: str
     ) -> tuple[torch.Tensor, int]:
-        return _Place.apply(x, _batched(spec, in_dims[0], x.ndim), name), in_dims[0]
+        return _Constrained.apply(x, _batched(spec, in_dims[0], x.ndim), name), in_dims[0]
 
 
 def _batched(text: str, dim: int, ndim: int) -> str:

@@ -156,7 +156,7 @@ def refuse_changes(before: TorchState, again: Callable[[], object]) -> None:
         return
     own, shared = [s for s in changed if not s.setters], [s for s in changed if s.setters]
     before.restore()
-    watch = _Watch(lambda: not set(own).isdisjoint(before.changed()), shared)
+    watch = _Tracer(lambda: not set(own).isdisjoint(before.changed()), shared)
     _call_watched(again, watch)
     shared = [setting for setting in shared if setting in watch.set_by]  # others were set by other threads
     if not own and not shared:
@@ -178,7 +178,7 @@ def _left_so(names: Sequence[str], source: Source | None) -> TraceError:
     )
 
 
-class _Watch:
+class _Tracer:
     """A function for `sys.settrace` and `sys.setprofile`, which see this thread only.
 
     Args:
@@ -196,7 +196,7 @@ class _Watch:
         self.found: tuple[str, int] | None = None
         self.set_by: dict[Setting, tuple[str, int] | None] = {}
 
-    def __call__(self, frame: FrameType, event: str, arg: object) -> _Watch | None:
+    def __call__(self, frame: FrameType, event: str, arg: object) -> _Tracer | None:
         """Called before each line, and at each return."""
         if not is_user_file(frame.f_code.co_filename):
             return None
@@ -216,7 +216,7 @@ class _Watch:
                 self.set_by[setting] = self._line
 
 
-def _call_watched(function: Callable[[], object], watch: _Watch) -> None:
+def _call_watched(function: Callable[[], object], watch: _Tracer) -> None:
     before, profile, collects = sys.gettrace(), sys.getprofile(), gc.isenabled()
     gc.disable()  # finalizers that a collection runs are not lines of the function
     sys.settrace(watch)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spmd.errors import TraceError
-from spmd.tracing.recurrent import CELLS, Layers, run_layers, run_plain
+from spmd.tracing.recurrent import CELLS, RecurrentLayers, run_layers, run_plain
 from spmd.tracing.source import user_source, where
 from spmd.tracing.traced_tensor import known_value
 
@@ -116,7 +116,7 @@ def recurrent(kind: str) -> Callable[..., Any]:
         x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], bias: bool, count: int, dropout: float,
         train: bool, both: bool, batch_first: bool,
     ) -> Any:  # fmt: skip
-        layers = Layers(CELLS[kind], weights, bias, count, dropout if train else 0.0, both)
+        layers = RecurrentLayers(CELLS[kind], weights, bias, count, dropout if train else 0.0, both)
         output, final = run_plain(layers, x.transpose(0, 1) if batch_first else x, states)
         return output.transpose(0, 1) if batch_first else output, *final
 
@@ -126,7 +126,7 @@ def recurrent(kind: str) -> Callable[..., Any]:
         data, sizes, states, weights, bias, count, dropout, train, both = args
         padded = _padded(data, sizes, f"torch.nn.{kind.upper()}")
         given = states if isinstance(states, (tuple, list)) else (states,)
-        layers = Layers(CELLS[kind], weights, bias, count, dropout if train else 0.0, both)
+        layers = RecurrentLayers(CELLS[kind], weights, bias, count, dropout if train else 0.0, both)
         initial = [_in_order(state, padded.order) for state in given]
         noise = lambda width: _noise(padded, data, width, layers.dropout)  # noqa: E731
         output, final = run_layers(layers, padded.masked(0.0), padded.lengths, initial, noise)

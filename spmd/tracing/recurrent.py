@@ -24,7 +24,7 @@ Direction: TypeAlias = Callable[..., tuple[Tensor, States]]
 
 
 @attrs.frozen(eq=False)
-class Layers:
+class RecurrentLayers:
     """The layers of a recurrent module.
 
     Args:
@@ -45,7 +45,7 @@ class Layers:
 
 
 def run_layers(
-    layers: Layers,
+    layers: RecurrentLayers,
     x: Tensor,
     lengths: Sequence[int],
     states: Sequence[Tensor],
@@ -64,7 +64,7 @@ def run_layers(
     return _run_layers(layers, x, states, run, lambda x: x * noise(x.shape[-1]))
 
 
-def run_plain(layers: Layers, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def run_plain(layers: RecurrentLayers, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Run layers on samples of full length, by torch's operators without oneDNN.
 
     OneDNN's single operator for a layer saves what its backward needs only if grad mode is on.
@@ -73,7 +73,7 @@ def run_plain(layers: Layers, x: Tensor, states: Sequence[Tensor]) -> tuple[Tens
 
 
 def _run_layers(
-    layers: Layers, x: Tensor, states: Sequence[Tensor], run: Direction, dropped: Callable[[Tensor], Tensor]
+    layers: RecurrentLayers, x: Tensor, states: Sequence[Tensor], run: Direction, dropped: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """The output of the last layer, and the final states of all layers and directions."""
     directions = 2 if layers.bidirectional else 1
@@ -95,7 +95,7 @@ def _run_layers(
 
 
 def run_direction(
-    layers: Layers, x: Tensor, states: States, weights: Sequence[Tensor], *, reverse: bool
+    layers: RecurrentLayers, x: Tensor, states: States, weights: Sequence[Tensor], *, reverse: bool
 ) -> tuple[Tensor, States]:
     """One layer in one direction, of samples that have the full length: its outputs and its final states."""
     w_ih, w_hh, *rest = weights
@@ -108,7 +108,13 @@ def run_direction(
 
 
 def _run_padded(
-    lengths: Sequence[int], layers: Layers, x: Tensor, states: States, weights: Sequence[Tensor], *, reverse: bool
+    lengths: Sequence[int],
+    layers: RecurrentLayers,
+    x: Tensor,
+    states: States,
+    weights: Sequence[Tensor],
+    *,
+    reverse: bool,
 ) -> tuple[Tensor, States]:
     """One layer in one direction, of samples of some lengths: its outputs and its final states.
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from spmd.ir.launch_schedule import Call, Launch, launch_order, placed, starts
+from spmd.ir.launch_schedule import PlacedCall, PlacedLaunch, launch_order, placed, starts
 
 
-def launch(ready: float, place: float, needed: float, bytes: float = 1.0) -> Launch:
-    return Launch(ready, place, needed, bytes)
+def launch(ready: float, place: float, needed: float, bytes: float = 1.0) -> PlacedLaunch:
+    return PlacedLaunch(ready, place, needed, bytes)
 
 
 def test_a_launch_starts_when_its_operands_are_made():
@@ -53,10 +53,10 @@ def test_the_order_can_start(window: float):
 
 
 def test_a_result_that_another_launch_sends_is_needed_when_that_one_starts():
-    first, second = Call(3, ["x"], ["y"], 1.0), Call(4, ["y"], ["z"], 1.0)
-    others = Call(9, ["u"], ["v"], 1.0)
+    first, second = PlacedCall(3, ["x"], ["y"], 1.0), PlacedCall(4, ["y"], ["z"], 1.0)
+    others = PlacedCall(9, ["u"], ["v"], 1.0)
     launches = placed([[first, others], [second]], {"x": 2, "u": 8}, {"z": 20, "v": 30}, 40)
     assert [(one.ready, one.place, one.needed) for one in launches] == [(4, 9, 4), (4, 4, 20)]
-    later = Call(12, ["y"], ["z"], 1.0)
+    later = PlacedCall(12, ["y"], ["z"], 1.0)
     launches = placed([[first, others], [later]], {"x": 2, "u": 8}, {"z": 20, "v": 30}, 40)
     assert [(one.ready, one.place, one.needed) for one in launches] == [(9, 9, 12), (12, 12, 20)]

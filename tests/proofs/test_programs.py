@@ -14,7 +14,7 @@ from spmd.collectives.traffic import record_traffic
 from spmd.core.placement import REDUCTIONS
 from spmd.lowering.verify import verify
 from spmd.testing.operators import OPERATORS, SHARDING
-from spmd.testing.programs import Case, Program, Step, agree, cases
+from spmd.testing.programs import Case, RandomProgram, RandomStep, agree, cases
 from spmd.testing.strategies import AXIS_NAMES
 from spmd.testing.traffic import comms_differences
 
@@ -54,7 +54,7 @@ def test_operators_are_total(operator: str, shape: tuple[int, ...]) -> None:
     """Every operator takes any two tensors, so that any list of steps is a program."""
     for other in ((), (3,), (4, 3), (0, 2)):
         for number in (0, 3, 9, 17):
-            program = Program((Step(operator, 0, 1, number),), gradient=True)
+            program = RandomProgram((RandomStep(operator, 0, 1, number),), gradient=True)
             program(torch.ones(other, dtype=torch.float64), torch.ones(shape, dtype=torch.float64))
             program(torch.ones(other, dtype=torch.float64), torch.ones(shape, dtype=torch.int64))
 

@@ -11,7 +11,7 @@ from proofs.fuzz.pool import pending, steered
 from spmd.tracing import constrain
 
 _PLACED = " ".join(["constrain", "reshard", *pending.OPERATORS, *steered.OPERATORS])
-_Place = constrain._Place
+_Constrained = constrain._Constrained
 
 
 def _doubled(rule: Any) -> staticmethod:
@@ -25,13 +25,13 @@ MUTANTS = (
     mutant(
         "transpose: constrain and reshard",
         "the cotangent of a placed value counts twice",
-        Patch(_Place, "backward", _doubled),
+        Patch(_Constrained, "backward", _doubled),
         within=_PLACED,
     ),
     mutant(
         "tangent: constrain and reshard",
         "the tangent of a placed value is zero",
-        Patch(_Place, "jvp", lambda rule: staticmethod(lambda ctx, tangent, *_: torch.zeros_like(tangent))),
+        Patch(_Constrained, "jvp", lambda rule: staticmethod(lambda ctx, tangent, *_: torch.zeros_like(tangent))),
         within=_PLACED,
     ),
 )

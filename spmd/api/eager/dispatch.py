@@ -24,7 +24,7 @@ from spmd.api.eager.composites import pack
 from spmd.api.eager.families import add_alias, view_of
 from spmd.api.eager.gradient_scaling import unscale
 from spmd.api.eager.operator_cache import find, program_of, remember
-from spmd.api.eager.operator_program import Arguments, Call, Slot, WrittenView, refuse_layout, slot_numbers
+from spmd.api.eager.operator_program import Arguments, OperatorCall, Slot, WrittenView, refuse_layout, slot_numbers
 from spmd.api.eager.operators import index_arguments, is_listed, overwritten_arguments, written_arguments
 from spmd.api.eager.plain_copies import placed_as
 from spmd.api.eager.plain_operands import Roles, implicit_replication, on_one_mesh, write_plain
@@ -108,7 +108,9 @@ def _run_planned(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     views = _written_views(op, written, held)
     specs = tuple(value._spec for value in held)
     strides = tuple(value._strides for value in held)
-    operator = program_of(Call(op, freeze(arguments), specs, strides, torch_settings(), written, views, arguments))
+    operator = program_of(
+        OperatorCall(op, freeze(arguments), specs, strides, torch_settings(), written, views, arguments)
+    )
     if all(given is placed for given, placed in zip(tensors, held, strict=False)):
         remember(operator, args, kwargs)
     elif checks.every_call or not operator.is_compared:

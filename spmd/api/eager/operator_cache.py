@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from spmd.api.eager.families import View
-from spmd.api.eager.operator_program import Call, Operator
+from spmd.api.eager.operator_program import Operator, OperatorCall
 from spmd.api.eager.operators import takes_any_number
 from spmd.api.eager.whole_operator import WholeOperator
 from spmd.api.values.dtensor import DTensor
@@ -27,7 +27,7 @@ _Found: TypeAlias = tuple[AnyOperator | None, list[DTensor]]
 
 
 @functools.lru_cache(maxsize=MAX_PROGRAMS)
-def program_of(call: Call) -> AnyOperator:
+def program_of(call: OperatorCall) -> AnyOperator:
     """The program of a call; of one whose results depend on values, the operator itself."""
     try:
         return Operator(call)

@@ -72,7 +72,7 @@ class WrittenView:
 
 
 @attrs.frozen(cache_hash=True)
-class Call:
+class OperatorCall:
     """A call of an operator, without the values of its tensors; equal calls run the same program.
 
     Args:
@@ -126,7 +126,7 @@ class Operator:
         call: the call.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: OperatorCall) -> None:
         self.call, mesh = call, call.specs[0].mesh
         self.tree: optree.PyTreeSpec = optree.tree_structure(None)
         stand_ins = [
@@ -253,7 +253,7 @@ class Operator:
         given = count + len(call.bases)
         return self.tree.unflatten(map(wrap, self._out_specs[given:], shards[given:], self._strides))
 
-    def _flat(self, call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def _flat(self, call: OperatorCall, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The operator as a function that writes to nothing."""
         result, written, bases = call.run(tensors)
         leaves, self.tree = optree.tree_flatten(None if returns_arguments(call.op, written=True) else result)
@@ -291,7 +291,7 @@ def _shard(leaf: Any, rank: int) -> Any:
     return [item._shards[rank] if type(item) is DTensor else _shard(item, rank) for item in leaf]
 
 
-def _only_operator(graph: Graph, call: Call) -> torch._ops.OpOverload | None:
+def _only_operator(graph: Graph, call: OperatorCall) -> torch._ops.OpOverload | None:
     """The operator of a rank's program that is that operator alone, with the arguments of the call."""
     operations = graph.operations
     if graph.constants or not all(isinstance(operation.op, torch._ops.OpOverload) for operation in operations):
@@ -338,7 +338,7 @@ def slot_numbers(places: Sequence[tuple[int, str]], arguments: Arguments) -> tup
     return tuple(found)
 
 
-def _like(call: Call, meta: TensorMeta) -> DTensorSpec | None:
+def _like(call: OperatorCall, meta: TensorMeta) -> DTensorSpec | None:
     """The given spec of a result: that of the operand if it is like it; else None."""
     held = call.specs[0]
     if call.op.overloadpacket not in LIKE or held.partial or held.meta.shape != meta.shape:

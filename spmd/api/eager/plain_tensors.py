@@ -199,7 +199,7 @@ def _shares_memory(tensor: torch.Tensor, other: Any) -> bool:
 
 def _refusal_by_source(frame: FrameType) -> str | None:
     """None if the call that a user's frame is making has, by its source, no plain tensor among its arguments."""
-    call, reader = _expression(frame.f_code, frame.f_lasti, frame.f_lineno), _Reader(frame)
+    call, reader = _expression(frame.f_code, frame.f_lasti, frame.f_lineno), _SourceReader(frame)
     if isinstance(call, ast.Compare) and any(map(reader.is_array, (call.left, *call.comparators))):
         return None  # `==` makes a tensor of an array, other operators call `__array_ufunc__`
     if not isinstance(call, ast.Call):
@@ -241,7 +241,7 @@ _LEAVE_MESH = frozenset({"full_tensor", "full_tree", "numpy", "to_local"})
 _MISSING = object()
 
 
-class _Reader:
+class _SourceReader:
     """Reads from the source of a call whether its arguments are DTensors, plain tensors, or others.
 
     What is not known counts as plain.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 
-from spmd.tracing.recurrent import CELLS, Layers, run_direction
+from spmd.tracing.recurrent import CELLS, RecurrentLayers, run_direction
 
 
 def lstm_layer(
@@ -22,7 +22,7 @@ def lstm_layer(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`aten.mkldnn_rnn_layer`: the output [time, batch, features], the final states, and an empty workspace."""
     weights = (w_ih, w_hh, b_ih, b_hh) if bias else (w_ih, w_hh)
-    layers = Layers(CELLS["lstm"], weights, bias, 1, 0.0, False)
+    layers = RecurrentLayers(CELLS["lstm"], weights, bias, 1, 0.0, False)
     output, states = run_direction(layers, x, (h, c), weights, reverse=reverse)
     return output, *states, torch.zeros_like(h[:0], dtype=torch.uint8)
 

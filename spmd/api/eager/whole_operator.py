@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import torch
 
-from spmd.api.eager.operator_program import Call
+from spmd.api.eager.operator_program import OperatorCall
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
@@ -30,7 +30,7 @@ class WholeOperator:
 
     kernel = None
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: OperatorCall) -> None:
         if call.written:
             raise ShardingError(
                 f"{call.op} at {where()} writes to a DTensor a result that depends on values, and may have another "

@@ -24,7 +24,7 @@ Atom: TypeAlias = tuple[Value, int]
 
 
 @attrs.frozen
-class Part:
+class WeightAtom:
     """An atom of a weight: the position of the weight among the inputs, its dim, and the atom's place in the dim."""
 
     input: int
@@ -46,7 +46,7 @@ class Feature:
 
     atoms: tuple[Atom, ...]
     size: int
-    parts: tuple[Part, ...]
+    parts: tuple[WeightAtom, ...]
     summed: tuple[Operation, ...]
     obstacle: str
 
@@ -75,7 +75,7 @@ def find_features(
         for strategy in strategies.get(operation, ()):
             if strategy.label != "separate":
                 classes.unite(list(_sharded(operation, strategy)))
-    reader = _Reader(graph, strategies, weights)
+    reader = _FeatureReader(graph, strategies, weights)
     found = (reader.feature(atoms, logical) for atoms in classes.members())
     return [feature for feature in found if feature.parts]
 
@@ -116,7 +116,7 @@ class _Classes:
         return [tuple(atoms) for atoms in found.values()]
 
 
-class _Reader:
+class _FeatureReader:
     """Reads from the operations of a program what sharding a class of atoms requires."""
 
     def __init__(self, graph: Graph, strategies: Mapping[Operation, Sequence[Strategy]], weights: int) -> None:
@@ -185,9 +185,9 @@ def _fits(operation: Operation, strategy: Strategy, held: Mapping[Value, int]) -
     return all(map(is_held, operation.operands, strategy.operands)) and strategy.label != "replicate"
 
 
-def _part(number: int, shape: LogicalShape, position: int) -> Part:
+def _part(number: int, shape: LogicalShape, position: int) -> WeightAtom:
     for dim, sizes in enumerate(shape):
         if position < len(sizes):
-            return Part(number, dim, position)
+            return WeightAtom(number, dim, position)
         position -= len(sizes)
     raise AssertionError("an atom that its value lacks")

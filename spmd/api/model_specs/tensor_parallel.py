@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch.func import functional_call
 
-from spmd.api.model_specs.features import Feature, Part, find_features
+from spmd.api.model_specs.features import Feature, WeightAtom, find_features
 from spmd.api.model_specs.leaves import Choice, Leaf, Show, leaves_of, model_state, table
 from spmd.core.mesh import Mesh, current_mesh
 from spmd.core.pytree import tree_flatten
@@ -132,7 +132,7 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
 class _Weight:
     """An atom of a weight and the feature that it belongs to."""
 
-    part: Part
+    part: WeightAtom
     feature: Feature
 
 

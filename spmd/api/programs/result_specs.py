@@ -74,7 +74,7 @@ def result_specs(out_specs: Any, result: Any, mesh: Mesh, arguments: Sequence[Ar
 
 
 @attrs.frozen(eq=False)
-class _Part:
+class _ResultItem:
     """A result, or an item of one: its leaves are those from `start` on."""
 
     label: str
@@ -84,7 +84,7 @@ class _Part:
     metas: tuple[TensorMeta | None, ...]
     start: int
 
-    def equals(self, other: _Part) -> bool:
+    def equals(self, other: _ResultItem) -> bool:
         return self.metas == other.metas and self.tree == other.tree
 
     def replaces(self, argument: Argument) -> bool:
@@ -97,7 +97,7 @@ class _Part:
 def _replacing(result: Any, arguments: Sequence[Argument]) -> ResultSpecs:
     leaves, tree = tree_flatten(result)
     metas = tuple(leaf_meta(leaf, "") if has_meta(leaf) else None for leaf in leaves)
-    whole = _Part("the result", None, None, tree, metas, 0)
+    whole = _ResultItem("the result", None, None, tree, metas, 0)
     chosen = _choose([whole], arguments) or _choose(list(_items(result, whole)), arguments)
     specs: list[DTensorSpec | None] = [None] * len(leaves)
     for part, argument in chosen:
@@ -105,7 +105,7 @@ def _replacing(result: Any, arguments: Sequence[Argument]) -> ResultSpecs:
     return ResultSpecs(specs, tuple((part.label, f"argument {argument.label}") for part, argument in chosen))
 
 
-def _items(result: Any, whole: _Part) -> Iterator[_Part]:
+def _items(result: Any, whole: _ResultItem) -> Iterator[_ResultItem]:
     """The items of a tuple, named tuple or dict that a function returns; those of a dict as it has put them in."""
     if not issubclass(whole.tree.type or NoneType, (tuple, dict)):
         return
@@ -113,13 +113,13 @@ def _items(result: Any, whole: _Part) -> Iterator[_Part]:
     accessors, _, _ = tree_flatten_with_accessor(result, is_leaf=lambda node: node is not result)
     for accessor, key, tree in zip(accessors, whole.tree.entries(), whole.tree.children(), strict=True):
         metas = whole.metas[start : start + tree.num_leaves]
-        found[key] = _Part(f"result {path_of(accessor)}", key, None, tree, metas, start)
+        found[key] = _ResultItem(f"result {path_of(accessor)}", key, None, tree, metas, start)
         start += tree.num_leaves
     for position, key in enumerate(result if isinstance(result, dict) else found):
         yield attrs.evolve(found[key], position=position)
 
 
-def _choose(parts: Sequence[_Part], arguments: Sequence[Argument]) -> list[tuple[_Part, Argument]]:
+def _choose(parts: Sequence[_ResultItem], arguments: Sequence[Argument]) -> list[tuple[_ResultItem, Argument]]:
     """The parts that take the specs of an argument; each argument serves one.
 
     Items of a dict take those of the parameter that they are named after. Else, where as many parts as arguments are
@@ -138,7 +138,7 @@ def _choose(parts: Sequence[_Part], arguments: Sequence[Argument]) -> list[tuple
     return chosen
 
 
-def _rank(part: _Part, in_order: bool, argument: Argument) -> tuple[bool | int, ...]:
+def _rank(part: _ResultItem, in_order: bool, argument: Argument) -> tuple[bool | int, ...]:
     """The place of an argument among those whose specs a part may take: the first one is taken."""
     elsewhere = not in_order and argument.position != part.position
     return argument.name != part.key, elsewhere, not in_order and not argument.donated, argument.position

@@ -189,9 +189,9 @@ class FlatFunction:
         found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)
         return [result.detach() for result in results], found
 
-    def _saving(self, wanted: tuple[int, ...], plain: tuple[int, ...]) -> Saving:
+    def _saving(self, wanted: tuple[int, ...], plain: tuple[int, ...]) -> SavesResiduals:
         """The function where the arguments `wanted` may get gradients; those of the arguments `plain` are plain."""
-        return Saving(self, tuple(n for n in wanted if _is_continuous(self.in_specs[n].meta)), plain)
+        return SavesResiduals(self, tuple(n for n in wanted if _is_continuous(self.in_specs[n].meta)), plain)
 
     def _pullback(self, wanted: tuple[int, ...], given: tuple[int, ...], plain: tuple[int, ...]) -> FlatFunction:
         """From arguments and cotangents of the results `given` to the gradients of the arguments `wanted`."""
@@ -242,7 +242,7 @@ class FlatFunction:
         return self.derived(function, specs, given, "batched", self.plain)
 
 
-class Saving:
+class SavesResiduals:
     """A flat function under reverse mode: its forward program also returns residuals, which backward programs read.
 
     Args:

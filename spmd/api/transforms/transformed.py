@@ -19,7 +19,7 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 
-from spmd.api.transforms.flat_function import FlatFunction, Saving, free_axes, replaced, run
+from spmd.api.transforms.flat_function import FlatFunction, SavesResiduals, free_axes, replaced, run
 from spmd.api.values.dtensor import DTensor
 from spmd.job.torch_compile import never_compiled
 from spmd.runtime.torch_settings import drawing_from, generator_state
@@ -59,7 +59,7 @@ def _apply(function: FlatFunction, leaves: Sequence[torch.Tensor], draws: Draws)
     batched = any(level.key() == TransformType.Vmap for level in stack)
     wanted = tuple(n for n, leaf in enumerate(leaves) if leaf.requires_grad)
     node = function.saving(wanted, plain_among(leaves, wanted)) if wanted and not batched else function
-    results = _Call.apply(node, draws, *leaves)  # type: ignore[no-untyped-call]
+    results = _FlatCall.apply(node, draws, *leaves)  # type: ignore[no-untyped-call]
     return results[: len(function.program.out_specs)]  # type: ignore[no-any-return]
 
 
@@ -95,7 +95,7 @@ class Draws:
         """The same numbers, drawn again."""
         return Draws(self.state, replayed=True)
 
-    def run(self, node: FlatFunction | Saving, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, node: FlatFunction | SavesResiduals, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program with these numbers."""
         if self.state is None or not self.replayed:
             return node.run(leaves)
@@ -103,29 +103,29 @@ class Draws:
             return node.run(leaves)
 
 
-class _Call(torch.autograd.Function):
+class _FlatCall(torch.autograd.Function):
     """A call of a flat function, or of one that saves residuals."""
 
     @staticmethod
-    def forward(node: FlatFunction | Saving, draws: Draws, *leaves: torch.Tensor) -> Any:
+    def forward(node: FlatFunction | SavesResiduals, draws: Draws, *leaves: torch.Tensor) -> Any:
         return tuple(draws.run(node, leaves))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         node, draws, *leaves = inputs
         ctx.node, ctx.draws, ctx.count = node, draws.again, len(leaves)
-        results = len(output) - len(node.residuals) if isinstance(node, Saving) else len(output)
+        results = len(output) - len(node.residuals) if isinstance(node, SavesResiduals) else len(output)
         constant = [value for n, value in enumerate(output) if n >= results or not value.is_floating_point()]
         ctx.mark_non_differentiable(*(value for value in constant if not value.is_complex()))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*leaves, *(output if isinstance(node, Saving) else ()))
+        ctx.save_for_backward(*leaves, *(output if isinstance(node, SavesResiduals) else ()))
         ctx.save_for_forward(*leaves)
 
     @staticmethod
     @never_compiled
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         node = ctx.node
-        function = node.function if isinstance(node, Saving) else node
+        function = node.function if isinstance(node, SavesResiduals) else node
         results = len(function.program.out_specs)
         given = tuple(n for n, value in enumerate(cotangents[:results]) if value is not None)
         wanted = tuple(n for n, needed in enumerate(ctx.needs_input_grad[2:]) if needed)
@@ -135,7 +135,7 @@ class _Call(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: checkpoints allow no more
         leaves, outputs = saved[: ctx.count], saved[ctx.count :]
         pull = wanted, given, plain_among(leaves, wanted)
-        if isinstance(node, Saving) and not node.backward(*pull).is_random:
+        if isinstance(node, SavesResiduals) and not node.backward(*pull).is_random:
             found = _Pull.apply(node, ctx.draws, pull, *leaves, *values, *outputs)  # type: ignore[no-untyped-call]
             unused = node.backward(*pull).unused
             found = [None if number in unused else value for number, value in enumerate(found)]
@@ -146,7 +146,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, __: Any, *tangents: torch.Tensor | None) -> Any:
         node = ctx.node
-        function = node.function if isinstance(node, Saving) else node
+        function = node.function if isinstance(node, SavesResiduals) else node
         given = tuple(n for n, tangent in enumerate(tangents) if tangent is not None)
         directions = [tangent for tangent in tangents if tangent is not None]
         moved = _apply(function.pushforward(given), [*ctx.saved_tensors[: ctx.count], *directions], ctx.draws)
@@ -163,7 +163,7 @@ class _Pull(torch.autograd.Function):
     """A call of a backward program: on arguments, cotangents, and then results and residuals."""
 
     @staticmethod
-    def forward(node: Saving, draws: Draws, pull: Pull, *tensors: torch.Tensor) -> Any:
+    def forward(node: SavesResiduals, draws: Draws, pull: Pull, *tensors: torch.Tensor) -> Any:
         backward, given, count = node.backward(*pull), pull[1], node.joint.primals
         kept = (*tensors[:count], *tensors[count + len(given) :])
         cotangents = tensors[count : count + len(given)]
@@ -199,7 +199,7 @@ class _Pull(torch.autograd.Function):
         return tuple(_apply(pullback.pushforward(given), values, ctx.draws))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, node: Saving, draws: Draws, pull: Pull, *tensors: torch.Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, node: SavesResiduals, draws: Draws, pull: Pull, *tensors: torch.Tensor) -> Any:
         pullback, count = node.function.pullback(*pull), node.joint.primals + len(pull[1])
         results = _over_batch(pullback, draws, info.batch_size, "same", in_dims[3 : 3 + count], tensors[:count])
         return results, (0,) * len(results)
@@ -215,4 +215,4 @@ def _over_batch(
         for dim, leaf, spec in zip(dims, leaves, function.in_specs, strict=True)
     )
     batched = function.batched(dims, size, randomness, axes)
-    return tuple(_Call.apply(batched, draws, *leaves))  # type: ignore[no-untyped-call]
+    return tuple(_FlatCall.apply(batched, draws, *leaves))  # type: ignore[no-untyped-call]

@@ -58,7 +58,7 @@ class WholeFunction:
     def __call__(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The placed results for plain tensors and DTensors, on which transforms may act."""
         if is_transformed(leaves):
-            return _Call.apply(self, *leaves)  # type: ignore[no-any-return, no-untyped-call]
+            return _WholeCall.apply(self, *leaves)  # type: ignore[no-any-return, no-untyped-call]
         return self.run(leaves)
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -133,7 +133,7 @@ def whole_function(function: Flat, mesh: Mesh, in_specs: Sequence[DTensorSpec], 
     )
 
 
-class _Call(torch.autograd.Function):
+class _WholeCall(torch.autograd.Function):
     """A call of a function of whole tensors."""
 
     @staticmethod
@@ -172,7 +172,7 @@ class _Call(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, node: WholeFunction, *leaves: torch.Tensor) -> Any:
         dims = tuple(None if dim is None else dim % x.ndim for dim, x in zip(in_dims[1:], leaves, strict=True))
         randomness = "same" if node.replays else info.randomness
-        results = tuple(_Call.apply(node.batched(dims, randomness), *leaves))  # type: ignore[no-untyped-call]
+        results = tuple(_WholeCall.apply(node.batched(dims, randomness), *leaves))  # type: ignore[no-untyped-call]
         return results, (0,) * len(results)
 
 

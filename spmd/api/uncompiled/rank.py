@@ -30,7 +30,7 @@ _LOCAL_SIZES = frozenset({"size", "split_size", "concat_size", "shape"})
 
 
 @attrs.frozen(eq=False)
-class _Call:
+class _RankCall:
     """What a rank calls, and what all ranks must have in common.
 
     Args:
@@ -49,14 +49,16 @@ class _Call:
         return f"{self.what} at {self.source}"
 
 
-def _call_of(op: torch._ops.OpOverload, args: Sequence[Any], source: Source | None) -> _Call:
+def _call_of(op: torch._ops.OpOverload, args: Sequence[Any], source: Source | None) -> _RankCall:
     op = UNTYPED.get(op, op)
     if op is HOST_PRINT:
-        return _Call("calls debug.print", where(source), op, tuple(args))
+        return _RankCall("calls debug.print", where(source), op, tuple(args))
     named = {argument.name: given for argument, given in zip(op._schema.arguments, args, strict=True)}
     compared = [name for name, given in named.items() if name not in _LOCAL_SIZES and not isinstance(given, Tensor)]
     shown = [f"{name}={named[name]!r}" for name in compared]
-    return _Call(f"calls {op._schema.name.removeprefix('spmd::')}({', '.join(shown)})", where(source), op, tuple(args))
+    return _RankCall(
+        f"calls {op._schema.name.removeprefix('spmd::')}({', '.join(shown)})", where(source), op, tuple(args)
+    )
 
 
 class Rank(abc.ABC):
@@ -110,7 +112,7 @@ class ThreadRank(Rank):
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """As `Rank.gather`."""
-        found: list[Any] = self._baton().meet(self.number, _Call(what, where(self.source), None, (value,)))
+        found: list[Any] = self._baton().meet(self.number, _RankCall(what, where(self.source), None, (value,)))
         return found
 
     def check_runs(self) -> None:
@@ -167,7 +169,7 @@ class ProcessRank(Rank):
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """As `Rank.gather`."""
-        return self._compare(_Call(what, where(self.source), None, ()), value)
+        return self._compare(_RankCall(what, where(self.source), None, ()), value)
 
     def end(self) -> None:
         """Compare the end of this rank's function with what others do."""
@@ -182,7 +184,9 @@ class ProcessRank(Rank):
             every = gather(call_name(self.mesh), (said, value), self.mesh.ranks)
         for other, (its, _) in zip(self.mesh.ranks, every, strict=True):
             if its[0] != every[0][0][0]:
-                calls = [ENDED if what is None else _Call(what, line, None, ()) for what, line in (every[0][0], its)]
+                calls = [
+                    ENDED if what is None else _RankCall(what, line, None, ()) for what, line in (every[0][0], its)
+                ]
                 raise known(_divergence(self.mesh.ranks[0], calls[0], other, calls[1]))
         return [given for _, given in every]
 

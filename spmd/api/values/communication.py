@@ -41,12 +41,12 @@ class CommRecord:
 
 
 @attrs.frozen
-class _Watch:
+class _Recording:
     record: CommRecord
     error: bool
 
 
-_watches: ContextVar[tuple[_Watch, ...]] = ContextVar("spmd_comms_of", default=())
+_watches: ContextVar[tuple[_Recording, ...]] = ContextVar("spmd_comms_of", default=())
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def comms_of(*, error: bool = False) -> Iterator[CommRecord]:
     >>> ran.count(), ran.bytes
     ({'all_reduce': 1}, 4.0)
     """
-    watch = _Watch(CommRecord(), error)
+    watch = _Recording(CommRecord(), error)
     token = _watches.set((*_watches.get(), watch))
     try:
         yield watch.record

@@ -26,7 +26,7 @@ class Cell:
 
 
 @attrs.frozen
-class Chunk:
+class Track:
     """One row or column: its label, and its length; None where several are left out."""
 
     label: str
@@ -56,8 +56,8 @@ class Grid:
 
     title: str
     captions: tuple[str, ...]
-    rows: tuple[Chunk, ...]
-    columns: tuple[Chunk, ...]
+    rows: tuple[Track, ...]
+    columns: tuple[Track, ...]
     panels: tuple[Panel, ...]
     notes: tuple[str, ...]
     ranks: int
@@ -117,11 +117,11 @@ def _numbers(dim: Dim, most: int) -> tuple[int | None, ...]:
     return (*dim.filled[: most - last - 1], None, *dim.filled[-last:])
 
 
-def _chunk(dim: Dim, number: int | None) -> Chunk:
+def _chunk(dim: Dim, number: int | None) -> Track:
     if number is None:
-        return Chunk("...", None)
+        return Track("...", None)
     start, stop = dim.bounds[number]
-    return Chunk(dim.labels[number], stop - start)
+    return Track(dim.labels[number], stop - start)
 
 
 def _cell(blocks: Blocks, chosen: dict[int | None, int]) -> Cell:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from spmd.core.pictures.grid import Chunk, Grid, Panel
+from spmd.core.pictures.grid import Grid, Panel, Track
 
 _CHARACTER, _LINE = 6.8, 17
 """The width of a character and the height of a line of text, in pixels."""
@@ -66,7 +66,7 @@ def _sizes(lengths: Sequence[int | None], needed: Sequence[float], total: float)
     ]
 
 
-def _total(chunks: Sequence[Chunk]) -> int:
+def _total(chunks: Sequence[Track]) -> int:
     return sum(chunk.length or 0 for chunk in chunks)
 
 

@@ -53,7 +53,7 @@ class LayerGroup:
 
 
 @attrs.frozen(eq=False)
-class Layers:
+class RepeatedLayers:
     """One repeated part of a program; its `str` says how its layers are sharded.
 
     Args:
@@ -81,7 +81,7 @@ class Layers:
         return f"<{self}>"
 
 
-def find_layers(plan: PlanData, account: Account) -> tuple[Layers, ...]:
+def find_layers(plan: PlanData, account: Account) -> tuple[RepeatedLayers, ...]:
     """The layers of a plan: the repeated parts of its program, and how the copies of each are sharded.
 
     Args:
@@ -94,7 +94,7 @@ def find_layers(plan: PlanData, account: Account) -> tuple[Layers, ...]:
     found = []
     for index, (repeat, numbers) in enumerate(zip(repeats, _numbers(repeats), strict=True)):
         parts = {number: shares[index, copy] for copy, number in enumerate(numbers)}
-        found.append(Layers(repeat.copies, numbers, _place(repeat), tuple(describe.alike(parts))))
+        found.append(RepeatedLayers(repeat.copies, numbers, _place(repeat), tuple(describe.alike(parts))))
     return tuple(found)
 
 

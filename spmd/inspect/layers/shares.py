@@ -32,7 +32,7 @@ def find_shares(plan: PlanData, repeats: Sequence[Repeat]) -> dict[tuple[int, in
     its operand. It belongs to no copy if several copies of one repeat consume its result; or if it redistributes, for
     the rest of the program, a result of the last copy that other copies pass to the next copy.
     """
-    finder = _Finder(plan, repeats)
+    finder = _ShareFinder(plan, repeats)
     shares: dict[tuple[int, int], list[tuple[int, Operation]]] = defaultdict(list)
     for operation in plan.graph.operations:
         place = finder.place(operation)
@@ -41,7 +41,7 @@ def find_shares(plan: PlanData, repeats: Sequence[Repeat]) -> dict[tuple[int, in
     return {key: tuple(share) for key, share in shares.items()}
 
 
-class _Finder:
+class _ShareFinder:
     def __init__(self, plan: PlanData, repeats: Sequence[Repeat]) -> None:
         self.repeats = repeats
         self.program = {value for operation in plan.request.graph.operations for value in operation.tensors}

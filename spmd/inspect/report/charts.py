@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from html import escape
 
 from spmd.core.quantity import size_text, time_text
-from spmd.inspect.report.figures import Report, Span
+from spmd.inspect.report.figures import PlanFigures, Span
 
 _LEFT, _WIDTH, _LANE = 90.0, 900.0, 22
 _MEMORY = 110.0
@@ -22,7 +22,7 @@ COLOURS = {
 """The lanes of the timeline, with their colours."""
 
 
-def timeline(report: Report) -> str:
+def timeline(report: PlanFigures) -> str:
     """Bars in order of predicted time, one lane for compute and one for each kind of collective, and a time axis."""
     lanes = [kind for kind in COLOURS if any(span.kind == kind for span in report.spans)]
     bottom = _LANE * max(1, len(lanes)) + 4.0
@@ -32,7 +32,7 @@ def timeline(report: Report) -> str:
     return _drawing("timeline", bottom + 20, f"{names}\n{axis}\n{bars}")
 
 
-def memory_chart(report: Report) -> str:
+def memory_chart(report: PlanFigures) -> str:
     """The bytes that a rank holds over the same time, with the peak."""
     peak = max(held.bytes for held in report.held)
     scale, top = (_MEMORY - 20) / max(1, peak), 16.0

@@ -60,7 +60,7 @@ class Layer:
 
 
 @attrs.frozen
-class Cause:
+class SentForCause:
     """The collectives of one kind, over the same axes, for the same reason at the same line.
 
     Arguments of equal layers count as one: `blocks_*_up` stands for `blocks_0_up`, `blocks_1_up` and so on. `bytes` and
@@ -94,7 +94,7 @@ class Span:
 
 
 @attrs.frozen
-class Held:
+class HeldAt:
     """The memory of a rank during one operation, on the clock of the timeline: bytes from `start` to `stop`."""
 
     start: float
@@ -103,7 +103,7 @@ class Held:
 
 
 @attrs.frozen
-class Report:
+class PlanFigures:
     """The figures of one plan.
 
     Args:
@@ -135,9 +135,9 @@ class Report:
     memory: Mapping[str, int]
     layers: tuple[Layer, ...]
     lines: tuple[Line, ...]
-    causes: tuple[Cause, ...]
+    causes: tuple[SentForCause, ...]
     spans: tuple[Span, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldAt, ...]
     fallbacks: tuple[str, ...]
 
     @property
@@ -171,12 +171,12 @@ class Report:
         return f"at most {self.gap:.1%} above the best" if self.gap else "exact"
 
 
-def make_report(document: Document) -> Report:
+def make_report(document: Document) -> PlanFigures:
     """The figures of a plan from its document."""
     operations, timing = document["operations"], document["timing"]
     comms = [{**comm, "cause": in_words(comm["cause"])} for comm in document["comms"]]
     communication = sum(comm["seconds"] for comm in comms)
-    return Report(
+    return PlanFigures(
         mesh=document["mesh"],
         machine=machine_figures(saved_machine(document)),
         gap=document["gap"],
@@ -225,12 +225,14 @@ def _lines(operations: list[Document], comms: list[Document]) -> Iterator[Line]:
         yield Line(place, "", 0, 0.0, _total(at, "seconds"), _total(at, "bytes"))
 
 
-def _causes(comms: list[Document]) -> Iterator[Cause]:
+def _causes(comms: list[Document]) -> Iterator[SentForCause]:
     keys = ("kind", "axes", "cause", "at")
     alike = ({**comm, "cause": _NUMBER.sub("*", comm["cause"])} for comm in comms)
     for found in _grouped((str([comm[key] for key in keys]), comm) for comm in alike).values():
         kind, axes, cause, place = (found[0][key] for key in keys)
-        yield Cause(kind, tuple(axes), cause, place, len(found), _total(found, "bytes"), _total(found, "seconds"))
+        yield SentForCause(
+            kind, tuple(axes), cause, place, len(found), _total(found, "bytes"), _total(found, "seconds")
+        )
 
 
 def _spans(operations: list[Document], comms: list[Document]) -> Iterator[Span]:
@@ -255,12 +257,12 @@ def _spans(operations: list[Document], comms: list[Document]) -> Iterator[Span]:
         yield run
 
 
-def _held(operations: list[Document], comms: list[Document]) -> Iterator[Held]:
+def _held(operations: list[Document], comms: list[Document]) -> Iterator[HeldAt]:
     sent = _grouped((comm["operation"], comm) for comm in comms)
     clock = 0.0
     for number, operation in enumerate(operations):
         stop = clock + operation["seconds"] + _total(sent.get(number, []), "seconds")
-        yield Held(clock, stop, operation["held"])
+        yield HeldAt(clock, stop, operation["held"])
         clock = stop
 
 

@@ -7,7 +7,7 @@ from html import escape
 
 from spmd.core.quantity import size_text, time_text
 from spmd.inspect.report.charts import memory_chart, timeline
-from spmd.inspect.report.figures import Report
+from spmd.inspect.report.figures import PlanFigures
 
 _STYLE = """
 .spmd-plan { font: 13px/1.4 system-ui, sans-serif; max-width: 72rem; }
@@ -23,7 +23,7 @@ _PAGE_STYLE = "<style>:root { color-scheme: light dark; } body { margin: 1.5rem;
 """A page of its own is dark where the reader's system is; a notebook has its own colours."""
 
 
-def render_page(report: Report) -> str:
+def render_page(report: PlanFigures) -> str:
     """Render a report as a complete HTML document."""
     title = escape(f"Plan on {report.summary['mesh']}")
     return (
@@ -32,7 +32,7 @@ def render_page(report: Report) -> str:
     )
 
 
-def render_fragment(report: Report) -> str:
+def render_fragment(report: PlanFigures) -> str:
     """Render a report as an HTML fragment for a page or a notebook's cell."""
     sections = (
         ("Plan", _summary(report)),
@@ -47,12 +47,12 @@ def render_fragment(report: Report) -> str:
     return f'<div class="spmd-plan">\n<style>{_STYLE}</style>\n{body}\n</div>'
 
 
-def _summary(report: Report) -> str:
+def _summary(report: PlanFigures) -> str:
     rows = [*report.summary.items(), *(("runs replicated, without a rule", text) for text in report.fallbacks)]
     return _table((), ((name, text) for name, text in rows), numbers=())
 
 
-def _layers(report: Report) -> str:
+def _layers(report: PlanFigures) -> str:
     rows = (
         (
             layer.place,
@@ -69,7 +69,7 @@ def _layers(report: Report) -> str:
     return _table(head, rows, numbers=(2, 3, 4, 5))
 
 
-def _lines(report: Report) -> str:
+def _lines(report: PlanFigures) -> str:
     rows = (
         (
             line.place or "no line",
@@ -84,7 +84,7 @@ def _lines(report: Report) -> str:
     return _table(("line", "code", "operations", "compute", "communication", "sent"), rows, numbers=(2, 3, 4, 5))
 
 
-def _causes(report: Report) -> str:
+def _causes(report: PlanFigures) -> str:
     rows = (
         (c.kind, ", ".join(c.axes), str(c.count), f"{c.bytes:,.0f}", time_text(c.seconds), c.cause, c.place)
         for c in report.causes
@@ -102,10 +102,10 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], numbers: tupl
     return f"<table>\n{header}<tbody>\n{body}\n</tbody>\n</table>\n"
 
 
-def _timeline(report: Report) -> str:
+def _timeline(report: PlanFigures) -> str:
     order = f"Operators and collectives one after the other, {time_text(report.seconds)}"
     return f"<p>{order}; with copies, and where they overlap, {time_text(report.step)}.</p>\n{timeline(report)}\n"
 
 
-def _memory(report: Report) -> str:
+def _memory(report: PlanFigures) -> str:
     return f"<p>What a rank holds over the same time: {report.summary['held per rank']}.</p>\n{memory_chart(report)}\n"

@@ -23,7 +23,7 @@ from spmd.core.documents import parse
 from spmd.core.placement import Placement
 from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
-from spmd.inspect.layers.layers import Layers, find_layers
+from spmd.inspect.layers.layers import RepeatedLayers, find_layers
 from spmd.inspect.saving.images import find_origins
 from spmd.inspect.saving.schema import Document, find_wrong
 from spmd.ir.comm import Comm
@@ -242,7 +242,7 @@ def _comm(comm: Comm, operation: int) -> Document:
     }
 
 
-def _layers(layers: Layers) -> Document:
+def _layers(layers: RepeatedLayers) -> Document:
     return {
         "at": layers.place,
         "count": layers.count,

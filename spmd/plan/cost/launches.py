@@ -21,7 +21,7 @@ from spmd.collectives.primitives import COLLECTIVES, KINDS
 from spmd.collectives.resharding import redistribution
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Operation, Value
-from spmd.ir.launch_schedule import Launch, launch_order
+from spmd.ir.launch_schedule import PlacedLaunch, launch_order
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.data.plan import PlanData
 
@@ -32,7 +32,7 @@ _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 @attrs.frozen(eq=False)
-class _Call:
+class _TimedCollective:
     """A collective, and when it can be launched; the operation at index i of a rank's program runs at time i.
 
     Args:
@@ -54,7 +54,7 @@ class _Call:
 class _Launch:
     """Collectives that are launched as one."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _TimedCollective) -> None:
         self.calls = [call]
         self.here, self.ready, self.needed, self.buffer = call.here, call.ready, call.needed, call.buffer
 
@@ -68,17 +68,17 @@ class _Launch:
         """Whether a result is what another collective of the same operation sends."""
         return any(call.goes_on for call in self.calls)
 
-    def placed(self) -> Launch:
+    def placed(self) -> PlacedLaunch:
         """The launch in the program."""
         sent = sum(call.comm.bytes for call in self.calls)
-        return Launch(min(self.ready + 1, self.place), self.place, self.needed, sent)
+        return PlacedLaunch(min(self.ready + 1, self.place), self.place, self.needed, sent)
 
-    def takes(self, call: _Call, limit: float) -> bool:
+    def takes(self, call: _TimedCollective, limit: float) -> bool:
         """Whether a collective can join: at some time all operands are made, and no result is needed yet."""
         fits = max(self.ready, call.ready) < min(self.needed, call.needed)
         return fits and self.buffer + call.buffer <= limit
 
-    def add(self, call: _Call) -> None:
+    def add(self, call: _TimedCollective) -> None:
         """Join a collective."""
         self.calls.append(call)
         self.here, self.ready = max(self.here, call.here), max(self.ready, call.ready)
@@ -142,12 +142,12 @@ def _call(
     ready: float,
     needed: Mapping[Value, float],
     buffer: float,
-) -> _Call:
+) -> _TimedCollective:
     """A collective of an operation: the first ones are launched within half a unit of time of the last one."""
     rest = (len(found) - step) / (2 * len(found))
     last = min((needed.get(value, math.inf) for value in operation.tensors), default=math.inf)
     goes_on = step + 1 < len(found)
-    return _Call(found[step], max(time + 0.5 - rest, ready), ready, last - rest, buffer, goes_on)
+    return _TimedCollective(found[step], max(time + 0.5 - rest, ready), ready, last - rest, buffer, goes_on)
 
 
 def _needed(operations: Sequence[Operation]) -> Mapping[Value, float]:

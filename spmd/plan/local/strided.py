@@ -69,7 +69,7 @@ class Result:
 
 
 @attrs.frozen
-class _Operand:
+class _OperandNumber:
     number: int
 
 
@@ -96,7 +96,7 @@ class StridedCall:
         """The call of an operation on tensors with these strides, in the order of its operands."""
         numbers = iter(range(len(operands)))
         arguments: Any = map_leaves(
-            lambda leaf: _Operand(next(numbers)) if isinstance(leaf, Value) else leaf,
+            lambda leaf: _OperandNumber(next(numbers)) if isinstance(leaf, Value) else leaf,
             (operation.args, dict(operation.kwargs)),
         )
         metas = tuple(value.meta for value in operation.tensors)
@@ -140,7 +140,7 @@ def _run_on_meta(call: StridedCall, place: tuple[Mesh, int] | None) -> tuple[Res
         operands = [layout.tensor() for layout in call.operands]
 
         def concrete(leaf: Any) -> Any:
-            if isinstance(leaf, _Operand):
+            if isinstance(leaf, _OperandNumber):
                 return operands[leaf.number]
             return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 

@@ -96,7 +96,7 @@ def expressed(spec: DTensorSpec, meta: TensorMeta, logical: LogicalShape, order:
     return physical if carry_over(physical, logical, order) == spec else None
 
 
-class _Writer:
+class _EdgeWriter:
     """Builds the program of a `WithEdges`, operation by operation."""
 
     def __init__(self, mesh: Mesh, logical: Mapping[Value, LogicalShape], order: Sequence[str]) -> None:
@@ -207,7 +207,7 @@ def bound(
         input_specs, output_specs: physical specs; None for an output whose spec the planner chooses.
         order: all mesh axes of more than one rank in planning order; the first is the major one.
     """
-    writer = _Writer(mesh, logical, order)
+    writer = _EdgeWriter(mesh, logical, order)
     given: dict[Value, DTensorSpec] = {}
     inputs = []
     for value, spec in zip(graph.inputs, map(without_trivial_axes, input_specs), strict=True):

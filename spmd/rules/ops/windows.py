@@ -38,7 +38,7 @@ Intervals: TypeAlias = Callable[[int, int], list[Interval]]
 
 
 @attrs.frozen
-class _Part:
+class _TakenRows:
     """Rows that a rank takes from what it has after the exchange.
 
     Args:
@@ -53,7 +53,7 @@ class _Part:
 
 
 @attrs.frozen
-class Exchange:
+class WindowExchange:
     """An exchange of rows of operands whose dim `dim` is sharded over `axes`.
 
     Args:
@@ -97,7 +97,9 @@ class Exchange:
             return torch.cat(found, dim) if len(found) > 1 else [*found, like.narrow(dim, 0, 0)][0]
         return self._selected(pieces, every, length)
 
-    def _selected(self, pieces: dict[tuple[int, int, int], Tensor], every: list[list[_Part]], length: int) -> Tensor:
+    def _selected(
+        self, pieces: dict[tuple[int, int, int], Tensor], every: list[list[_TakenRows]], length: int
+    ) -> Tensor:
         """The rows where ranks with equal shapes take different ones: looked up in all that they have."""
         dim = self.dim
         firsts, first = {}, 0
@@ -127,12 +129,12 @@ class Exchange:
         return found
 
     @staticmethod
-    def _place(part: _Part) -> tuple[tuple[int, int, int], int, int]:
+    def _place(part: _TakenRows) -> tuple[tuple[int, int, int], int, int]:
         """Where a part is: a sent one begins at its own first row."""
         return part.source, 0 if part.source[1] else part.start, part.length
 
     def _send(
-        self, x: Tensor, source: tuple[int, int, int], rows: int, every: list[list[_Part]], alike: Sequence[int]
+        self, x: Tensor, source: tuple[int, int, int], rows: int, every: list[list[_TakenRows]], alike: Sequence[int]
     ) -> Tensor:
         count = len(every)
         starts = {
@@ -160,16 +162,16 @@ class Exchange:
     def _shards(self, rank: int) -> list[tuple[int, int]]:
         return [_chunks(size, self.axes)[rank] for size in self.sizes]
 
-    def _parts(self) -> list[list[_Part]]:
+    def _parts(self) -> list[list[_TakenRows]]:
         """What each rank's shard of the result is made of."""
         bounds = [_chunks(size, self.axes) for size in self.sizes]
         found = []
         for rank, (start, stop) in enumerate(_chunks(self.size, self.axes)):
-            parts: list[_Part] = []
+            parts: list[_TakenRows] = []
             seen = Counter[tuple[int, int]]()
             for number, first, last in self.intervals(start, stop) if start < stop else ():
                 if number == FILL:
-                    parts.append(_Part((FILL, 0, 0), 0, last - first))
+                    parts.append(_TakenRows((FILL, 0, 0), 0, last - first))
                     continue
                 for sender, (low, high) in enumerate(bounds[number]):
                     begin, end = max(first, low), min(last, high)
@@ -177,7 +179,7 @@ class Exchange:
                         distance = (rank - sender) % len(bounds[number])
                         which = seen[number, distance] if distance else 0
                         seen[number, distance] += 1
-                        parts.append(_Part((number, distance, which), begin - low, end - begin))
+                        parts.append(_TakenRows((number, distance, which), begin - low, end - begin))
             found.append(parts)
         return found
 
@@ -193,8 +195,8 @@ def _rows(call: Call, dim: int, body: Callable[..., Any], replicated: int = 0) -
     return Row((*(Shard(dim),) * count, *(Replicate(),) * replicated), (Shard(dim),) * len(call.results), body)
 
 
-def _exchange(axes: Axes, call: Call, dim: int, size: int, intervals: Intervals) -> Exchange:
-    return Exchange(dim, axes, tuple(meta.shape[dim] for meta in call.operands), size, intervals)
+def _exchange(axes: Axes, call: Call, dim: int, size: int, intervals: Intervals) -> WindowExchange:
+    return WindowExchange(dim, axes, tuple(meta.shape[dim] for meta in call.operands), size, intervals)
 
 
 def _is_most(part: int, size: int) -> bool:

@@ -37,7 +37,7 @@ class Gradient:
 
 
 @attrs.frozen
-class Step:
+class OptimizerStep:
     """A step of an optimizer, by nodes of the cone of the new parameter.
 
     Args:
@@ -60,7 +60,7 @@ class Step:
     rate: Value | Number | None
     options: Mapping[str, Any]
 
-    def of(self, numbers: Mapping[Any, Any]) -> Step:
+    def of(self, numbers: Mapping[Any, Any]) -> OptimizerStep:
         """The step of an equal cone, by the 0-d values there for those here."""
         return attrs.evolve(self, step=numbers.get(self.step, self.step), rate=numbers.get(self.rate, self.rate))
 
@@ -76,7 +76,7 @@ class _Mean:
     weight: float
 
 
-def adam(cone: Cone, root: int) -> Iterator[Step]:
+def adam(cone: Cone, root: int) -> Iterator[OptimizerStep]:
     """The steps of Adam or AdamW that a cone is; of several, the first computes most.
 
     Args:
@@ -90,7 +90,7 @@ def adam(cone: Cone, root: int) -> Iterator[Step]:
                     yield from _adam_steps(cone, mean, square)
 
 
-def _adam_steps(cone: Cone, mean: _Mean, square: _Mean) -> Iterator[Step]:
+def _adam_steps(cone: Cone, mean: _Mean, square: _Mean) -> Iterator[OptimizerStep]:
     for param, nodes in _old_parameters(cone, mean.node, square.node):
         scalars = cone.scalars(nodes)
         steps = [scalar for scalar in scalars if isinstance(scalar, Value)]
@@ -105,7 +105,7 @@ def _adam_steps(cone: Cone, mean: _Mean, square: _Mean) -> Iterator[Step]:
                 "eps": eps, "amsgrad": False, "maximize": gradient.sign < 0,
             }  # fmt: skip
             inside = (nodes | _inside(cone, mean) | _inside(cone, square) | nodes_of_it) - {mean.node, square.node}
-            yield Step(
+            yield OptimizerStep(
                 "_fused_adamw" if decay else "_fused_adam",
                 *(param, gradient.node, (mean.state, square.state), (mean.node, square.node)),
                 *(inside, step, rate, options),
@@ -169,7 +169,7 @@ def _fit_adam(
     return (lr, eps, decay) if _agree(new(p, m, v, t, r), p * (1.0 - speed * decay), -update) else None
 
 
-def momentum(cone: Cone, node: int) -> Iterator[Step]:
+def momentum(cone: Cone, node: int) -> Iterator[OptimizerStep]:
     """The steps of SGD that a cone is whose momentum buffer is a node; of several, the first is the likeliest."""
     means = [mean for mean in _means(cone, node, power=1) if 0.0 < mean.decay < 1.0]
     # A mean is symmetric: the buffer is rather an input than the gradient is, and decays less.
@@ -187,7 +187,9 @@ def momentum(cone: Cone, node: int) -> Iterator[Step]:
                     "is_first_step": False,
                 }  # fmt: skip
                 inside = (nodes | _inside(cone, mean) | nodes_of_it) - {node}
-                yield Step("_fused_sgd", param, gradient.node, (mean.state,), (node,), inside, None, rate, options)
+                yield OptimizerStep(
+                    "_fused_sgd", param, gradient.node, (mean.state,), (node,), inside, None, rate, options
+                )
                 break
 
 

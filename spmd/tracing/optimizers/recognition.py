@@ -20,7 +20,7 @@ from spmd.ir.names import Namer
 from spmd.ir.simplify import eliminate_dead
 from spmd.tracing.optimizers import formulas
 from spmd.tracing.optimizers.cone import Cone
-from spmd.tracing.optimizers.formulas import Step
+from spmd.tracing.optimizers.formulas import OptimizerStep
 
 aten = torch.ops.aten
 
@@ -58,8 +58,8 @@ class _Recognition:
         for operation in graph.operations:
             for value in dict.fromkeys(operation.operands):
                 self.readers.setdefault(value, []).append(operation)
-        self.known: dict[Any, tuple[Cone, tuple[Step, ...]]] = {}
-        self.fused: dict[Operation, tuple[Cone, Step]] = {}  # by the operation that computes the new parameter
+        self.known: dict[Any, tuple[Cone, tuple[OptimizerStep, ...]]] = {}
+        self.fused: dict[Operation, tuple[Cone, OptimizerStep]] = {}  # by the operation that computes the new parameter
         self.replaced: set[Operation] = set()
 
     def run(self) -> Graph:
@@ -76,7 +76,7 @@ class _Recognition:
 
         An update with its decay, which is still to be added to the parameter, is a step of the decay.
         """
-        last: tuple[Cone, Step] | None = None
+        last: tuple[Cone, OptimizerStep] | None = None
         for param in self.after(value, several=examine is formulas.momentum):
             if self.producers.get(param) in (None, *self.replaced):
                 continue
@@ -113,7 +113,7 @@ class _Recognition:
                     break
                 (reader,) = readers
 
-    def is_whole(self, cone: Cone, step: Step) -> bool:
+    def is_whole(self, cone: Cone, step: OptimizerStep) -> bool:
         """Whether nothing outside of a step reads what it computes on the way, or reads results before its end."""
         values = {number: cone.values[number] for number in step.inside}
         ends = [cone.values[number] for number in (0, *step.new_states)]
@@ -127,12 +127,12 @@ class _Recognition:
         later = (reader for value in ends for reader in self.readers.get(value, []) if reader not in operations)
         return all(self.position[reader] > end for reader in later) and self.fits(cone, step)
 
-    def fits(self, cone: Cone, step: Step) -> bool:
+    def fits(self, cone: Cone, step: OptimizerStep) -> bool:
         """Whether the kernels take the step's learning rate without a loss of digits."""
         dtype = cone.values[0].meta.dtype
         return not isinstance(step.rate, Value) or dtype is _STEP_DTYPE or step.rate.meta.dtype is _STEP_DTYPE
 
-    def note(self, cone: Cone, step: Step) -> None:
+    def note(self, cone: Cone, step: OptimizerStep) -> None:
         self.fused[self.producers[cone.values[0]]] = cone, step
         self.replaced.update(self.producers[cone.values[number]] for number in (*step.inside, *step.new_states))
         for number in (0, *step.new_states):
@@ -171,7 +171,7 @@ def _is_root(operation: Operation) -> bool:
     return is_root and operation.tensors[0].meta.ndim > 0 and operation.tensors[0].meta.dtype in _DTYPES
 
 
-def _call(operation: Operation, cone: Cone, step: Step, cast: Any) -> Operation:
+def _call(operation: Operation, cone: Cone, step: OptimizerStep, cast: Any) -> Operation:
     """The fused operator of one parameter, in place of the operation that computes the new parameter."""
     value = cone.values.__getitem__
     args: list[list[Value]] = [[value(step.param)], [value(step.gradient)], *([value(n)] for n in step.states)]
