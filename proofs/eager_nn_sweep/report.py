@@ -18,29 +18,10 @@ from proofs.page import table
 
 Reports = Mapping[str, Report[Setup]]
 
-_BY_VALUES = "a shape that depends on values"
-_WRITES = "torch writes the values to a plain tensor that it makes and returns"
-_DATA = "sets the data of parameters to views of a vector, whose memory they would share"
-
 REASONS: Mapping[str, str] = MappingProxyType(
     {
         "distributions.LowRankMultivariateNormal": "reads a view after a write to another one of the same tensor",
-        "distributions.StudentT": f"`variance`: {_BY_VALUES}",
-        "distributions.Wishart": f"`sample`: {_BY_VALUES}",
-        "nn.AdaptiveLogSoftmaxWithLoss": f"the targets of each cluster: {_BY_VALUES}",
-        "nn.CTCLoss": f"what is saved for the gradient: {_BY_VALUES}",
-        "nn.CrossMapLRN2d": _WRITES,
-        "nn.functional.ctc_loss": f"what is saved for the gradient: {_BY_VALUES}",
-        "nn.functional.linear_cross_entropy.chunked_none": _WRITES,
-        "nn.utils.prune.global_unstructured": f"the elements that are left: {_BY_VALUES}",
-        "nn.utils.rnn.pack_padded_sequence": _BY_VALUES,
-        "nn.utils.rnn.pack_sequence": f"by `pad_sequence`: {_WRITES}",
-        "nn.utils.rnn.pad_packed_sequence": f"by `pack_padded_sequence`: {_BY_VALUES}",
-        "nn.utils.rnn.pad_sequence": _WRITES,
-        "nn.utils.rnn.unpack_sequence": f"by `pad_sequence`: {_WRITES}",
-        "nn.utils.rnn.unpad_sequence": f"by `pad_sequence`: {_WRITES}",
-        "nn.utils.vector_to_parameters": _DATA,
-        "optim.Adagrad": "`fused=True` only: its operator is said to write to the counts of steps, which are plain",
+        "nn.utils.vector_to_parameters": "sets the data of parameters to views of a vector",
     }
 )
 """Why calls of these are refused."""

@@ -85,5 +85,5 @@ def test_the_page_has_few_refusals_with_reasons_and_nothing_worse() -> None:
     assert {"refused"} == {row[1] for row in rows}
     assert {row[0].removeprefix("| ") for row in rows} <= REASONS.keys()
     names = int(page.partition("Of ")[2].split(" ", 1)[0])
-    assert len(rows) <= math.floor(0.05 * names)
-    assert "0 are refused for a plain operand" in page
+    assert len(rows) <= math.floor(0.03 * names)
+    assert "0 are refused for a plain operand, 0 because torch writes to a plain tensor" in page
