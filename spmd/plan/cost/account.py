@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -12,6 +12,7 @@ from spmd.core.spec import DTensorSpec
 from spmd.ir.comm import Comm, Sent
 from spmd.ir.graph import Operation, Value
 from spmd.ir.launch_schedule import LaunchSchedule
+from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.buckets import bucketed_seconds
 from spmd.plan.cost.launches import with_launches
@@ -32,10 +33,12 @@ class Account:
     Args:
         seconds: local time of each operation, without its collectives.
         comms: the collectives of each operation that has any, in the order in which a rank runs them.
+        units: the calls that a rank makes, in order.
     """
 
     seconds: dict[Operation, float]
     comms: dict[Operation, tuple[Comm, ...]]
+    units: tuple[Unit, ...]
 
     @property
     def all_comms(self) -> tuple[Comm, ...]:
@@ -56,23 +59,19 @@ def account(plan: PlanData) -> Account:
         operation: _cast_seconds(plan, operation) if operation.op is REDISTRIBUTE else cost.planned_seconds(operation)
         for operation in plan.graph.operations
     }
-    executed = list(_executed(plan))
+    units = scheduled(plan)
+    executed = [operation for unit in units for operation in unit.operations]
     comms = {operation: _comms(plan, draft, operation) for operation in executed}
     found = {operation: sent for operation, sent in comms.items() if sent}
-    return Account(seconds, with_launches(plan, found, executed))
+    return Account(seconds, with_launches(plan, found, executed), units)
 
 
 def launched(plan: AnyPlan, found: Account, schedule: LaunchSchedule | None) -> AnyPlan:
     """A plan, whose account is known, with a schedule of its launches."""
     changed = attrs.evolve(plan, schedule=schedule)
-    comms = with_launches(changed, found.comms, list(_executed(plan)))
+    executed = [operation for unit in found.units for operation in unit.operations]
+    comms = with_launches(changed, found.comms, executed)
     return attrs.evolve(changed, comms=attrs.evolve(found, comms=comms).all_comms)
-
-
-def _executed(plan: PlanData) -> Iterator[Operation]:
-    """The operations in the order in which a rank runs them; those of one list operator (`_foreach_*`) are adjacent."""
-    for unit in scheduled(plan):
-        yield from unit.operations
 
 
 def finished_draft(plan: PlanData) -> Draft:

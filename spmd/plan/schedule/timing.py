@@ -16,7 +16,6 @@ from spmd.lowering.passes.aliases import Aliases
 from spmd.plan.cost.account import Account, account
 from spmd.plan.cost.buckets import copying_seconds
 from spmd.plan.data.plan import PlanData
-from spmd.plan.local.calls import scheduled
 from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.launch_buffers import LaunchBuffers, launch_buffers
 from spmd.plan.memory.liveness import calls_of, ranks_like
@@ -56,9 +55,9 @@ class Simulation:
     @classmethod
     def of(cls, plan: PlanData, found: Account) -> Simulation:
         """The simulation of a plan with any schedule, from its account."""
-        coordinate, units = (0,) * len(plan.mesh.names), scheduled(plan)
+        coordinate = (0,) * len(plan.mesh.names)
         graph = rank_graph(plan, coordinate)
-        seconds = {unit.operations[0]: sum(found.seconds[o] for o in unit.operations) for unit in units}
+        seconds = {unit.operations[0]: sum(found.seconds[o] for o in unit.operations) for unit in found.units}
         return cls(graph, Aliases(graph, (plan.mesh, plan.mesh.rank(coordinate))), seconds)
 
     def timing(self, plan: PlanData) -> Timing:
