@@ -10,6 +10,8 @@ aten = torch.ops.aten
 _draws = Draws(11)
 f, i = _draws.f, _draws.i
 
+_GAPS = torch.tensor([[torch.nan, 1.0, torch.inf, -torch.inf, 0.0], [0.5, -1.0, 2.0, torch.nan, -torch.inf]])
+
 SHAPE = {
     aten.view.default: [
         call(f(4, 3, 5), [12, 5]),
@@ -59,11 +61,19 @@ SHAPE = {
     ],
     aten.tril.default: [call(f(4, 5)), call(f(3, 4, 4), 1)],
     aten.triu.default: [call(f(4, 5)), call(f(3, 4, 4), -1)],
-    aten.kthvalue.default: [call(f(4, 5), 2, 0)],
+    aten.kthvalue.default: [call(f(4, 5), 2, 0), call(f(5, 3), 4, 0, True), call(_GAPS, 2, -1), call(f(), 1)],
     aten.mode.default: [call(i(3, 4, 5), 0)],
     aten.median.dim: [call(f(4, 5), 0)],
     aten.nanmedian.dim: [call(f(4, 5), 1)],
     aten.sort.default: [call(f(4, 5), 1), call(f(4, 5), 0, True)],
     aten.sort.stable: [call(f(4, 5), stable=True, dim=1)],
-    aten.topk.default: [call(f(4, 5), 2), call(f(4, 5), 3, 0)],
+    aten.topk.default: [
+        call(f(4, 5), 2),
+        call(f(4, 5), 3, 0),
+        call(f(7, 2), 5, 0, False),
+        call(_GAPS, 3),
+        call(_GAPS, 3, -1, False),
+        call(f(4, 5), 0),
+        call(f(), 1),
+    ],
 }

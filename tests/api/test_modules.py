@@ -644,3 +644,19 @@ def test_a_number_before_and_after_a_module():
         torch.testing.assert_close(model.running_mean, whole.running_mean)
         assert model.num_batches_tracked == whole.num_batches_tracked
     assert step.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_the_gradient_of_weight_norm_runs_sharded(dim: int, size: int) -> None:
+    layer = parametrizations.weight_norm(nn.Conv1d(6, 4, 3, dtype=torch.float64), dim=dim)
+    weights, x = dict(layer.named_parameters()), torch.randn(5, 6, 9, dtype=torch.float64)
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, weights, (x,)).square().mean()  # type: ignore[no-any-return]
+
+    specs = {name: P("x") if value.shape[0] > 1 else P() for name, value in weights.items()}
+    mesh = spmd.make_mesh({"x": size}, runtime="virtual")
+    found = spmd.jit(torch.func.grad(loss), (specs, P("x")), specs, mesh=mesh)(weights, x)
+    for name, expected in torch.func.grad(loss)(weights, x).items():
+        torch.testing.assert_close(found[name].full_tensor(), expected)

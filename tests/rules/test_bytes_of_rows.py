@@ -38,6 +38,8 @@ FUNCTIONS: dict[str, tuple[Function, int]] = {
     "norm": (lambda x: x.norm(), 1),
     "norm 3": (lambda x: torch.linalg.vector_norm(x, 3, dim=0), 1),
     "normalize": (lambda x: F.normalize(x, dim=0), 1),
+    "topk": (lambda x: x.topk(2, 0)[0], 21),
+    "kthvalue": (lambda x: x.kthvalue(2, 0)[0], 21),
     "prod": (lambda x: (1 + x / x.shape[0]).prod(0), 4),
 }
 """By name, a function of a matrix with sharded rows, and how many rows a rank has to send at most."""
@@ -74,7 +76,15 @@ def test_values_and_gradients_are_those_of_one_device(name: str, axes: dict[str,
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_empty_shards_take_part(rows: int) -> None:
     x = torch.randn(rows, 3, dtype=torch.float64)
-    for function in (lambda x: x[-1], lambda x: x.roll(1, 0), lambda x: x.norm(), lambda x: torch.cat([x, x[:1]])):
+    functions: tuple[Function, ...] = (
+        lambda x: x[-1],
+        lambda x: x.roll(1, 0),
+        lambda x: x.norm(),
+        lambda x: torch.cat([x, x[:1]]),
+        lambda x: x.topk(1, 0)[1],
+        lambda x: x.kthvalue(1, 0, keepdim=True)[1],
+    )
+    for function in functions:
         step = spmd.jit(function, (P("x"),), P(), mesh=spmd.make_mesh({"x": 4}, runtime="virtual"))
         torch.testing.assert_close(step(x).full_tensor(), function(x))
 

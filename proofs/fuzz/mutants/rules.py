@@ -154,7 +154,7 @@ MUTANTS = (
         "body: argmax",
         "places of maxima are counted from the start of the shard",
         replaced("spmd.rules.ops.extremes", "shard_offset", lambda size, axes: 0),
-        within="aten.argmax.default aten.argmin.default aten.max.dim aten.min.dim",
+        within=f"{_EXTREMES} aten.topk.default aten.kthvalue.default",
     ),
     _silent("argmax values", "extremes", "pmax", "aten.argmax.default aten.max.dim"),
     _local("argmax alone", "argmax argmin max.dim min.dim"),

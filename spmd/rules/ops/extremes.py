@@ -1,4 +1,7 @@
-"""Positions of the largest and smallest elements, also over a sharded dim: two all-reduces of one value per line."""
+"""Positions of the largest and smallest elements, also over a sharded dim.
+
+One element of a line takes two all-reduces of one value; the k largest are found among the k largest of each rank.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives import pmax, pmin, shard_offset
+from spmd.collectives import all_gather, pmax, pmin, shard_offset
 from spmd.core.placement import Replicate, Shard, neutral_element
 from spmd.ir.call import Call
-from spmd.rules.builders import argument_dims, reduction
+from spmd.rules.builders import along, argument_dims, reduction
 from spmd.rules.rule import Axes, Row, Rule, table
+
+aten = torch.ops.aten
 
 Kind = Literal["max", "min"]
 
@@ -82,9 +87,38 @@ def _searched(kind: Kind, with_values: bool) -> Rule:
     return reduction(None, rows)
 
 
+def _leading(axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Merge the first elements of each rank's shard, in the order of their values."""
+    whole, count, largest = call.operands[0], int(call.argument("k")), call.op is aten.topk.default
+    dim, size = call.argument("dim") % whole.ndim, whole.shape[call.argument("dim")]
+    largest = largest and bool(call.argument("largest"))
+    held = min(count, x.shape[dim])
+    values, places = aten.topk.default(x, held, dim, largest)
+    ends = [*(0,) * (2 * (x.ndim - 1 - dim)), 0, count - held]
+    places = aten.constant_pad_nd.default(places + shard_offset(size, axes), ends, size)
+    values = aten.constant_pad_nd.default(values, ends)
+    values, places = (all_gather(every, axes, axis=dim, tiled=True) for every in (values, places))
+    order = values.argsort(stable=True, dim=dim, descending=largest)
+    # What fills up a short shard stands last, whatever its value.
+    order = order.gather(dim, (places.gather(dim, order) == size).to(torch.int8).argsort(stable=True, dim=dim))
+    chosen = order.narrow(dim, 0, count)
+    if call.op is aten.kthvalue.default:
+        chosen = order.narrow(dim, count - 1, 1)
+    values, places = values.gather(dim, chosen), places.gather(dim, chosen)
+    shape = call.results[0].shape
+    return values.reshape(shape), places.reshape(shape)
+
+
+def _merged(call: Call) -> Iterator[Row]:
+    (x,) = call.operands
+    if x.ndim:
+        yield Row((Shard(call.argument("dim") % x.ndim),), (Replicate(), Replicate()), _leading)
+
+
 EXTREMES = table({
     "max.dim": _searched("max", with_values=True),
     "min.dim": _searched("min", with_values=True),
     "argmax": _searched("max", with_values=False),
     "argmin": _searched("min", with_values=False),
+    "topk kthvalue": along(_merged),
 })  # fmt: skip

@@ -212,5 +212,5 @@ MOVES = table({
     "roll": along(carry("self"), roll_window, dims="dims"),
     "tril": _triangle(lower=True),
     "triu": _triangle(lower=False),
-    "kthvalue mode median.dim nanmedian.dim sort sort.stable topk": along(),
+    "mode median.dim nanmedian.dim sort sort.stable": along(),
 })  # fmt: skip

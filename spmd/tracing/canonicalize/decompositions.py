@@ -241,6 +241,17 @@ def _batch_norm_eval(
 _ALONG_TIME: tuple[Any, ...] = ([1], False, [0], 1)  # dilation, transposed, output_padding, groups
 
 
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = _wide(grad.dtype)
+    grad, direction = grad.to(wide), v.to(wide)
+    others = [each for each in range(v.ndim) if each != dim % v.ndim]
+    along = aten.sum.dim_IntList(grad * direction, others, True)
+    grad_v = g / norms * (grad - direction * (along / (norms * norms)))
+    return grad_v.to(v.dtype), (along / norms).to(g.dtype)
+
+
 def _conv_tbc(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0) -> torch.Tensor:
     """A 1-d convolution of a tensor of shape [time, batch, channels]."""
     found = aten.convolution.default(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad], *_ALONG_TIME)
@@ -288,6 +299,7 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.multi_margin_loss_backward.default: _margin_backward(aten.multi_margin_loss_backward.default),
     aten.multilabel_margin_loss_forward.default: _multilabel_margin,
     aten.multilabel_margin_loss_backward.default: _margin_backward(aten.multilabel_margin_loss_backward.default),
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.conv_tbc.default: _conv_tbc,
     aten.conv_tbc_backward.default: _conv_tbc_backward,
     aten.embedding_renorm.default: _embedding_renorm,
