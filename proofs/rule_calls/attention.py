@@ -15,6 +15,11 @@ aten = torch.ops.aten
 _draws = Draws(15)
 f = _draws.f
 
+_EXCLUDES = torch.zeros(4, 6, dtype=torch.float64).masked_fill(
+    torch.arange(6) < torch.tensor([[0], [2], [4], [6]]), -torch.inf
+)
+"""A mask that excludes some keys, and all of them for one query."""
+
 _flash = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -141,6 +146,7 @@ ATTENTION: dict[torch._ops.OpOverload, Calls] = {
         call(f(2, 3, 4, 8), f(2, 3, 6, 8), f(2, 3, 6, 8), scale=0.3),
         call(f(2, 3, 4, 8), f(2, 3, 6, 8), f(2, 3, 6, 8), attn_mask=f(4, 6)),
         call(f(2, 3, 4, 8), f(2, 3, 6, 8), f(2, 3, 6, 8), attn_mask=f(2, 1, 4, 6)),
+        call(f(2, 4, 4, 8), f(2, 2, 6, 8), f(2, 2, 6, 8), attn_mask=_EXCLUDES),
     ],
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: [
         *attention_backward(True, None),

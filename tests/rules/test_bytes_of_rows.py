@@ -105,3 +105,35 @@ def test_an_eager_row_of_a_sharded_tensor_is_sent_as_a_row() -> None:
         row = x[40]
     torch.testing.assert_close(row.full_tensor(), x.full_tensor()[40])
     assert 2 * 256 * 4 >= comms.bytes > 0
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize("keys", [1, 5, 16])
+def test_keys_are_attended_to_where_they_are(axes: dict[str, int], keys: int) -> None:
+    """Also where some ranks hold no key, or none that a mask leaves to a query."""
+    mesh, cut = spmd.make_mesh(axes, runtime="virtual"), P(None, None, tuple(axes))
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, length, 8, dtype=torch.float64) for length in (3, keys, keys))
+    excluded = torch.arange(keys) < torch.tensor([[0], [keys // 2], [keys]])
+    masks = None, torch.zeros(3, keys, dtype=torch.float64).masked_fill(excluded, -torch.inf), ~excluded
+
+    def gradients(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> object:
+        return torch.func.grad(lambda tensors: attend(*tensors, mask).square().sum())((query, key, value))
+
+    for mask in masks:
+        specs = (P(), cut, cut, None if mask is None else P(None, tuple(axes)))
+        found = spmd.jit(attend, specs, P(), mesh=mesh)(query, key, value, mask)
+        torch.testing.assert_close(found.full_tensor(), attend(query, key, value, mask))
+        found = spmd.full_tree(spmd.jit(gradients, specs, (P(), cut, cut), mesh=mesh)(query, key, value, mask))
+        torch.testing.assert_close(found, gradients(query, key, value, mask))
+
+
+def test_decoding_sends_results_and_not_the_cache() -> None:
+    query, cache = (torch.empty(1, 32, length, 128, device="meta") for length in (1, 131_072))
+    mesh, cut = spmd.make_mesh({"x": 8}, runtime="virtual"), P(None, None, "x")
+    plan = spmd.jit(attend, (P(), cut, cut, None), P(), mesh=mesh).plan(query, cache, cache, None)
+    assert 1.5e6 / 32 >= sum(comm.bytes for comm in plan.comms)
