@@ -39,7 +39,7 @@ from spmd.core.compile_lock import COMPILING, compiled_property
 from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
 from spmd.core.modules import structures_in
-from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, tree_structure, with_module_states
+from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, with_module_states
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.core.static_key import static_key
 from spmd.errors import TraceError
@@ -52,6 +52,7 @@ from spmd.runtime.torch_settings import torch_settings
 from spmd.tracing.numbers import Guard
 from spmd.tracing.trace import trace
 from spmd.tracing.traced import Traced
+from spmd.tracing.traced_tensor import TracedTensor
 
 if TYPE_CHECKING:
     from spmd.inspect.plan import Plan
@@ -320,11 +321,16 @@ class Compiled(Generic[_Result]):
             assign_buffers(tree, positions, values[count:])
         return self.traced.result(values[:count], numbers)  # type: ignore[no-any-return]
 
-    def leaves(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
-        """The flattened dynamic arguments of a call of this signature."""
+    def flattened(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[list[Any], optree.PyTreeSpec]:
+        """The leaves of a call's dynamic arguments, and their structure with the modules of this call.
+
+        A module holds tensors of a trace while another thread traces with it, which is under the lock.
+        """
         layout = self._parameters.layout(args, keywords)
         dynamic = split(layout.positional(args, keywords), layout.static)[1]
-        return list(map(as_argument, tree_leaves(with_module_states(dynamic))))
+        with COMPILING:
+            leaves, tree = tree_flatten(with_module_states(dynamic))
+        return list(map(as_argument, leaves)), tree if self._has_modules else self.signature.tree
 
     def take_numbers(self, leaves: list[Any]) -> tuple[float, ...] | None:
         """Take the leaves that are no tensors out of those of a call.
@@ -431,13 +437,6 @@ class Compiled(Generic[_Result]):
         check_same(call, self.mesh, [f"argument {path}" for path in paths], [*leaves, *numbers])
         self._has_run = True
 
-    def tree_of(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> optree.PyTreeSpec:
-        """The structure of the dynamic arguments of a call, with the modules of this call."""
-        if not self._has_modules:
-            return self.signature.tree
-        layout = self._parameters.layout(args, keywords)
-        return tree_structure(with_module_states(split(layout.positional(args, keywords), layout.static)[1]))
-
     def run(
         self, shards: list[Shards], leaves: Sequence[Any], numbers: Sequence[float], tree: optree.PyTreeSpec
     ) -> _Result:
@@ -484,6 +483,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fits(leaf: Any, meta: TensorMeta) -> bool:
-    """Whether a leaf is a plain tensor with data, of a given shape and dtype."""
-    plain = isinstance(leaf, torch.Tensor) and not leaf.is_meta
+    """Test for a plain tensor with data, of a given shape and dtype; modules of another thread's trace have none."""
+    plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, TracedTensor) and not leaf.is_meta
     return plain and leaf.dtype is meta.dtype and tuple(leaf.shape) == meta.shape

@@ -151,7 +151,7 @@ class Jitted(Generic[_Arguments, _Result]):
             )
         if checks.every_call and spans_processes(self._mesh_of(args, keywords)):
             compiled = self._lookup_together(args, keywords)
-            given = compiled.leaves(args, keywords)
+            given, _ = compiled.flattened(args, keywords)
             compiled.check_call(given, compiled.take_numbers(given) or ())
         last, layout = self._last, self._parameters.known(args, keywords)
         if last is not None and layout is not None and last.hidden.unchanged():
@@ -165,11 +165,11 @@ class Jitted(Generic[_Arguments, _Result]):
                     self._compiled.hits += 1
                     return last.run(shards, leaves, numbers, flatten.structure)  # type: ignore[attr-defined]
         compiled = self._lookup_together(args, keywords)
-        given = compiled.leaves(args, keywords)
+        given, tree = compiled.flattened(args, keywords)
         taken = compiled.take_numbers(given) or ()
         if is_transformed(given):
-            return compiled.transformed(given, taken, compiled.tree_of(args, keywords))
-        result = compiled.run(compiled.place(given, taken), given, taken, compiled.tree_of(args, keywords))
+            return compiled.transformed(given, taken, tree)
+        result = compiled.run(compiled.place(given, taken), given, taken, tree)
         self._remember(compiled)
         return result
 
@@ -238,7 +238,8 @@ class Jitted(Generic[_Arguments, _Result]):
 
     def _mesh_of(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Mesh:
         """The mesh of a call."""
-        return self._find_mesh(tree_leaves(with_module_states((args, keywords))))
+        with COMPILING:  # as in `Compiled.flattened`
+            return self._find_mesh(tree_leaves(with_module_states((args, keywords))))
 
     def _find_mesh(self, leaves: Sequence[Any]) -> Mesh:
         """The mesh of a call: that of `jit` or of `use_mesh`, else that of the first DTensor; MeshError without one."""

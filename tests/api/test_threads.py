@@ -256,6 +256,37 @@ def test_donated_results_of_threads_are_their_own():
         torch.testing.assert_close(actual, torch.full_like(X, 100.0 * number + 50), rtol=1e-4, atol=1e-2)
 
 
+def test_a_call_waits_for_a_trace_that_holds_its_module():
+    """While a thread traces, the module has tensors of the trace, which another call with it must not take."""
+    tracing, called = threading.Event(), threading.Event()
+
+    def step(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name == "first":
+            tracing.set()
+            called.wait(0.5)
+        return net(x)
+
+    for gradients in (True, False):
+        net = torch.nn.BatchNorm1d(4).eval()
+        with torch.set_grad_enabled(gradients):
+            expected = net(X)
+        known, function = spmd.jit(step, mesh=MESH), spmd.jit(step, mesh=MESH)
+        tracing.clear(), called.clear()
+
+        def call(jitted: Any, grad: bool = gradients, net: torch.nn.Module = net) -> torch.Tensor:
+            with torch.set_grad_enabled(grad):
+                return jitted(net, X)
+
+        call(known)
+        first = threading.Thread(target=call, args=(function,), name="first")
+        first.start()
+        tracing.wait()
+        for _ in range(3):
+            torch.testing.assert_close(call(known).full_tensor(), expected)
+        called.set()
+        first.join()
+
+
 def test_buffers_are_those_of_the_thread_s_own_module():
     def step(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return net(x)

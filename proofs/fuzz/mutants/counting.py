@@ -10,6 +10,7 @@ from proofs.fuzz.mutants.mutant import Change, Patch, mutant, replaced
 from spmd.collectives.primitives import ALL_REDUCE, REDUCE_SCATTER
 from spmd.collectives.primitives.chunks import chunk_lengths
 from spmd.collectives.traffic import Traffic
+from spmd.ir.list_schedule import schedule
 
 _PRIMITIVES = "spmd.collectives.primitives"
 
@@ -22,6 +23,10 @@ def _ring(name: str, change: Change) -> tuple[Patch, ...]:
 
 def _with_own(ring: Callable[..., list[int]]) -> Callable[..., list[int]]:
     return lambda blocks: [sum(ring(blocks)) // max(1, len(blocks) - 1)] * len(blocks)
+
+
+def _unjoined(plan: Any) -> Any:
+    return schedule(plan.graph.operations, frozenset(plan.graph.operations))
 
 
 def _equal_blocks(counts: tuple[int, ...], shape: tuple[int, ...], *args: Any) -> int:
@@ -95,7 +100,7 @@ MUTANTS = (
     mutant(
         "planned: order of lists",
         "collectives are listed in the order of operations, before list operators are joined",
-        replaced("spmd.plan.cost.account", "_executed", lambda plan: iter(plan.graph.operations)),
+        replaced("spmd.plan.cost.account", "scheduled", _unjoined),
         within="list_of_reductions",
     ),
     mutant(
