@@ -15,7 +15,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from spmd.ir.random_operators import is_random
 
@@ -68,13 +68,34 @@ def are_modes_off() -> bool:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the generator from which this thread draws on a device: inside of `drawing_from`, of that one."""
+    own = _own_generator(device)
+    return default_generator_state(device) if own is None else own.get_state()
+
+
+def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
+    """Set the state of the generator from which this thread draws on a device."""
+    own = _own_generator(device)
+    if own is None:
+        set_default_generator_state(state, device)
+    else:
+        own.set_state(state)
+
+
+def default_generator_state(device: torch.device) -> torch.Tensor:
     """The state of the default generator of a device."""
     return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
 
 
-def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
+def set_default_generator_state(state: torch.Tensor, device: torch.device) -> None:
     """Set the state of the default generator of a device."""
     (torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state)(state)
+
+
+def _own_generator(device: torch.device) -> torch.Generator | None:
+    """The generator of the innermost `drawing_from` of this thread, if there is one for a device."""
+    modes = (mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, _DrawsFrom))
+    return next((mode.generator for mode in modes if mode.generator.device.type == device.type), None)
 
 
 @contextlib.contextmanager
@@ -91,7 +112,7 @@ class _DrawsFrom(TorchDispatchMode):
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self._generator = generator
+        self.generator = generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,17 +120,17 @@ class _DrawsFrom(TorchDispatchMode):
             return func(*args, **kwargs)
         drawing = _with_generator(func)
         if drawing is not None:
-            return drawing(*args, **{**kwargs, "generator": self._generator})
+            return drawing(*args, **{**kwargs, "generator": self.generator})
         if func is torch.ops.aten.native_dropout.default:
-            return _dropout(*args, **{**kwargs, "generator": self._generator})
-        device = self._generator.device  # an operator that knows the default generator only
-        before = generator_state(device)
-        set_generator_state(self._generator.get_state(), device)
+            return _dropout(*args, **{**kwargs, "generator": self.generator})
+        device = self.generator.device  # an operator that knows the default generator only
+        before = default_generator_state(device)
+        set_default_generator_state(self.generator.get_state(), device)
         try:
             return func(*args, **kwargs)
         finally:
-            self._generator.set_state(generator_state(device))
-            set_generator_state(before, device)
+            self.generator.set_state(default_generator_state(device))
+            set_default_generator_state(before, device)
 
 
 @lru_cache(maxsize=256)

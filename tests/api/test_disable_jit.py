@@ -190,6 +190,22 @@ def test_random_numbers_are_those_of_one_device_on_all_ranks() -> None:
     assert torch.equal(after, torch.rand(1))
 
 
+def test_derivatives_from_outside_draw_again_where_ranks_run() -> None:
+    def f(w: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(4)
+        loss = spmd.shard_map(lambda w, a: psum((w * w * a).sum(), "x"), MESH, (P(), P("x")), P())
+        return torch.func.grad(lambda w: loss(w, drawn))(w)
+
+    torch.manual_seed(5)
+    drawn, after = torch.rand(4), torch.rand(1)
+    torch.manual_seed(5)
+    with spmd.disable_jit():
+        w = torch.ones(2, requires_grad=True)
+        spmd.jit(f, P(), mesh=MESH)(w).full_tensor().sum().backward()
+    torch.testing.assert_close(w.grad, 2 * (drawn[:2] + drawn[2:]))
+    assert torch.equal(after, torch.rand(1))
+
+
 def test_types_are_checked_as_in_a_trace() -> None:
     with spmd.disable_jit():
         with pytest.raises(spmd.ShardingError, match=r"it is varying since it entered the body at .*test_disable_jit"):

@@ -18,7 +18,12 @@ from spmd.api.uncompiled.values import RankTrace
 from spmd.collectives.distributed.agreement import failing_together
 from spmd.core.mesh import Mesh, Runtime, use_mesh
 from spmd.core.pytree import tree_leaves
-from spmd.runtime.torch_settings import generator_state, set_generator_state
+from spmd.runtime.torch_settings import (
+    default_generator_state,
+    generator_state,
+    set_default_generator_state,
+    set_generator_state,
+)
 from spmd.tracing.running import tracing_with
 from spmd.tracing.source import user_source
 
@@ -108,12 +113,14 @@ class _Generators:
 
     @contextlib.contextmanager
     def running(self, rank: int) -> Iterator[None]:
-        """A context in which a rank runs."""
-        set_generator_state(self._states[rank], self._device)
+        """A context in which a rank runs: its thread draws from the default generator."""
+        before = default_generator_state(self._device)
+        set_default_generator_state(self._states[rank], self._device)
         try:
             yield
         finally:
-            self._states[rank] = generator_state(self._device)
+            self._states[rank] = default_generator_state(self._device)
+            set_default_generator_state(before, self._device)
 
     def finish(self) -> None:
         """Go on with the state of the first rank, which is that of all if they draw alike."""
