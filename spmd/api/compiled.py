@@ -24,7 +24,7 @@ from spmd.api.programs.progress import stage
 from spmd.api.programs.result_specs import result_specs
 from spmd.api.side_effects import Surroundings
 from spmd.api.signature import Signature, split, with_dynamic, with_gradients
-from spmd.api.transforms.flat_function import FlatFunction
+from spmd.api.transforms.planned_function import PlannedFunction
 from spmd.api.transforms.transformed import call, without_transforms
 from spmd.api.value_warnings import warn_of_missing_gradients, warn_of_transforms
 from spmd.api.values.arguments import check_argument
@@ -104,7 +104,7 @@ class Compiled(Generic[_Result]):
         self._key = signature.key
         self._has_run = False
         self._guards: tuple[Guard, ...] | None = None  # until the program is made
-        self._flats: ProgramCache[FlatFunction] = ProgramCache()
+        self._flats: ProgramCache[PlannedFunction] = ProgramCache()
         self._seen = list(self.in_specs)  # of the last call: comparing the same objects is faster
 
     @compiled_property
@@ -260,7 +260,7 @@ class Compiled(Generic[_Result]):
             )
         return self.run(self.place(leaves, numbers), leaves, numbers, tree)
 
-    def flat(self, numbers: tuple[float, ...]) -> FlatFunction:
+    def flat(self, numbers: tuple[float, ...]) -> PlannedFunction:
         """The function of its flat tensors for given numbers, of which transforms from outside are programs too."""
         key = static_key(numbers)
         with COMPILING:
@@ -273,7 +273,7 @@ class Compiled(Generic[_Result]):
             warn_of_transforms(self.traced.name, self._flats.info.misses if numbers else 0)
         return found
 
-    def _make_flat(self, numbers: tuple[float, ...]) -> FlatFunction:
+    def _make_flat(self, numbers: tuple[float, ...]) -> PlannedFunction:
         def function(*leaves: torch.Tensor) -> list[torch.Tensor]:
             dynamic = self.signature.tree.unflatten(self._with_leaves(leaves, numbers))
             result = self._function(*with_dynamic(self._args, self.signature.static, dynamic))
@@ -283,7 +283,7 @@ class Compiled(Generic[_Result]):
             return [*_tensors(result.result), *(changed[number] for number in self._updated)]
 
         given = [None if spec is None else spec.pspec for spec in self.staged.given_out_specs]
-        return FlatFunction(function, self.mesh, self.in_specs, given, self.options, self.traced.name)
+        return PlannedFunction(function, self.mesh, self.in_specs, given, self.options, self.traced.name)
 
     def transformed(self, leaves: Sequence[Any], numbers: tuple[float, ...], tree: optree.PyTreeSpec) -> _Result:
         """Run the function on tensors on which transforms act, or of which autograd records the use; as `run`.

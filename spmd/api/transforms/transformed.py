@@ -1,6 +1,6 @@
-"""Jitted functions under transforms from outside: autograd, and `torch.func` with grad, vjp, jvp and vmap.
+"""Flat functions under transforms from outside: autograd, and `torch.func` with grad, vjp, jvp and vmap.
 
-Each transform of a flat function runs as a program (`flat_function`). Second derivatives, and vmap over
+Each transform of a planned function runs as a program (`planned_function`). Second derivatives, and vmap over
 pullbacks, compute forward values again.
 """
 
@@ -19,13 +19,16 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 
-from spmd.api.transforms.flat_function import FlatFunction, SavesResiduals, free_axes, replaced, run
+from spmd.api.transforms.flat_function import FlatFunction, is_continuous, replaced
+from spmd.api.transforms.planned_function import SavesResiduals, run
 from spmd.api.values.dtensor import DTensor
 from spmd.job.torch_compile import never_compiled
 from spmd.runtime.torch_settings import drawing_from, generator_state
 
 _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
 
+
+AnyFunction: TypeAlias = FlatFunction[Any, Any]
 
 Pull: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Of which arguments gradients are wanted, of which results there are cotangents, and which gradients are plain."""
@@ -47,20 +50,20 @@ def without_transforms(leaf: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
-def call(function: FlatFunction, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def call(function: AnyFunction, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Call a function on tensors on which transforms may act."""
     state = generator_state(function.mesh.device) if function.is_random else None
     return _apply(function, leaves, Draws(state, replayed=False))
 
 
-def _apply(function: FlatFunction, leaves: Sequence[torch.Tensor], draws: Draws) -> Sequence[torch.Tensor]:
+def _apply(function: AnyFunction, leaves: Sequence[torch.Tensor], draws: Draws) -> Sequence[torch.Tensor]:
     """As `call`, with given random numbers."""
     stack = get_interpreter_stack() or ()
     batched = any(level.key() == TransformType.Vmap for level in stack)
     wanted = tuple(n for n, leaf in enumerate(leaves) if leaf.requires_grad)
     node = function.saving(wanted, plain_among(leaves, wanted)) if wanted and not batched else function
     results = _FlatCall.apply(node, draws, *leaves)  # type: ignore[no-untyped-call]
-    return results[: len(function.program.out_specs)]  # type: ignore[no-any-return]
+    return results[: len(results) - len(node.residuals)]  # type: ignore[no-any-return]
 
 
 def plain_among(leaves: Sequence[Any], wanted: Sequence[int]) -> tuple[int, ...]:
@@ -95,28 +98,33 @@ class Draws:
         """The same numbers, drawn again."""
         return Draws(self.state, replayed=True)
 
-    def run(self, node: FlatFunction | SavesResiduals, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, node: AnyFunction | SavesResiduals, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program with these numbers."""
         if self.state is None or not self.replayed:
             return node.run(leaves)
-        with drawing_from(self.state, node.program.mesh.device):
+        with drawing_from(self.state, _function_of(node).mesh.device):
             return node.run(leaves)
+
+
+def _function_of(node: AnyFunction | SavesResiduals) -> AnyFunction:
+    """The function of a call: one that saves residuals is that of another."""
+    return node.function if isinstance(node, SavesResiduals) else node
 
 
 class _FlatCall(torch.autograd.Function):
     """A call of a flat function, or of one that saves residuals."""
 
     @staticmethod
-    def forward(node: FlatFunction | SavesResiduals, draws: Draws, *leaves: torch.Tensor) -> Any:
+    def forward(node: AnyFunction | SavesResiduals, draws: Draws, *leaves: torch.Tensor) -> Any:
         return tuple(draws.run(node, leaves))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         node, draws, *leaves = inputs
         ctx.node, ctx.draws, ctx.count = node, draws.again, len(leaves)
-        results = len(output) - len(node.residuals) if isinstance(node, SavesResiduals) else len(output)
-        constant = [value for n, value in enumerate(output) if n >= results or not value.is_floating_point()]
-        ctx.mark_non_differentiable(*(value for value in constant if not value.is_complex()))
+        ctx.outputs, ctx.results = len(output), len(output) - len(node.residuals)
+        ctx.continuous = tuple(n for n, value in enumerate(output[: ctx.results]) if is_continuous(value))
+        ctx.mark_non_differentiable(*(value for n, value in enumerate(output) if n not in ctx.continuous))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*leaves, *(output if isinstance(node, SavesResiduals) else ()))
         ctx.save_for_forward(*leaves)
@@ -124,12 +132,10 @@ class _FlatCall(torch.autograd.Function):
     @staticmethod
     @never_compiled
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        node = ctx.node
-        function = node.function if isinstance(node, SavesResiduals) else node
-        results = len(function.program.out_specs)
-        given = tuple(n for n, value in enumerate(cotangents[:results]) if value is not None)
+        node, cotangents = ctx.node, cotangents[: ctx.results]
+        given = tuple(n for n, value in enumerate(cotangents) if value is not None)
         wanted = tuple(n for n, needed in enumerate(ctx.needs_input_grad[2:]) if needed)
-        values = [value for value in cotangents[:results] if value is not None]
+        values = [value for value in cotangents if value is not None]
         if not given or not wanted:
             return (None,) * (ctx.count + 2)
         saved = ctx.saved_tensors  # read once: checkpoints allow no more
@@ -140,20 +146,19 @@ class _FlatCall(torch.autograd.Function):
             unused = node.backward(*pull).unused
             found = [None if number in unused else value for number, value in enumerate(found)]
         else:
-            found = _apply(function.pullback(*pull), [*leaves, *values], ctx.draws)
+            found = _apply(_function_of(node).pullback(*pull), [*leaves, *values], ctx.draws)
         return None, None, *gradients_of(leaves, wanted, found)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, __: Any, *tangents: torch.Tensor | None) -> Any:
-        node = ctx.node
-        function = node.function if isinstance(node, SavesResiduals) else node
         given = tuple(n for n, tangent in enumerate(tangents) if tangent is not None)
         directions = [tangent for tangent in tangents if tangent is not None]
-        moved = _apply(function.pushforward(given), [*ctx.saved_tensors[: ctx.count], *directions], ctx.draws)
-        return tuple(replaced([None] * len(node.program.out_specs), function.differentiable, moved))
+        pushforward = _function_of(ctx.node).pushforward(given, ctx.continuous)
+        moved = _apply(pushforward, [*ctx.saved_tensors[: ctx.count], *directions], ctx.draws)
+        return tuple(replaced([None] * ctx.outputs, ctx.continuous, moved))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, node: FlatFunction, draws: Draws, *leaves: torch.Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, node: AnyFunction, draws: Draws, *leaves: torch.Tensor) -> Any:
         randomness = "same" if draws.replayed else info.randomness
         results = _over_batch(node, draws, info.batch_size, randomness, in_dims[2:], leaves)
         return results, (0,) * len(results)
@@ -196,7 +201,8 @@ class _Pull(torch.autograd.Function):
         moved = tangents[3 : 3 + ctx.count]
         given = tuple(n for n, tangent in enumerate(moved) if tangent is not None)
         values = [*ctx.saved_tensors, *(moved[number] for number in given)]
-        return tuple(_apply(pullback.pushforward(given), values, ctx.draws))
+        every = tuple(range(len(ctx.pull[0])))
+        return tuple(_apply(pullback.pushforward(given, every), values, ctx.draws))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, node: SavesResiduals, draws: Draws, pull: Pull, *tensors: torch.Tensor) -> Any:
@@ -206,13 +212,13 @@ class _Pull(torch.autograd.Function):
 
 
 def _over_batch(
-    function: FlatFunction, draws: Draws, size: int, randomness: str, in_dims: Sequence[int | None], leaves: Any
+    function: AnyFunction, draws: Draws, size: int, randomness: str, in_dims: Sequence[int | None], leaves: Any
 ) -> Any:
     """Call a function on a batch of a size; each leaf has it in the given dim."""
     dims = tuple(None if dim is None else dim % leaf.ndim for dim, leaf in zip(in_dims, leaves, strict=True))
     axes = tuple(
-        free_axes(leaf._spec.dims[dim], spec.pspec) if dim is not None and isinstance(leaf, DTensor) else ()
-        for dim, leaf, spec in zip(dims, leaves, function.in_specs, strict=True)
+        leaf._spec.dims[dim] if dim is not None and isinstance(leaf, DTensor) else ()
+        for dim, leaf in zip(dims, leaves, strict=True)
     )
     batched = function.batched(dims, size, randomness, axes)
     return tuple(_FlatCall.apply(batched, draws, *leaves))  # type: ignore[no-untyped-call]

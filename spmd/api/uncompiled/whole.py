@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from spmd.api.uncompiled.derivatives import whole_function
+from spmd.api.transforms.transformed import call, is_transformed
+from spmd.api.uncompiled.whole_function import WholeFunction
 from spmd.api.values.arguments import check_argument, own_spec
 from spmd.api.values.leaves import as_argument, key_of
 from spmd.core.containers import CONSTANTS
@@ -71,7 +72,11 @@ def call_whole(
         held = [spec for spec, leaf in zip(given, results[0], strict=True) if isinstance(leaf, torch.Tensor)]
         return [spec or DTensorSpec.make(mesh, P(), TensorMeta.of(x)) for x, spec in zip(tensors, held, strict=True)]
 
-    wrapped = iter(whole_function(flat, mesh, specs, placed)([leaf for _, leaf, _ in given]))
+    whole, tensors = (
+        WholeFunction(flat, mesh, [spec.complete.pspec for spec in specs], placed),
+        [x for _, x, _ in given],
+    )
+    wrapped = iter(call(whole, tensors) if is_transformed(tensors) else whole.run(tensors))
     every, structure = results
     return structure.unflatten([next(wrapped) if isinstance(leaf, torch.Tensor) else leaf for leaf in every])
 
