@@ -48,9 +48,8 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import isolated, torch_settings
 from spmd.tracing.constrain import constrain
-from spmd.tracing.disable_jit import is_jit_disabled
 from spmd.tracing.linearize import RecordingError, recorder
-from spmd.tracing.running import is_tracing
+from spmd.tracing.running import AsWritten, running
 from spmd.tracing.source import user_source, where
 from spmd.tracing.traced import Traced
 
@@ -141,10 +140,9 @@ class Jitted(Generic[_Arguments, _Result]):
         """
         if self._parameters.bound:
             keywords = {**keywords, **self._parameters.bound}  # type: ignore[assignment]
-        if is_tracing():
-            return self._inline(args, keywords)
-        if is_jit_disabled():
-            return self._uncompiled(args, keywords)
+        outer = running()
+        if outer is not None:
+            return self._uncompiled(args, keywords) if type(outer) is AsWritten else self._inline(args, keywords)
         if recorder():
             raise RecordingError(
                 f"{self!r} was called while make_fx records, at {where(user_source())}. Put spmd.jit outside of it."

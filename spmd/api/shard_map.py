@@ -21,8 +21,7 @@ from spmd.core.spec import FREE, DTensorSpec, P
 from spmd.errors import MeshError, TraceError
 from spmd.job.tracebacks import hides_internals
 from spmd.lowering.program import LocalProgram
-from spmd.tracing.disable_jit import is_jit_disabled
-from spmd.tracing.running import is_tracing, running_trace
+from spmd.tracing.running import AsWritten, running, running_trace
 from spmd.tracing.traced import Traced
 
 if TYPE_CHECKING:
@@ -62,9 +61,10 @@ class ShardMapped(Generic[_Arguments, _Result]):
                 f"{self!r} takes its arguments by position, of which in_specs speaks (got {', '.join(keywords)} by "
                 "name). Leave out the names."
             )
-        if is_tracing():
-            return self._region(*args)  # type: ignore[no-any-return]
-        return self._uncompiled(args) if is_jit_disabled() else self._program(args)(*args)  # type: ignore[no-any-return]
+        outer = running()
+        if outer is None:
+            return self._program(args)(*args)  # type: ignore[no-any-return]
+        return self._uncompiled(args) if isinstance(outer, AsWritten) else self._region(*args)  # type: ignore[no-any-return]
 
     def _uncompiled(self, args: tuple[Any, ...]) -> Any:
         """Call the function as it is written, under `spmd.disable_jit`."""

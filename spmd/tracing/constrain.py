@@ -14,8 +14,7 @@ from spmd.core.spec import P, TensorMeta
 from spmd.core.spec_text import encode_spec, parse_spec
 from spmd.errors import ShardingError
 from spmd.job.tracebacks import hides_internals
-from spmd.tracing.disable_jit import is_jit_disabled
-from spmd.tracing.running import is_tracing
+from spmd.tracing.running import AsWritten, running
 from spmd.tracing.source import where
 
 T = TypeVar("T")
@@ -61,9 +60,10 @@ def _apply(x: Any, spec: SpecLike, name: str) -> Any:
         return x.redistribute(spec)
     if not isinstance(x, torch.Tensor):
         raise ShardingError(f"spmd.{name} takes a tensor (got {type(x).__name__}).")
-    if not is_tracing() and is_jit_disabled():
+    outer = running()
+    if isinstance(outer, AsWritten):
         return x.clone()
-    if not is_tracing():
+    if outer is None:
         raise ShardingError(
             f"spmd.{name} was given a plain tensor {TensorMeta.of(x)} outside of spmd.jit. "
             "Call it inside a jitted function, or make a DTensor with spmd.distribute(x, spec)."

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
 
 from spmd.errors import SpmdError
-from spmd.tracing.running import is_tracing
-
-_disabled: ContextVar[bool] = ContextVar("spmd_disable_jit", default=False)
+from spmd.tracing.running import AsWritten, is_tracing, running, running_in
 
 
 @contextlib.contextmanager
@@ -45,13 +42,6 @@ def disable_jit() -> Iterator[None]:
     """
     if is_tracing():
         raise SpmdError("spmd.disable_jit was entered in a function under jit or shard_map. Enter it around the call.")
-    token = _disabled.set(True)
-    try:
+    outer = running()
+    with running_in(outer if isinstance(outer, AsWritten) else AsWritten()):
         yield
-    finally:
-        _disabled.reset(token)
-
-
-def is_jit_disabled() -> bool:
-    """Whether functions run as they are written."""
-    return _disabled.get()

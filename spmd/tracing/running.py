@@ -1,4 +1,4 @@
-"""The trace that is running, and what others ask of it."""
+"""What a call of a function under `jit` or `shard_map` is here: in a trace that is running, as written, or compiled."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import attrs
 import torch
 
 from spmd.core.mesh import Coordinate
 from spmd.ir.graph import Operation, Value
 from spmd.ir.variants import Unevenness
 
-_tracing: ContextVar[RunningTrace | None] = ContextVar("spmd_tracing", default=None)
+_running: ContextVar[RunningTrace | AsWritten | None] = ContextVar("spmd_running", default=None)
+"""The trace of which a call becomes a part, or that calls run as they are written; None where they are compiled."""
 
 
 class Observer(Protocol):
@@ -64,23 +66,40 @@ class RunningTrace(Protocol):
         """The tensor of the trace for one from outside; any other value unchanged."""
 
 
+@attrs.frozen
+class AsWritten:
+    """Says that functions run as they are written, under `disable_jit`.
+
+    Args:
+        transforms: the transforms around the call of a function that runs on whole tensors; None outside of such ones.
+    """
+
+    transforms: tuple[int, int] | None = None
+
+
+def running() -> RunningTrace | AsWritten | None:
+    """The trace of which a call becomes a part, or that it runs as it is written; None where it is compiled."""
+    return _running.get()
+
+
 def is_tracing() -> bool:
     """Whether a function is being traced; a jitted function that is called meanwhile is inlined into the trace."""
-    return _tracing.get() is not None
+    found = _running.get()
+    return found is not None and type(found) is not AsWritten
 
 
 def running_trace() -> RunningTrace:
     """What knows the values of the tensors of the trace that is running."""
-    found = _tracing.get()
-    assert found is not None, "no function is being traced"
+    found = _running.get()
+    assert found is not None and not isinstance(found, AsWritten), "no function is being traced"
     return found
 
 
 @contextlib.contextmanager
-def tracing_with(trace: RunningTrace) -> Iterator[None]:
-    """A context in which a trace is running."""
-    token = _tracing.set(trace)
+def running_in(what: RunningTrace | AsWritten) -> Iterator[None]:
+    """A context in which a trace is running, or functions run as they are written."""
+    token = _running.set(what)
     try:
         yield
     finally:
-        _tracing.reset(token)
+        _running.reset(token)

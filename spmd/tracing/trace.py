@@ -38,7 +38,7 @@ from spmd.tracing.functionalization import Functionalization
 from spmd.tracing.nested_tracers import nested_tracers
 from spmd.tracing.numbers import Guards, number_of, traced
 from spmd.tracing.recorder import Recorder
-from spmd.tracing.running import is_tracing, tracing_with
+from spmd.tracing.running import is_tracing, running_in
 from spmd.tracing.source import SourceTracker
 from spmd.tracing.torch_state import restored
 from spmd.tracing.traced import Traced, dynamic_paths, name_of
@@ -166,7 +166,7 @@ def _trace_once(
 
     lifting = ClosureLifting(recorder, coordinate)
     with (
-        tracing_with(lifting),
+        running_in(lifting),
         _no_modes_around(),
         checkpoints(recorder.regions),
         recorder,

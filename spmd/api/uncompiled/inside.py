@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,13 +18,10 @@ from spmd.core.pytree import tree_leaves
 from spmd.ir.graph import iterate_leaves
 from spmd.runtime.torch_settings import generator_state, set_generator_state
 from spmd.tracing.linearize import RecordingError, recorder
+from spmd.tracing.running import AsWritten, running, running_in
 from spmd.tracing.source import where
 
 T = TypeVar("T")
-
-_depth: ContextVar[tuple[int, int] | None] = ContextVar("spmd_uncompiled_depth", default=None)
-"""Inside of a function that runs on whole tensors: the transforms around its call, as `_transforms` counts them."""
-
 
 class _NeedsRanks(BaseException):
     """A function has to run on every rank from its start; no Exception, so that `except Exception` lets it pass."""
@@ -33,7 +29,7 @@ class _NeedsRanks(BaseException):
 
 def is_inside() -> bool:
     """Whether a function runs on whole tensors here; one that it calls is a part of it."""
-    return _depth.get() is not None
+    return _around() is not None
 
 
 def on_whole(mesh: Mesh, function: Callable[[], T]) -> T:
@@ -44,7 +40,7 @@ def on_whole(mesh: Mesh, function: Callable[[], T]) -> T:
         function: makes the same each time that it is called.
     """
     state = generator_state(mesh.device)
-    with use_mesh(mesh), _at_depth(_transforms()), contextlib.suppress(_NeedsRanks), _Closures():
+    with use_mesh(mesh), running_in(AsWritten(_transforms())), contextlib.suppress(_NeedsRanks), _Closures():
         return function()
     set_generator_state(state, mesh.device)
     return run_on_ranks(mesh, function)
@@ -61,10 +57,9 @@ def call_mapped(function: Callable[..., Any], args: Sequence[Any], mesh: Mesh) -
         )
     leaves = tree_leaves(tuple(args))
     recorded = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
-    if recorded or _transforms() != _depth.get():
+    if recorded or _transforms() != _around():
         raise _NeedsRanks
-    with _at_depth(None):
-        return run_on_ranks(mesh, lambda: function(*args))
+    return run_on_ranks(mesh, lambda: function(*args))
 
 
 class _Closures(TorchFunctionMode):
@@ -76,13 +71,10 @@ class _Closures(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def _at_depth(depth: tuple[int, int] | None) -> Iterator[None]:
-    token = _depth.set(depth)
-    try:
-        yield
-    finally:
-        _depth.reset(token)
+def _around() -> tuple[int, int] | None:
+    """The transforms around the call of a function that runs on whole tensors, as `_transforms` counts them."""
+    outer = running()
+    return outer.transforms if isinstance(outer, AsWritten) else None
 
 
 def _transforms() -> tuple[int, int]:

@@ -24,7 +24,7 @@ from spmd.runtime.torch_settings import (
     set_default_generator_state,
     set_generator_state,
 )
-from spmd.tracing.running import tracing_with
+from spmd.tracing.running import running_in
 from spmd.tracing.source import user_source
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ def run_on_ranks(mesh: Mesh, function: Callable[[], T]) -> T:
 
 def _run(rank: Rank, function: Callable[[], T]) -> T:
     trace = RankTrace(rank)
-    with use_mesh(rank.mesh), tracing_with(trace), RankOperators(trace), BackwardPasses(trace):
+    with use_mesh(rank.mesh), running_in(trace), RankOperators(trace), BackwardPasses(trace):
         result = function()
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and trace.observer is not None:
