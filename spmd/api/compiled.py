@@ -23,7 +23,7 @@ from spmd.api.programs.program import Program, StandIn
 from spmd.api.programs.progress import stage
 from spmd.api.programs.result_specs import result_specs
 from spmd.api.side_effects import Surroundings
-from spmd.api.signature import Signature, split, with_dynamic, with_gradients
+from spmd.api.signature import CallArguments, Signature, with_dynamic, with_gradients
 from spmd.api.transforms.planned_function import PlannedFunction
 from spmd.api.transforms.transformed import call, without_transforms
 from spmd.api.value_warnings import warn_of_missing_gradients, warn_of_transforms
@@ -31,7 +31,7 @@ from spmd.api.values.arguments import check_argument
 from spmd.api.values.communication import is_watched, record_comms
 from spmd.api.values.distribute import check_same, place
 from spmd.api.values.dtensor import DTensor
-from spmd.api.values.leaves import DYNAMIC, as_argument
+from spmd.api.values.leaves import DYNAMIC
 from spmd.api.values.result_wrappers import ResultWrappers
 from spmd.api.values.wrapper import Shards, donate_shards
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
@@ -39,7 +39,7 @@ from spmd.core.compile_lock import COMPILING, compiled_property
 from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
 from spmd.core.modules import structures_in
-from spmd.core.pytree import leaf_specs, tree_flatten, tree_leaves, with_module_states
+from spmd.core.pytree import leaf_specs, tree_leaves
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.core.static_key import static_key
 from spmd.errors import TraceError
@@ -70,7 +70,7 @@ class Compiled(Generic[_Result]):
     def __init__(
         self,
         parameters: Parameters,
-        args: tuple[Any, ...],
+        call: CallArguments,
         signature: Signature,
         in_specs: Any,
         out_specs: Any,
@@ -83,9 +83,7 @@ class Compiled(Generic[_Result]):
         self._parameters, self._out_specs, self.signature = parameters, out_specs, signature
         self._function = signature.layout.by_position(parameters.function)
         self._donated = signature.donated
-        _, dynamic = split(args, signature.layout.static)
-        leaves = list(map(as_argument, tree_leaves(with_module_states(dynamic))))
-        self._has_modules = any(True for _ in structures_in(signature.tree))
+        leaves, self._has_modules = call.leaves, call.has_modules
         if self._has_modules:
             self._function = WithModules(self._function)
         prefix, of = signature.layout.prefix(in_specs), signature.layout.described
@@ -100,9 +98,13 @@ class Compiled(Generic[_Result]):
         self._differentiated = _requiring_grad(leaves)
         self._leaves = leaves
         self._leaves = self._with_leaves(stand_ins, self._numbers)
-        self._args = with_dynamic(args, signature.static, signature.tree.unflatten(self._leaves))
+        self._args = call.with_dynamic(signature.tree.unflatten(self._leaves))
         self._key = signature.key
+        self.flatten: Flattener = flattener(signature.tree)
+        """Returns the leaves of the dynamic arguments of a call, if they have this structure; else None."""
         self._has_run = False
+        self._updated: tuple[int, ...] = ()  # the inputs that are buffers which the function changes
+        self._without_gradients: list[TensorMeta] = []
         self._guards: tuple[Guard, ...] | None = None  # until the program is made
         self._flats: ProgramCache[PlannedFunction] = ProgramCache()
         self._seen = list(self.in_specs)  # of the last call: comparing the same objects is faster
@@ -124,7 +126,6 @@ class Compiled(Generic[_Result]):
         around.warn()
         self.hidden.watch(tensor for _, tensor in traced.graph.constants)
         self._without_gradients = [TensorMeta.of(x) for _, x in traced.graph.constants if x.requires_grad]
-        self._updated: tuple[int, ...] = ()
         if self._has_modules:
             traced, self._updated = with_changed_buffers(traced, self._buffers)
         return attrs.evolve(traced, graph=_with_copies(traced.graph, {}))
@@ -238,13 +239,13 @@ class Compiled(Generic[_Result]):
                 f"{self!r} was compiled for arguments {', '.join(held.layout.labels)} (got "
                 f"{', '.join(layout.labels)}). Call the jitted function instead."
             )
-        static, dynamic = split(layout.positional(args, keywords), layout.static)
-        leaves, tree = tree_flatten(with_module_states(dynamic))
-        leaves = list(map(as_argument, leaves))
-        if static != held.static:
+        with COMPILING:  # a module holds tensors of a trace while another thread traces with it
+            call = CallArguments.of(layout, args, keywords)
+            leaves = call.leaves
+        if call.static != held.static:
             raise TraceError(f"{self!r} was compiled for other static arguments. Call the jitted function instead.")
-        if tree != held.tree:
-            raise TraceError(f"Compiled for arguments {held.tree} (got {tree}). Call the jitted function instead.")
+        if call.tree != held.tree:
+            raise TraceError(f"Compiled for arguments {held.tree} (got {call.tree}). Call the jitted function instead.")
         if torch_settings() != held.settings:
             raise TraceError(
                 f"{self!r} was compiled under other settings of torch: autocast, the default dtype or device, function "
@@ -258,7 +259,7 @@ class Compiled(Generic[_Result]):
             raise TraceError(
                 f"{self!r} was compiled for other values that are no tensors. Call the jitted function instead."
             )
-        return self.run(self.place(leaves, numbers), leaves, numbers, tree)
+        return self.run(self.place(leaves, numbers), leaves, numbers, call.tree)
 
     def flat(self, numbers: tuple[float, ...]) -> PlannedFunction:
         """The function of its flat tensors for given numbers, of which transforms from outside are programs too."""
@@ -321,17 +322,6 @@ class Compiled(Generic[_Result]):
             assign_buffers(tree, positions, values[count:])
         return self.traced.result(values[:count], numbers)  # type: ignore[no-any-return]
 
-    def flattened(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[list[Any], optree.PyTreeSpec]:
-        """The leaves of a call's dynamic arguments, and their structure with the modules of this call.
-
-        A module holds tensors of a trace while another thread traces with it, which is under the lock.
-        """
-        layout = self._parameters.layout(args, keywords)
-        dynamic = split(layout.positional(args, keywords), layout.static)[1]
-        with COMPILING:
-            leaves, tree = tree_flatten(with_module_states(dynamic))
-        return list(map(as_argument, leaves)), tree if self._has_modules else self.signature.tree
-
     def take_numbers(self, leaves: list[Any]) -> tuple[float, ...] | None:
         """Take the leaves that are no tensors out of those of a call.
 
@@ -369,17 +359,12 @@ class Compiled(Generic[_Result]):
         """Take the modules of a call of an equal signature: they may be others, or hold other tensors."""
         if self._has_modules:
             self.signature = signature
-            self.__dict__["flatten"] = flattener(signature.tree)  # now: it compares with the modules as they are
+            self.flatten = flattener(signature.tree)  # now: it compares with the modules as they are
 
     @property
     def layout(self) -> ArgumentOrder:
         """Which arguments it takes, in order."""
         return self.signature.layout
-
-    @functools.cached_property
-    def flatten(self) -> Flattener:
-        """The leaves of the dynamic arguments of a call, if they have this structure; else None."""
-        return flattener(self.signature.tree)
 
     def match(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> list[Shards] | None:
         """The shards of a call's arguments, if its `Signature.key`, specs, shapes and dtypes are these; else None.

@@ -30,7 +30,7 @@ from spmd.api.program_cache import CacheInfo, ProgramCache
 from spmd.api.programs.never_gathered import KeepSharded
 from spmd.api.programs.options import Comms, JitOptions, Options
 from spmd.api.programs.result_specs import result_specs
-from spmd.api.signature import Signature, split, with_dynamic
+from spmd.api.signature import CallArguments, Signature, split
 from spmd.api.transforms.linearize import linearize_dtensors
 from spmd.api.transforms.transformed import is_transformed
 from spmd.api.value_warnings import ValueWarnings
@@ -39,7 +39,7 @@ from spmd.api.values.torch_compile import keep_out_of_graphs
 from spmd.collectives.distributed.agreement import failing_together, spans_processes
 from spmd.core.compile_lock import COMPILING
 from spmd.core.mesh import Mesh, Runtime, check_mesh, current_mesh, default_mesh
-from spmd.core.pytree import broadcast_prefix, leaf_specs, tree_flatten, tree_leaves, tree_structure, with_module_states
+from spmd.core.pytree import broadcast_prefix, leaf_specs, tree_flatten, tree_leaves, with_module_states
 from spmd.core.spec import FREE, DTensorSpec, has_meta
 from spmd.errors import MeshError, PlanError, TraceError
 from spmd.job import checks
@@ -148,8 +148,8 @@ class Jitted(Generic[_Arguments, _Result]):
                 f"{self!r} was called while make_fx records, at {where(user_source())}. Put spmd.jit outside of it."
             )
         if checks.every_call and spans_processes(self._mesh_of(args, keywords)):
-            compiled = self._lookup_together(args, keywords)
-            given, _ = compiled.flattened(args, keywords)
+            compiled, call = self._lookup_together(args, keywords)
+            given = call.leaves
             compiled.check_call(given, compiled.take_numbers(given) or ())
         last, layout = self._last, self._parameters.known(args, keywords)
         if last is not None and layout is not None and last.hidden.unchanged():
@@ -162,8 +162,8 @@ class Jitted(Generic[_Arguments, _Result]):
                 if shards is not None:
                     self._compiled.hits += 1
                     return last.run(shards, leaves, numbers, flatten.structure)  # type: ignore[attr-defined]
-        compiled = self._lookup_together(args, keywords)
-        given, tree = compiled.flattened(args, keywords)
+        compiled, call = self._lookup_together(args, keywords)
+        given, tree = call.leaves, call.tree
         taken = compiled.take_numbers(given) or ()
         if is_transformed(given):
             return compiled.transformed(given, taken, tree)
@@ -197,7 +197,7 @@ class Jitted(Generic[_Arguments, _Result]):
     @hides_internals
     def compile(self, *args: object, **keywords: object) -> Compiled[_Result]:
         """The compiled function for such arguments, which can be called; on a distributed mesh a collective call."""
-        compiled = self._lookup_together(args, {**keywords, **self._parameters.bound})
+        compiled, _ = self._lookup_together(args, {**keywords, **self._parameters.bound})
         compiled.prepare()
         return compiled
 
@@ -232,11 +232,13 @@ class Jitted(Generic[_Arguments, _Result]):
     def _stages(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled[_Result]:
         keywords = {**keywords, **self._parameters.bound}
         with COMPILING:
-            return self._lookup(args, keywords, self._mesh_of(args, keywords))
+            return self._lookup(args, keywords, self._mesh_of(args, keywords))[0]
 
     def _mesh_of(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Mesh:
         """The mesh of a call."""
-        with COMPILING:  # as in `Compiled.flattened`
+        if self._mesh is not None:
+            return self._mesh
+        with COMPILING:  # a module holds tensors of a trace while another thread traces with it
             return self._find_mesh(tree_leaves(with_module_states((args, keywords))))
 
     def _find_mesh(self, leaves: Sequence[Any]) -> Mesh:
@@ -246,13 +248,17 @@ class Jitted(Generic[_Arguments, _Result]):
         found = (leaf.mesh for leaf in leaves if isinstance(leaf, DTensor))
         return default_mesh() or next(found, None) or current_mesh()
 
-    def _lookup(self, args: tuple[Any, ...], keywords: dict[str, Any], mesh: Mesh) -> Compiled[_Result]:
-        """What is compiled for the signature of a call; a new one is checked, and compiled stage by stage when used."""
-        layout = self._parameters.layout(args, keywords)
-        args = layout.positional(args, keywords)
-        signature = Signature.of(args, layout, mesh, self._in_specs)
+    def _lookup(
+        self, args: tuple[Any, ...], keywords: dict[str, Any], mesh: Mesh
+    ) -> tuple[Compiled[_Result], CallArguments]:
+        """What is compiled for the signature of a call, and its arguments.
+
+        What is new is checked, and compiled stage by stage when used.
+        """
+        call = self._arguments(args, keywords)
+        signature = Signature.of(call, mesh, self._in_specs)
         machine: Machine | None = None
-        numbers = signature.numbers_of(split(args, layout.static)[1])
+        numbers = signature.numbers_of(call.leaves)
         if self._chooses_machine(mesh):
             with COMPILING:
                 from spmd.plan.machine.default import default_machine  # not by `import spmd`
@@ -263,19 +269,24 @@ class Jitted(Generic[_Arguments, _Result]):
             found = self._compiled.get(key, lambda program: program.holds_for(numbers) and program.hidden.matches())
         except TypeError:
             raise TraceError(
-                f"Static arguments of {self!r} must be hashable (got {[args[number] for number, _ in signature.static]}"
+                f"Static arguments of {self!r} must be hashable (got "
+                f"{[call.by_position[number] for number, _ in signature.static]}"
                 "). Pass tuples for lists, or pass tensors as dynamic arguments."
             ) from None
         if found is None:
-            found = self._new(key, args, signature, layout, numbers)
+            found = self._new(key, call, signature, numbers)
         found.adopt(signature)
         self._newest = found
-        return found
+        return found, call
+
+    def _arguments(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> CallArguments:
+        return CallArguments.of(self._parameters.layout(args, keywords), args, keywords)
 
     def _new(
-        self, key: Any, args: tuple[Any, ...], signature: Signature, layout: ArgumentOrder, numbers: tuple[float, ...]
+        self, key: Any, call: CallArguments, signature: Signature, numbers: tuple[float, ...]
     ) -> Compiled[_Result]:
         """A program for a signature that has none which holds."""
+        layout, args = call.layout, call.by_position
         self._refuse_static_tensors(args, layout)
         count = len(layout.labels) - len(layout.keywords)
         known = [
@@ -283,7 +294,7 @@ class Jitted(Generic[_Arguments, _Result]):
         ]
         hidden = HiddenState(self.__wrapped__, self._parameters.bound.get(SELF), known)
         found: Compiled[_Result] = Compiled(
-            self._parameters, args, signature, self._in_specs, self._out_specs, self._options, hidden, self._changed
+            self._parameters, call, signature, self._in_specs, self._out_specs, self._options, hidden, self._changed
         )
         last = self._newest
         access = None if last is None else last.hidden.failing()
@@ -299,7 +310,9 @@ class Jitted(Generic[_Arguments, _Result]):
         self._compiled.add(key, found)
         return found
 
-    def _lookup_together(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Compiled[_Result]:
+    def _lookup_together(
+        self, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[Compiled[_Result], CallArguments]:
         """As `_lookup`, in a call that all ranks make: an error on one rank is raised on all ranks."""
         mesh = self._mesh_of(args, keywords)
         call = first_run(mesh)
@@ -335,28 +348,26 @@ class Jitted(Generic[_Arguments, _Result]):
 
         if is_inside():
             return self._inline(args, keywords)
-        mesh, layout = self._mesh_of(args, keywords), self._parameters.layout(args, keywords)
-        args = layout.positional(args, keywords)
-        static, dynamic = split(args, layout.static)
-        function = layout.by_position(self._parameters.function)
-        call = lambda given: function(*with_dynamic(args, static, given))  # noqa: E731
-        prefix, states = layout.prefix(self._in_specs), with_module_states(dynamic)
+        mesh, call = self._mesh_of(args, keywords), self._arguments(args, keywords)
+        function = call.layout.by_position(self._parameters.function)
+        with_given = lambda given: function(*call.with_dynamic(given))  # noqa: E731
+        prefix = call.layout.prefix(self._in_specs)
 
         def out_specs(result: Any, specs: Sequence[DTensorSpec | None]) -> Sequence[DTensorSpec | None]:
-            arguments = layout.arguments(tree_structure(states), specs)
+            arguments = call.layout.arguments(call.tree, specs)
             return result_specs(self._out_specs, result, mesh, arguments).specs
 
-        if states is dynamic:
-            return call_whole(call, dynamic, mesh, prefix, out_specs, repr(self))
-        leaves, tree = tree_flatten(states)
-        numbers, with_modules = buffer_leaves(tree), WithModules(lambda *given: call(given))
+        if not call.has_modules:
+            return call_whole(with_given, call.dynamic, mesh, prefix, out_specs, repr(self))
+        leaves, tree = call.leaves, call.tree
+        numbers, with_modules = buffer_leaves(tree), WithModules(lambda *given: with_given(given))
         kept = tuple(leaves[n].spec.pspec if isinstance(leaves[n], DTensor) else None for n in numbers)
 
         def with_buffers(result: WithBuffers, specs: Sequence[DTensorSpec | None]) -> list[DTensorSpec | None]:
             buffers = leaf_specs(kept, result.buffers, mesh, what="out_specs", item="buffer", optional=True)
             return [*out_specs(result.result, specs), *buffers]
 
-        result = call_whole(lambda given: with_modules(*given), states, mesh, prefix, with_buffers, repr(self))
+        result = call_whole(lambda given: with_modules(*given), call.dynamic, mesh, prefix, with_buffers, repr(self))
         assign_buffers(tree, numbers, result.buffers)
         return result.result
 
@@ -368,18 +379,14 @@ class Jitted(Generic[_Arguments, _Result]):
                 f"{self!r} was made for {self._mesh} and is called in a function under jit on {outer}. "
                 "Functions that call each other share one mesh."
             )
-        layout = self._parameters.layout(args, keywords)
-        args = layout.positional(args, keywords)
-        static, dynamic = split(args, layout.static)
-        states = with_module_states(dynamic)
-        placed = _constrain(layout.prefix(self._in_specs), states, what="in_specs", of="the arguments")
-        function = layout.by_position(self._parameters.function)
-        if states is dynamic:
-            result = function(*with_dynamic(args, static, placed))
+        call = self._arguments(args, keywords)
+        placed = _constrain(call.layout.prefix(self._in_specs), call.dynamic, what="in_specs", of="the arguments")
+        function = call.layout.by_position(self._parameters.function)
+        if not call.has_modules:
+            result = function(*call.with_dynamic(placed))
         else:
-            found = WithModules(function)(*with_dynamic(args, static, placed))
-            tree = tree_structure(states)
-            set_buffers(tree, buffer_leaves(tree), found.buffers)
+            found = WithModules(function)(*call.with_dynamic(placed))
+            set_buffers(call.tree, buffer_leaves(call.tree), found.buffers)
             result = found.result
         out_specs = None if self._out_specs is FREE else self._out_specs
         return _constrain(out_specs, result, what="out_specs", of="the result")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -23,6 +23,52 @@ from spmd.runtime.torch_settings import torch_settings
 
 Static: TypeAlias = tuple[tuple[int, Any], ...]
 """The static arguments of a call: position and cache key of each, by position."""
+
+
+@attrs.frozen(slots=False, eq=False)
+class CallArguments:
+    """The arguments of a call: by position, and flattened once, when they are first asked for.
+
+    Args:
+        layout: which arguments are given, in order.
+        by_position: the arguments.
+        static: the static ones.
+        dynamic: the others, in which modules are trees of tensors.
+        has_modules: whether there are modules.
+    """
+
+    layout: ArgumentOrder
+    by_position: tuple[Any, ...]
+    static: Static
+    dynamic: tuple[Any, ...]
+    has_modules: bool
+
+    @classmethod
+    def of(cls, layout: ArgumentOrder, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> CallArguments:
+        """The arguments of a call that gives them by position and by name."""
+        by_position = layout.positional(args, keywords)
+        static, dynamic = split(by_position, layout.static)
+        states = with_module_states(dynamic)
+        return cls(layout, by_position, static, states, states is not dynamic)
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], optree.PyTreeSpec]:
+        leaves, tree = tree_flatten(self.dynamic)
+        return list(map(as_argument, leaves)), tree
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves of the dynamic arguments, in a new list."""
+        return list(self._flat[0])
+
+    @property
+    def tree(self) -> optree.PyTreeSpec:
+        """The structure of the dynamic arguments."""
+        return self._flat[1]
+
+    def with_dynamic(self, dynamic: Iterable[Any]) -> tuple[Any, ...]:
+        """The arguments by position, with others in place of the dynamic ones."""
+        return with_dynamic(self.by_position, self.static, dynamic)
 
 
 @attrs.frozen(slots=False)
@@ -50,26 +96,24 @@ class Signature:
     others: tuple[tuple[int, Any], ...] = ()
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], layout: ArgumentOrder, mesh: Mesh, in_specs: Any) -> Signature:
-        """The signature of a call with arguments by position.
+    def of(cls, call: CallArguments, mesh: Mesh, in_specs: Any) -> Signature:
+        """The signature of a call.
 
         Raises:
             ShardingError: `in_specs` does not match the arguments, or one without a spec is no tensor.
         """
-        static, dynamic = split(args, layout.static)
-        dynamic = with_module_states(dynamic)
-        leaves, tree = tree_flatten(dynamic)
-        leaves = list(map(as_argument, leaves))
+        layout, leaves, tree = call.layout, call.leaves, call.tree
         keys = list(map(key_of, leaves))
         others = tuple((position, key) for position, key in enumerate(keys) if key is not None)
-        given = broadcast_prefix(layout.prefix(in_specs), dynamic, what="in_specs", of=layout.described, optional=True)
+        prefix, of = layout.prefix(in_specs), layout.described
+        given = broadcast_prefix(prefix, call.dynamic, what="in_specs", of=of, optional=True)
         paths = layout.paths(tree) if None in given else [""] * len(leaves)
         metas, own = [], []
         for leaf, spec, path, key in zip(leaves, given, paths, keys, strict=True):
             if key is None:
                 metas.append(TensorMeta.of(leaf) if has_meta(leaf) else None)
                 own.append(own_spec(leaf, mesh, f"argument {path}") if spec is None else None)
-        return cls(torch_settings(), mesh, layout, static, tree, tuple(metas), tuple(own), others)
+        return cls(torch_settings(), mesh, layout, call.static, tree, tuple(metas), tuple(own), others)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -103,10 +147,9 @@ class Signature:
         """The positions of the dynamic numbers among the leaves of the dynamic arguments."""
         return tuple(position for position, key in self.others if key == DYNAMIC)
 
-    def numbers_of(self, dynamic: tuple[Any, ...]) -> tuple[float, ...]:
-        """The dynamic numbers among the dynamic arguments of a call of this signature."""
-        leaves = tree_flatten(with_module_states(dynamic))[0] if self.numbers else ()
-        return tuple(float(leaves[position]) for position in self.numbers)
+    def numbers_of(self, leaves: Sequence[Any]) -> tuple[float, ...]:
+        """The dynamic numbers among the leaves of the dynamic arguments of a call of this signature."""
+        return tuple(leaves[position] for position in self.numbers)
 
     @property
     def donated(self) -> frozenset[int]:

@@ -12,7 +12,7 @@ import spmd.api.compiled
 from spmd import P, TensorMeta
 from spmd.api.parameters import Parameters
 from spmd.api.programs.options import Options
-from spmd.api.signature import Signature, split, with_dynamic
+from spmd.api.signature import CallArguments, Signature, split, with_dynamic
 
 MESH = spmd.make_mesh({"x": 2}, runtime="virtual")
 WHOLE = P()
@@ -26,7 +26,7 @@ def signature(
     *args: Any, static_argnums: Any = (), donate_argnums: Any = (), mesh: spmd.Mesh = MESH, specs: Any = WHOLE
 ) -> Signature:
     parameters = Parameters(lambda *args: args, options(static_argnums, donate_argnums), specs)
-    return Signature.of(args, parameters.layout(args, {}), mesh, specs)
+    return Signature.of(CallArguments.of(parameters.layout(args, {}), args, {}), mesh, specs)
 
 
 def test_a_spec_that_is_not_given_is_part_of_a_signature() -> None:

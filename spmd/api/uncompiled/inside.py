@@ -23,6 +23,7 @@ from spmd.tracing.source import where
 
 T = TypeVar("T")
 
+
 class _NeedsRanks(BaseException):
     """A function has to run on every rank from its start; no Exception, so that `except Exception` lets it pass."""
 
