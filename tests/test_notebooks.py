@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SLOW = {"02_planning", "04_models"}
-"""Notebooks of more than 10 seconds: of Llama models of several sizes and layouts, and of models of transformers."""
+SLOW = {"02_planning", "03_shard_map", "04_models", "05_values"}
+"""Notebooks of more than 10 seconds: a kernel starts, and some plan Llama models or models of transformers."""
 
 
 NEEDS = {"04_models": "transformers"}

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from sampling import product
 from torch.nn.functional import scaled_dot_product_attention
 
 import ring_attention
@@ -48,13 +49,14 @@ def assert_is_attention_of_one_device(length, causal, mesh, step=None):
     )
 
 
-@pytest.mark.parametrize(("ranks", "length"), EVEN + UNEVEN)
-def test_values_and_gradients(ranks, length, causal):
+@pytest.mark.parametrize(("at", "causal"), product(EVEN + UNEVEN, [False, True]))
+def test_values_and_gradients(at, causal):
+    ranks, length = at
     mesh = spmd.make_mesh({"seq": ranks}, runtime="virtual")
     assert_is_attention_of_one_device(length, causal, mesh, virtual_step(ranks, length, causal))
 
 
-@pytest.mark.parametrize("length", [8, 10])
+@pytest.mark.parametrize(("length", "causal"), product([8, 10], [False, True]))
 def test_values_and_gradients_on_both_runtimes(on_ranks, length, causal):
     on_ranks(assert_is_attention_of_one_device, {"seq": 4}, length, causal)
 
@@ -104,8 +106,9 @@ def test_bfloat16_sums_in_float32(causal):
         torch.testing.assert_close(grad.full_tensor().float(), want, rtol=0.03, atol=0.03 * want.abs().max().item())
 
 
-@pytest.mark.parametrize(("ranks", "length"), EVEN + UNEVEN)
-def test_bytes_are_the_closed_form(ranks, length, causal):
+@pytest.mark.parametrize(("at", "causal"), product(EVEN + UNEVEN, [False, True]))
+def test_bytes_are_the_closed_form(at, causal):
+    ranks, length = at
     qkv, target = inputs(length)
     block = -(-length // ranks)
     holding = -(-length // block)

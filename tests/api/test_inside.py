@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import product
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -417,9 +418,7 @@ def _training(layer: Callable[..., Any], by: str) -> Callable[..., Any]:
     return step
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("by", ["func", "grad", "backward"])
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(("name", "by", "axes"), product(CHECKPOINTS, ["func", "grad", "backward"], MESHES))
 def test_checkpoints(name: str, by: str, axes: dict[str, int]) -> None:
     layer, plain = CHECKPOINTS[name]
     mesh = spmd.make_mesh(axes, runtime="virtual")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import product
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import spmd
@@ -149,9 +150,7 @@ def test_packed_sequences_on_meshes(axes: dict[str, int]) -> None:
     check_recurrent("lstm", axes, (2, 6, 1, 3, 3), states=True, packing=UNSORTED)
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["forwards", "both ways"])
-@pytest.mark.parametrize("states", [False, True], ids=["zero states", "given states"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "states", "both"), product(LAYERS, [False, True], [False, True]))
 def test_packed_sequences(name: str, states: bool, both: bool) -> None:
     check_recurrent(name, {"data": 2}, (2, 5, 1), both=both, states=states, first=states, packing=UNSORTED)
 

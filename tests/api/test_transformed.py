@@ -9,6 +9,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import product
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import spmd
@@ -77,8 +78,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("specs", IN_SPECS, ids=repr)
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("name", "specs"), product(TRANSFORMS, IN_SPECS))
 def test_transforms(name: str, specs: tuple[P, P]) -> None:
     x, w = spmd.distribute((X, W), specs, MESH)
     ws = spmd.distribute(BATCH, P(None, *specs[1].dims), MESH)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import product
 from workers import WorkerError, Workers
 
 import layouts
@@ -50,8 +51,7 @@ def test_drawn_pairs_of_uneven_shards(workers, data, axes):
     workers.run(cases.redistribute_one, axes, source, target, shards, ranks=4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", list(layouts.STRATEGIES))
+@pytest.mark.parametrize(("name", "ranks"), product(layouts.STRATEGIES, [4, 2, 1, 8]))
 def test_strategies_train_as_on_virtual_ranks(workers, name, ranks):
     axes = layouts.STRATEGIES[name].mesh_of(ranks)
     expected, *_ = cases.train(name, axes, "virtual", 5)

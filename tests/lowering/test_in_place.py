@@ -9,6 +9,7 @@ import numpy as np
 import optree
 import pytest
 import torch
+from sampling import product
 from torch import Tensor
 
 import spmd
@@ -60,12 +61,13 @@ def test_a_list_of_donated_shards() -> None:
     assert torch.equal(ys[1].full_tensor(), values(4, 2) * 2 + 2)
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (5, 3), (1, 3), (0, 3)])
-@pytest.mark.parametrize(("mesh", "spec"), [(LINE, P("x")), (GRID, P("x", "y")), (GRID, P(("x", "y"))), (GRID, P("y"))])
-@pytest.mark.parametrize("optimizer", [adamw(0.1, weight_decay=0.1), sgd(0.1, 0.9), sgd(0.1)])
-def test_steps_with_and_without_donation_agree(
-    optimizer: spmd.optim.Optimizer, mesh: spmd.Mesh, spec: P, shape: tuple[int, ...]
-) -> None:
+OPTIMIZERS = {"adamw": adamw(0.1, weight_decay=0.1), "momentum": sgd(0.1, 0.9), "sgd": sgd(0.1)}
+PLACES = [(LINE, P("x")), (GRID, P("x", "y")), (GRID, P(("x", "y"))), (GRID, P("y"))]
+
+
+@pytest.mark.parametrize(("name", "at", "shape"), product(OPTIMIZERS, PLACES, [(4, 3), (5, 3), (1, 3), (0, 3)]))
+def test_steps_with_and_without_donation_agree(name: str, at: tuple[spmd.Mesh, P], shape: tuple[int, ...]) -> None:
+    optimizer, (mesh, spec) = OPTIMIZERS[name], at
     params = {"w": torch.randn(shape), "v": torch.randn(shape)}
     state, grads = optimizer.init(params), {"w": torch.randn(shape), "v": torch.randn(shape)}
     specs = optree.tree_map(lambda x: spec if x.ndim else P(), (params, state))

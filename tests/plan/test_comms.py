@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import product
 from torch import Tensor
 
 import spmd
@@ -63,9 +64,9 @@ LAYOUTS = {
 MESHES = ({"x": 3, "y": 2}, {"x": 2, "y": 4})
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("function", [mlp, gradients, attention, normalized, convolved])
+@pytest.mark.parametrize(
+    ("function", "layout", "axes"), product([mlp, gradients, attention, normalized, convolved], LAYOUTS, MESHES)
+)
 def test_what_is_planned_runs(function: Callable[..., Any], layout: str, axes: dict[str, int]) -> None:
     mesh = spmd.make_mesh(axes, runtime="virtual")
     machine = spmd.Machine(flops=1e9, memory_bandwidth=1e8, latency=0.0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import product
 
 import spmd
 from spmd import P
@@ -57,8 +58,7 @@ def test_rows_are_sent_and_not_shards(name: str) -> None:
     assert 2 * rows * ROW * 4 >= sent
 
 
-@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"x": 8}, {"x": 2, "y": 2}], ids=str)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "axes"), product(FUNCTIONS, [{"x": 2}, {"x": 3}, {"x": 8}, {"x": 2, "y": 2}]))
 def test_values_and_gradients_are_those_of_one_device(name: str, axes: dict[str, int]) -> None:
     function, _ = FUNCTIONS[name]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import runtime_cases
 from conftest import OnRanks
+from sampling import product
 
 pytestmark = pytest.mark.filterwarnings("ignore::spmd.api.programs.missing_rules.MissingRuleWarning")
 
 
-@pytest.mark.parametrize("axes", [{"x": 2, "y": 2}, {"x": 1, "y": 3}], ids=str)
-@pytest.mark.parametrize("name", runtime_cases.CASES)
+@pytest.mark.parametrize(("name", "axes"), product(runtime_cases.CASES, [{"x": 2, "y": 2}, {"x": 1, "y": 3}]))
 def test_values_are_those_of_one_device(on_ranks: OnRanks, name: str, axes: dict[str, int]) -> None:
     on_ranks(runtime_cases.run, axes, name)
