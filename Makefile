@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-hidden-state test-rules prove-rules test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
+.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -41,6 +41,11 @@ test-rules: $(STAMP)
 # Every rule by execution; ARGS='--op softmax --handmade' for some, see docs/rules.md.
 prove-rules: $(STAMP)
 	$(BIN)/python -m proofs.rule_check $(ARGS)
+
+# What plans of single operators send beside a lower bound of it; rewrites proofs/reports/least_sent.md.
+least-sent: $(STAMP)
+	$(BIN)/python -W ignore -m proofs.least_sent --markdown proofs/reports/least_sent.md
+	$(BIN)/python -W ignore -m proofs.least_sent --backward --samples 2 --markdown proofs/reports/least_sent.md
 
 # Ranks that go wrong, and checkpoint writers that are killed, RUNS times each.
 RUNS ?= 20

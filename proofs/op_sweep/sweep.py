@@ -100,7 +100,7 @@ def _direct(case: Case) -> Case:
 
 def _trace(case: Case, outcome: Outcome) -> Graph | None:
     try:
-        return _canonical(case)
+        return canonical(case)
     except Exception as error:
         refused = isinstance(error, TraceError)
         untraceable = not make_fx_traces(case)
@@ -113,7 +113,12 @@ def _trace(case: Case, outcome: Outcome) -> Graph | None:
         return None
 
 
-def _canonical(case: Case) -> Graph:
+def canonical(case: Case) -> Graph:
+    """The program of a call.
+
+    Raises:
+        TraceError: the call cannot be traced.
+    """
     try:
         graph = trace_flat(case.function, case.tensors)
     except TraceError:
