@@ -16,7 +16,7 @@ import torch
 from spmd.core.mesh import Mesh
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.plan.cost.local_cost import MoveCost
-from spmd.plan.data.draft import shrink
+from spmd.plan.data.assignment import shrink
 from spmd.plan.machine.machine import Machine
 
 State = tuple[Placement, ...]

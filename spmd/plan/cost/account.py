@@ -17,9 +17,9 @@ from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.buckets import bucketed_seconds
 from spmd.plan.cost.launches import with_launches
 from spmd.plan.cost.local_cost import LocalCost
+from spmd.plan.data.assignment import Assignment
 from spmd.plan.data.causes import cause_of
 from spmd.plan.data.dataflow import fused_values, latency_shares
-from spmd.plan.data.draft import Draft
 from spmd.plan.data.plan import AnyPlan, PlanData
 from spmd.plan.local.calls import local_collectives, scheduled
 from spmd.plan.local.copied_views import copied_views
@@ -53,15 +53,15 @@ class Account:
 
 def account(plan: PlanData) -> Account:
     """The predicted times of every operation and every collective of a plan, on its request's machine."""
-    draft = finished_draft(plan)
-    cost = LocalCost.of(plan.request.machine, draft)
+    assignment = assignment_of(plan)
+    cost = LocalCost.of(plan.request.machine, assignment)
     seconds = {
         operation: _cast_seconds(plan, operation) if operation.op is REDISTRIBUTE else cost.planned_seconds(operation)
         for operation in plan.graph.operations
     }
     units = scheduled(plan)
     executed = [operation for unit in units for operation in unit.operations]
-    comms = {operation: _comms(plan, draft, operation) for operation in executed}
+    comms = {operation: _comms(plan, assignment, operation) for operation in executed}
     found = {operation: sent for operation, sent in comms.items() if sent}
     return Account(seconds, with_launches(plan, found, executed), units)
 
@@ -74,29 +74,22 @@ def launched(plan: AnyPlan, found: Account, schedule: LaunchSchedule | None) -> 
     return attrs.evolve(changed, comms=attrs.evolve(found, comms=comms).all_comms)
 
 
-def finished_draft(plan: PlanData) -> Draft:
-    """A plan as a draft in which all mesh axes are planned, to apply the cost model to it."""
-    given = [*plan.graph.inputs, *(value for value, _ in plan.graph.constants)]
+def assignment_of(plan: PlanData) -> Assignment:
+    """What a plan decides, as the cost model takes it."""
     states = {spec: _states(plan, spec) for spec in set(plan.specs.values())}
     markers = [operation for operation in plan.graph.operations if operation.op is RELABEL]
-    return Draft(
+    return Assignment(
         mesh=plan.mesh,
         graph=plan.graph,
         logical=plan.logical,
-        options={},
         pinned={o: (plan.specs[o.operands[0]], plan.specs[o.tensors[0]]) for o in markers},
-        given={value: plan.specs[value] for value in given},
         states={value: states[spec] for value, spec in plan.specs.items()},
         strategies=plan.strategies,
         planned=tuple(plan.order or plan.mesh.names),
-        ends={},
-        never_gathered={},
         fused=fused_values(plan.graph) if plan.request.machine.fuses else frozenset(),
         copied=copied_views(plan.graph),
         latency_shares=latency_shares(plan.graph, plan.request.machine.bucket_bytes),
-        independent=frozenset(),
         reduce_dtype=plan.request.reduce_dtype,
-        gap=plan.gap,
     )
 
 
@@ -118,28 +111,28 @@ def _cast_seconds(plan: PlanData, operation: Operation) -> float:
     return machine.compute_seconds(0.0, traffic)
 
 
-def _comms(plan: PlanData, draft: Draft, operation: Operation) -> tuple[Comm, ...]:
+def _comms(plan: PlanData, assignment: Assignment, operation: Operation) -> tuple[Comm, ...]:
     cause = plan.causes[operation] if operation.op is REDISTRIBUTE else cause_of(operation)
-    sent = sends(draft, plan.specs, operation)
-    seconds = send_seconds(plan.request.machine, draft, operation, sent)
+    sent = sends(assignment, plan.specs, operation)
+    seconds = send_seconds(plan.request.machine, assignment, operation, sent)
     return tuple(Comm(*one, time, cause.text, cause.source) for one, time in zip(sent, seconds, strict=True))
 
 
-def send_seconds(machine: Machine, draft: Draft, operation: Operation, sent: Sequence[Sent]) -> list[float]:
+def send_seconds(machine: Machine, assignment: Assignment, operation: Operation, sent: Sequence[Sent]) -> list[float]:
     """The predicted time of each of an operation's collectives, as the search prices them."""
-    share = draft.latency_shares.get(operation.operands[0], 1.0) if operation.op is REDISTRIBUTE else 1.0
-    return [bucketed_seconds(machine, draft.mesh.axis_size(one[1]), one, share) for one in sent]
+    share = assignment.latency_shares.get(operation.operands[0], 1.0) if operation.op is REDISTRIBUTE else 1.0
+    return [bucketed_seconds(machine, assignment.mesh.axis_size(one[1]), one, share) for one in sent]
 
 
-def sends(draft: Draft, specs: Mapping[Value, DTensorSpec], operation: Operation) -> tuple[Sent, ...]:
+def sends(assignment: Assignment, specs: Mapping[Value, DTensorSpec], operation: Operation) -> tuple[Sent, ...]:
     """The collectives of an operation.
 
     Args:
-        draft: the program, with the strategies of its operations.
+        assignment: the program, with the strategies of its operations.
         specs: the spec of every value.
         operation: the operation.
     """
     if operation.op is not REDISTRIBUTE:
-        return local_collectives(draft, operation, draft.strategies.get(operation, {}))
-    steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]], draft.reduce_dtype)
+        return local_collectives(assignment, operation, assignment.strategies.get(operation, {}))
+    steps = redistribution(specs[operation.operands[0]], specs[operation.tensors[0]], assignment.reduce_dtype)
     return tuple(step.sent for step in steps if step.is_collective)

@@ -19,7 +19,7 @@ from spmd.ir.list_operators import FUSED
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.cost.buckets import bucketed_seconds
 from spmd.plan.cost.flops import arithmetic_dtype, flops
-from spmd.plan.data.draft import Draft, States, flat_shape, shrink
+from spmd.plan.data.assignment import Assignment, States, flat_shape, shrink
 from spmd.plan.local.calls import local_collectives
 from spmd.plan.machine.machine import Machine
 from spmd.plan.machine.transcendentals import evaluations
@@ -28,45 +28,45 @@ from spmd.rules.strategy import Strategy
 
 @attrs.frozen(eq=False)
 class LocalCost:
-    """Roofline times of the operations of one draft, for the rank with the largest shards.
+    """Roofline times of the operations of one assignment, for the rank with the largest shards.
 
     Args:
         machine: the cost constants.
-        draft: the program.
+        assignment: the program, and what is decided.
         states: the placements of all values on the axes planned so far, and the guessed ones on later axes.
         sizes: the local logical shapes of all values with these placements.
         flops: the floating-point operations of every operation on one rank with these placements.
     """
 
     machine: Machine
-    draft: Draft
+    assignment: Assignment
     states: Mapping[Value, States]
     sizes: Mapping[Value, tuple[int, ...]]
     flops: Mapping[Operation, float]
 
     @classmethod
-    def of(cls, machine: Machine, draft: Draft, preview: Mapping[Value, States] | None = None) -> LocalCost:
-        """The costs of a draft.
+    def of(cls, machine: Machine, assignment: Assignment, preview: Mapping[Value, States] | None = None) -> LocalCost:
+        """The costs of an assignment.
 
         Args:
             machine: the cost constants.
-            draft: the program.
+            assignment: the program, and what is decided.
             preview: guessed placements of values on axes that are planned later.
         """
         preview = preview or {}
-        values = (*draft.graph.inputs, *(value for value, _ in draft.graph.constants))
-        values += tuple(value for operation in draft.graph.operations for value in operation.tensors)
-        states: Mapping[Value, States] = draft.states
+        values = (*assignment.graph.inputs, *(value for value, _ in assignment.graph.constants))
+        values += tuple(value for operation in assignment.graph.operations for value in operation.tensors)
+        states: Mapping[Value, States] = assignment.states
         if preview:
-            states = {value: {**draft.states.get(value, {}), **preview.get(value, {})} for value in values}
-        work = {operation: flops(operation) for operation in draft.graph.operations}
+            states = {value: {**assignment.states.get(value, {}), **preview.get(value, {})} for value in values}
+        work = {operation: flops(operation) for operation in assignment.graph.operations}
         return cls(
             machine,
-            draft,
+            assignment,
             states,
-            {value: draft.sizes_at(value, states.get(value, {})) for value in values},
+            {value: assignment.sizes_at(value, states.get(value, {})) for value in values},
             {
-                operation: amount * _share(draft, operation, preview) if amount else 0.0
+                operation: amount * _share(assignment, operation, preview) if amount else 0.0
                 for operation, amount in work.items()
             },
         )
@@ -74,12 +74,13 @@ class LocalCost:
     def cache_key(self, operation: Operation) -> Hashable:
         """A cache key: operations with equal keys take equal times with the same strategies."""
         values = (*operation.operands, *operation.tensors)
-        if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
+        if operation.op is REDISTRIBUTE and operation not in self.assignment.pinned:
             states = tuple(tuple(self.states.get(value, {}).items()) for value in values)
-            return self.draft.logical[values[0]], values[0].meta.dtype, states, self.draft.latency_shares.get(values[0])
+            share = self.assignment.latency_shares.get(values[0])
+            return self.assignment.logical[values[0]], values[0].meta.dtype, states, share
         if self._is_free(operation):
             return None
-        shares = tuple((self.sizes[value], value.meta.dtype, value in self.draft.fused) for value in values)
+        shares = tuple((self.sizes[value], value.meta.dtype, value in self.assignment.fused) for value in values)
         return operation.op, self.flops[operation], self._evaluations(operation), shares
 
     def seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
@@ -88,12 +89,12 @@ class LocalCost:
         Includes the collectives of a local implementation and those of a redistribution along planned axes. Reshards
         along `axis` itself are priced by `MoveCost`.
         """
-        if operation.op is REDISTRIBUTE and operation not in self.draft.pinned:
+        if operation.op is REDISTRIBUTE and operation not in self.assignment.pinned:
             return self._redistribution_seconds(operation, strategy, axis)
         if self._is_free(operation):
             return 0.0
         sizes, share = [], 1.0
-        count = self.draft.mesh.axis_size(axis)
+        count = self.assignment.mesh.axis_size(axis)
         states = (*strategy.operands, *strategy.results)
         for value, state in zip((*operation.operands, *operation.tensors), states, strict=True):
             before = self.sizes[value]
@@ -120,7 +121,7 @@ class LocalCost:
         """Bytes that pass between memory and compute units, for operands and results of these sizes."""
         values = (*operation.operands, *operation.tensors)
         nbytes = [
-            0 if value in self.draft.fused else math.prod(size) * value.meta.dtype.itemsize
+            0 if value in self.assignment.fused else math.prod(size) * value.meta.dtype.itemsize
             for value, size in zip(values, sizes, strict=True)
         ]
         count = len(operation.operands)
@@ -129,15 +130,15 @@ class LocalCost:
 
     def _redistribution_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
         """Seconds of a redistribution along planned axes, of the shard that `strategy` leaves on one more axis."""
-        (operand,), (result,), mesh = operation.operands, operation.tensors, self.draft.mesh
+        (operand,), (result,), mesh = operation.operands, operation.tensors, self.assignment.mesh
         seconds = 0.0
-        for moved in self.draft.planned:
+        for moved in self.assignment.planned:
             before, after = (self.states.get(value, {}).get(moved, Replicate()) for value in (operand, result))
             if before != after:
                 others = {a: state for a, state in self.states.get(operand, {}).items() if a not in (moved, axis)}
-                sizes = shrink(self.draft.sizes_at(operand, others), strategy.operands[0], mesh.axis_size(axis))
-                dtypes = operand.meta.dtype, self.draft.reduce_dtype
-                share = self.draft.latency_shares.get(operand, 1.0)
+                sizes = shrink(self.assignment.sizes_at(operand, others), strategy.operands[0], mesh.axis_size(axis))
+                dtypes = operand.meta.dtype, self.assignment.reduce_dtype
+                share = self.assignment.latency_shares.get(operand, 1.0)
                 cost = MoveCost(self.machine, moved, mesh.axis_size(moved), sizes, *dtypes, latency_share=share)
                 seconds += cost.seconds(before, after)
         return seconds
@@ -151,32 +152,34 @@ class LocalCost:
         return each * math.prod(shrink(sizes, results[0], count) if results else sizes)
 
     def _is_free(self, operation: Operation) -> bool:
-        is_view = operation.is_view and self.draft.copied.isdisjoint(operation.tensors)
+        is_view = operation.is_view and self.assignment.copied.isdisjoint(operation.tensors)
         costless = operation.op is REDISTRIBUTE or is_view or operation.effect is Effect.HOST
-        return costless or operation in self.draft.pinned
+        return costless or operation in self.assignment.pinned
 
     def _body_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
         """Seconds of the collective of a manual region, or of those in the local implementation of `strategy`."""
         if strategy.body is None and operation.op not in COLLECTIVES:
             return 0.0
-        chosen = {**self.draft.strategies.get(operation, {}), axis: strategy}
-        found = local_collectives(self.draft, operation, chosen)
+        chosen = {**self.assignment.strategies.get(operation, {}), axis: strategy}
+        found = local_collectives(self.assignment, operation, chosen)
         return sum(self.machine.collective_seconds(kind, axes, sent) for kind, axes, sent in found)
 
 
-def _share(draft: Draft, operation: Operation, preview: Mapping[Value, States]) -> float:
+def _share(assignment: Assignment, operation: Operation, preview: Mapping[Value, States]) -> float:
     """The fraction of an operation's arithmetic on one rank, by planned axes and by the guesses for later ones."""
     share = 1.0
     values = (*operation.operands, *operation.tensors)
-    sizes = [flat_shape(draft.logical[value]) for value in values]
-    for axis, strategy in draft.strategies.get(operation, {}).items():
+    sizes = [flat_shape(assignment.logical[value]) for value in values]
+    for axis, strategy in assignment.strategies.get(operation, {}).items():
         states = (*strategy.operands, *strategy.results)
-        after = [shrink(size, state, draft.mesh.axis_size(axis)) for size, state in zip(sizes, states, strict=True)]
+        after = [
+            shrink(size, state, assignment.mesh.axis_size(axis)) for size, state in zip(sizes, states, strict=True)
+        ]
         shares = [math.prod(new) / math.prod(old) for old, new in zip(sizes, after, strict=True) if new != old]
         share *= shares[0] if shares else 1.0
         sizes = after
     later = {axis for value in values for axis, state in preview.get(value, {}).items() if isinstance(state, Shard)}
-    return share / draft.mesh.axis_size(sorted(later))
+    return share / assignment.mesh.axis_size(sorted(later))
 
 
 @attrs.frozen(cache_hash=True)

@@ -27,7 +27,7 @@ from spmd.ir.graph import Graph, Operation, Value, freeze, iterate_leaves, map_l
 from spmd.ir.list_schedule import Unit, schedule
 from spmd.ir.number import Number
 from spmd.ir.simplify import eliminate_dead
-from spmd.plan.data.draft import Draft
+from spmd.plan.data.assignment import Assignment
 from spmd.plan.data.layout import regroup
 from spmd.plan.data.plan import PlanData
 from spmd.rules import find_rule
@@ -212,17 +212,17 @@ def scheduled(plan: PlanData) -> tuple[Unit, ...]:
     return schedule(operations, alone)
 
 
-def local_collectives(draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]) -> tuple[Sent, ...]:
+def local_collectives(assignment: Assignment, operation: Operation, chosen: Mapping[str, Strategy]) -> tuple[Sent, ...]:
     """The collectives in an operation's local implementation, or the collective that it is.
 
     Args:
-        draft: the program.
+        assignment: the program, and what is decided.
         operation: the operation.
         chosen: its strategies, by mesh axis, in planning order.
     """
     found = local_implementation(chosen)
     if operation.op in COLLECTIVES:
-        return (_own(draft, operation, chosen),)
+        return (_own(assignment, operation, chosen),)
     if found is None:
         return ()
     body, axes = found
@@ -232,17 +232,19 @@ def local_collectives(draft: Draft, operation: Operation, chosen: Mapping[str, S
     def local(value: Value, without: tuple[str, ...] = ()) -> TensorMeta:
         kept = {axis: state for axis, state in states[value].items() if axis not in without}
         original = originals.get(value, value)
-        return TensorMeta(regroup(draft.sizes_at(original, kept), draft.logical[original]), value.meta.dtype)
+        return TensorMeta(regroup(assignment.sizes_at(original, kept), assignment.logical[original]), value.meta.dtype)
 
     unsharded = lambda value: local(value, axes)  # noqa: E731
-    return _sent(LocalCall.of(body, axes, operation, draft.mesh, local, unsharded, reduce_dtype=draft.reduce_dtype))
+    return _sent(
+        LocalCall.of(body, axes, operation, assignment.mesh, local, unsharded, reduce_dtype=assignment.reduce_dtype)
+    )
 
 
-def _own(draft: Draft, operation: Operation, chosen: Mapping[str, Strategy]) -> Sent:
+def _own(assignment: Assignment, operation: Operation, chosen: Mapping[str, Strategy]) -> Sent:
     """The collective of a manual region, on the shard of its operand along the automatic axes."""
     value, *rest, axes = operation.args
-    sizes = regroup(draft.sizes_at(value, _states(operation, chosen)[value]), draft.logical[value])
-    counts = tuple(map(draft.mesh.axis_size, axes))
+    sizes = regroup(assignment.sizes_at(value, _states(operation, chosen)[value]), assignment.logical[value])
+    counts = tuple(map(assignment.mesh.axis_size, axes))
     collective = COLLECTIVES[operation.op]
     return collective.kind, tuple(axes), collective.most_bytes_sent(counts, sizes, value.meta.dtype.itemsize, rest)
 

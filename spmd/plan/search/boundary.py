@@ -22,7 +22,8 @@ from spmd.core.spec_text import parse_spec
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import FREE, PIN, REDISTRIBUTE, RELABEL
 from spmd.ir.source import Source
-from spmd.plan.data.draft import flat_shape, logical_meta, physical_shape
+from spmd.plan.data.assignment import flat_shape
+from spmd.plan.data.draft import logical_meta, physical_shape
 from spmd.rules.strategy import LogicalShape
 
 Specs = tuple[DTensorSpec, DTensorSpec]

@@ -12,7 +12,8 @@ from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import DRAFT_MARKERS, FREE, RELABEL
 from spmd.plan.cost.account import account
-from spmd.plan.data.draft import Draft, flat_shape, physical_shape
+from spmd.plan.data.assignment import flat_shape
+from spmd.plan.data.draft import Draft, physical_shape
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.search.boundary import expressed

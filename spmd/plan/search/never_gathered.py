@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import attrs
-
 from spmd.collectives.primitives import KINDS
 from spmd.core.placement import Shard
 from spmd.errors import PlanError
 from spmd.ir.graph import Operation
 from spmd.ir.markers import REDISTRIBUTE
-from spmd.plan.cost.account import account, finished_draft
+from spmd.plan.cost.account import account
+from spmd.plan.data.draft import same_tensors
 from spmd.plan.data.plan import PlanData
 from spmd.plan.solver.elimination import NoAssignmentError
 
@@ -49,15 +48,14 @@ def refusal(plans: Sequence[PlanData]) -> PlanError:
 def _gathers(plan: PlanData) -> Iterator[tuple[int, list[str], Operation]]:
     """The redistributions that gather what is to be kept, each with the number of the argument and the axes."""
     for number, axes in plan.request.keep_sharded.items():
-        draft = attrs.evolve(finished_draft(plan), never_gathered={plan.graph.inputs[number]: axes})
-        kept = {axis: draft.never_gathered_values(axis) for axis in sorted(axes)}
+        kept = same_tensors(plan.graph, [plan.graph.inputs[number]])
         for operation in plan.graph.operations:
             if operation.op is REDISTRIBUTE:
                 before, after = (plan.specs[value] for value in (*operation.operands, *operation.tensors))
                 gathered = [
                     axis
-                    for axis, values in kept.items()
-                    if operation.operands[0] in values
+                    for axis in sorted(axes)
+                    if operation.operands[0] in kept
                     and isinstance(before.placement(axis), Shard)
                     and not isinstance(after.placement(axis), Shard)
                 ]

@@ -11,7 +11,8 @@ import attrs
 
 from spmd.core.single_threaded import single_threaded
 from spmd.ir.graph import Value
-from spmd.plan.data.draft import Draft, States
+from spmd.plan.data.assignment import States
+from spmd.plan.data.draft import Draft
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.machine.machine import Machine

@@ -19,7 +19,8 @@ import torch
 from spmd.core.placement import Placement, Replicate
 from spmd.ir.graph import Operation, Value
 from spmd.plan.cost.local_cost import LocalCost, MoveCost
-from spmd.plan.data.draft import Draft, States, shrink
+from spmd.plan.data.assignment import States, shrink
+from spmd.plan.data.draft import Draft
 from spmd.plan.machine.machine import Machine
 from spmd.plan.search.candidates import all_candidates
 from spmd.plan.search.hubs import Hub, Move, edge_table, hub_choices, hub_table, offer_table, plan_moves
