@@ -12,8 +12,9 @@ from spmd.api.values.dtensor import DTensor
 from spmd.checkpoint.position import Position
 from spmd.collectives.distributed.agreement import describe
 from spmd.core.argument_paths import dotted_path
-from spmd.core.containers import VALUES, values_as_leaves
+from spmd.core.containers import values_as_leaves
 from spmd.core.pytree import tree_flatten_with_accessor
+from spmd.core.static_key import VALUES
 from spmd.errors import CheckpointError
 
 PLAIN = VALUES

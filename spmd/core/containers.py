@@ -29,13 +29,10 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from spmd.core.spec import has_meta
-from spmd.core.static_key import EXACT, static_key
+from spmd.core.static_key import EXACT, VALUES, static_key
 
 NAMESPACE = "spmd"
 """The optree namespace of containers: users register their own in it, and `register_containers` others."""
-
-VALUES = (bool, int, float, complex, str, bytes)
-"""The types of Python values."""
 
 CONSTANTS = (*VALUES, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, type)
 """The types of values that are no tensors, and that are the same if they are equal."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from spmd.core.contents import contents_checker, contents_of
-from spmd.core.static_key import static_key
+from spmd.core.static_key import VALUES, static_key
 from spmd.errors import ShardingError
 
 Slot: TypeAlias = tuple[dict[str, Any], str]
@@ -27,7 +27,7 @@ Slot: TypeAlias = tuple[dict[str, Any], str]
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_CONSTANTS = (*VALUES, type(None), torch.dtype)
 _ATOMS = (types.ModuleType, nn.Module, weakref.ReferenceType)  # and what is callable
 _METHODS = "_spmd_methods"
 _DEPTH = 3  # of lists and dicts in attributes, of which the contents count
@@ -255,7 +255,7 @@ class _Keys:
         if isinstance(value, torch.Tensor):
             number = self._numbers.get(id(value))
             return (Same(value), version_of(value)) if number is None else ("tensor", number)
-        if kind in _VALUES:
+        if kind in _CONSTANTS:
             return static_key(value)
         if isinstance(value, _ATOMS) or callable(value) or depth == 0:
             return Same(value)

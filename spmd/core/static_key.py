@@ -10,6 +10,9 @@ from typing import Any
 import attrs
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+VALUES = (bool, int, float, complex, str, bytes)
+"""The types of Python values."""
+
 EXACT = (int, bool, str, bytes, type(None))
 """The types whose values are their own keys, beside the type."""
 

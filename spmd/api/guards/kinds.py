@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from spmd.core.static_key import static_key
+from spmd.core.static_key import VALUES, static_key
 from spmd.job.user_code import is_installed, is_user_file
 
-VALUES = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size)
+COMPARED = (*VALUES, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size)
 """The types of values that are compared, and not their identity."""
 
 ROWS = (list, tuple, collections.deque)
@@ -31,7 +31,7 @@ CALLABLES = (FunctionType, BuiltinFunctionType, type, functools.partial)
 
 def is_plain(value: Any) -> bool:
     """Test whether a value is compared by value."""
-    return type(value) in VALUES
+    return type(value) in COMPARED
 
 
 def is_array(value: Any) -> bool:
