@@ -116,6 +116,58 @@ def spread_range(call: Call) -> Iterator[Row]:
         yield Row((Replicate(),), (Shard(_dim(call, result)),), _spread_range)
 
 
+# Diagonals
+
+
+def _matrix_dims(call: Call) -> list[int]:
+    """The dims of rows and of columns."""
+    return [int(call.argument(name)) % call.operands[0].ndim for name in ("dim1", "dim2")]
+
+
+@attrs.frozen
+class _ReadDiagonal:
+    """`diagonal` of matrices of which the rows (`cut` is -2) or columns (-1) are sharded."""
+
+    cut: int
+
+    def __call__(self, axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        dims, offset = _matrix_dims(call), int(call.argument("offset"))
+        x, places = x.movedim(dims, (-2, -1)), torch.arange(call.results[0].shape[-1], device=x.device)
+        at = [places + max(-offset, 0), places + max(offset, 0)]
+        start = shard_offset(call.operands[0].shape[dims[self.cut]], axes)
+        at[self.cut], held = local_index(at[self.cut], start, x.shape[self.cut])
+        items = aten.index.Tensor(filled(x, x.ndim + self.cut), [*(None,) * (x.ndim - 2), *at])
+        return torch.where(held, items, missing(items))
+
+
+@attrs.frozen
+class _WriteDiagonal:
+    """`diagonal_scatter` into matrices of which the rows (`cut` is -2) or columns (-1) are sharded."""
+
+    cut: int
+
+    def __call__(self, axes: Axes, call: Call, x: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
+        dims, offset = _matrix_dims(call), int(call.argument("offset"))
+        x = x.movedim(dims, (-2, -1))
+        places = [torch.arange(size, device=x.device) for size in x.shape[-2:]]
+        places[self.cut] = places[self.cut] + shard_offset(call.operands[0].shape[dims[self.cut]], axes)
+        number = (places[0] - max(-offset, 0)).clamp(0, source.shape[-1] - 1)
+        new = source.index_select(-1, number).unsqueeze(-1)
+        return torch.where(places[1] - places[0].unsqueeze(1) == offset, new, x).movedim((-2, -1), dims)
+
+
+def read_diagonal(call: Call) -> Iterator[Row]:
+    """A `diagonal`."""
+    for cut in (-2, -1) if call.results[0].shape[-1] else ():
+        yield _read(call, _matrix_dims(call)[cut], _ReadDiagonal(cut))
+
+
+def write_diagonal(call: Call) -> Iterator[Row]:
+    """A `diagonal_scatter`."""
+    for cut in (-2, -1) if call.operands[1].shape[-1] else ():
+        yield _write(call, _matrix_dims(call)[cut], _WriteDiagonal(cut))
+
+
 # Positions in tensors
 
 

@@ -14,7 +14,7 @@ from spmd.core.placement import Shard
 from spmd.ir.call import Call
 from spmd.rules.builders import along, dim_names, rule
 from spmd.rules.notation import Rows, by_call, factors, term
-from spmd.rules.ops.owners import read_range, spread_range, write_range
+from spmd.rules.ops.owners import read_diagonal, read_range, spread_range, write_diagonal, write_range
 from spmd.rules.ops.windows import (
     cat_window,
     flip_window,
@@ -144,7 +144,7 @@ def _windows(dim: str, *rows: Rows, size_argument: int | None = None) -> Rule:
     return by_call(choose, size_argument=size_argument)
 
 
-def _diagonal(arguments: str) -> Rule:
+def _diagonal(arguments: str, rows: Rows) -> Rule:
     """The first operand has matrices in the dims `dim1` and `dim2`, other operands diagonals, and the result either."""
 
     def choose(call: Call) -> Rule:
@@ -153,7 +153,7 @@ def _diagonal(arguments: str) -> Rule:
         fixed = {names[call.argument(name) % ndim] for name in ("dim1", "dim2")}
         matrices, diagonals = term(names, fixed), f"{term(name for name in names if name not in fixed)} _"
         result = matrices if call.results[0].ndim == ndim else diagonals
-        return factors(f"{matrices}, {diagonals} -> {result}", carry(arguments))
+        return factors(f"{matrices}, {diagonals} -> {result}", carry(arguments), rows)
 
     return by_call(choose)
 
@@ -191,7 +191,7 @@ VIEWS = table({
     "t": _permutation(lambda call: range(call.operands[0].ndim)[::-1]),
     "expand": factors("... -> ...", carry("self"), size_argument=1),
     "unfold": _windows("dimension", carry("self")),
-    "diagonal": _diagonal("self"),
+    "diagonal": _diagonal("self", read_diagonal),
 })  # fmt: skip
 
 MOVES = table({
@@ -207,7 +207,7 @@ MOVES = table({
     "repeat": by_call(_repeat),
     "constant_pad_nd": by_call(_pad),
     "unfold_backward": _windows("dim", linear("grad_in"), size_argument=1),
-    "diagonal_scatter": _diagonal("self src"),
+    "diagonal_scatter": _diagonal("self src", write_diagonal),
     "flip": along(carry("self"), flip_window, dims="dims"),
     "roll": along(carry("self"), roll_window, dims="dims"),
     "tril": _triangle(lower=True),
