@@ -19,10 +19,8 @@ from spmd.api.guards.access import Access, Line, compiled
 from spmd.api.guards.bytecode_reader import BytecodeReader, TooMuch
 from spmd.api.guards.checks import Check, OfModule, OfTensor, Unwritten
 from spmd.api.guards.kinds import brief, is_plain
+from spmd.api.guards.limits import TESTS
 from spmd.api.guards.things import UNKNOWN, Values
-
-_TESTS = 8
-"""The most tests generated for values that are equal and not the same; then there is none."""
 
 
 class HiddenState:
@@ -97,7 +95,7 @@ class HiddenState:
             return True
         if self.failing() is not None:
             return False
-        if self._test is None or self._tests < _TESTS:
+        if self._test is None or self._tests < TESTS:
             self.prepare()
         return True
 

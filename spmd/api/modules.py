@@ -30,10 +30,9 @@ from spmd.core.pytree import NAMESPACE, tree_leaves, tree_map
 from spmd.core.spec import DTensorSpec, P
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value
+from spmd.ir.operator_kinds import COPIES
 from spmd.tracing.source import user_source, where
 from spmd.tracing.traced import Traced
-
-aten = torch.ops.aten
 
 
 @attrs.frozen(eq=False)
@@ -232,17 +231,8 @@ def with_changed_buffers(traced: Traced, buffers: Sequence[int]) -> tuple[Traced
 
 def _changed(graph: Graph, results: int, buffers: Sequence[int]) -> list[int]:
     """Which of the buffers are not what they were."""
-    copied = {operation.results[0]: operation.args[0] for operation in graph.operations if operation.op in _COPIES}
-
-    def origin(value: Value) -> Value:
-        while value in copied:
-            value = copied[value]
-        return value
-
-    return [n for n, number in enumerate(buffers) if origin(graph.outputs[results + n]) is not graph.inputs[number]]
-
-
-_COPIES = frozenset({aten.clone.default, aten.alias.default, aten.detach.default})
+    origins = [graph.origin(value, lambda operation: operation.op in COPIES) for value in graph.outputs[results:]]
+    return [n for n, number in enumerate(buffers) if origins[n] is not graph.inputs[number]]
 
 
 def buffer_spec(value: Value, spec: DTensorSpec) -> DTensorSpec:

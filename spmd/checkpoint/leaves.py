@@ -14,11 +14,7 @@ from spmd.collectives.distributed.agreement import describe
 from spmd.core.argument_paths import dotted_path
 from spmd.core.containers import values_as_leaves
 from spmd.core.pytree import tree_flatten_with_accessor
-from spmd.core.static_key import VALUES
 from spmd.errors import CheckpointError
-
-PLAIN = VALUES
-"""The types of Python values that a checkpoint may hold besides tensors."""
 
 
 def named_leaves(

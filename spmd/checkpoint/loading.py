@@ -18,7 +18,7 @@ from spmd.api.values.checkpointable import check_final
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.checkpoint.contents import Contents, check_tiling
 from spmd.checkpoint.folder import METADATA, places
-from spmd.checkpoint.leaves import PLAIN, name_of_process, named_leaves
+from spmd.checkpoint.leaves import name_of_process, named_leaves
 from spmd.checkpoint.payloads import read_value
 from spmd.checkpoint.position import Position, parse
 from spmd.checkpoint.processes import Processes, processes_of
@@ -27,6 +27,7 @@ from spmd.checkpoint.saving import ignore_notice, wait_for_last
 from spmd.core.mesh import Mesh, current_mesh
 from spmd.core.pytree import is_spec, make_spec, tree_leaves
 from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.core.value_types import VALUES
 from spmd.errors import CheckpointError, DamagedError, ShardingError
 from spmd.job.tracebacks import hides_internals
 
@@ -283,7 +284,7 @@ def _target(name: str, leaf: Any, contents: Contents, mesh: Mesh | None, process
 
 
 def _wanted(name: str, leaf: Any, saved: TensorMeta | None, mesh: Mesh | None) -> _Target:
-    if isinstance(leaf, PLAIN):
+    if isinstance(leaf, VALUES):
         return _Target(name)
     if isinstance(leaf, TensorMeta):
         return _Target(name, leaf)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from spmd.checkpoint.leaves import PLAIN
 from spmd.core.spec import TensorMeta
+from spmd.core.value_types import VALUES
 from spmd.errors import CheckpointError
 
 _ZIP = b"PK\x03\x04"
@@ -36,7 +36,7 @@ def read_value(data: bytes) -> Any:
         CheckpointError: `data` is damaged, or holds something else.
     """
     value = _load(data)
-    if type(value) not in PLAIN:
+    if type(value) not in VALUES:
         raise CheckpointError(f"it is {type(value).__name__} and not a number or text")
     return value
 

@@ -19,12 +19,13 @@ from spmd.api.values.checkpointable import check_final, offsets, owned
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.api.values.wrapper import require_shards
 from spmd.checkpoint.folder import check_options, new_save
-from spmd.checkpoint.leaves import PLAIN, describe_leaf, name_of_process, named_leaves
+from spmd.checkpoint.leaves import describe_leaf, name_of_process, named_leaves
 from spmd.checkpoint.position import Position
 from spmd.checkpoint.processes import Processes, processes_of
 from spmd.checkpoint.staging import Staging
 from spmd.checkpoint.writer import CheckpointWriter
 from spmd.core.pytree import leaf_remedy, tree_leaves
+from spmd.core.value_types import VALUES
 from spmd.errors import CheckpointError
 from spmd.job.background import wait_before_exit
 from spmd.job.tracebacks import hides_internals
@@ -269,7 +270,7 @@ def _checked_leaves(tree: Any, folder: Path) -> dict[str, Any]:
             if leaf.is_meta or leaf.layout is not torch.strided:
                 kind = "a meta tensor" if leaf.is_meta else f"layout {leaf.layout}"
                 raise CheckpointError(f"Leaf {name} must be a dense tensor with data (got {kind}).")
-        elif not isinstance(leaf, (*PLAIN, Position)):
+        elif not isinstance(leaf, (*VALUES, Position)):
             is_module = isinstance(leaf, torch.nn.Module)
             remedy = leaf_remedy(leaf) if is_module else "Leave it out, and make it again after loading."
             raise CheckpointError(

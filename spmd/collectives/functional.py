@@ -19,6 +19,7 @@ from spmd.collectives.environment import axis_size, axis_type, resolve_axes, sum
 from spmd.collectives.precision import reduce_wide
 from spmd.core.pytree import tree_map
 from spmd.core.spec import TensorMeta
+from spmd.core.value_types import NUMBERS
 from spmd.errors import SpmdError
 
 AxisName: TypeAlias = str | Sequence[str]
@@ -342,7 +343,7 @@ def _reduce(name: str, op: str, x: Tree, axis_name: AxisName, number: Callable[[
     axes, _ = resolve_axes(axis_name)
 
     def reduce(leaf: Any) -> Any:
-        if isinstance(leaf, (bool, int, float, complex)):
+        if isinstance(leaf, NUMBERS):
             return number(leaf)
         _check_tensor(name, leaf)
         if op == "sum" and leaf.dtype == torch.bool:

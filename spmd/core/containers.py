@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,13 +28,12 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from spmd.core.spec import has_meta
-from spmd.core.static_key import EXACT, VALUES, static_key
+from spmd.core.static_key import static_key
+from spmd.core.value_types import CONSTANTS, EXACT, VALUES
 
 NAMESPACE = "spmd"
 """The optree namespace of containers: users register their own in it, and `register_containers` others."""
 
-CONSTANTS = (*VALUES, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, type)
-"""The types of values that are no tensors, and that are the same if they are equal."""
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _ATTRIBUTES = {("transformers.cache_utils", name) for name in ("Cache", "CacheLayerMixin")}
 """Classes whose instances have no fields but attributes: what torch would call to make one computes with tensors."""

@@ -9,7 +9,7 @@ import torch
 
 from spmd.core.generated import define
 
-_DEPTH, _ITEMS = 3, 64  # containers in containers, and items, of which changes are looked for
+DEPTH, _ITEMS = 3, 64  # containers in containers, and items, of which changes are looked for
 
 
 def contents_of(values: Iterable[Any]) -> list[Any]:
@@ -20,7 +20,7 @@ def contents_of(values: Iterable[Any]) -> list[Any]:
     """
     found: dict[int, Any] = {}
     level = list(values)
-    for _ in range(_DEPTH):
+    for _ in range(DEPTH):
         level = [value for value in level if type(value) in (list, tuple, dict) and len(value) <= _ITEMS]
         found |= {id(value): value for value in level if type(value) is not tuple}
         level = [item for value in level for item in _items(value)]

@@ -18,8 +18,9 @@ import optree
 import torch
 from torch import nn
 
-from spmd.core.contents import contents_checker, contents_of
-from spmd.core.static_key import VALUES, static_key
+from spmd.core.contents import DEPTH, contents_checker, contents_of
+from spmd.core.static_key import static_key
+from spmd.core.value_types import PLAIN
 from spmd.errors import ShardingError
 
 Slot: TypeAlias = tuple[dict[str, Any], str]
@@ -27,10 +28,8 @@ Slot: TypeAlias = tuple[dict[str, Any], str]
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CONSTANTS = (*VALUES, type(None), torch.dtype)
 _ATOMS = (types.ModuleType, nn.Module, weakref.ReferenceType)  # and what is callable
 _METHODS = "_spmd_methods"
-_DEPTH = 3  # of lists and dicts in attributes, of which the contents count
 
 
 @attrs.frozen(eq=False)
@@ -243,7 +242,7 @@ class _Keys:
             (name, None if x is None else numbers[id(x)]) for kind in _KINDS for name, x in attributes[kind].items()
         )
         hooks = tuple(Same(hook) for name in _HOOKS for hook in attributes[name].values())
-        plain = tuple((name, self.value(attributes[name], _DEPTH)) for name in _plain(owner))
+        plain = tuple((name, self.value(attributes[name], DEPTH)) for name in _plain(owner))
         return prefix, type(owner), owner.training, tensors, hooks, plain
 
     def value(self, value: Any, depth: int) -> Any:
@@ -255,7 +254,7 @@ class _Keys:
         if isinstance(value, torch.Tensor):
             number = self._numbers.get(id(value))
             return (Same(value), version_of(value)) if number is None else ("tensor", number)
-        if kind in _CONSTANTS:
+        if kind in PLAIN:
             return static_key(value)
         if isinstance(value, _ATOMS) or callable(value) or depth == 0:
             return Same(value)

@@ -16,11 +16,12 @@ from typing import Any, Literal, TypeAlias, overload
 import optree
 import torch
 
-from spmd.core.containers import CONSTANTS, NAMESPACE, fields_of, is_registered, register_containers
+from spmd.core.containers import NAMESPACE, fields_of, is_registered, register_containers
 from spmd.core.mesh import Mesh
 from spmd.core.modules import ModuleState, by_first_name, register_modules
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.core.spec import FREE, NESTED, QUANTIZED, DTensorSpec, P, TensorMeta, has_meta
+from spmd.core.value_types import CONSTANTS, NUMBERS
 from spmd.errors import ShardingError
 
 SpecLike: TypeAlias = P | Sequence[Placement]
@@ -236,7 +237,7 @@ def leaf_remedy(leaf: Any) -> str:
     """Advice for the error message about a leaf that is not a tensor."""
     if isinstance(leaf, torch.nn.Module):
         return "Pass its state, dict(module.named_parameters()), and call it by torch.func.functional_call."
-    if isinstance(leaf, (bool, int, float, complex)):
+    if isinstance(leaf, NUMBERS):
         return "Pass a tensor, torch.tensor(...); or, to a jitted function, a static argument: static_argnums."
     if hasattr(leaf, "__array__"):
         return "Pass torch.as_tensor(...)."

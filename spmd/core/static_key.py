@@ -9,12 +9,9 @@ from typing import Any
 
 import attrs
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-VALUES = (bool, int, float, complex, str, bytes)
-"""The types of Python values."""
+from spmd.core.value_types import EXACT
 
-EXACT = (int, bool, str, bytes, type(None))
-"""The types whose values are their own keys, beside the type."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def static_key(value: Any) -> Any:

@@ -11,4 +11,4 @@ def independent_values(graph: Graph) -> frozenset[Value]:
     for operation in graph.operations:
         if any(operand in rooted for operand in operation.operands):
             rooted.update(operation.tensors)
-    return frozenset(value for operation in graph.operations for value in operation.tensors if value not in rooted)
+    return frozenset(graph.producers.keys() - rooted)

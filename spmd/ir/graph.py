@@ -7,7 +7,8 @@ Everything here is immutable. Values and operations compare by identity: values 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -175,7 +176,27 @@ class Graph:
     @cached_property
     def producers(self) -> Mapping[Value, Operation]:
         """The operation that each value is a result of; inputs and constants have none."""
-        return MappingProxyType({value: operation for operation in self.operations for value in operation.tensors})
+        return MappingProxyType(producers_of(self.operations))
+
+    @cached_property
+    def consumers(self) -> Mapping[Value, tuple[Operation, ...]]:
+        """The operations that each value is an operand of, in order; values without any are left out."""
+        found: dict[Value, list[Operation]] = {}
+        for operation in self.operations:
+            for value in dict.fromkeys(operation.operands):
+                found.setdefault(value, []).append(operation)
+        return MappingProxyType({value: tuple(operations) for value, operations in found.items()})
+
+    @cached_property
+    def reads(self) -> Counter[Value]:
+        """How often each value is an operand or a result of the program."""
+        return Counter([*self.outputs, *(value for operation in self.operations for value in operation.operands)])
+
+    def origin(self, value: Value, skips: Callable[[Operation], bool]) -> Value:
+        """The value from which one follows by operations that `skips` accepts, each of its first operand."""
+        while (producer := self.producers.get(value)) is not None and skips(producer):
+            value = producer.operands[0]
+        return value
 
     def substitute(self, replaced: Mapping[Value, Value], operations: tuple[Operation, ...]) -> Graph:
         """A copy with other operations, whose results and planned values are named anew.
@@ -225,6 +246,11 @@ class Graph:
             if value not in defined:
                 raise TraceError(f"Output {value!r} is not defined by the program.")
         return self
+
+
+def producers_of(operations: Iterable[Operation]) -> dict[Value, Operation]:
+    """The operation that each value is a result of."""
+    return {value: operation for operation in operations for value in operation.tensors}
 
 
 @lru_cache(maxsize=4096)

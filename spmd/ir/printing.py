@@ -45,7 +45,6 @@ def program_text(name: str, graph: Graph, header: Sequence[str]) -> str:
     if graph.inputs or numbers:
         lines.append("):")
     lines += [f"    {value.name} = self.{value.name}  # {_description(value, graph)}" for value, _ in graph.constants]
-    used = {*graph.outputs, *(operand for operation in graph.operations for operand in operation.operands)}
     for operation in graph.operations:
         comm = operation.annotations.comm
         arrow = f"  ← {_remark(comm)}" if comm is not None else ""
@@ -55,7 +54,7 @@ def program_text(name: str, graph: Graph, header: Sequence[str]) -> str:
             lines += [
                 f"    {value.name} = {label}[{index}]  # {_description(value, graph)}"
                 for index, value in enumerate(operation.results)
-                if value in used
+                if value is not None and value in graph.reads
             ]
         else:
             (value,) = operation.tensors

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from spmd.ir.operator_kinds import LIKE
+
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
 
@@ -31,8 +33,9 @@ def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 TEMPLATED = frozenset({
+    *(op for op in LIKE if torch.Tag.nondeterministic_seeded in op.tags),
     aten.bernoulli.p, aten.cauchy.default, aten.exponential.default, aten.geometric.default, aten.log_normal.default,
-    aten.normal_functional.default, aten.rand_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
-    aten.randn_like.default, aten.random.default, getattr(aten.random, "from"), aten.random.to, aten.uniform.default,
+    aten.normal_functional.default, aten.random.default, getattr(aten.random, "from"), aten.random.to,
+    aten.uniform.default,
 })  # fmt: skip
 """Random operators that read only the shape, dtype and strides of their first operand, and not its elements."""

@@ -11,6 +11,7 @@ import torch
 
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze
+from spmd.ir.operator_kinds import COPIES, RESHAPERS
 from spmd.ir.refusals import refuses_positions
 
 aten = torch.ops.aten
@@ -66,7 +67,7 @@ def simplify(graph: Graph, *, any_shapes: bool = False) -> Graph:
     operations: list[Operation] = []
     for operation in graph.operations:
         operation = _join_chain(operation.substitute(replaced), producers, any_shapes)
-        same = _identity(operation)
+        same = identity(operation)
         known = _unstacked(operation, producers) if same is None else (same,)
         if known is not None:
             replaced.update(zip(operation.tensors, known, strict=True))
@@ -82,23 +83,13 @@ def simplify(graph: Graph, *, any_shapes: bool = False) -> Graph:
     return graph.substitute(replaced, tuple(operations))
 
 
-_COPIES = {
-    aten.detach.default, aten.alias.default, aten.clone.default, aten.lift.default, aten.lift_fresh.default,
-    aten.lift_fresh_copy.default, aten.contiguous.default, aten.detach_copy.default, aten.alias_copy.default,
-}  # fmt: skip
-"""Return their operand unchanged: in a functional program a copy is equivalent to the original."""
+_identities = set(COPIES)
 
 
 def declare_identity(op: torch._ops.OpOverload) -> None:
     """Declare that an operator returns its first operand unchanged."""
-    _COPIES.add(op)
+    _identities.add(op)
 
-
-_RESHAPERS = frozenset({
-    aten.view.default, aten.reshape.default, aten.expand.default, aten._to_copy.default, aten.slice.Tensor,
-    aten.repeat.default,
-})  # fmt: skip
-"""Return their operand unchanged if the result has its shape and dtype."""
 
 _ONE_IS_NEUTRAL = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar})
 """Return their first operand unchanged if the second is the number 1 and the result has its shape and dtype."""
@@ -112,16 +103,16 @@ def makes_channels_last(operation: Operation) -> bool:
     )
 
 
-def _identity(operation: Operation) -> Value | None:
+def identity(operation: Operation) -> Value | None:
     """The operand that an operation returns unchanged; None if it does not."""
     if not operation.args or not isinstance(operation.args[0], Value) or len(operation.tensors) != 1:
         return None
     operand, meta = operation.args[0], operation.tensors[0].meta
     if makes_channels_last(operation):
         return None
-    if operation.op in _COPIES:
+    if operation.op in _identities:
         return operand
-    if operation.op in _RESHAPERS and operand.meta == meta:
+    if operation.op in RESHAPERS and operand.meta == meta:
         return operand
     if operation.op in _ONE_IS_NEUTRAL and operation.group is None and operation.args[1] == 1 and operand.meta == meta:
         return operand

@@ -67,7 +67,7 @@ class _Emitter:
             self.constants.append((here[value], tensor))
         for operation in graph.operations:
             self.operations.append(self.renamed(operation, first, here))
-        made = {value for operation in graph.operations for value in operation.tensors}
+        made = graph.producers.keys()
         self.specs.update((here[value], graph.specs[value]) for value in made & graph.specs.keys())
         for result, local in zip(unit.results, fragment.results, strict=True):
             if result is not None and local is not None:  # torch's meta kernels return gradients not asked for

@@ -247,5 +247,4 @@ def last_uses(operations: Sequence[Operation], kept: Collection[Value]) -> dict[
 
 def unused_inputs(graph: Graph) -> list[Value]:
     """The inputs that no operation and no output uses."""
-    used = {*graph.outputs, *(value for operation in graph.operations for value in operation.operands)}
-    return [value for value in graph.inputs if value not in used]
+    return [value for value in graph.inputs if value not in graph.reads]

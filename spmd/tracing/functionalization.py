@@ -15,6 +15,7 @@ from spmd.errors import TraceError
 from spmd.ir.effectful import effectful_form, has_side_effects
 from spmd.ir.graph import map_leaves
 from spmd.ir.list_operators import list_decomposition
+from spmd.ir.operator_kinds import INDEXED_WRITES
 from spmd.tracing.assignments import check_masks
 from spmd.tracing.nested_tracers import refuse_recording
 from spmd.tracing.operand_dtypes import check_products
@@ -35,8 +36,6 @@ _SAFE = {
 """Views that torch does not track as views, and the views to use instead: a write to them must reach their base."""
 
 _RESIZES = frozenset({aten.resize_.default, aten.resize_as_.default})
-
-_INDEXED_WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
 
 
 class Functionalization(FunctionalTensorMode):
@@ -66,7 +65,7 @@ class Functionalization(FunctionalTensorMode):
         with self:
             args, kwargs = map_leaves(self._lift, args), map_leaves(self._lift, kwargs or {})
         func = _SAFE.get(func, func)
-        if func in _INDEXED_WRITES:
+        if func in INDEXED_WRITES:
             check_masks(args[0], args[1])
         check_products(func, args)
         if func in REPLACEMENTS:

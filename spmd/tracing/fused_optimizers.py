@@ -150,16 +150,16 @@ def _decayed(p: Tensors, g: Tensors, lr: float | Tensor, decay: float, decoupled
     return p, torch._foreach_add(g, p, alpha=decay)
 
 
-FUSED: Mapping[torch._ops.OpOverload, Callable[..., Any]] = MappingProxyType(
+FUSED_DECOMPOSITIONS: Mapping[torch._ops.OpOverload, Callable[..., Any]] = MappingProxyType(
     {
-        aten._fused_sgd.default: _sgd,
-        aten._fused_sgd.tensor_lr: _sgd,
-        aten._fused_adagrad.default: _adagrad,
-        aten._fused_adagrad.tensor_lr: _adagrad,
-        aten._fused_adam.default: _adam(decoupled=False),
-        aten._fused_adam.tensor_lr: _adam(decoupled=False),
-        aten._fused_adamw.default: _adam(decoupled=True),
-        aten._fused_adamw.tensor_lr: _adam(decoupled=True),
+        getattr(packet, overload): decomposition
+        for packet, decomposition in (
+            (aten._fused_sgd, _sgd),
+            (aten._fused_adagrad, _adagrad),
+            (aten._fused_adam, _adam(decoupled=False)),
+            (aten._fused_adamw, _adam(decoupled=True)),
+        )
+        for overload in ("default", "tensor_lr")
     }
 )
 """Decompositions of the functional fused optimizers; scalars passed as tensors are 0-d or have one element."""

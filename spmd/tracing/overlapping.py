@@ -16,6 +16,7 @@ import torch
 
 from spmd.errors import TraceError
 from spmd.ir.graph import iterate_leaves
+from spmd.ir.operator_kinds import FILLS_IN_PLACE
 from spmd.tracing.as_strided import overlaps
 from spmd.tracing.source import where
 
@@ -26,8 +27,7 @@ _STRIDED = frozenset({aten.as_strided.default, aten.unfold.default})
 """Views that functionalization inverts wrongly; its inverse of `unfold` loses the elements between the windows."""
 
 _FILLS = frozenset({
-    aten.fill_.Scalar, aten.zero_.default, aten.masked_fill_.Scalar, aten.index_fill_.int_Scalar,
-    aten.tril_.default, aten.triu_.default,
+    *FILLS_IN_PLACE, aten.masked_fill_.Scalar, aten.index_fill_.int_Scalar, aten.tril_.default, aten.triu_.default,
 })  # fmt: skip
 """Writes of one number: memory that several elements share gets it if the write selects any of them."""
 

@@ -27,7 +27,7 @@ from spmd.core.spec import NESTED, TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.effectful import original
 from spmd.ir.evaluation import evaluated
-from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
+from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves, producers_of
 from spmd.ir.host_functions import Handle
 from spmd.ir.list_operators import list_decomposition
 from spmd.ir.names import Namer
@@ -131,7 +131,7 @@ class Recorder(FakeTensorMode):
 
     def source_of(self, tensor: torch.Tensor) -> Source | None:
         """The line of the operation that produced a tensor, or of its nearest ancestor that has a line."""
-        producers = {result: operation for operation in self.operations for result in operation.tensors}
+        producers = producers_of(self.operations)
         pending = [self.value(tensor)]
         for candidate in pending:
             operation = producers.get(candidate)

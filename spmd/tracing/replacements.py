@@ -9,7 +9,7 @@ import torch
 from torch._prims_common import canonicalize_dim
 
 from spmd.errors import TraceError
-from spmd.tracing.fused_optimizers import FUSED
+from spmd.tracing.fused_optimizers import FUSED_DECOMPOSITIONS
 from spmd.tracing.source import where
 
 aten = torch.ops.aten
@@ -90,22 +90,23 @@ def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: f
     return NotImplemented
 
 
-def _fused_optimizer(op: torch._ops.OpOverload, functional: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A fused optimizer step as its decomposition and copies.
+def _fused_optimizer(functional: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, Callable[..., Any]]:
+    """A fused optimizer that writes in place, and its step as its decomposition and copies.
 
     Torch has no meta kernel for some, and for the others takes an empty list for one of other tensors.
     """
+    op = getattr(getattr(aten, f"{functional.overloadpacket.__name__}_"), functional._overloadname)
     has_meta = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if has_meta and all(args):
             return NotImplemented
-        for targets, results in zip(args, FUSED[functional](*args, **kwargs), strict=False):
+        for targets, results in zip(args, FUSED_DECOMPOSITIONS[functional](*args, **kwargs), strict=False):
             for target, result in zip(targets, results, strict=True):
                 target.copy_(result)
         return None
 
-    return step
+    return op, step
 
 
 def _fake_quantized(x: torch.Tensor, *args: Any) -> Any:
@@ -135,16 +136,7 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     aten.expand.default: _expand,
     aten.lerp_.Scalar: _lerp,
     aten.lerp_.Tensor: _lerp,
-    **{
-        getattr(inplace, overload): _fused_optimizer(getattr(inplace, overload), getattr(functional, overload))
-        for inplace, functional in (
-            (aten._fused_sgd_, aten._fused_sgd),
-            (aten._fused_adam_, aten._fused_adam),
-            (aten._fused_adamw_, aten._fused_adamw),
-            (aten._fused_adagrad_, aten._fused_adagrad),
-        )
-        for overload in ("default", "tensor_lr")
-    },
+    **dict(map(_fused_optimizer, FUSED_DECOMPOSITIONS)),
     **{op: _restrided(op, positions, of) for positions, of, ops in _STRIDES for op in ops},
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._cdist_backward.default: _cdist_backward,

@@ -14,6 +14,7 @@ from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.ir.graph import iterate_leaves
+from spmd.ir.operator_kinds import VIEWS
 
 aten = torch.ops.aten
 
@@ -168,8 +169,6 @@ _BY_ARGUMENTS: Mapping[torch._ops.OpOverload, _Like] = {
 _OF_FIRST = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.clone.default})
 """Pointwise operators whose results have the strides of their first operand, not those of TensorIterator."""
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-
 
 def _viewed(output: torch.Tensor, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A view with the strides of its dims of length 1 as in C++; kernels read them to tell memory formats apart."""
@@ -188,7 +187,7 @@ def _is_simple(operands: Sequence[torch.Tensor]) -> bool:
 
 def with_kernel_strides(func: Any, args: Sequence[Any], outputs: Any) -> Any:
     """The fake results of an operator with the strides of its CPU kernel; the same tensors if they have them."""
-    if func in _VIEWS:
+    if func in VIEWS:
         return _viewed(outputs, *args)
     pointwise = torch.Tag.pointwise in func.tags
     if not pointwise and func not in _LIKE and func not in _BY_ARGUMENTS:

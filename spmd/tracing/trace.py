@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import spmd.tracing.autograd_functions  # noqa: F401  # it hooks torch.autograd.Function
 from spmd.core.compile_lock import COMPILING
-from spmd.core.containers import CONSTANTS
 from spmd.core.mesh import Coordinate
 from spmd.core.pytree import leaf_remedy, tree_flatten
 from spmd.core.spec import TensorMeta, has_meta
+from spmd.core.value_types import CONSTANTS
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value
 from spmd.ir.names import Namer

@@ -194,7 +194,7 @@ MUTANTS = (
     mutant(
         "simplify: identity",
         "a flip, which keeps the shape, is taken for an operation that does nothing",
-        Patch(_SIMPLIFY, "_RESHAPERS", lambda ops: ops | {aten.flip.default}),
+        Patch(_SIMPLIFY, "RESHAPERS", lambda ops: ops | {aten.flip.default}),
         within="aten.flip.default",
     ),
     mutant(
@@ -312,7 +312,7 @@ MUTANTS = (
     mutant(
         "simplify: shape only",
         "a permutation that keeps the shape is taken for an operation that does nothing",
-        Patch(_SIMPLIFY, "_RESHAPERS", lambda ops: ops | {aten.permute.default}),
+        Patch(_SIMPLIFY, "RESHAPERS", lambda ops: ops | {aten.permute.default}),
         within="aten.permute.default",
     ),
     mutant(

@@ -34,6 +34,7 @@ from spmd.api.values.dtensor import DTensor, become, dispatch_operators_to, set_
 from spmd.core.mesh import Mesh
 from spmd.errors import ShardingError, TraceError
 from spmd.ir.graph import freeze, map_leaves
+from spmd.ir.operator_kinds import FILLS_IN_PLACE, INDEXED_WRITES
 from spmd.job import checks
 from spmd.runtime.torch_settings import are_modes_off, torch_settings
 from spmd.tracing.linearize import RecordingError, recorder
@@ -129,9 +130,6 @@ def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
     return index.nonzero().unbind(1) if index.dtype in (torch.bool, torch.uint8) else (index,)
 
 
-_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
-
-
 def _meshes(args: Sequence[Any]) -> list[Mesh]:
     """The meshes of the DTensors in an operator's first list, in order; none if it has no list."""
     listed = next((arg for arg in args if isinstance(arg, (list, tuple))), ())
@@ -171,7 +169,7 @@ def _written_views(op: Any, written: Sequence[int], held: list[DTensor]) -> tupl
     found = []
     for number in written:
         view = view_of(held[number])
-        if view is not None and (op in _FILLS or not view.overlaps(held[number])):
+        if view is not None and (op in FILLS_IN_PLACE or not view.overlaps(held[number])):
             place = next((n for n, tensor in enumerate(held) if n not in written and tensor is view.base), len(held))
             if place == len(held):
                 held.append(view.base)
@@ -280,7 +278,7 @@ _CONVERTED: Mapping[Any, Callable[[Any, Any], Any]] = {
     aten.copy_.default: _source,
     aten._foreach_copy_.default: lambda targets, sources: list(map(_source, targets, sources)),
     **dict.fromkeys(
-        (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default),
+        (aten.index.Tensor, *INDEXED_WRITES),
         lambda _, indexes: [place for index in indexes for place in _places(index)],
     ),
 }

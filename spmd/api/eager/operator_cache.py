@@ -14,6 +14,7 @@ from spmd.api.eager.operators import takes_any_number
 from spmd.api.eager.whole_operator import WholeOperator
 from spmd.api.values.dtensor import DTensor
 from spmd.core.compile_lock import COMPILING
+from spmd.core.value_types import TORCH_VALUES
 from spmd.errors import TraceError
 from spmd.runtime.torch_settings import are_modes_off
 from spmd.tracing.recorder import needs_values
@@ -136,4 +137,4 @@ def _read(leaves: Sequence[Any], key: list[Any], held: list[DTensor], any_number
     return True
 
 
-_CONSTANTS = frozenset({type(None), bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+_CONSTANTS = frozenset({type(None), bool, str, *TORCH_VALUES})

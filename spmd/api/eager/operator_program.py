@@ -11,7 +11,7 @@ import optree
 import torch
 
 from spmd.api.eager.families import Step, add_view, write
-from spmd.api.eager.operators import LIKE, is_elementwise, name_of, returns_arguments
+from spmd.api.eager.operators import is_elementwise, name_of, returns_arguments
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.values.communication import is_watched, record_program
@@ -21,6 +21,7 @@ from spmd.core.compile_lock import COMPILING
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
 from spmd.ir.graph import Graph, freeze, iterate_leaves, map_leaves
+from spmd.ir.operator_kinds import LIKE
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.codegen import name_origin
 from spmd.tracing.source import where
@@ -341,6 +342,6 @@ def slot_numbers(places: Sequence[tuple[int, str]], arguments: Arguments) -> tup
 def _like(call: OperatorCall, meta: TensorMeta) -> DTensorSpec | None:
     """The given spec of a result: that of the operand if it is like it; else None."""
     held = call.specs[0]
-    if call.op.overloadpacket not in LIKE or held.partial or held.meta.shape != meta.shape:
+    if call.op not in LIKE or held.partial or held.meta.shape != meta.shape:
         return None
     return attrs.evolve(held, meta=meta)

@@ -63,12 +63,3 @@ _INDEXES = frozenset({"index", "indices", "mask", "repeats"})
 
 _WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var")}
 """Arguments that an operator writes to although its schema does not say so."""
-
-
-LIKE = frozenset(
-    {
-        aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.rand_like, aten.randn_like,
-        aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided,
-    }
-)  # fmt: skip
-"""Operators whose results do not depend on the values of their operand, and have its spec if they have its shape."""

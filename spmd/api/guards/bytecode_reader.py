@@ -13,6 +13,7 @@ from spmd.api.guards.kinds import (
     LOOKUPS,
     is_plain,
 )
+from spmd.api.guards.limits import INSTRUCTIONS
 from spmd.api.guards.things import (
     UNKNOWN,
     Fixed,
@@ -22,9 +23,6 @@ from spmd.api.guards.things import (
     union,
 )
 from spmd.api.guards.whole_reads import WholeReads
-
-_STEPS = 50_000
-"""The most instructions that are followed."""
 
 
 class BytecodeReader(Attributes, Items, WholeReads, Calls):
@@ -37,7 +35,7 @@ class BytecodeReader(Attributes, Items, WholeReads, Calls):
             TooMuch: there were too many.
         """
         self._steps += 1
-        if self._steps > _STEPS:
+        if self._steps > INSTRUCTIONS:
             raise TooMuch(line)
 
     def name(self, names: Access, name: str, line: Line) -> Values:

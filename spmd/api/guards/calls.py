@@ -30,6 +30,7 @@ from spmd.api.guards.kinds import (
     is_users_object,
     wrapped_by,
 )
+from spmd.api.guards.limits import CALLS
 from spmd.api.guards.members import member
 from spmd.api.guards.things import (
     UNKNOWN,
@@ -43,7 +44,6 @@ from spmd.api.guards.things import (
 )
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_DEPTH = 80  # the most calls in calls that are followed
 
 
 class Calls(Following):
@@ -233,7 +233,7 @@ class Calls(Following):
         key = code, tuple(local.items()), tuple(self.cell(each, line) for each in cells.values())
         if key in self._running:
             return self._running[key]
-        if self._depth >= _DEPTH:
+        if self._depth >= CALLS:
             self.whole_arguments(list(local.values()), {}, line)
             return UNKNOWN
         self._running[key] = UNKNOWN

@@ -14,13 +14,11 @@ from typing import Any, TypeAlias
 import torch
 
 from spmd.api.guards.kinds import brief, is_plain, key_of_value
+from spmd.api.guards.limits import NUMEL
 from spmd.core.modules import ModuleStructure, reader, version_of
 
 Refer: TypeAlias = Callable[[Any], str]
 """The name of an object in generated code."""
-
-SMALL = 1024
-"""The most elements of a tensor whose values are compared after a write."""
 
 
 class Check:
@@ -361,7 +359,7 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 def _values_of(value: torch.Tensor) -> Any:
     """The values of a small tensor, exactly."""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.numel() > SMALL or value.layout != torch.strided:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.numel() > NUMEL or value.layout != torch.strided:
         return None
     if value.is_meta or value.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(value):
         return None

@@ -9,9 +9,6 @@ from typing import Any
 from spmd.api.guards.access import Access, Line, Step
 from spmd.api.guards.things import Made, Parts, Values
 
-ITEMS = 8192
-"""The most items of containers that are compared at a call."""
-
 
 class Following(abc.ABC):
     """Follows one function.

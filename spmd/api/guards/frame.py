@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from spmd.api.guards.flow_instructions import FlowInstructions
 from spmd.api.guards.instructions import Instruction, handlers_of, instructions_of
+from spmd.api.guards.limits import PASSES
 from spmd.api.guards.things import UNKNOWN, Values, constant, union
 from spmd.api.guards.value_instructions import ValueInstructions
 
-_PASSES = 4  # over a loop: what its variables may be grows from one to the next
 _OLD_BINARY = {"BINARY_ADD": "+", "BINARY_SUBTRACT": "-", "BINARY_MULTIPLY": "*", "BINARY_MODULO": "%"}
 _PUSHES_ONE = ("LOAD_BUILD_CLASS", "LOAD_ASSERTION_ERROR", "LOAD_LOCALS", "LOAD_COMMON_CONSTANT")
 
@@ -20,7 +20,7 @@ class Frame(ValueInstructions, FlowInstructions):
     def run(self) -> Values:
         """The value that the function returns."""
         parameters, instructions, handlers = self.local, instructions_of(self.code), handlers_of(self.code)
-        for _ in range(_PASSES):
+        for _ in range(PASSES):
             self._grown, alive = False, True
             self.stack, self.local = [], dict(parameters)
             for each in instructions:

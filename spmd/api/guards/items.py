@@ -18,7 +18,7 @@ from spmd.api.guards.checks import (
     OfSize,
     OfType,
 )
-from spmd.api.guards.following import ITEMS, Following
+from spmd.api.guards.following import Following
 from spmd.api.guards.kinds import (
     LOOKUPS,
     MAPPINGS,
@@ -27,6 +27,7 @@ from spmd.api.guards.kinds import (
     is_array,
     is_plain,
 )
+from spmd.api.guards.limits import ITEMS
 from spmd.api.guards.members import has_items, has_special, member
 from spmd.api.guards.things import (
     UNKNOWN,

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from spmd.core.static_key import VALUES, static_key
+from spmd.core.static_key import static_key
+from spmd.core.value_types import PLAIN
 from spmd.job.user_code import is_installed, is_user_file
-
-COMPARED = (*VALUES, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size)
-"""The types of values that are compared, and not their identity."""
 
 ROWS = (list, tuple, collections.deque)
 SETS = (set, frozenset)
@@ -26,12 +24,13 @@ NAMESPACES = (SimpleNamespace, argparse.Namespace)
 LOOKUPS = (collections.ChainMap, collections.UserDict, collections.UserList, type(os.environ))
 """Containers written in Python whose items are read without effects."""
 
+_PLAIN = frozenset({*PLAIN, type(Ellipsis), torch.Size})
 CALLABLES = (FunctionType, BuiltinFunctionType, type, functools.partial)
 
 
 def is_plain(value: Any) -> bool:
     """Test whether a value is compared by value."""
-    return type(value) in COMPARED
+    return type(value) in _PLAIN
 
 
 def is_array(value: Any) -> bool:

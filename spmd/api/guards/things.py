@@ -13,6 +13,7 @@ import attrs
 
 from spmd.api.guards.access import Access
 from spmd.api.guards.kinds import is_plain, key_of_value
+from spmd.api.guards.limits import THINGS
 
 
 @attrs.frozen
@@ -100,8 +101,6 @@ Values: TypeAlias = tuple[Thing, ...]
 SOMETHING = Unknown()
 UNKNOWN: Values = (SOMETHING,)
 NULL: Values = (Fixed("null"),)
-MOST = 256
-"""The most things that a value may be before it is anything."""
 
 
 def constant(value: Any) -> Values:
@@ -116,7 +115,7 @@ def constant(value: Any) -> Values:
 def union(*each: Iterable[Thing]) -> Values:
     """One of several possible values."""
     found = tuple(dict.fromkeys(thing for values in each for thing in values))
-    return found if len(found) <= MOST else (*found[:MOST], SOMETHING)
+    return found if len(found) <= THINGS else (*found[:THINGS], SOMETHING)
 
 
 def plain_value(values: Values) -> tuple[bool, Any]:

@@ -9,10 +9,9 @@ from typing import Any
 
 from spmd.api.guards.instructions import Instruction
 from spmd.api.guards.kinds import is_plain
+from spmd.api.guards.limits import LENGTH
 from spmd.api.guards.stack_frame import StackFrame
 from spmd.api.guards.things import NULL, UNKNOWN, Fixed, Parts, Values, constant, plain_value, union
-
-_LONG = 10_000  # the most characters or digits of a value that is computed here
 
 _BINARY = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
@@ -279,5 +278,5 @@ def _symbols() -> Mapping[int, str]:
 
 def _is_long(value: Any) -> bool:
     if isinstance(value, (str, bytes)):
-        return len(value) > _LONG
+        return len(value) > LENGTH
     return isinstance(value, int) and value.bit_length() > 256

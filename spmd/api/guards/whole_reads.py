@@ -23,7 +23,7 @@ from spmd.api.guards.checks import (
     OfTensor,
     OfType,
 )
-from spmd.api.guards.following import ITEMS, Following
+from spmd.api.guards.following import Following
 from spmd.api.guards.kinds import (
     LOOKUPS,
     MAPPINGS,
@@ -37,6 +37,7 @@ from spmd.api.guards.kinds import (
     is_users_object,
     wrapped_by,
 )
+from spmd.api.guards.limits import BYTES, DEPTH, ITEMS
 from spmd.api.guards.members import attributes_of, member, slots_of
 from spmd.api.guards.things import (
     UNKNOWN,
@@ -47,9 +48,6 @@ from spmd.api.guards.things import (
     Values,
 )
 
-_DEPTH = 100  # the most steps to what is compared
-BYTES = 1 << 18
-"""The most bytes of arrays that are compared at a call."""
 _SPECIAL = ("__call__", "__len__", "__bool__", "__iter__", "__contains__", "__getitem__", "__enter__", "__exit__")
 
 
@@ -118,7 +116,7 @@ class WholeReads(Following):
     def _spend(self, count: int, access: Access, line: Line) -> bool:
         """Admit so many more items to compare, or note that they are not."""
         self._items += count
-        if self._items <= ITEMS and access.depth <= _DEPTH:
+        if self._items <= ITEMS and access.depth <= DEPTH:
             return True
         self._items -= count
         if access.watched:

@@ -124,10 +124,8 @@ class _FeatureReader:
         self.weights = {value: number for number, value in enumerate(graph.inputs[:weights])}
         self.arguments = frozenset(graph.inputs[weights:])
         self.active = set(self.arguments)
-        self.consumers: dict[Value, dict[Operation, None]] = {}
+        self.consumers = graph.consumers
         for operation in graph.operations:
-            for operand in operation.operands:
-                self.consumers.setdefault(operand, {})[operation] = None
             if not self.active.isdisjoint(operation.operands):
                 self.active.update(operation.tensors)
         self.order = {operation: number for number, operation in enumerate(graph.operations)}

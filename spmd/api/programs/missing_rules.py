@@ -9,10 +9,10 @@ import torch
 
 from spmd.collectives.primitives import KINDS
 from spmd.inspect.plan import Plan
-from spmd.ir.graph import Operation, Value
-from spmd.ir.markers import MARKERS
+from spmd.ir.graph import Graph, Operation
 from spmd.ir.source import Source
 from spmd.plan.cost.account import account
+from spmd.plan.data.causes import is_passed
 from spmd.rules import RULES
 from spmd.tracing.source import user_source, where
 
@@ -29,12 +29,11 @@ def warn_of_missing_rules(plan: Plan) -> None:
         operation: sum(comm.bytes for comm in comms if KINDS[comm.kind].gathers)
         for operation, comms in account(plan).comms.items()
     }
-    producers = plan.graph.producers
     gathered: dict[tuple[torch._ops.OpOverload, Source | None], dict[Operation, str]] = {}
     for operation in plan.fallbacks:
         if operation.op.namespace in _OWN:
             continue
-        for gather in _gathers(operation, producers, sent):
+        for gather in _gathers(operation, plan.graph, sent):
             spec = f"{gather.operands[0].meta} {plan.layout(gather.operands[0])}"
             gathered.setdefault((operation.op, operation.source), {})[gather] = spec
     for (op, source), specs in gathered.items():
@@ -42,17 +41,13 @@ def warn_of_missing_rules(plan: Plan) -> None:
         _warn(op, source or user_source(), shown, sum(map(sent.__getitem__, specs)))
 
 
-def _gathers(
-    operation: Operation, producers: Mapping[Value, Operation], sent: Mapping[Operation, float]
-) -> Iterator[Operation]:
+def _gathers(operation: Operation, graph: Graph, sent: Mapping[Operation, float]) -> Iterator[Operation]:
     """The gathers of an operation's operands; views and markers may be in between."""
     for operand in dict.fromkeys(operation.operands):
-        producer = producers.get(operand)
-        while producer is not None and (producer.op in MARKERS or producer.is_view):
-            if sent.get(producer):
-                yield producer
-                break
-            producer = producers.get(producer.operands[0])
+        value = graph.origin(operand, lambda other: is_passed(other) and not sent.get(other))
+        producer = graph.producers.get(value)
+        if producer is not None and is_passed(producer):
+            yield producer
 
 
 def _warn(op: torch._ops.OpOverload, source: Source | None, specs: str, sent: float) -> None:

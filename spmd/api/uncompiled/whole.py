@@ -11,10 +11,10 @@ from spmd.api.transforms.transformed import call, is_transformed
 from spmd.api.uncompiled.whole_function import WholeFunction
 from spmd.api.values.arguments import check_argument, own_spec
 from spmd.api.values.leaves import as_argument, key_of
-from spmd.core.containers import CONSTANTS
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.pytree import flatten_with_paths, leaf_specs, tree_flatten
 from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.core.value_types import CONSTANTS
 from spmd.errors import MeshError, TraceError
 
 OutSpecs: TypeAlias = Callable[[Any, Sequence[DTensorSpec | None]], Sequence[DTensorSpec | None]]

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from spmd.core.containers import CONSTANTS
 from spmd.core.spec import has_meta
 from spmd.core.static_key import static_key
+from spmd.core.value_types import CONSTANTS
 
 DYNAMIC = "a number"
 """The key of a float."""

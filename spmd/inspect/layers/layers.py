@@ -151,7 +151,7 @@ class _Describer:
 
     def __init__(self, plan: PlanData, account: Account) -> None:
         self.plan, self.account = plan, account
-        self.program = {value: o for o in plan.request.graph.operations for value in o.tensors}
+        self.program = plan.request.graph.producers
         self.texts: dict[tuple[int, LogicalShape], str] = {}
 
     def alike(self, shares: Mapping[int, Share]) -> Iterator[LayerGroup]:

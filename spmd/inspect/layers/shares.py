@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from spmd.inspect.layers.repeats import Repeat
-from spmd.ir.graph import Operation, Value
+from spmd.ir.graph import Operation
 from spmd.plan.data.plan import PlanData
 
 
@@ -44,13 +44,8 @@ def find_shares(plan: PlanData, repeats: Sequence[Repeat]) -> dict[tuple[int, in
 class _ShareFinder:
     def __init__(self, plan: PlanData, repeats: Sequence[Repeat]) -> None:
         self.repeats = repeats
-        self.program = {value for operation in plan.request.graph.operations for value in operation.tensors}
-        self.made: dict[Value, Operation] = {}
-        self.users: dict[Value, list[Operation]] = defaultdict(list)
-        for operation in plan.graph.operations:
-            self.made.update(dict.fromkeys(operation.tensors, operation))
-            for value in dict.fromkeys(operation.operands):
-                self.users[value].append(operation)
+        self.program = plan.request.graph.producers
+        self.made, self.users = plan.graph.producers, plan.graph.consumers
         self.places = {
             value: Place(index, number, position)
             for index, repeat in enumerate(repeats)
@@ -73,7 +68,7 @@ class _ShareFinder:
 
     def takers(self, operation: Operation) -> Iterator[Place | None]:
         """The places of the program's operations that consume the results of an inserted one."""
-        for user in (user for value in operation.tensors for user in self.users[value]):
+        for user in (user for value in operation.tensors for user in self.users.get(value, ())):
             if user.tensors and user.tensors[0] not in self.program:
                 yield from self.takers(user)
             else:

@@ -26,12 +26,10 @@ def write_in_place(graph: Graph, donated: Iterable[int]) -> Graph:
     writable = {graph.inputs[position] for position in donated}
     if not writable and all(operation.op not in FUSED for operation in graph.operations):
         return graph
-    last = {value: operation for operation in graph.operations for value in operation.operands}
-    last |= dict.fromkeys(graph.outputs)  # type: ignore[arg-type]
-    operations = []
+    kept, operations = frozenset(graph.outputs), []
     for operation in graph.operations:
         pairs = rewritable(operation)
-        found = {a: b for a, b in pairs if a in writable and last[a] is operation}
+        found = {a: b for a, b in pairs if a in writable and a not in kept and graph.consumers[a][-1] is operation}
         writable.update(found.values())
         if found or operation.op in FUSED:
             free = tuple(a in found for a in targets(operation))

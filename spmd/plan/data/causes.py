@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import attrs
 
@@ -33,17 +33,12 @@ def find_causes(graph: Graph, layout: Callable[[Value], Layout]) -> dict[Operati
         graph: the program, with its redistributions as explicit operations.
         layout: the layout of a value.
     """
-    producers = graph.producers
-    users: dict[Value, Operation] = {}
-    for operation in graph.operations:
-        for value in operation.operands:
-            users.setdefault(value, operation)
     causes = {}
     for operation in graph.operations:
         if operation.op is REDISTRIBUTE:
             (operand,), (result,) = operation.operands, operation.tensors
-            origin, giver = _producer_of(operand, producers)
-            taker = _consumer_of(result, users)
+            origin, taker = graph.origin(operand, is_passed), _consumer_of(graph, result)
+            giver = graph.producers.get(origin)
             produced = f"input {origin.name} has" if giver is None else f"{giver.name} produces"
             required = "the result" if taker is None else taker.name
             sources = (party.source for party in (operation, taker, giver) if party is not None)
@@ -61,16 +56,15 @@ def cause_of(operation: Operation) -> Cause:
     return Cause(f"{operator_name(operation.op)} over a sharded dim", operation.source)
 
 
-def _producer_of(value: Value, producers: Mapping[Value, Operation]) -> tuple[Value, Operation | None]:
-    producer = producers.get(value)
-    while producer is not None and (producer.op in MARKERS or producer.is_view):
-        value = producer.operands[0]
-        producer = producers.get(value)
-    return value, producer
+def is_passed(operation: Operation) -> bool:
+    """Test for a view or a marker, which stands between those that a cause names."""
+    return operation.op in MARKERS or operation.is_view
 
 
-def _consumer_of(value: Value, users: dict[Value, Operation]) -> Operation | None:
-    user = users.get(value)
-    while user is not None and (user.op in MARKERS or user.is_view):
-        user = users.get(user.tensors[0])
-    return user
+def _consumer_of(graph: Graph, value: Value) -> Operation | None:
+    while value in graph.consumers:
+        consumer = graph.consumers[value][0]
+        if not is_passed(consumer):
+            return consumer
+        value = consumer.tensors[0]
+    return None

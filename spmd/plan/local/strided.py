@@ -14,23 +14,20 @@ from spmd.collectives.local import run_local
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.operator_kinds import VIEWS
+from spmd.ir.simplify import identity
 
 aten = torch.ops.aten
 
 RESHAPE = aten.reshape.default
 
-_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
-
 _TO_PARTIAL = torch.ops.spmd.to_partial.default
-
-_IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
-"""Operators that lowering removes, because a functional program needs no copies."""
 
 
 def as_reshape(operation: Operation) -> Operation:
     """An operation as lowered: a view is a reshape, because a shard may have other strides than the global tensor, or
     than the operands with which a local implementation was traced."""
-    return attrs.evolve(operation, op=RESHAPE) if operation.op in _VIEWS else operation
+    return attrs.evolve(operation, op=RESHAPE) if operation.op in VIEWS else operation
 
 
 @attrs.frozen
@@ -118,10 +115,9 @@ def results_of(
     fresh = tuple(Result(Strided.contiguous(meta)) for meta in metas)
     if not operands or operation.effect is not None or operation.op is _TO_PARTIAL:
         return fresh
-    first = layouts[operands[0]]
-    same = len(metas) == 1 and metas[0] == first.meta
-    if same and (operation.op in _IDENTITIES or operation.op in (RESHAPE, aten.expand.default)):
-        return (Result(first, 0),)
+    same = identity(operation)
+    if same is not None:  # lowering removes it
+        return (Result(layouts[same], operands.index(same)),)
     given = [layouts[value] for value in operands]
     if torch.Tag.pointwise in operation.op.tags and all(layout.is_contiguous for layout in given):
         return fresh

@@ -17,7 +17,7 @@ import attrs
 from spmd.core.mesh import Coordinate
 from spmd.errors import PlanError
 from spmd.ir.graph import Operation, Value
-from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.markers import MARKERS
 from spmd.ir.source import Source
 from spmd.plan.cost.account import account, launched
 from spmd.plan.data.plan import AnyPlan, PlanData
@@ -56,12 +56,10 @@ def memory_prices(plan: PlanData, price: float) -> dict[Value, float]:
         plan: the plan.
         price: the price of the whole peak, as a multiple of the plan's predicted time.
     """
-    producers = plan.graph.producers
     found = {}
-    for value in (item.value for item in memory_of(plan).held if item.value is not None):
-        while value in producers and producers[value].op in (REDISTRIBUTE, RELABEL):
-            value = producers[value].operands[0]
-        if value in producers:
+    for held in (item.value for item in memory_of(plan).held if item.value is not None):
+        value = plan.graph.origin(held, lambda operation: operation.op in MARKERS)
+        if value in plan.graph.producers:
             found[value] = price * plan.seconds / memory_of(plan).peak
     return found
 

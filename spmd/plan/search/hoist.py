@@ -7,11 +7,10 @@ its subtraction, where its sum could be sent neither together with others nor be
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 
 import attrs
 
-from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.graph import Graph, Operation
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.plan.data.dataflow import is_pointwise
 
@@ -21,13 +20,9 @@ def hoist_sent(graph: Graph) -> Graph:
 
     No result of a redistribution is needed earlier for it.
     """
-    readers: dict[Value, list[Operation]] = defaultdict(list)
-    for operation in graph.operations:
-        for value in operation.operands:
-            readers[value].append(operation)
     kept, moved = set(graph.outputs), set[Operation]()
     for operation in reversed(graph.operations):
-        read = [reader for value in operation.tensors for reader in readers[value]]
+        read = [reader for value in operation.tensors for reader in graph.consumers.get(value, ())]
         only_sent = all(reader.op is REDISTRIBUTE or reader in moved for reader in read)
         if read and only_sent and kept.isdisjoint(operation.tensors) and _moves(operation):
             moved.add(operation)

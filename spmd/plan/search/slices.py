@@ -5,7 +5,7 @@ Every rank draws whole random tensors. So a sharded initialization holds one of 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 
 import attrs
@@ -18,7 +18,6 @@ from spmd.ir.markers import REDISTRIBUTE
 
 def slice_early(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> Graph:
     """Move each redistribution that only slices, and that alone reads its operand, to just behind what makes that."""
-    readers = Counter([*graph.outputs, *(value for operation in graph.operations for value in operation.operands)])
     makers = graph.producers
     behind: dict[Operation, list[Operation]] = defaultdict(list)
     moved = set()
@@ -26,7 +25,7 @@ def slice_early(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> Graph:
         if operation.op is not REDISTRIBUTE:
             continue
         (value,), (result,) = operation.operands, operation.tensors
-        if value in makers and readers[value] == 1 and only_slices(specs[value], specs[result]):
+        if value in makers and graph.reads[value] == 1 and only_slices(specs[value], specs[result]):
             behind[makers[value]].append(operation)
             moved.add(operation)
     if not moved:

@@ -14,7 +14,7 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.names import Namer
 from spmd.ir.source import Source
-from spmd.tracing.fused_optimizers import FUSED
+from spmd.tracing.fused_optimizers import FUSED_DECOMPOSITIONS
 from spmd.tracing.numbers import traced
 from spmd.tracing.recorder import Recorder
 
@@ -311,6 +311,6 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape),
     **{op: _torch_body(op) for op in _LOSSES},
-    **FUSED,
+    **FUSED_DECOMPOSITIONS,
 }
 """Decompositions that are always applied: sums of shards add up to the global sum, means of shards do not."""

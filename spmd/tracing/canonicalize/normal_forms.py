@@ -11,6 +11,7 @@ import torch
 from spmd.collectives.primitives import UNTYPED
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.operator_kinds import FILLS, fill_number
 from spmd.ir.simplify import makes_channels_last
 
 OpOverload = torch._ops.OpOverload
@@ -70,17 +71,13 @@ def _swapped(ndim: int, args: tuple[Any, ...]) -> list[int]:
     return order
 
 
-def _filled(value: float | bool | None = None, argument: int | None = None) -> _Form:
-    """The normal form of a tensor of one number: `full` of `value`, or of the positional argument `argument`."""
-
-    def form(operation: Operation) -> OperatorCall:
-        number = value if argument is None else operation.args[argument]
-        if isinstance(number, Value):
-            return operation.op, operation.args, dict(operation.kwargs)
-        meta = _meta(operation)
-        return aten.full.default, (list(meta.shape), number), {"dtype": meta.dtype}
-
-    return form
+def _filled(operation: Operation) -> OperatorCall:
+    """`full` of one number; uninitialized memory becomes zeros, so that results do not depend on the mesh."""
+    number = fill_number(operation.op, operation.args) if operation.op in FILLS else 0
+    if isinstance(number, Value):
+        return operation.op, operation.args, dict(operation.kwargs)
+    meta = _meta(operation)
+    return aten.full.default, (list(meta.shape), number), {"dtype": meta.dtype}
 
 
 def _renamed(op: OpOverload) -> _Form:
@@ -141,17 +138,11 @@ NORMAL_FORMS: Mapping[OpOverload, _Form] = {
     **_each(_permute(lambda ndim, args: list(reversed(range(ndim)))), aten.t.default, aten.t_copy.default),
     **_each(_permute(_swapped), aten.transpose.int, aten.transpose_copy.int),
     **_each(_permute(lambda ndim, args: list(args[1])), aten.permute.default, aten.permute_copy.default),
-    # Uninitialized memory becomes zeros, so that results do not depend on the mesh.
     **_each(
-        _filled(0),
-        aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default,
-        aten._efficientzerotensor.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
+        _filled,
+        *FILLS, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
         aten.new_empty_strided.default,
     ),
-    **_each(_filled(1), aten.ones.default, aten.ones_like.default, aten.new_ones.default),
-    **_each(_filled(argument=0), aten.scalar_tensor.default),
-    **_each(_filled(argument=1), aten.full.default, aten.full_like.default, aten.fill.Scalar),
-    **_each(_filled(argument=2), aten.new_full.default),
     **{getattr(aten, name).Scalar: _renamed(getattr(aten, name).Tensor) for name in ("add", "sub", "mul", "div")},
     aten.div.Scalar_mode: _renamed(aten.div.Tensor_mode),
     # torch's lazy conjugate and negative bits become explicit operators: the copies that resolve them are removed.

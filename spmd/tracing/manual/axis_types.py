@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-import torch
-
 from spmd.collectives.axis_types import AxisType
 from spmd.collectives.environment import bound_axes
 from spmd.collectives.manual import ENTER, LEAVE, region_axes
@@ -22,29 +20,16 @@ from spmd.core.spec import P
 from spmd.core.spec_text import parse_spec
 from spmd.errors import TraceError
 from spmd.ir.effects import Effect
-from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.graph import Graph, Operation, Value, producers_of
+from spmd.ir.operator_kinds import COPIES, LIKE, RESHAPERS, fill_number
 from spmd.ir.source import Source
 from spmd.rules import RULES, derive_strategies, find_rule
 from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.source import where
 
-aten = torch.ops.aten
 Types = Mapping[str, AxisType]
 _I, _V, _U, _R = AxisType.INVARIANT, AxisType.VARYING, AxisType.UNREDUCED, AxisType.REDUCED
 _OUTSIDE: Types = MappingProxyType({})
-
-_BY_SHAPE = frozenset({
-    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,
-    aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default,
-    aten.new_empty_strided.default, aten.rand_like.default, aten.randn_like.default, aten.randint_like.default,
-    aten.randint_like.low_dtype,
-})  # fmt: skip
-"""Operators that read the shape and dtype of their operand, and not its elements."""
-
-_ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
-_FILLS = frozenset({aten.scalar_tensor.default, aten.full.default, aten.full_like.default, aten.new_full.default})
-_COPIES = frozenset({aten.expand.default, aten.view.default, aten.clone.default, aten._to_copy.default})
-"""Operators that make zeros; that fill with a number; and whose results are zeros if their operand is."""
 
 
 def types_of_spec(spec: P, axes: Iterable[str], reduced: Sequence[str] = ()) -> dict[str, AxisType]:
@@ -95,7 +80,7 @@ class AxisTypes:
             return self._enter(operation)
         if operation.op is LEAVE:
             return self._leave(operation)
-        if not operation.operands or operation.op in _BY_SHAPE or all(map(self.is_constant, operation.operands)):
+        if not operation.operands or operation.op in LIKE or all(map(self.is_constant, operation.operands)):
             self._constant.update(operation.tensors)
         if self._is_zero(operation):
             self._zero.update(operation.tensors)
@@ -134,10 +119,11 @@ class AxisTypes:
 
     def _is_zero(self, operation: Operation) -> bool:
         """Whether an operation makes zeros, which are a sum of zeros too: derivatives write gradients to them."""
-        if operation.op in _FILLS:
-            return next(a for a in reversed(operation.args) if isinstance(a, (bool, int, float))) == 0
-        copied = operation.op in _COPIES and any(value in self._zero for value in operation.operands[:1])
-        return operation.op in _ZEROS or copied
+        copied = operation.op in COPIES or operation.op in RESHAPERS
+        if copied and any(value in self._zero for value in operation.operands[:1]):
+            return True
+        number = fill_number(operation.op, operation.args)
+        return isinstance(number, (bool, int, float)) and number == 0
 
     def _set(self, operation: Operation, types: Types) -> None:
         self._types.update(dict.fromkeys(operation.tensors, MappingProxyType(dict(types))))
@@ -185,7 +171,7 @@ class AxisTypes:
                 light.add(held)
             else:
                 found.setdefault(held, value)
-        if operation.op in _BY_SHAPE:
+        if operation.op in LIKE:
             return _V if _V in found or _V in light else _I
         if _V in found and len(found) > 1:
             inside = axis in bound_axes() or all(axis in self.of(value) for value in found.values())
@@ -242,7 +228,7 @@ class AxisTypes:
 
     def origin(self, value: Value, axis: str) -> str:
         """The operation and line at which a value got its type along an axis, for messages."""
-        producers = {result: operation for operation in self._operations for result in operation.tensors}
+        producers = producers_of(self._operations)
         held = self.of(value).get(axis, _I)
         while True:
             made = producers.get(value)
