@@ -73,6 +73,14 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 20, 50)
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures of the file
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Let it pass over what a file of tests leaves behind, too: else each file's collections go through all before."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests of what goes wrong several times in a row, as `make test-faults` wants it."""
     runs = int(os.environ.get("SPMD_FAULT_RUNS", "1"))

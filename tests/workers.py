@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
 import tempfile
 import traceback
@@ -117,6 +118,8 @@ def plan_for_the_default_machine() -> None:
 def _serve(connection: Connection, rank: int) -> None:
     """The life of a worker: calls come, answers go."""
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported, as in tests/conftest.py
+    gc.set_threshold(10_000, 20, 50)
     plan_for_the_default_machine()
     job = ""
     while True:

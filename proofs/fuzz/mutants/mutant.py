@@ -81,9 +81,13 @@ class Mutant:
 
 def clear_caches() -> None:
     """Clear the caches of this package's functions."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()  # what is frozen is not among the objects
     for found in gc.get_objects():
         if type(found) is functools._lru_cache_wrapper and str(found.__module__).startswith("spmd."):
             found.cache_clear()
+    if frozen:
+        gc.freeze()
 
 
 def mutant(name: str, breaks: str, *patches: Patch, within: str = "") -> Mutant:
