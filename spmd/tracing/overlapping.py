@@ -26,9 +26,9 @@ aten = torch.ops.aten
 _STRIDED = frozenset({aten.as_strided.default, aten.unfold.default})
 """Views that functionalization inverts wrongly; its inverse of `unfold` loses the elements between the windows."""
 
-_FILLS = frozenset({
-    *FILLS_IN_PLACE, aten.masked_fill_.Scalar, aten.index_fill_.int_Scalar, aten.tril_.default, aten.triu_.default,
-})  # fmt: skip
+_FILLS = (FILLS_IN_PLACE - {aten.fill_.Tensor}) | {  # torch refuses that one
+    aten.masked_fill_.Scalar, aten.index_fill_.int_Scalar, aten.tril_.default, aten.triu_.default,
+}  # fmt: skip
 """Writes of one number: memory that several elements share gets it if the write selects any of them."""
 
 

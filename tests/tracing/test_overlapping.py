@@ -118,12 +118,13 @@ REFUSED = {
     "mul_": lambda v: v.expand(2, 4, 3).mul_(2),
     "add_": lambda v: v.expand(2, 4, 3).add_(torch.ones(2, 4, 3)),
     "copy_": lambda v: v.expand(2, 4, 3).copy_(torch.ones(2, 4, 3)),
+    "fill_ with a tensor": lambda v: v.expand(2, 4, 3).fill_(torch.ones(())),
     "unfold": lambda v: v.unfold(0, 2, 1).mul_(2),
     "as_strided": lambda v: v.as_strided((4, 3), (1, 1)).mul_(2),
 }
 
 
-@pytest.mark.parametrize("name", ["mul_", "add_", "copy_"])
+@pytest.mark.parametrize("name", ["mul_", "add_", "copy_", "fill_ with a tensor"])
 def test_torch_refuses_what_is_expanded(name):
     with pytest.raises(RuntimeError, match="more than one element"):
         REFUSED[name](X * 1)
