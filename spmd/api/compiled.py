@@ -357,7 +357,7 @@ class Compiled(Generic[_Result]):
 
     def adopt(self, signature: Signature) -> None:
         """Take the modules of a call of an equal signature: they may be others, or hold other tensors."""
-        if self._has_modules:
+        if self._has_modules and signature is not self.signature:
             self.signature = signature
             self.flatten = flattener(signature.tree)  # now: it compares with the modules as they are
 
