@@ -251,7 +251,7 @@ class Jitted(Generic[_Arguments, _Result]):
     def _lookup(
         self, args: tuple[Any, ...], keywords: dict[str, Any], mesh: Mesh
     ) -> tuple[Compiled[_Result], CallArguments]:
-        """What is compiled for the signature of a call, and its arguments.
+        """The program for the signature of a call, and the arguments of the call.
 
         What is new is checked, and compiled stage by stage when used.
         """

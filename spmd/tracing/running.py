@@ -1,4 +1,4 @@
-"""What a call of a function under `jit` or `shard_map` is here: in a trace that is running, as written, or compiled."""
+"""The kind of a call of a function under `jit` or `shard_map`: in a running trace, as written, or compiled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class RunningTrace(Protocol):
         in_backward: makes the context in which Python code of backward passes runs.
         gather: returns a Python value of every rank, in rank order, where each rank runs by itself; None in a trace,
             which is for all ranks.
-        in_backward: makes the context in which Python code of backward passes runs.
     """
 
     unevenness: Unevenness | None

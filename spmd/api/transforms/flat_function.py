@@ -34,7 +34,7 @@ class FlatFunction(ABC, Generic[_InSpec, _OutSpec]):
     """
 
     residuals: Sequence[Any] = ()
-    """What it returns after its results, for `SavesResiduals`."""
+    """The values that a call returns after its results; only `SavesResiduals` has any."""
 
     def __init__(self, function: Flat, mesh: Mesh, in_specs: Sequence[_InSpec], plain: Sequence[int]) -> None:
         self.function, self.mesh, self.in_specs, self.plain = function, mesh, tuple(in_specs), tuple(plain)
@@ -44,7 +44,7 @@ class FlatFunction(ABC, Generic[_InSpec, _OutSpec]):
     @property
     @abstractmethod
     def is_random(self) -> bool:
-        """Whether it may draw random numbers."""
+        """True if it may draw random numbers."""
 
     @abstractmethod
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -148,7 +148,7 @@ class FlatFunction(ABC, Generic[_InSpec, _OutSpec]):
 
 
 def is_continuous(value: Any) -> bool:
-    """Whether a tensor, or one of a meta, can have derivatives."""
+    """Test a tensor, or a meta, for a dtype that has derivatives."""
     return bool(value.dtype.is_floating_point or value.dtype.is_complex)
 
 

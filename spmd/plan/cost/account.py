@@ -75,7 +75,7 @@ def launched(plan: AnyPlan, found: Account, schedule: LaunchSchedule | None) -> 
 
 
 def assignment_of(plan: PlanData) -> Assignment:
-    """What a plan decides, as the cost model takes it."""
+    """The assignment of a plan, as the cost model takes it."""
     states = {spec: _states(plan, spec) for spec in set(plan.specs.values())}
     markers = [operation for operation in plan.graph.operations if operation.op is RELABEL]
     return Assignment(

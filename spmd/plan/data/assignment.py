@@ -1,4 +1,4 @@
-"""What is decided about a program: placements of values and strategies of operations; prices depend on no more."""
+"""Decisions about a program, on which its price depends: placements of values and strategies of operations."""
 
 from __future__ import annotations
 
