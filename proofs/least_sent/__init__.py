@@ -1,1 +1,1 @@
-"""What ranks must at least send for an operator, beside what its plan sends: `python -m proofs.least_sent`."""
+"""A lower bound of what ranks send for an operator, beside its plan: `python -m proofs.least_sent`."""

@@ -30,7 +30,7 @@ _ZERO = 1e-8
 
 @attrs.frozen
 class LeastSent:
-    """What ranks send at least, in numbers.
+    """A lower bound of what ranks send, in numbers.
 
     Args:
         sent: by one rank, to give others what only it holds.
@@ -52,7 +52,7 @@ class LeastSent:
 
     @property
     def numbers(self) -> float:
-        """What the rank that sends most sends; a ring sends each number that stays on all n ranks 2(n - 1)/n times."""
+        """The numbers of the rank that sends most; a ring sends one that stays on all n ranks 2(n - 1)/n times."""
         least = max(self.received, self.sent)
         if not self.replicated or self.ranks == 1:
             return least
@@ -75,7 +75,7 @@ def least_sent(
     specs: Sequence[DTensorSpec],
     results: Sequence[DTensorSpec],
 ) -> LeastSent:
-    """What ranks send at least to compute a function.
+    """Bound from below what ranks send to compute a function.
 
     Args:
         function: the function, of floating operands in float64; others are the same at all points.

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from proofs.least_sent.sweep import Entry
+from proofs.least_sent.sweep import LIMIT, Entry
 from proofs.page import table
-
-LIMIT = 2.0
-"""The ratio up to which an operator counts as one that sends what it must."""
 
 
 def markdown(entries: Sequence[Entry], ranks: int) -> str:
@@ -20,7 +17,9 @@ def markdown(entries: Sequence[Entry], ranks: int) -> str:
     lines = [
         f"{ranks} ranks, {len(planned)} entries, {calls} calls on placements, of which {within} send at most "
         f"{LIMIT:.0f}x what they must. {len(above)} entries ({share:.1f}%) have a call above it, here the worst one of "
-        "each. Ranks of the smallest shard count, too: where few rows are uneven, buffers of equal length are more.",
+        "each. Ranks of the smallest shard count, too: where few rows are uneven, buffers of equal length are more. "
+        f"{len(entries) - len(planned)} more entries have no such call, and {sum(bool(e.failure) for e in entries)} "
+        "have one that fails, is refused or takes too long.",
         "",
         *table(
             ["entry", "sent", "least", "ratio", "call"],

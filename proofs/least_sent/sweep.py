@@ -1,4 +1,4 @@
-"""What plans of single calls send, beside what must be sent; prices are such that only bytes count."""
+"""Sweep over single calls: their plans at prices where only bytes count, beside the lower bound."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ _NUMBER = 8
 """The bytes of a number: all is computed in float64."""
 _LARGEST = 260
 """The most elements of the operands, or of the results, of a call: each is a row or a column of its derivative."""
+LIMIT = 2.0
+"""The ratio up to which a call counts as one that sends what it must."""
 
 
 @attrs.frozen
 class Sent:
-    """What the plan of a call sends.
+    """A call on placements: what its plan sends, and the bound.
 
     Args:
         label: the call, and the specs of its operands and results.
@@ -61,7 +63,7 @@ class Entry:
         name: its name.
         calls: the calls on placements that were planned.
         worst: the one with the largest ratio; None if there is no call.
-        within: how many have a ratio of at most 2.
+        within: how many have a ratio of at most `LIMIT`.
         failure: why there is none, or why some are missing.
     """
 
@@ -82,17 +84,17 @@ def sweep_entry(entry: Any, ranks: int = 2, samples: int = 3, limit: int = 4, ba
         except Exception as error:  # torch's own errors, and what is refused: the sweep of operators reports these
             failure = f"{type(error).__name__}: {error!s:.80}"
     worst = max(found, key=lambda sent: sent.ratio, default=None)
-    return Entry(full_name(entry), len(found), worst, sum(sent.ratio <= 2 for sent in found), failure)
+    return Entry(full_name(entry), len(found), worst, sum(sent.ratio <= LIMIT for sent in found), failure)
 
 
 def sent_by(case: Case, mesh: Mesh, limit: int, rules: Mapping[torch._ops.OpOverload, Rule] = RULES) -> Iterator[Sent]:
-    """What the plans of a call send on some placements of its operands and results."""
-    points = [_point(case.tensors, number) for number in range(3)]
-    if sum(tensor.numel() for tensor in case.tensors) > _LARGEST or any(map(_is_complex, case.tensors)):
+    """Compare plans of a call on some placements of its operands and results with the bound."""
+    if not _is_bounded([TensorMeta.of(tensor) for tensor in case.tensors]):
         return
     graph = canonical(case)
-    if sum(value.meta.numel for value in graph.outputs) > _LARGEST or any(map(_is_complex, _empty(graph))):
+    if not _is_bounded([value.meta for value in graph.outputs]):
         return
+    points = [_point(case.tensors, number) for number in range(3)]
     for operands in _operands(case.tensors, mesh, limit):
         for results in _results(graph, operands, mesh):
             found = sent_on(case, graph, points, operands, results, rules)
@@ -108,7 +110,7 @@ def sent_on(
     results: Sequence[DTensorSpec],
     rules: Mapping[torch._ops.OpOverload, Rule] = RULES,
 ) -> Sent | None:
-    """What the plan of a call sends from some specs to others; None if nothing is known of what it must send."""
+    """Compare the plan of a call from some specs to others with the bound; None if there is no bound."""
 
     def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
         seed()
@@ -155,9 +157,6 @@ def _results(graph: Graph, operands: Sequence[DTensorSpec], mesh: Mesh) -> Itera
             yield [DTensorSpec.make(mesh, s, v.meta) for s, v in zip(chosen, graph.outputs, strict=True)]
 
 
-def _empty(graph: Graph) -> list[torch.Tensor]:
-    return [torch.empty(0, dtype=value.meta.dtype) for value in graph.outputs]
-
-
-def _is_complex(tensor: torch.Tensor) -> bool:
-    return tensor.is_complex()
+def _is_bounded(metas: Sequence[TensorMeta]) -> bool:
+    """Test for few elements, of real numbers."""
+    return sum(meta.numel for meta in metas) <= _LARGEST and not any(meta.dtype.is_complex for meta in metas)
