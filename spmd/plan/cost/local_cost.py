@@ -157,9 +157,7 @@ class LocalCost:
         return costless or operation in self.assignment.pinned
 
     def _body_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
-        """Seconds of the collective of a manual region, or of those in the local implementation of `strategy`."""
-        if strategy.body is None and operation.op not in COLLECTIVES:
-            return 0.0
+        """Seconds of the collective of a manual region, or of those in the local implementation on all planned axes."""
         chosen = {**self.assignment.strategies.get(operation, {}), axis: strategy}
         found = local_collectives(self.assignment, operation, chosen)
         return sum(self.machine.collective_seconds(kind, axes, sent) for kind, axes, sent in found)

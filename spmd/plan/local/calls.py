@@ -31,6 +31,7 @@ from spmd.plan.data.assignment import Assignment
 from spmd.plan.data.layout import regroup
 from spmd.plan.data.plan import PlanData
 from spmd.rules import find_rule
+from spmd.rules.along import combined
 from spmd.rules.rule import Body, Rule
 from spmd.rules.strategy import Strategy
 from spmd.tracing.numbers import traced
@@ -186,12 +187,8 @@ def with_local_size(args: tuple[Any, ...], position: int, shape: tuple[int, ...]
 
 def local_implementation(chosen: Mapping[str, Strategy]) -> tuple[Body, tuple[str, ...]] | None:
     """The local implementation in an operation's strategies and its mesh axes, major first; None if there is none."""
-    axes = tuple(axis for axis, strategy in chosen.items() if strategy.body is not None)
-    if not axes:
-        return None
-    body = chosen[axes[0]].body
-    assert body is not None
-    return body, axes
+    bodies = {axis: strategy.body for axis, strategy in chosen.items() if strategy.body is not None}
+    return (combined(bodies), tuple(bodies)) if bodies else None
 
 
 def runs_local_implementation(

@@ -11,6 +11,7 @@ from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import FREE, REDISTRIBUTE
 from spmd.plan.data.draft import Draft, logical_meta, spec_of
 from spmd.plan.search.boundary import expressed
+from spmd.rules.along import combine
 from spmd.rules.strategy import LOCAL_BODY, MANUAL, Strategy
 
 
@@ -121,10 +122,10 @@ def _is_end(operation: Operation, axis: str) -> bool:
 def runs_together(strategy: Strategy, other: Strategy) -> bool:
     """Whether two strategies of one operation can be combined on two mesh axes, given their local implementations.
 
-    A local implementation from a row of the rule requires the same strategy on both axes. One from a factor works for
-    whichever of the factor's atoms are sharded.
+    A local implementation from a row of the rule requires the same strategy on both axes, or one along another dim
+    (`Along`). One from a factor works for whichever of the factor's atoms are sharded.
     """
-    if strategy.body is None or other.body is None:
+    if strategy.body is None or other.body is None or combine(strategy.body, other.body):
         return True
     return strategy == other or (strategy.body is other.body and LOCAL_BODY not in (strategy.label, other.label))
 

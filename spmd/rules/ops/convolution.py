@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,15 +10,17 @@ from torch import Tensor
 
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.call import Call
+from spmd.rules.along import Along
 from spmd.rules.builders import requested
 from spmd.rules.notation import by_call, factors
 from spmd.rules.ops.halo import Halo
 from spmd.rules.partial import ignores, increasing, linear
-from spmd.rules.rule import Axes, Body, Row, Rule, table
+from spmd.rules.rule import Axes, Row, Rule, table
 
 aten = torch.ops.aten
 
 _Gradients: TypeAlias = tuple[Tensor | None, ...]
+Inner: TypeAlias = Callable[..., Any]
 
 
 def _terms(call: Call) -> tuple[str, str, str, str]:
@@ -66,9 +67,9 @@ def _least(x: Tensor, *least: int) -> Tensor:
     return aten.constant_pad_nd.default(x, pads) if any(added) else x
 
 
-def _cropped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    for dim, size in enumerate(shape):
-        x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
+def _cropped(x: Tensor, shape: Sequence[int], dims: Sequence[int] | None = None) -> Tensor:
+    for dim in range(x.ndim) if dims is None else dims:
+        x = x.narrow(dim, 0, shape[dim]) if x.shape[dim] != shape[dim] else x
     return x
 
 
@@ -135,52 +136,53 @@ def _unpadded(options: Sequence[Any], dim: int, space: int) -> list[Any]:
     return [stride, padding, dilation, transposed, output_padding, groups]
 
 
-@cache
-def _forward_over(dim: int) -> Body:
-    """The local implementation of the convolution with `dim` of image and result sharded."""
-
-    def body(axes: Axes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-        halo, result = _halo(call, dim, axes), call.results[0].shape
-        local = _unpadded(options, dim, x.ndim - 2)
-        if not call.argument("transposed"):
-            return _cropped(_convolve(halo.gather(x, max(result[dim], 1)), weight, bias, *local), result)
-        window = _convolve(_least(x), weight, None, *local)
-        y = _cropped(halo.scatter(window, result[dim]), result)
-        return y if bias is None else y + bias.view(-1, *(1,) * (x.ndim - 2))
-
-    return body
+def _forward_along(
+    axes: Axes, call: Call, inner: Inner, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+) -> Tensor:
+    """The convolution with `dim` of image and result sharded."""
+    halo, result = _halo(call, dim, axes), call.results[0].shape
+    convolve = _convolve if inner is call.op else inner
+    local, cut = _unpadded(options, dim, x.ndim - 2), (0, 1, dim)
+    if not call.argument("transposed"):
+        return _cropped(convolve(halo.gather(x, max(result[dim], 1)), weight, bias, *local), result, cut)
+    y = _cropped(halo.scatter(convolve(x, weight, None, *local), result[dim]), result, cut)
+    return y if bias is None else y + bias.view(-1, *(1,) * (x.ndim - 2))
 
 
-@cache
-def _backward_over(dim: int) -> Body:
-    """The local implementation of the gradients with `dim` of image and result sharded; weight and bias get Partial."""
+def _backward_along(
+    axes: Axes, call: Call, inner: Inner, dim: int, grad: Tensor, x: Tensor, weight: Tensor, *args: Any
+) -> _Gradients:
+    """The gradients with `dim` of image and result sharded; weight and bias get Partial."""
+    halo = _halo(call, dim, axes)
+    sizes, *options, mask = args
+    local = _unpadded(options, dim, x.ndim - 2)
 
-    def body(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> _Gradients:
-        halo = _halo(call, dim, axes)
-        local = _unpadded(args[1:-1], dim, x.ndim - 2)
-        if call.argument("transposed"):
-            dx, dw, _ = _differentiate(halo.gather(grad, max(x.shape[dim], 1)), _least(x), weight, local)
-        else:
-            window = halo.gather(x, max(grad.shape[dim], 1))
-            dx, dw, _ = _differentiate(_least(grad), window, weight, local)
-            dx = halo.scatter(dx, x.shape[dim]) if call.argument("output_mask")[0] else x  # not requested
-        bias = grad.sum([dim for dim in range(grad.ndim) if dim != 1])
-        return requested(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), bias)
+    def differentiate(grad: Tensor, x: Tensor) -> _Gradients:
+        if inner is call.op:
+            return _differentiate(grad, x, weight, local)
+        return inner(grad, x, weight, sizes, *local, mask)
 
-    return body
+    if call.argument("transposed"):
+        dx, dw, _ = differentiate(halo.gather(grad, max(x.shape[dim], 1)), x)
+    else:
+        dx, dw, _ = differentiate(grad, halo.gather(x, max(grad.shape[dim], 1)))
+        dx = halo.scatter(dx, x.shape[dim]) if dx is not None and mask[0] else None
+    bias = grad.sum([dim for dim in range(grad.ndim) if dim != 1])
+    dx = dx if dx is None else _cropped(dx, x.shape, (0, 1, dim))
+    return requested(call, dx, dw if dw is None else _cropped(dw, weight.shape), bias)
 
 
 def _cut_space(call: Call) -> Iterator[Row]:
     for dim in range(2, call.operands[0].ndim):
         replicated = (Replicate(),) * (len(call.operands) - 1)
-        yield Row((Shard(dim), *replicated), (Shard(dim),), _forward_over(dim))
+        yield Row((Shard(dim), *replicated), (Shard(dim),), Along(dim, _forward_along))
 
 
 def _cut_space_backward(call: Call) -> Iterator[Row]:
     for dim in range(2, call.operands[0].ndim):
         placed: tuple[Placement, ...] = (Shard(dim), Partial("sum"), Partial("sum"))
         results = tuple(placement for placement in requested(call, *placed) if placement is not None)
-        yield Row((Shard(dim), Shard(dim), Replicate()), results, _backward_over(dim))
+        yield Row((Shard(dim), Shard(dim), Replicate()), results, Along(dim, _backward_along))
 
 
 CONVOLUTION = table({

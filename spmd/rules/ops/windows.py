@@ -23,6 +23,7 @@ from spmd.collectives.environment import resolve_axes
 from spmd.core.placement import Replicate, Shard
 from spmd.core.spec import chunk_bounds
 from spmd.ir.call import Call
+from spmd.rules.along import Along
 from spmd.rules.rule import Axes, Row
 
 aten = torch.ops.aten
@@ -35,6 +36,9 @@ Interval: TypeAlias = tuple[int, int, int]
 
 Intervals: TypeAlias = Callable[[int, int], list[Interval]]
 """The intervals that the rows from `start` to `stop` of the result are, in order."""
+
+Inner: TypeAlias = Callable[..., Tensor]
+"""The operator, or its local implementation along another dim (`Along`)."""
 
 
 @attrs.frozen
@@ -290,18 +294,13 @@ def _padded(before: int, size: int) -> Intervals:
     return intervals
 
 
-@attrs.frozen
-class _Pad:
-    dim: int
-
-    def __call__(self, axes: Axes, call: Call, x: Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
-        place = 2 * (x.ndim - 1 - self.dim)
-        whole, (result,) = call.operands[0], call.results
-        size = whole.shape[self.dim] + pad[place] + pad[place + 1]
-        intervals = _padded(pad[place], whole.shape[self.dim])
-        found = _exchange(axes, call, self.dim, size, intervals)([x], result.shape[self.dim], value)
-        rest = [0 if n in (place, place + 1) else amount for n, amount in enumerate(pad)]
-        return aten.constant_pad_nd.default(found, rest, value) if any(rest) else found
+def _pad(axes: Axes, call: Call, inner: Inner, dim: int, x: Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
+    place = 2 * (x.ndim - 1 - dim)
+    whole, (result,) = call.operands[0].shape[dim], call.results
+    intervals = _padded(pad[place], whole)
+    found = _exchange(axes, call, dim, whole + pad[place] + pad[place + 1], intervals)([x], result.shape[dim], value)
+    rest = [0 if n in (place, place + 1) else amount for n, amount in enumerate(pad)]
+    return inner(found, rest, value) if any(rest) else found
 
 
 def pad_window(call: Call) -> Iterator[Row]:
@@ -312,26 +311,24 @@ def pad_window(call: Call) -> Iterator[Row]:
             dim = x.ndim - 1 - number // 2
             sizes = sorted((x.shape[dim], call.results[0].shape[dim]))
             if any(call.argument("pad")[number : number + 2]) and _is_most(*sizes):
-                yield _rows(call, dim, _Pad(dim))
+                yield _rows(call, dim, Along(dim, _pad))
 
 
-@attrs.frozen
-class _Roll:
-    dim: int
+def _roll(
+    axes: Axes, call: Call, inner: Inner, dim: int, x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()
+) -> Tensor:
+    size = call.operands[0].shape[dim]
+    by = [(shift, other % x.ndim) for shift, other in zip(shifts, dims, strict=True)]
+    shift = sum(shift for shift, other in by if other == dim) % size
 
-    def __call__(self, axes: Axes, call: Call, x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-        size = call.operands[0].shape[self.dim]
-        own = [dim % x.ndim for dim in dims]
-        shift = sum(by for by, dim in zip(shifts, own, strict=True) if dim == self.dim) % size
+    def intervals(start: int, stop: int) -> list[Interval]:
+        first, last = start - shift, stop - shift
+        pieces = [(0, first + size, min(last, 0) + size), (0, max(first, 0), last)]
+        return [piece for piece in pieces if piece[1] < piece[2]]
 
-        def intervals(start: int, stop: int) -> list[Interval]:
-            first, last = start - shift, stop - shift
-            pieces = [(0, first + size, min(last, 0) + size), (0, max(first, 0), last)]
-            return [piece for piece in pieces if piece[1] < piece[2]]
-
-        found = _exchange(axes, call, self.dim, size, intervals)([x], x.shape[self.dim])
-        rest = [(by, dim) for by, dim in zip(shifts, own, strict=True) if dim != self.dim]
-        return found.roll(*zip(*rest, strict=True)) if rest else found
+    found = _exchange(axes, call, dim, size, intervals)([x], x.shape[dim])
+    rest = [item for item in by if item[1] != dim]
+    return inner(found, *map(list, zip(*rest, strict=True))) if rest else found
 
 
 def roll_window(call: Call) -> Iterator[Row]:
@@ -339,24 +336,20 @@ def roll_window(call: Call) -> Iterator[Row]:
     (x,) = call.operands
     for dim in {dim % x.ndim for dim in call.argument("dims")}:
         if x.shape[dim]:
-            yield _rows(call, dim, _Roll(dim))
+            yield _rows(call, dim, Along(dim, _roll))
 
 
-@attrs.frozen
-class _Flip:
-    dim: int
-
-    def __call__(self, axes: Axes, call: Call, x: Tensor, dims: Sequence[int]) -> Tensor:
-        size = call.operands[0].shape[self.dim]
-        exchange = _exchange(axes, call, self.dim, size, lambda start, stop: [(0, size - stop, size - start)])
-        return exchange([x], x.shape[self.dim]).flip(list(dims))
+def _flip(axes: Axes, call: Call, inner: Inner, dim: int, x: Tensor, dims: Sequence[int]) -> Tensor:
+    size = call.operands[0].shape[dim]
+    exchange = _exchange(axes, call, dim, size, lambda start, stop: [(0, size - stop, size - start)])
+    return inner(exchange([x], x.shape[dim]), dims)
 
 
 def flip_window(call: Call) -> Iterator[Row]:
     """A flip of dims."""
     (x,) = call.operands
     for dim in {dim % x.ndim for dim in call.argument("dims")}:
-        yield _rows(call, dim, _Flip(dim))
+        yield _rows(call, dim, Along(dim, _flip))
 
 
 def _cat_body(axes: Axes, call: Call, tensors: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:

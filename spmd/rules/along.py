@@ -1,0 +1,66 @@
+"""Local implementations along one sharded dim, which combine where several dims are sharded over several mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+
+from spmd.ir.call import Call
+from spmd.rules.rule import Axes, Body
+
+
+@attrs.frozen
+class Along:
+    """A local implementation (`Body`) along one dim, around the operator or around the one along another dim.
+
+    `run(axes, call, inner, dim, *args, **kwargs)` makes the windows of the operands in `dim` by exchanges over `axes`,
+    calls `inner` with them and with arguments that are changed in `dim` only, and finishes in `dim`, as by the
+    transpose of an exchange. It reads only `dim` of the shapes in `call`: along other dims, tensors may be windows.
+
+    Args:
+        dim: the dim of operands and results that is sharded.
+        run: the implementation.
+    """
+
+    dim: int
+    run: Callable[..., Any]
+
+    def __call__(self, axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Run around the operator."""
+        return self.run(axes, call, call.op, self.dim, *args, **kwargs)
+
+
+@attrs.frozen
+class Nested:
+    """The local implementation of an operator that is sharded along several dims, each over mesh axes of its own.
+
+    Args:
+        levels: the implementation along each dim and its mesh axes, outermost first.
+    """
+
+    levels: tuple[tuple[Along, Axes], ...]
+
+    def __call__(self, axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Run all levels around the operator."""
+        run: Callable[..., Any] = call.op
+        for body, spanned in reversed(self.levels):
+            run = partial(body.run, spanned, call, run, body.dim)
+        return run(*args, **kwargs)
+
+
+def combined(bodies: Mapping[str, Body]) -> Body:
+    """One local implementation for an operator whose strategies have some on several mesh axes, major first."""
+    spans: dict[Body, list[str]] = {}
+    for axis, body in bodies.items():
+        spans.setdefault(body, []).append(axis)
+    if len(spans) == 1:
+        return next(iter(spans))
+    return Nested(tuple((body, tuple(axes)) for body, axes in spans.items()))  # type: ignore[misc]
+
+
+def combine(body: Body, other: Body) -> bool:
+    """Test two local implementations for sharding different dims, so that one can run around the other."""
+    return isinstance(body, Along) and isinstance(other, Along) and body.dim != other.dim
