@@ -325,3 +325,32 @@ def test_dims_of_backward_operators_count_those_of_their_results(function, name,
     graph = canonicalize(trace(torch.func.grad(function), (torch.rand(3, 3, 3),)).graph)
     (operation,) = [operation for operation in graph.operations if name in str(operation.op)]
     assert dim == operation.args[2]
+
+
+IMAGE = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+KERNEL = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+PAD = "constant_pad_nd.default"
+
+
+def gradients(function):
+    return lambda *args: torch.func.grad(lambda *args: function(*args).square().sum(), argnums=(0, 1))(*args)
+
+
+@pytest.mark.parametrize(
+    ("function", "pads", "in_gradients"),
+    [
+        (lambda x, w: F.conv2d(F.pad(x, (1, 1, 2, 2)), w), 0, 0),
+        (lambda x, w: F.conv2d(F.pad(x, (1, 1)), w, padding=1, stride=2), 0, 0),
+        (lambda x, w: F.conv1d(F.pad(x[:, :, 0], (2, 2)), w[..., 0]), 0, 0),
+        (lambda x, w: F.conv2d(F.pad(x, (2, 0)), w), 1, 2),
+        (lambda x, w: F.conv2d(F.pad(x, (1, 1), value=1.0), w), 1, 2),
+        (lambda x, w: F.conv2d(F.pad(x, (-1, -1)), w), 1, 2),
+        (lambda x, w: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), w), 0, 0),
+        (lambda x, w: F.conv2d(F.pad(x, (0, 0, 0, 0, 1, 1)), F.pad(w, (0, 0, 0, 0, 1, 1))), 2, 4),
+        (lambda x, w: F.conv_transpose2d(F.pad(x, (1, 1)), w.transpose(0, 1)), 1, 2),
+        (lambda x, w: (lambda x: F.conv2d(x, w).sum() + x.sin().sum())(F.pad(x, (1, 1))), 1, 2),
+    ],
+)
+def test_pads_of_convolutions_are_their_padding(function, pads, in_gradients):
+    assert pads == names(canonical(function, IMAGE, KERNEL)).count(PAD)
+    assert in_gradients == names(canonical(gradients(function), IMAGE, KERNEL)).count(PAD)

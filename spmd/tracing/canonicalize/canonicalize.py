@@ -5,8 +5,8 @@ A canonical program has
 * no list operators: their elements are operations that share a group (`spmd.ir.list_operators`);
 * no means: each is a sum and a division (`decompositions`);
 * no computation whose result is known to be one number everywhere (`constant_folding`);
-* one form for operations that mean the same (`normal_forms`). `view.default` is any change of shape, and copies where
-  strides require it, as `torch.reshape` does: strides are not part of a program;
+* one form for operations that mean the same (`normal_forms`, `padded_convolutions`). `view.default` is any change of
+  shape, and copies where strides require it, as `torch.reshape` does: strides are not part of a program;
 * no identity operations, no common subexpressions and no dead code. A copy to contiguous memory counts as an identity:
   lowering inserts the copies that a kernel needs (`spmd.rules.layouts`). A copy to channels-last memory stays.
 """
@@ -24,6 +24,7 @@ from spmd.ir.simplify import eliminate_dead, simplify
 from spmd.tracing.canonicalize.constant_folding import fold_constants
 from spmd.tracing.canonicalize.decompositions import DECOMPOSITIONS, decompose_operations, expand_operations
 from spmd.tracing.canonicalize.normal_forms import normalize
+from spmd.tracing.canonicalize.padded_convolutions import join_pads
 
 OpOverload = torch._ops.OpOverload
 
@@ -72,6 +73,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     expand_known,
     split_lists,
     normalize,
+    join_pads,
     fold_constants,
     simplify,
     eliminate_dead,
