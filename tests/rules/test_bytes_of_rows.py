@@ -76,6 +76,31 @@ def test_values_and_gradients_are_those_of_one_device(name: str, axes: dict[str,
             torch.testing.assert_close(step(x).full_tensor(), each(x))
 
 
+PLANE: dict[str, tuple[Function, int]] = {
+    "roll": (lambda x: x.roll((1, -2), (0, 1)), 3),
+    "pad": (lambda x: F.pad(x, (1, -1, -2, 2)), 3),
+    "shift one": (lambda x: x.roll(1, 1), 1),
+}
+"""By name, a function of a matrix with sharded rows and columns, and how many lines a rank has to send at most."""
+
+
+@pytest.mark.parametrize("name", PLANE)
+def test_borders_along_two_dims_are_sent_over_two_axes(name: str) -> None:
+    function, lines = PLANE[name]
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: (function(x) ** 3).sum())(x)
+
+    mesh = spmd.make_mesh({"x": 2, "y": 3}, runtime="virtual")
+    for spec in (P("x", "y"), P("y", "x")):
+        plan = spmd.jit(function, (spec,), spec, mesh=mesh).plan(torch.empty(ROWS, ROWS, device="meta"))
+        assert lines * ROWS * 4 >= sum(comm.bytes for comm in plan.comms)
+        for shape in ((12, 18), (13, 17), (2, 5)):
+            x = torch.randn(shape, dtype=torch.float64)
+            for each in (function, gradient):
+                torch.testing.assert_close(spmd.jit(each, (spec,), spec, mesh=mesh)(x).full_tensor(), each(x))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_empty_shards_take_part(rows: int) -> None:
     x = torch.randn(rows, 3, dtype=torch.float64)

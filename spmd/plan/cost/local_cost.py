@@ -11,7 +11,7 @@ import torch
 
 from spmd.collectives.precision import summed_in
 from spmd.collectives.primitive import Collective
-from spmd.collectives.primitives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
+from spmd.collectives.primitives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Operation, Value
