@@ -14,8 +14,10 @@ from sampling import product, sample
 
 import comms
 import corpus
+import decoding
 import gpt
 import layouts
+import llama
 import report
 import spmd
 import step_time
@@ -332,3 +334,28 @@ def test_train_gpt_runs_under_torchrun(tmp_path):
     run = subprocess.run([*torchrun, *script], capture_output=True, text=True, env=environment, timeout=300)
     assert 0 == run.returncode, run.stderr
     assert 1 == run.stdout.count("step 6 of 6") == run.stdout.count("within 1e-05"), run.stdout
+
+
+@pytest.mark.parametrize("layout", ["sequence", "heads", "sequence, whole weights"])
+def test_tokens_are_those_of_one_device_with_any_layout_of_the_cache(layout):
+    config = llama.Config(vocab=16, width=16, heads=4, kv_heads=2, hidden=24, layers=2, dtype=torch.float32)
+    torch.manual_seed(0)
+    drawn = lambda tree: optree.tree_map(lambda x: torch.randn(x.shape) / 4, tree)  # noqa: E731
+    weights, cache = drawn(llama.params(config)), drawn(decoding.empty_cache(config, 10))
+    step = decoding.jitted(config, spmd.make_mesh({"x": 4}, runtime="virtual"), layout)
+    sharded, token = cache, torch.tensor([3])
+    for position in (0, 4, 9):
+        logits, cache = decoding.decode(weights, cache, token, torch.tensor([position]), config)
+        found, sharded = step(weights, sharded, token, torch.tensor([position]))
+        torch.testing.assert_close(found.full_tensor(), logits)
+        torch.testing.assert_close(spmd.full_tree(sharded), cache)
+        token = logits.argmax(-1)
+
+
+def test_a_token_sends_its_results_and_not_the_cache():
+    mesh = spmd.make_mesh({"x": 8}, runtime="abstract")
+    bytes_only = spmd.Machine(flops=1e24, memory_bandwidth=1e24, latency=0.0)
+    config = attrs.evolve(decoding.LLAMA_8B, layers=2)
+    arguments = decoding.arguments(config, decoding.CONTEXT)
+    plan = decoding.jitted(config, mesh, "sequence, whole weights", machine=bytes_only).plan(*arguments)
+    assert 1.5e6 * 2 / 32 >= sum(comm.bytes for comm in plan.comms) > 0
