@@ -168,3 +168,15 @@ def test_waiting_for_other_ranks_passes_beside_computation():
     steps = [launched(plan, account(plan), schedule).timing.step for plan in (early, late, waiting)]
     assert steps[0] < steps[2] < steps[0] + 1.5e-2
     assert steps[0] + 0.1 < steps[1]
+
+
+def test_a_collective_is_launched_after_the_one_whose_result_it_sends():
+    """Of the three collectives of one reshard, the first is in a bucket with one of a later operation."""
+    mesh = spmd.make_mesh({"data": 2, "model": 4}, runtime="abstract")
+    summed, rows = P("model", partial={"data": "sum"}), torch.empty(8, 128, device="meta")
+    in_specs, out_specs = (P("model"), summed, summed), (P(), P("data"), P(("model", "data")))
+    jitted = spmd.jit(lambda x, y, z: (x * 2, y, z), in_specs, out_specs, mesh=mesh, reduce_dtype=torch.float64)
+    plan = with_largest_buckets(jitted.plan(rows, torch.empty(2048, 128, device="meta"), rows))
+    _, first, second, third, other = plan.comms
+    assert ["reduce_scatter", "permute", "all_gather"] == [first.kind, second.kind, third.kind]
+    assert first.launch == other.launch < second.launch < third.launch

@@ -143,11 +143,15 @@ def _call(
     needed: Mapping[Value, float],
     buffer: float,
 ) -> _TimedCollective:
-    """A collective of an operation: the first ones are launched within half a unit of time of the last one."""
+    """A collective of an operation: the first ones are launched within half a unit of time of the last one.
+
+    Each is launched after the one whose result it sends, which may be in a bucket with a later operation.
+    """
     rest = (len(found) - step) / (2 * len(found))
     last = min((needed.get(value, math.inf) for value in operation.tensors), default=math.inf)
     goes_on = step + 1 < len(found)
-    return _TimedCollective(found[step], max(time + 0.5 - rest, ready), ready, last - rest, buffer, goes_on)
+    here = max(time + 0.5 - rest, math.nextafter(ready, math.inf))
+    return _TimedCollective(found[step], here, ready, last - rest, buffer, goes_on)
 
 
 def _needed(operations: Sequence[Operation]) -> Mapping[Value, float]:
