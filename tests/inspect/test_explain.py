@@ -208,3 +208,11 @@ def test_specs_of_atoms_can_be_typed() -> None:
         if "partial" not in spec and code.startswith("spmd.constrain(mm."):
             assert spec in flat_layouts(plan(code.replace("(mm.", "(relu_flat.")))
     assert "P((16@model·128@data))" not in flat_layouts(plan(""))
+
+
+def test_values_of_a_program_without_operations_are_explained() -> None:
+    mesh = spmd.make_mesh({"data": 2, "model": 4}, runtime="abstract")
+    plan = spmd.jit(lambda x: x, P("data"), P(), mesh=mesh).plan(torch.empty(8, 4))
+    found = plan.explain("x")
+    assert ("data", "model") == tuple(axis.axis for axis in found.axes)
+    assert "out_specs of result 0 requires P()" in str(found)

@@ -85,7 +85,7 @@ def assignment_of(plan: PlanData) -> Assignment:
         pinned={o: (plan.specs[o.operands[0]], plan.specs[o.tensors[0]]) for o in markers},
         states={value: states[spec] for value, spec in plan.specs.items()},
         strategies=plan.strategies,
-        planned=tuple(plan.order or plan.mesh.names),
+        planned=plan.order,
         fused=fused_values(plan.graph) if plan.request.machine.fuses else frozenset(),
         copied=copied_views(plan.graph),
         latency_shares=latency_shares(plan.graph, plan.request.machine.bucket_bytes),
@@ -94,7 +94,7 @@ def assignment_of(plan: PlanData) -> Assignment:
 
 
 def _states(plan: PlanData, spec: DTensorSpec) -> dict[str, Placement]:
-    placements = {axis: spec.placement(axis) for axis in plan.order or plan.mesh.names}
+    placements = {axis: spec.placement(axis) for axis in plan.order}
     return {axis: state for axis, state in placements.items() if state != Replicate()}
 
 

@@ -75,8 +75,9 @@ class PlanData:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The mesh axes of more than one rank, in planning order; () if no axis was planned."""
-        return tuple(next(iter(self.strategies.values()), ()))
+        """The mesh axes of more than one rank, in planning order; in the mesh's where no operation has a strategy."""
+        axes = (axis for axis, size in self.mesh.axes.items() if size > 1)
+        return tuple(next(iter(self.strategies.values()), axes))
 
     @cached_property
     def causes(self) -> Mapping[Operation, Cause]:
