@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
@@ -303,9 +302,6 @@ class Jitted(Generic[_Arguments, _Result]):
         self._warnings.of_new(repr(self), signature, numbers, self._compiled.every(key))
         if access is not None:
             self._warnings.of_change(repr(self), access.label, changes[0])
-        others = len(list(self._compiled.every(key)))
-        if others >= 4 and others & (others - 1) == 0:
-            gc.collect()  # traces are in cycles of references, and keep what was closed over until then
         self._compiled.drop(lambda program: program.hidden.is_dead)
         self._compiled.add(key, found)
         return found

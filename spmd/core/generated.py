@@ -12,11 +12,11 @@ def define(name: str, lines: Sequence[str], namespace: dict[str, Any], file: str
     Args:
         name: the name of the function.
         lines: the source.
-        namespace: the globals of the function, to which it is added.
+        namespace: the globals of the function; it is not added to them, as such a cycle would keep them all.
         file: the name of the source in tracebacks, in angle brackets.
 
     >>> define("twice", ["def twice(x):", "    return two * x"], {"two": 2}, "<spmd example>")(3)
     6
     """
     exec(compile("\n".join(lines), file, "exec"), namespace)
-    return namespace[name]  # type: ignore[no-any-return]
+    return namespace.pop(name)  # type: ignore[no-any-return]

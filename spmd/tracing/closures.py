@@ -62,6 +62,12 @@ class ClosureLifting(TorchFunctionMode):
         self._constructs = False
         self.in_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
+    def close(self) -> None:
+        """Let go of all tensors, as `Recorder.close` does."""
+        self._lifted.clear()
+        self._tracked.clear()
+        self.recorder.close()
+
     def functional(self, fake: torch.Tensor) -> torch.Tensor:
         """Wrap a fake tensor for functionalization; `check_writes` raises for writes to it, unless it is made here."""
         wrapped = retyped(FunctionalTensor.to_functional(fake))

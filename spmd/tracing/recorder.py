@@ -123,6 +123,11 @@ class Recorder(FakeTensorMode):
         """The fake tensor for a tensor from outside of the trace, which becomes a constant."""
         return self.fake(self.value(tensor), tensor.device, tensor)
 
+    def close(self) -> None:
+        """Let go of all tensors: cycles of fake ones and the recorder would keep what the function closes over."""
+        for tensors in (self._values, self._fakes, self.constants):
+            tensors.clear()
+
     def known_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a tensor that does not depend on inputs or on random numbers, else None."""
         value = self.value(tensor)

@@ -165,27 +165,28 @@ def _trace_once(
         fakes = [recorder.fake(value, _device(leaf), _memory(leaf)) for value, leaf in zip(inputs, leaves, strict=True)]
 
     lifting = ClosureLifting(recorder, coordinate)
-    with (
-        running_in(lifting),
-        _no_modes_around(),
-        checkpoints(recorder.regions),
-        recorder,
-        Functionalization(lifting.lift),
-        lifting,
-        restored() as before,
-        noticing(random),
-    ):
-        outputs = function(*[lifting.functional(fake) for fake in fakes])
-        again = lambda: function(*[lifting.functional(fake) for fake in fakes])  # noqa: E731
-        random.refuse_changes()
-        refuse_changes(before, again)
-        outputs = [lifting.finish(tensor) for tensor in outputs]
-        lifting.check_writes()
-    results = tuple(recorder.value(tensor) for tensor in outputs)
-    if recorder.observer is not None:
-        for value in results:
-            recorder.observer.check_result(value)
-    graph = Graph(inputs, tuple(recorder.constants.items()), tuple(recorder.operations), results)
+    with contextlib.closing(lifting):
+        with (
+            running_in(lifting),
+            _no_modes_around(),
+            checkpoints(recorder.regions),
+            recorder,
+            Functionalization(lifting.lift),
+            lifting,
+            restored() as before,
+            noticing(random),
+        ):
+            outputs = function(*[lifting.functional(fake) for fake in fakes])
+            again = lambda: function(*[lifting.functional(fake) for fake in fakes])  # noqa: E731
+            random.refuse_changes()
+            refuse_changes(before, again)
+            outputs = [lifting.finish(tensor) for tensor in outputs]
+            lifting.check_writes()
+        results = tuple(recorder.value(tensor) for tensor in outputs)
+        if recorder.observer is not None:
+            for value in results:
+                recorder.observer.check_result(value)
+        graph = Graph(inputs, tuple(recorder.constants.items()), tuple(recorder.operations), results)
     return recompute(graph, recorder.regions, namer).verify(), lifting
 
 

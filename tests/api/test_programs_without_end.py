@@ -1,5 +1,6 @@
 """What a function does not read makes no new program; what it reads does, and what cannot be compared is said."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -13,6 +14,7 @@ import torch
 import spmd
 from proofs.hidden_state.__main__ import run
 from proofs.hidden_state.sources import cases
+from spmd import P
 from spmd.api import side_effects
 from spmd.api.side_effects import HiddenStateWarning, SideEffectWarning
 
@@ -166,19 +168,46 @@ def test_the_third_program_for_one_reason_is_warned_of_once():
     assert ["cfg.lr is 3.0, and was 2.0" in str(w.message) for w in seen] == [True]
 
 
-def test_programs_whose_tensors_are_gone_are_dropped_with_their_copies():
-    space = {"w": torch.ones(2000)}
-    f = spmd.jit(eval("lambda x: x * w.sum()", space), mesh=MESH)
+READERS = {
+    "value": (torch.ones, "lambda x: x * w.sum()"),
+    "gradient": (torch.ones, "lambda x: torch.func.grad(lambda x: (x * w.sum()).sum())(x)"),
+    "checkpoint": (torch.ones, "lambda x: torch.func.grad(lambda x: checkpoint(lambda x: (x * w.sum()).sum(), x))(x)"),
+    "shard_map": (torch.ones, "lambda x: spmd.shard_map(lambda x: x * w.sum(), in_specs=P(), out_specs=P())(x)"),
+    "module": (lambda size: torch.nn.Linear(4, size), "lambda x: w(x).sum()"),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_programs_whose_tensors_are_gone_are_dropped_with_their_copies(name):
+    """Also without a collection of cycles, which takes a second where the user has many objects."""
+    make, source = READERS[name]
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    space = {"w": make(2000), "torch": torch, "spmd": spmd, "P": P, "checkpoint": checkpoint}
+    f = spmd.jit(eval(source, space), mesh=MESH)
     gone = []
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_collections():
         warnings.simplefilter("ignore")
-        for n in range(20):
-            space["w"] = torch.full((2000,), float(n))
+        for _ in range(20):
+            space["w"] = make(2000)
             gone.append(weakref.ref(space["w"]))
             f(X)
-            assert 5 >= f.cache_info().currsize
-    gc.collect()
+            assert 2 >= f.cache_info().currsize
     assert [None] * 19 == [ref() for ref in gone[:-1]]
+
+
+@contextlib.contextmanager
+def without_collections():
+    """A context in which a collection of cycles is an error."""
+    collections = []
+    count = lambda phase, info: collections.append(info)  # noqa: E731
+    gc.disable()
+    gc.callbacks.append(count)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(count)
+        gc.enable()
+    assert [] == collections
 
 
 def test_small_tensors_are_compared_by_value():
