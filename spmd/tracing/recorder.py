@@ -34,7 +34,17 @@ from spmd.ir.names import Namer
 from spmd.ir.random_operators import TEMPLATED, is_random
 from spmd.ir.source import Range, Source
 from spmd.job.user_code import is_installed
-from spmd.tracing.as_strided import GATHERS, SCATTERS, in_order, on_device, overlaps, places
+from spmd.tracing.as_strided import (
+    GATHERS,
+    SCATTERS,
+    in_order,
+    on_device,
+    overlaps,
+    places,
+    read_through,
+    views,
+    write_through,
+)
 from spmd.tracing.checkpointed import Regions
 from spmd.tracing.closed_over import without_values
 from spmd.tracing.numbers import number_of, settled, value_of
@@ -232,7 +242,7 @@ class Recorder(FakeTensorMode):
             self._propagating = before
 
     def _as_strided(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Record `as_strided` as a gather, `as_strided_scatter` as a scatter; the fake result has torch's strides."""
+        """Record `as_strided` as views or a gather, `as_strided_scatter` as a write; the result has torch's strides."""
         fakes, options = self._lower(args), self._lower(kwargs)
         with self._propagation():
             result: Any = super().__torch_dispatch__(func, types, fakes, options)
@@ -241,38 +251,51 @@ class Recorder(FakeTensorMode):
         } | options
         x, geometry = given["self"], (given["size"], given["stride"], given.get("storage_offset"))
         if func in SCATTERS:
-            found = None if overlaps(x) else places(x, *geometry)
+            made = None if overlaps(x) else self._written(x, geometry, given["src"])
         else:
-            x, found = self._holder(x, geometry)
-        if found is None:
+            made = self._read(x, geometry)
+        if made is None:
             raise TraceError(
                 f"{func} at {where(self._source())} reaches elements outside of its operand "
                 f"{TensorMeta.of(x)}, or elements that share memory. A program knows tensors and not their memory: "
                 "index the tensor that holds the elements."
             )
-        with torch._C.DisableTorchFunction(), self:
-            if func in SCATTERS:
-                made = x.reshape(-1).index_put((on_device(found, x),), given["src"].reshape(-1)).view(x.shape)
-            else:
-                flat = x.reshape(-1)
-                made = (flat if in_order(found, flat) else flat.index_select(0, on_device(found, x))).view(geometry[0])
         self._bind(result, self.value(made))
         return result  # type: ignore[no-any-return]
 
-    def _holder(self, x: torch.Tensor, geometry: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A tensor with the storage of `x` that has all elements of a view by strides, and their flat indices in it."""
-        found = places(x, *geometry)
-        if found is not None:
-            return x, found
+    def _written(self, x: torch.Tensor, geometry: tuple[Any, ...], source: torch.Tensor) -> torch.Tensor | None:
+        """`as_strided_scatter`; None if the view reaches elements that are not elements of `x`."""
+        steps = views(x, *geometry)
+        found = places(x, *geometry) if steps is None else None
+        with torch._C.DisableTorchFunction(), self:
+            if steps is not None:
+                return write_through(steps, x, source)
+            if found is not None:
+                return x.reshape(-1).index_put((on_device(found, x),), source.reshape(-1)).view(x.shape)
+        return None
+
+    def _read(self, x: torch.Tensor, geometry: tuple[Any, ...]) -> torch.Tensor | None:
+        """`as_strided`; None if no tensor with the storage of `x` has all elements of the view."""
         size, stride, offset = geometry
         offset = int(x.storage_offset()) if offset is None else offset
         storage = x.untyped_storage()._cdata
-        for other, _ in list(self._values.values()):
-            if isinstance(other, FakeTensor) and other.untyped_storage()._cdata == storage and other.dtype == x.dtype:
-                found = places(other, size, stride, offset)
-                if found is not None:
-                    return other, found
-        return x, None
+        others = (
+            other
+            for other, _ in list(self._values.values())
+            if isinstance(other, FakeTensor) and other.untyped_storage()._cdata == storage and other.dtype == x.dtype
+        )
+        holders = [x, *others]
+        for holder in holders:
+            if (steps := views(holder, size, stride, offset)) is not None:
+                with torch._C.DisableTorchFunction(), self:
+                    return read_through(steps, holder)
+        for holder in holders:
+            if (found := places(holder, size, stride, offset)) is not None:
+                with torch._C.DisableTorchFunction(), self:
+                    flat = holder.reshape(-1)
+                    at = flat if in_order(found, flat) else flat.index_select(0, on_device(found, holder))
+                    return at.view(size)
+        return None
 
     def _template(self, tensor: torch.Tensor) -> torch.Tensor:
         """A new tensor of the same shape and strides, for a random operator to read: it draws in the strides' order."""
