@@ -2,7 +2,7 @@
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -263,3 +263,13 @@ def test_a_gpt_step_with_donated_state_holds_what_is_predicted(name: str) -> Non
     metas = gpt_metas(training, batch=8)
     plan = step.plan(*metas)
     assert plan.memory.peak == peak_bytes(step.lower(*metas), plan.request.donated)
+
+
+@pytest.mark.parametrize(
+    "search",
+    [lambda x: x.argmax(0), lambda x: tuple(x.min(0)), lambda x: x.argmin(), lambda x: tuple(x.topk(2, 0))],
+    ids=["argmax", "min", "argmin", "topk"],
+)
+def test_a_search_along_a_sharded_dim_makes_nothing_of_its_size(search: Callable[[Tensor], Any]) -> None:
+    x, mesh = meta(2**18, 64), spmd.make_mesh({"x": 2}, runtime="abstract")
+    assert spmd.jit(search, P("x"), spmd.FREE, mesh=mesh).plan(x).memory.peak < 1.1 * x.nbytes / 2

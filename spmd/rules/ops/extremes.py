@@ -37,43 +37,43 @@ class _Extreme:
 
     def __call__(self, axes: Axes, call: Call, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         whole = call.operands[0].shape
-        place = torch.arange(x.shape[self.cut], device=x.device) + shard_offset(whole[self.cut], axes)
-        place = place.view([-1 if i == self.cut else 1 for i in range(x.ndim)])
+        start = shard_offset(whole[self.cut], axes)
         if dim is None:
             inner = math.prod(whole[self.cut + 1 :])
-            outer = torch.arange(math.prod(whole[: self.cut]), device=x.device)
-            place = outer.view([*whole[: self.cut], *[1] * (x.ndim - self.cut)]) * whole[self.cut] + place
-            place = place * inner + torch.arange(inner, device=x.device).view(whole[self.cut + 1 :])
-            best, first = self._find(axes, x.flatten(), place.expand(x.shape).flatten(), 0, math.prod(whole))
+            values, index = self._local(x.flatten(), 0)
+            outer = index.div(max(x.shape[self.cut] * inner, 1), rounding_mode="floor")
+            place = index + (outer * (whole[self.cut] - x.shape[self.cut]) + start) * inner
+            best, first = self._merged(axes, values, place, math.prod(whole))
             best, first = (found.view([1] * x.ndim) for found in (best, first))
             dims = tuple(range(x.ndim))
         else:
-            best, first = self._find(axes, x, place.expand(x.shape), dim, whole[self.cut])
+            values, index = self._local(x, dim)
+            best, first = self._merged(axes, values, index + start, whole[self.cut])
             dims = (dim,)
         best, first = (found if keepdim else found.squeeze(dims) for found in (best, first))
         return (best, first) if self.with_values else first
 
-    def _find(self, axes: Axes, x: Tensor, place: Tensor, dim: int, end: int) -> tuple[Tensor, Tensor]:
-        """The extremes along `dim`, which stays with length 1, and their first positions.
+    def _local(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """The extremes of a shard along `dim`, which stays with length 1, and their first indices."""
+        if not x.shape[dim]:  # a rank with an empty shard takes part in the collectives, with what is never found
+            shape = [1 if d == dim % x.ndim else size for d, size in enumerate(x.shape)]
+            x = x.new_full(shape, neutral_element(self.kind, x.dtype))
+        values, index = x.max(dim, True) if self.kind == "max" else x.min(dim, True)
+        return values, index
 
-        `place` has the global position of each element, less than `end`. As in torch, nan wins over every number.
+    def _merged(self, axes: Axes, values: Tensor, place: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """The extremes of all ranks and their first positions, less than `end`, from those of each rank.
+
+        As in torch, nan wins over every number.
         """
-        neutral = neutral_element(self.kind, x.dtype)
-        # A rank with an empty shard takes part in the collectives too, with an extra element that is never found.
-        x, place = _extended(x, dim, neutral), _extended(place, dim, 2 * end)
-        missing = x != x
-        numbers = torch.where(missing, torch.full_like(x, neutral), x)
-        best = pmax(numbers.amax(dim, True), axes) if self.kind == "max" else pmin(numbers.amin(dim, True), axes)
-        found = torch.where(x == best, place + end, torch.full_like(place, 3 * end))
-        first = pmin(torch.where(missing, place, found).amin(dim, True), axes)
-        if x.is_floating_point():
+        missing, neutral = values != values, neutral_element(self.kind, values.dtype)
+        numbers = torch.where(missing, torch.full_like(values, neutral), values)
+        best = pmax(numbers, axes) if self.kind == "max" else pmin(numbers, axes)
+        found = torch.where(values == best, place + end, torch.full_like(place, 2 * end))
+        first = pmin(torch.where(missing, place, found), axes)
+        if values.is_floating_point():
             best = torch.where(first < end, torch.full_like(best, math.nan), best)
         return best, first % end
-
-
-def _extended(x: Tensor, dim: int, value: complex) -> Tensor:
-    shape = [1 if i == dim % x.ndim else size for i, size in enumerate(x.shape)]
-    return torch.cat([x, x.new_full(shape, value)], dim)
 
 
 def _searched(kind: Kind, with_values: bool) -> Rule:
