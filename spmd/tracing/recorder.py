@@ -144,6 +144,11 @@ class Recorder(FakeTensorMode):
         with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C.DisableTorchFunction():
             return evaluated(value, self.operations, self.constants)
 
+    def _known_values(self, args: Sequence[Any]) -> list[Any] | None:
+        """The arguments of an operator with `known_value` for each tensor; None if one is not known."""
+        known = [self.known_value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in args]
+        return None if any(leaf is None for leaf in known) else known
+
     def source_of(self, tensor: torch.Tensor) -> Source | None:
         """The line of the operation that produced a tensor, or of its nearest ancestor that has a line."""
         producers = producers_of(self.operations)
@@ -183,8 +188,9 @@ class Recorder(FakeTensorMode):
                 return func(aten.scalar_tensor.default(args[0], dtype=_number_dtype(args[0])), *args[1:], **kwargs)
         if func in _SHAPED_BY_NUMBERS:
             args = map_leaves(settled, args)
-        if func is aten._local_scalar_dense.default and (known := self.known_value(args[0])) is not None:
-            return known.item()
+        if func in _TO_PYTHON and (known := self._known_values(args)) is not None:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return func(*known)
         if func.namespace == "profiler":
             self._note_range(func, args)
         source = self._source()
@@ -387,6 +393,10 @@ class Recorder(FakeTensorMode):
 
 _BY_STORAGE = frozenset({aten._new_zeros_with_same_feature_meta.default, aten.copy.default})
 """Operators whose results may have more storage than elements, which the cache of fake results forgets."""
+
+
+_TO_PYTHON = frozenset({aten._local_scalar_dense.default, aten.equal.default})
+"""Operators whose results are Python values."""
 
 
 _SHAPED_BY_NUMBERS = frozenset(

@@ -91,3 +91,16 @@ def test_a_split_at_the_places_of_a_tensor_is_refused(function):
 
 def test_a_split_at_given_places_is_traced():
     assert len(trace(lambda x: x.tensor_split((1, 3)), (torch.ones(6),)).graph.outputs) == 3
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
+def test_what_depends_on_shapes_only_has_a_value(spec: P) -> None:
+    """`torch.cov` compares the count that it divides by with a number."""
+    x = torch.randn(5, 3, dtype=torch.float64)
+    f = lambda x: torch.cov(x.T)  # noqa: E731
+    torch.testing.assert_close(spmd.jit(f, spec, P(), mesh=MESH)(x).full_tensor(), f(x))
+
+
+def test_what_depends_on_an_argument_cannot_be_compared() -> None:
+    with pytest.raises(TraceError, match=rf"aten.equal.default.* {HERE}|{HERE}.*aten.equal.default"):
+        spmd.jit(lambda x: x * torch.equal(x, torch.ones(4)), P(), P(), mesh=MESH)(torch.ones(4))
