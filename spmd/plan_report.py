@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         options.html.write_text(render_page(report), encoding="utf-8")
     console = console or make_console()
     tables = [summary_table(report), lines_table(report, options.rows), causes_table(report, options.rows)]
+    if report.suspicious:
+        tables.append(suspicious_table(report))
     tables.append(machine_table(report))
     if report.layers:
         tables.insert(1, layers_table(report))
@@ -138,6 +140,17 @@ def causes_table(report: PlanFigures, rows: int) -> Table:
     table.add_section()
     count = str(sum(c.count for c in report.causes))
     _add_row(table, "all", "", count, size_text(report.bytes), time_text(report.communication), "", "")
+    return table
+
+
+def suspicious_table(report: PlanFigures) -> Table:
+    """The collectives that move far more than comes of them, with what to do."""
+    table = Table(title="Suspicious moves", title_justify="left")
+    for name in ("kind", "sent", "needed", "cause", "line", "what to do"):
+        table.add_column(name, justify="right" if name in ("sent", "needed") else "left")
+    for move in report.suspicious:
+        figures = size_text(move.bytes), size_text(move.needed)
+        _add_row(table, move.kind, *figures, move.cause, move.place, move.advice)
     return table
 
 

@@ -434,7 +434,7 @@ class Compiled(Generic[_Result]):
             tree: the structure of the dynamic arguments, of which modules get their changed buffers.
         """
         if is_watched():
-            record_comms(self.program.collectives, self.traced.name)
+            record_comms(self.program.collectives, self.traced.name, self.plan.suspicious_moves)
         donate_shards(map(leaves.__getitem__, self._donated))
         values = self._wrappers.wrap(self._executable(shards, numbers))
         self._wrappers.keep(leaves)

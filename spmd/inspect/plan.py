@@ -10,6 +10,7 @@ import attrs
 
 from spmd.ir.graph import Operation, Value
 from spmd.plan.cost.account import account
+from spmd.plan.cost.suspicious_moves import SuspiciousMove, suspicious_moves
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
 from spmd.plan.memory.peak import Memory, memory_of
@@ -125,11 +126,23 @@ class Plan(PlanData):
         return timing_of(self)
 
     @cached_property
+    def suspicious_moves(self) -> tuple[SuspiciousMove, ...]:
+        """The collectives that move more than four times what comes of it, each with its line and what to do.
+
+        They send more than a megabyte, and those of one line take at least a twentieth of the plan's time.
+        """
+        return suspicious_moves(self, account(self))
+
+    @cached_property
     def layers(self) -> tuple[RepeatedLayers, ...]:
         """The repeated parts of the program, such as equal layers, and which copies are sharded identically."""
         from spmd.inspect.layers.layers import find_layers
 
         return find_layers(self, account(self))
+
+    def __str__(self) -> str:
+        moves = [f"# suspicious: {move}".replace("\n", "\n#") for move in self.suspicious_moves]
+        return "\n".join([PlanData.__str__(self), *moves])
 
     def to_html(self) -> str:
         """The plan's figures as a self-contained HTML page: summary, timeline, layers, lines, collectives."""

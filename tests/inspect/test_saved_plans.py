@@ -149,7 +149,7 @@ def test_files_that_are_no_plans_are_refused(tmp_path: Path) -> None:
     with pytest.raises(spmd.PlanError, match="is not a saved plan: Expecting value"):
         jitted(plan=path).plan(*arguments())
     path.write_text("[]")
-    with pytest.raises(spmd.PlanError, match="has format None, expected 9"):
+    with pytest.raises(spmd.PlanError, match="has format None, expected 10"):
         jitted(plan=path).plan(*arguments())
     jitted().plan(*arguments()).save(path)
     document = json.loads(path.read_text())

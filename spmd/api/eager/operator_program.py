@@ -234,7 +234,8 @@ class Operator:
     def _run_program(self, held: Sequence[DTensor]) -> Sequence[Shards]:
         """The shards of all outputs, by the program."""
         if is_watched():
-            record_program(self.program.local.collectives, str(self.call.op))
+            collectives, moves = self.program.local.collectives, self.program.plan.suspicious_moves
+            record_program(collectives, str(self.call.op), moves)
         return self._executable([value._shards for value in held])
 
     def _write(self, held: Sequence[DTensor], shards: Sequence[Shards]) -> Any:

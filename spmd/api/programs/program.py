@@ -149,5 +149,5 @@ class Program:
         """
         self.prepare()
         if is_watched():
-            record_comms(self.local.collectives, self.traced.name)
+            record_comms(self.local.collectives, self.traced.name, self.plan.suspicious_moves)
         return list(map(wrap, self.out_specs, self.compile()(shards, numbers)))

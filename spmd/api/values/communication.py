@@ -6,6 +6,7 @@ import collections
 import contextlib
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -15,6 +16,9 @@ from spmd.errors import PlanError
 from spmd.ir.comm import Comm
 from spmd.tracing.source import user_source, where
 
+if TYPE_CHECKING:
+    from spmd.plan.cost.suspicious_moves import SuspiciousMove
+
 
 @attrs.define
 class CommRecord:
@@ -22,9 +26,12 @@ class CommRecord:
 
     Args:
         comms: each with its cause, its line and the most bytes that any rank sends; seconds are not predicted.
+        suspicious_moves: those that move far more than comes of them, as of a plan (`Plan.suspicious_moves`). Outside
+            of `jit` a plan is that of one operator.
     """
 
     comms: list[Comm] = attrs.field(factory=list)
+    suspicious_moves: list[SuspiciousMove] = attrs.field(factory=list)
 
     @property
     def bytes(self) -> float:
@@ -37,7 +44,8 @@ class CommRecord:
 
     def __str__(self) -> str:
         total = f"{len(self.comms)} collectives, {self.bytes:,.0f} bytes"
-        return "\n".join([total, *(f"  {comm}" for comm in self.comms)])
+        moves = (f"  suspicious: {move}" for move in self.suspicious_moves)
+        return "\n".join([total, *(f"  {comm}" for comm in self.comms), *moves])
 
 
 @attrs.frozen
@@ -84,14 +92,15 @@ def is_watched() -> bool:
     return bool(_watches.get())
 
 
-def record_comms(comms: Iterable[Comm], call: str) -> None:
+def record_comms(comms: Iterable[Comm], call: str, suspicious: Iterable[SuspiciousMove] = ()) -> None:
     """Record collectives that are about to run, in all open contexts.
 
     Args:
         comms: the collectives.
         call: the call that runs them, for the error.
+        suspicious: those of them that are suspicious moves.
     """
-    comms = list(comms)
+    comms, suspicious = list(comms), list(suspicious)
     for watch in _watches.get() if comms else ():
         if watch.error:
             listed = "\n".join(f"  {comm}" for comm in comms)
@@ -99,12 +108,14 @@ def record_comms(comms: Iterable[Comm], call: str) -> None:
                 f"{call} at {where(user_source())} communicates, under spmd.comms_of(error=True):\n{listed}"
             )
         watch.record.comms += comms
+        watch.record.suspicious_moves += suspicious
 
 
-def record_program(comms: Iterable[Comm], call: str) -> None:
+def record_program(comms: Iterable[Comm], call: str, suspicious: Iterable[SuspiciousMove] = ()) -> None:
     """Record the collectives of a program that is cached for calls at any line: they get the line of this call."""
     source = user_source()
-    record_comms((attrs.evolve(comm, source=source) for comm in comms), call)
+    moves = (attrs.evolve(move, comm=attrs.evolve(move.comm, source=source)) for move in suspicious)
+    record_comms((attrs.evolve(comm, source=source) for comm in comms), call, moves)
 
 
 def record_move(call: str, source: DTensorSpec, target: DTensorSpec) -> None:

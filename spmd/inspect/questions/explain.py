@@ -17,6 +17,8 @@ from spmd.inspect.questions.replay import Replay, replay
 from spmd.inspect.saving.document import defined_values, unique_names
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import DRAFT_MARKERS, FREE
+from spmd.plan.cost.account import account
+from spmd.plan.cost.suspicious_moves import SuspiciousMove, suspicious_moves
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.plan import PlanData
@@ -43,11 +45,13 @@ class Explainer:
     """Explains the values of one plan.
 
     Args:
+        suspicious: the suspicious moves of the plan.
         draft: the program before planning, with the given specs of inputs, results and constraints as operations.
         specs: the specs of its values in the plan.
         replays: the problem of each axis, in planning order.
     """
 
+    suspicious: tuple[SuspiciousMove, ...]
     draft: Draft
     specs: Mapping[Value, DTensorSpec]
     replays: tuple[Replay, ...]
@@ -58,7 +62,7 @@ class Explainer:
         prepared = prepare(plan.request)
         draft = prepared.draft(plan.order)
         replays = tuple(replay(plan, prepared, axis) for axis in plan.order)
-        return cls(draft, {**draft.specs(), **plan.specs}, replays)
+        return cls(suspicious_moves(plan, account(plan)), draft, {**draft.specs(), **plan.specs}, replays)
 
     def explain(self, value: Value, *, exact: bool = False) -> Explanation:
         """Explain why a value of the program is sharded as it is; `exact` as in `explain`."""
@@ -69,6 +73,7 @@ class Explainer:
             None if operation is None or operation in self.draft.pinned else operation,
             tuple(pins_of(self.draft, value)),
             tuple(AxisExplainer(found, value).explanation(exact) for found in self.replays),
+            tuple(move for move in self.suspicious if value.name in move.parties),
         )
 
 

@@ -12,6 +12,7 @@ from spmd.errors import PlanError
 from spmd.inspect.questions.replay import Figures
 from spmd.ir.graph import Operation, Value
 from spmd.ir.source import Source
+from spmd.plan.cost.suspicious_moves import SuspiciousMove
 from spmd.rules.strategy import Strategy
 
 
@@ -158,6 +159,7 @@ class Explanation:
         operation: the operation that computes it; None for an input or a constraint's result.
         pins: the specs that the user gave for it.
         axes: one explanation for each mesh axis of more than one rank.
+        suspicious: the suspicious moves of the value, and of the operands of its operation.
     """
 
     value: Value
@@ -165,6 +167,7 @@ class Explanation:
     operation: Operation | None
     pins: tuple[Pin, ...]
     axes: tuple[AxisExplanation, ...]
+    suspicious: tuple[SuspiciousMove, ...]
 
     def __getitem__(self, axis: str) -> AxisExplanation:
         for found in self.axes:
@@ -178,7 +181,8 @@ class Explanation:
         source = None if self.operation is None else self.operation.source
         where = f" at {source}" + (f" (`{source.code}`)" if source.code else "") if source else ""
         lines = [f"{self.value!r} {self.spec}", f"  {made}{where}", *(f"  given: {pin}" for pin in self.pins)]
-        return "\n".join([*lines, *map(str, self.axes), *self._legend()])
+        moves = (f"  suspicious: {move}" for move in self.suspicious)
+        return "\n".join([*lines, *map(str, self.axes), *self._legend(), *moves])
 
     def _legend(self) -> Iterator[str]:
         """What labels of atoms stand for, and how a program asks for specs that have their notation."""

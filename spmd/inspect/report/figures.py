@@ -77,6 +77,25 @@ class SentForCause:
 
 
 @attrs.frozen
+class SuspiciousFigures:
+    """A collective that moves far more than comes of it (`spmd.plan.cost.suspicious_moves`).
+
+    Args:
+        kind, cause, place: of the collective.
+        bytes: sent per rank.
+        needed: the bytes on a rank that come of it.
+        advice: what to do.
+    """
+
+    kind: str
+    cause: str
+    place: str
+    bytes: float
+    needed: float
+    advice: str
+
+
+@attrs.frozen
 class Span:
     """A bar of the timeline: consecutive operators of one line, or one collective.
 
@@ -115,9 +134,11 @@ class PlanFigures:
         copies: seconds of the copies to and from the buffers of launches, which are in `step` and `exposed`.
         bytes: sent per rank in a step.
         memory: peak bytes held by a rank, by purpose; the sum is under "peak".
+        peak_at: the operation at the peak, in words.
         layers: by repeated part of the program and by sharding.
         lines: one for each line, in order of first execution.
         causes: one for each cause, the most bytes first.
+        suspicious: the suspicious moves, in order of execution.
         spans: in order of execution, one after the other.
         held: the memory during each operation, in the same order.
         fallbacks: operators without a rule, which run replicated, and their lines.
@@ -133,9 +154,11 @@ class PlanFigures:
     copies: float
     bytes: float
     memory: Mapping[str, int]
+    peak_at: str
     layers: tuple[Layer, ...]
     lines: tuple[Line, ...]
     causes: tuple[SentForCause, ...]
+    suspicious: tuple[SuspiciousFigures, ...]
     spans: tuple[Span, ...]
     held: tuple[HeldAt, ...]
     fallbacks: tuple[str, ...]
@@ -160,6 +183,7 @@ class PlanFigures:
             "exposed of both": f"{time_text(self.exposed)} ({exposed:.0f}% of the step)",
             "sent per rank": size_text(self.bytes),
             "held per rank": f"{size_text(self.memory['peak'])} at the peak: {held}",
+            "at the peak": self.peak_at,
             "search": self._search,
             "machine": self.machine["made for"],
         }
@@ -187,9 +211,11 @@ def make_report(document: Document) -> PlanFigures:
         copies=max(timing["communication"] - communication, 0.0),
         bytes=sum(comm["bytes"] for comm in comms),
         memory=document["memory"],
+        peak_at=document["peak_at"],
         layers=tuple(_layers(document["layers"])),
         lines=tuple(_lines(operations, comms)),
         causes=tuple(sorted(_causes(comms), key=lambda cause: (-cause.bytes, cause.place, cause.cause))),
+        suspicious=tuple(_suspicious(comms)),
         spans=tuple(_spans(operations, comms)),
         held=tuple(_held(operations, comms)),
         fallbacks=tuple(f"{operations[n]['operator']} at {operations[n]['at']}" for n in document["fallbacks"]),
@@ -233,6 +259,12 @@ def _causes(comms: list[Document]) -> Iterator[SentForCause]:
         yield SentForCause(
             kind, tuple(axes), cause, place, len(found), _total(found, "bytes"), _total(found, "seconds")
         )
+
+
+def _suspicious(comms: list[Document]) -> Iterator[SuspiciousFigures]:
+    for comm in comms:
+        if comm["suspicious"] is not None:
+            yield SuspiciousFigures(comm["kind"], comm["cause"], comm["at"], comm["bytes"], **comm["suspicious"])
 
 
 def _spans(operations: list[Document], comms: list[Document]) -> Iterator[Span]:

@@ -41,6 +41,7 @@ def render_fragment(report: PlanFigures) -> str:
         *([("Layers", _layers(report))] if report.layers else []),
         ("Lines", _lines(report)),
         ("Collectives", _causes(report)),
+        *([("Suspicious moves", _suspicious(report))] if report.suspicious else []),
         ("Machine", _table((), report.machine.items(), numbers=())),
     )
     body = "\n".join(f"<section><h3>{title}</h3>\n{content}</section>" for title, content in sections)
@@ -90,6 +91,14 @@ def _causes(report: PlanFigures) -> str:
         for c in report.causes
     )
     return _table(("kind", "axes", "count", "bytes", "time", "cause", "line"), rows, numbers=(2, 3, 4))
+
+
+def _suspicious(report: PlanFigures) -> str:
+    rows = (
+        (move.kind, size_text(move.bytes), size_text(move.needed), move.cause, move.place, move.advice)
+        for move in report.suspicious
+    )
+    return _table(("kind", "sent", "needed", "cause", "line", "what to do"), rows, numbers=(1, 2))
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], numbers: tuple[int, ...]) -> str:

@@ -29,19 +29,21 @@ from spmd.inspect.saving.schema import Document, find_wrong
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, map_leaves
 from spmd.plan.cost.account import account
+from spmd.plan.cost.suspicious_moves import SuspiciousMove, suspicious_moves
 from spmd.plan.data.plan import PlanData
 from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.peak import memory_of
 from spmd.plan.schedule.timing import timing_of
 from spmd.rules.strategy import Strategy
 
-FORMAT = 9
+FORMAT = 10
 """The version of the format; files of other versions are refused."""
 
 
 def make_document(plan: PlanData) -> Document:
     """A plan as plain data, which `json` can write."""
     request, names, found = plan.request, unique_names(plan.graph), account(plan)
+    moves = {(move.operation, move.comm): move for move in suspicious_moves(plan, found)}
     numbers = {operation: number for number, operation in enumerate(plan.graph.operations)}
     origins: dict[Operation, int | None] = {**find_origins(plan)}
     at = {operation.source: number for number, operation in reversed(list(enumerate(request.graph.operations)))}
@@ -58,6 +60,7 @@ def make_document(plan: PlanData) -> Document:
             "peak": memory_of(plan).peak,
             **{kind.value: size for kind, size in memory_of(plan).by_kind.items() if size},
         },
+        "peak_at": memory_of(plan).place,
         "program_hash": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
         "inputs": {value.name: str(s) for value, s in zip(request.graph.inputs, request.input_specs, strict=True)},
         "keep_sharded": {
@@ -74,7 +77,7 @@ def make_document(plan: PlanData) -> Document:
             {**_operation(plan, o, names, origins[o], found.seconds[o]), "held": held}
             for o, held in zip(plan.graph.operations, _held(plan), strict=True)
         ],
-        "comms": [_comm(comm, numbers[o]) for o, comms in found.comms.items() for comm in comms],
+        "comms": [_comm(c, numbers[o], moves.get((o, c))) for o, comms in found.comms.items() for c in comms],
         "layers": [_layers(layers) for layers in find_layers(plan, found)],
         "fallbacks": [numbers[operation] for operation in plan.fallbacks],
     }
@@ -230,7 +233,7 @@ def _placement(state: Placement) -> str:
     return repr(state)
 
 
-def _comm(comm: Comm, operation: int) -> Document:
+def _comm(comm: Comm, operation: int, move: SuspiciousMove | None) -> Document:
     return {
         "kind": comm.kind,
         "axes": list(comm.axes),
@@ -239,6 +242,7 @@ def _comm(comm: Comm, operation: int) -> Document:
         "cause": comm.cause,
         "at": str(comm.source or ""),
         "operation": operation,
+        "suspicious": None if move is None else {"needed": move.needed, "advice": move.advice},
     }
 
 

@@ -44,6 +44,7 @@ _COMM: Mapping[str, Kind] = {
     "cause": str,
     "at": str,
     "operation": int,
+    "suspicious": Maybe(Fields({"needed": float, "advice": str})),
 }
 
 _ALIKE: Mapping[str, Kind] = {
@@ -86,6 +87,7 @@ _PLAN = Fields(
         "timing": Fields(dict.fromkeys(("step", "compute", "communication", "exposed"), float)),
         "gap": Maybe(float),
         "memory": MapOf(int),
+        "peak_at": str,
         "program_hash": str,
         "inputs": MapOf(str),
         "keep_sharded": MapOf(_TEXTS),

@@ -37,7 +37,7 @@ def find_causes(graph: Graph, layout: Callable[[Value], Layout]) -> dict[Operati
     for operation in graph.operations:
         if operation.op is REDISTRIBUTE:
             (operand,), (result,) = operation.operands, operation.tensors
-            origin, taker = graph.origin(operand, is_passed), _consumer_of(graph, result)
+            origin, taker = graph.origin(operand, is_passed), consumer_of(graph, result)
             giver = graph.producers.get(origin)
             produced = f"input {origin.name} has" if giver is None else f"{giver.name} produces"
             required = "the result" if taker is None else taker.name
@@ -61,7 +61,8 @@ def is_passed(operation: Operation) -> bool:
     return operation.op in MARKERS or operation.is_view
 
 
-def _consumer_of(graph: Graph, value: Value) -> Operation | None:
+def consumer_of(graph: Graph, value: Value) -> Operation | None:
+    """The first consumer of a value that is no view or marker; None for one that is only a result of the program."""
     while value in graph.consumers:
         consumer = graph.consumers[value][0]
         if not is_passed(consumer):

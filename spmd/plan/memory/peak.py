@@ -33,6 +33,10 @@ class Kind(enum.Enum):
     TEMPORARY = "temporary"
 
 
+_FEW_COPIES = 2
+"""How many times the bytes of its operands an operation makes without being named for it."""
+
+
 @attrs.frozen
 class Held:
     """One tensor of a rank that is held at the peak.
@@ -70,6 +74,7 @@ class Memory:
         operation: the operation that runs at the peak; None for a program without operations.
         source: the line of the user's code for it.
         held: the tensors held at the peak, the largest first.
+        read, made: the bytes that the operation at the peak reads of others, and of those held that it made itself.
         timeline: the bytes held during each event of the liveness, in order of execution.
         operations: the operation of each event.
     """
@@ -78,6 +83,8 @@ class Memory:
     operation: Operation | None
     source: Source | None
     held: tuple[Held, ...]
+    read: int
+    made: int
     timeline: tuple[int, ...]
     operations: tuple[Operation, ...]
 
@@ -96,11 +103,17 @@ class Memory:
 
     @property
     def place(self) -> str:
-        """The operation at the peak and its line, as text; "the end" for a program without operations."""
+        """The operation at the peak and its line, as text; "the end" for a program without operations.
+
+        Also how many times the bytes of its operands it has made, if it gathers, or its local implementation makes
+        copies: more than twice.
+        """
         if self.operation is None:
             return "the end"
         where = f" at {self.source}" if self.source else ""
-        return f"{self.operation.name}{where}"
+        times = self.made / self.read if self.read else 0.0
+        makes = f", which makes {times:.1f} times the shards that it reads" if times > _FEW_COPIES else ""
+        return f"{self.operation.name}{where}{makes}"
 
     def largest(self, count: int = 8) -> str:
         """The `count` largest tensors held at the peak, one per line, and the total of the others."""
@@ -175,16 +188,16 @@ def measure(liveness: Liveness, donated: frozenset[int], source: Callable[[Opera
     timeline = live_bytes(liveness, lives)
     index = max(range(len(timeline)), key=timeline.__getitem__)
     makers = {buffer: event.operation for event in liveness.events for buffer in event.writes}
-    held = [
-        _held(buffer, liveness, makers, source)
-        for buffer, (first, last) in lives.items()
-        if first <= index <= last and buffer.nbytes
-    ]
+    alive = [buffer for buffer, (first, last) in lives.items() if first <= index <= last and buffer.nbytes]
+    held = [_held(buffer, liveness, makers, source) for buffer in alive]
     held.sort(key=lambda item: -item.nbytes)
     operation = liveness.events[index].operation if liveness.events else None
     where = source(operation) if operation else None
     operations = tuple(event.operation for event in liveness.events)
-    return Memory(timeline[index], operation, where, tuple(held), tuple(timeline), operations)
+    reads = {buffer for event in liveness.events if event.operation is operation for buffer in event.reads}
+    read = sum(buffer.nbytes for buffer in reads if makers.get(buffer) is not operation)
+    made = sum(buffer.nbytes for buffer in alive if makers.get(buffer) is operation) if operation else 0
+    return Memory(timeline[index], operation, where, tuple(held), read, made, tuple(timeline), operations)
 
 
 def lifetimes(liveness: Liveness, donated: frozenset[int]) -> dict[Buffer, tuple[int, int]]:
