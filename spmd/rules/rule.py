@@ -86,11 +86,14 @@ class Rule:
             it by the local shape.
         empty: for an operator that fails on empty operands, the local implementation that replaces it on a rank where
             an operand has no elements. It is called with `axes=()`.
+        local: for an operator of canonical programs that no rank calls, the local implementation that replaces it where
+            a strategy has none. It is called with `axes=()`.
     """
 
     factorize: Callable[[Call], Factors]
     size_argument: int | None = None
     empty: Body | None = None
+    local: Body | None = None
 
 
 Table: TypeAlias = Mapping[torch._ops.OpOverload, Rule]

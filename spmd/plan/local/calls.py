@@ -199,7 +199,8 @@ def runs_local_implementation(
     Such an operation is not joined with others into a list operator (`_foreach_*`).
     """
     rule = find_rule(operation.op, rules)
-    return local_implementation(chosen) is not None or (rule is not None and rule.empty is not None)
+    replaced = rule is not None and (rule.empty is not None or rule.local is not None)
+    return replaced or local_implementation(chosen) is not None
 
 
 def scheduled(plan: PlanData) -> tuple[Unit, ...]:

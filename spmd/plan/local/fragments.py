@@ -93,9 +93,11 @@ class Fragments:
         """The local implementation that this rank runs and its mesh axes, major first; None for the operator itself."""
         planned = local_implementation(self.plan.strategies.get(operation, {}))
         rule = find_rule(operation.op, self.plan.request.rules)
-        if planned is not None or rule is None or rule.empty is None:
+        if planned is not None or rule is None:
             return planned
-        return None if all(self.local(value).numel for value in operation.operands) else (rule.empty, ())
+        full = all(self.local(value).numel for value in operation.operands)
+        body = rule.local if full or rule.empty is None else rule.empty
+        return None if body is None else (body, ())
 
     def _operator(self, unit: Unit) -> Fragment:
         """The operator itself, on local tensors and with local sizes."""

@@ -5,6 +5,7 @@ A canonical program has
 * no list operators: their elements are operations that share a group (`spmd.ir.list_operators`);
 * no means: each is a sum and a division (`decompositions`);
 * no computation whose result is known to be one number everywhere (`constant_folding`);
+* no flip before and after a scan: it is one from the end (`scans`);
 * one form for operations that mean the same (`normal_forms`, `padded_convolutions`). `view.default` is any change of
   shape, and copies where strides require it, as `torch.reshape` does: strides are not part of a program;
 * no identity operations, no common subexpressions and no dead code. A copy to contiguous memory counts as an identity:
@@ -25,6 +26,7 @@ from spmd.tracing.canonicalize.constant_folding import fold_constants
 from spmd.tracing.canonicalize.decompositions import DECOMPOSITIONS, decompose_operations, expand_operations
 from spmd.tracing.canonicalize.normal_forms import normalize
 from spmd.tracing.canonicalize.padded_convolutions import join_pads
+from spmd.tracing.canonicalize.scans import join_scans
 
 OpOverload = torch._ops.OpOverload
 
@@ -76,6 +78,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     join_pads,
     fold_constants,
     simplify,
+    join_scans,
     eliminate_dead,
 )
 """The passes in order of execution; dead code is removed last, because the other passes create it."""

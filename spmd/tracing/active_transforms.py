@@ -1,0 +1,28 @@
+"""The transforms of `torch.func` that act on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, maybe_get_level
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+
+def active_transforms(tensors: Sequence[torch.Tensor]) -> list[TransformType]:
+    """The transforms that act on one of the tensors, innermost first."""
+    if not get_interpreter_stack():
+        return []
+    interpreter = retrieve_current_functorch_interpreter()
+    wrapped = [tensor for tensor in tensors if maybe_get_level(tensor) == interpreter.level()]
+    acts = any(_is_transformed(interpreter.key(), tensor) for tensor in wrapped)
+    inner = [get_unwrapped(tensor) if maybe_get_level(tensor) == interpreter.level() else tensor for tensor in tensors]
+    with interpreter.lower():
+        return [interpreter.key()] * acts + active_transforms(inner)
+
+
+def _is_transformed(transform: TransformType, tensor: torch.Tensor) -> bool:
+    """Whether the innermost transform acts on a tensor that it has wrapped."""
+    if transform == TransformType.Grad:
+        return tensor.requires_grad
+    return transform != TransformType.Jvp or torch._VF._unpack_dual(tensor, level=0)[1] is not None  # type: ignore[attr-defined]

@@ -1,0 +1,73 @@
+"""Scans and products along a sharded dim: values, gradients, and what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from sampling import product
+
+import spmd
+from spmd import P
+from spmd.tracing.canonicalize.canonicalize import canonicalize
+from spmd.tracing.trace import trace
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+SCANS: dict[str, Function] = {
+    "cumsum": lambda x: x.cumsum(0),
+    "cumprod": lambda x: x.cumprod(0),
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+    "cummax": lambda x: x.cummax(0)[0],
+    "cummin": lambda x: x.cummin(0)[0],
+    "prod of a dim": lambda x: x.prod(0),
+    "prod": lambda x: x.prod(),
+}
+
+
+def gradient(function: Function) -> Function:
+    return torch.func.grad(lambda x: (function(x) ** 2).sum())
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_rows_are_sent_and_not_shards(name: str) -> None:
+    x = torch.empty(4096, 1024, device="meta")
+    step = spmd.jit(gradient(SCANS[name]), (P("x"),), P("x"), mesh=spmd.make_mesh({"x": 8}, runtime="virtual"))
+    assert 8 * 7 * 1024 * 4 > sum(comm.bytes for comm in step.plan(x).comms)
+
+
+@pytest.mark.parametrize(("name", "axes"), product(SCANS, [{"x": 3}, {"x": 2, "y": 2}]))
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_values_and_gradients_are_those_of_one_device(name: str, axes: dict[str, int], rows: int) -> None:
+    """Also of equal values, of which the last one is the extreme, and of columns with one zero and with several."""
+    mesh = spmd.make_mesh(axes, runtime="virtual")
+    x = torch.randn(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[rows // 2, 1], x[0, 2], x[rows // 2, 2], x[:, 3] = 0, 0, 0, x[0, 3]
+    leaf = x.clone().requires_grad_()
+    (SCANS[name](leaf) ** 2).sum().backward()
+    for function, expected in ((SCANS[name], SCANS[name](x)), (gradient(SCANS[name]), leaf.grad)):
+        found = spmd.jit(function, (P(tuple(axes)),), None, mesh=mesh)(x)
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+
+@pytest.mark.parametrize(
+    "values", [[torch.nan, 1.0, torch.nan, 2.0, 0.0], [-torch.inf] * 5, [2.0, torch.inf, 1.0, 2.0, 1.0]]
+)
+def test_positions_of_running_extremes(values: list[float]) -> None:
+    mesh = spmd.make_mesh({"x": 2, "y": 4}, runtime="virtual")  # the rank in the middle has none of 5 rows
+    x = torch.tensor(values)
+    for function in (lambda x: x.cummax(0), lambda x: x.cummin(0)):
+        found = spmd.jit(function, (P(("x", "y")),), None, mesh=mesh)(x)
+        for each, expected in zip(found, function(x), strict=True):
+            torch.testing.assert_close(each.full_tensor(), expected, equal_nan=True)
+
+
+def test_a_flip_before_and_after_a_scan_is_a_scan_from_the_end() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        ones = torch.ones(1, 3)
+        return torch.cat([ones, x.flip(0)]).cumsum(0).flip(0) + x.flip(0).cumsum(0).sum(0)
+
+    graph = canonicalize(trace(function, (torch.ones(4, 3),)).graph)
+    found = [operation.name for operation in graph.operations]
+    assert ["full", "flip", "cat", "reverse_cumsum", "cumsum", "sum", "add"] == sorted(found, key=found.index)
