@@ -50,7 +50,11 @@ SHAPE = {
         call(f(9, 2), 0, 1, 8, 3),
         call(f(9, 2), 0, 7, 8),
     ],
-    aten.slice_backward.default: [call(f(4, 2), [4, 5], 1, 1, 3, 1), call(f(3, 2), [9, 2], 0, 1, 8, 3)],
+    aten.slice_backward.default: [
+        call(f(4, 2), [4, 5], 1, 1, 3, 1),
+        call(f(3, 2), [9, 2], 0, 1, 8, 3),
+        call(f(4, 2), [7, 2], 0, 0, 9, 2),
+    ],
     aten.slice_scatter.default: [call(f(4, 5), f(4, 2), 1, 1, 3), call(f(9, 2), f(3, 2), 0, 1, 8, 3)],
     aten.flip.default: [call(f(4, 5), [1]), call(f(4, 5, 3), [0, -1])],
     aten.roll.default: [call(f(4, 5), [1], [1]), call(f(4, 5), [2]), call(f(7, 5), [-2, 3], [0, 1])],

@@ -38,6 +38,7 @@ FUNCTIONS: dict[str, tuple[Function, int]] = {
     "diff": (lambda x: x[1:] - x[:-1], 1),
     "shift by pad": (lambda x: F.pad(x, (0, 0, 1, -1)), 1),
     "every second": (lambda x: x[::2], 0),
+    "every third": (lambda x: x[5:-7:3], 5),
     "circular": (lambda x: torch.cat([x[-1:], x, x[:1]])[:-2], 8),
     "norm": (lambda x: x.norm(), 1),
     "norm 3": (lambda x: torch.linalg.vector_norm(x, 3, dim=0), 1),
@@ -59,6 +60,14 @@ def test_rows_are_sent_and_not_shards(name: str) -> None:
     function, rows = FUNCTIONS[name]
     sent = sum(comm.bytes for comm in _sharded(function, x=8).plan(torch.empty(ROWS, ROW, device="meta")).comms)
     assert 2 * rows * ROW * 4 >= sent
+
+
+@pytest.mark.parametrize("name", ["every second", "every third", "diff"])
+def test_gradients_of_slices_send_rows(name: str) -> None:
+    function, _ = FUNCTIONS[name]
+    gradient = _sharded(torch.func.grad(lambda x: (function(x) ** 2).sum()), x=8)
+    sent = sum(comm.bytes for comm in gradient.plan(torch.empty(ROWS, ROW, device="meta")).comms)
+    assert 16 * ROW * 4 >= sent
 
 
 @pytest.mark.parametrize(("name", "axes"), product(FUNCTIONS, [{"x": 2}, {"x": 3}, {"x": 8}, {"x": 2, "y": 2}]))

@@ -18,7 +18,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives import axis_index, ppermute
+from spmd.collectives import axis_index, ppermute, shard_offset
 from spmd.collectives.environment import resolve_axes
 from spmd.core.placement import Replicate, Shard
 from spmd.core.spec import chunk_bounds
@@ -241,19 +241,41 @@ def slice_window(call: Call) -> Iterator[Row]:
 
 
 def _slice_backward_body(axes: Axes, call: Call, grad: Tensor, *_: Any, **__: Any) -> Tensor:
-    dim = _dim(call)
+    dim, length = _dim(call), call.results[0].shape[_dim(call)]
     size = call.argument("input_sizes")[dim]
     places = _bounds(call, size)
-    intervals = _padded(places.start, len(places))
-    return _exchange(axes, call, dim, size, intervals)([grad], call.results[0].shape[dim])
+    step = places.step
+
+    def intervals(start: int, stop: int) -> list[Interval]:
+        begin, end = (-((places.start - edge) // step) for edge in (start, stop))
+        pieces = [(FILL, begin, min(end, 0)), (0, max(begin, 0), min(end, len(places)))]
+        pieces = [piece for piece in pieces if piece[1] < piece[2]]
+        missing = -(-(stop - start) // step) - sum(last - first for _, first, last in pieces)
+        return [*pieces, (FILL, 0, missing)] if missing else pieces
+
+    rows = _exchange(axes, call, dim, size, intervals)([grad], -(-length // step))
+    if step == 1 or not length:
+        return rows
+    firsts = {(places.start - start) % step for start, stop in _chunks(size, axes) if start < stop}
+    spread = [size + (step - 1) * (size - 1) if i == dim else size for i, size in enumerate(rows.shape)]
+    if len(firsts) == 1:
+        (first,) = firsts
+        spread[dim] = max(spread[dim] + first, length)
+        found = aten.slice_backward.default(rows, spread, dim, first, spread[dim], step)
+    else:
+        spread[dim] += step - 1
+        at = torch.arange(rows.shape[dim], device=rows.device) * step
+        at = at + (places.start - shard_offset(size, axes)) % step
+        found = rows.new_zeros(spread).index_copy(dim, at, rows)
+    return found.narrow(dim, 0, length)
 
 
 def slice_backward_window(call: Call) -> Iterator[Row]:
-    """The backward of a slice in steps of 1."""
+    """The backward of a slice, in any steps: the rows of each shard are exchanged, and then spread."""
     (grad,), (result,) = call.operands, call.results
-    dim = _dim(call)
-    if grad.ndim and call.argument("step") == 1 and _is_most(grad.shape[dim], result.shape[dim]):
-        yield _rows(call, dim, _slice_backward_body)
+    places = _bounds(call, result.shape[_dim(call)]) if grad.ndim else range(0)
+    if places and _is_most(places[-1] + 1 - places[0], result.shape[_dim(call)]):
+        yield _rows(call, _dim(call), _slice_backward_body)
 
 
 def _slice_scatter_body(axes: Axes, call: Call, x: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
