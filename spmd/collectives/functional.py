@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spmd.collectives import primitives as _primitives  # noqa: F401  (defines torch.ops.spmd)
 from spmd.collectives.axis_types import AxisType
+from spmd.collectives.blocks import block_size
 from spmd.collectives.environment import axis_size, axis_type, resolve_axes, summing_backward
 from spmd.collectives.precision import reduce_wide
 from spmd.core.pytree import tree_map
@@ -336,7 +337,9 @@ def shard_offset(size: int, axis_name: AxisName) -> Tensor:
     Raises:
         SpmdError: an axis that is not bound.
     """
-    return _ops.shard_offset(size, resolve_axes(axis_name)[0])
+    block = block_size()
+    offset = _ops.shard_offset(size // block, resolve_axes(axis_name)[0])
+    return offset if block == 1 else offset * block
 
 
 def _reduce(name: str, op: str, x: Tree, axis_name: AxisName, number: Callable[[Any], Any]) -> Tree:

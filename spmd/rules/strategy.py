@@ -9,14 +9,17 @@ shape `[b, s, d]`. The dims of the tensor itself are *physical* dims.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 
+from spmd.collectives.blocks import sharded_in_blocks
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.errors import RuleError
-from spmd.rules.rule import Body, FactorDims, Factors, Row
+from spmd.ir.call import Call
+from spmd.rules.rule import Axes, Body, FactorDims, Factors, Row
 
 Atoms: TypeAlias = Mapping[str, tuple[int, ...]]
 """The sizes of the atoms of each factor, major first."""
@@ -86,7 +89,8 @@ def derive_strategies(
             strategies += (_shard_atom(factors, tensors, (name, index), len(sizes)) for index in cut)
     if factors.separate:
         strategies = _combined(strategies)
-    rows = (_logical_row(row, tensors) for row in factors.rows)
+    shapes = [_sizes(*each, atoms) for each in zip(dims, known, strict=True)]
+    rows = (_logical_row(row, shapes) for row in factors.rows)
     return tuple(dict.fromkeys([*strategies, *(row for row in rows if row is not None)]))
 
 
@@ -150,15 +154,42 @@ def _shard_atom(factors: Factors, tensors: Sequence[_LogicalDims], atom: tuple[s
     )
 
 
-def _logical_row(row: Row, tensors: Sequence[_LogicalDims]) -> Strategy | None:
-    """A `Row` as a strategy over logical dims; None if it shards a dim of several atoms."""
+def _sizes(dims: FactorDims, logical: LogicalShape | None, atoms: Atoms) -> LogicalShape:
+    """The logical shape of a tensor, from its factors where it is not known; of an unknown length stands a 0."""
+    if logical is not None:
+        return logical
+    return tuple(tuple(size for name in names for size in atoms[name]) or (0,) for names in dims)
+
+
+@attrs.frozen
+class _InBlocks:
+    """A local implementation for an operand whose sharded dim consists of blocks: its outermost atom is sharded."""
+
+    body: Body
+    size: int
+
+    def __call__(self, axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
+        with sharded_in_blocks(self.size):
+            return self.body(axes, call, *args, **kwargs)
+
+
+def _logical_row(row: Row, shapes: Sequence[LogicalShape]) -> Strategy | None:
+    """A `Row` as a strategy over logical dims.
+
+    A dim of several atoms is sharded in its outermost one, which makes chunks of whole blocks: None if the row has no
+    local implementation, or a result is sharded, too, whose chunks would differ.
+    """
     placements: list[Placement] = []
-    for placement, dims in zip((*row.operands, *row.results), tensors, strict=True):
+    blocks: set[int] = set()
+    for placement, dims in zip((*row.operands, *row.results), shapes, strict=True):
         if isinstance(placement, Shard):
-            if len(dims[placement.dim]) != 1:
-                return None
+            blocks.add(math.prod(dims[placement.dim][1:]))
             placement = Shard(sum(len(group) for group in dims[: placement.dim]))
         placements.append(placement)
-    count = len(row.operands)
-    label = "partial" if row.body is None else LOCAL_BODY
-    return Strategy(tuple(placements[:count]), tuple(placements[count:]), row.body, label)
+    count, body = len(row.operands), row.body
+    if blocks and blocks != {1}:
+        if body is None or len(blocks) > 1 or any(isinstance(placement, Shard) for placement in row.results):
+            return None
+        body = _InBlocks(body, blocks.pop())
+    label = "partial" if body is None else LOCAL_BODY
+    return Strategy(tuple(placements[:count]), tuple(placements[count:]), body, label)

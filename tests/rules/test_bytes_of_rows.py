@@ -44,6 +44,8 @@ FUNCTIONS: dict[str, tuple[Function, int]] = {
     "norm 3": (lambda x: torch.linalg.vector_norm(x, 3, dim=0), 1),
     "normalize": (lambda x: F.normalize(x, dim=0), 1),
     "topk": (lambda x: x.topk(2, 0)[0], 21),
+    "topk of all": (lambda x: x.flatten().topk(2)[0], 1),
+    "items of all": (lambda x: x.flatten()[POSITIONS], 1),
     "kthvalue": (lambda x: x.kthvalue(2, 0)[0], 21),
     "prod": (lambda x: (1 + x / x.shape[0]).prod(0), 4),
 }
@@ -120,6 +122,8 @@ def test_empty_shards_take_part(rows: int) -> None:
         lambda x: torch.cat([x, x[:1]]),
         lambda x: x.topk(1, 0)[1],
         lambda x: x.kthvalue(1, 0, keepdim=True)[1],
+        lambda x: x.flatten().topk(3)[1],
+        lambda x: x.flatten().argmin(0),
     )
     for function in functions:
         step = spmd.jit(function, (P("x"),), P(), mesh=spmd.make_mesh({"x": 4}, runtime="virtual"))
