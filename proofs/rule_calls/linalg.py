@@ -60,7 +60,11 @@ def reflectors(*batch: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def transforms(dtype: torch.dtype, *rest: Any) -> Calls:
-    return [call(f(5, 4, dtype=dtype), [1], *rest), call(f(4, 3, 4, dtype=dtype), [0, 2], *rest)]
+    return [
+        call(f(5, 4, dtype=dtype), [1], *rest),
+        call(f(4, 3, 4, dtype=dtype), [0, 2], *rest),
+        call(f(2, 5, 3, 4, dtype=dtype), [2, 1, 3], *rest),
+    ]
 
 
 def distances() -> tuple[torch.Tensor, ...]:

@@ -253,6 +253,7 @@ def all_to_all(
     *,
     tiled: bool = False,
     axis_index_groups: None = None,
+    sizes: tuple[int, int] | None = None,
 ) -> Tree:
     """Split `split_axis`, send the i-th chunk to the i-th rank, stack or join those received; `jax.lax.all_to_all`.
 
@@ -263,6 +264,8 @@ def all_to_all(
         concat_axis: the dim of the result along which chunks are stacked or joined, in the order of the ranks.
         tiled: keep both dims: chunks of `split_axis` are joined along `concat_axis`. If False, `split_axis` is removed,
             its length must be the number of ranks, and `concat_axis` is a new dim.
+        sizes: with `tiled`, the lengths of `split_axis` and `concat_axis` in the result, where chunks are those of a
+            `DTensorSpec` and may be uneven; JAX has no such argument.
 
     Raises:
         SpmdError: an axis that is not bound, a dim out of range, or a length that the number of ranks does not divide.
@@ -280,6 +283,8 @@ def all_to_all(
         leaf = varying(leaf, axes)
         split = _dim("all_to_all", "split_axis", split_axis, leaf.ndim)
         concat = _dim("all_to_all", "concat_axis", concat_axis, leaf.ndim)
+        if sizes is not None:
+            return _ops.all_to_all(leaf, split, concat, *sizes, axes)
         _check_split("all_to_all", leaf, split, count, tiled)
         if not tiled:
             pieces = _ops.all_to_all(leaf.movedim(split, 0).unsqueeze(1), 0, 1, 1, count, axes)

@@ -21,6 +21,7 @@ from spmd.rules.ops.elementwise import POINTWISE
 from spmd.rules.ops.embedding import EMBEDDING
 from spmd.rules.ops.extremes import EXTREMES
 from spmd.rules.ops.factories import FACTORIES
+from spmd.rules.ops.fourier import FOURIER
 from spmd.rules.ops.grouped import GROUPED
 from spmd.rules.ops.indexing import INDEXING
 from spmd.rules.ops.layers import LAYERS
@@ -43,7 +44,7 @@ from spmd.rules.without_results import without_results
 
 _FAMILIES = (
     POINTWISE, MATMUL, GROUPED, VIEWS, MOVES, INDEXING, FACTORIES, RANDOM, REDUCTION, EXTREMES, SCAN, COUNTING, SOFTMAX,
-    NORMALIZATION, ATTENTION, EMBEDDING, LOSS, CTC, LINALG, CONVOLUTION, POOLING, LAYERS, MANUAL,
+    NORMALIZATION, ATTENTION, EMBEDDING, LOSS, CTC, LINALG, FOURIER, CONVOLUTION, POOLING, LAYERS, MANUAL,
     OPTIMIZERS,
 )  # fmt: skip
 

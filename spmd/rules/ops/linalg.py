@@ -1,11 +1,11 @@
-"""Matrix factorizations, solvers and Fourier transforms: independent for each matrix of a batch, and each line."""
+"""Matrix factorizations and solvers: independent for each matrix of a batch."""
 
 from __future__ import annotations
 
 import attrs
 
 from spmd.ir.call import Call
-from spmd.rules.builders import along, batched, empty_results, pointwise, rule
+from spmd.rules.builders import batched, empty_results, pointwise, rule
 from spmd.rules.notation import Rows, by_call, factors
 from spmd.rules.partial import carry, increasing, linear
 from spmd.rules.rule import Factors, Rule, table
@@ -64,7 +64,6 @@ LINALG = table({
     "linalg_cross": rule(_cross, linear("self", "other")),
     "_cdist_forward": factors("... p m, ... r m -> ... p r", replicate="m"),
     "_cdist_backward": factors("... p r, ... p m, ... r m, ... p r -> ... p m", linear("grad"), sum="r"),
-    "_fft_c2c _fft_r2c _fft_c2r": along(linear("self"), empty=empty_results),
     "view_as_real": batched("0", "1", carry("self")),
     "view_as_complex": batched("1", "0", carry("self")),
     "complex": batched("0 0", "0", linear("real imag")),
