@@ -17,6 +17,9 @@ ROW = 1024
 
 ROWS = 4096
 
+BYTES_COUNT = spmd.Machine(link_bandwidth=1.0, latency=0.0)
+"""A machine on which bytes alone decide: small tensors are not gathered."""
+
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 POSITIONS = torch.tensor([1, 60, -3])
@@ -46,6 +49,7 @@ FUNCTIONS: dict[str, tuple[Function, int]] = {
     "topk": (lambda x: x.topk(2, 0)[0], 21),
     "topk of all": (lambda x: x.flatten().topk(2)[0], 1),
     "items of all": (lambda x: x.flatten()[POSITIONS], 1),
+    "histc": (lambda x: x.histc(10), 1),
     "kthvalue": (lambda x: x.kthvalue(2, 0)[0], 21),
     "prod": (lambda x: (1 + x / x.shape[0]).prod(0), 4),
 }
@@ -83,7 +87,8 @@ def test_values_and_gradients_are_those_of_one_device(name: str, axes: dict[str,
     for rows in (61, 64):  # 61 rows are uneven on any mesh
         x = torch.randn(rows, 4, dtype=torch.float64)
         for each in (function, gradient):
-            step = spmd.jit(each, (P(tuple(axes)),), P(), mesh=spmd.make_mesh(axes, runtime="virtual"))
+            mesh = spmd.make_mesh(axes, runtime="virtual")
+            step = spmd.jit(each, (P(tuple(axes)),), None, mesh=mesh, machine=BYTES_COUNT)
             torch.testing.assert_close(step(x).full_tensor(), each(x))
 
 
@@ -178,3 +183,12 @@ def test_decoding_sends_results_and_not_the_cache() -> None:
     mesh, cut = spmd.make_mesh({"x": 8}, runtime="virtual"), P(None, None, "x")
     plan = spmd.jit(attend, (P(), cut, cut, None), P(), mesh=mesh).plan(query, cache, cache, None)
     assert 1.5e6 / 32 >= sum(comm.bytes for comm in plan.comms)
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_bins_over_values_that_are_not_finite_are_refused(value: float) -> None:
+    x = torch.ones(4096)
+    x[7] = value
+    mesh = spmd.make_mesh({"x": 4}, runtime="virtual")
+    with pytest.raises(RuntimeError, match="is not finite"):
+        spmd.jit(lambda x: x.histc(5), (P("x"),), None, mesh=mesh, machine=BYTES_COUNT)(x)
