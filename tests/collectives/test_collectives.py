@@ -176,7 +176,7 @@ CASES = [
     ),
     Case(
         "all_to_all uneven",
-        lambda x, a, n, i: ops.all_to_all(x, 0, 1, chunk_size(UNEVEN, n, i), UNEVEN, a),
+        lambda x, a, n, i: all_to_all(x, a, 0, 1, tiled=True, sizes=(chunk_size(UNEVEN, n, i), UNEVEN)),
         exchange(0, 1),
         lambda n, i: (UNEVEN, chunk_size(UNEVEN, n, i)),
     ),
