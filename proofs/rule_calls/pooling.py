@@ -45,6 +45,11 @@ def backward_by_position(op: torch._ops.OpOverload, space: int, *rest: Any) -> C
     return found
 
 
+def spelled(*options: Any) -> tuple[Any, ...]:
+    """The options of average pooling, with those left out as the backward operator takes them."""
+    return (*options, None)[:6]
+
+
 def op(name: str) -> torch._ops.OpOverload:
     return getattr(aten, name).default
 
@@ -62,22 +67,41 @@ def pools(space: int) -> dict[torch._ops.OpOverload, Calls]:
     average = [2] * space, [2] * space, [1] * space, True, False, None
     largest = [2] * space, [1] * space, [0] * space, [1] * space, False
     sizes = [2] * space
+    # Padding, strides that leave out rows, kernels that reach beyond the image, dilation.
+    averages = [
+        average,
+        ([3] * space, [], [1] * space, False, True),
+        ([2] * space, [3] * space, [1] * space, True, False),
+        ([3, 2, 1][:space], [2, 1, 1][:space], [1, 1, 0][:space], True, True, 5),
+    ]
+    maxima = [
+        largest,
+        ([3] * space, [2] * space, [1] * space, [1] * space, True),
+        ([2] * space, [], [1] * space, [3, 2, 2][:space]),
+    ]
     fractional = [
         (f(*lead, *_SPACE[:space]), sizes, sizes, f(samples, 3, space).sigmoid())
         for lead, samples in (((5, 3), 5), ((3,), 1), ((3,), 2))
     ]
     chosen = [(args, op(f"fractional_max_pool{n}")(*args)) for args in fractional]
     return {
-        op(f"avg_pool{n}"): forward(space, *average),
-        op(f"avg_pool{n}_backward"): backward(op(f"avg_pool{n}"), space, *average),
+        op(f"avg_pool{n}"): [made for options in averages for made in forward(space, *options)],
+        op(f"avg_pool{n}_backward"): [
+            made for options in averages for made in backward(op(f"avg_pool{n}"), space, *spelled(*options))
+        ],
         op(f"_adaptive_avg_pool{n}"): forward(space, sizes),
         op(f"_adaptive_avg_pool{n}_backward"): [
             call(f(*args[0].shape[:-space], *sizes), args[0]) for args in images(space)
         ],
-        op(f"max_pool{n}_with_indices"): forward(space, *largest),
-        op(f"max_pool{n}_with_indices_backward"): backward_by_position(
-            op(f"max_pool{n}_with_indices"), space, *largest
-        ),
+        op(f"max_pool{n}_with_indices"): [
+            *(made for options in maxima for made in forward(space, *options)),
+            *(call(torch.full_like(x, -torch.inf), *options) for options in maxima for x, *_ in images(space)),
+        ],
+        op(f"max_pool{n}_with_indices_backward"): [
+            made
+            for options in maxima
+            for made in backward_by_position(op(f"max_pool{n}_with_indices"), space, *(*options, False)[:5])
+        ],
         op(f"adaptive_max_pool{n}"): forward(space, sizes),
         op(f"adaptive_max_pool{n}_backward"): [
             call(f(*args[0].shape[:-space], *sizes), args[0], op(f"adaptive_max_pool{n}")(args[0], sizes)[1])
@@ -91,11 +115,17 @@ def pools(space: int) -> dict[torch._ops.OpOverload, Calls]:
 
 
 def resampling(name: str, space: int, *rest: Any) -> dict[torch._ops.OpOverload, Calls]:
-    image, sizes = (5, 3, *_SPACE[:space]), [7, 3, 5][:space]
+    """Calls that enlarge some dims and reduce others, without scales and with scales other than the sizes' ratios."""
+    image = (5, 3, *_SPACE[:space])
+    asked = [([7, 3, 5][:space], ()), ([2, 9, 4][:space], ()), ([8, 7, 5][:space], (1.4, 1.3, 1.3)[:space])]
     return {
-        op(name): [call(f(*image), sizes, *rest)],
-        op(f"{name}_backward"): [call(f(5, 3, *sizes), sizes, list(image), *rest)],
+        op(name): [call(f(*image), sizes, *rest, *scales) for sizes, scales in asked],
+        op(f"{name}_backward"): [call(f(5, 3, *sizes), sizes, list(image), *rest, *scales) for sizes, scales in asked],
     }
+
+
+def together(*calls: dict[torch._ops.OpOverload, Calls]) -> dict[torch._ops.OpOverload, Calls]:
+    return {op: [made for found in calls for made in found[op]] for op in calls[0]}
 
 
 POOLING: Mapping[torch._ops.OpOverload, Calls] = {
@@ -107,7 +137,7 @@ POOLING: Mapping[torch._ops.OpOverload, Calls] = {
     **resampling("upsample_linear1d", 1, False),
     **resampling("upsample_nearest1d", 1),
     **resampling("_upsample_nearest_exact1d", 1),
-    **resampling("upsample_bilinear2d", 2, True),
+    **together(resampling("upsample_bilinear2d", 2, True), resampling("upsample_bilinear2d", 2, False)),
     **resampling("upsample_bicubic2d", 2, False),
     **resampling("upsample_nearest2d", 2),
     **resampling("_upsample_nearest_exact2d", 2),

@@ -25,6 +25,19 @@ RESHAPERS = frozenset({
 })  # fmt: skip
 """Return elements of their operand: unchanged, if the result has its shape and dtype."""
 
+_KERNELS = frozenset({
+    aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default,
+    aten._upsample_nearest_exact1d.default, aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact3d.default,
+})  # fmt: skip
+"""Have kernels, though torch decomposes them in Python: into lookups, which some scales bring out of bounds."""
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Test an operator for being no more than the operators that it calls."""
+    return op not in _KERNELS and op._can_decompose()
+
+
 _LIKE = """
     zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_full new_empty
     new_empty_strided

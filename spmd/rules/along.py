@@ -18,7 +18,8 @@ class Along:
 
     `run(axes, call, inner, dim, *args, **kwargs)` makes the windows of the operands in `dim` by exchanges over `axes`,
     calls `inner` with them and with arguments that are changed in `dim` only, and finishes in `dim`, as by the
-    transpose of an exchange. It reads only `dim` of the shapes in `call`: along other dims, tensors may be windows.
+    transpose of an exchange. It reads only `dim` of the shapes in `call`, and later dims: `inner` may be the one along
+    a later dim, so that along earlier dims tensors may be windows.
 
     Args:
         dim: the dim of operands and results that is sharded.
@@ -38,7 +39,7 @@ class Nested:
     """The local implementation of an operator that is sharded along several dims, each over mesh axes of its own.
 
     Args:
-        levels: the implementation along each dim and its mesh axes, outermost first.
+        levels: the implementation along each dim and its mesh axes, outermost first: in the order of the dims.
     """
 
     levels: tuple[tuple[Along, Axes], ...]
@@ -58,7 +59,8 @@ def combined(bodies: Mapping[str, Body]) -> Body:
         spans.setdefault(body, []).append(axis)
     if len(spans) == 1:
         return next(iter(spans))
-    return Nested(tuple((body, tuple(axes)) for body, axes in spans.items()))  # type: ignore[misc]
+    ordered = sorted(spans.items(), key=lambda level: level[0].dim)  # type: ignore[attr-defined]
+    return Nested(tuple((body, tuple(axes)) for body, axes in ordered))  # type: ignore[misc]
 
 
 def combine(body: Body, other: Body) -> bool:

@@ -21,6 +21,7 @@ from spmd.ir.effectful import original
 from spmd.ir.graph import Graph, Operation, Value, numbers_of
 from spmd.ir.in_place import InPlace, restricted
 from spmd.ir.number import Number, in_order
+from spmd.ir.operator_kinds import is_composite
 from spmd.ir.source import Range
 from spmd.job.tracebacks import GENERATED
 from spmd.runtime.bindings import callable_of
@@ -226,7 +227,7 @@ def _may_alias(operation: Operation) -> bool:
         return False
     if not isinstance(operation.op, torch._ops.OpOverload) or operation.is_view:
         return True
-    return operation.op._can_decompose() or operation.op.namespace == "spmd"
+    return is_composite(operation.op) or operation.op.namespace == "spmd"
 
 
 def kept_values(graph: Graph) -> set[Value]:

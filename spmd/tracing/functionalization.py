@@ -15,7 +15,7 @@ from spmd.errors import TraceError
 from spmd.ir.effectful import effectful_form, has_side_effects
 from spmd.ir.graph import map_leaves
 from spmd.ir.list_operators import list_decomposition
-from spmd.ir.operator_kinds import INDEXED_WRITES
+from spmd.ir.operator_kinds import INDEXED_WRITES, is_composite
 from spmd.tracing.assignments import check_masks
 from spmd.tracing.nested_tracers import refuse_recording
 from spmd.tracing.operand_dtypes import check_products
@@ -79,7 +79,7 @@ class Functionalization(FunctionalTensorMode):
             if written is not None:
                 return written if func._schema.returns else None
         body = list_decomposition(func) if func._schema.is_mutable else None
-        if func not in FunctionalTensor.metadata_fns and func._can_decompose():
+        if func not in FunctionalTensor.metadata_fns and is_composite(func):
             body = func.decompose
         if body is not None:
             with self:

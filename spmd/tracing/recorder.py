@@ -31,6 +31,7 @@ from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves, producer
 from spmd.ir.host_functions import Handle
 from spmd.ir.list_operators import list_decomposition
 from spmd.ir.names import Namer
+from spmd.ir.operator_kinds import is_composite
 from spmd.ir.random_operators import TEMPLATED, is_random
 from spmd.ir.source import Range, Source
 from spmd.job.user_code import is_installed
@@ -177,7 +178,7 @@ class Recorder(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
-        body = func.decompose if func._can_decompose() else list_decomposition(func)
+        body = func.decompose if is_composite(func) else list_decomposition(func)
         if body is not None:
             with self:
                 return body(*args, **kwargs)

@@ -19,6 +19,7 @@ from spmd.collectives.resharding import redistribution
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.core.spec_text import parse_spec
 from spmd.ir.list_operators import list_decomposition
+from spmd.ir.operator_kinds import is_composite
 from spmd.tracing.linearize import RecordingError, recorder
 from spmd.tracing.source import where
 
@@ -41,7 +42,7 @@ class RankOperators(TorchDispatchMode):
             raise RecordingError(f"{func} was called while make_fx records, at {where(self._rank.source)}.")
         kwargs = kwargs or {}
         body = None if func._schema.is_mutable else list_decomposition(func)
-        body = func.decompose if func._can_decompose() else body
+        body = func.decompose if is_composite(func) else body
         if body is not None:
             with self:
                 return body(*args, **kwargs)

@@ -13,6 +13,7 @@ from spmd.core.mesh import Mesh
 from spmd.core.own_storage import own_memory
 from spmd.ir.graph import Annotations, Graph, Operation, Value
 from spmd.ir.names import Namer
+from spmd.ir.operator_kinds import is_composite
 from spmd.lowering.passes.aliases import Aliases
 
 
@@ -74,4 +75,4 @@ def _may_have_views(graph: Graph) -> bool:
 
 def _may_return_view(operation: Operation) -> bool:
     op = operation.op
-    return not isinstance(op, torch._ops.OpOverload) or operation.is_view or op._can_decompose() or op in LOCALS
+    return not isinstance(op, torch._ops.OpOverload) or operation.is_view or is_composite(op) or op in LOCALS

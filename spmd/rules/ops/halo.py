@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives import all_gather, ppermute, psum_scatter, shard_offset
+from spmd.collectives import all_gather, axis_index, ppermute, psum_scatter, shard_offset
 from spmd.collectives.environment import resolve_axes
 from spmd.core.spec import chunk_bounds
 from spmd.rules.rule import Axes
@@ -31,7 +31,7 @@ class Halo:
     The *large side* is the input of a convolution, the *small side* its output; a transposed convolution has them the
     other way. *Rows* are indices along `dim`. Small row `i` depends on the large rows from `i * stride - padding`
     through `i * stride - padding + reach`. The *window* of a shard of the small side is all large rows that the shard
-    depends on. Rows of a window outside of the large side are zeros.
+    depends on. Rows of a window outside of the large side have a fill value.
 
     Args:
         dim: the dim that is sharded.
@@ -51,7 +51,7 @@ class Halo:
     padding: int
     reach: int
 
-    def gather(self, x: Tensor, rows: int) -> Tensor:
+    def gather(self, x: Tensor, rows: int, fill: Any = 0) -> Tensor:
         """The window of this rank's shard of the small side, from its shard `x` of the large side.
 
         Neighbours send each other the rows at their borders. If a window reaches beyond the neighbours, the dim is
@@ -60,6 +60,7 @@ class Halo:
         Args:
             x: this rank's shard of the large side.
             rows: the number of small rows, at least 1.
+            fill: the value of rows outside of the large side.
         """
         length = (rows - 1) * self.stride + self.reach + 1
         if not self._near:
@@ -68,15 +69,15 @@ class Halo:
             held, (before, after) = x.shape[self.dim], self._borders
             pieces = [x]
             if before:
-                pieces.insert(0, self._send(self._place(x, before - held, before), 1))
+                pieces.insert(0, self._send(self._place(x, before - held, before, fill), 1, fill))
             if after:
-                pieces.append(self._send(self._place(x, 0, after), -1))
+                pieces.append(self._send(self._place(x, 0, after, fill), -1, fill))
             x = torch.cat(pieces, self.dim) if len(pieces) > 1 else x
         offsets, offset = self._offsets()
         if len(offsets) == 1:
-            return self._place(x, -offsets.pop(), length)
+            return self._place(x, -offsets.pop(), length, fill)
         index = torch.arange(length, device=x.device) + (offset + 1)
-        padded = self._place(x, 1, x.shape[self.dim] + 2)
+        padded = self._place(x, 1, x.shape[self.dim] + 2, fill)
         return padded.index_select(self.dim, index.clamp(0, x.shape[self.dim] + 1))
 
     def scatter(self, window: Tensor, held: int) -> Tensor:
@@ -156,16 +157,20 @@ class Halo:
         start = shard_offset(self.small, self.axes) * self.stride - self.padding
         return starts, start - shard_offset(self.large, self.axes) + before if self._near else start
 
-    def _send(self, border: Tensor, step: int) -> Tensor:
+    def _send(self, border: Tensor, step: int, fill: Any = 0) -> Tensor:
+        """The border of the rank `step` before this one; `fill` where there is none."""
         ranks = range(len(self._shards))
         pairs = [(rank, rank + step) for rank in ranks if rank + step in ranks]
-        return ppermute(border.contiguous(), self.axes, pairs)
+        received = ppermute(border.contiguous(), self.axes, pairs)
+        if not fill:
+            return received
+        return received.masked_fill(axis_index(self.axes).to(border.device) == (0 if step > 0 else ranks[-1]), fill)
 
-    def _place(self, x: Tensor, start: int, length: int) -> Tensor:
-        """`length` rows with those of `x` from row `start` on, which may be negative, and zeros elsewhere."""
+    def _place(self, x: Tensor, start: int, length: int, fill: Any = 0) -> Tensor:
+        """`length` rows with those of `x` from row `start` on, which may be negative, and `fill` elsewhere."""
         held = x.shape[self.dim]
         added = (max(start, 0), max(length - start - held, 0))
         if any(added):
-            x = aten.constant_pad_nd.default(x, [*(0,) * (2 * (x.ndim - 1 - self.dim)), *added])
+            x = aten.constant_pad_nd.default(x, [*(0,) * (2 * (x.ndim - 1 - self.dim)), *added], fill)
         first = max(-start, 0)
         return x if x.shape[self.dim] == length else x.narrow(self.dim, first, length)

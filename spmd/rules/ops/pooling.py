@@ -1,16 +1,18 @@
-"""Pooling, padding and resampling: batch and channels pass through, spatial dims cannot be sharded."""
+"""Pooling, padding and resampling: batch and channels pass through, shards of spatial dims exchange their borders."""
 
 from __future__ import annotations
 
 from spmd.ir.call import Call
 from spmd.rules.builders import batched, empty_results, rule
 from spmd.rules.notation import factors, spell
+from spmd.rules.ops.sampling import sample, sample_backward
+from spmd.rules.ops.sliding import average, average_backward, largest, largest_backward
 from spmd.rules.partial import carry, ignores, linear
 from spmd.rules.rule import Factors, Rule, table
 
 _INTERPOLATORS = {
     1: "upsample_linear1d",
-    2: "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    2: "upsample_bilinear2d upsample_bicubic2d",
     3: "upsample_trilinear3d",
 }
 
@@ -33,10 +35,10 @@ def _fractional(n: int) -> Rule:
 
 def _spatial(n: int) -> dict[str, Rule]:
     """The rules of the operators on `n` spatial dims."""
-    forward, copies = batched(f"{n}", f"{n}", linear("self")), batched(f"{n}", f"{n}", carry("self"))
-    backward = batched(f"{n} {n}", f"{n}", linear("grad_output"), ignores("self"))
+    forward, copies = (batched(f"{n}", f"{n}", flow("self"), sample) for flow in (linear, carry))
+    backward = batched(f"{n} {n}", f"{n}", linear("grad_output"), ignores("self"), sample_backward)
     nearest = _names(f"*{n}d", "upsample_nearest _upsample_nearest_exact")
-    resized = batched(f"{n}", f"{n}", linear("grad_output"), size_argument=2)
+    resized = batched(f"{n}", f"{n}", linear("grad_output"), sample_backward, size_argument=2)
     found = {
         _names(f"*_pad{n}d", "reflection replication"): copies,
         _names(f"*_pad{n}d_backward", "reflection replication"): backward,
@@ -46,14 +48,16 @@ def _spatial(n: int) -> dict[str, Rule]:
     }
     if n == 1:
         return found
-    indexed = batched(f"{n} {n} {n}", f"{n}", linear("grad_output"), ignores("self"))
+    averaged = batched(f"{n}", f"{n}", linear("self"), average)
+    averaged_backward = batched(f"{n} {n}", f"{n}", linear("grad_output"), ignores("self"), average_backward)
+    indexed = f"{n} {n} {n}", f"{n}", linear("grad_output"), ignores("self")
     return found | {
-        _names(f"*_pool{n}d", "avg _adaptive_avg"): forward,
-        _names(f"*_pool{n}d_backward", "avg _adaptive_avg"): backward,
-        f"max_pool{n}d_with_indices adaptive_max_pool{n}d": batched(f"{n}", f"{n} {n}"),
+        _names(f"*_pool{n}d", "avg _adaptive_avg"): averaged,
+        _names(f"*_pool{n}d_backward", "avg _adaptive_avg"): averaged_backward,
+        f"max_pool{n}d_with_indices adaptive_max_pool{n}d": batched(f"{n}", f"{n} {n}", largest),
         f"fractional_max_pool{n}d": _fractional(n),
-        _names(f"*_pool{n}d_backward", "adaptive_max fractional_max"): indexed,
-        f"max_pool{n}d_with_indices_backward": indexed,
+        f"fractional_max_pool{n}d_backward": batched(*indexed),
+        f"max_pool{n}d_with_indices_backward adaptive_max_pool{n}d_backward": batched(*indexed, largest_backward),
         f"max_unpool{n}d": batched(f"{n} {n}", f"{n}", carry("self")),
     }
 
@@ -64,6 +68,10 @@ POOLING = table({
     **_spatial(3),
     "grid_sampler_2d": factors("n c _ _, n h w _ -> n c h w", linear("input")),
     "grid_sampler_3d": factors("n c _ _ _, n d h w _ -> n c d h w", linear("input")),
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa": batched("2", "2", linear("self")),
+    "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward": batched(
+        "2", "2", linear("grad_output"), size_argument=2
+    ),
     "im2col": batched("3", "2", carry("self")),
     "col2im": batched("2", "3", linear("self")),
 })  # fmt: skip

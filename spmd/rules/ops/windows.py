@@ -18,12 +18,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives import axis_index, ppermute, shard_offset
-from spmd.collectives.environment import resolve_axes
+from spmd.collectives import ppermute, shard_offset
 from spmd.core.placement import Replicate, Shard
-from spmd.core.spec import chunk_bounds
 from spmd.ir.call import Call
 from spmd.rules.along import Along
+from spmd.rules.ops.by_rank import by_rank, chunks
 from spmd.rules.rule import Axes, Row
 
 aten = torch.ops.aten
@@ -122,15 +121,7 @@ class WindowExchange:
         return torch.cat(list(pieces.values()), dim).index_select(dim, found)
 
     def _mine(self, values: list[int], like: Tensor) -> Tensor | int:
-        """This rank's of the values of all ranks, which change in few places from one rank to the next."""
-        steps = [after - before for before, after in itertools.pairwise(values)]
-        found: Tensor | int = values[0]
-        if any(steps):
-            rank = axis_index(self.axes).to(like.device)
-            for number, (before, after) in enumerate(itertools.pairwise([0, *steps])):
-                if after != before:
-                    found = found + (rank - number).clamp(min=0) * (after - before)
-        return found
+        return by_rank(values, self.axes, like.device)
 
     @staticmethod
     def _place(part: _TakenRows) -> tuple[tuple[int, int, int], int, int]:
@@ -164,13 +155,13 @@ class WindowExchange:
         return ppermute(taken.contiguous(), self.axes, pairs)
 
     def _shards(self, rank: int) -> list[tuple[int, int]]:
-        return [_chunks(size, self.axes)[rank] for size in self.sizes]
+        return [chunks(size, self.axes)[rank] for size in self.sizes]
 
     def _parts(self) -> list[list[_TakenRows]]:
         """What each rank's shard of the result is made of."""
-        bounds = [_chunks(size, self.axes) for size in self.sizes]
+        bounds = [chunks(size, self.axes) for size in self.sizes]
         found = []
-        for rank, (start, stop) in enumerate(_chunks(self.size, self.axes)):
+        for rank, (start, stop) in enumerate(chunks(self.size, self.axes)):
             parts: list[_TakenRows] = []
             seen = Counter[tuple[int, int]]()
             for number, first, last in self.intervals(start, stop) if start < stop else ():
@@ -186,11 +177,6 @@ class WindowExchange:
                         parts.append(_TakenRows((number, distance, which), begin - low, end - begin))
             found.append(parts)
         return found
-
-
-def _chunks(size: int, axes: Axes) -> list[tuple[int, int]]:
-    counts = resolve_axes(axes)[1]
-    return [chunk_bounds(size, counts, index) for index in itertools.product(*map(range, counts))]
 
 
 def _rows(call: Call, dim: int, body: Callable[..., Any], replicated: int = 0) -> Row:
@@ -256,7 +242,7 @@ def _slice_backward_body(axes: Axes, call: Call, grad: Tensor, *_: Any, **__: An
     rows = _exchange(axes, call, dim, size, intervals)([grad], -(-length // step))
     if step == 1 or not length:
         return rows
-    firsts = {(places.start - start) % step for start, stop in _chunks(size, axes) if start < stop}
+    firsts = {(places.start - start) % step for start, stop in chunks(size, axes) if start < stop}
     spread = [size + (step - 1) * (size - 1) if i == dim else size for i, size in enumerate(rows.shape)]
     if len(firsts) == 1:
         (first,) = firsts

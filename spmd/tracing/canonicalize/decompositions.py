@@ -13,6 +13,7 @@ import torch
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.names import Namer
+from spmd.ir.operator_kinds import is_composite
 from spmd.ir.source import Source
 from spmd.tracing.fused_optimizers import FUSED_DECOMPOSITIONS
 from spmd.tracing.numbers import traced
@@ -98,7 +99,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 @lru_cache(maxsize=4096)
 def _torch_decomposition(op: OpOverload) -> Body | None:
-    if op._can_decompose():
+    if is_composite(op):
         return op.decompose  # type: ignore[no-any-return]
     return _known_decompositions().get(op)
 
