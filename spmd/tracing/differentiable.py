@@ -55,6 +55,21 @@ def _interpolate(
     return result.contiguous() if x.ndim == 3 and mode.startswith("nearest") else result
 
 
+def _pad(x: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> torch.Tensor:
+    """`F.pad`; a circular pad as a `cat` of slices, where torch writes into slices of a new tensor."""
+    sides = list(zip(range(x.ndim - 1, -1, -1), pad[::2], pad[1::2], strict=False))
+    cropped = [x.shape[dim] + min(before, 0) + min(after, 0) for dim, before, after in sides]
+    fits = all(max(side[1:]) <= size and size > 0 for side, size in zip(sides, cropped, strict=True))
+    if mode != "circular" or not fits or len(pad) % 2 or x.ndim - len(sides) not in (1, 2):
+        return F.pad(x, pad, mode, value)
+    for (dim, before, after), size in zip(sides, cropped, strict=True):
+        x = x.narrow(dim, max(-before, 0), size)
+        pieces = [x.narrow(dim, size - max(before, 0), max(before, 0)), x, x.narrow(dim, 0, max(after, 0))]
+        pieces = [piece for piece in pieces if piece.shape[dim]]
+        x = torch.cat(pieces, dim) if len(pieces) > 1 else x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _resize_as(x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """`x.resize_as_(other)`, which does nothing if the shapes are equal; in a trace it would change strides."""
     return x if x.shape == other.shape and not kwargs else x.resize_as_(other, **kwargs)
@@ -66,6 +81,7 @@ DIFFERENTIABLE: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyTy
         F.scaled_dot_product_attention: _attention,
         F.max_pool1d: _max_pool1d,
         F.interpolate: _interpolate,
+        F.pad: _pad,
         torch.prod: prod,
         torch.Tensor.prod: prod,
         torch.cumprod: cumprod,
