@@ -28,6 +28,8 @@ CASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "adaptive_avg_pool": lambda x: F.adaptive_avg_pool2d(x, (6, 3)),
     "reflect": lambda x: F.pad(x, (1, 2, 2, 1), mode="reflect"),
     "replicate": lambda x: F.pad(x, (1, 2, 2, 1), mode="replicate"),
+    "circular": lambda x: F.pad(x, (1, 2, 2, 1), mode="circular"),
+    "unfold": lambda x: x.unfold(2, 4, 1).unfold(3, 3, 2),
     "nearest": lambda x: F.interpolate(x, (25, 7)),
     "nearest_exact": lambda x: F.interpolate(x, (17, 30), mode="nearest-exact"),
     "bilinear": lambda x: F.interpolate(x, (24, 20), mode="bilinear"),
@@ -82,13 +84,14 @@ def test_values(name: str, mesh: dict[str, int], spec: P) -> None:
 
 @pytest.mark.parametrize("operator, rows", [
     (CASES["max_pool"], 1), (CASES["avg_pool"], 1), (lambda x: F.avg_pool2d(x, 2), 0), (CASES["reflect"], 6),
+    (CASES["circular"], 10), (lambda x: x.unfold(2, 4, 1), 9),
     (lambda x: F.adaptive_avg_pool2d(x, 8), 0), (lambda x: F.interpolate(x, scale_factor=2), 0),
     (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 2),
     (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), 4),
 ])  # fmt: skip
 def test_ranks_send_borders_only(operator: Callable[[torch.Tensor], Any], rows: int) -> None:
-    image = torch.empty((2, 3, 96, 96), device="meta")
+    image = torch.empty((8, 16, 512, 512), device="meta")
     mesh = spmd.make_mesh({"x": 4}, runtime="virtual")
     spec = P(None, None, "x")
     plan = spmd.jit(operator, (spec,), spec, mesh=mesh).plan(image)
-    assert sum(row.bytes for row in plan.comms) <= rows * 2 * 3 * 96 * 4
+    assert sum(row.bytes for row in plan.comms) <= rows * 8 * 16 * 516 * 4

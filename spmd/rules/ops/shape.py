@@ -15,6 +15,7 @@ from spmd.ir.call import Call
 from spmd.rules.builders import along, dim_names, rule
 from spmd.rules.notation import Rows, by_call, factors, term
 from spmd.rules.ops.owners import read_diagonal, read_range, spread_range, write_diagonal, write_range
+from spmd.rules.ops.sliding import unfold_windows
 from spmd.rules.ops.windows import (
     cat_window,
     flip_window,
@@ -190,7 +191,7 @@ VIEWS = table({
     "transpose.int": _permutation(_transposed),
     "t": _permutation(lambda call: range(call.operands[0].ndim)[::-1]),
     "expand": factors("... -> ...", carry("self"), size_argument=1),
-    "unfold": _windows("dimension", carry("self")),
+    "unfold": _windows("dimension", carry("self"), unfold_windows),
     "diagonal": _diagonal("self", read_diagonal),
 })  # fmt: skip
 
@@ -206,7 +207,7 @@ MOVES = table({
     "slice.Tensor": by_call(_slice),
     "repeat": by_call(_repeat),
     "constant_pad_nd": by_call(_pad),
-    "unfold_backward": _windows("dim", linear("grad_in"), size_argument=1),
+    "unfold_backward": _windows("dim", linear("grad_in"), unfold_windows, size_argument=1),
     "diagonal_scatter": _diagonal("self src", write_diagonal),
     "flip": along(carry("self"), flip_window, dims="dims"),
     "roll": along(carry("self"), roll_window, dims="dims"),

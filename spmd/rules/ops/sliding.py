@@ -1,4 +1,4 @@
-"""Pooling along a sharded spatial dim: local implementations that exchange the borders of shards.
+"""Pooling and unfolding along a sharded dim: local implementations that exchange the borders of shards.
 
 The windows of a rank's results are gathered (`Halo.gather`), the operator pools them without padding, and gradients go
 back the same way (`Halo.scatter`). Positions of maxima count through all spatial dims. They are converted one dim at a
@@ -8,7 +8,7 @@ time, leading dims outside of later ones: so the sizes of later dims are global,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from spmd.collectives import shard_offset
+from spmd.core.placement import Shard
 from spmd.ir.call import Call
+from spmd.rules.along import Along
 from spmd.rules.notation import operand_names
 from spmd.rules.ops.halo import Halo
 from spmd.rules.ops.space import cropped, least, over_space, position, replaced, space
-from spmd.rules.rule import Axes
+from spmd.rules.rule import Axes, Row
 
 aten = torch.ops.aten
 
@@ -153,6 +155,39 @@ def _largest_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor
 def _row(call: Call, dim: int) -> int:
     """The number of places in one row of `dim` of the image."""
     return math.prod(call.operands[operand_names(call).index("self")].shape[dim + 1 :])
+
+
+def _unfold(axes: Axes, call: Call, inner: Any, dim: int, x: Tensor, *args: Any) -> Tensor:
+    kernel, rows = _windows(call), call.results[0].shape[dim]
+    return inner(kernel.halo(dim, axes).gather(x, max(rows, 1)), *args).narrow(dim, 0, rows)  # type: ignore[no-any-return]
+
+
+def _unfold_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor, _: Any, *args: Any) -> Tensor:
+    kernel, missing = _windows(call), 0 if grad.shape[dim] else 1
+    grad = aten.constant_pad_nd.default(grad, [*(0,) * (2 * (grad.ndim - 1 - dim)), 0, missing]) if missing else grad
+    length = (grad.shape[dim] - 1) * kernel.stride + kernel.width
+    window = inner(grad, [length if i == dim else size for i, size in enumerate(grad.shape[:-1])], *args)
+    return kernel.halo(dim, axes).scatter(window, call.results[0].shape[dim])
+
+
+def _windows(call: Call) -> _Kernel:
+    """The windows of `unfold`, or of its backward operator."""
+    sizes = call.operands[0].shape if position(call, "self") is not None else call.argument("input_sizes")
+    size, width, step = sizes[_unfolded(call)], call.argument("size"), call.argument("step")
+    return _Kernel(size, (size - width) // step + 1, width, step)
+
+
+def _unfolded(call: Call) -> int:
+    """The dim that `unfold`, or its backward operator, is along."""
+    name = "dimension" if position(call, "dim") is None else "dim"
+    return int(call.argument(name)) % min(call.operands[0].ndim, call.results[0].ndim)
+
+
+def unfold_windows(call: Call) -> Iterator[Row]:
+    """An `unfold`, or its backward operator, whose windows are near their results."""
+    if min(call.operands[0].ndim, call.results[0].ndim) and _windows(call).is_aligned:
+        dim, backward = _unfolded(call), position(call, "self") is None
+        yield Row((Shard(dim),), (Shard(dim),), Along(dim, _unfold_backward if backward else _unfold))
 
 
 def _is_aligned(call: Call, dim: int) -> bool:
