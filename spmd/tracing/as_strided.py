@@ -24,7 +24,7 @@ SCATTERS = frozenset({aten.as_strided_scatter.default})
 
 
 @attrs.frozen
-class ViewStep:
+class StridedStep:
     """An operator of a view, and the one that writes through it.
 
     Args:
@@ -36,12 +36,12 @@ class ViewStep:
     write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def read_through(steps: Sequence[ViewStep], x: torch.Tensor) -> torch.Tensor:
+def read_through(steps: Sequence[StridedStep], x: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that a chain of views reads."""
     return functools.reduce(lambda part, step: step.view(part), steps, x)
 
 
-def write_through(steps: Sequence[ViewStep], x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def write_through(steps: Sequence[StridedStep], x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The tensor in which the part that a chain of views reads is `source`."""
     if not steps:
         return source
@@ -51,7 +51,7 @@ def write_through(steps: Sequence[ViewStep], x: torch.Tensor, source: torch.Tens
 
 def views(
     like: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
-) -> tuple[ViewStep, ...] | None:
+) -> tuple[StridedStep, ...] | None:
     """The slices, diagonals and permutations that are a strided view of the storage of a tensor; None if none are.
 
     Args:
@@ -68,10 +68,10 @@ def views(
     found = _dimwise(shape, strides, size, stride, start)
     if found is not None or strides != make_contiguous_strides_for(shape):
         return found
-    flat, length = ViewStep(lambda x: x.reshape(-1), lambda x, part: part.view(shape)), math.prod(size)
+    flat, length = StridedStep(lambda x: x.reshape(-1), lambda x, part: part.view(shape)), math.prod(size)
     if tuple(stride) == make_contiguous_strides_for(size):
         found = _dimwise((math.prod(shape),), (1,), (length,), (1,), start)
-        back = ViewStep(lambda x: x.view(tuple(size)), lambda x, part: part.reshape(-1))
+        back = StridedStep(lambda x: x.view(tuple(size)), lambda x, part: part.reshape(-1))
         return None if found is None else (flat, *found, back)
     found = _dimwise((math.prod(shape),), (1,), size, stride, start)
     return None if found is None else (flat, *found)
@@ -79,7 +79,7 @@ def views(
 
 def _dimwise(
     shape: Sequence[int], strides: Sequence[int], size: Sequence[int], stride: Sequence[int], start: int
-) -> tuple[ViewStep, ...] | None:
+) -> tuple[StridedStep, ...] | None:
     """As `views`, where each dim of the view moves along dims of the tensor of its own, inside of their bounds."""
     order = _outer_first(shape, strides)
     if order is None:
@@ -130,7 +130,7 @@ def _digits(distance: int, strides: Sequence[int], order: Sequence[int]) -> dict
 
 def _chain(
     shape: Sequence[int], size: Sequence[int], starts: Mapping[int, int], moved: Mapping[int, Mapping[int, int]]
-) -> Iterator[ViewStep]:
+) -> Iterator[StridedStep]:
     """Slice each dim, drop those in which nothing moves, take diagonals, and bring the dims in order."""
     held = list(range(len(shape)))
     offsets: dict[int, int] = {}
@@ -157,7 +157,7 @@ def _chain(
         yield _permutation(order)
     for dim in range(len(size)):
         if dim not in moved:
-            yield ViewStep(functools.partial(_unsqueeze, dim), functools.partial(_squeeze, dim))
+            yield StridedStep(functools.partial(_unsqueeze, dim), functools.partial(_squeeze, dim))
 
 
 def _offset(shape: Sequence[int], length: int, starts: Mapping[int, int], digits: Mapping[int, int]) -> int | None:
@@ -169,13 +169,13 @@ def _offset(shape: Sequence[int], length: int, starts: Mapping[int, int], digits
     return column - row if min(row, column) == 0 and length == ends else None
 
 
-def _step(view: Any, write: Any, *arguments: int) -> ViewStep:
-    return ViewStep(lambda x: view(x, *arguments), lambda x, part: write(x, part, *arguments))
+def _step(view: Any, write: Any, *arguments: int) -> StridedStep:
+    return StridedStep(lambda x: view(x, *arguments), lambda x, part: write(x, part, *arguments))
 
 
-def _permutation(order: Sequence[int]) -> ViewStep:
+def _permutation(order: Sequence[int]) -> StridedStep:
     back = [order.index(dim) for dim in range(len(order))]
-    return ViewStep(lambda x: x.permute(*order), lambda x, part: part.permute(*back))
+    return StridedStep(lambda x: x.permute(*order), lambda x, part: part.permute(*back))
 
 
 def _unsqueeze(dim: int, x: torch.Tensor) -> torch.Tensor:

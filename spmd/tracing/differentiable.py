@@ -5,7 +5,7 @@ Later random numbers depend on the strides of results, so these must be those of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
