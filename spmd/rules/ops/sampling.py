@@ -170,7 +170,7 @@ def _sample(axes: Axes, call: Call, inner: Any, dim: int, x: Tensor, *args: Any)
     """The operator along `dim`: after it has resized the other dims of a window."""
     sampling, rows = _Sampling.of(call, dim), call.results[0].shape[dim]
     window, first = _gathered(axes, sampling, dim, x, rows)
-    window = _resized(call, inner, dim, least(call, window, dim), *args)
+    window = _resized(call, inner, dim, window, *args)
     places = torch.arange(rows, device=x.device) + shard_offset(sampling.count, axes)
     found = [
         _weighted(window.index_select(dim, (place - first).clamp(0, window.shape[dim] - 1)), weight, dim)
@@ -181,8 +181,9 @@ def _sample(axes: Axes, call: Call, inner: Any, dim: int, x: Tensor, *args: Any)
 
 def _resized(call: Call, inner: Any, dim: int, x: Tensor, *args: Any) -> Tensor:
     """`x`, resized along all spatial dims but `dim`."""
+    found = tuple(least(call, arg, dim) if isinstance(arg, Tensor) else arg for arg in (x, *args))
+    x = found[0]
     number, rows, ndim = dim - x.ndim, x.shape[dim], len(call.op._schema.arguments)
-    found = (x, *args)
     if "pad" in _name(call):
         found = replaced(call, found, "padding", {-2 * number - 2: 0, -2 * number - 1: 0})
         return inner(*found) if any(found[-1]) else x  # type: ignore[no-any-return]
@@ -206,7 +207,7 @@ def _sample_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor,
     for place, weight in taps:
         sums = sums.index_add(dim, (place - own + 1).clamp(0, rows + 1), _weighted(window, weight, dim))
     sums = sums.narrow(dim, 1, rows).to(grad.dtype)
-    found = _resized(call, inner, dim, least(call, sums, dim), *args)
+    found = _resized(call, inner, dim, sums, *args)
     return cropped(call, found, grad, dim, rows)
 
 
