@@ -44,8 +44,10 @@ prove-rules: $(STAMP)
 
 # What plans of single operators send beside a lower bound of it; rewrites proofs/reports/least_sent.md.
 least-sent: $(STAMP)
-	$(BIN)/python -W ignore -m proofs.least_sent --markdown proofs/reports/least_sent.md
-	$(BIN)/python -W ignore -m proofs.least_sent --backward --samples 2 --markdown proofs/reports/least_sent.md
+	for arguments in '--functions' '' '--backward --samples 2' '--ranks 4 --samples 2' '--mesh 2x2 --samples 2' \
+	    '--uneven --samples 2'; do \
+	    $(BIN)/python -W ignore -m proofs.least_sent $$arguments --markdown proofs/reports/least_sent.md || exit; \
+	done
 
 # Ranks that go wrong, and checkpoint writers that are killed, RUNS times each.
 RUNS ?= 20

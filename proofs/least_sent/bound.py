@@ -1,27 +1,33 @@
-"""A lower bound of what ranks send, from the derivatives of a function of all shards.
+"""A lower bound of what ranks send, from the dependence of results on elements that other ranks hold.
 
-What rank i must receive is at least the rank of d(its result)/d(elements that it does not hold), for a result is a
-function of what is received. What rank j must send is at least the rank of d(results elsewhere)/d(elements that only j
-holds). Parts of a pending sum are elements of their own. Derivatives are differences in float64 at several points: they
-exist for every operator, and are exact for the piecewise linear ones.
+What rank i must receive is at least the rank of d(its results)/d(elements that it does not hold), for its results are a
+function of what it receives and holds. What rank j must send is at least the rank of d(results elsewhere)/d(elements
+that only j holds). Parts of a pending sum are elements of their own.
+
+Three things make the bound higher, and keep it one:
+
+- Numbers that share no element, not even one that the rank holds, are independent: each such block counts with the
+  point that is best for it, as one point has all blocks at theirs.
+- Of numbers that change with one element each, and not with those of the others, every combination occurs: at one point
+  of what the rank holds, each is a choice of its own, which needs a number of its own unless choices are packed into
+  the bits of one, as no plan does. This sees what derivatives do not: signs, steps, and which of many is taken.
+- A number of a result that is not floating counts as one that is sent, if it depends on elements elsewhere: a position
+  is not computed from the values that are sent for other results. This is a declaration, not a proof.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
 
+from proofs.least_sent.dependence import Dependence
 from spmd.core.shards import split
 from spmd.core.spec import DTensorSpec
 
-Function: TypeAlias = Callable[..., Sequence[torch.Tensor]]
-
-STEP = 1e-4
-"""The distance of the two points of a difference."""
+NUMBER = 8
+"""The bytes of a number: all is computed in float64."""
 _ROUNDING = 1e-6
 """Singular values below this part of the largest one count as zero."""
 _ZERO = 1e-8
@@ -35,101 +41,158 @@ class LeastSent:
     Args:
         sent: by one rank, to give others what only it holds.
         received: by a rank, on average.
-        merged: the numbers of replicated results that depend on what several ranks hold.
+        merged: the numbers of replicated results that depend on what every rank holds that holds something.
         gathered: what a rank receives, on average, where it gets all that it does not hold.
         ranks: the number of ranks.
-        replicated: whether every rank has all results.
-        is_known: whether a result has a derivative: of others, as of roundings, nothing is known.
+        holding: the number of ranks that hold something which no other does.
+        is_known: whether a result depends on an element: of others, as of constants, nothing is known.
     """
 
     sent: int
     received: float
-    merged: int
+    merged: float
     gathered: float
     ranks: int
-    replicated: bool
+    holding: int
     is_known: bool
 
     @property
     def numbers(self) -> float:
-        """The numbers of the rank that sends most; a ring sends one that stays on all n ranks 2(n - 1)/n times."""
-        least = max(self.received, self.sent)
-        if not self.replicated or self.ranks == 1:
-            return least
-        around = 2 * (self.ranks - 1) / self.ranks
-        return max(least, min(self.gathered, around * max(self.sent, self.merged)))
+        """The numbers of the rank that sends most.
+
+        To merge a number takes a message less than there are ranks that hold a part of it, and as many as there are
+        other ranks to give it to all: on n ranks, 2(n - 1)/n from each on average, as a ring sends it.
+        """
+        around = max(self.ranks + self.holding - 2, 0) / self.ranks
+        return max(self.received, self.sent, min(self.gathered, around * self.merged))
 
 
 @attrs.frozen(eq=False)
 class _Element:
-    """An element of an operand, or of one rank's part of it; who holds it, and the operand with one more of it."""
+    """An element of an operand, or of one rank's part of it: its column, and who holds it."""
 
-    operand: int
-    index: int
+    column: int
     holders: frozenset[int]
 
 
-def least_sent(
-    function: Function,
-    points: Sequence[Sequence[torch.Tensor]],
-    specs: Sequence[DTensorSpec],
-    results: Sequence[DTensorSpec],
-) -> LeastSent:
+def least_sent(found: Dependence, specs: Sequence[DTensorSpec], results: Sequence[DTensorSpec]) -> LeastSent:
     """Bound from below what ranks send to compute a function.
 
     Args:
-        function: the function, of floating operands in float64; others are the same at all points.
-        points: the operands at each of several points.
+        found: the dependence of its results on its operands.
         specs: the specs of the operands; those that are not floating must be replicated.
-        results: the specs of the results, with nothing pending. A number that is no float has no derivative: it counts
-            as one that depends on what every rank holds.
+        results: the specs of the results, with nothing pending.
     """
     ranks = specs[0].mesh.size if specs else results[0].mesh.size
-    elements = list(_elements(points[0], specs))
+    elements = list(_elements(found, specs))
+    blocks = _Blocks(found)
     rows = _holders(results)
-    sent, received, merged, is_known = [0] * ranks, [0] * ranks, 0, False
-    replicated = all(spec.is_replicated for spec in results)
-    steps = [spec for spec in results if not spec.meta.dtype.is_floating_point]
-    steps = steps if any(len(element.holders) < ranks for element in elements) else []
-    for point in points:
-        jacobian = _jacobian(function, point, elements)
-        if not bool(jacobian.isfinite().all()):
-            continue
-        is_known = is_known or bool((jacobian != 0).any())
-        for rank in range(ranks):
-            lacks = [n for n, element in enumerate(elements) if rank not in element.holders]
-            mine = [n for n, holders in enumerate(rows) if rank in holders]
-            received[rank] = max(received[rank], _rank(jacobian[mine][:, lacks]))
-            alone = [n for n, element in enumerate(elements) if element.holders == {rank}]
-            others = [n for n, holders in enumerate(rows) if holders != {rank}]
-            sent[rank] = max(sent[rank], _rank(jacobian[others][:, alone]))
-        if replicated:
-            owners = torch.tensor([min(e.holders) if len(e.holders) == 1 else -1 for e in elements])
-            touched = torch.stack([(jacobian[:, owners == rank] != 0).any(1) for rank in range(ranks)]).sum(0)
-            merged = max(merged, _rank(jacobian[touched > 1][:, owners >= 0]))
-    received = [count + sum(_size(spec, rank) for spec in steps) for rank, count in enumerate(received)]
-    merged += sum(spec.meta.numel for spec in steps) if replicated else 0
+    sent, received = [], []
+    for rank in range(ranks):
+        lacks = sorted({element.column for element in elements if rank not in element.holders})
+        mine = torch.tensor([rank in holders for holders in rows], dtype=torch.bool)
+        received.append(blocks.least(mine, lacks) + blocks.positions(mine, lacks))
+        alone = [element.column for element in elements if element.holders == {rank}]
+        elsewhere = torch.tensor([holders != {rank} for holders in rows], dtype=torch.bool)
+        sent.append(blocks.least(elsewhere, alone))
+    owned = {rank: [e.column for e in elements if e.holders == {rank}] for rank in range(ranks)}
+    owned = {rank: columns for rank, columns in owned.items() if columns}
+    merged = 0.0
+    if owned and len(owned) > 1 and all(spec.is_replicated for spec in results):
+        touched = torch.stack([blocks.depends[:, columns].any(1) for columns in owned.values()]).all(0)
+        every = sorted({column for columns in owned.values() for column in columns})
+        merged = blocks.least(touched, every) + blocks.positions(touched, every)
     gathered = sum(ranks - len(element.holders) for element in elements) / ranks
-    return LeastSent(max(sent), sum(received) / ranks, merged, gathered, ranks, replicated, is_known or bool(steps))
+    known = bool(blocks.depends.any())
+    return LeastSent(max(sent), sum(received) / ranks, merged, gathered, ranks, len(owned), known)
 
 
-def _size(spec: DTensorSpec, rank: int) -> int:
-    return math.prod(spec.local_shape(spec.mesh.coordinate(rank)))
+class _Blocks:
+    """The numbers of results and the elements of operands, in blocks that share nothing."""
+
+    def __init__(self, found: Dependence) -> None:
+        self.found = found
+        self.depends = found.depends
+        self._rows = _components(self.depends)
+
+    def positions(self, rows: torch.Tensor, columns: Sequence[int]) -> float:
+        """What numbers that are not floating count among some rows, where they depend on some columns."""
+        chosen = rows & ~self.found.is_floating & self.depends[:, list(columns)].any(1)
+        return float(self.found.sizes[chosen].sum()) / NUMBER
+
+    def least(self, rows: torch.Tensor, columns: Sequence[int]) -> int:
+        """A lower bound of the numbers that tell some rows all that they need of some columns."""
+        if not columns:
+            return 0
+        depends = self.depends[:, list(columns)]
+        needed = rows & self.found.is_floating & depends.any(1)
+        return sum(self._block(needed.nonzero()[:, 0], columns, group) for group in self._groups(needed))
+
+    def _groups(self, needed: torch.Tensor) -> Iterator[torch.Tensor]:
+        for group in self._rows[needed].unique().tolist():
+            yield (needed & (self._rows == group)).nonzero()[:, 0]
+
+    def _block(self, needed: torch.Tensor, columns: Sequence[int], rows: torch.Tensor) -> int:
+        depends = self.depends[rows][:, list(columns)]
+        inside = torch.tensor(columns)[depends.any(0)]
+        most = min(len(rows), len(inside))
+        if most <= 1:
+            return most
+        best = max(_rank(slope[rows][:, inside]) for slope in self.found.slopes)
+        if best == most:
+            return best
+        union = self.depends[rows][:, inside]
+        return max(best, *(_independent(change[rows][:, inside], union) for change in self.found.changes))
 
 
-def _elements(point: Sequence[torch.Tensor], specs: Sequence[DTensorSpec]) -> Iterator[_Element]:
+def _components(depends: torch.Tensor) -> torch.Tensor:
+    """The number of each row's block: rows that have a column in common are in one."""
+    labels = torch.arange(len(depends))
+    while True:
+        least = torch.where(depends, labels[:, None], len(depends)).amin(0) if len(depends) else labels
+        joined = torch.where(depends, least[None], len(depends)).amin(1) if depends.shape[1] else labels
+        joined = torch.minimum(joined, labels)
+        if torch.equal(joined, labels):
+            return labels
+        labels = joined
+
+
+def _independent(changes: torch.Tensor, depends: torch.Tensor) -> int:
+    """The size of a set of rows, each with a column that changes it and no other of the set; found greedily."""
+    weights = [1 << row for row in range(len(depends))]
+    changed, dependent = (
+        [sum(w for w, bit in zip(weights, column, strict=True) if bit) for column in matrix.T.tolist()]
+        for matrix in (changes, depends)
+    )
+    chosen = excluded = count = 0
+    for column in sorted(range(len(dependent)), key=lambda n: dependent[n].bit_count()):
+        free = changed[column] & ~excluded
+        if free and not dependent[column] & chosen:
+            chosen |= free & -free
+            excluded |= dependent[column]
+            count += 1
+    return count
+
+
+def _elements(found: Dependence, specs: Sequence[DTensorSpec]) -> Iterator[_Element]:
     """The elements that ranks hold: a pending sum has one for each rank that has a part."""
-    for number, (operand, spec) in enumerate(zip(point, specs, strict=True)):
-        if not operand.is_floating_point():
+    columns = {key: column for column, key in enumerate(found.keys)}
+    for number, spec in enumerate(specs):
+        if (number, 0) not in columns:
             continue
-        places = torch.arange(operand.numel()).reshape(operand.shape)
-        held: dict[int, list[int]] = {}
-        for rank, shard in enumerate(split([places] * _parts(spec), spec)):
-            for index in shard.flatten().tolist():
-                held.setdefault(index, []).append(rank)
-        for index, holders in held.items():
+        for index, holders in _held(spec).items():
             for group in [[rank] for rank in holders] if spec.partial else [holders]:
-                yield _Element(number, index, frozenset(group))
+                yield _Element(columns[number, index], frozenset(group))
+
+
+def _held(spec: DTensorSpec) -> dict[int, list[int]]:
+    """The ranks that hold each element, or a part of it."""
+    places = torch.arange(spec.meta.numel).reshape(spec.meta.shape)
+    held: dict[int, list[int]] = {}
+    for rank, shard in enumerate(split([places] * _parts(spec), spec)):
+        for index in shard.flatten().tolist():
+            held.setdefault(index, []).append(rank)
+    return held
 
 
 def _parts(spec: DTensorSpec) -> int:
@@ -137,43 +200,12 @@ def _parts(spec: DTensorSpec) -> int:
 
 
 def _holders(specs: Sequence[DTensorSpec]) -> list[frozenset[int]]:
-    """The ranks that hold each element of the results."""
-    found: list[frozenset[int]] = []
-    for spec in specs:
-        held: list[set[int]] = [set() for _ in range(spec.meta.numel)]
-        places = torch.arange(spec.meta.numel).reshape(spec.meta.shape)
-        for rank, shard in enumerate(split([places], spec)):
-            for index in shard.flatten().tolist():
-                held[index].add(rank)
-        found += map(frozenset, held)
-    return found
-
-
-def _jacobian(function: Function, point: Sequence[torch.Tensor], elements: Sequence[_Element]) -> torch.Tensor:
-    """Differences of all results, a row each, by elements, a column each; equal ones are computed once."""
-    known: dict[tuple[int, int], torch.Tensor] = {}
-    columns = []
-    for element in elements:
-        key = element.operand, element.index
-        if key not in known:
-            above, below = (_moved(function, point, key, step) for step in (STEP, -STEP))
-            known[key] = (above - below) / (2 * STEP)
-        columns.append(known[key])
-    return torch.stack(columns, 1) if columns else torch.zeros(len(_flat(function(*point))), 0)
-
-
-def _moved(function: Function, point: Sequence[torch.Tensor], key: tuple[int, int], step: float) -> torch.Tensor:
-    operands = [operand.clone() for operand in point]
-    operands[key[0]].reshape(-1)[key[1]] += step
-    return _flat(function(*operands))
-
-
-def _flat(results: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([result.to(torch.float64).flatten() for result in results])
+    """The ranks that hold each number of the results."""
+    return [frozenset(ranks) for spec in specs for _, ranks in sorted(_held(spec).items())]
 
 
 def _rank(matrix: torch.Tensor) -> int:
-    if not matrix.numel():
+    if not matrix.numel() or not bool(matrix.any()):
         return 0
     values = torch.linalg.svdvals(matrix)
     return int((values > max(_ROUNDING * float(values[0]), _ZERO)).sum())
