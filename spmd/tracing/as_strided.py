@@ -69,7 +69,7 @@ def views(
     if found is not None or strides != make_contiguous_strides_for(shape):
         return found
     flat, length = StridedStep(lambda x: x.reshape(-1), lambda x, part: part.view(shape)), math.prod(size)
-    if tuple(stride) == make_contiguous_strides_for(size):
+    if tuple(stride) == make_contiguous_strides_for(tuple(size)):
         found = _dimwise((math.prod(shape),), (1,), (length,), (1,), start)
         back = StridedStep(lambda x: x.view(tuple(size)), lambda x, part: part.reshape(-1))
         return None if found is None else (flat, *found, back)

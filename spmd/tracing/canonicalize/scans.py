@@ -75,7 +75,7 @@ def _write_at_extremes(operation: Operation, producers: Mapping[Value, Operation
         return []
     zeros, dim, index, grad = operation.args
     origin, fill = producers.get(index), producers.get(zeros)
-    if origin is None or origin.op not in _EXTREMES or origin.results[1] is not index or origin.args[1] != dim:
+    if origin is None or origin.op not in _EXTREMES or origin.tensors[1] is not index or origin.args[1] != dim:
         return []
     if fill is None or fill.op is not aten.full.default or fill.args[1] != 0 or zeros.meta != grad.meta:
         return []
