@@ -1,4 +1,4 @@
-"""Replacements for torch functions that do not support all `torch.func` transforms, or choose other kernels in a trace.
+"""Replacements for torch functions that lack derivatives, or have costly ones, or choose other kernels in a trace.
 
 Later random numbers depend on the strides of results, so these must be those of the kernels of one device.
 """
@@ -70,6 +70,11 @@ def _pad(x: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: flo
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _trace(input: torch.Tensor) -> torch.Tensor:
+    """`torch.trace`, whose gradient is written to a diagonal; torch's own is made of the indices of a whole matrix."""
+    return input.diagonal().sum() if input.ndim == 2 and input.dtype != torch.bool else torch.trace(input)
+
+
 def _resize_as(x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """`x.resize_as_(other)`, which does nothing if the shapes are equal; in a trace it would change strides."""
     return x if x.shape == other.shape and not kwargs else x.resize_as_(other, **kwargs)
@@ -86,6 +91,8 @@ DIFFERENTIABLE: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyTy
         torch.Tensor.prod: prod,
         torch.cumprod: cumprod,
         torch.Tensor.cumprod: cumprod,
+        torch.trace: _trace,
+        torch.Tensor.trace: _trace,
         torch.Tensor.resize_as_: _resize_as,
         torch.resize_as_: _resize_as,
     }

@@ -273,3 +273,9 @@ def test_a_gpt_step_with_donated_state_holds_what_is_predicted(name: str) -> Non
 def test_a_search_along_a_sharded_dim_makes_nothing_of_its_size(search: Callable[[Tensor], Any]) -> None:
     x, mesh = meta(2**18, 64), spmd.make_mesh({"x": 2}, runtime="abstract")
     assert spmd.jit(search, P("x"), spmd.FREE, mesh=mesh).plan(x).memory.peak < 1.1 * x.nbytes / 2
+
+
+def test_the_gradient_of_a_trace_makes_no_global_matrix() -> None:
+    gradient = torch.func.grad(lambda x: x.trace() ** 2)
+    x, mesh = meta(2048, 2048), spmd.make_mesh({"x": 8}, runtime="abstract")
+    assert spmd.jit(gradient, P("x"), P("x"), mesh=mesh).plan(x).memory.peak < 3.5 * x.nbytes / 8

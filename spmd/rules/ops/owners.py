@@ -153,7 +153,8 @@ class _WriteDiagonal:
         places[self.cut] = places[self.cut] + shard_offset(call.operands[0].shape[dims[self.cut]], axes)
         number = (places[0] - max(-offset, 0)).clamp(0, source.shape[-1] - 1)
         new = source.index_select(-1, number).unsqueeze(-1)
-        return torch.where(places[1] - places[0].unsqueeze(1) == offset, new, x).movedim((-2, -1), dims)
+        on = places[1] == (places[0] + offset).unsqueeze(1)
+        return torch.where(on, new, x).movedim((-2, -1), dims)
 
 
 def read_diagonal(call: Call) -> Iterator[Row]:
