@@ -39,7 +39,7 @@ def trimmed_mean(x: torch.Tensor) -> torch.Tensor:
 
 
 N = 2**22
-SUSPICIOUS = {
+SUSPICIOUS: dict[str, tuple[Any, ...]] = {
     "histogram": (lambda x: x.histc(10), (N,), "all_gather", 40, "Every rank runs histc on all of it"),
     "median": (median_of_all, (N,), "all_gather", 4, "Every rank runs median on all of it"),
     "trimmed mean": (trimmed_mean, (N,), "all_gather", 4, "Every rank runs sort on all of it"),
@@ -59,7 +59,7 @@ def test_a_move_of_which_little_comes_is_listed(name: str) -> None:
     assert move.source is not None and move.source.file.endswith("test_suspicious_moves.py")
 
 
-NEEDED = {
+NEEDED: dict[str, tuple[Any, ...]] = {
     "a weight that is gathered": (lambda w, x: x @ w, (P("x"), P("x")), P("x"), (4096, 4096), (2048, 4096)),
     "results that are asked for": (lambda x: x + 1, P("x"), P(), (N,)),
     "a part of results that are asked for": (lambda x: (x + 1, x[:5]), P("x"), (P(), P()), (N,)),
