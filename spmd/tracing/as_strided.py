@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -68,13 +69,30 @@ def views(
     found = _dimwise(shape, strides, size, stride, start)
     if found is not None or strides != make_contiguous_strides_for(shape):
         return found
-    flat, length = StridedStep(lambda x: x.reshape(-1), lambda x, part: part.view(shape)), math.prod(size)
+    count = math.prod(shape)
     if tuple(stride) == make_contiguous_strides_for(tuple(size)):
-        found = _dimwise((math.prod(shape),), (1,), (length,), (1,), start)
-        back = StridedStep(lambda x: x.view(tuple(size)), lambda x, part: part.reshape(-1))
-        return None if found is None else (flat, *found, back)
-    found = _dimwise((math.prod(shape),), (1,), size, stride, start)
-    return None if found is None else (flat, *found)
+        found = _dimwise((count,), (1,), (math.prod(size),), (1,), start)
+        return None if found is None else (_reshape(shape, (count,)), *found, _reshape((math.prod(size),), size))
+    for other in (_dims_of(count, stride), (count,)):
+        found = _dimwise(other, make_contiguous_strides_for(other), size, stride, start)
+        if found is not None:
+            return (_reshape(shape, other), *found)
+    return None
+
+
+def _reshape(shape: Sequence[int], other: Sequence[int]) -> StridedStep:
+    return StridedStep(lambda x: x.reshape(tuple(other)), lambda x, part: part.reshape(tuple(shape)))
+
+
+def _dims_of(count: int, stride: Sequence[int]) -> tuple[int, ...]:
+    """The shape of `count` contiguous elements whose dims have these strides; one dim if there is none.
+
+    >>> _dims_of(24, (12, 1, 4))
+    (2, 3, 4)
+    """
+    ends = sorted({count, 1, *stride} - {0}, reverse=True)
+    whole = all(large % small == 0 for large, small in itertools.pairwise(ends)) and ends[0] == count
+    return tuple(large // small for large, small in itertools.pairwise(ends)) if whole else (count,)
 
 
 def _dimwise(
