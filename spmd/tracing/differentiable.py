@@ -47,14 +47,6 @@ def _max_pool1d(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return result if isinstance(result, tuple) or active_transforms([x]) else result.contiguous()
 
 
-def _interpolate(
-    x: torch.Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """`F.interpolate`; its decomposition for nearest neighbours gives other strides than its kernels."""
-    result = F.interpolate(x, size, scale_factor, mode, *args, **kwargs)
-    return result.contiguous() if x.ndim == 3 and mode.startswith("nearest") else result
-
-
 def _pad(x: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> torch.Tensor:
     """`F.pad`; a circular pad as a `cat` of slices, where torch writes into slices of a new tensor."""
     sides = list(zip(range(x.ndim - 1, -1, -1), pad[::2], pad[1::2], strict=False))
@@ -85,7 +77,6 @@ DIFFERENTIABLE: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyTy
         F.one_hot: _one_hot,
         F.scaled_dot_product_attention: _attention,
         F.max_pool1d: _max_pool1d,
-        F.interpolate: _interpolate,
         F.pad: _pad,
         torch.prod: prod,
         torch.Tensor.prod: prod,
