@@ -172,11 +172,12 @@ def _sample(axes: Axes, call: Call, inner: Any, dim: int, x: Tensor, *args: Any)
     window, first = _gathered(axes, sampling, dim, x, rows)
     window = _resized(call, inner, dim, window, *args)
     places = torch.arange(rows, device=x.device) + shard_offset(sampling.count, axes)
-    found = [
-        _weighted(window.index_select(dim, (place - first).clamp(0, window.shape[dim] - 1)), weight, dim)
-        for place, weight in sampling.taps(places, x.dtype)
-    ]
-    return cropped(call, sum(found[1:], found[0]).to(x.dtype), x, dim, rows)
+    total: Any = None
+    for place, weight in sampling.taps(places, x.dtype):
+        read = window.index_select(dim, (place - first).clamp(0, window.shape[dim] - 1))
+        read = _weighted(read, weight, dim)
+        total = read if total is None else total + read
+    return cropped(call, total.to(x.dtype), x, dim, rows)
 
 
 def _resized(call: Call, inner: Any, dim: int, x: Tensor, *args: Any) -> Tensor:
