@@ -12,7 +12,9 @@ Three things make the bound higher, and keep it one:
   of what the rank holds, each is a choice of its own, which needs a number of its own unless choices are packed into
   the bits of one, as no plan does. This sees what derivatives do not: signs, steps, and which of many is taken.
 - A number of a result that is not floating counts as one that is sent, if it depends on elements elsewhere: a position
-  is not computed from the values that are sent for other results. This is a declaration, not a proof.
+  is not computed from the values that are sent for other results, unless all elements are. This is a declaration.
+
+A plan that sends less than the bound shows that it is none: the sweep looks for such a plan.
 """
 
 from __future__ import annotations
@@ -41,16 +43,19 @@ class LeastSent:
     Args:
         sent: by one rank, to give others what only it holds.
         received: by a rank, on average.
-        merged: the numbers of replicated results that depend on what every rank holds that holds something.
+        merged: the messages from each rank that merge numbers of replicated results, those that depend on what every
+            rank holds that holds something: one for each block, as an element may serve several numbers.
+        given: these numbers, which all ranks get.
         gathered: what a rank receives, on average, where it gets all that it does not hold.
         ranks: the number of ranks.
         holding: the number of ranks that hold something which no other does.
         is_known: whether a result depends on an element: of others, as of constants, nothing is known.
     """
 
-    sent: int
+    sent: float
     received: float
     merged: float
+    given: float
     gathered: float
     ranks: int
     holding: int
@@ -60,11 +65,11 @@ class LeastSent:
     def numbers(self) -> float:
         """The numbers of the rank that sends most.
 
-        To merge a number takes a message less than there are ranks that hold a part of it, and as many as there are
-        other ranks to give it to all: on n ranks, 2(n - 1)/n from each on average, as a ring sends it.
+        To merge a number takes a message less than there are ranks that hold a part of it, and to give it to all as
+        many as there are others: on n ranks, 2(n - 1)/n from each on average, as a ring sends it.
         """
-        around = max(self.ranks + self.holding - 2, 0) / self.ranks
-        return max(self.received, self.sent, min(self.gathered, around * self.merged))
+        around = (max(self.holding - 1, 0) * self.merged + (self.ranks - 1) * self.given) / self.ranks
+        return max(self.received, self.sent, min(self.gathered, around))
 
 
 @attrs.frozen(eq=False)
@@ -75,74 +80,81 @@ class _Element:
     holders: frozenset[int]
 
 
-def least_sent(found: Dependence, specs: Sequence[DTensorSpec], results: Sequence[DTensorSpec]) -> LeastSent:
+def least_sent(
+    found: Dependence, specs: Sequence[DTensorSpec], results: Sequence[DTensorSpec], choice: float = 1.0
+) -> LeastSent:
     """Bound from below what ranks send to compute a function.
 
     Args:
         found: the dependence of its results on its operands.
         specs: the specs of the operands; those that are not floating must be replicated.
         results: the specs of the results, with nothing pending.
+        choice: the size of the smallest value of the program, in numbers.
     """
     ranks = specs[0].mesh.size if specs else results[0].mesh.size
     elements = list(_elements(found, specs))
-    blocks = _Blocks(found)
+    blocks = _Blocks(found, choice)
     rows = _holders(results)
     sent, received = [], []
     for rank in range(ranks):
         lacks = sorted({element.column for element in elements if rank not in element.holders})
         mine = torch.tensor([rank in holders for holders in rows], dtype=torch.bool)
-        received.append(blocks.least(mine, lacks) + blocks.positions(mine, lacks))
+        received.append(min(blocks.touched(mine, lacks), blocks.least(mine, lacks) + blocks.positions(mine, lacks)))
         alone = [element.column for element in elements if element.holders == {rank}]
         elsewhere = torch.tensor([holders != {rank} for holders in rows], dtype=torch.bool)
         sent.append(blocks.least(elsewhere, alone))
     owned = {rank: [e.column for e in elements if e.holders == {rank}] for rank in range(ranks)}
     owned = {rank: columns for rank, columns in owned.items() if columns}
-    merged = 0.0
+    merged = given = 0.0
     if owned and len(owned) > 1 and all(spec.is_replicated for spec in results):
         touched = torch.stack([blocks.depends[:, columns].any(1) for columns in owned.values()]).all(0)
         every = sorted({column for columns in owned.values() for column in columns})
-        merged = blocks.least(touched, every) + blocks.positions(touched, every)
+        parts = [blocks.least(rows, every) + blocks.positions(rows, every) for rows in blocks.apart(touched)]
+        merged, given = sum(min(1.0, part) for part in parts), sum(parts)
     gathered = sum(ranks - len(element.holders) for element in elements) / ranks
     known = bool(blocks.depends.any())
-    return LeastSent(max(sent), sum(received) / ranks, merged, gathered, ranks, len(owned), known)
+    return LeastSent(max(sent), sum(received) / ranks, merged, given, gathered, ranks, len(owned), known)
 
 
 class _Blocks:
     """The numbers of results and the elements of operands, in blocks that share nothing."""
 
-    def __init__(self, found: Dependence) -> None:
-        self.found = found
+    def __init__(self, found: Dependence, choice: float) -> None:
+        self.found, self.choice = found, choice
         self.depends = found.depends
         self._rows = _components(self.depends)
+
+    def touched(self, rows: torch.Tensor, columns: Sequence[int]) -> int:
+        """The number of the columns on which some of the rows depend."""
+        return int(self.depends[rows][:, list(columns)].any(0).sum())
 
     def positions(self, rows: torch.Tensor, columns: Sequence[int]) -> float:
         """What numbers that are not floating count among some rows, where they depend on some columns."""
         chosen = rows & ~self.found.is_floating & self.depends[:, list(columns)].any(1)
         return float(self.found.sizes[chosen].sum()) / NUMBER
 
-    def least(self, rows: torch.Tensor, columns: Sequence[int]) -> int:
+    def least(self, rows: torch.Tensor, columns: Sequence[int]) -> float:
         """A lower bound of the numbers that tell some rows all that they need of some columns."""
         if not columns:
             return 0
         depends = self.depends[:, list(columns)]
         needed = rows & self.found.is_floating & depends.any(1)
-        return sum(self._block(needed.nonzero()[:, 0], columns, group) for group in self._groups(needed))
+        return sum(self._block(columns, group.nonzero()[:, 0]) for group in self.apart(needed))
 
-    def _groups(self, needed: torch.Tensor) -> Iterator[torch.Tensor]:
-        for group in self._rows[needed].unique().tolist():
-            yield (needed & (self._rows == group)).nonzero()[:, 0]
+    def apart(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Some rows, block by block."""
+        for block in self._rows[rows].unique().tolist():
+            yield rows & (self._rows == block)
 
-    def _block(self, needed: torch.Tensor, columns: Sequence[int], rows: torch.Tensor) -> int:
-        depends = self.depends[rows][:, list(columns)]
-        inside = torch.tensor(columns)[depends.any(0)]
+    def _block(self, columns: Sequence[int], rows: torch.Tensor) -> float:
+        inside = torch.tensor(columns)[self.depends[rows][:, list(columns)].any(0)]
         most = min(len(rows), len(inside))
-        if most <= 1:
-            return most
         best = max(_rank(slope[rows][:, inside]) for slope in self.found.slopes)
         if best == most:
             return best
-        union = self.depends[rows][:, inside]
-        return max(best, *(_independent(change[rows][:, inside], union) for change in self.found.changes))
+        depends = self.depends[rows][:, inside]
+        choices = max(_independent(change[rows][:, inside], depends) for change in self.found.changes)
+        return max(best, self.choice * choices)
 
 
 def _components(depends: torch.Tensor) -> torch.Tensor:

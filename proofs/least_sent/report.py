@@ -25,6 +25,9 @@ def markdown(entries: Sequence[Entry]) -> str:
         f"complex, too large), and {sum(bool(entry.failure) for entry in entries)} one that fails or is refused.",
         "",
     ]
+    below = [entry.below for entry in entries if entry.below]
+    if below:
+        lines += [f"The bound is wrong, as plans send less: {'; '.join(sent.label for sent in below)}.", ""]
     if without:
         lines += ["Without a reason, the worst call of each:", "", *table(_HEAD, map(_row, without)), ""]
     if len(above) > len(without):

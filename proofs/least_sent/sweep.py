@@ -35,6 +35,8 @@ _LARGEST = 260
 """The most elements of the operands, or of the results, of a call: each is a row or a column of its derivative."""
 _CONSIDERED = 500
 """The most combinations of placements of which some are chosen."""
+_EXACT = 1e-6
+"""The difference up to which two numbers of bytes are the same."""
 LIMIT = 2.0
 """The ratio up to which a call counts as one that sends what it must."""
 
@@ -117,6 +119,7 @@ class Entry:
         calls: the calls on placements that were planned.
         worst: the one with the largest ratio; None if there is no call.
         within: how many have a ratio of at most `LIMIT`.
+        below: a call whose plan sends less than the bound, so that it is none; None if there is no such call.
         failure: why there is none, or why some are missing.
         is_random: whether a call is left out because its results are random.
     """
@@ -126,6 +129,7 @@ class Entry:
     calls: int = 0
     worst: Sent | None = None
     within: int = 0
+    below: Sent | None = None
     failure: str = ""
     is_random: bool = False
 
@@ -148,7 +152,8 @@ def sweep_entry(entry: Any, setting: Setting = Setting()) -> Entry:
     worst = max(found, key=lambda sent: sent.ratio, default=None)
     kind = next((kind for kind in (Kind.OTHER, Kind.POINTWISE) if kind in kinds), Kind.VIEW)
     within = sum(sent.ratio <= LIMIT for sent in found)
-    return Entry(full_name(entry), kind, len(found), worst, within, failure, is_random)
+    below = next((sent for sent in found if sent.numbers < sent.least - _EXACT), None)
+    return Entry(full_name(entry), kind, len(found), worst, within, below, failure, is_random)
 
 
 def kind_of(graph: Graph) -> Kind:
@@ -216,7 +221,9 @@ def sent_on(
     """Compare the plan of a call from some specs to others with the bound; None if there is no bound."""
     planned = plan(Request(graph, operands[0].mesh, operands, results, rules=rules, machine=BYTES_ONLY))
     numbers = sum(comm.bytes for comm in planned.comms) / NUMBER
-    least = least_sent(found, operands, results)
+    values = [value for operation in graph.operations for value in operation.results if value is not None]
+    smallest = min([NUMBER, *(value.meta.dtype.itemsize for value in values)])
+    least = least_sent(found, operands, results, smallest / NUMBER)
     if not least.is_known:
         return None
     specs = ", ".join(repr(spec.pspec) for spec in operands), ", ".join(repr(spec.pspec) for spec in results)
