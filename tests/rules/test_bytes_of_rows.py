@@ -41,6 +41,7 @@ FUNCTIONS: dict[str, tuple[Function, int]] = {
     "diff": (lambda x: x[1:] - x[:-1], 1),
     "shift by pad": (lambda x: F.pad(x, (0, 0, 1, -1)), 1),
     "every second": (lambda x: x[::2], 0),
+    "flip": (lambda x: x.flip(0), ROWS // 16),
     "every third": (lambda x: x[5:-7:3], 5),
     "circular": (lambda x: torch.cat([x[-1:], x, x[:1]])[:-2], 8),
     "norm": (lambda x: x.norm(), 1),
@@ -96,6 +97,7 @@ PLANE: dict[str, tuple[Function, int]] = {
     "roll": (lambda x: x.roll((1, -2), (0, 1)), 3),
     "pad": (lambda x: F.pad(x, (1, -1, -2, 2)), 3),
     "shift one": (lambda x: x.roll(1, 1), 1),
+    "flip": (lambda x: x.flip(0, 1), ROWS // 3 + 2),
 }
 """By name, a function of a matrix with sharded rows and columns, and how many lines a rank has to send at most."""
 

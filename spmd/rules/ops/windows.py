@@ -2,16 +2,16 @@
 
 A row of the result of a slice, roll, flip, pad or `cat` is a row of an operand, or a fill value. So a shard of the
 result is a few intervals of the operands' global rows. Each interval is cut where another rank's shard begins, and
-the parts of all ranks at one distance are sent in one permute. What is sent is what changes its owner. It is offered
-where most rows of the result, or of the operand, are in the other: else there are as many distances as ranks, and what
-is sent is what any other exchange sends.
+the parts of all ranks at one distance are sent in one permute; distances between different ranks share it. What is sent
+is what changes its owner. It is offered where most rows of the result, or of the operand, are in the other: else there
+are as many distances as ranks, and what is sent is what any other exchange sends.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -45,12 +45,14 @@ class _TakenRows:
     """Rows that a rank takes from what it has after the exchange.
 
     Args:
-        source: the operand, how many ranks before this one the sender is, and which of its parts for this rank it is.
+        source: the operand, and the number of the permute that brings them, from 1; 0 for rows of the rank itself.
+        sender: the rank that has them.
         start: the first row: of the sender's shard.
         length: the number of rows.
     """
 
-    source: tuple[int, int, int]
+    source: tuple[int, int]
+    sender: int
     start: int
     length: int
 
@@ -82,9 +84,9 @@ class WindowExchange:
             if sum(part.length for part in parts) == length
             and all(stop - start == x.shape[dim] for x, (start, stop) in zip(operands, self._shards(rank), strict=True))
         ]
-        pieces = {(number, 0, 0): x for number, x in enumerate(operands)}
+        pieces = {(number, 0): x for number, x in enumerate(operands)}
         like = operands[0]
-        moved = Counter[tuple[int, int, int]]()
+        moved = Counter[tuple[int, int]]()
         for part in itertools.chain(*every):
             if part.source[1]:
                 moved[part.source] = max(moved[part.source], part.length)
@@ -93,16 +95,14 @@ class WindowExchange:
         if any(part.source[0] == FILL for parts in every for part in parts):
             rows = max(part.length for parts in every for part in parts if part.source[0] == FILL)
             shape = [rows if i == dim else n for i, n in enumerate(like.shape)]
-            pieces[FILL, 0, 0] = like.new_full(shape, fill)
+            pieces[FILL, 0] = like.new_full(shape, fill)
         layouts = {tuple(self._place(part) for part in every[rank]) for rank in alike}
         if len(layouts) == 1:
             found = [pieces[source].narrow(dim, start, rows) for source, start, rows in layouts.pop() if rows]
             return torch.cat(found, dim) if len(found) > 1 else [*found, like.narrow(dim, 0, 0)][0]
         return self._selected(pieces, every, length)
 
-    def _selected(
-        self, pieces: dict[tuple[int, int, int], Tensor], every: list[list[_TakenRows]], length: int
-    ) -> Tensor:
+    def _selected(self, pieces: dict[tuple[int, int], Tensor], every: list[list[_TakenRows]], length: int) -> Tensor:
         """The rows where ranks with equal shapes take different ones: looked up in all that they have."""
         dim = self.dim
         firsts, first = {}, 0
@@ -115,7 +115,7 @@ class WindowExchange:
             for parts in every:
                 begin = sum(part.length for part in parts[:number])
                 begins.append(begin if number < len(parts) else length)
-                source, start, _ = self._place(parts[number]) if number < len(parts) else ((0, 0, 0), 0, 0)
+                source, start, _ = self._place(parts[number]) if number < len(parts) else ((0, 0), 0, 0)
                 offsets.append(firsts.get(source, 0) + start - begin)
             found = torch.where(place >= self._mine(begins, place), place + self._mine(offsets, place), found)
         return torch.cat(list(pieces.values()), dim).index_select(dim, found)
@@ -124,22 +124,18 @@ class WindowExchange:
         return by_rank(values, self.axes, like.device)
 
     @staticmethod
-    def _place(part: _TakenRows) -> tuple[tuple[int, int, int], int, int]:
+    def _place(part: _TakenRows) -> tuple[tuple[int, int], int, int]:
         """Where a part is: a sent one begins at its own first row."""
         return part.source, 0 if part.source[1] else part.start, part.length
 
     def _send(
-        self, x: Tensor, source: tuple[int, int, int], rows: int, every: list[list[_TakenRows]], alike: Sequence[int]
+        self, x: Tensor, source: tuple[int, int], rows: int, every: list[list[_TakenRows]], alike: Sequence[int]
     ) -> Tensor:
         count = len(every)
-        starts = {
-            (rank - source[1]) % count: part.start
-            for rank, parts in enumerate(every)
-            for part in parts
-            if part.source == source and part.length
-        }
+        sent = [(part, rank) for rank, parts in enumerate(every) for part in parts if part.source == source]
+        starts = {part.sender: part.start for part, _ in sent}
         here = {starts[rank] for rank in alike if rank in starts} or {0}
-        pairs = [(sender, (sender + source[1]) % count) for sender in starts]
+        pairs = [(part.sender, rank) for part, rank in sent]
         held = x.shape[self.dim]
         if len(here) == 1:
             (start,) = here
@@ -160,23 +156,48 @@ class WindowExchange:
     def _parts(self) -> list[list[_TakenRows]]:
         """What each rank's shard of the result is made of."""
         bounds = [chunks(size, self.axes) for size in self.sizes]
-        found = []
+        found, groups = [], dict[tuple[int, int, int], list[tuple[int, int, int]]]()
         for rank, (start, stop) in enumerate(chunks(self.size, self.axes)):
-            parts: list[_TakenRows] = []
+            parts: list[tuple[tuple[int, int, int], _TakenRows]] = []
             seen = Counter[tuple[int, int]]()
             for number, first, last in self.intervals(start, stop) if start < stop else ():
                 if number == FILL:
-                    parts.append(_TakenRows((FILL, 0, 0), 0, last - first))
+                    parts.append(((FILL, 0, 0), _TakenRows((FILL, 0), rank, 0, last - first)))
                     continue
                 for sender, (low, high) in enumerate(bounds[number]):
                     begin, end = max(first, low), min(last, high)
                     if begin < end:
                         distance = (rank - sender) % len(bounds[number])
-                        which = seen[number, distance] if distance else 0
+                        group = number, distance, seen[number, distance] if distance else 0
                         seen[number, distance] += 1
-                        parts.append(_TakenRows((number, distance, which), begin - low, end - begin))
+                        parts.append((group, _TakenRows((number, 0), sender, begin - low, end - begin)))
+                        if distance:
+                            groups.setdefault(group, []).append((sender, rank, end - begin))
             found.append(parts)
-        return found
+        permutes = _permutes(groups)
+        return [
+            [attrs.evolve(part, source=permutes.get(group, part.source)) for group, part in parts] for parts in found
+        ]
+
+
+def _permutes(groups: Mapping[tuple[int, int, int], Sequence[tuple[int, int, int]]]) -> dict[Any, tuple[int, int]]:
+    """The operand and the number of the permute of groups of rows that are sent, from senders to receivers.
+
+    Groups of one operand are sent together where no rank is in both: a flip is one permute.
+    """
+    joined: dict[int, list[tuple[set[int], set[int]]]] = {}
+    found = {}
+    for group, sent in sorted(groups.items(), key=lambda item: (-max(length for *_, length in item[1]), item[0])):
+        known = joined.setdefault(group[0], [])
+        senders, receivers = {sender for sender, *_ in sent}, {receiver for _, receiver, _ in sent}
+        fits = (n for n, (s, r) in enumerate(known) if s.isdisjoint(senders) and r.isdisjoint(receivers))
+        number = next(fits, len(known))
+        if number == len(known):
+            known.append((set(), set()))
+        known[number][0].update(senders)
+        known[number][1].update(receivers)
+        found[group] = group[0], number + 1
+    return found
 
 
 def _rows(call: Call, dim: int, body: Callable[..., Any], replicated: int = 0) -> Row:
