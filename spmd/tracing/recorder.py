@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     disable_fake_tensor_cache,
 )
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from spmd.collectives.callbacks import HOST_CALLS
 from spmd.core.spec import NESTED, TensorMeta
@@ -95,6 +96,7 @@ class Recorder(FakeTensorMode):
         self.observer: Observer | None = None
         # Keyed by id: each entry keeps its tensor alive, so that Python does not reuse the id.
         self._values: dict[int, tuple[torch.Tensor, Value]] = {}
+        self._leaked = WeakIdKeyDictionary()  # after the trace: of tensors that are kept, for errors
         self._fakes: dict[Value, torch.Tensor] = {}
         self._handles: dict[int, Handle] = {}
         self._ranges: list[Range] = []
@@ -124,6 +126,8 @@ class Recorder(FakeTensorMode):
         if known is not None:
             return known[1]
         if isinstance(tensor, FakeTensor):
+            if tensor in self._leaked:
+                return self._leaked[tensor]
             raise TraceError(
                 f"A tensor {TensorMeta.of(tensor)} of another trace was used at {where(self._source())}. Do not keep "
                 "tensors of a traced function in globals or attributes: return them."
@@ -136,6 +140,7 @@ class Recorder(FakeTensorMode):
 
     def close(self) -> None:
         """Let go of all tensors: cycles of fake ones and the recorder would keep what the function closes over."""
+        self._leaked.update((tensor, value) for tensor, value in self._values.values())
         for tensors in (self._values, self._fakes, self.constants):
             tensors.clear()
 

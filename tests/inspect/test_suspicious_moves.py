@@ -40,7 +40,6 @@ def trimmed_mean(x: torch.Tensor) -> torch.Tensor:
 
 N = 2**22
 SUSPICIOUS: dict[str, tuple[Any, ...]] = {
-    "histogram": (lambda x: x.histc(10), (N,), "all_gather", 40, "Every rank runs histc on all of it"),
     "median": (median_of_all, (N,), "all_gather", 4, "Every rank runs median on all of it"),
     "trimmed mean": (trimmed_mean, (N,), "all_gather", 4, "Every rank runs sort on all of it"),
     "mode": (lambda x: x.mode(0).values, (2**19, 8), "all_to_all", 12, "Shard x as P(None, 'x') from the start"),

@@ -31,7 +31,7 @@ from spmd.plan.data.assignment import Assignment
 from spmd.plan.data.layout import regroup
 from spmd.plan.data.plan import PlanData
 from spmd.rules import find_rule
-from spmd.rules.along import combined
+from spmd.rules.nested import combined
 from spmd.rules.rule import Body, Rule
 from spmd.rules.strategy import Strategy
 from spmd.tracing.numbers import traced

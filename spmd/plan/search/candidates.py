@@ -11,7 +11,7 @@ from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import FREE, REDISTRIBUTE
 from spmd.plan.data.draft import Draft, logical_meta, spec_of
 from spmd.plan.search.boundary import expressed
-from spmd.rules.along import combine
+from spmd.rules.nested import combine
 from spmd.rules.strategy import LOCAL_BODY, MANUAL, Strategy
 
 

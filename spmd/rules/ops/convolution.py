@@ -10,8 +10,8 @@ from torch import Tensor
 
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.call import Call
-from spmd.rules.along import Along
 from spmd.rules.builders import requested
+from spmd.rules.nested import Along
 from spmd.rules.notation import by_call, factors
 from spmd.rules.ops.halo import Halo
 from spmd.rules.partial import ignores, increasing, linear

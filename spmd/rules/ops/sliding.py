@@ -18,7 +18,7 @@ from torch import Tensor
 from spmd.collectives import shard_offset
 from spmd.core.placement import Shard
 from spmd.ir.call import Call
-from spmd.rules.along import Along
+from spmd.rules.nested import Along
 from spmd.rules.notation import operand_names
 from spmd.rules.ops.halo import Halo
 from spmd.rules.ops.space import cropped, least, over_space, position, replaced, space

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmd.core.placement import Shard
 from spmd.ir.call import Call
-from spmd.rules.along import Along
+from spmd.rules.nested import Along
 from spmd.rules.notation import Rows
 from spmd.rules.rule import Row
 

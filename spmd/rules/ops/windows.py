@@ -21,7 +21,7 @@ from torch import Tensor
 from spmd.collectives import ppermute, shard_offset
 from spmd.core.placement import Replicate, Shard
 from spmd.ir.call import Call
-from spmd.rules.along import Along
+from spmd.rules.nested import Along
 from spmd.rules.ops.by_rank import by_rank, chunks
 from spmd.rules.rule import Axes, Row
 
