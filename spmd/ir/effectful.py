@@ -8,6 +8,7 @@ results has a form too, whose effect is known here: torch's functionalization re
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from spmd.ir.effects import Effect, declare_effect
 
 OpOverload = torch._ops.OpOverload
 
-_LIBRARY = torch.library.Library("spmd_effectful", "FRAGMENT")
+_DEFINING = threading.RLock()
+_FORMS: dict[OpOverload, tuple[OpOverload, torch.library.Library]] = {}
 _ORIGINALS: dict[OpOverload, OpOverload] = {}
 _NOT_AT_RUN_TIME = frozenset(
     {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._linalg_check_errors.default}
@@ -55,13 +57,24 @@ def _is_marked(op: OpOverload) -> bool:
     return op in listed or op.overloadpacket in listed or has_effects(op)
 
 
-@functools.cache
 def effectful_form(op: OpOverload) -> OpOverload:
     """The operator that stands in programs for one with side effects."""
+    with _DEFINING:
+        if op not in _FORMS:
+            library = torch.library.Library("spmd_effectful", "FRAGMENT")
+            try:
+                _FORMS[op] = _defined(op, library), library
+            except BaseException:  # an interrupt, or a warning that is an error: torch defines an operator only once
+                library._destroy()
+                raise
+    return _FORMS[op][0]
+
+
+def _defined(op: OpOverload, library: torch.library.Library) -> OpOverload:
     schema, name = str(op._schema), op.name().replace("::", "_").replace(".", "_")
     signature = schema[schema.index("(") :]
     returns = bool(op._schema.returns)
-    _LIBRARY.define(name + (signature if returns else f"{signature.removesuffix('()')}Tensor"))
+    library.define(name + (signature if returns else f"{signature.removesuffix('()')}Tensor"))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result = op(*args, **kwargs)
@@ -70,8 +83,8 @@ def effectful_form(op: OpOverload) -> OpOverload:
     def fake(*args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs) if returns else torch.empty(0)
 
-    _LIBRARY.impl(name, call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"spmd_effectful::{name}", fake, lib=_LIBRARY)
+    library.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"spmd_effectful::{name}", fake, lib=library)
     form: OpOverload = getattr(torch.ops.spmd_effectful, name).default
     _ORIGINALS[form] = op
     declare_effect(form, Effect.ORDERED if returns else Effect.HOST)

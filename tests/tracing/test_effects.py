@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import spmd
 from spmd import P
 from spmd.core.spec import TensorMeta
+from spmd.ir.effectful import effectful_form
 from spmd.tracing.torch_state import TorchState
 from spmd.tracing.trace import trace
 
@@ -198,3 +199,21 @@ def test_a_callback_of_garbage_collection_is_no_line_of_the_function():
         gc.set_threshold(*threshold)
         gc.callbacks.remove(called_back)
     assert f"test_effects.py:{function.__code__.co_firstlineno + 2} " in str(error.value)
+
+
+def test_an_operator_whose_first_use_is_interrupted_can_be_used(monkeypatch):
+    """torch defines an operator once: what an interrupt leaves half defined is taken back."""
+    library = torch.library.Library("spmd_interrupted", "FRAGMENT")
+    library.define("log(Tensor x) -> ()")
+    library.impl("log", lambda x: None, "CompositeExplicitAutograd")
+    register = torch.library.register_fake
+
+    def interrupted(name, *args, **options):
+        if "spmd_effectful" in name:
+            raise KeyboardInterrupt
+        return register(name, *args, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(torch.library, "register_fake", interrupted)
+        effectful_form(torch.ops.spmd_interrupted.log.default)
+    assert torch.empty(0).shape == effectful_form(torch.ops.spmd_interrupted.log.default)(torch.ones(2)).shape
