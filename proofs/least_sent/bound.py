@@ -129,7 +129,7 @@ class _Blocks:
         return int(self.depends[rows][:, list(columns)].any(0).sum())
 
     def positions(self, rows: torch.Tensor, columns: Sequence[int]) -> float:
-        """What numbers that are not floating count among some rows, where they depend on some columns."""
+        """The count of numbers that are not floating among some rows, where they depend on some columns."""
         chosen = rows & ~self.found.is_floating & self.depends[:, list(columns)].any(1)
         return float(self.found.sizes[chosen].sum()) / NUMBER
 

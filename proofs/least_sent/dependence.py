@@ -24,7 +24,7 @@ STEP = 1e-4
 
 @attrs.frozen(eq=False)
 class Dependence:
-    """What changes in the results, flat and in a row, with each element of the floating operands.
+    """The changes of the results, flat and in a row, with each element of the floating operands.
 
     Args:
         keys: the elements.
@@ -43,7 +43,7 @@ class Dependence:
 
     @property
     def depends(self) -> torch.Tensor:
-        """Whether a number changes with an element at some point."""
+        """Test whether a number changes with an element at some point."""
         return torch.stack(list(self.changes)).any(0)
 
 

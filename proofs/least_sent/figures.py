@@ -93,7 +93,7 @@ def _list(results: Any) -> list[torch.Tensor]:
 
 @attrs.frozen
 class Figures:
-    """What a plan sends, at prices where only bytes count and at the default ones, and the bytes that it must send.
+    """The bytes of a plan, at prices where only bytes count and at the default ones, and those that it must send.
 
     Args:
         name: the function's name, or its gradient's.

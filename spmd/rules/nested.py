@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
 from spmd.ir.call import Call
 from spmd.rules.rule import Axes, Body
+
+Inner: TypeAlias = Callable[..., Any]
+"""The operator, or its local implementation along another dim."""
 
 
 @attrs.frozen

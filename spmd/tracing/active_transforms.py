@@ -22,7 +22,7 @@ def active_transforms(tensors: Sequence[torch.Tensor]) -> list[TransformType]:
 
 
 def _is_transformed(transform: TransformType, tensor: torch.Tensor) -> bool:
-    """Whether the innermost transform acts on a tensor that it has wrapped."""
+    """Test whether the innermost transform acts on a tensor that it has wrapped."""
     if transform == TransformType.Grad:
         return tensor.requires_grad
     return transform != TransformType.Jvp or torch._VF._unpack_dual(tensor, level=0)[1] is not None  # type: ignore[attr-defined]

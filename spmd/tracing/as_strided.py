@@ -98,7 +98,7 @@ def _dims_of(count: int, stride: Sequence[int]) -> tuple[int, ...]:
 def _dimwise(
     shape: Sequence[int], strides: Sequence[int], size: Sequence[int], stride: Sequence[int], start: int
 ) -> tuple[StridedStep, ...] | None:
-    """As `views`, where each dim of the view moves along dims of the tensor of its own, inside of their bounds."""
+    """Find `views` in which each dim of the view moves along dims of the tensor of its own, inside of their bounds."""
     order = _outer_first(shape, strides)
     if order is None:
         return None

@@ -113,7 +113,7 @@ def _needs(plan: PlanData, axes: Collection[str]) -> Mapping[Value, float]:
 
 
 def _is_repeated(plan: PlanData, operation: Operation, axes: Collection[str]) -> bool:
-    """Whether all ranks along mesh axes run an operation on equal tensors."""
+    """Test whether all ranks along mesh axes run an operation on equal tensors."""
     strategies = plan.strategies.get(operation, {})
     states = (state for axis in axes for state in (*strategies[axis].operands, *strategies[axis].results))
     manual = (axis for value in operation.tensors for axis in plan.layout(value).manual)
@@ -132,7 +132,7 @@ def _suspicious(plan: PlanData, operation: Operation, comm: Comm, needed: float)
 
 
 def _advice(plan: PlanData, operation: Operation, consumer: Operation | None, value: str) -> str:
-    """What to do about the move of a value."""
+    """The advice about the move of a value."""
     if consumer is None:
         return f"Take the part of {value} that is needed before it is moved."
     layout, name = plan.layout(operation.tensors[0]), consumer.name

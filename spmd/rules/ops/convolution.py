@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.call import Call
 from spmd.rules.builders import requested
-from spmd.rules.nested import Along
+from spmd.rules.nested import Along, Inner
 from spmd.rules.notation import by_call, factors
 from spmd.rules.ops.halo import Halo
 from spmd.rules.partial import ignores, increasing, linear
@@ -20,7 +20,6 @@ from spmd.rules.rule import Axes, Row, Rule, table
 aten = torch.ops.aten
 
 _Gradients: TypeAlias = tuple[Tensor | None, ...]
-Inner: TypeAlias = Callable[..., Any]
 
 
 def _terms(call: Call) -> tuple[str, str, str, str]:

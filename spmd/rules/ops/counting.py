@@ -39,7 +39,7 @@ _OF_ROWS = frozenset({
 
 
 def _bins_are_given(call: Call) -> bool:
-    """Whether the bins do not depend on the values."""
+    """Test for bins that do not depend on the values."""
     if call.op is aten.histc.default:
         return bool(call.argument("min") != call.argument("max"))
     return call.argument("range", None) is not None or "bins" in operand_names(call)

@@ -6,7 +6,6 @@ decided from the shards of all ranks, so that all ranks decide the same.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, TypeAlias
 
 import attrs
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 
 from spmd.collectives import all_gather, axis_index, ppermute, psum_scatter, shard_offset
-from spmd.collectives.environment import resolve_axes
-from spmd.core.spec import chunk_bounds
+from spmd.rules.ops.by_rank import chunks
 from spmd.rules.rule import Axes
 
 aten = torch.ops.aten
@@ -109,18 +107,14 @@ class Halo:
     @property
     def _shards(self) -> list[Span]:
         """Every rank's shard of the large side, in rank order."""
-        return self._chunks(self.large)
-
-    def _chunks(self, size: int) -> list[Span]:
-        counts = resolve_axes(self.axes)[1]
-        return [chunk_bounds(size, counts, index) for index in itertools.product(*map(range, counts))]
+        return chunks(self.large, self.axes)
 
     @property
     def _needs(self) -> list[tuple[int, int, int]]:
         """The ranks whose windows have rows inside the large side, each with its first such row and the end of them."""
         spans = [
             (rank, max(lo * self.stride - self.padding, 0), (hi - 1) * self.stride - self.padding + self.reach + 1)
-            for rank, (lo, hi) in enumerate(self._chunks(self.small))
+            for rank, (lo, hi) in enumerate(chunks(self.small, self.axes))
             if lo < hi
         ]
         return [(rank, start, min(stop, self.large)) for rank, start, stop in spans if start < min(stop, self.large)]
@@ -146,7 +140,7 @@ class Halo:
             The set of starts on all ranks with small rows; and this rank's as a 0-d tensor, or None if all are equal.
         """
         before = self._borders[0]
-        pairs = zip(self._chunks(self.small), self._shards, strict=True)
+        pairs = zip(chunks(self.small, self.axes), self._shards, strict=True)
         starts = {
             small * self.stride - self.padding - (large - before if self._near else 0)
             for (small, end), (large, _) in pairs

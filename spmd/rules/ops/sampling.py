@@ -33,7 +33,7 @@ _Span: TypeAlias = tuple[int, int]
 
 @attrs.frozen
 class _Sampling:
-    """What rows along a dim of an image each result row reads.
+    """The rows along a dim of an image that each result row reads.
 
     Args:
         size: the length of the dim of the image.

@@ -87,10 +87,10 @@ class _RunningExtreme:
 
 def _add_at_extremes(axes: Axes, call: Call, grad: Tensor, dim: int, index: Tensor) -> Tensor:
     """The gradients of elements of a line whose extreme is in a shard before theirs are for one element: sum them."""
-    start, length = shard_offset(call.operands[0].shape[dim], axes) if axes else 0, grad.shape[dim]
-    zeros = torch.zeros_like(grad)
+    zeros, length = torch.zeros_like(grad), grad.shape[dim]
     if not axes:
         return aten.scatter_add.default(zeros, dim, index, grad)  # type: ignore[no-any-return]
+    start = shard_offset(call.operands[0].shape[dim], axes)
     inside = index >= start
     total = torch.where(inside, zeros, grad).sum(dim, keepdim=True, dtype=grad.dtype)
     place = index.narrow(dim, 0, 1) if length else torch.full(total.shape, -1, dtype=index.dtype, device=index.device)

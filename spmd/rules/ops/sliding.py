@@ -65,7 +65,7 @@ class _Kernel:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether most windows are near the same part of their dim as their results."""
+        """True if most windows are near the same part of their dim as their results."""
         covered = self.count * self.stride
         return 0 < covered <= 2 * self.size and self.size <= 2 * covered
 
@@ -78,7 +78,7 @@ class _Kernel:
         return shard_offset(self.count, axes) * self.stride - self.padding
 
     def averaged(self, call: Call, axes: Axes, like: Tensor, dim: int) -> Tensor | None:
-        """How much more than the mean of the whole kernel each result along `dim` is; None if nowhere.
+        """The factor by which each result along `dim` is more than the mean of the whole kernel; None if 1 everywhere.
 
         Kernels that reach beyond the image divide by the number of rows inside, or inside of the padding.
         """

@@ -21,7 +21,7 @@ from torch import Tensor
 from spmd.collectives import ppermute, shard_offset
 from spmd.core.placement import Replicate, Shard
 from spmd.ir.call import Call
-from spmd.rules.nested import Along
+from spmd.rules.nested import Along, Inner
 from spmd.rules.ops.by_rank import by_rank, chunks
 from spmd.rules.rule import Axes, Row
 
@@ -35,9 +35,6 @@ Interval: TypeAlias = tuple[int, int, int]
 
 Intervals: TypeAlias = Callable[[int, int], list[Interval]]
 """The intervals that the rows from `start` to `stop` of the result are, in order."""
-
-Inner: TypeAlias = Callable[..., Tensor]
-"""The operator, or its local implementation along another dim (`Along`)."""
 
 
 @attrs.frozen
