@@ -17,6 +17,7 @@ from spmd.collectives import all_gather, pmax, pmin, shard_offset
 from spmd.core.placement import Replicate, Shard, neutral_element
 from spmd.ir.call import Call
 from spmd.rules.builders import along, argument_dims, reduction
+from spmd.rules.ops.one_dim import padded, resized
 from spmd.rules.rule import Axes, Row, Rule, table
 
 aten = torch.ops.aten
@@ -56,8 +57,7 @@ class _Extreme:
     def _local(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """The extremes of a shard along `dim`, which stays with length 1, and their first indices."""
         if not x.shape[dim]:  # a rank with an empty shard takes part in the collectives, with what is never found
-            shape = [1 if d == dim % x.ndim else size for d, size in enumerate(x.shape)]
-            x = x.new_full(shape, neutral_element(self.kind, x.dtype))
+            x = x.new_full(resized(x.shape, dim % x.ndim, 1), neutral_element(self.kind, x.dtype))
         values, index = x.max(dim, True) if self.kind == "max" else x.min(dim, True)
         return values, index
 
@@ -94,9 +94,8 @@ def _leading(axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> tuple[Ten
     largest = largest and bool(call.argument("largest"))
     held = min(count, x.shape[dim])
     values, places = aten.topk.default(x, held, dim, largest)
-    ends = [*(0,) * (2 * (x.ndim - 1 - dim)), 0, count - held]
-    places = aten.constant_pad_nd.default(places + shard_offset(size, axes), ends, size)
-    values = aten.constant_pad_nd.default(values, ends)
+    places = padded(places + shard_offset(size, axes), dim, 0, count - held, size)
+    values = padded(values, dim, 0, count - held)
     values, places = (all_gather(every, axes, axis=dim, tiled=True) for every in (values, places))
     order = values.argsort(stable=True, dim=dim, descending=largest)
     # What fills up a short shard stands last, whatever its value.

@@ -17,6 +17,7 @@ from spmd.collectives.environment import axis_size
 from spmd.core.placement import Shard
 from spmd.ir.call import Call
 from spmd.rules.builders import along, empty_results
+from spmd.rules.ops.one_dim import padded, resized
 from spmd.rules.partial import linear
 from spmd.rules.rule import Axes, Row, table
 
@@ -31,17 +32,13 @@ def _r2c(x: Tensor, dims: Sequence[int], normalization: int, onesided: bool) -> 
     if x.numel():
         return aten._fft_r2c.default(x, dims, normalization, onesided)  # type: ignore[no-any-return]
     length = x.shape[dims[-1]]
-    return x.new_zeros(_resized(x, dims[-1], length // 2 + 1 if onesided else length), dtype=x.dtype.to_complex())
+    return x.new_zeros(resized(x.shape, dims[-1], length // 2 + 1 if onesided else length), dtype=x.dtype.to_complex())
 
 
 def _c2r(x: Tensor, dims: Sequence[int], normalization: int, size: int) -> Tensor:
     if x.numel():
         return aten._fft_c2r.default(x, dims, normalization, size)  # type: ignore[no-any-return]
-    return x.new_zeros(_resized(x, dims[-1], size), dtype=x.dtype.to_real())
-
-
-def _resized(x: Tensor, dim: int, length: int) -> list[int]:
-    return [length if i == dim else size for i, size in enumerate(x.shape)]
+    return x.new_zeros(resized(x.shape, dims[-1], size), dtype=x.dtype.to_real())
 
 
 @attrs.frozen
@@ -91,8 +88,7 @@ class _ToReal:
         length, whole, ranks = x.shape[last], call.operands[0].shape[self.cut], axis_size(axes)
         chunk = -(-length // ranks)
         held = x.shape[self.cut]
-        padding = [*(0,) * (2 * (x.ndim - 1 - last)), 0, chunk * ranks - length]
-        x = aten.constant_pad_nd.default(x, padding).contiguous()
+        x = padded(x, last, 0, chunk * ranks - length).contiguous()
         x = _c2c(
             all_to_all(x, axes, last, self.cut, tiled=True, sizes=(chunk, whole)), [self.cut], normalization, False
         )

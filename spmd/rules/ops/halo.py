@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmd.collectives import all_gather, axis_index, ppermute, psum_scatter, shard_offset
 from spmd.rules.ops.by_rank import chunks
+from spmd.rules.ops.one_dim import padded, resized
 from spmd.rules.rule import Axes
 
 aten = torch.ops.aten
@@ -92,8 +93,8 @@ class Halo:
             sums = self._place(window, offsets.pop(), length)
         else:
             index = torch.arange(window.shape[self.dim], device=window.device) + (offset + 1)
-            shape = [length + 2 if dim == self.dim else size for dim, size in enumerate(window.shape)]
-            sums = window.new_zeros(shape).index_add(self.dim, index.clamp(0, length + 1), window)
+            sums = window.new_zeros(resized(window.shape, self.dim, length + 2))
+            sums = sums.index_add(self.dim, index.clamp(0, length + 1), window)
             sums = sums.narrow(self.dim, 1, length)
         if not self._near:
             return psum_scatter(sums, self.axes, scatter_dimension=self.dim, tiled=True, size=held)
@@ -163,8 +164,6 @@ class Halo:
     def _place(self, x: Tensor, start: int, length: int, fill: Any = 0) -> Tensor:
         """`length` rows with those of `x` from row `start` on, which may be negative, and `fill` elsewhere."""
         held = x.shape[self.dim]
-        added = (max(start, 0), max(length - start - held, 0))
-        if any(added):
-            x = aten.constant_pad_nd.default(x, [*(0,) * (2 * (x.ndim - 1 - self.dim)), *added], fill)
+        x = padded(x, self.dim, max(start, 0), max(length - start - held, 0), fill)
         first = max(-start, 0)
         return x if x.shape[self.dim] == length else x.narrow(self.dim, first, length)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spmd.collectives import shard_offset
 from spmd.core.placement import neutral_element
+from spmd.rules.ops.one_dim import resized
 from spmd.rules.rule import Axes
 
 LookUp: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -66,7 +67,7 @@ def filled(x: Tensor, dim: int) -> Tensor:
 
     A rank with an empty shard runs the same operators as the others, so that all ranks run the same collectives.
     """
-    return x if x.shape[dim] else x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
+    return x if x.shape[dim] else x.new_zeros(resized(x.shape, dim, 1))
 
 
 def missing(x: Tensor) -> Tensor:

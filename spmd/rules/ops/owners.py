@@ -18,6 +18,7 @@ from spmd.core.placement import Partial, Reduction, Replicate, Shard
 from spmd.core.spec import TensorMeta
 from spmd.ir.call import Call
 from spmd.rules.ops.lookup import filled, local_index, look_up_items, look_up_rows, missing, shard_starts
+from spmd.rules.ops.one_dim import padded
 from spmd.rules.rule import Axes, Body, Row
 
 aten = torch.ops.aten
@@ -174,7 +175,7 @@ def write_diagonal(call: Call) -> Iterator[Row]:
 
 def _spare(x: Tensor, dim: int) -> Tensor:
     """A shard with one more item at the end of a dim, for writes to other ranks' shards."""
-    return aten.constant_pad_nd.default(x, [*(0,) * (2 * (x.ndim - 1 - dim)), 0, 1])
+    return padded(x, dim, 0, 1)
 
 
 def _here(index: Tensor, start: Tensor, length: int) -> Tensor:

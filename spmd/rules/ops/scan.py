@@ -19,6 +19,7 @@ from spmd.ir.call import Call
 from spmd.ir.canonical_scans import ADD_AT_EXTREMES, REVERSED
 from spmd.rules.builders import along
 from spmd.rules.notation import Rows
+from spmd.rules.ops.one_dim import resized
 from spmd.rules.partial import linear
 from spmd.rules.rule import Axes, Body, Row, Rule, table
 
@@ -74,7 +75,7 @@ class _RunningExtreme:
         if length:
             last, place = (found.narrow(dim, length - 1, 1) for found in (values, places))
         else:
-            shape = [1 if i == dim else size for i, size in enumerate(x.shape)]
+            shape = resized(x.shape, dim, 1)
             last, place = x.new_full(shape, neutral), places.new_full(shape, -1)
         before, at = _before(last.contiguous(), neutral, axes), _before(place.contiguous(), -1, axes)
         best = before.amax(0) if self.kind == "max" else before.amin(0)

@@ -21,6 +21,7 @@ from spmd.ir.call import Call
 from spmd.rules.nested import Along
 from spmd.rules.notation import operand_names
 from spmd.rules.ops.halo import Halo
+from spmd.rules.ops.one_dim import padded, resized
 from spmd.rules.ops.space import cropped, least, over_space, position, replaced, space
 from spmd.rules.rule import Axes, Row
 
@@ -124,7 +125,7 @@ def _backward(
     halo, rows = kernel.halo(dim, axes), x.shape[dim]
     grad, image = least(call, grad, dim), least(call, x, -1)
     length = (grad.shape[dim] - 1) * kernel.stride + halo.reach + 1
-    window = image.new_empty([length if i == dim else size for i, size in enumerate(image.shape)])
+    window = image.new_empty(resized(image.shape, dim, length))
     local = _local(call, (grad, window, *args), dim, 0)
     return cropped(call, halo.scatter(inner(*local), rows), x, dim, rows)
 
@@ -163,10 +164,9 @@ def _unfold(axes: Axes, call: Call, inner: Any, dim: int, x: Tensor, *args: Any)
 
 
 def _unfold_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor, _: Any, *args: Any) -> Tensor:
-    kernel, missing = _windows(call), 0 if grad.shape[dim] else 1
-    grad = aten.constant_pad_nd.default(grad, [*(0,) * (2 * (grad.ndim - 1 - dim)), 0, missing]) if missing else grad
+    kernel, grad = _windows(call), padded(grad, dim, 0, 0 if grad.shape[dim] else 1)
     length = (grad.shape[dim] - 1) * kernel.stride + kernel.width
-    window = inner(grad, [length if i == dim else size for i, size in enumerate(grad.shape[:-1])], *args)
+    window = inner(grad, resized(grad.shape[:-1], dim, length), *args)
     return kernel.halo(dim, axes).scatter(window, call.results[0].shape[dim])
 
 
