@@ -21,8 +21,9 @@ from spmd.collectives import shard_offset
 from spmd.ir.call import Call
 from spmd.rules.notation import operand_names
 from spmd.rules.ops.by_rank import by_rank, chunks
+from spmd.rules.ops.one_dim import resized
 from spmd.rules.ops.space import cropped, least, over_space, replaced, space
-from spmd.rules.ops.windows import FILL, Interval, WindowExchange
+from spmd.rules.ops.windows import FILL, Interval, WindowExchange, windows
 from spmd.rules.rule import Axes
 
 _Tap: TypeAlias = tuple[Tensor, Tensor | None]
@@ -156,7 +157,7 @@ def _gathered(
         missing = lengths[stop - start] - (end - first)
         return [(0, first, end), (FILL, 0, missing)]
 
-    window = WindowExchange(dim, axes, (size,), count, intervals)([x], lengths.get(rows, 0))
+    window = WindowExchange(dim, axes, (size,), windows(count, axes, intervals))([x], lengths.get(rows, 0))
     return window, by_rank([spans[bound][0] for bound in bounds], axes, x.device)
 
 
@@ -202,9 +203,9 @@ def _sample_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor,
     own = shard_offset(sampling.size, axes)
     places = torch.arange(window.shape[dim], device=grad.device) + first
     # Rows of other ranks' shards are added to one row before this rank's shard, and one after it.
-    shape = [rows + 2 if i == dim else size for i, size in enumerate(grad.shape)]
     taps = sampling.taps(places, grad.dtype)
-    sums = window.new_zeros(shape, dtype=grad.dtype if taps[0][1] is None else taps[0][1].dtype)
+    dtype = grad.dtype if taps[0][1] is None else taps[0][1].dtype
+    sums = window.new_zeros(resized(grad.shape, dim, rows + 2), dtype=dtype)
     for place, weight in taps:
         sums = sums.index_add(dim, (place - own + 1).clamp(0, rows + 1), _weighted(window, weight, dim))
     sums = sums.narrow(dim, 1, rows).to(grad.dtype)

@@ -24,6 +24,7 @@ from spmd.rules.ops.windows import (
     slice_backward_window,
     slice_scatter_window,
     slice_window,
+    split_window,
 )
 from spmd.rules.partial import carry, increasing, linear
 from spmd.rules.rule import Axes, FactorDims, Factors, Row, Rule, table
@@ -198,7 +199,8 @@ VIEWS = table({
 MOVES = table({
     "cat": along(carry("tensors"), cat_window),
     "stack": along(carry("tensors")),
-    "split.Tensor split_with_sizes unbind.int": along(carry("self")),
+    "split.Tensor split_with_sizes": along(carry("self"), split_window),
+    "unbind.int": along(carry("self")),
     "select.int": along(carry("self"), read_range),
     "select_backward": along(carry("grad_output"), spread_range, size_argument=1),
     "slice_backward": along(carry("grad_output"), spread_range, slice_backward_window, size_argument=1),

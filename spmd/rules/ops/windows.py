@@ -1,17 +1,20 @@
-"""Windows: the rows of sharded dims that a rank's shard of the result is made of, exchanged between neighbours.
+"""Windows: the rows of sharded dims that a rank's shards of the results are made of, exchanged between neighbours.
 
-A row of the result of a slice, roll, flip, pad or `cat` is a row of an operand, or a fill value. So a shard of the
-result is a few intervals of the operands' global rows. Each interval is cut where another rank's shard begins, and
-the parts of all ranks at one distance are sent in one permute; distances between different ranks share it. What is sent
-is what changes its owner. It is offered where most rows of the result, or of the operand, are in the other: else there
-are as many distances as ranks, and what is sent is what any other exchange sends.
+A row of the result of a slice, roll, flip, pad, `cat` or `split` is a row of an operand, or a fill value. So the shards
+of the results are a few intervals of the operands' global rows. Each interval is cut where another rank's shard begins,
+and the parts of all ranks at one distance are sent in one permute; distances share permutes where they can. What is
+sent is what changes its owner. It is offered where most rows of a result, or of the operand, are in the other, and
+where there are few rows or few pieces: else there are as many distances as ranks, and what is sent is what any other
+exchange sends.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import attrs
@@ -23,6 +26,7 @@ from spmd.core.placement import Replicate, Shard
 from spmd.ir.call import Call
 from spmd.rules.nested import Along, Inner
 from spmd.rules.ops.by_rank import by_rank, chunks
+from spmd.rules.ops.one_dim import padded, resized
 from spmd.rules.rule import Axes, Row
 
 aten = torch.ops.aten
@@ -34,7 +38,19 @@ Interval: TypeAlias = tuple[int, int, int]
 """Rows of an operand: its number, the first row, and the row after the last."""
 
 Intervals: TypeAlias = Callable[[int, int], list[Interval]]
-"""The intervals that the rows from `start` to `stop` of the result are, in order."""
+"""The intervals that the rows from `start` to `stop` of a result are, in order."""
+
+_Piece: TypeAlias = tuple[int, int]
+"""A tensor that a rank has after the exchange: an operand's number and 0, or 0 and the number of a permute."""
+
+_Group: TypeAlias = tuple[int, int, int]
+"""Rows of an operand that go the same distance: its number, the distance, and which of those of each rank."""
+
+_Route: TypeAlias = tuple[int, int]
+"""The rank that sends, and the one that receives."""
+
+_Sent: TypeAlias = tuple[_Group, _Route]
+"""The rows of a group that one rank sends another."""
 
 
 @attrs.frozen
@@ -42,16 +58,23 @@ class _TakenRows:
     """Rows that a rank takes from what it has after the exchange.
 
     Args:
-        source: the operand, and the number of the permute that brings them, from 1; 0 for rows of the rank itself.
+        operand: its number, or `FILL`.
         sender: the rank that has them.
         start: the first row: of the sender's shard.
         length: the number of rows.
+        permute: the number of the permute that brings them, from 1; 0 for rows of the rank itself.
     """
 
-    source: tuple[int, int]
+    operand: int
     sender: int
     start: int
     length: int
+    permute: int = 0
+
+    @property
+    def place(self) -> tuple[_Piece, int, int]:
+        """Where they are after the exchange, and their number: sent ones are the first rows of what is received."""
+        return ((0, self.permute), 0, self.length) if self.permute else ((self.operand, 0), self.start, self.length)
 
 
 @attrs.frozen
@@ -62,18 +85,16 @@ class WindowExchange:
         dim: the dim.
         axes: the mesh axes.
         sizes: the global length of the dim of each operand.
-        size: that of the result.
-        intervals: what the result is made of.
+        windows: what each rank gets.
     """
 
     dim: int
     axes: Axes
     sizes: tuple[int, ...]
-    size: int
-    intervals: Intervals
+    windows: Sequence[Sequence[Interval]]
 
     def __call__(self, operands: Sequence[Tensor], length: int, fill: Any = 0) -> Tensor:
-        """This rank's shard of the result, with `length` rows, from its shards of the operands."""
+        """This rank's window, with `length` rows, from its shards of the operands."""
         dim, every = self.dim, self._parts()
         alike = [
             rank
@@ -83,28 +104,28 @@ class WindowExchange:
         ]
         pieces = {(number, 0): x for number, x in enumerate(operands)}
         like = operands[0]
-        moved = Counter[tuple[int, int]]()
-        for part in itertools.chain(*every):
-            if part.source[1]:
-                moved[part.source] = max(moved[part.source], part.length)
-        for source, rows in sorted(moved.items()):
-            pieces[source] = self._send(operands[source[0]], source, rows, every, alike)
-        if any(part.source[0] == FILL for parts in every for part in parts):
-            rows = max(part.length for parts in every for part in parts if part.source[0] == FILL)
-            shape = [rows if i == dim else n for i, n in enumerate(like.shape)]
-            pieces[FILL, 0] = like.new_full(shape, fill)
-        layouts = {tuple(self._place(part) for part in every[rank]) for rank in alike}
+        sent: dict[int, list[tuple[int, _TakenRows]]] = {}
+        for rank, parts in enumerate(every):
+            for part in parts:
+                if part.permute:
+                    sent.setdefault(part.permute, []).append((rank, part))
+        for number, taken in sorted(sent.items()):
+            pieces[0, number] = self._send(operands, taken, alike)
+        if any(part.operand == FILL for parts in every for part in parts):
+            rows = max(part.length for parts in every for part in parts if part.operand == FILL)
+            pieces[FILL, 0] = like.new_full(resized(like.shape, dim, rows), fill)
+        layouts = {tuple(part.place for part in every[rank]) for rank in alike}
         if len(layouts) == 1:
-            found = [pieces[source].narrow(dim, start, rows) for source, start, rows in layouts.pop() if rows]
+            found = [pieces[piece].narrow(dim, start, rows) for piece, start, rows in layouts.pop() if rows]
             return torch.cat(found, dim) if len(found) > 1 else [*found, like.narrow(dim, 0, 0)][0]
         return self._selected(pieces, every, length)
 
-    def _selected(self, pieces: dict[tuple[int, int], Tensor], every: list[list[_TakenRows]], length: int) -> Tensor:
+    def _selected(self, pieces: dict[_Piece, Tensor], every: list[list[_TakenRows]], length: int) -> Tensor:
         """The rows where ranks with equal shapes take different ones: looked up in all that they have."""
         dim = self.dim
         firsts, first = {}, 0
-        for source, x in pieces.items():
-            firsts[source], first = first, first + x.shape[dim]
+        for piece, x in pieces.items():
+            firsts[piece], first = first, first + x.shape[dim]
         place = torch.arange(length, device=next(iter(pieces.values())).device)
         found = torch.zeros_like(place)
         for number in range(max(map(len, every))):
@@ -112,89 +133,128 @@ class WindowExchange:
             for parts in every:
                 begin = sum(part.length for part in parts[:number])
                 begins.append(begin if number < len(parts) else length)
-                source, start, _ = self._place(parts[number]) if number < len(parts) else ((0, 0), 0, 0)
-                offsets.append(firsts.get(source, 0) + start - begin)
+                piece, start, _ = parts[number].place if number < len(parts) else ((0, 0), 0, 0)
+                offsets.append(firsts.get(piece, 0) + start - begin)
             found = torch.where(place >= self._mine(begins, place), place + self._mine(offsets, place), found)
         return torch.cat(list(pieces.values()), dim).index_select(dim, found)
 
     def _mine(self, values: list[int], like: Tensor) -> Tensor | int:
         return by_rank(values, self.axes, like.device)
 
-    @staticmethod
-    def _place(part: _TakenRows) -> tuple[tuple[int, int], int, int]:
-        """Where a part is: a sent one begins at its own first row."""
-        return part.source, 0 if part.source[1] else part.start, part.length
-
-    def _send(
-        self, x: Tensor, source: tuple[int, int], rows: int, every: list[list[_TakenRows]], alike: Sequence[int]
-    ) -> Tensor:
-        count = len(every)
-        sent = [(part, rank) for rank, parts in enumerate(every) for part in parts if part.source == source]
-        starts = {part.sender: part.start for part, _ in sent}
+    def _send(self, operands: Sequence[Tensor], sent: Sequence[tuple[int, _TakenRows]], alike: Sequence[int]) -> Tensor:
+        """What a permute brings to this rank, of rows that each receiver takes."""
+        numbers = sorted({part.operand for _, part in sent})
+        x = torch.cat([operands[number] for number in numbers], self.dim) if len(numbers) > 1 else operands[numbers[0]]
+        rows = max(part.length for _, part in sent)
+        starts = {}
+        for _, part in sent:
+            shards = self._shards(part.sender)
+            before = (shards[number] for number in numbers if number < part.operand)
+            starts[part.sender] = part.start + sum(stop - start for start, stop in before)
         here = {starts[rank] for rank in alike if rank in starts} or {0}
-        pairs = [(part.sender, rank) for part, rank in sent]
         held = x.shape[self.dim]
         if len(here) == 1:
             (start,) = here
             taken = x.narrow(self.dim, min(start, held), max(min(rows, held - start), 0))
         elif held:
-            offset = self._mine([starts.get(rank, 0) for rank in range(count)], x)
+            offset = self._mine([starts.get(rank, 0) for rank in range(len(self.windows))], x)
             taken = x.index_select(self.dim, (torch.arange(rows, device=x.device) + offset).clamp(0, held - 1))
         else:
             taken = x
-        missing = rows - taken.shape[self.dim]
-        if missing:
-            taken = aten.constant_pad_nd.default(taken, [*(0,) * (2 * (x.ndim - 1 - self.dim)), 0, missing])
-        return ppermute(taken.contiguous(), self.axes, pairs)
+        taken = padded(taken, self.dim, 0, rows - taken.shape[self.dim])
+        return ppermute(taken.contiguous(), self.axes, [(part.sender, rank) for rank, part in sent])
 
     def _shards(self, rank: int) -> list[tuple[int, int]]:
         return [chunks(size, self.axes)[rank] for size in self.sizes]
 
     def _parts(self) -> list[list[_TakenRows]]:
-        """What each rank's shard of the result is made of."""
+        """What each rank's window is made of."""
         bounds = [chunks(size, self.axes) for size in self.sizes]
-        found, groups = [], dict[tuple[int, int, int], list[tuple[int, int, int]]]()
-        for rank, (start, stop) in enumerate(chunks(self.size, self.axes)):
-            parts: list[tuple[tuple[int, int, int], _TakenRows]] = []
+        found, groups = [], dict[_Group, dict[_Route, int]]()
+        for rank, intervals in enumerate(self.windows):
+            parts: list[tuple[_Group, _TakenRows]] = []
             seen = Counter[tuple[int, int]]()
-            for number, first, last in self.intervals(start, stop) if start < stop else ():
+            for number, first, last in intervals:
                 if number == FILL:
-                    parts.append(((FILL, 0, 0), _TakenRows((FILL, 0), rank, 0, last - first)))
+                    parts.append(((FILL, 0, 0), _TakenRows(FILL, rank, 0, last - first)))
                     continue
-                for sender, (low, high) in enumerate(bounds[number]):
+                holds = bisect_right(bounds[number], first, key=itemgetter(1))
+                for sender in range(holds, bisect_left(bounds[number], last, key=itemgetter(0))):
+                    low, high = bounds[number][sender]
                     begin, end = max(first, low), min(last, high)
-                    if begin < end:
-                        distance = (rank - sender) % len(bounds[number])
-                        group = number, distance, seen[number, distance] if distance else 0
-                        seen[number, distance] += 1
-                        parts.append((group, _TakenRows((number, 0), sender, begin - low, end - begin)))
-                        if distance:
-                            groups.setdefault(group, []).append((sender, rank, end - begin))
+                    distance = (rank - sender) % len(bounds[number])
+                    group = number, distance, seen[number, distance] if distance else 0
+                    seen[number, distance] += 1
+                    parts.append((group, _TakenRows(number, sender, begin - low, end - begin)))
+                    if distance:
+                        groups.setdefault(group, {})[sender, rank] = end - begin
             found.append(parts)
         permutes = _permutes(groups)
         return [
-            [attrs.evolve(part, source=permutes.get(group, part.source)) for group, part in parts] for parts in found
+            [attrs.evolve(part, permute=permutes.get((group, (part.sender, rank)), 0)) for group, part in parts]
+            for rank, parts in enumerate(found)
         ]
 
 
-def _permutes(groups: Mapping[tuple[int, int, int], Sequence[tuple[int, int, int]]]) -> dict[Any, tuple[int, int]]:
-    """The operand and the number of the permute of groups of rows that are sent, from senders to receivers.
+def _permutes(groups: Mapping[_Group, Mapping[_Route, int]]) -> dict[_Sent, int]:
+    """The numbers of the permutes, from 1, that send groups of rows, of some lengths, from senders to receivers.
 
-    Groups of one operand are sent together where no rank is in both: a flip is one permute.
+    Groups are sent together where no rank is in both: a flip is one permute. A group that fits nowhere shares the
+    permutes of about as many rows, where each of its ranks is missing in one of them.
     """
-    joined: dict[int, list[tuple[set[int], set[int]]]] = {}
-    found = {}
-    for group, sent in sorted(groups.items(), key=lambda item: (-max(length for *_, length in item[1]), item[0])):
-        known = joined.setdefault(group[0], [])
-        senders, receivers = {sender for sender, *_ in sent}, {receiver for _, receiver, _ in sent}
-        fits = (n for n, (s, r) in enumerate(known) if s.isdisjoint(senders) and r.isdisjoint(receivers))
-        number = next(fits, len(known))
-        if number == len(known):
-            known.append((set(), set()))
-        known[number][0].update(senders)
-        known[number][1].update(receivers)
-        found[group] = group[0], number + 1
-    return found
+    permutes: list[list[_Sent]] = []
+    most: list[int] = []
+    for group, lengths in sorted(groups.items(), key=lambda item: (-max(item[1].values()), item[0])):
+        sent, length = [(group, route) for route in lengths], max(lengths.values())
+        near = [number for number, rows in enumerate(most) if rows <= 2 * length]
+        of_operand = (n for n, known in enumerate(permutes) if {source[0] for source, _ in known} == {group[0]})
+        candidates = sorted({*near, *of_operand})
+        fits = (n for n in candidates if _ends(permutes[n]).keys().isdisjoint(_ends(sent)))
+        if (number := next(fits, None)) is not None:
+            permutes[number] += sent
+        elif (shared := _shared([permutes[number] for number in near], sent)) is not None:
+            for number, rows in zip(near, shared, strict=True):
+                permutes[number] = rows
+        else:
+            permutes.append(sent)
+            most.append(length)
+    return {rows: number for number, permute in enumerate(permutes, 1) for rows in permute}
+
+
+def _ends(sent: Iterable[_Sent]) -> dict[tuple[str, int], _Sent]:
+    """The rows that a permute sends, by sender and by receiver."""
+    return {(role, rank): rows for rows in sent for role, rank in zip(("from", "to"), rows[1], strict=True)}
+
+
+def _shared(permutes: Sequence[Sequence[_Sent]], added: Sequence[_Sent]) -> list[list[_Sent]] | None:
+    """The permutes with more rows distributed among them; None if a rank sends, or gets, more parts than there are.
+
+    It is the colouring of a bipartite graph's edges (König, 1916): where a sender and a receiver are free in different
+    permutes only, the rows on the path from the receiver that alternates between these change places.
+    """
+    ends = [_ends(sent) for sent in permutes]
+    for rows in added:
+        start, end = _ends([rows])
+        free = [[number for number, known in enumerate(ends) if rank not in known] for rank in (start, end)]
+        if not all(free):
+            return None
+        one, two = next(((number, number) for number in free[0] if number in free[1]), (free[0][0], free[1][0]))
+        path, at, number = [], end, one
+        while at in ends[number]:
+            path.append((ends[number][at], number))
+            (at,) = _ends([path[-1][0]]).keys() - {at}
+            number = one + two - number
+        for moved, number in path:
+            for rank in _ends([moved]):
+                del ends[number][rank]
+        for moved, number in [*path, (rows, two)]:
+            ends[one + two - number].update(_ends([moved]))
+    return [list(dict.fromkeys(known.values())) for known in ends]
+
+
+def windows(size: int, axes: Axes, intervals: Intervals) -> list[list[Interval]]:
+    """The intervals that each rank's shard of a result is, whose sharded dim is of length `size`."""
+    return [intervals(start, stop) if start < stop else [] for start, stop in chunks(size, axes)]
 
 
 def _rows(call: Call, dim: int, body: Callable[..., Any], replicated: int = 0) -> Row:
@@ -204,11 +264,16 @@ def _rows(call: Call, dim: int, body: Callable[..., Any], replicated: int = 0) -
 
 
 def _exchange(axes: Axes, call: Call, dim: int, size: int, intervals: Intervals) -> WindowExchange:
-    return WindowExchange(dim, axes, tuple(meta.shape[dim] for meta in call.operands), size, intervals)
+    return WindowExchange(dim, axes, tuple(meta.shape[dim] for meta in call.operands), windows(size, axes, intervals))
 
 
-def _is_most(part: int, size: int) -> bool:
-    return 0 < part and size <= 2 * part
+_FEW = 8
+"""The most rows, and the most pieces of one tensor, that are exchanged wherever they are."""
+
+
+def _is_near(part: int, size: int) -> bool:
+    """Test for a part of a dim that is most of it, or a few rows."""
+    return 0 < part and (size <= 2 * part or part <= _FEW)
 
 
 def _dim(call: Call) -> int:
@@ -240,7 +305,7 @@ def slice_window(call: Call) -> Iterator[Row]:
     (x,) = call.operands
     size = x.shape[_dim(call)] if x.ndim else 0
     places = _bounds(call, size)
-    if len(places) > 1 and _is_most(places[-1] + 1 - places[0], size):
+    if places and _is_near(places[-1] + 1 - places[0], size):
         yield _rows(call, _dim(call), _slice_body)
 
 
@@ -261,7 +326,7 @@ def _slice_backward_body(axes: Axes, call: Call, grad: Tensor, *_: Any, **__: An
     if step == 1 or not length:
         return rows
     firsts = {(places.start - start) % step for start, stop in chunks(size, axes) if start < stop}
-    spread = [size + (step - 1) * (size - 1) if i == dim else size for i, size in enumerate(rows.shape)]
+    spread = resized(rows.shape, dim, rows.shape[dim] * step - (step - 1))
     if len(firsts) == 1:
         (first,) = firsts
         spread[dim] = max(spread[dim] + first, length)
@@ -278,7 +343,7 @@ def slice_backward_window(call: Call) -> Iterator[Row]:
     """The backward of a slice, in any steps: the rows of each shard are exchanged, and then spread."""
     (grad,), (result,) = call.operands, call.results
     places = _bounds(call, result.shape[_dim(call)]) if grad.ndim else range(0)
-    if places and _is_most(places[-1] + 1 - places[0], result.shape[_dim(call)]):
+    if places and _is_near(places[-1] + 1 - places[0], result.shape[_dim(call)]):
         yield _rows(call, _dim(call), _slice_backward_body)
 
 
@@ -298,14 +363,14 @@ def _slice_scatter_body(axes: Axes, call: Call, x: Tensor, source: Tensor, *_: A
 def slice_scatter_window(call: Call) -> Iterator[Row]:
     """A write into a slice in steps of 1."""
     x, source = call.operands
-    if x.ndim and call.argument("step") == 1 and _is_most(source.shape[_dim(call)], x.shape[_dim(call)]):
+    if x.ndim and call.argument("step") == 1 and _is_near(source.shape[_dim(call)], x.shape[_dim(call)]):
         yield _rows(call, _dim(call), _slice_scatter_body)
 
 
 # Pads, rolls, flips, joins
 
 
-def _padded(before: int, size: int) -> Intervals:
+def _between_fills(before: int, size: int) -> Intervals:
     """`before` fill rows, which may be negative, `size` rows of an operand, and fill rows to the end."""
 
     def intervals(start: int, stop: int) -> list[Interval]:
@@ -323,7 +388,7 @@ def _padded(before: int, size: int) -> Intervals:
 def _pad(axes: Axes, call: Call, inner: Inner, dim: int, x: Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     place = 2 * (x.ndim - 1 - dim)
     whole, (result,) = call.operands[0].shape[dim], call.results
-    intervals = _padded(pad[place], whole)
+    intervals = _between_fills(pad[place], whole)
     found = _exchange(axes, call, dim, whole + pad[place] + pad[place + 1], intervals)([x], result.shape[dim], value)
     rest = [0 if n in (place, place + 1) else amount for n, amount in enumerate(pad)]
     return inner(found, rest, value) if any(rest) else found
@@ -336,7 +401,7 @@ def pad_window(call: Call) -> Iterator[Row]:
         for number in range(0, len(call.argument("pad")), 2):
             dim = x.ndim - 1 - number // 2
             sizes = sorted((x.shape[dim], call.results[0].shape[dim]))
-            if any(call.argument("pad")[number : number + 2]) and _is_most(*sizes):
+            if any(call.argument("pad")[number : number + 2]) and _is_near(*sizes):
                 yield _rows(call, dim, Along(dim, _pad))
 
 
@@ -401,5 +466,29 @@ def cat_window(call: Call) -> Iterator[Row]:
     if not result.ndim or any(meta.ndim != result.ndim for meta in call.operands):
         return
     dim = _dim(call)
-    if _is_most(max(meta.shape[dim] for meta in call.operands), result.shape[dim]):
+    if len(call.operands) <= _FEW or _is_near(max(meta.shape[dim] for meta in call.operands), result.shape[dim]):
         yield _rows(call, dim, _cat_body)
+
+
+def _lengths(call: Call) -> list[int]:
+    """The global lengths of the pieces of a `split`."""
+    size, pieces = call.operands[0].shape[_dim(call)], call.argument("split_sizes", None)
+    if pieces is not None:
+        return list(pieces)
+    piece = int(call.argument("split_size"))
+    return [min(piece, size - start) for start in range(0, size, piece)]
+
+
+def _split_body(axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    dim, gotten = _dim(call), [list[Interval]() for _ in chunks(0, axes)]
+    for begin, end in itertools.pairwise(itertools.accumulate(_lengths(call), initial=0)):
+        for intervals, (start, stop) in zip(gotten, chunks(end - begin, axes), strict=True):
+            intervals += [(0, begin + start, begin + stop)] if start < stop else []
+    rows = [meta.shape[dim] for meta in call.results]
+    return WindowExchange(dim, axes, (call.operands[0].shape[dim],), gotten)([x], sum(rows)).split(rows, dim)
+
+
+def split_window(call: Call) -> Iterator[Row]:
+    """A split into a few pieces: one exchange for all."""
+    if call.operands[0].ndim and any(_lengths(call)) and len(call.results) <= _FEW:
+        yield _rows(call, _dim(call), _split_body)
