@@ -87,3 +87,13 @@ def test_a_flip_before_and_after_a_scan_is_a_scan_from_the_end() -> None:
     graph = canonicalize(trace(function, (torch.ones(4, 3),)).graph)
     found = [operation.name for operation in graph.operations]
     assert ["full", "flip", "cat", "reverse_cumsum", "cumsum", "sum", "add"] == sorted(found, key=found.index)
+
+
+@pytest.mark.parametrize("name", [name for name in SCANS if name != "prod"])
+def test_each_rank_merges_some_of_many_lines(name: str) -> None:
+    mesh = spmd.make_mesh({"x": 4}, runtime="virtual")
+    x = torch.randn(5, 8193, generator=torch.Generator().manual_seed(0), dtype=torch.float64).abs()
+    for each in (SCANS[name], gradient(SCANS[name])):
+        step = spmd.jit(each, (P("x"),), None, mesh=mesh, machine=BYTES_COUNT)
+        torch.testing.assert_close(step(x).full_tensor(), each(x))
+        assert 6 * 8193 * 8 >= sum(comm.bytes for comm in step.plan(x).comms) > 0

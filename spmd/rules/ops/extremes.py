@@ -13,10 +13,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives import all_gather, pmax, pmin, shard_offset
+from spmd.collectives import pmax, pmin, shard_offset
 from spmd.core.placement import Replicate, Shard, neutral_element
 from spmd.ir.call import Call
 from spmd.rules.builders import along, argument_dims, reduction
+from spmd.rules.ops.merges import Join, merged_by_all, merged_by_line
 from spmd.rules.ops.one_dim import padded, resized
 from spmd.rules.rule import Axes, Row, Rule, table
 
@@ -87,7 +88,7 @@ def _searched(kind: Kind, with_values: bool) -> Rule:
     return reduction(None, rows)
 
 
-def _leading(axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+def _leading(axes: Axes, call: Call, join: Join, x: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the first elements of each rank's shard, in the order of their values."""
     whole, count, largest = call.operands[0], int(call.argument("k")), call.op is aten.topk.default
     dim, size = call.argument("dim") % whole.ndim, whole.shape[call.argument("dim")]
@@ -96,7 +97,7 @@ def _leading(axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> tuple[Ten
     values, places = aten.topk.default(x, held, dim, largest)
     places = padded(places + shard_offset(size, axes), dim, 0, count - held, size)
     values = padded(values, dim, 0, count - held)
-    values, places = (all_gather(every, axes, axis=dim, tiled=True) for every in (values, places))
+    values, places = join(values, dim), join(places, dim)
     order = values.argsort(stable=True, dim=dim, descending=largest)
     # What fills up a short shard stands last, whatever its value.
     order = order.gather(dim, (places.gather(dim, order) == size).to(torch.int8).argsort(stable=True, dim=dim))
@@ -108,16 +109,10 @@ def _leading(axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> tuple[Ten
     return values.reshape(shape), places.reshape(shape)
 
 
-def _merged(call: Call) -> Iterator[Row]:
-    (x,) = call.operands
-    if x.ndim:
-        yield Row((Shard(call.argument("dim") % x.ndim),), (Replicate(), Replicate()), _leading)
-
-
 EXTREMES = table({
     "max.dim": _searched("max", with_values=True),
     "min.dim": _searched("min", with_values=True),
     "argmax": _searched("max", with_values=False),
     "argmin": _searched("min", with_values=False),
-    "topk kthvalue": along(_merged),
+    "topk kthvalue": along(merged_by_all(_leading), merged_by_line(_leading)),
 })  # fmt: skip

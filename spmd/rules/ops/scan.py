@@ -1,25 +1,26 @@
 """Scans along a dim that may be sharded: each rank scans its shard and adds the totals of the shards before it.
 
-Those from the end of a dim (`spmd.ir.canonical_scans`) add the totals of the shards after it.
+Those from the end of a dim (`spmd.ir.canonical_scans`) add the totals of the shards after it. All ranks get all totals
+where these are few; where there are many lines, each rank adds up those of some lines, for all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import attrs
 import torch
 from torch import Tensor
 
-from spmd.collectives import all_gather, axis_index, shard_offset
+from spmd.collectives import all_gather, all_to_all, axis_index, axis_size, shard_offset
 from spmd.core.placement import Shard, neutral_element
 from spmd.ir.call import Call
 from spmd.ir.canonical_scans import ADD_AT_EXTREMES, REVERSED
 from spmd.rules.builders import along
 from spmd.rules.notation import Rows
-from spmd.rules.ops.one_dim import resized
+from spmd.rules.ops.one_dim import padded, resized
 from spmd.rules.partial import linear
 from spmd.rules.rule import Axes, Body, Row, Rule, table
 
@@ -28,12 +29,38 @@ aten = torch.ops.aten
 _FORWARD = {reverse: op for op, reverse in REVERSED.items()}
 
 
-def _before(totals: Tensor, neutral: complex, axes: Axes, *, after: bool = False) -> Tensor:
-    """Every rank's totals in a new first dim, with `neutral` for this rank and those after it, or before it."""
-    gathered = all_gather(totals, axes)
-    rank = torch.arange(gathered.shape[0], device=totals.device).view(-1, *[1] * totals.ndim)
-    counts = rank > axis_index(axes) if after else rank < axis_index(axes)
-    return torch.where(counts, gathered, torch.full_like(gathered, neutral))
+_FEW_BYTES = 65536
+"""The most bytes that are sent in one collective where two would send fewer: time is latency there."""
+
+
+def _before(
+    axes: Axes, call: Call, totals: Sequence[Tensor], neutral: Sequence[complex], combine: Callable[..., Any]
+) -> list[Tensor]:
+    """What the totals of the shards before this rank's combine to; of those after it, if the scan is from the end.
+
+    Args:
+        totals: this rank's.
+        neutral: stands in each for ranks that do not count.
+        combine: combines all ranks' totals, which are along the first dim.
+    """
+    whole, ranks = call.operands[0], axis_size(axes)
+    lines = whole.numel // max(whole.shape[call.argument("dim")], 1)
+    numbers = torch.arange(ranks, device=totals[0].device)
+
+    def combined(every: Sequence[Tensor], here: Tensor) -> list[Tensor]:
+        other = numbers.view(-1, *[1] * (every[0].ndim - 1))
+        counts = other > here if call.op in _FORWARD else other < here
+        found = combine(*(torch.where(counts, x, torch.full_like(x, n)) for x, n in zip(every, neutral, strict=True)))
+        return list(found) if isinstance(found, tuple) else [found]
+
+    # Decided by global lengths: ranks with fewer lines run the same collectives.
+    if (ranks - 1) * lines * max(x.dtype.itemsize for x in totals) <= _FEW_BYTES:
+        return combined([all_gather(x.contiguous(), axes) for x in totals], axis_index(axes).to(numbers.device))
+    size = totals[0].numel()
+    parts = [padded(x.reshape(-1), 0, 0, -size % ranks).view(ranks, -1) for x in totals]
+    every = [all_to_all(x, axes, 0, 0, tiled=True).unsqueeze(1) for x in parts]
+    found = [all_to_all(x.contiguous(), axes, 0, 0, tiled=True) for x in combined(every, numbers.view(-1, 1))]
+    return [x.reshape(-1).narrow(0, 0, size).view(totals[0].shape) for x in found]
 
 
 def _scan(axes: Axes, call: Call, x: Tensor, dim: int, **options: Any) -> Tensor:
@@ -46,18 +73,20 @@ def _scan(axes: Axes, call: Call, x: Tensor, dim: int, **options: Any) -> Tensor
 def _cumsum(axes: Axes, call: Call, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     scanned = _scan(axes, call, x, dim, dtype=dtype)
     total = x.sum(dim, keepdim=True, dtype=scanned.dtype)
-    return scanned + _before(total, 0, axes, after=call.op in _FORWARD).sum(0, dtype=scanned.dtype)
+    (before,) = _before(axes, call, [total], [0], lambda totals: totals.sum(0, dtype=scanned.dtype))
+    return scanned + before
 
 
 def _cumprod(axes: Axes, call: Call, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     scanned = _scan(axes, call, x, dim, dtype=dtype)
     total = x.prod(dim, keepdim=True, dtype=scanned.dtype)
-    return scanned * _before(total, 1, axes, after=call.op in _FORWARD).prod(0, dtype=scanned.dtype)
+    (before,) = _before(axes, call, [total], [1], lambda totals: totals.prod(0, dtype=scanned.dtype))
+    return scanned * before
 
 
 def _logcumsumexp(axes: Axes, call: Call, x: Tensor, dim: int) -> Tensor:
     total = x.logsumexp(dim, keepdim=True)
-    before = _before(total, -math.inf, axes, after=call.op in _FORWARD).logsumexp(0)
+    (before,) = _before(axes, call, [total], [-math.inf], lambda totals: totals.logsumexp(0))
     return torch.logaddexp(_scan(axes, call, x, dim), before)
 
 
@@ -77,13 +106,15 @@ class _RunningExtreme:
         else:
             shape = resized(x.shape, dim, 1)
             last, place = x.new_full(shape, neutral), places.new_full(shape, -1)
-        before, at = _before(last.contiguous(), neutral, axes), _before(place.contiguous(), -1, axes)
-        best = before.amax(0) if self.kind == "max" else before.amin(0)
-        is_best = (before == best) | ((before != before) & (best != best))
-        at = torch.where(is_best, at, torch.full_like(at, -1)).amax(0)
+        best, at = _before(axes, call, [last, place], [neutral, -1], self._best)
         wins = values >= best if self.kind == "max" else values <= best
         own = (at < 0) | (values != values) | (wins & (best == best))
         return torch.where(own, values, best), torch.where(own, places, at)
+
+    def _best(self, values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        best = values.amax(0) if self.kind == "max" else values.amin(0)
+        is_best = (values == best) | ((values != values) & (best != best))
+        return best, torch.where(is_best, places, torch.full_like(places, -1)).amax(0)
 
 
 def _add_at_extremes(axes: Axes, call: Call, grad: Tensor, dim: int, index: Tensor) -> Tensor:
