@@ -14,6 +14,7 @@ from spmd.rules.builders import requested
 from spmd.rules.nested import Along, Inner
 from spmd.rules.notation import by_call, factors
 from spmd.rules.ops.halo import Halo
+from spmd.rules.ops.one_dim import resized
 from spmd.rules.partial import ignores, increasing, linear
 from spmd.rules.rule import Axes, Row, Rule, table
 
@@ -85,11 +86,11 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> 
     return aten.convolution.default(_least(x, 1, inner), _least(weight, options[-1]), bias, *options)  # type: ignore[no-any-return]
 
 
-def _differentiate(grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """All three gradients for tensors whose batch or channels may be empty; empty gradients may come out padded."""
+def _differentiate(grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[Any], mask: Sequence[bool]) -> _Gradients:
+    """The gradients for tensors whose batch or channels may be empty; empty gradients may come out padded."""
     inner, outer = _channels(weight, options)
     given = (_least(grad, 1, outer), _least(x, 1, inner), _least(weight, options[-1]))
-    return aten.convolution_backward.default(*given, [given[0].shape[1]], *options, [True] * 3)  # type: ignore[no-any-return]
+    return aten.convolution_backward.default(*given, [given[0].shape[1]], *options, mask)  # type: ignore[no-any-return]
 
 
 def _grouped(options: Sequence[Any], channels: int, weight: Tensor) -> list[Any]:
@@ -109,10 +110,11 @@ def _forward(axes: Axes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | N
 
 def _backward(axes: Axes, call: Call, grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> _Gradients:
     """The local implementation without communication: for a shard of the groups or channels, and for empty operands."""
-    options = args[1:-1]
+    _, *options, mask = args
     channels = grad.shape[1] if options[3] else x.shape[1]
-    dx, dw, db = _differentiate(grad, x, weight, _grouped(options, channels, weight))
-    return requested(call, _cropped(dx, x.shape), _cropped(dw, weight.shape), _cropped(db, grad.shape[1:2]))
+    found = _differentiate(grad, x, weight, _grouped(options, channels, weight), mask)
+    shapes = x.shape, weight.shape, grad.shape[1:2]
+    return requested(call, *(y if y is None else _cropped(y, shape) for y, shape in zip(found, shapes, strict=True)))
 
 
 def _halo(call: Call, dim: int, axes: Axes) -> Halo:
@@ -158,13 +160,16 @@ def _backward_along(
 
     def differentiate(grad: Tensor, x: Tensor) -> _Gradients:
         if inner is call.op:
-            return _differentiate(grad, x, weight, local)
+            return _differentiate(grad, x, weight, local, [*mask[:2], False])
         return inner(grad, x, weight, sizes, *local, mask)
 
     if call.argument("transposed"):
         dx, dw, _ = differentiate(halo.gather(grad, max(x.shape[dim], 1)), x)
     else:
-        dx, dw, _ = differentiate(grad, halo.gather(x, max(grad.shape[dim], 1)))
+        rows = max(grad.shape[dim], 1)
+        # Only the weight's gradient reads the image: of others, its shape counts.
+        window = halo.gather(x, rows) if mask[1] else x.new_empty(resized(x.shape, dim, halo.length(rows)))
+        dx, dw, _ = differentiate(grad, window)
         dx = halo.scatter(dx, x.shape[dim]) if dx is not None and mask[0] else None
     bias = grad.sum([dim for dim in range(grad.ndim) if dim != 1])
     dx = dx if dx is None else _cropped(dx, x.shape, (0, 1, dim))

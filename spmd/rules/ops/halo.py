@@ -61,7 +61,7 @@ class Halo:
             rows: the number of small rows, at least 1.
             fill: the value of rows outside of the large side.
         """
-        length = (rows - 1) * self.stride + self.reach + 1
+        length = self.length(rows)
         if not self._near:
             x = all_gather(x, self.axes, axis=self.dim, tiled=True, size=self.large)
         else:
@@ -78,6 +78,10 @@ class Halo:
         index = torch.arange(length, device=x.device) + (offset + 1)
         padded = self._place(x, 1, x.shape[self.dim] + 2, fill)
         return padded.index_select(self.dim, index.clamp(0, x.shape[self.dim] + 1))
+
+    def length(self, rows: int) -> int:
+        """The length of the window of `rows` small rows, at least 1."""
+        return (rows - 1) * self.stride + self.reach + 1
 
     def scatter(self, window: Tensor, held: int) -> Tensor:
         """The transpose of `gather`: this rank's shard of the sum of all ranks' windows.

@@ -124,8 +124,7 @@ def _backward(
     """The gradient of the window, of whose values the operator does not read any, added up where windows overlap."""
     halo, rows = kernel.halo(dim, axes), x.shape[dim]
     grad, image = least(call, grad, dim), least(call, x, -1)
-    length = (grad.shape[dim] - 1) * kernel.stride + halo.reach + 1
-    window = image.new_empty(resized(image.shape, dim, length))
+    window = image.new_empty(resized(image.shape, dim, halo.length(grad.shape[dim])))
     local = _local(call, (grad, window, *args), dim, 0)
     return cropped(call, halo.scatter(inner(*local), rows), x, dim, rows)
 
