@@ -95,3 +95,15 @@ def test_ranks_send_borders_only(operator: Callable[[torch.Tensor], Any], rows: 
     spec = P(None, None, "x")
     plan = spmd.jit(operator, (spec,), spec, mesh=mesh).plan(image)
     assert sum(row.bytes for row in plan.comms) <= rows * 8 * 16 * 516 * 4
+
+
+@pytest.mark.parametrize("channels, size", [(16, 5), (7, 4), (2, 3)])
+def test_neighbouring_channels_are_normalized_together(channels: int, size: int) -> None:
+    mesh = spmd.make_mesh({"x": 4}, runtime="virtual")
+    x = torch.randn(2, channels, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    f = with_gradient(lambda x: F.local_response_norm(x, size, alpha=1.0))
+    jitted = spmd.jit(
+        f, (P(None, "x"),), P(None, "x"), mesh=mesh, machine=spmd.Machine(link_bandwidth=1.0, latency=0.0)
+    )
+    for wanted, given in zip(tree_leaves(f(x)), tree_leaves(jitted(x)), strict=True):
+        torch.testing.assert_close(given.full_tensor(), wanted)

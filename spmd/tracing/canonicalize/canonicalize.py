@@ -6,7 +6,7 @@ A canonical program has
 * no means: each is a sum and a division (`decompositions`);
 * no computation whose result is known to be one number everywhere (`constant_folding`);
 * no flip before and after a scan: it is one from the end (`scans`);
-* one form for operations that mean the same (`normal_forms`, `padded_convolutions`). `view.default` is any change of
+* one form for operations that mean the same (`normal_forms`, `joined_pads`). `view.default` is any change of
   shape, and copies where strides require it, as `torch.reshape` does: strides are not part of a program;
 * no identity operations, no common subexpressions and no dead code. A copy to contiguous memory counts as an identity:
   lowering inserts the copies that a kernel needs (`spmd.rules.layouts`). A copy to channels-last memory stays.
@@ -24,8 +24,8 @@ from spmd.ir.list_operators import split_lists
 from spmd.ir.simplify import eliminate_dead, simplify
 from spmd.tracing.canonicalize.constant_folding import fold_constants
 from spmd.tracing.canonicalize.decompositions import DECOMPOSITIONS, decompose_operations, expand_operations
+from spmd.tracing.canonicalize.joined_pads import join_pads
 from spmd.tracing.canonicalize.normal_forms import normalize
-from spmd.tracing.canonicalize.padded_convolutions import join_pads
 from spmd.tracing.canonicalize.scans import join_scans
 
 OpOverload = torch._ops.OpOverload
