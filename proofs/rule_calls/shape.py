@@ -36,8 +36,12 @@ SHAPE = {
         call(f(2, 3), [5], 0, 3, 2),
         call(f(4, 2, 1), [7, 2], 0, 1, 2),
     ],
-    aten.diagonal_scatter.default: [call(f(4, 5, 3), f(3, 4)), call(f(4, 5, 3), f(5, 2), 1, 0, 2)],
-    aten.diagonal.default: [call(f(4, 5, 3)), call(f(4, 5, 3), 1, 0, 2)],
+    aten.diagonal_scatter.default: [
+        call(f(4, 5, 3), f(3, 4)),
+        call(f(4, 5, 3), f(5, 2), 1, 0, 2),
+        call(f(6, 4), f(3), -3),
+    ],
+    aten.diagonal.default: [call(f(4, 5, 3)), call(f(4, 5, 3), 1, 0, 2), call(f(6, 4), -3)],
     aten.repeat.default: [call(f(4, 5), [2, 1, 3]), call(f(4, 5), [1, 2])],
     aten.cat.default: [
         call([f(4, 5), f(4, 3)], 1),

@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, tuple[Function, int]] = {
     "scatter_add": (lambda x: x.scatter_add(0, torch.full((1, x.shape[1]), 5), x.new_ones(1, x.shape[1])), 0),
     "diagonal": (lambda x: x.diagonal(-3), 1),
     "trace": (lambda x: x[: x.shape[1]].trace(), 1),
+    "sharded diagonal": (lambda x: x[: x.shape[1]].diagonal(1).sin().diag_embed(-1), 1),
     "write a diagonal": (lambda x: torch.diagonal_scatter(x, x.new_ones(min(x.shape))), 0),
     "roll": (lambda x: x.roll(1, 0), 1),
     "roll back": (lambda x: x.roll((-2, 3), (0, 1)), 2),
@@ -121,6 +122,20 @@ def test_borders_along_two_dims_are_sent_over_two_axes(name: str) -> None:
             x = torch.randn(shape, dtype=torch.float64)
             for each in (function, gradient):
                 torch.testing.assert_close(spmd.jit(each, (spec,), spec, mesh=mesh)(x).full_tensor(), each(x))
+
+
+@pytest.mark.parametrize("cut", [P("x"), P(None, "x")], ids=["rows", "columns"])
+@pytest.mark.parametrize("offset", [0, -1, 2])
+def test_sharded_diagonals_are_not_gathered(cut: P, offset: int) -> None:
+    mesh = spmd.make_mesh({"x": 4}, runtime="virtual")
+    read = spmd.jit(lambda x: x.diagonal(offset), (cut,), P("x"), mesh=mesh, machine=BYTES_COUNT)
+    write = spmd.jit(lambda x: torch.diag(x, offset), (P("x"),), cut, mesh=mesh, machine=BYTES_COUNT)
+    for size in (3, 16, 61):
+        x = torch.randn(size, size, dtype=torch.float64)
+        torch.testing.assert_close(read(x).full_tensor(), x.diagonal(offset))
+        torch.testing.assert_close(write(x[0]).full_tensor(), x[0].diag(offset))
+    for each, operand in ((read, x), (write, x[0])):
+        assert 8 * abs(offset) * 4 >= sum(comm.bytes for comm in each.plan(operand).comms)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

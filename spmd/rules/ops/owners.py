@@ -25,13 +25,15 @@ aten = torch.ops.aten
 _LINES = (aten.index_add.default, aten.index_reduce.default)
 
 
-def _read(call: Call, dim: int, body: Body) -> Row:
+def read_row(call: Call, dim: int, body: Body) -> Row:
+    """The strategy of a read from shards of a dim: each rank adds what it has."""
     rest = (Replicate(),) * (len(call.operands) - 1)
     kind: Reduction = "max" if call.operands[0].dtype == torch.bool else "sum"
     return Row((Shard(dim), *rest), (Partial(kind),), body)
 
 
-def _write(call: Call, dim: int, body: Body) -> Row:
+def write_row(call: Call, dim: int, body: Body) -> Row:
+    """The strategy of a write to shards of a dim, of what all ranks have."""
     rest = (Replicate(),) * (len(call.operands) - 1)
     return Row((Shard(dim), *rest), (Shard(dim),), body)
 
@@ -77,7 +79,7 @@ def read_range(call: Call) -> Iterator[Row]:
     (x,) = call.operands
     dim = _dim(call, x)
     if x.ndim and 0 < 2 * len(_range(call, x.shape[dim])) < max(x.shape[dim], 3):
-        yield _read(call, dim, _read_range)
+        yield read_row(call, dim, _read_range)
 
 
 def _written(axes: Axes, call: Call, size: int, old: Tensor | None, new: Tensor, length: int) -> Tensor:
@@ -102,7 +104,7 @@ def write_range(call: Call) -> Iterator[Row]:
     """A `select_scatter` or a `slice_scatter`."""
     x = call.operands[0]
     if x.ndim and _range(call, x.shape[_dim(call, x)]):
-        yield _write(call, _dim(call, x), _write_range)
+        yield write_row(call, _dim(call, x), _write_range)
 
 
 def _spread_range(axes: Axes, call: Call, grad: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -115,59 +117,6 @@ def spread_range(call: Call) -> Iterator[Row]:
     result = call.results[0]
     if result.ndim and _range(call, result.shape[_dim(call, result)]):
         yield Row((Replicate(),), (Shard(_dim(call, result)),), _spread_range)
-
-
-# Diagonals
-
-
-def _matrix_dims(call: Call) -> list[int]:
-    """The dims of rows and of columns."""
-    return [int(call.argument(name)) % call.operands[0].ndim for name in ("dim1", "dim2")]
-
-
-@attrs.frozen
-class _ReadDiagonal:
-    """`diagonal` of matrices of which the rows (`cut` is -2) or columns (-1) are sharded."""
-
-    cut: int
-
-    def __call__(self, axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        dims, offset = _matrix_dims(call), int(call.argument("offset"))
-        x, places = x.movedim(dims, (-2, -1)), torch.arange(call.results[0].shape[-1], device=x.device)
-        at = [places + max(-offset, 0), places + max(offset, 0)]
-        start = shard_offset(call.operands[0].shape[dims[self.cut]], axes)
-        at[self.cut], held = local_index(at[self.cut], start, x.shape[self.cut])
-        items = aten.index.Tensor(filled(x, x.ndim + self.cut), [*(None,) * (x.ndim - 2), *at])
-        return torch.where(held, items, missing(items))
-
-
-@attrs.frozen
-class _WriteDiagonal:
-    """`diagonal_scatter` into matrices of which the rows (`cut` is -2) or columns (-1) are sharded."""
-
-    cut: int
-
-    def __call__(self, axes: Axes, call: Call, x: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
-        dims, offset = _matrix_dims(call), int(call.argument("offset"))
-        x = x.movedim(dims, (-2, -1))
-        places = [torch.arange(size, device=x.device) for size in x.shape[-2:]]
-        places[self.cut] = places[self.cut] + shard_offset(call.operands[0].shape[dims[self.cut]], axes)
-        number = (places[0] - max(-offset, 0)).clamp(0, source.shape[-1] - 1)
-        new = source.index_select(-1, number).unsqueeze(-1)
-        on = places[1] == (places[0] + offset).unsqueeze(1)
-        return torch.where(on, new, x).movedim((-2, -1), dims)
-
-
-def read_diagonal(call: Call) -> Iterator[Row]:
-    """A `diagonal`."""
-    for cut in (-2, -1) if call.results[0].shape[-1] else ():
-        yield _read(call, _matrix_dims(call)[cut], _ReadDiagonal(cut))
-
-
-def write_diagonal(call: Call) -> Iterator[Row]:
-    """A `diagonal_scatter`."""
-    for cut in (-2, -1) if call.operands[1].shape[-1] else ():
-        yield _write(call, _matrix_dims(call)[cut], _WriteDiagonal(cut))
 
 
 # Positions in tensors
@@ -193,7 +142,7 @@ def read_items(call: Call) -> Iterator[Row]:
     """An `index_select`."""
     x = call.operands[0]
     if x.ndim:
-        yield _read(call, _dim(call, x), _read_items)
+        yield read_row(call, _dim(call, x), _read_items)
 
 
 def _write_items(axes: Axes, call: Call, x: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -209,7 +158,7 @@ def write_items(call: Call) -> Iterator[Row]:
     """A write to positions along the argument `dim`: an `index_add`, a `scatter`."""
     x, index = call.operands[:2]
     if x.ndim and (index.ndim == x.ndim or call.op in _LINES):
-        yield _write(call, _dim(call, x), _write_items)
+        yield write_row(call, _dim(call, x), _write_items)
 
 
 @attrs.frozen
@@ -276,11 +225,11 @@ def read_index(call: Call) -> Iterator[Row]:
     """An `index.Tensor`."""
     for dim, index in enumerate(call.argument("indices")):
         if index is not None:
-            yield _read(call, dim, _Index(dim))
+            yield read_row(call, dim, _Index(dim))
 
 
 def write_index(call: Call) -> Iterator[Row]:
     """An `index_put` at positions."""
     for dim, index in enumerate(call.argument("indices")):
         if index is not None:
-            yield _write(call, dim, _IndexPut(dim))
+            yield write_row(call, dim, _IndexPut(dim))

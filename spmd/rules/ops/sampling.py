@@ -23,7 +23,7 @@ from spmd.rules.notation import operand_names
 from spmd.rules.ops.by_rank import by_rank, chunks
 from spmd.rules.ops.one_dim import resized
 from spmd.rules.ops.space import cropped, least, over_space, replaced, space
-from spmd.rules.ops.windows import FILL, Interval, WindowExchange, windows
+from spmd.rules.ops.window_exchange import FILL, Interval, WindowExchange, windows
 from spmd.rules.rule import Axes
 
 _Tap: TypeAlias = tuple[Tensor, Tensor | None]

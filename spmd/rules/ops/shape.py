@@ -14,7 +14,8 @@ from spmd.core.placement import Shard
 from spmd.ir.call import Call
 from spmd.rules.builders import along, dim_names, rule
 from spmd.rules.notation import Rows, by_call, factors, term
-from spmd.rules.ops.owners import read_diagonal, read_range, spread_range, write_diagonal, write_range
+from spmd.rules.ops.diagonals import read_diagonal, write_diagonal
+from spmd.rules.ops.owners import read_range, spread_range, write_range
 from spmd.rules.ops.sliding import unfold_windows
 from spmd.rules.ops.windows import (
     cat_window,

@@ -228,6 +228,14 @@ def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> A
     return x.index_put((*(None,) * (dim % x.ndim), index.reshape(-1)), number)
 
 
+def _diag_embed(x: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> torch.Tensor:
+    """A write to diagonals of zeros, so that no rank compares all places of a matrix, as torch's decomposition does."""
+    shape, length = list(x.shape[:-1]), x.shape[-1] + abs(offset)
+    for dim in sorted(dim % (x.ndim + 1) for dim in (dim1, dim2)):
+        shape.insert(dim, length)
+    return aten.diagonal_scatter.default(x.new_zeros(shape), x, offset, dim1, dim2)  # type: ignore[no-any-return]
+
+
 def _batch_norm_eval(
     x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, momentum: float, eps: float
 ) -> tuple[torch.Tensor, ...]:
@@ -309,6 +317,7 @@ DECOMPOSITIONS: Mapping[OpOverload, Body] = {
     aten.index_fill.int_Scalar: _index_fill,
     aten.index_fill.int_Tensor: _index_fill,
     aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
+    aten.diag_embed.default: _diag_embed,
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),
     aten.copy.default: lambda x, source, non_blocking=False: source.to(x.dtype).expand(x.shape),
     **{op: _torch_body(op) for op in _LOSSES},
