@@ -2,11 +2,13 @@
 
 A result row is a weighted sum of a few rows of the image, which are functions of its index. The operators are
 separable: along a dim that is not resized they copy. So a rank gathers the rows that its results read, the
-operator resizes the other dims, and rows are looked up along this one. Gradients are gathered by what was read.
+operator resizes the other dims, and rows are looked up along this one. Gradients are gathered by what was read, before
+or after the other dims, whichever makes rows shorter.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from functools import cache
@@ -197,8 +199,11 @@ def _resized(call: Call, inner: Any, dim: int, x: Tensor, *args: Any) -> Tensor:
 
 
 def _sample_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor, *args: Any) -> Tensor:
-    """The gradient along `dim`: before the operator has resized the other dims."""
+    """The gradient along `dim`: before the operator has resized the other dims, or after it if it shrinks them."""
     sampling, rows = _Sampling.of(call, dim), call.results[0].shape[dim]
+    shrinks = _shrinks(call, dim)
+    if shrinks:
+        grad = cropped(call, _resized(call, inner, dim, grad, *args), grad, dim, grad.shape[dim])
     window, first = _gathered(axes, sampling, dim, grad, rows, backward=True)
     own = shard_offset(sampling.size, axes)
     places = torch.arange(window.shape[dim], device=grad.device) + first
@@ -209,8 +214,16 @@ def _sample_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor,
     for place, weight in taps:
         sums = sums.index_add(dim, (place - own + 1).clamp(0, rows + 1), _weighted(window, weight, dim))
     sums = sums.narrow(dim, 1, rows).to(grad.dtype)
-    found = _resized(call, inner, dim, sums, *args)
-    return cropped(call, found, grad, dim, rows)
+    return sums if shrinks else cropped(call, _resized(call, inner, dim, sums, *args), grad, dim, rows)
+
+
+def _shrinks(call: Call, dim: int) -> bool:
+    """Test a gradient for fewer elements in a row of `dim` than its cotangent has; by global sizes, on all ranks."""
+    if "pad" in _name(call):
+        return False
+    others = [other for other in range(-space(call), 0) if other != dim - call.operands[0].ndim]
+    large, small = call.argument("output_size"), call.argument("input_size")
+    return math.prod(small[other] for other in others) < math.prod(large[other] for other in others)
 
 
 def _is_near(call: Call, dim: int) -> bool:
