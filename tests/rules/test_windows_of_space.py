@@ -26,6 +26,7 @@ CASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "avg_pool": lambda x: F.avg_pool2d(x, 3, 2, 1),
     "avg_pool_inside": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False),
     "adaptive_avg_pool": lambda x: F.adaptive_avg_pool2d(x, (6, 3)),
+    "uneven_avg_pool": lambda x: F.adaptive_avg_pool2d(x, (7, 22)),
     "reflect": lambda x: F.pad(x, (1, 2, 2, 1), mode="reflect"),
     "replicate": lambda x: F.pad(x, (1, 2, 2, 1), mode="replicate"),
     "circular": lambda x: F.pad(x, (1, 2, 2, 1), mode="circular"),
@@ -85,7 +86,8 @@ def test_values(name: str, mesh: dict[str, int], spec: P) -> None:
 @pytest.mark.parametrize("operator, rows", [
     (CASES["max_pool"], 1), (CASES["avg_pool"], 1), (lambda x: F.avg_pool2d(x, 2), 0), (CASES["reflect"], 6),
     (CASES["circular"], 10), (lambda x: x.unfold(2, 4, 1), 9),
-    (lambda x: F.adaptive_avg_pool2d(x, 8), 0), (lambda x: F.interpolate(x, scale_factor=2), 0),
+    (lambda x: F.adaptive_avg_pool2d(x, 8), 0), (lambda x: F.adaptive_avg_pool2d(x, 400), 1),
+    (lambda x: F.interpolate(x, scale_factor=2), 0),
     (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 2),
     (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), 4),
 ])  # fmt: skip

@@ -48,12 +48,17 @@ def _spatial(n: int) -> dict[str, Rule]:
     }
     if n == 1:
         return found
-    averaged = batched(f"{n}", f"{n}", linear("self"), average)
-    averaged_backward = batched(f"{n} {n}", f"{n}", linear("grad_output"), ignores("self"), average_backward)
+    averaged, adaptive = (batched(f"{n}", f"{n}", linear("self"), average, *more) for more in ((), (sample,)))
+    averaged_backward, adaptive_backward = (
+        batched(f"{n} {n}", f"{n}", linear("grad_output"), ignores("self"), average_backward, *more)
+        for more in ((), (sample_backward,))
+    )
     indexed = f"{n} {n} {n}", f"{n}", linear("grad_output"), ignores("self")
     return found | {
-        _names(f"*_pool{n}d", "avg _adaptive_avg"): averaged,
-        _names(f"*_pool{n}d_backward", "avg _adaptive_avg"): averaged_backward,
+        f"avg_pool{n}d": averaged,
+        f"avg_pool{n}d_backward": averaged_backward,
+        f"_adaptive_avg_pool{n}d": adaptive,
+        f"_adaptive_avg_pool{n}d_backward": adaptive_backward,
         f"max_pool{n}d_with_indices adaptive_max_pool{n}d": batched(f"{n}", f"{n} {n}", largest),
         f"fractional_max_pool{n}d": _fractional(n),
         f"fractional_max_pool{n}d_backward": batched(*indexed),

@@ -1,4 +1,4 @@
-"""Pads and interpolation along a sharded spatial dim: local implementations that exchange the rows that results read.
+"""Pads, interpolation and uneven averages along a sharded spatial dim, by exchanges of the rows that results read.
 
 A result row is a weighted sum of a few rows of the image, which are functions of its index. The operators are
 separable: along a dim that is not resized they copy. So a rank gathers the rows that its results read, the
@@ -24,9 +24,15 @@ from spmd.ir.call import Call
 from spmd.rules.notation import operand_names
 from spmd.rules.ops.by_rank import by_rank, chunks
 from spmd.rules.ops.one_dim import resized
-from spmd.rules.ops.space import cropped, least, over_space, replaced, space
+from spmd.rules.ops.space import cropped, least, over_space, position, replaced, space
 from spmd.rules.ops.window_exchange import FILL, Interval, WindowExchange, windows
 from spmd.rules.rule import Axes
+
+_ADAPTIVE = "_adaptive_avg_pool"
+"""The mode of averages of which windows have different widths; of equal ones, `spmd.rules.ops.sliding` has them."""
+
+_MOST_TAPS = 8
+"""The most rows of an image that a result is computed from one by one."""
 
 _Tap: TypeAlias = tuple[Tensor, Tensor | None]
 """For each result row, an image row and its weight; None for weights of 1."""
@@ -65,9 +71,19 @@ class _Sampling:
             before, after = pad[-2 * space - 2], pad[-2 * space - 1]
             return cls(size, size + before + after, mode, before)
         size = operands["self"].shape[dim] if "self" in operands else call.argument("input_size")[space]
+        if mode == _ADAPTIVE:
+            count = (
+                operands["grad_output"].shape[dim] if "grad_output" in operands else call.argument("output_size")[space]
+            )
+            return cls(size, count, mode)
         scale = call.argument(call.op._schema.arguments[space].name)
         count = call.argument("output_size")[space]
         return cls(size, count, mode, 0, scale, call.argument("align_corners", False))
+
+    @property
+    def width(self) -> int:
+        """The most rows that a result of an adaptive average is a mean of."""
+        return -(-self.size // self.count) + (1 if self.size % self.count else 0)
 
     def taps(self, rows: Tensor, dtype: torch.dtype) -> list[_Tap]:
         """The rows of the image that the result rows read, computed as torch's kernels do.
@@ -83,6 +99,11 @@ class _Sampling:
             return [((rows - self.before).clamp(0, last), None)]
         if self.size == self.count:
             return [(rows, None)]
+        if self.mode == _ADAPTIVE:
+            first, end = rows * self.size // self.count, -(-(rows + 1) * self.size // self.count)
+            count = (end - first).to(torch.float64 if dtype == torch.float64 else torch.float32)
+            weights = [(first + n < end) / count for n in range(self.width)]
+            return [((first + n).clamp(max=last), weight) for n, weight in enumerate(weights)]
         if self.mode == "upsample_nearest":
             places = (rows.to(torch.float32) * self._step(torch.float32)).floor()
             return [(places.long().clamp(max=last), None)]
@@ -195,7 +216,9 @@ def _resized(call: Call, inner: Any, dim: int, x: Tensor, *args: Any) -> Tensor:
         return x
     sizes = {number: rows} | {i - x.ndim: size for i, size in enumerate(x.shape[: -space(call)])}
     found = replaced(call, replaced(call, found, "output_size", {number: rows}), "input_size", sizes)
-    return inner(*(None if place == ndim + number else argument for place, argument in enumerate(found)))  # type: ignore[no-any-return]
+    if _name(call) != _ADAPTIVE:
+        found = tuple(None if place == ndim + number else argument for place, argument in enumerate(found))
+    return inner(*found)  # type: ignore[no-any-return]
 
 
 def _sample_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor, *args: Any) -> Tensor:
@@ -219,7 +242,7 @@ def _sample_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor,
 
 def _shrinks(call: Call, dim: int) -> bool:
     """Test a gradient for fewer elements in a row of `dim` than its cotangent has; by global sizes, on all ranks."""
-    if "pad" in _name(call):
+    if position(call, "input_size") is None:
         return False
     others = [other for other in range(-space(call), 0) if other != dim - call.operands[0].ndim]
     large, small = call.argument("output_size"), call.argument("input_size")
@@ -230,6 +253,8 @@ def _is_near(call: Call, dim: int) -> bool:
     sampling = _Sampling.of(call, dim)
     if "pad" in sampling.mode:
         return 2 * sampling.size >= sampling.count and sampling.size != sampling.count
+    if sampling.mode == _ADAPTIVE:
+        return 0 < sampling.count and 0 < sampling.size % sampling.count and sampling.width <= _MOST_TAPS
     return call.results[0].dtype.is_floating_point or "nearest" in sampling.mode
 
 
