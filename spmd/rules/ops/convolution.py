@@ -14,7 +14,7 @@ from spmd.rules.builders import requested
 from spmd.rules.nested import Along, Inner
 from spmd.rules.notation import by_call, factors
 from spmd.rules.ops.halo import Halo
-from spmd.rules.ops.one_dim import resized
+from spmd.rules.ops.one_dim import cropped, not_empty, resized
 from spmd.rules.partial import ignores, increasing, linear
 from spmd.rules.rule import Axes, Row, Rule, table
 
@@ -57,20 +57,13 @@ def _linear_backward(call: Call) -> Iterator[Row]:
         yield from linear("input weight:0 1")(call)
 
 
-def _least(x: Tensor, *least: int) -> Tensor:
-    """`x` with its empty dims padded by zeros, the first to the lengths `least`, others to 1.
-
-    torch's kernels reject empty dims.
-    """
-    added = [0 if size else least[dim] if dim < len(least) else 1 for dim, size in enumerate(x.shape)]
-    pads = [pad for count in reversed(added) for pad in (0, count)]
-    return aten.constant_pad_nd.default(x, pads) if any(added) else x
+def _least(x: Tensor, *first: int) -> Tensor:
+    """`x` with its empty dims padded by zeros, the first ones to the lengths `first`, others to 1."""
+    return not_empty(x, {dim: first[dim] if dim < len(first) else 1 for dim in range(x.ndim)})
 
 
 def _cropped(x: Tensor, shape: Sequence[int], dims: Sequence[int] | None = None) -> Tensor:
-    for dim in range(x.ndim) if dims is None else dims:
-        x = x.narrow(dim, 0, shape[dim]) if x.shape[dim] != shape[dim] else x
-    return x
+    return cropped(x, {dim: shape[dim] for dim in (range(x.ndim) if dims is None else dims)})
 
 
 def _channels(weight: Tensor, options: Sequence[Any]) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Shapes and tensors of which one dim changes its length."""
+"""Shapes and tensors of which some dims change their lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,3 +28,26 @@ def padded(x: Tensor, dim: int, before: int, after: int, fill: Any = 0) -> Tenso
         return x
     pads = [*(0,) * (2 * (x.ndim - 1 - dim)), before, after]
     return torch.ops.aten.constant_pad_nd.default(x, pads, fill)  # type: ignore[no-any-return]
+
+
+def not_empty(x: Tensor, lengths: Mapping[int, int]) -> Tensor:
+    """`x` with those of the dims that are empty padded by zeros to the lengths: torch's kernels reject empty dims.
+
+    >>> not_empty(torch.ones(0, 2), {0: 1, 1: 3})
+    tensor([[0., 0.]])
+    """
+    added = [0 if size else lengths.get(dim, 0) for dim, size in enumerate(x.shape)]
+    pads = [pad for count in reversed(added) for pad in (0, count)]
+    return torch.ops.aten.constant_pad_nd.default(x, pads) if any(added) else x
+
+
+def cropped(x: Tensor, lengths: Mapping[int, int]) -> Tensor:
+    """The first rows of `x` in each of the dims.
+
+    >>> cropped(torch.arange(6).reshape(2, 3), {1: 2})
+    tensor([[0, 1],
+            [3, 4]])
+    """
+    for dim, length in lengths.items():
+        x = x if x.shape[dim] == length else x.narrow(dim, 0, length)
+    return x

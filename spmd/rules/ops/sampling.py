@@ -24,7 +24,7 @@ from spmd.ir.call import Call
 from spmd.rules.notation import operand_names
 from spmd.rules.ops.by_rank import by_rank, chunks
 from spmd.rules.ops.one_dim import resized
-from spmd.rules.ops.space import cropped, least, over_space, position, replaced, space
+from spmd.rules.ops.space import cropped_like, least, over_space, position, replaced, space
 from spmd.rules.ops.window_exchange import FILL, Interval, WindowExchange, windows
 from spmd.rules.rule import Axes
 
@@ -201,7 +201,7 @@ def _sample(axes: Axes, call: Call, inner: Any, dim: int, x: Tensor, *args: Any)
         read = window.index_select(dim, (place - first).clamp(0, window.shape[dim] - 1))
         read = _weighted(read, weight, dim)
         total = read if total is None else total + read
-    return cropped(call, total.to(x.dtype), x, dim, rows)
+    return cropped_like(call, total.to(x.dtype), x, dim, rows)
 
 
 def _resized(call: Call, inner: Any, dim: int, x: Tensor, *args: Any) -> Tensor:
@@ -226,7 +226,7 @@ def _sample_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor,
     sampling, rows = _Sampling.of(call, dim), call.results[0].shape[dim]
     shrinks = _shrinks(call, dim)
     if shrinks:
-        grad = cropped(call, _resized(call, inner, dim, grad, *args), grad, dim, grad.shape[dim])
+        grad = cropped_like(call, _resized(call, inner, dim, grad, *args), grad, dim, grad.shape[dim])
     window, first = _gathered(axes, sampling, dim, grad, rows, backward=True)
     own = shard_offset(sampling.size, axes)
     places = torch.arange(window.shape[dim], device=grad.device) + first
@@ -237,7 +237,7 @@ def _sample_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor,
     for place, weight in taps:
         sums = sums.index_add(dim, (place - own + 1).clamp(0, rows + 1), _weighted(window, weight, dim))
     sums = sums.narrow(dim, 1, rows).to(grad.dtype)
-    return sums if shrinks else cropped(call, _resized(call, inner, dim, sums, *args), grad, dim, rows)
+    return sums if shrinks else cropped_like(call, _resized(call, inner, dim, sums, *args), grad, dim, rows)
 
 
 def _shrinks(call: Call, dim: int) -> bool:

@@ -22,7 +22,7 @@ from spmd.rules.nested import Along
 from spmd.rules.notation import operand_names
 from spmd.rules.ops.halo import Halo
 from spmd.rules.ops.one_dim import padded, resized
-from spmd.rules.ops.space import cropped, least, over_space, position, replaced, space
+from spmd.rules.ops.space import cropped_like, least, over_space, position, replaced, space
 from spmd.rules.rule import Axes, Row
 
 aten = torch.ops.aten
@@ -107,7 +107,7 @@ def _local(call: Call, args: Sequence[Any], dim: int, rows: int) -> tuple[Any, .
 def _average(axes: Axes, call: Call, inner: Any, dim: int, x: Tensor, *args: Any) -> Tensor:
     kernel, rows = _Kernel.of(call, dim), call.results[0].shape[dim]
     window = kernel.halo(dim, axes).gather(least(call, x, -1), max(rows, 1))
-    y = cropped(call, inner(window, *_local(call, (x, *args), dim, max(rows, 1))[1:]), x, dim, rows)
+    y = cropped_like(call, inner(window, *_local(call, (x, *args), dim, max(rows, 1))[1:]), x, dim, rows)
     factor = kernel.averaged(call, axes, y, dim)
     return y if factor is None else y * factor
 
@@ -126,7 +126,7 @@ def _backward(
     grad, image = least(call, grad, dim), least(call, x, -1)
     window = image.new_empty(resized(image.shape, dim, halo.length(grad.shape[dim])))
     local = _local(call, (grad, window, *args), dim, 0)
-    return cropped(call, halo.scatter(inner(*local), rows), x, dim, rows)
+    return cropped_like(call, halo.scatter(inner(*local), rows), x, dim, rows)
 
 
 def _largest(axes: Axes, call: Call, inner: Any, dim: int, x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def _largest(axes: Axes, call: Call, inner: Any, dim: int, x: Tensor, *args: Any
     fill = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     window = kernel.halo(dim, axes).gather(least(call, x, -1), max(rows, 1), fill)
     found = inner(window, *_local(call, (x, *args), dim, max(rows, 1))[1:])
-    y, places = (cropped(call, result, x, dim, rows) for result in found)
+    y, places = (cropped_like(call, result, x, dim, rows) for result in found)
     length, start, row = window.shape[dim], kernel.start(axes), _row(call, dim)
     plane = 0 if dim == x.ndim - space(call) else places // (length * row)
     places = places + (start * row - plane * (length * row))

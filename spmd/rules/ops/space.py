@@ -6,16 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spmd.core.placement import Shard
 from spmd.ir.call import Call
 from spmd.rules.nested import Along
 from spmd.rules.notation import Rows
+from spmd.rules.ops.one_dim import cropped, not_empty
 from spmd.rules.rule import Row
-
-aten = torch.ops.aten
 
 
 def space(call: Call) -> int:
@@ -61,15 +59,10 @@ def replaced(call: Call, args: Sequence[Any], name: str, entries: dict[int, int]
 
 
 def least(call: Call, x: Tensor, dim: int) -> Tensor:
-    """`x` with empty dims among batch, channels and `dim` padded to length 1: torch's kernels reject them."""
-    batch = x.ndim - space(call)
-    added = [0 if size or (i >= batch and i != dim) else 1 for i, size in enumerate(x.shape)]
-    return aten.constant_pad_nd.default(x, [n for count in reversed(added) for n in (0, count)]) if any(added) else x
+    """`x` with empty dims among batch, channels and `dim` (none if negative) padded to length 1."""
+    return not_empty(x, dict.fromkeys((*range(x.ndim - space(call)), dim), 1))
 
 
-def cropped(call: Call, x: Tensor, like: Tensor, dim: int, rows: int) -> Tensor:
+def cropped_like(call: Call, x: Tensor, like: Tensor, dim: int, rows: int) -> Tensor:
     """`x` with the batch and channels of `like` and `rows` rows along `dim`."""
-    for i in (*range(x.ndim - space(call)), dim):
-        size = rows if i == dim else like.shape[i]
-        x = x if x.shape[i] == size else x.narrow(i, 0, size)
-    return x
+    return cropped(x, {i: like.shape[i] for i in range(x.ndim - space(call))} | {dim: rows})
