@@ -2,7 +2,8 @@
 
 What rank i must receive is at least the rank of d(its results)/d(elements that it does not hold), for its results are a
 function of what it receives and holds. What rank j must send is at least the rank of d(results elsewhere)/d(elements
-that only j holds). Parts of a pending sum are elements of their own.
+that only j holds). Parts of a pending sum are elements of their own, and numbers of a narrower dtype than float64 count
+with their bytes.
 
 Three things make the bound higher, and keep it one:
 
@@ -148,8 +149,9 @@ class _Blocks:
 
     def _block(self, columns: Sequence[int], rows: torch.Tensor) -> float:
         inside = torch.tensor(columns)[self.depends[rows][:, list(columns)].any(0)]
-        most = min(len(rows), len(inside))
-        best = max(_rank(slope[rows][:, inside]) for slope in self.found.slopes)
+        sizes = self.found.sizes[rows] / NUMBER
+        most = min(float(sizes.sum()), len(inside))
+        best = max(_independent_size(slope[rows][:, inside], sizes) for slope in self.found.slopes)
         if best == most:
             return best
         depends = self.depends[rows][:, inside]
@@ -214,6 +216,15 @@ def _parts(spec: DTensorSpec) -> int:
 def _holders(specs: Sequence[DTensorSpec]) -> list[frozenset[int]]:
     """The ranks that hold each number of the results."""
     return [frozenset(ranks) for spec in specs for _, ranks in sorted(_held(spec).items())]
+
+
+def _independent_size(matrix: torch.Tensor, sizes: torch.Tensor) -> float:
+    """The size of linearly independent rows, the largest first."""
+    found, rank = 0.0, 0
+    for size in sizes.unique().flip(0).tolist():
+        before, rank = rank, _rank(matrix[sizes >= size])
+        found += size * (rank - before)
+    return found
 
 
 def _rank(matrix: torch.Tensor) -> int:

@@ -25,9 +25,9 @@ def markdown(entries: Sequence[Entry]) -> str:
         f"complex, too large), and {sum(bool(entry.failure) for entry in entries)} one that fails or is refused.",
         "",
     ]
-    below = [entry.below for entry in entries if entry.below]
+    below = [f"{entry.name}, {entry.below.label}" for entry in entries if entry.below]
     if below:
-        lines += [f"The bound is wrong, as plans send less: {'; '.join(sent.label for sent in below)}.", ""]
+        lines += [f"The bound is wrong, as plans send less: {'; '.join(below)}.", ""]
     if without:
         lines += ["Without a reason, the worst call of each:", "", *table(_HEAD, map(_row, without)), ""]
     if len(above) > len(without):

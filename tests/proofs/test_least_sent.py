@@ -51,6 +51,8 @@ CLOSED_FORMS: dict[
     "select": (lambda x: x[5], ((X, ROWS),), ALL, (3, 2.25, 0)),
     "pointwise": (lambda x: x.sin(), ((X, ROWS),), ROWS, (0, 0, 0)),
     "gather": (lambda x: x * 2, ((X, ROWS),), ALL, (6, 18, 0)),
+    "gather of a narrower dtype": (lambda x: x.float(), ((X, ROWS),), ALL, (3, 9, 0)),
+    "gather of two dtypes": (lambda x: (x.float(), x), ((X, ROWS),), (ALL, ALL), (6, 18, 0)),
     "diff": (lambda x: x[1:] - x[:-1], ((X, ROWS),), ROWS, (3, 2.25, 0)),
     "roll": (lambda x: x.roll(1, 0), ((X, ROWS),), ROWS, (3, 3, 0)),
     "flip": (lambda x: x.flip(0), ((X, ROWS),), ROWS, (6, 6, 0)),
@@ -155,7 +157,7 @@ def test_a_rule_without_its_cheap_strategies_shows(name: str) -> None:
     assert worst(function, mutilated) > max(2, ratio)
 
 
-@pytest.mark.parametrize("name", ["select", "t", "index_select", "cumsum", "copysign", "sort", "ge", "topk"])
+@pytest.mark.parametrize("name", ["select", "t", "index_select", "cumsum", "copysign", "sort", "ge", "topk", "half"])
 def test_entries_of_the_database(name: str) -> None:
     found = sweep_entry(entries(f"{name}$")[0], Setting(placements=2))
     assert found.calls and not found.failure and found.below is None
