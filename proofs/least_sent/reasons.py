@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _MATRIX = "one matrix is factorized where all of it is"
+_ONE_NUMBER = "the derivative of one number has rank 1, whatever is merged or exchanged to compute it"
 _POSITIONS = "positions are data: that those of this call are on few ranks is not known to a plan"
 
 REASONS: dict[str, str] = {
@@ -16,10 +17,9 @@ REASONS: dict[str, str] = {
     ),
     r"(linalg\.)?(lu|lu_unpack|(lu|ldl)_factor(_ex)?|cond|svdvals|matrix_exp)|norm\.nuc": _MATRIX,
     r"linalg\.((ldl_|tensor)?solve.*|householder_product)": _MATRIX,
-    r"dist|nn\.functional\.(triplet_margin(_with_distance)?_loss|multilabel_margin_loss|linear_cross_entropy.*)": (
-        "the derivative of one number has rank 1, whatever is merged or exchanged to compute it"
-    ),
-    r"gather|take_along_dim|scatter(_add|_reduce\..*)?|index_copy|index_put|masked_scatter": _POSITIONS,
+    r"dist|trapz|trapezoid|nn\.functional\.cosine_similarity": _ONE_NUMBER,
+    r"nn\.functional\.((triplet_margin(_with_distance)?|multilabel_margin)_loss|linear_cross_entropy.*)": _ONE_NUMBER,
+    r"gather|__getitem__|take_along_dim|scatter(_add|_reduce\..*)?|index_copy|index_put|masked_scatter": _POSITIONS,
     r"_unsafe_masked_index(_put_accumulate)?|_segment_reduce\..*": _POSITIONS,
     r"nn\.functional\.(max_unpool[23]d(\.grad)?|fractional_max_pool2d|embedding_bag|grid_sample)": _POSITIONS,
     r"max_pool2d_with_indices_backward": _POSITIONS,
