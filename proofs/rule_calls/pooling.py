@@ -57,8 +57,11 @@ def op(name: str) -> torch._ops.OpOverload:
 def pads(space: int) -> dict[torch._ops.OpOverload, Calls]:
     found: dict[torch._ops.OpOverload, Calls] = {}
     for name in (f"reflection_pad{space}d", f"replication_pad{space}d"):
-        padding = [1, 2] * space
-        found |= {op(name): forward(space, padding), op(f"{name}_backward"): backward(op(name), space, padding)}
+        paddings = [1, 2] * space, [*[0, 0] * (space - 1), 2, 1]
+        found |= {
+            op(name): [made for padding in paddings for made in forward(space, padding)],
+            op(f"{name}_backward"): [made for padding in paddings for made in backward(op(name), space, padding)],
+        }
     return found
 
 

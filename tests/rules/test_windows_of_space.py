@@ -29,12 +29,15 @@ CASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "uneven_avg_pool": lambda x: F.adaptive_avg_pool2d(x, (7, 22)),
     "reflect": lambda x: F.pad(x, (1, 2, 2, 1), mode="reflect"),
     "replicate": lambda x: F.pad(x, (1, 2, 2, 1), mode="replicate"),
+    "reflect_rows": lambda x: F.pad(x, (0, 0, 2, 1), mode="reflect"),
+    "replicate_columns": lambda x: F.pad(x, (2, -3, 0, 0), mode="replicate"),
     "circular": lambda x: F.pad(x, (1, 2, 2, 1), mode="circular"),
     "unfold": lambda x: x.unfold(2, 4, 1).unfold(3, 3, 2),
     "nearest": lambda x: F.interpolate(x, (25, 7)),
     "nearest_exact": lambda x: F.interpolate(x, (17, 30), mode="nearest-exact"),
     "bilinear": lambda x: F.interpolate(x, (24, 20), mode="bilinear"),
     "bilinear_corners": lambda x: F.interpolate(x, (7, 25), mode="bilinear", align_corners=True),
+    "bicubic_columns": lambda x: F.interpolate(x, (12, 19), mode="bicubic"),
     "bicubic": lambda x: F.interpolate(x, scale_factor=1.7, mode="bicubic"),
 }
 
@@ -85,8 +88,9 @@ def test_values(name: str, mesh: dict[str, int], spec: P) -> None:
 
 @pytest.mark.parametrize("operator, rows", [
     (CASES["max_pool"], 1), (CASES["avg_pool"], 1), (lambda x: F.avg_pool2d(x, 2), 0), (CASES["reflect"], 6),
-    (CASES["circular"], 10), (lambda x: x.unfold(2, 4, 1), 9),
-    (lambda x: F.adaptive_avg_pool2d(x, 8), 0), (lambda x: F.adaptive_avg_pool2d(x, 400), 1),
+    (CASES["replicate_columns"], 0), (CASES["bicubic_columns"], 0), (CASES["circular"], 10),
+    (lambda x: x.unfold(2, 4, 1), 9), (lambda x: F.adaptive_avg_pool2d(x, 8), 0),
+    (lambda x: F.adaptive_avg_pool2d(x, 400), 1),
     (lambda x: F.interpolate(x, scale_factor=2), 0),
     (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 2),
     (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), 4),

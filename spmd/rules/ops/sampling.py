@@ -85,6 +85,11 @@ class _Sampling:
         """The most rows that a result of an adaptive average is a mean of."""
         return -(-self.size // self.count) + (1 if self.size % self.count else 0)
 
+    @property
+    def is_identity(self) -> bool:
+        """Test for results that are the rows of the image."""
+        return self.size == self.count and not self.before
+
     def taps(self, rows: Tensor, dtype: torch.dtype) -> list[_Tap]:
         """The rows of the image that the result rows read, computed as torch's kernels do.
 
@@ -97,8 +102,6 @@ class _Sampling:
             return [(last - (last - (rows - self.before).abs()).abs(), None)]
         if self.mode == "replication_pad":
             return [((rows - self.before).clamp(0, last), None)]
-        if self.size == self.count:
-            return [(rows, None)]
         if self.mode == _ADAPTIVE:
             first, end = rows * self.size // self.count, -(-(rows + 1) * self.size // self.count)
             count = (end - first).to(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -193,6 +196,8 @@ def _weighted(x: Tensor, weight: Tensor | None, dim: int) -> Tensor:
 def _sample(axes: Axes, call: Call, inner: Any, dim: int, x: Tensor, *args: Any) -> Tensor:
     """The operator along `dim`: after it has resized the other dims of a window."""
     sampling, rows = _Sampling.of(call, dim), call.results[0].shape[dim]
+    if sampling.is_identity:
+        return cropped_like(call, _resized(call, inner, dim, x, *args), x, dim, rows)
     window, first = _gathered(axes, sampling, dim, x, rows)
     window = _resized(call, inner, dim, window, *args)
     places = torch.arange(rows, device=x.device) + shard_offset(sampling.count, axes)
@@ -224,6 +229,8 @@ def _resized(call: Call, inner: Any, dim: int, x: Tensor, *args: Any) -> Tensor:
 def _sample_backward(axes: Axes, call: Call, inner: Any, dim: int, grad: Tensor, *args: Any) -> Tensor:
     """The gradient along `dim`: before the operator has resized the other dims, or after it if it shrinks them."""
     sampling, rows = _Sampling.of(call, dim), call.results[0].shape[dim]
+    if sampling.is_identity:
+        return cropped_like(call, _resized(call, inner, dim, grad, *args), grad, dim, rows)
     shrinks = _shrinks(call, dim)
     if shrinks:
         grad = cropped_like(call, _resized(call, inner, dim, grad, *args), grad, dim, grad.shape[dim])
@@ -252,7 +259,7 @@ def _shrinks(call: Call, dim: int) -> bool:
 def _is_near(call: Call, dim: int) -> bool:
     sampling = _Sampling.of(call, dim)
     if "pad" in sampling.mode:
-        return 2 * sampling.size >= sampling.count and sampling.size != sampling.count
+        return 2 * sampling.size >= sampling.count
     if sampling.mode == _ADAPTIVE:
         return 0 < sampling.count and 0 < sampling.size % sampling.count and sampling.width <= _MOST_TAPS
     return call.results[0].dtype.is_floating_point or "nearest" in sampling.mode
