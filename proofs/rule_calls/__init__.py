@@ -67,6 +67,7 @@ UNCHECKED = frozenset(
         aten.segment_reduce.default,
         aten._segment_reduce_backward.default,
         aten._histogramdd_from_bin_tensors.default,
+        *OPTIMIZERS,
     }
 )
 """Operators whose kernels do not check that shapes match, and read or write out of bounds if they do not."""
@@ -79,10 +80,11 @@ UNSEARCHED = frozenset(
         aten.nll_loss2d_backward.default,
         aten._segment_reduce_backward.default,
         *(op for op in ATTENTION if "cpu" not in str(op)),
+        *OPTIMIZERS,
     }
 )
 """Operators of `UNCHECKED` on which missing rows are not searched for, since some placements are unsafe to run.
 
-Their kernels write to positions given by an operand. Attention of other devices is among them, because its substitute
-kernels read other operands than the real ones.
+Their kernels write to positions given by an operand, or as many elements as another operand has. Attention of other
+devices is among them, because its substitute kernels read other operands than the real ones.
 """

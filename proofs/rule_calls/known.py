@@ -24,10 +24,8 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         "aten.special_xlog1py.default": "max, R -> max; min, R -> min",
     },
     "one element a line: the operator copies it, or gives its place": {
-        "aten.cumprod.default": "max -> max; min -> min; sum -> sum",
         "aten.max.dim": "max -> max, R; min -> min, R; sum -> sum, R",
         "aten.min.dim": "max -> max, R; min -> min, R; sum -> sum, R",
-        "aten.prod.dim_int": "max -> max; min -> min; sum -> sum",
     },
     "the operator does not read these values, or not for these options": {
         "aten._pdist_backward.default": "R, R, max -> R; R, R, min -> R; R, R, sum -> R",
@@ -60,6 +58,7 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         "aten.acosh.default": "min -> min",
         "aten.binary_cross_entropy.default": "R, R, max -> max; R, R, min -> min",
         "aten.embedding_dense_backward.default": "max, R -> max; min, R -> min",
+        "aten.index_add.default": "R, R, max -> max; R, R, min -> min",
         "aten.index_put.default": "R, R, max -> max; R, R, min -> min",
         "aten.index_reduce.default": "max, R, R -> max; min, R, R -> min",
         "aten.lerp.Scalar": "R, max -> max; R, min -> min",
@@ -85,17 +84,15 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         "aten.special_scaled_modified_bessel_k1.default": "min -> max",
         "aten.sqrt.default": "min -> min",
         "aten.threshold.default": "max -> max; min -> min",
+        "aten.unfold_backward.default": "max -> max; min -> min",
         "aten.upsample_nearest1d_backward.default": "max -> max; min -> min",
     },
     "cuts that fit these lengths or options, and not others": {
         "aten._cdist_forward.default": "S1, S1 -> sum",
-        "aten._histogramdd_from_bin_tensors.default": "S0, R, R -> max; S0, R, R -> sum",
-        "aten.avg_pool2d.default": "S3 -> S3",
-        "aten.avg_pool2d_backward.default": "S3, S3 -> S3",
+        "aten._histogramdd_from_bin_tensors.default": "S0, R, R -> max",
         "aten.max_unpool2d.default": "S3, S3 -> sum",
         "aten.nll_loss2d_forward.default": "S0, S0, R -> S0, R; S2, S1, R -> S1, R; S3, S2, R -> S2, R",
         "aten.nll_loss_forward.default": "S0, S0 -> S0, R; S0, S0, R -> S0, R",
-        "aten.roll.default": "S0 -> S0",
     },
 }  # fmt: skip
 """By reason and operator, the rows: the placements of the operands and of the results."""
