@@ -5,6 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from spmd import collectives, optim
 from spmd.api.compile_log import log_compiles
+from spmd.api.control_flow.associative_scan import associative_scan
+from spmd.api.control_flow.cond import cond
+from spmd.api.control_flow.fori_loop import fori_loop
+from spmd.api.control_flow.map import map
+from spmd.api.control_flow.scan import scan
+from spmd.api.control_flow.switch import switch
+from spmd.api.control_flow.while_loop import while_loop
 from spmd.api.eager.dispatch import implicit_replication
 from spmd.api.jit import jit
 from spmd.api.model_specs.by_path import specs
@@ -82,9 +89,11 @@ __all__ = [
     "TensorMeta",
     "TraceError",
     "arange",
+    "associative_scan",
     "checkpoint",
     "collectives",
     "comms_of",
+    "cond",
     "constrain",
     "debug",
     "disable_jit",
@@ -92,6 +101,7 @@ __all__ = [
     "distribute_module",
     "empty",
     "empty_like",
+    "fori_loop",
     "from_process_data",
     "from_torch_dtensor",
     "fsdp_specs",
@@ -106,6 +116,7 @@ __all__ = [
     "load_safetensors",
     "log_compiles",
     "make_mesh",
+    "map",
     "ones",
     "ones_like",
     "optim",
@@ -119,12 +130,15 @@ __all__ = [
     "reshard",
     "rules",
     "save_safetensors",
+    "scan",
     "shard_map",
     "specs",
+    "switch",
     "tensor_parallel_specs",
     "to_torch_dtensor",
     "use_mesh",
     "visualize",
+    "while_loop",
     "zeros",
     "zeros_like",
 ]

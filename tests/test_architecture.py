@@ -46,6 +46,7 @@ ROOMS = (
     "api.transforms",
     "api.uncompiled",
     "api.eager",
+    "api.control_flow",
     "api",
     "debug",
     "checkpoint",

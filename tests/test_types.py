@@ -70,6 +70,7 @@ def test_the_file_runs(tmp_path, capsys):
     assert isinstance(typed_user.functions(params, x), spmd.DTensor)
     typed_user.per_rank(x, torch.ones(4, 6))
     typed_user.values(params, x, torch.nn.Linear(4, 6))
+    assert typed_user.loops(x).shape == x.shape
     typed_user.layouts(torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)), params)
     typed_user.from_host(torch.ones(4))
     torch.testing.assert_close(typed_user.optimizers(params, params)["b"], torch.full((6,), 1 - 1e-3))

@@ -273,6 +273,54 @@ def files(folder: Path, params: Params) -> dict[str, spmd.DTensor]:
     return spmd.load_safetensors(folder, LAYOUT, mesh)
 
 
+# Loops and branches.
+
+
+def step(total: Tensor, row: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return total + row[0].sum(), row[1]
+
+
+def indexed(i: Tensor, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return pair[1] * i, pair[0]
+
+
+def count(total: Tensor, row: None) -> tuple[Tensor, None]:
+    return total + 1, row
+
+
+def is_small(x: Tensor) -> Tensor:
+    return x.sum() < 100
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    return x * scale
+
+
+def squared(row: Tensor) -> tuple[Tensor, Tensor]:
+    return row * row, row
+
+
+def loops(x: Tensor) -> Tensor:
+    assert_type(spmd.scan(step, x.sum(), (x, x)), tuple[Tensor, Tensor])
+    assert_type(spmd.scan(step, 0.0, (x, x), reverse=True, unroll=2), tuple[Tensor, Tensor])
+    assert_type(spmd.scan(count, 0, length=3)[0], Tensor)
+    assert_type(spmd.fori_loop(0, 3, indexed, (x, x)), tuple[Tensor, Tensor])
+    assert_type(spmd.while_loop(is_small, doubled, x), Tensor)
+    assert_type(spmd.while_loop(is_small, doubled, 0), Tensor)
+    assert_type(spmd.cond(x.sum() > 0, scaled, scaled, x, 2.0), Tensor)
+    assert_type(spmd.switch(1, [doubled, doubled], x), Tensor)
+    assert_type(spmd.map(squared, x, batch_size=2), tuple[Tensor, Tensor])
+    return spmd.associative_scan(added, x)
+
+
+def added(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
 # Plans and rules.
 
 

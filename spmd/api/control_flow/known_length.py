@@ -1,0 +1,120 @@
+"""The loop of known length behind `scan`, `fori_loop` and `map`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd.api.control_flow.carry import Carry, settled
+from spmd.api.control_flow.leaves import Leaves, check_callable, device_of, leaves_of
+from spmd.api.control_flow.place import CallPlace, here
+from spmd.api.control_flow.results import Results
+from spmd.api.control_flow.trips import Body, scan_by_trips
+from spmd.core.pytree import structure_text
+from spmd.core.spec import TensorMeta
+from spmd.errors import TraceError
+from spmd.tracing.loops import traced_scan
+from spmd.tracing.source import where
+
+
+def loop(
+    call: str,
+    name: str,
+    f: Callable[[Any, Any], Any],
+    init: Any,
+    xs: Any,
+    length: Any = None,
+    reverse: bool = False,
+    unroll: Any = 1,
+) -> tuple[Any, Any]:
+    """Run `scan` under the name of the function that the user calls, and of the function that is one trip of it."""
+    check_callable(call, [(name, f)])
+    start, rows = leaves_of(init, call, "init"), leaves_of(xs, call, "xs")
+    trips = number_of_rows(rows, length, call)
+    block = _trips_of_a_block(unroll, trips, call)
+    device = device_of(init, xs)
+
+    def run(carry: Carry) -> tuple[Any, Any]:
+        results = Results(call, device)
+
+        def body(values: list[Tensor], x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            pair = f(carry.tree(values), rows.structure.unflatten(x))
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise TraceError(
+                    f"{call} at {where()}: {name} must return a pair, the next carry and a result (got "
+                    f"{structure_text(pair)}). Return (carry, None) where there is no result."
+                )
+            return carry.next(pair[0]), results.tensors(pair[1], name)
+
+        finals, ys = _run(body, carry.values, rows.values, trips, reverse, block)
+        return carry.tree(finals), results.tree(ys)
+
+    return settled(Carry.of(start, call, name, device), run)
+
+
+def number_of_rows(rows: Leaves, length: Any, call: str) -> int:
+    """The number of trips.
+
+    Raises:
+        TraceError: rows and the argument `length` do not agree on one.
+    """
+    call = f"{call} at {where()}"
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
+        shown = f"{type(length).__name__} {length!r:.60}"
+        raise TraceError(f"{call}: length must be an integer of 0 or more (got {shown}).")
+    got: object
+    for path, x in zip(rows.paths, rows.values, strict=True):
+        if not isinstance(x, Tensor) or not x.ndim:
+            got = TensorMeta.of(x) if isinstance(x, Tensor) else f"{type(x).__name__} {x!r:.60}"
+            raise TraceError(f"{call}: xs{path} has no dim to scan over (got {got}). Stack what the trips read.")
+    lengths = {f"xs{path}": x.shape[0] for path, x in zip(rows.paths, rows.values, strict=True)}
+    if length is not None:
+        lengths = {"length": length, **lengths}
+    if not lengths:
+        raise TraceError(f"{call} has no tensor in xs, which says how many trips it makes. Pass xs, or length=.")
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name} has {rows}" for name, rows in lengths.items()).replace("length has", "length is")
+        raise TraceError(f"{call}: all xs must have the same number of rows in dim 0 (got: {shown}).")
+    return next(iter(lengths.values()))
+
+
+def _trips_of_a_block(unroll: Any, trips: int, call: str) -> int:
+    """How many trips the program holds, from the argument `unroll`."""
+    if not isinstance(unroll, int) or (unroll < 1 and unroll is not False):
+        raise TraceError(f"{call} at {where()}: unroll must be a bool or an integer of 1 or more (got {unroll!r}).")
+    return max(trips, 1) if unroll is True else max(int(unroll), 1)
+
+
+def _run(
+    body: Body, init: Sequence[Tensor], xs: Sequence[Tensor], length: int, reverse: bool, block: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a loop; in a program as a loop over blocks of trips, and the trips that remain."""
+    if here() is not CallPlace.PROGRAM or 1 < length <= block:
+        return scan_by_trips(body, init, xs, length, reverse)
+    if block == 1 or length < 2:
+        return traced_scan(body, init, xs, length, reverse)
+    whole = length - length % block
+    blocks = [x[:whole].unflatten(0, (whole // block, block)) for x in xs]
+
+    def trips(carry: list[Tensor], x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return scan_by_trips(body, carry, x, block, reverse)
+
+    def run_blocks(carry: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        carry, ys = traced_scan(trips, carry, blocks, whole // block, reverse)
+        return carry, [y.flatten(0, 1) for y in ys]
+
+    def run_rest(carry: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return scan_by_trips(body, carry, [x[whole:] for x in xs], length - whole, reverse)
+
+    if whole == length:
+        return run_blocks(init)
+    if reverse:
+        carry, rest = run_rest(init)
+        finals, ys = run_blocks(carry)
+    else:
+        carry, ys = run_blocks(init)
+        finals, rest = run_rest(carry)
+    return finals, [torch.cat(parts) for parts in zip(ys, rest, strict=True)]

@@ -1,0 +1,29 @@
+"""The place where a loop or a branch is called: in a trace, in a shard_map body that is traced, or where values are."""
+
+from __future__ import annotations
+
+import enum
+
+from spmd.collectives.environment import bound_axes
+from spmd.tracing.running import is_tracing, running_trace
+
+
+class CallPlace(enum.Enum):
+    """Where a loop or a branch is called.
+
+    Attributes:
+        PROGRAM: in a trace, whose program it becomes an operation of.
+        BODY: in the trace of a shard_map body, where a loop of known length is unrolled.
+        VALUES: where tensors have values: Python runs it. On each rank, in a body that is not compiled.
+    """
+
+    PROGRAM = enum.auto()
+    BODY = enum.auto()
+    VALUES = enum.auto()
+
+
+def here() -> CallPlace:
+    """The place of this call."""
+    if not is_tracing() or running_trace().gather is not None:
+        return CallPlace.VALUES
+    return CallPlace.BODY if bound_axes() else CallPlace.PROGRAM

@@ -1,0 +1,72 @@
+"""`switch`: one of several functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+from typing_extensions import TypeVarTuple, Unpack
+
+from spmd.api.control_flow.branching import branch
+from spmd.api.control_flow.leaves import check_callable, device_of, integer_scalar
+from spmd.api.control_flow.results import Results
+from spmd.errors import TraceError
+from spmd.job.tracebacks import hides_internals
+from spmd.tracing.source import where
+
+_CALL = "spmd.switch"
+_Operands = TypeVarTuple("_Operands")
+_Result = TypeVar("_Result")
+
+
+@hides_internals
+def switch(
+    index: int | Tensor, branches: Sequence[Callable[[Unpack[_Operands]], _Result]], *operands: Unpack[_Operands]
+) -> _Result:
+    """Call the function `branches[index]`, with the index clamped to the branches; `jax.lax.switch`.
+
+    It is `cond` of more than two functions, by halves: where each runs, and what is refused, are as of `cond`.
+
+    Args:
+        index: an integer, or a 0-d tensor of integers.
+        branches: functions that return pytrees of one structure, with the same shapes and dtypes.
+        operands: arguments of each.
+
+    Returns:
+        What one of them returns, with numbers as tensors.
+
+    Raises:
+        TraceError: the index is no integer scalar; there is no branch, or they do not return the like.
+
+    >>> import torch
+    >>> [switch(index, [torch.sin, torch.cos, torch.tan], torch.tensor(0.0)).item() for index in (-1, 1, 7)]
+    [0.0, 1.0, 0.0]
+    """
+    if not isinstance(branches, Sequence) or not branches:
+        raise TraceError(
+            f"{_CALL} at {where()}: branches must be a list of at least one function (got {branches!r:.60})."
+        )
+    functions = [(f"branches[{number}]", function) for number, function in enumerate(branches)]
+    check_callable(_CALL, functions)
+    chosen = integer_scalar(index, _CALL, "index")
+    results = Results(_CALL, device_of(index, operands))
+
+    def call(number: int) -> list[Tensor]:
+        name, function = functions[number]
+        return results.tensors(function(*operands), name)
+
+    def choose(first: int, end: int) -> list[Tensor]:
+        """The results of one of some neighbours."""
+        if end == first + 1:
+            return call(first)
+        middle = (first + end) // 2
+        return branch(chosen < middle, lambda: choose(first, middle), lambda: choose(middle, end), _CALL)
+
+    if isinstance(chosen, int):
+        results.compare_traces(functions, operands)
+        tensors = call(min(max(chosen, 0), len(functions) - 1))
+    else:
+        tensors = choose(0, len(functions))
+    found: _Result = results.tree(tensors)
+    return found

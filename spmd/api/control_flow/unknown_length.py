@@ -1,0 +1,50 @@
+"""The loop whose length is data, behind `while_loop` and `fori_loop`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd.api.control_flow.carry import Carry, settled
+from spmd.api.control_flow.leaves import check_callable, device_of, leaves_of
+from spmd.api.control_flow.place import CallPlace, here
+from spmd.api.control_flow.predicates import boolean_scalar
+from spmd.api.control_flow.trips import while_by_trips
+from spmd.errors import TraceError
+from spmd.tracing.loops import traced_while
+from spmd.tracing.source import where
+
+
+def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
+    """Run `while_loop` under the name of the function that the user calls.
+
+    Raises:
+        TraceError: as of `while_loop`.
+    """
+    check_callable(call, [("cond_fun", cond_fun), ("body_fun", body_fun)])
+    start = leaves_of(init_val, call, "init_val")
+    place = here()
+    if place is CallPlace.BODY:
+        raise TraceError(
+            f"{call} at {where()} ends when a tensor says so, in a shard_map body, which the program of all ranks "
+            "cannot do yet. Use spmd.scan or spmd.fori_loop with a length that is known, and torch.where where a trip "
+            "is to change nothing; or loop outside of shard_map."
+        )
+
+    def run(carry: Carry) -> Any:
+        def condition(values: list[Tensor]) -> bool | Tensor:
+            return boolean_scalar(cond_fun(carry.tree(values)), call, "what cond_fun returns")
+
+        def body(values: list[Tensor]) -> list[Tensor]:
+            return carry.next(body_fun(carry.tree(values)))
+
+        if place is CallPlace.PROGRAM:
+            finals = traced_while(lambda values: torch.as_tensor(condition(values)), body, carry.values)
+        else:
+            finals = while_by_trips(condition, body, carry.values, call)
+        return carry.tree(finals)
+
+    return settled(Carry.of(start, call, "body_fun", device_of(init_val)), run)
