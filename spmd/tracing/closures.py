@@ -30,6 +30,7 @@ from spmd.tracing.nested_tracers import inlined
 from spmd.tracing.numbers import DIFFERENTIABLE_IN_TENSORS, has_number, tensor_of_numbers
 from spmd.tracing.packed_sequences import OF_KNOWN_LENGTHS
 from spmd.tracing.recorder import Recorder
+from spmd.tracing.scalar_indexes import assign_at_scalars, item_at_scalars
 from spmd.tracing.source import user_source, where
 from spmd.tracing.traced_tensor import describe, is_traced, refuse_reading, retyped
 
@@ -135,6 +136,10 @@ class ClosureLifting(TorchFunctionMode):
             return self._construct(func, *args, **(kwargs or {}))
         if func is torch.Tensor.__setitem__ and fill_masked(*args):
             return None
+        if func in _BY_SCALARS:
+            found = _BY_SCALARS[func](*args)
+            if found is not NotImplemented:
+                return found
         if func in _RETAINS:
             with self.in_backward():  # which frees nothing: a transform from outside may come back to it
                 given, position = dict(kwargs or {}), _RETAINS[func]
@@ -208,6 +213,11 @@ def _is_outside(leaf: Any) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _REPLACED: Mapping[Any, Callable[..., Any]] = {**OF_KNOWN_LENGTHS, F.ctc_loss: ctc_loss, torch.ctc_loss: ctc_loss}
 """Functions that read the values of tensors, which may be closed over, and what is called in their place."""
+_BY_SCALARS: Mapping[Any, Callable[..., Any]] = {
+    torch.Tensor.__getitem__: item_at_scalars,
+    torch.Tensor.__setitem__: assign_at_scalars,
+}
+"""Functions of items, and what is called in their place where scalars of the trace are indexes."""
 _SPLITTERS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})
 
 
