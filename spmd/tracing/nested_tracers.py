@@ -22,6 +22,7 @@ import torch
 from spmd.core.pytree import tree_leaves
 from spmd.errors import TraceError
 from spmd.job.user_code import is_user_file
+from spmd.tracing.higher_order import meaning_of
 from spmd.tracing.linearize import recorder
 from spmd.tracing.source import user_source, where
 
@@ -104,7 +105,7 @@ _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
 
 def _is_of_torch() -> bool:
-    """Whether torch itself compiles: for flex_attention, and for torch.cond and the like, which are errors."""
+    """Whether torch itself compiles: for flex_attention, and for torch.cond and the like."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if frame.f_globals.get("__name__", "").startswith(("torch._higher_order_ops.", _FLEX_ATTENTION)):
@@ -126,7 +127,8 @@ def _say_inlined(line: str) -> None:
 def inlined(operator: torch._ops.HigherOrderOperator) -> Callable[..., Any]:
     """What is called in place of a higher-order operator in a trace.
 
-    `flex_attention` is its definition by operators. That of `torch.autograd.Function` under torch.func is itself.
+    `flex_attention` is its definition by operators; `torch.cond` and the like are ours. That of
+    `torch.autograd.Function` under torch.func is itself.
 
     Raises:
         TraceError: any other one.
@@ -135,10 +137,13 @@ def inlined(operator: torch._ops.HigherOrderOperator) -> Callable[..., Any]:
         return operator
     if operator.name() == "flex_attention":
         return _attention
+    meaning = meaning_of(operator)
+    if meaning is not None:
+        return meaning
     raise TraceError(
         f"torch.ops.higher_order.{operator.name()} at {where(user_source())} takes functions, which a program of "
-        "operators cannot hold. Write torch.where for torch.cond, a Python loop of fixed length for while_loop, scan "
-        "and map, and spmd.debug.print for print."
+        "operators cannot hold. Write spmd.cond, spmd.while_loop, spmd.scan or spmd.map, and spmd.debug.print for "
+        "print."
     )
 
 

@@ -169,29 +169,15 @@ def records(x):
     return make_fx(torch.sin)(x)(x * 3)
 
 
-def chooses(x):
-    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
-
-
-def repeats(x):
-    from torch._higher_order_ops import while_loop
-
-    return while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), x))[1]
-
-
-def scans(x):
-    from torch._higher_order_ops import scan
-
-    return scan(lambda carry, row: (carry + row, carry * 2), torch.zeros(4), x)[0]
+def runs_strictly(x):
+    return torch._higher_order_ops.strict_mode(torch.sin, (x,))
 
 
 @pytest.mark.parametrize(
     ("function", "text"),
     [
         (records, "make_fx"),
-        (chooses, "torch.ops.higher_order.cond"),
-        (repeats, "torch.ops.higher_order.while_loop"),
-        (scans, "torch.ops.higher_order.scan"),
+        (runs_strictly, "torch.ops.higher_order.strict_mode"),
     ],
 )
 def test_what_would_record_constants_is_refused(function, text, caplog):

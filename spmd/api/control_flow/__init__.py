@@ -2,3 +2,5 @@
 
 Public functions flatten their pytrees and check them, here; `spmd.tracing.loops` makes operations of what is traced.
 """
+
+from spmd.api.control_flow import torch_operators as torch_operators  # it says what torch's own are
