@@ -475,8 +475,9 @@ def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -
     asked = "" if func is torch.ops.aten._local_scalar_dense.default else f"{func}, "
     return TraceError(
         f"The value of a tensor is needed as a Python number at {where(source)} ({asked}.item(), float(), bool() or "
-        "`if` on a tensor), and a traced function has no values. Keep it a tensor (torch.where instead of `if`, "
-        "num_classes= for one_hot), or pass the number with static_argnums."
+        "`if` on a tensor), and a traced function has no values. Keep it a tensor (spmd.cond or torch.where instead of "
+        "`if`, spmd.while_loop for `while`, spmd.fori_loop for range(), num_classes= for one_hot), or pass the number "
+        "with static_argnums."
     )
 
 

@@ -26,15 +26,16 @@ _OUTSIDE = "Return the tensor, and do this with the result; or keep to torch's o
 _READERS: Mapping[Any, tuple[str, str]] = {
     _Tensor.__bool__: (
         "`if`, `while`, `assert`, `in`, `and`, `or`, `not`, max(), sorted() or bool()",
-        "Write torch.where(condition, a, b) in place of `if`, & and | in place of `and` and `or`; "
-        "or decide by a static argument (static_argnums).",
+        "Write torch.where(condition, a, b) or spmd.cond(condition, f, g, x) in place of `if`, spmd.while_loop for "
+        "`while`, & and | for `and` and `or`; or decide by a static argument (static_argnums).",
     ),
     _Tensor.__int__: ("int()", _NUMBER),
     _Tensor.__float__: ("float() or math", _NUMBER),
     _Tensor.__complex__: ("complex()", _NUMBER),
     _Tensor.__index__: (
         "range(), a slice or an index of a list",
-        "Sizes are those of the program: take x.shape, or pass the number as a static argument (static_argnums).",
+        "Sizes are those of the program: take x.shape, or pass the number as a static argument (static_argnums). Write "
+        "spmd.fori_loop(0, n, body, x) for a loop over range(n), and spmd.switch(i, functions, x) for a list of them.",
     ),
     _Tensor.item: (".item()", _NUMBER),
     _Tensor.__format__: (

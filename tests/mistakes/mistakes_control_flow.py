@@ -90,9 +90,9 @@ def python_max() -> None:
     spmd.jit(step, mesh=MESH)(torch.ones(8, 4))
 
 
-@mistake("torch.cond", "Write torch.where for torch.cond")
-def subgraph() -> None:
+@mistake("A scan whose carry changes its dtype", ".to(torch.float32) of what comes back")
+def carry_dtype() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # here
+        return spmd.scan(lambda total, row: (total + row.double(), None), torch.zeros(4), x)[0]  # here
 
     spmd.jit(step, mesh=MESH)(torch.ones(8, 4))
