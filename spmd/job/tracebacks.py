@@ -29,12 +29,22 @@ _NOTE = (
 
 def hides_internals(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """A public function, whose errors have the user's frames only, unless `errors.show_internals`."""
+    return _hiding(function, Exception)
 
+
+def hides_internals_of_own_errors(
+    function: Callable[_Arguments, _Result],
+) -> Callable[_Arguments, _Result]:
+    """As `hides_internals`, for a public function in which Python runs functions of the user's: theirs stay whole."""
+    return _hiding(function, SpmdError)
+
+
+def _hiding(function: Callable[_Arguments, _Result], errors: type[Exception]) -> Callable[_Arguments, _Result]:
     @functools.wraps(function)
     def call(*args: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
         try:
             return function(*args, **keywords)
-        except Exception as error:
+        except errors as error:
             if not shows_internals():
                 _hide(error)
             raise  # with the traceback that the error has now, from Python 3.11 on; before, one frame of ours remains

@@ -284,3 +284,14 @@ def test_what_reads_a_value_in_a_trace_names_the_construct() -> None:
     ):
         with pytest.raises(spmd.TraceError, match=text):
             spmd.jit(function, P(), P(), mesh=MESH)(X)
+
+
+def test_errors_of_torch_are_its_own() -> None:
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        spmd.scan(lambda c, x: (linear(c), x), X, ROWS)
+    assert [] == getattr(caught.value, "__notes__", [])
+    assert any(entry.path.name == "linear.py" for entry in caught.traceback)
+    with pytest.raises(spmd.TraceError) as refused:
+        spmd.scan(lambda c, x: c, X, ROWS)
+    assert {"test_control_flow_errors.py"} == {entry.path.name for entry in refused.traceback}

@@ -11,14 +11,14 @@ from torch import Tensor
 from spmd.api.control_flow.leaves import Leaves, check_callable, device_of, difference, leaves_of
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
-from spmd.job.tracebacks import hides_internals
+from spmd.job.tracebacks import hides_internals_of_own_errors
 from spmd.tracing.source import where
 
 _CALL = "spmd.associative_scan"
 _Elems = TypeVar("_Elems")
 
 
-@hides_internals
+@hides_internals_of_own_errors
 def associative_scan(
     fn: Callable[[_Elems, _Elems], _Elems], elems: _Elems, reverse: bool = False, dim: int = 0
 ) -> _Elems:

@@ -13,14 +13,14 @@ from spmd.api.control_flow.branching import branch
 from spmd.api.control_flow.leaves import check_callable, device_of
 from spmd.api.control_flow.predicates import boolean_scalar
 from spmd.api.control_flow.results import Results
-from spmd.job.tracebacks import hides_internals
+from spmd.job.tracebacks import hides_internals_of_own_errors
 
 _CALL = "spmd.cond"
 _Operands = TypeVarTuple("_Operands")
 _Result = TypeVar("_Result")
 
 
-@hides_internals
+@hides_internals_of_own_errors
 def cond(
     pred: bool | float | Tensor,
     true_fun: Callable[[Unpack[_Operands]], _Result],

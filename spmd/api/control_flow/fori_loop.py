@@ -13,7 +13,7 @@ from spmd.api.control_flow.leaves import check_callable, device_of, integer_scal
 from spmd.api.control_flow.unknown_length import loop_while
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
-from spmd.job.tracebacks import hides_internals
+from spmd.job.tracebacks import hides_internals_of_own_errors
 from spmd.tracing.source import where
 
 _CALL = "spmd.fori_loop"
@@ -32,7 +32,7 @@ def fori_loop(
 ) -> _Value: ...
 
 
-@hides_internals
+@hides_internals_of_own_errors
 def fori_loop(lower: int | Tensor, upper: int | Tensor, body_fun: Callable[[Any, Any], Any], init_val: Any) -> Any:
     """Call `val = body_fun(i, val)` for each integer of a range, and return the last `val`; `jax.lax.fori_loop`.
 

@@ -13,7 +13,7 @@ from spmd.api.control_flow.leaves import check_callable, device_of, leaves_of
 from spmd.api.control_flow.results import Results
 from spmd.core.pytree import tree_flatten, tree_map
 from spmd.errors import TraceError
-from spmd.job.tracebacks import hides_internals
+from spmd.job.tracebacks import hides_internals_of_own_errors
 from spmd.tracing.source import where
 
 _CALL = "spmd.map"
@@ -21,7 +21,7 @@ _Row = TypeVar("_Row")
 _Result = TypeVar("_Result")
 
 
-@hides_internals
+@hides_internals_of_own_errors
 def map(f: Callable[[_Row], _Result], xs: _Row, *, batch_size: int | None = None) -> _Result:
     """Call a function of each row, one after the other, and stack its results; `jax.lax.map`.
 

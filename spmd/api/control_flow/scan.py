@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 from torch import Tensor
 
 from spmd.api.control_flow.known_length import loop
-from spmd.job.tracebacks import hides_internals
+from spmd.job.tracebacks import hides_internals_of_own_errors
 
 _Carry = TypeVar("_Carry")
 _Row = TypeVar("_Row")
@@ -37,7 +37,7 @@ def scan(
 ) -> tuple[_Carry, _Result]: ...
 
 
-@hides_internals
+@hides_internals_of_own_errors
 def scan(
     f: Callable[[Any, Any], tuple[Any, Any]],
     init: Any,

@@ -12,7 +12,7 @@ from spmd.api.control_flow.branching import branch
 from spmd.api.control_flow.leaves import check_callable, device_of, integer_scalar
 from spmd.api.control_flow.results import Results
 from spmd.errors import TraceError
-from spmd.job.tracebacks import hides_internals
+from spmd.job.tracebacks import hides_internals_of_own_errors
 from spmd.tracing.source import where
 
 _CALL = "spmd.switch"
@@ -20,7 +20,7 @@ _Operands = TypeVarTuple("_Operands")
 _Result = TypeVar("_Result")
 
 
-@hides_internals
+@hides_internals_of_own_errors
 def switch(
     index: int | Tensor, branches: Sequence[Callable[[Unpack[_Operands]], _Result]], *operands: Unpack[_Operands]
 ) -> _Result:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 from torch import Tensor
 
 from spmd.api.control_flow.unknown_length import loop_while
-from spmd.job.tracebacks import hides_internals
+from spmd.job.tracebacks import hides_internals_of_own_errors
 
 _Value = TypeVar("_Value")
 
@@ -25,7 +25,7 @@ def while_loop(
 ) -> _Value: ...
 
 
-@hides_internals
+@hides_internals_of_own_errors
 def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
     """Call `val = body_fun(val)` as long as `cond_fun(val)` is true, and return the last `val`; `jax.lax.while_loop`.
 
