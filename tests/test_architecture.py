@@ -23,6 +23,7 @@ ROOMS = (
     "tracing",
     "tracing.canonicalize",
     "tracing.manual",
+    "tracing.loops",
     "plan.machine",
     "plan.data",
     "plan.local",

@@ -35,6 +35,8 @@ class Comm:
         launch: the number of its launch, in order of execution; between processes, collectives of one launch are joined
             to one bucket, and sent as one (`spmd.plan.cost.launches`).
         joined: how many collectives its launch has.
+        times: how often it runs, in loops; its bytes and its time are those of all runs. In a loop whose length is
+            data, once.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Comm:
     source: Source | None
     launch: int = 0
     joined: int = 1
+    times: int = 1
 
     def __str__(self) -> str:
         return f"{self.sent}: {self.cause}, at {self.source}"
@@ -53,4 +56,11 @@ class Comm:
     def sent(self) -> str:
         """What is sent, as text: `all_reduce over data, 768 bytes, 1 of 53 in launch 1`."""
         together = f", 1 of {self.joined} in launch {self.launch}" if self.joined > 1 else ""
-        return f"{self.kind} over {', '.join(self.axes)}, {self.bytes:,.0f} bytes{together}"
+        times = f" in {self.times} runs" if self.times > 1 else ""
+        return f"{self.kind} over {', '.join(self.axes)}, {self.bytes:,.0f} bytes{times}{together}"
+
+    def repeated(self, times: int) -> Comm:
+        """The same collective in a loop that runs so many times."""
+        if times == 1:
+            return self
+        return attrs.evolve(self, bytes=times * self.bytes, seconds=times * self.seconds, times=times * self.times)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from spmd.ir.graph import Graph, Value
+from spmd.ir.regions import CARRY
 
 
 def independent_values(graph: Graph) -> frozenset[Value]:
-    """The values that depend on no input and no constant of the program."""
+    """The values that depend on no input and no constant of the program, and on no trip of a loop."""
     rooted = {*graph.inputs, *(value for value, _ in graph.constants)}
     for operation in graph.operations:
-        if any(operand in rooted for operand in operation.operands):
+        if operation.op is CARRY or any(operand in rooted for operand in operation.operands):
             rooted.update(operation.tensors)
     return frozenset(graph.producers.keys() - rooted)

@@ -23,6 +23,8 @@ class Effect(enum.Enum):
     """It acts on the host process, on every rank by itself, and computes nothing: it prints or checks, for example."""
     ORDERED = "ordered"
     """It acts on the host process, on every rank by itself, and computes results as other operators do."""
+    REGION = "region"
+    """It begins, divides or ends a loop or a branch."""
 
 
 _DECLARED: dict[Any, Effect] = {}

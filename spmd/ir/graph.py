@@ -22,6 +22,7 @@ from spmd.ir.call import Call
 from spmd.ir.comm import Comm
 from spmd.ir.effects import Effect, effect_of
 from spmd.ir.number import Number
+from spmd.ir.regions import END, OTHERWISE, Regions
 from spmd.ir.source import Source
 from spmd.ir.variants import Variants
 
@@ -192,6 +193,11 @@ class Graph:
         """How often each value is an operand or a result of the program."""
         return Counter([*self.outputs, *(value for operation in self.operations for value in operation.operands)])
 
+    @cached_property
+    def regions(self) -> Regions[Operation, Value]:
+        """Its loops and branches."""
+        return Regions(self.operations)
+
     def origin(self, value: Value, skips: Callable[[Operation], bool]) -> Value:
         """The value from which one follows by operations that `skips` accepts, each of its first operand."""
         while (producer := self.producers.get(value)) is not None and skips(producer):
@@ -232,18 +238,22 @@ class Graph:
         return "\n".join([*lines, f"outputs {', '.join(map(repr, self.outputs))}"])
 
     def verify(self) -> Graph:
-        """Return the graph; TraceError unless every value is defined exactly once and before its consumers."""
+        """Return the graph; TraceError unless every value is defined once, before its consumers and for them."""
         defined: set[Value] = set()
+        regions = self.regions
         for value in (*self.inputs, *(value for value, _ in self.constants)):
             _define(value, defined)
         for operation in self.operations:
             for operand in operation.operands:
                 if operand not in defined:
                     raise TraceError(f"{operand!r} is used before it is defined, in {operation!r}.")
+                home = regions.home(operand) if regions else None
+                if home is not None and home not in regions.path(operation) and operation.op not in (END, OTHERWISE):
+                    raise TraceError(f"{operand!r} is used outside of its loop or branch, in {operation!r}.")
             for value in operation.tensors:
                 _define(value, defined)
         for value in self.outputs:
-            if value not in defined:
+            if value not in defined or regions.home(value) is not None:
                 raise TraceError(f"Output {value!r} is not defined by the program.")
         return self
 

@@ -11,6 +11,20 @@ import torch
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, numbers_of
 from spmd.ir.number import arguments_among
+from spmd.ir.regions import (
+    BRANCH,
+    CARRY,
+    END,
+    GIVE,
+    ITEM,
+    LOOP,
+    MERGE,
+    NEXT,
+    OTHERWISE,
+    PROCEED,
+    STACK,
+    WHILE,
+)
 
 _UNINTERESTING = ("device", "layout", "pin_memory", "memory_format")
 """Keyword arguments that are not printed, because they do not affect the numbers computed."""
@@ -45,21 +59,112 @@ def program_text(name: str, graph: Graph, header: Sequence[str]) -> str:
     if graph.inputs or numbers:
         lines.append("):")
     lines += [f"    {value.name} = self.{value.name}  # {_description(value, graph)}" for value, _ in graph.constants]
+    statements = _Statements(graph)
     for operation in graph.operations:
+        lines += statements.of(operation)
+    return "\n".join([*lines, f"    return {_argument(graph.outputs)}"])
+
+
+class _Statements:
+    """The statements of operations, indented as they stand in loops and branches."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.indent = graph, "    "
+
+    def of(self, operation: Operation) -> list[str]:
+        """The lines of an operation; those of a loop or a branch are for its bounds and what passes them."""
+        write = {
+            LOOP: self.loop, WHILE: self.loop, PROCEED: self.proceed, BRANCH: self.branch, OTHERWISE: self.otherwise,
+            END: self.end, ITEM: self.item, STACK: self.stack, GIVE: self.give,
+        }.get(operation.op)  # fmt: skip
+        if write is not None:
+            return write(operation)
+        return [] if operation.op in (CARRY, NEXT, MERGE) else self.call(operation)
+
+    def call(self, operation: Operation) -> list[str]:
+        """A call of an operator."""
         comm = operation.annotations.comm
         arrow = f"  ← {_remark(comm)}" if comm is not None else ""
-        if operation.returns_tuple:
-            label = operation.annotations.tuple_name
-            lines.append(f"    {label} = {_expression(operation)}  # {len(operation.results)} tensors{arrow}")
-            lines += [
-                f"    {value.name} = {label}[{index}]  # {_description(value, graph)}"
+        expression = _expression(operation, self.indent)
+        if not operation.returns_tuple:
+            return [self.line(operation.tensors[0], expression, arrow)]
+        label = operation.annotations.tuple_name
+        return [
+            f"{self.indent}{label} = {expression}  # {len(operation.results)} tensors{arrow}",
+            *(
+                self.line(value, f"{label}[{index}]")
                 for index, value in enumerate(operation.results)
-                if value is not None and value in graph.reads
-            ]
+                if value is not None and value in self.graph.reads
+            ),
+        ]
+
+    def line(self, value: Value, expression: str, remark: str = "") -> str:
+        """The line that assigns an expression to the variable of a value."""
+        return f"{self.indent}{value.name} = {expression}  # {_description(value, self.graph)}{remark}"
+
+    def loop(self, operation: Operation) -> list[str]:
+        """The beginning of a loop."""
+        regions = self.graph.regions
+        lines = [self.line(o.tensors[0], o.operands[0].name) for o in regions.members(operation, CARRY)]
+        lines += [self.line(o.tensors[0], "[]") for o in regions.members(operation, STACK)]
+        if operation.op is LOOP:
+            trips, reverse = operation.args
+            turns = f"reversed(range({trips}))" if reverse else f"range({trips})"
+            lines.append(f"{self.indent}for {operation.tensors[0].name} in {turns}:")
         else:
-            (value,) = operation.tensors
-            lines.append(f"    {value.name} = {_expression(operation)}  # {_description(value, graph)}{arrow}")
-    return "\n".join([*lines, f"    return {_argument(graph.outputs)}"])
+            lines.append(f"{self.indent}while True:")
+        self.indent += "    "
+        return lines
+
+    def proceed(self, operation: Operation) -> list[str]:
+        """The test of a loop."""
+        return [f"{self.indent}if not {operation.operands[0].name}:", f"{self.indent}    break"]
+
+    def branch(self, operation: Operation) -> list[str]:
+        """The beginning of a branch."""
+        line = f"{self.indent}if {operation.operands[0].name}:"
+        self.indent += "    "
+        return [line, *self.nothing(operation)]
+
+    def otherwise(self, operation: Operation) -> list[str]:
+        """The beginning of its second side."""
+        return [f"{self.indent[:-4]}else:", *self.nothing(operation)]
+
+    def nothing(self, opens: Operation) -> list[str]:
+        """What stands in a side without operations."""
+        return [] if self.graph.regions.members(opens) else [f"{self.indent}pass"]
+
+    def end(self, operation: Operation) -> list[str]:
+        """The end of a loop, and what it leaves; of a branch, nothing."""
+        regions, begin = self.graph.regions, self.graph.producers[operation.operands[0]]
+        if begin.op is BRANCH:
+            self.indent = self.indent[:-4]
+            return []
+        nexts, lines = regions.members(begin, NEXT), []
+        if nexts:
+            carries, new = (", ".join(o.operands[position].name for o in nexts) for position in (1, 0))
+            lines.append(f"{self.indent}{carries} = {new}")
+        elif not regions.members(begin):
+            lines.append(f"{self.indent}pass")
+        self.indent = self.indent[:-4]
+        lines += [self.line(o.tensors[0], o.operands[1].name) for o in nexts]
+        order = "[::-1]" if begin.op is LOOP and begin.args[1] else ""
+        stacks = [o.tensors[0] for o in regions.members(begin, STACK)]
+        return lines + [self.line(value, f"torch.stack({value.name}{order})") for value in stacks]
+
+    def item(self, operation: Operation) -> list[str]:
+        """An item of a stack."""
+        xs, turn = operation.operands
+        return [self.line(operation.tensors[0], f"{xs.name}[{turn.name}]")]
+
+    def stack(self, operation: Operation) -> list[str]:
+        """What a trip adds to a stack."""
+        return [f"{self.indent}{operation.tensors[0].name}.append({operation.operands[0].name})"]
+
+    def give(self, operation: Operation) -> list[str]:
+        """A result of one side of a branch: that of both."""
+        (merge,) = self.graph.consumers[operation.tensors[0]]
+        return [self.line(merge.tensors[0], operation.operands[0].name)]
 
 
 def _remark(comm: Comm) -> str:
@@ -73,16 +178,17 @@ def _description(value: Value, graph: Graph) -> str:
     return f"{value.meta} {graph.specs[value]}" if value in graph.specs else str(value.meta)
 
 
-def _expression(operation: Operation) -> str:
+def _expression(operation: Operation, indent: str) -> str:
     arguments = [_argument(argument) for argument in operation.args]
     arguments += [f"{key}={_argument(item)}" for key, item in operation.kwargs.items() if key not in _UNINTERESTING]
     flat = f"{operator_name(operation.op)}({', '.join(arguments)})"
     if len(flat) <= _WIDTH:
         return flat
     lines = [
-        textwrap.fill(argument, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 9) for argument in arguments
+        textwrap.fill(argument, _WIDTH, initial_indent=f"{indent}    ", subsequent_indent=f"{indent}     ")
+        for argument in arguments
     ]
-    return "\n".join([f"{operator_name(operation.op)}(", *(f"{line}," for line in lines), "    )"])
+    return "\n".join([f"{operator_name(operation.op)}(", *(f"{line}," for line in lines), f"{indent})"])
 
 
 def _argument(argument: Any) -> str:

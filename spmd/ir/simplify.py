@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze
 from spmd.ir.operator_kinds import COPIES, RESHAPERS
 from spmd.ir.refusals import refuses_positions
+from spmd.ir.regions import CARRY, END, NEXT
 
 aten = torch.ops.aten
 
@@ -27,10 +29,32 @@ def eliminate_dead(graph: Graph, *, collectives: bool = False) -> Graph:
         collectives: whether unused collectives are removed, too: not from the program of one rank, as all ranks must
             run the same ones.
     """
-    live, fixed = set(graph.outputs), _fixed(graph)
-    kept = []
+    carried: set[Value] = set()
+    while True:
+        found, needed = _without_dead(graph, collectives, carried)
+        if needed <= carried:
+            return found
+        carried |= needed
+
+
+def _without_dead(graph: Graph, collectives: bool, carried: set[Value]) -> tuple[Graph, set[Value]]:
+    """The program without dead operations, and the carries of loops that are read; `carried` are known to be."""
+    live, fixed, read = set(graph.outputs), _fixed(graph), set()
+    kept: list[Operation] = []
+    skipped: Operation | None = None  # the beginning of a region without a purpose
     for operation in reversed(graph.operations):
         effect = operation.effect
+        if skipped is None and operation.op is END and not _has_purpose(graph, operation, live):
+            skipped = graph.producers[operation.operands[0]]
+        if skipped is not None:
+            skipped = None if operation is skipped else skipped
+            continue
+        if operation.op is CARRY and operation.tensors[0] in live:
+            read.add(operation.tensors[0])
+        if operation.op is NEXT and operation.operands[1] in carried:
+            live.update(operation.operands)
+            kept.append(operation)
+            continue
         removable = effect is None or (collectives and effect is Effect.COLLECTIVE)
         if operation.annotations.repetition == 0 and refuses_positions(operation.op):
             positions = [value for value in operation.operands if not value.meta.dtype.is_floating_point]
@@ -40,7 +64,15 @@ def eliminate_dead(graph: Graph, *, collectives: bool = False) -> Graph:
         live.update(operation.operands)
         kept.append(operation)
     constants = tuple((value, tensor) for value, tensor in graph.constants if value in live)
-    return attrs.evolve(graph, constants=constants, operations=tuple(reversed(kept)))
+    return attrs.evolve(graph, constants=constants, operations=tuple(reversed(kept))), read
+
+
+def _has_purpose(graph: Graph, end: Operation, live: AbstractSet[Value]) -> bool:
+    """Whether a result of a loop or a branch is live, or something in it has an effect."""
+    return any(
+        not live.isdisjoint(operation.tensors) or operation.effect not in (None, Effect.REGION)
+        for operation in graph.regions.inside(graph.producers[end.operands[0]])
+    )
 
 
 def _fixed(graph: Graph) -> set[Value]:
@@ -65,15 +97,20 @@ def simplify(graph: Graph, *, any_shapes: bool = False) -> Graph:
     producers: dict[Value, Operation] = {}
     seen: dict[Any, Operation] = {}
     operations: list[Operation] = []
-    for operation in graph.operations:
-        operation = _join_chain(operation.substitute(replaced), producers, any_shapes)
+    homes: dict[Operation, Operation | None] = {}
+    regions = graph.regions
+    for original in graph.operations:
+        operation = _join_chain(original.substitute(replaced), producers, any_shapes)
         same = identity(operation)
         known = _unstacked(operation, producers) if same is None else (same,)
         if known is not None:
             replaced.update(zip(operation.tensors, known, strict=True))
             continue
-        unique = operation.group is not None or operation.effect is not None
+        unique = operation.group is not None or operation.effect is not None or operation.op is CARRY
         twin = operation if unique else seen.setdefault(_key(operation), operation)
+        if regions and twin is not operation and homes[twin] not in (None, *regions.path(original)):
+            twin = seen[_key(operation)] = operation
+        homes[operation] = regions.around(original)
         if twin is not operation:
             pairs = zip(operation.results, twin.results, strict=True)
             replaced.update((old, new) for old, new in pairs if old is not None and new is not None)

@@ -70,7 +70,8 @@ def with_records(graph: Graph, comms: Iterable[Comm]) -> Graph:
     operations = []
     for operation in graph.operations:
         if (own := operation.annotations.comm) is not None:
-            comm = attrs.evolve(next(records), bytes=own.bytes)
+            comm = next(records)
+            comm = attrs.evolve(comm, bytes=own.bytes * comm.times)
             notes = attrs.evolve(operation.annotations, comm=comm)
             operation = attrs.evolve(operation, source=comm.source, annotations=notes)
         operations.append(operation)

@@ -18,6 +18,7 @@ from spmd.ir.graph import Graph, Operation
 from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.printing import program_text
 from spmd.ir.program_html import program_html
+from spmd.ir.regions import STRUCTURE
 from spmd.lowering.device import on_device
 from spmd.lowering.fx_module import fx_module
 
@@ -99,4 +100,4 @@ def is_collective(operation: Operation) -> bool:
 
 def is_primitive(operation: Operation) -> bool:
     """Whether an operation calls a primitive of `spmd.collectives`: a collective or a local operator in `spmd`."""
-    return getattr(operation.op, "namespace", None) == "spmd"
+    return getattr(operation.op, "namespace", None) == "spmd" and operation.op not in STRUCTURE

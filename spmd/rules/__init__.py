@@ -34,6 +34,7 @@ from spmd.rules.ops.optimizers import OPTIMIZERS
 from spmd.rules.ops.pooling import POOLING
 from spmd.rules.ops.random import RANDOM
 from spmd.rules.ops.reductions import REDUCTION
+from spmd.rules.ops.regions import REGIONS
 from spmd.rules.ops.scan import SCAN
 from spmd.rules.ops.shape import MOVES, VIEWS
 from spmd.rules.ops.softmax import SOFTMAX
@@ -45,7 +46,7 @@ from spmd.rules.without_results import without_results
 _FAMILIES = (
     POINTWISE, MATMUL, GROUPED, VIEWS, MOVES, INDEXING, FACTORIES, RANDOM, REDUCTION, EXTREMES, SCAN, COUNTING, SOFTMAX,
     NORMALIZATION, ATTENTION, EMBEDDING, LOSS, CTC, LINALG, FOURIER, CONVOLUTION, POOLING, LAYERS, MANUAL,
-    OPTIMIZERS,
+    OPTIMIZERS, REGIONS,
 )  # fmt: skip
 
 RULES: Table = MappingProxyType({op: rule for family in _FAMILIES for op, rule in family.items()})

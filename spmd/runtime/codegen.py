@@ -22,11 +22,13 @@ from spmd.ir.graph import Graph, Operation, Value, numbers_of
 from spmd.ir.in_place import InPlace, restricted
 from spmd.ir.number import Number, in_order
 from spmd.ir.operator_kinds import is_composite
+from spmd.ir.regions import BOUNDS, LEAVES, MERGE, NEXT, STRUCTURE
 from spmd.ir.source import Range
 from spmd.job.tracebacks import GENERATED
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.in_place import call_in_place
 from spmd.runtime.ranges import collective_range, common, enter, leave
+from spmd.runtime.region_code import RegionCode
 from spmd.tracing.source import where
 
 RankProgram: TypeAlias = Callable[..., tuple[Any, ...]]
@@ -53,11 +55,16 @@ def generate(graph: Graph, *, ranged: bool = False) -> Generated:
     inputs = ", ".join(map(writer.variable, graph.inputs))
     writer.lines += ["def program(inputs, numbers=()):", f"    [{inputs}] = inputs", "    inputs.clear()"]
     writer.compute_numbers(graph)
-    dying = last_uses(graph.operations, kept_values(graph))
-    writer.delete("    ", map(writer.variable, unused_inputs(graph)))
+    dying = last_uses(graph, graph.operations)
+    free = lambda values: writer.delete(writer.indent, map(writer.variable, values))  # noqa: E731
+    free(unused_inputs(graph))
+    code = RegionCode(writer, graph, writer.variable, lambda value, _: writer.argument(value), lambda _: None, free)
     for operation in graph.operations:
-        writer.write(operation, "    ", writer.call(operation, dying[operation]))
-        writer.delete("    ", map(writer.variable, dying[operation]))
+        if operation.op in STRUCTURE:
+            code.write(operation, dying[operation])
+            continue
+        writer.write(operation, writer.indent, writer.call(operation, dying[operation]))
+        free(dying[operation])
     writer.within((), "    ")
     aliases = aliases_of(graph)
     outputs = "".join(f"{writer.argument(value)}{'.clone()' if value in aliases else ''}, " for value in graph.outputs)
@@ -97,6 +104,7 @@ class ProgramWriter:
 
     def __init__(self, graph: Graph, ranged: bool = False) -> None:
         self.lines: list[str] = []
+        self.indent = "    "
         self._namespace: dict[str, Any] = {}
         self._known: dict[int, str] = {}
         self._origins: dict[int, Operation] = {}
@@ -216,6 +224,8 @@ def aliases_of(graph: Graph) -> set[Value]:
     for operation in graph.operations:
         exchange = operation.op.__self__ if isinstance(operation.op, MethodType) else None
         in_bucket = isinstance(exchange, Bucket) and exchange.is_shared
+        if operation.op in (NEXT, MERGE) and not found.isdisjoint(operation.operands):
+            found.update(operation.tensors)
         if in_bucket or (operation.operands and operation.operands[0] in found and _may_alias(operation)):
             found.update(operation.tensors)
     return found
@@ -235,8 +245,35 @@ def kept_values(graph: Graph) -> set[Value]:
     return {*graph.outputs, *(value for value, _ in graph.constants)}
 
 
-def last_uses(operations: Sequence[Operation], kept: Collection[Value]) -> dict[Operation, list[Value]]:
-    """For each operation, the values that can be freed after it."""
+def last_uses(graph: Graph, operations: Sequence[Operation]) -> dict[Operation, list[Value]]:
+    """For each operation of a program, the values that can be freed after it.
+
+    Args:
+        graph: the program.
+        operations: its operations in order of execution.
+    """
+    regions = graph.regions
+    if not regions:
+        return last_uses_of(operations, kept_values(graph))
+    position = {operation: number for number, operation in enumerate(operations)}
+    last: dict[Value, Operation] = {}
+    for operation in operations:
+        made = regions.leaves(operation) if operation.op in LEAVES else operation
+        places = [(value, regions.reads_at(operation, value)) for value in operation.operands]
+        for value, place in (*places, *((value, made) for value in operation.tensors)):
+            if value not in last or position[place] > position[last[value]]:
+                last[value] = place
+    kept = kept_values(graph)
+    kept.update(value for operation in operations if operation.op in BOUNDS for value in operation.tensors)
+    dying: dict[Operation, list[Value]] = {operation: [] for operation in operations}
+    for value, place in last.items():
+        if value not in kept:
+            dying[place].append(value)
+    return dying
+
+
+def last_uses_of(operations: Sequence[Operation], kept: Collection[Value]) -> dict[Operation, list[Value]]:
+    """For each of some operations that follow each other, the values that can be freed after it."""
     dying: dict[Operation, list[Value]] = {}
     seen = set(kept)
     for operation in reversed(operations):

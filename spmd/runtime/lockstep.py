@@ -25,8 +25,10 @@ import torch
 from spmd.collectives.local import LOCALS, Local, bind_local
 from spmd.core.mesh import Mesh
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.runtime.codegen import Generated, ProgramWriter, aliases_of, kept_values, last_uses, unused_inputs
+from spmd.ir.regions import STRUCTURE
+from spmd.runtime.codegen import Generated, ProgramWriter, aliases_of, last_uses, last_uses_of, unused_inputs
 from spmd.runtime.ranges import InRanges, common
+from spmd.runtime.region_code import RegionCode
 from spmd.runtime.varying import Axes, operand_axes
 
 Running: TypeAlias = Generator[tuple[Any, Sequence[Any], Any], list[Any], None]
@@ -138,9 +140,10 @@ class _Lockstep:
         self.by_axes: dict[Axes, Instances] = {}
         self.segments = [segment for region in self.regions() for segment in region]
         operations = [operation for segment in self.segments for operation in segment.operations]
-        self.dying = last_uses(operations, kept_values(graph))
+        self.dying = last_uses(graph, operations)
         self.writer = ProgramWriter(graph, ranged)
         self.lines = self.writer.lines
+        self.code = RegionCode(self.writer, graph, self.name, self.given, self.each, self.free)
 
     def along(self, axes: Axes) -> Instances:
         """The instances of what varies along some axes."""
@@ -165,8 +168,8 @@ class _Lockstep:
         first.
         """
         found = []
-        for effect, group in itertools.groupby(self.graph.operations, lambda operation: operation.effect is not None):
-            if effect:
+        for alone, group in itertools.groupby(self.graph.operations, _stands_alone):
+            if alone:
                 found.append([_Segment(self.along(operand_axes(o, self.varying)), (o,)) for o in group])
                 continue
             by_instances: dict[Instances, list[Operation]] = {}
@@ -184,7 +187,9 @@ class _Lockstep:
         self.writer.compute_numbers(self.graph)
         self.free(unused_inputs(self.graph))
         for segment in self.segments:
-            if segment.operations[0].effect is not None:
+            if segment.operations[0].op in STRUCTURE:
+                self.code.write(segment.operations[0], self.dying[segment.operations[0]])
+            elif segment.operations[0].effect is not None:
                 self.effect(segment.operations[0], segment.instances)
             elif segment.instances.is_single:
                 self.straight(segment)
@@ -209,9 +214,24 @@ class _Lockstep:
         index = "index" if held is instances else f"{self.writer.reference(held.positions)}[rank]"
         return f"{self.name(value)}[{index}]"
 
+    def each(self, value: Value) -> int | None:
+        """The number of instances of a value; None if its variable is no list."""
+        return None if self.instances(value).is_single else len(self.instances(value).ranks)
+
+    def given(self, value: Value, like: Value) -> str:
+        """The instances of a value, for those of another, which varies along all of its axes."""
+        held, wanted = self.instances(value), self.instances(like)
+        own = self.writer.argument(value) if held.is_single else self.name(value)
+        if held is wanted:
+            return own
+        if held.is_single:
+            return f"[{own}] * {len(wanted.ranks)}"
+        places = self.writer.reference([held.positions[rank] for rank in wanted.ranks])
+        return f"[{own}[place] for place in {places}]"
+
     def free(self, values: Sequence[Value]) -> None:
         """Delete all instances of values."""
-        self.writer.delete("    ", map(self.name, values))
+        self.writer.delete(self.writer.indent, map(self.name, values))
 
     def output(self, value: Value, *, clone: bool) -> str:
         """The list of the instances of an output."""
@@ -229,30 +249,31 @@ class _Lockstep:
         loop = "" if instances.is_single else f" for index, rank in enumerate({self.writer.reference(instances.ranks)})"
         op, positions = operation.op, self.writer.reference(instances.positions)
         if self.takes_turns:
-            self.writer.within((), "    ")
+            self.writer.within((), self.writer.indent)
             op = InRanges(op, tuple(opened.name for opened in self.writer.ranges_of(operation)))
         else:
-            self.writer.within_ranges_of(operation, "    ")
+            self.writer.within_ranges_of(operation, self.writer.indent)
         self.writer.locate(operation)
-        self.lines.append(
-            f"    results = yield {self.writer.reference(op)}, [(({arguments}), {{{options}}}){loop}], {positions}"
-        )
+        call = f"{self.writer.reference(op)}, [(({arguments}), {{{options}}}){loop}], {positions}"
+        self.lines.append(f"{self.writer.indent}results = yield {call}")
         for number, value in enumerate(operation.results):
             if value is None:
                 continue
             item, held = f"[{number}]" if operation.returns_tuple else "", self.instances(value)
             if held.is_single:
-                self.lines.append(f"    {self.name(value)} = results[{held.ranks[0]}]{item}")
+                self.lines.append(f"{self.writer.indent}{self.name(value)} = results[{held.ranks[0]}]{item}")
             else:
                 ranks = self.writer.reference(held.ranks)
-                self.lines.append(f"    {self.name(value)} = [results[rank]{item} for rank in {ranks}]")
-        self.lines.append("    results.clear()")
+                self.lines.append(f"{self.writer.indent}{self.name(value)} = [results[rank]{item} for rank in {ranks}]")
+        self.lines.append(f"{self.writer.indent}results.clear()")
         self.free(self.dying[operation])
 
     def straight(self, segment: _Segment) -> None:
         """Operations with a single instance."""
         for operation in segment.operations:
-            self.writer.write(operation, "    ", self.call(operation, segment.instances, self.dying[operation]))
+            self.writer.write(
+                operation, self.writer.indent, self.call(operation, segment.instances, self.dying[operation])
+            )
             self.free(self.dying[operation])
 
     def loop(self, segment: _Segment) -> None:
@@ -260,14 +281,16 @@ class _Lockstep:
         made = dict.fromkeys(value for operation in segment.operations for value in operation.tensors)
         dying = dict.fromkeys(value for operation in segment.operations for value in self.dying[operation])
         listed = {value: None for value in made if value not in dying}
-        self.lines += [f"    {self.name(value)} = []" for value in listed]
+        self.lines += [f"{self.writer.indent}{self.name(value)} = []" for value in listed]
         around = common(operation.source.ranges for operation in segment.operations if operation.source)
-        self.writer.within(around, "    ")
-        self.lines.append(f"    for index, rank in enumerate({self.writer.reference(segment.instances.ranks)}):")
+        self.writer.within(around, self.writer.indent)
+        self.lines.append(
+            f"{self.writer.indent}for index, rank in enumerate({self.writer.reference(segment.instances.ranks)}):"
+        )
         operands = [value for operation in segment.operations for value in operation.operands]
         outside = {value for value in operands if self.instances(value).is_single}
-        last, loaded = last_uses(segment.operations, outside), {*made, *outside}
-        indent = " " * 8
+        last, loaded = last_uses_of(segment.operations, outside), {*made, *outside}
+        indent = f"{self.writer.indent}    "
         for operation in segment.operations:
             for value in operation.operands:
                 if value not in loaded:
@@ -286,9 +309,9 @@ class _Lockstep:
         """Read an instance from its list, and take it out if no other iteration reads it and no later operation."""
         item, variable = self.item(value, instances), self.writer.variable(value)
         if dies and self.instances(value) is instances:
-            self.lines.append(f"        {variable}, {item} = {item}, None")
+            self.lines.append(f"{self.writer.indent}    {variable}, {item} = {item}, None")
         else:
-            self.lines.append(f"        {variable} = {item}")
+            self.lines.append(f"{self.writer.indent}    {variable} = {item}")
 
     def call(self, operation: Operation, instances: Instances, dying: Sequence[Value]) -> str:
         """The expression that calls an operator; what depends on the rank is bound for each instance."""
@@ -298,6 +321,10 @@ class _Lockstep:
         function = self.writer.reference(bound[0] if instances.is_single else bound)
         operands = ", ".join(map(self.writer.argument, operation.operands))
         return f"{function}{'' if instances.is_single else '[index]'}({operands})"
+
+
+def _stands_alone(operation: Operation) -> bool:
+    return operation.effect is not None or operation.op in STRUCTURE
 
 
 def _bind(operation: Operation, mesh: Mesh, rank: int) -> Local:

@@ -14,6 +14,7 @@ from spmd.core.spec import DTensorSpec
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.random_operators import TEMPLATED
+from spmd.ir.regions import CARRY, NEXT
 
 Axes: TypeAlias = frozenset[str]
 
@@ -26,7 +27,26 @@ def varying_axes(graphs: Sequence[Graph], mesh: Mesh, specs: Sequence[DTensorSpe
         mesh: the mesh.
         specs: the specs of their inputs.
     """
-    found: dict[Value, Axes] = {}
+    carried: dict[Value, Axes] = {}
+    while True:
+        found = _varying(graphs, mesh, specs, carried)
+        left = _carried(graphs, found)
+        if left == carried:
+            return found
+        carried = left
+
+
+def _carried(graphs: Sequence[Graph], found: Mapping[Value, Axes]) -> dict[Value, Axes]:
+    """The axes along which the carries of loops vary after a trip."""
+    nexts = [operation.operands for graph in graphs for operation in graph.operations if operation.op is NEXT]
+    return {carry: found[new] | found[carry] for new, carry in nexts}
+
+
+def _varying(
+    graphs: Sequence[Graph], mesh: Mesh, specs: Sequence[DTensorSpec], carried: Mapping[Value, Axes]
+) -> dict[Value, Axes]:
+    """As `varying_axes`, for carries that vary along known axes."""
+    found: dict[Value, Axes] = dict(carried)
     for graph in graphs:
         found.update((value, frozenset()) for value, _ in graph.constants)
         found.update((value, _axes_of(spec)) for value, spec in zip(graph.inputs, specs, strict=True))
@@ -46,10 +66,13 @@ def _axes_of(spec: DTensorSpec) -> Axes:
 def _up_to_effects(graph: Graph, found: dict[Value, Axes]) -> Iterator[Operation]:
     """The operations with effects; the axes of all other results are put in `found`."""
     for operation in graph.operations:
-        if operation.effect is not None:
+        if operation.effect not in (None, Effect.REGION):
             yield operation
             continue
-        found.update(dict.fromkeys(operation.tensors, operand_axes(operation, found)))
+        axes = operand_axes(operation, found)
+        if operation.op is CARRY:
+            axes |= found.get(operation.tensors[0], frozenset())
+        found.update(dict.fromkeys(operation.tensors, axes))
 
 
 def operand_axes(operation: Operation, found: Mapping[Value, Axes]) -> Axes:

@@ -92,7 +92,7 @@ class VirtualProgram:
 
 def _needs_runtime(operation: Operation) -> bool:
     """Whether an operation needs what the runtime knows: other ranks, or the number of its own."""
-    return operation.effect is not None or operation.op in LOCALS
+    return operation.effect not in (None, Effect.REGION) or operation.op in LOCALS
 
 
 def run_in_lockstep(mesh: Mesh, programs: Sequence[Running]) -> list[tuple[torch.Tensor, ...]]:

@@ -13,6 +13,7 @@ from spmd.collectives.local import LOCALS
 from spmd.core.mesh import Mesh
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.in_place import InPlace
+from spmd.ir.regions import CARRY
 from spmd.lowering.passes.layouts import COPIES
 from spmd.lowering.passes.shards import SHARD
 from spmd.plan.local.strided import Result, Strided, results_of
@@ -48,6 +49,8 @@ class Aliases:
                 self.slices.add(value)
 
     def _results(self, operation: Operation) -> tuple[Result, ...]:
+        if operation.op is CARRY:  # of its first trip only it is what the loop begins with
+            return (Result(Strided.contiguous(operation.tensors[0].meta)),)
         if isinstance(operation.op, InPlace):
             operation = attrs.evolve(operation, op=operation.op.op)
         if isinstance(operation.op, torch._ops.OpOverload):

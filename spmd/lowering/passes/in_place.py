@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from spmd.ir.graph import Graph
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.in_place import InPlace, rewritable, targets
 from spmd.ir.list_operators import FUSED
 
@@ -29,10 +29,15 @@ def write_in_place(graph: Graph, donated: Iterable[int]) -> Graph:
     kept, operations = frozenset(graph.outputs), []
     for operation in graph.operations:
         pairs = rewritable(operation)
-        found = {a: b for a, b in pairs if a in writable and a not in kept and graph.consumers[a][-1] is operation}
+        found = {a: b for a, b in pairs if a in writable and a not in kept and _is_last(graph, a, operation)}
         writable.update(found.values())
         if found or operation.op in FUSED:
             free = tuple(a in found for a in targets(operation))
             operation = attrs.evolve(operation, op=InPlace(operation.op, free))
         operations.append(operation)
     return attrs.evolve(graph, operations=tuple(operations))
+
+
+def _is_last(graph: Graph, value: Value, operation: Operation) -> bool:
+    """Whether an operation is the last one to read a value: not in a loop around it, which reads it every trip."""
+    return graph.consumers[value][-1] is operation and graph.regions.reads_at(operation, value) is operation

@@ -20,20 +20,22 @@ def insert_layout_copies(graph: Graph) -> Graph:
     """
     namer = Namer(graph.names)
     specs = dict(graph.specs)
-    made: dict[tuple[Value, Need], Value] = {}
+    made: dict[tuple[Value, Need, Operation | None], Value] = {}
+    regions = graph.regions
     operations: list[Operation] = []
     for operation in graph.operations:
 
         def copy(leaf: Any, needed: Need, before: Operation = operation) -> Any:
             if not isinstance(leaf, Value):
                 return leaf
-            if (leaf, needed) not in made:
+            block = regions.around(before)
+            if (leaf, needed, block) not in made:
                 result = Value(namer.fresh(f"{leaf.name}_{needed.name.lower()}"), leaf.meta)
                 specs.update({result: specs[leaf]} if leaf in specs else {})
                 notes = Annotations(origin=before.annotations.origin)
                 operations.append(Operation(COPIES[needed], (leaf,), {}, (result,), before.source, annotations=notes))
-                made[leaf, needed] = result
-            return made[leaf, needed]
+                made[leaf, needed, block] = result
+            return made[leaf, needed, block]
 
         if isinstance(operation.op, torch._ops.OpOverload):
             args, kwargs = lay_out(operation.op, operation.args, operation.kwargs, copy)

@@ -28,7 +28,8 @@ def copy_partial_views(graph: Graph, place: tuple[Mesh, int], donated: Collectio
     if not _may_have_views(graph):
         return graph
     aliases = Aliases(graph, place)
-    last = {aliases.bases[value]: operation for operation in graph.operations for value in operation.operands}
+    held_until = graph.regions.held_until
+    last = {aliases.bases[value]: held_until(o, value) for o in graph.operations for value in o.operands}
     after: dict[Operation, list[Operation]] = defaultdict(list)
     namer, copies = Namer(graph.names), dict[Value, Value]()
     for base, values in _partial_views(graph, aliases, donated).items():

@@ -72,7 +72,7 @@ def fit(plan: PlanData) -> PlanData:
     if fits(plan):
         return plan
     plan = launched(plan, account(plan), None)
-    if fits(plan):
+    if fits(plan) or plan.graph.regions:  # nothing is moved into a loop or a branch, or out of it
         return plan
     found = _reordered(plan)
     if fits(found):

@@ -6,7 +6,9 @@ collectives send and receive, too, while these are under way. Not modelled are t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 
 import attrs
 
@@ -14,6 +16,7 @@ from spmd.core.mesh import Coordinate, Runtime
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.in_place import InPlace, rewritable, targets
+from spmd.ir.regions import BEGINS, CARRY, END, ITEM, MERGE, NEXT, STACK, STRUCTURE
 from spmd.lowering.launches import Launch, Start, Wait, split_launches, with_records
 from spmd.lowering.lower import rank_graph
 from spmd.lowering.passes.aliases import Aliases
@@ -121,10 +124,45 @@ class _Recorder:
             launch = Launch((operation,))
             self.launch(operation, launch, self.buffers(launch.operands))
             self.waits.pop(launch)(operation)
+        elif operation.op in STRUCTURE:
+            self.record_statement(operation)
         else:
             reads = self.buffers(operation.operands)
             owned = self.buffers(value for value in operation.tensors if self.aliases.bases[value] is value)
             self.event(operation, reads, (buffer for buffer in owned if buffer not in reads))
+
+    def record_statement(self, operation: Operation) -> None:
+        """Record what a loop holds: carries and stacks from its beginning, what it reads or leaves until its end."""
+        regions = self.graph.regions
+        own = (NEXT, STACK, CARRY)
+        reads = [] if operation.op in own else list(operation.operands)
+        writes: list[Value] = list(operation.tensors) if operation.op is MERGE else []
+        if operation.op in BEGINS:
+            members = regions.members(operation, CARRY, STACK)
+            writes += [member.tensors[0] for member in members]
+            reads += [member.operands[0] for member in members if member.op is CARRY]
+        if operation.op is END:
+            reads += self.held_until[operation]
+        made = self.buffers(writes)
+        self.event(operation, self.buffers(reads), made)
+        if operation.op is END:  # what trips have made is joined
+            begin = self.graph.producers[operation.operands[0]]
+            for member in regions.members(begin, STACK):
+                (stack,) = member.tensors
+                if (
+                    any(reader.op is not ITEM for reader in self.graph.consumers.get(stack, ()))
+                    or stack in self.graph.outputs
+                ):
+                    self.event(operation, self.buffers([stack]), (Buffer(None, stack.meta),))
+
+    @cached_property
+    def held_until(self) -> dict[Operation, list[Value]]:
+        """What each region reads of what is around it, and leaves."""
+        found: dict[Operation, list[Value]] = defaultdict(list)
+        for operation in self.graph.operations:
+            for value in operation.operands:
+                found[self.graph.regions.held_until(operation, value)].append(value)
+        return found
 
     def launch(self, operation: Operation, launch: Launch, held: Sequence[Buffer] = ()) -> None:
         """Record the start of a launch; what is `held` is held until its end."""

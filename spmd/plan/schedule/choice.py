@@ -45,11 +45,13 @@ def best_schedule(plan: AnyPlan, *others: AnyPlan) -> AnyPlan:
     return min(fast, key=lambda candidate: len({comm.launch for comm in candidate.comms}))
 
 
-def _schedules(plan: PlanData) -> list[LaunchSchedule]:
+def _schedules(plan: PlanData) -> list[LaunchSchedule | None]:
     """The schedules to choose from; those that hold more come first."""
+    if plan.graph.regions:  # a launch would start in one trip, and be waited for in another
+        return [None]
     largest = plan.request.machine.launch_schedule
     if plan.mesh.runtime is Runtime.VIRTUAL or not plan.comms:
         return [largest]
     sizes = [largest.bucket_bytes / parts for parts in _PARTS]
-    ahead = [LaunchSchedule(size, size) for size in sizes]
+    ahead: list[LaunchSchedule | None] = [LaunchSchedule(size, size) for size in sizes]
     return ahead if plan.request.memory_limit is None else [*ahead, *(LaunchSchedule(size, 0.0) for size in sizes)]

@@ -83,10 +83,10 @@ class Simulation:
             if first is not None:
                 launch = op.launch if isinstance(op, Start) else Launch((operation,))
                 axes = first.axes
-                takes = machine.sending_seconds(first.kind, axes, launch.bytes)
-                wait = machine.wait_seconds(first.kind, axes)
+                takes = first.times * machine.sending_seconds(first.kind, axes, launch.bytes / first.times)
+                wait = first.times * machine.wait_seconds(first.kind, axes)
                 buffers = launch_buffers(plan.mesh, ranks, calls_of(launch, self.aliases))
-                copies = _copy_seconds(machine, KINDS[first.kind], len(launch.collectives), buffers)
+                copies = first.times * _copy_seconds(machine, KINDS[first.kind], len(launch.collectives), buffers)
                 now += copies
                 sent_at = max(now, *(free[axis] for axis in axes)) + takes
                 free.update(dict.fromkeys(axes, sent_at))

@@ -9,6 +9,7 @@ from spmd.collectives.manual import ENTER, LEAVE, ManualAxes, region_axes
 from spmd.core.placement import REDUCTIONS, Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import FREE, REDISTRIBUTE
+from spmd.ir.regions import CARRY
 from spmd.plan.data.draft import Draft, logical_meta, spec_of
 from spmd.plan.search.boundary import expressed
 from spmd.rules.nested import combine
@@ -37,7 +38,10 @@ def all_candidates(draft: Draft, axis: str) -> dict[Operation, tuple[Strategy, .
             strategies = tuple(
                 strategy
                 for strategy in candidates(draft, operation, axis, whole, as_is)
-                if operation in draft.pinned or _is_end(operation, axis) or _partials_arise(strategy, reaching)
+                if operation in draft.pinned
+                or _is_end(operation, axis)
+                or operation.op is CARRY  # what the next trips carry may be partial
+                or _partials_arise(strategy, reaching)
             )
             known[key] = strategies, tuple(map(frozenset, zip(*(s.results for s in strategies), strict=True)))
         found[operation], leaving = known[key]

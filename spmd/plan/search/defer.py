@@ -16,7 +16,8 @@ from spmd.plan.data.dataflow import is_pointwise
 def defer_numbers(graph: Graph) -> Graph:
     """Move elementwise operations on single numbers that have been redistributed to the end, if nothing reads them."""
     late: set[Value] = set()
-    for operation in graph.operations:
+    outside = [operation for operation in graph.operations if graph.regions.around(operation) is None]
+    for operation in outside:
         if _is_of_numbers(operation) and (operation.op is REDISTRIBUTE or not late.isdisjoint(operation.operands)):
             late.update(operation.tensors)
     read: set[Value] = set()

@@ -12,6 +12,7 @@ import attrs
 
 from spmd.ir.graph import Graph, Operation
 from spmd.ir.markers import REDISTRIBUTE
+from spmd.ir.regions import LEAVES
 from spmd.plan.data.dataflow import is_pointwise
 
 
@@ -31,7 +32,9 @@ def hoist_sent(graph: Graph) -> Graph:
     placed: list[list[Operation]] = []
     for operation in graph.operations:
         made = [makers[value] for value in operation.operands if value in makers]
-        if operation.op is REDISTRIBUTE:
+        if any(maker.op in LEAVES for maker in made):
+            moves = False
+        elif operation.op is REDISTRIBUTE:
             moves = not moved.isdisjoint(made)
         else:
             moves = operation in moved and bool(made) and all(maker.op is not REDISTRIBUTE for maker in made)

@@ -10,6 +10,7 @@ from spmd.collectives.manual import ENTER, LEAVE
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
+from spmd.ir.regions import BEGINS, END, LEAVES
 from spmd.plan.data.draft import Draft
 from spmd.plan.search.problem import AxisChoice
 from spmd.rules.strategy import Strategy
@@ -34,7 +35,9 @@ class _ReshardInserter:
         self.draft = draft
         self.axis = axis
         self.choice = choice
-        self.operations: list[Operation] = []
+        self.regions = draft.graph.regions
+        self.blocks: list[tuple[Operation | None, list[Operation]]] = [(None, [])]
+        """What begins each loop and branch that is open, and what stands in it so far; first the program itself."""
         self.held: dict[Value, dict[Placement, Value]] = {}
         self.logical = dict(draft.logical)
         self.states = {value: dict(states) for value, states in draft.states.items()}
@@ -49,7 +52,7 @@ class _ReshardInserter:
             self._define(value, self.draft.given[value].placement(self.axis))
         for operation in self.draft.graph.operations:
             self._place(operation)
-        graph = attrs.evolve(self.draft.graph, operations=tuple(self.operations))
+        graph = attrs.evolve(self.draft.graph, operations=tuple(self.blocks[0][1]))
         return attrs.evolve(
             self.draft,
             graph=graph,
@@ -63,6 +66,14 @@ class _ReshardInserter:
             planned=(*self.draft.planned, self.axis),
             gap=max(self.draft.gap, self.choice.gap),
         )
+
+    def _block(self, value: Value) -> list[Operation]:
+        """Where what moves a value is put: in the loop or branch in which it is made, before those inside.
+
+        So a loop around its consumer reads it moved, and moves nothing itself.
+        """
+        home = self.regions.begin(value)
+        return next(inside for begin, inside in self.blocks if begin is home)
 
     def _define(self, value: Value, state: Placement) -> None:
         self.held[value] = {state: value}
@@ -78,11 +89,16 @@ class _ReshardInserter:
         strategy = self.choice.strategies[operation]
         wanted = iter(strategy.operands)
         placed = operation.with_operands(lambda value: self._obtain(value, next(wanted), operation))
-        self.operations.append(placed)
+        if operation.op in BEGINS:
+            self.blocks.append((operation, []))
+        elif operation.op is END:
+            _, inside = self.blocks.pop()
+            self.blocks[-1][1].extend(inside)
+        self.blocks[-1][1].append(placed)
         self._carry(operation, placed, strategy)
         for value, state in zip(placed.tensors, strategy.results, strict=True):
             self._define(value, state)
-            if isinstance(state, Partial):
+            if isinstance(state, Partial) and operation.op not in LEAVES:
                 self._reduce(value, placed)
 
     def _carry(self, old: Operation, new: Operation, strategy: Strategy) -> None:
@@ -122,7 +138,7 @@ class _ReshardInserter:
             self._move(value, start, source, user)
         moved = Value(f"{value.name}_{_suffix(source, target)}", value.meta)
         operation = Operation(REDISTRIBUTE, (held[source],), {}, (moved,), user.source)
-        self.operations.append(operation)
+        self._block(value).append(operation)
         self.logical[moved] = self.logical[value]
         if value in self.fused:
             self.fused.add(moved)

@@ -18,6 +18,7 @@ import torch
 
 from spmd.core.placement import Placement, Replicate
 from spmd.ir.graph import Operation, Value
+from spmd.ir.regions import TIED
 from spmd.plan.cost.local_cost import LocalCost, MoveCost
 from spmd.plan.data.assignment import States, shrink
 from spmd.plan.data.draft import Draft
@@ -108,7 +109,8 @@ class AxisProblem:
         self.variables = {operation: index for index, operation in enumerate(draft.graph.operations)}
         self.domains = [len(self.strategies[operation]) for operation in draft.graph.operations]
         self.hubs: dict[Value, tuple[int, tuple[Hub, ...]]] = {}
-        self.uses = _uses(draft)
+        self.uses, self.ties = _uses(draft)
+        self.trips = {operation: draft.graph.regions.trips(operation) for operation in draft.graph.operations}
         self.producers = {
             value: (operation, position)
             for operation in draft.graph.operations
@@ -179,7 +181,8 @@ class AxisProblem:
     def move_cost(self, value: Value) -> MoveCost:
         """The times of resharding a value along the axis."""
         dtypes, share = (value.meta.dtype, self.draft.reduce_dtype), self.draft.latency_shares.get(value, 1.0)
-        key = (self.cost.sizes[value], *dtypes, value in self.never_gathered and self.draft.gather_seconds, share)
+        gathering = value in self.never_gathered and self.draft.gather_seconds
+        key = (self.cost.sizes[value], *dtypes, gathering, share, self.draft.graph.regions.trips_of(value))
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
         return self._move_costs[key]
@@ -195,6 +198,8 @@ class AxisProblem:
         """All tables; identical operations share table objects, by which the solver recognises identical layers."""
         for operation, variable in self.variables.items():
             yield Table((variable,), self._times(operation))
+        for operation, position in self.ties:
+            yield self._tie(operation, position)
         for value, uses in self.uses.items():
             single = len(uses) == 1 and len(uses[0].positions) == 1
             yield from self._edge_tables(value, uses[0]) if single else self._hub_tables(value, uses)
@@ -202,11 +207,19 @@ class AxisProblem:
     def _times(self, operation: Operation) -> torch.Tensor:
         """Seconds of an operation with each of its strategies."""
         strategies = self.strategies[operation]
-        key = (id(strategies), self.cost.cache_key(operation))
+        key = (id(strategies), self.cost.cache_key(operation), self.trips[operation])
         if key not in self._known_times:
-            seconds = [self.cost.seconds(operation, strategy, self.axis) for strategy in strategies]
+            trips = self.trips[operation]
+            seconds = [trips * self.cost.seconds(operation, strategy, self.axis) for strategy in strategies]
             self._known_times[key] = torch.tensor(seconds, dtype=torch.float64) + _preference(len(seconds))
         return self._known_times[key]
+
+    def _tie(self, operation: Operation, position: int) -> Table:
+        """Infinity where an operation would take an operand in another placement than that in which it is made."""
+        value = operation.operands[position]
+        wanted = [strategy.operands[position] for strategy in self.strategies[operation]]
+        costs = [[0.0 if made == taken else math.inf for taken in wanted] for made in self._sources(value)]
+        return self._table(value, self.variables[operation], torch.tensor(costs, dtype=torch.float64))
 
     def _memory_price(self, value: Value, state: Placement) -> float:
         """The price in seconds of holding a value in a placement."""
@@ -286,12 +299,17 @@ def _preference(count: int) -> torch.Tensor:
     return TIE * torch.arange(count, dtype=torch.float64)
 
 
-def _uses(draft: Draft) -> dict[Value, list[Use]]:
+def _uses(draft: Draft) -> tuple[dict[Value, list[Use]], list[tuple[Operation, int]]]:
+    """The uses of every value, and the operations with the positions of operands that they take as they are made."""
     uses: dict[Value, list[Use]] = {}
+    ties: list[tuple[Operation, int]] = []
     for operation in draft.graph.operations:
         positions: dict[Value, list[int]] = {}
+        tied = TIED.get(operation.op, ())
+        ties += [(operation, position) for position in tied]
         for position, value in enumerate(operation.operands):
-            positions.setdefault(value, []).append(position)
+            if position not in tied:
+                positions.setdefault(value, []).append(position)
         for value, found in positions.items():
             uses.setdefault(value, []).append(Use(operation, tuple(found)))
-    return uses
+    return uses, ties

@@ -14,6 +14,7 @@ from spmd.collectives.resharding import only_slices
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
+from spmd.ir.regions import LEAVES
 
 
 def slice_early(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> Graph:
@@ -25,7 +26,12 @@ def slice_early(graph: Graph, specs: Mapping[Value, DTensorSpec]) -> Graph:
         if operation.op is not REDISTRIBUTE:
             continue
         (value,), (result,) = operation.operands, operation.tensors
-        if value in makers and graph.reads[value] == 1 and only_slices(specs[value], specs[result]):
+        if (
+            value in makers
+            and makers[value].op not in LEAVES
+            and graph.reads[value] == 1
+            and only_slices(specs[value], specs[result])
+        ):
             behind[makers[value]].append(operation)
             moved.add(operation)
     if not moved:
