@@ -45,7 +45,7 @@ def _apply_in_trace(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls.__module__ == _OF_OPERATORS:
         with enable_single_level_autograd_function():
             return super(_Function, _with_modes(cls)).apply(*args)
-    context = _Context(tuple(map(_needs_grad, args)))
+    context = _Context(tuple(map(needs_grad, args)))
     results = _apply(_generated(cls, context), *args)[: context._spmd.count]
     return results if context._spmd.is_tuple else results[0]
 
@@ -223,7 +223,7 @@ def _refusing_twice(cls: Any) -> Any:
 
 def _final(cls: Any, gradients: Any, sources: Sequence[Any]) -> Any:
     """Gradients that refuse to be differentiated, if they depend on what is."""
-    found = [x for x in sources if _needs_grad(x)]
+    found = [x for x in sources if needs_grad(x)]
     refuse = lambda x: _Final.apply(cls.__name__, x, *found) if found else x  # noqa: E731
     return tree_map_only(torch.Tensor, refuse, gradients)
 
@@ -261,7 +261,7 @@ def _zeros(x: Any) -> Any:
     return torch.zeros_like(x) if isinstance(x, torch.Tensor) else None
 
 
-def _needs_grad(x: Any) -> bool:
+def needs_grad(x: Any) -> bool:
     """Test for a tensor that some transform differentiates."""
     while isinstance(x, torch.Tensor):
         if x.requires_grad:

@@ -26,7 +26,7 @@ Holds = Callable[[Operation], bool]
 """Whether the results of an operation in a region are held for the backward pass."""
 
 
-class Regions:
+class Checkpoints:
     """The checkpointed regions of a trace, and which operations are in them or in a backward pass.
 
     Attributes:
@@ -65,13 +65,13 @@ class Regions:
             self.inside[operation] = tuple(number for number, _ in self._open)
 
 
-_regions: ContextVar[Regions | None] = ContextVar("spmd_checkpointed_regions", default=None)
+_regions: ContextVar[Checkpoints | None] = ContextVar("spmd_checkpointed_regions", default=None)
 _without_reentry = torch_checkpoint._checkpoint_without_reentrant_generator
 _Reentrant = torch_checkpoint.CheckpointFunction
 
 
 @contextlib.contextmanager
-def checkpoints(regions: Regions) -> Iterator[None]:
+def checkpoints(regions: Checkpoints) -> Iterator[None]:
     """A context manager in which `torch.utils.checkpoint` marks regions, if this thread calls it."""
     token = _regions.set(regions)
     try:
@@ -125,7 +125,7 @@ def _by_policy(policy: Callable[..., Any]) -> Holds:
     return holds
 
 
-def recompute(graph: Graph, regions: Regions, namer: Namer) -> Graph:
+def recompute(graph: Graph, regions: Checkpoints, namer: Namer) -> Graph:
     """The program in which backward passes compute what they read of checkpointed regions again."""
     depth = 0
     while any(len(numbers) > depth for numbers in regions.inside.values()):
@@ -138,7 +138,7 @@ def recompute(graph: Graph, regions: Regions, namer: Namer) -> Graph:
 class _Recomputation:
     """Second computations for the regions of one depth of nesting, outermost first: a copy has the regions inside."""
 
-    def __init__(self, graph: Graph, regions: Regions, namer: Namer, depth: int) -> None:
+    def __init__(self, graph: Graph, regions: Checkpoints, namer: Namer, depth: int) -> None:
         self._graph, self._regions, self._namer, self._depth = graph, regions, namer, depth
         self._own = {o: numbers[depth] for o, numbers in regions.inside.items() if len(numbers) > depth}
         self._position = {operation: index for index, operation in enumerate(graph.operations)}

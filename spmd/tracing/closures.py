@@ -175,6 +175,14 @@ class ClosureLifting(TorchFunctionMode):
             if written is not fake:
                 raise self.recorder.mutation(fake, self.recorder.source_of(written))
 
+    def take(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The tensor of the trace for one that the body of a loop or a branch closes over."""
+        return self.lift(leaf)  # type: ignore[no-any-return]
+
+    def made(self, value: Value, device: torch.device) -> torch.Tensor:
+        """The tensor of a value that the trace has computed."""
+        return self._construct(lambda: self.functional(self.recorder.fake(value, device)))  # type: ignore[no-any-return]
+
     def lift(self, leaf: Any) -> Any:
         """The functional fake tensor for a tensor made outside of the trace; any other value unchanged."""
         if not _is_outside(leaf):

@@ -47,7 +47,7 @@ from spmd.tracing.as_strided import (
     views,
     write_through,
 )
-from spmd.tracing.checkpointed import Regions
+from spmd.tracing.checkpointed import Checkpoints
 from spmd.tracing.closed_over import without_values
 from spmd.tracing.numbers import number_of, settled, value_of
 from spmd.tracing.result_strides import with_kernel_strides
@@ -101,7 +101,7 @@ class Recorder(FakeTensorMode):
         self._handles: dict[int, Handle] = {}
         self._ranges: list[Range] = []
         self._numbers = itertools.count()
-        self.regions = Regions()
+        self.regions = Checkpoints()
 
     def fake(self, value: Value, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
         """The fake tensor of a value; created at the first call, contiguous or with the strides of `like`."""
@@ -137,6 +137,22 @@ class Recorder(FakeTensorMode):
     def lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake tensor for a tensor from outside of the trace, which becomes a constant."""
         return self.fake(self.value(tensor), tensor.device, tensor)
+
+    def inner(self, namer: Namer, labels: Mapping[Value, str]) -> Recorder:
+        """A recorder for a function that is traced by itself meanwhile."""
+        return Recorder(namer, self._source, labels, self._drawn)
+
+    def add(self, operation: Operation) -> tuple[Value | None, ...]:
+        """Record an operation that was made elsewhere; returns new values for its results."""
+        results = tuple(v and Value(self._namer.fresh(v.name), v.meta) for v in operation.results)
+        self.operations.append(attrs.evolve(operation, results=results))
+        if self.observer is not None:
+            self.observer.add(self.operations[-1])
+        return results
+
+    def line(self) -> Source | None:
+        """The user's line that is running."""
+        return self._source()
 
     def close(self) -> None:
         """Let go of all tensors: cycles of fake ones and the recorder would keep what the function closes over."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import sys
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import CodeType, FrameType
 
 import attrs
@@ -50,6 +53,19 @@ def _module(file: str) -> str:
     return next((name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) == file), file)
 
 
+_line: ContextVar[Source | None] = ContextVar("spmd_line", default=None)
+
+
+@contextlib.contextmanager
+def at_line(source: Source | None) -> Iterator[None]:
+    """A context in which operators are those of a line that was traced before; None for the line that is running."""
+    token = _line.set(source)
+    try:
+        yield
+    finally:
+        _line.reset(token)
+
+
 class SourceTracker:
     """Finds the line of every operator of one trace; a backward operator gets the line of its forward operator.
 
@@ -75,7 +91,7 @@ class SourceTracker:
             source = self._by_sequence.get(node._sequence_nr())
             source = None if source is None else as_backward(source)
         if source is None:
-            source = user_source(self._boundary)
+            source = _line.get() or user_source(self._boundary)
         self._remember(source)
         return source
 

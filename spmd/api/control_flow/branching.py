@@ -24,7 +24,7 @@ def branch(
     """
     place = here()
     if place is CallPlace.PROGRAM:
-        return traced_cond(torch.as_tensor(predicate), on_true, on_false)
+        return traced_cond(predicate, on_true, on_false)
     if place is CallPlace.BODY and isinstance(predicate, Tensor):
         raise TraceError(
             f"{call} at {where()} decides by a tensor in a shard_map body, which the program of all ranks cannot do "

@@ -18,7 +18,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
 from spmd.api.transforms.flat_function import Flat, FlatFunction, is_continuous, positions, replaced
-from spmd.api.transforms.partition import Joint
 from spmd.api.values.distribute import place
 from spmd.api.values.dtensor import DTensor
 from spmd.api.values.wrapper import delete_shards
@@ -29,6 +28,7 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value
 from spmd.runtime.ownership import is_owned
 from spmd.tracing.manual.packing import Packing, packings, with_packed_inputs, with_packed_outputs
+from spmd.tracing.manual.partition import Joint
 from spmd.tracing.trace import trace_flat
 from spmd.tracing.traced import Traced
 

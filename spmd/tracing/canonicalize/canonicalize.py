@@ -8,6 +8,7 @@ A canonical program has
 * no flip before and after a scan: it is one from the end (`scans`);
 * one form for operations that mean the same (`normal_forms`, `joined_pads`). `view.default` is any change of
   shape, and copies where strides require it, as `torch.reshape` does: strides are not part of a program;
+* nothing in a loop that is the same in every trip (`invariants`);
 * no identity operations, no common subexpressions and no dead code. A copy to contiguous memory counts as an identity:
   lowering inserts the copies that a kernel needs (`spmd.rules.layouts`). A copy to channels-last memory stays.
 """
@@ -24,6 +25,7 @@ from spmd.ir.list_operators import split_lists
 from spmd.ir.simplify import eliminate_dead, simplify
 from spmd.tracing.canonicalize.constant_folding import fold_constants
 from spmd.tracing.canonicalize.decompositions import DECOMPOSITIONS, decompose_operations, expand_operations
+from spmd.tracing.canonicalize.invariants import move_invariants
 from spmd.tracing.canonicalize.joined_pads import join_pads
 from spmd.tracing.canonicalize.normal_forms import normalize
 from spmd.tracing.canonicalize.scans import join_scans
@@ -80,5 +82,6 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     simplify,
     join_scans,
     eliminate_dead,
+    move_invariants,
 )
 """The passes in order of execution; dead code is removed last, because the other passes create it."""

@@ -7,6 +7,7 @@ manual regions whose shards differ in shape between ranks, ranks may need other 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -16,7 +17,53 @@ from spmd.collectives.manual import ManualAxes
 from spmd.ir.dataflow import independent_values
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze
+from spmd.ir.regions import BEGINS, MERGE, OTHERWISE
 from spmd.tracing.manual.correspondence import Correspondence, are_same
+
+
+@attrs.frozen(eq=False)
+class _Unit:
+    """An operation, or all operations of a loop or a branch: they run together.
+
+    Args:
+        operations: in order of execution.
+        operands: what they read of other ones.
+        tensors: what others read of them.
+    """
+
+    operations: tuple[Operation, ...]
+    operands: tuple[Value, ...]
+    tensors: tuple[Value, ...]
+
+    @property
+    def effects(self) -> list[Operation]:
+        """The operations with effects."""
+        return [operation for operation in self.operations if operation.effect not in (None, Effect.REGION)]
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it costs less to compute its results again than to keep them."""
+        (first, *others) = self.operations
+        return not others and first.effect is None and (first.is_view or not first.operands)
+
+
+def _units(graph: Graph) -> list[_Unit]:
+    """The operations of a program, and its loops and branches."""
+    regions, found = graph.regions, list[_Unit]()
+    if not regions:
+        return [_Unit((operation,), operation.operands, operation.tensors) for operation in graph.operations]
+    together: list[Operation] = []
+    for operation, after in itertools.zip_longest(graph.operations, graph.operations[1:]):
+        together.append(operation)
+        goes_on = regions.around(operation) is not None or operation.op in (*BEGINS, OTHERWISE)
+        if goes_on or (after is not None and after.op is MERGE):
+            continue
+        made = [value for each in together for value in each.tensors]
+        read = [value for each in together for value in each.operands]
+        left = tuple(value for value in made if regions.home(value) is None)
+        found.append(_Unit(tuple(together), tuple(v for v in dict.fromkeys(read) if v not in made), left))
+        together = []
+    return found
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -33,6 +80,10 @@ class Joint:
     primals: int
     results: int
     is_uneven: bool = False
+
+    @cached_property
+    def _units(self) -> list[_Unit]:
+        return _units(self.graph)
 
     @cached_property
     def others(self) -> tuple[tuple[Joint, Mapping[Value, Value]], ...]:
@@ -75,15 +126,11 @@ class Joint:
         """What the backward program reads: primals, results and other values of the forward program."""
         forward = set(self._forward_operations())
         inside = self._per_rank() if self.is_uneven or self.graph.variants is not None else ()
-        producers = self.graph.producers
-
-        def stops(value: Value) -> bool:
-            producer = producers.get(value)
-            light = producer is not None and (producer.is_view or not producer.operands) and producer.effect is None
-            return producer in forward and not light and value not in inside
+        light = {value for unit in self._units if unit.is_light for value in unit.tensors}
+        kept = {value for operation in forward for value in operation.tensors} - light - set(inside)
 
         known = {*self.graph.inputs, *self.graph.outputs[: self.results]}
-        found = dict.fromkeys(self._backward_operations(lambda value: value in known or stops(value))[1])
+        found = dict.fromkeys(self._backward_operations((known | kept).__contains__)[1])
         for other, same in self.others:
             its = {twin: value for value, twin in same.items()}
             found |= dict.fromkeys(its[value] for value in other.reads)
@@ -149,9 +196,9 @@ class Joint:
     def _late(self) -> set[Value]:
         """The values that depend on cotangents."""
         late = set(self.graph.inputs[self.primals :])
-        for operation in self.graph.operations:
-            if not late.isdisjoint(operation.operands):
-                late.update(operation.tensors)
+        for unit in self._units:
+            if not late.isdisjoint(unit.operands):
+                late.update(unit.tensors)
         return late
 
     def _forward_operations(self) -> list[Operation]:
@@ -162,12 +209,12 @@ class Joint:
         """
         late, live = self._late(), set(self.graph.outputs[: self.results])
         found = []
-        for operation in reversed(self.graph.operations):
-            has_effect = operation.effect is not None and late.isdisjoint(operation.operands)
-            if (has_effect and not _is_sent_backward(operation)) or not live.isdisjoint(operation.tensors):
-                live.update(operation.operands)
-                found.append(operation)
-        return found[::-1]
+        for unit in reversed(self._units):
+            effects = unit.effects if late.isdisjoint(unit.operands) else []
+            if not all(map(_is_sent_backward, effects)) or not live.isdisjoint(unit.tensors):
+                live.update(unit.operands)
+                found.append(unit.operations)
+        return [operation for operations in reversed(found) for operation in operations]
 
     def _backward_operations(self, stops: Callable[[Value], bool]) -> tuple[list[Operation], tuple[Value, ...]]:
         """The operations that the gradients need, from values at which the search stops, and these values."""
@@ -175,15 +222,16 @@ class Joint:
         wanted = {value for value in self.graph.outputs[self.results :] if not stops(value)}
         reads = dict.fromkeys(value for value in self.graph.outputs[self.results :] if stops(value))
         found = []
-        for operation in reversed(self.graph.operations):
-            has_effect = operation.effect is not None and not late.isdisjoint(operation.operands)
-            if has_effect or not wanted.isdisjoint(operation.tensors):
-                found.append(operation)
-                for value in operation.operands:
+        for unit in reversed(self._units):
+            has_effect = bool(unit.effects) and not late.isdisjoint(unit.operands)
+            if has_effect or not wanted.isdisjoint(unit.tensors):
+                found.append(unit.operations)
+                for value in unit.operands:
                     reads.update({value: None} if stops(value) else {})
                     wanted.update([] if stops(value) else [value])
         cotangents = self.graph.inputs[self.primals :]
-        return found[::-1], tuple(value for value in reads if value not in cotangents)
+        operations = [operation for together in reversed(found) for operation in together]
+        return operations, tuple(value for value in reads if value not in cotangents)
 
 
 def _is_sent_backward(operation: Operation) -> bool:

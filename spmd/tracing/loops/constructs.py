@@ -1,0 +1,272 @@
+"""Loops and branches over closed programs: as what is recorded, and as what is found again in a recorded program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+
+from spmd.core.spec import TensorMeta
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.regions import (
+    BEGINS,
+    BRANCH,
+    CARRY,
+    END,
+    GIVE,
+    ITEM,
+    LOOP,
+    MERGE,
+    NEXT,
+    OTHERWISE,
+    PROCEED,
+    STACK,
+    WHILE,
+    Regions,
+)
+from spmd.ir.source import Source
+
+Record: TypeAlias = Callable[[Operation], tuple[Value | None, ...]]
+"""Records an operation, and returns new values for its results."""
+
+NUMBER = TensorMeta((), torch.int64)
+
+
+@attrs.frozen(eq=False)
+class Loop:
+    """A loop of known length.
+
+    Args:
+        body: its inputs are carries, items and fixed values; its outputs are the next carries and the results of a
+            trip.
+        carries, items: how many of them there are.
+        trips: how often it runs.
+        reverse: whether the last item comes first.
+    """
+
+    body: Graph
+    carries: int
+    items: int
+    trips: int
+    reverse: bool = False
+
+    @property
+    def results(self) -> tuple[TensorMeta, ...]:
+        """The shapes and dtypes of the last carries and of the stacked results."""
+        metas = [value.meta for value in self.body.outputs]
+        stacked = [TensorMeta((self.trips, *meta.shape), meta.dtype) for meta in metas[self.carries :]]
+        return (*metas[: self.carries], *stacked)
+
+    def record(self, record: Record, operands: Sequence[Value], source: Source | None) -> list[Value]:
+        """Record it; returns the values of its results. Operands are initial carries, stacked items, fixed values."""
+        call = Caller(record, source)
+        turn = call(LOOP, self.trips, self.reverse, meta=NUMBER)
+        inside = self.body.inputs
+        carries = [call(CARRY, x, turn, meta=v.meta) for x, v in zip(operands, inside[: self.carries], strict=False)]
+        given = list(operands[self.carries :])
+        slices = inside[self.carries :][: self.items]
+        items = [call(ITEM, x, turn, meta=v.meta) for x, v in zip(given, slices, strict=False)]
+        made = call.all(self.body, [*carries, *items, *given[self.items :]])
+        left = [call(NEXT, new, carry, meta=carry.meta) for new, carry in zip(made, carries, strict=False)]
+        for y, meta in zip(made[self.carries :], self.results[self.carries :], strict=True):
+            left.append(call(STACK, y, turn, self.trips, meta=meta))
+        call(END, turn, meta=NUMBER)
+        return left
+
+
+@attrs.frozen(eq=False)
+class While:
+    """A loop that runs as long as a predicate holds.
+
+    Args:
+        condition: its inputs are carries and fixed values; its output is the predicate.
+        body: with the same inputs; its outputs are the next carries.
+        carries: how many of them there are.
+    """
+
+    condition: Graph
+    body: Graph
+    carries: int
+
+    @property
+    def results(self) -> tuple[TensorMeta, ...]:
+        """The shapes and dtypes of the last carries."""
+        return tuple(value.meta for value in self.body.outputs)
+
+    def record(self, record: Record, operands: Sequence[Value], source: Source | None) -> list[Value]:
+        """As of `Loop`, without items."""
+        call = Caller(record, source)
+        turn = call(WHILE, meta=NUMBER)
+        inside = self.body.inputs[: self.carries]
+        carries = [call(CARRY, x, turn, meta=v.meta) for x, v in zip(operands, inside, strict=False)]
+        given = [*carries, *operands[self.carries :]]
+        (predicate,) = call.all(self.condition, given)
+        call(PROCEED, predicate, turn, meta=NUMBER)
+        made = call.all(self.body, given)
+        left = [call(NEXT, new, carry, meta=carry.meta) for new, carry in zip(made, carries, strict=True)]
+        call(END, turn, meta=NUMBER)
+        return left
+
+
+@attrs.frozen(eq=False)
+class Branch:
+    """Two programs of which one runs.
+
+    Args:
+        sides: what runs if the predicate holds, and what otherwise; both have the same inputs, all after the predicate
+            among the operands, and outputs of the same shapes and dtypes.
+    """
+
+    sides: tuple[Graph, Graph]
+
+    @property
+    def results(self) -> tuple[TensorMeta, ...]:
+        """The shapes and dtypes of the results."""
+        return tuple(value.meta for value in self.sides[0].outputs)
+
+    def record(self, record: Record, operands: Sequence[Value], source: Source | None) -> list[Value]:
+        """As of `Loop`; operands are the predicate and the inputs of both sides."""
+        call = Caller(record, source)
+        predicate, *given = operands
+        case = side = call(BRANCH, predicate, meta=NUMBER)
+        left = []
+        for number, program in enumerate(self.sides):
+            side = call(OTHERWISE, case, meta=NUMBER) if number else case
+            left.append([call(GIVE, x, side, meta=x.meta) for x in call.all(program, given)])
+        call(END, case, meta=NUMBER)
+        return [call(MERGE, x, y, meta=x.meta) for x, y in zip(*left, strict=True)]
+
+
+Construct: TypeAlias = Loop | While | Branch
+
+
+def with_equal_inputs(shared: int, first: Graph, second: Graph) -> tuple[Graph, Graph]:
+    """Two programs with the inputs of both: first those they share, then those of the first and of the second."""
+    own = first.inputs[shared:], second.inputs[shared:]
+    again = [tuple(Value(value.name, value.meta) for value in values) for values in own]
+    return (
+        attrs.evolve(first, inputs=(*first.inputs, *again[1])),
+        attrs.evolve(second, inputs=(*second.inputs[:shared], *again[0], *own[1])),
+    )
+
+
+@attrs.frozen
+class Caller:
+    """Records calls at one line of the user's."""
+
+    record: Record
+    source: Source | None
+
+    def __call__(self, op: torch._ops.OpOverload, *args: Any, meta: TensorMeta) -> Value:
+        (value,) = self.record(Operation(op, args, {}, (Value(op._opname.strip("_"), meta),), self.source))
+        assert value is not None
+        return value
+
+    def all(self, graph: Graph, inputs: Sequence[Value]) -> list[Value]:
+        """Record the operations of a program; returns the values of its outputs."""
+        known = dict(zip(graph.inputs, inputs, strict=True))
+        for operation in graph.operations:
+            results = self.record(operation.substitute(known))
+            pairs = zip(operation.results, results, strict=True)
+            known.update((old, new) for old, new in pairs if old is not None and new is not None)
+        return [known[value] for value in graph.outputs]
+
+
+@attrs.frozen(eq=False)
+class Recorded:
+    """A construct in a recorded program: with its operands there, and its results."""
+
+    construct: Construct
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    source: Source | None
+
+
+def steps(graph: Graph) -> list[Operation | Recorded]:
+    """The operations of a program outside of its regions and the constructs at its top, in order."""
+    found: list[Operation | Recorded] = []
+    regions, position = graph.regions, 0
+    index = {operation: number for number, operation in enumerate(graph.operations)} if regions else {}
+    operations = graph.operations
+    while position < len(operations):
+        operation = operations[position]
+        position += 1
+        if operation.op not in BEGINS:
+            found.append(operation)
+            continue
+        end = index[regions.end(operation)]
+        found.append(_recorded(regions, operation, operations[position:end], operations[end + 1 :]))
+        position = end + 1
+        while operation.op is BRANCH and position < len(operations) and operations[position].op is MERGE:
+            position += 1
+    return found
+
+
+def _recorded(
+    regions: Regions[Operation, Value], begin: Operation, inside: Sequence[Operation], after: Sequence[Operation]
+) -> Recorded:
+    """The construct that an operation begins."""
+    if begin.op is BRANCH:
+        return _branch(regions, begin, inside, after)
+    carries, items = regions.members(begin, CARRY), regions.members(begin, ITEM)
+    nexts = {operation.operands[1]: operation for operation in regions.members(begin, NEXT)}
+    stacks = regions.members(begin, STACK)
+    own = {begin.tensors[0], *(o.tensors[0] for o in (*carries, *items))}
+    ends = [nexts[carry.tensors[0]] for carry in carries]
+    outputs = [operation.operands[0] for operation in (*ends, *stacks)]
+    body = [o for o in inside if not (o.op in (CARRY, ITEM, NEXT, STACK) and o.operands[1] in own)]
+    given = tuple(o.tensors[0] for o in (*carries, *items))
+    initial = tuple(o.operands[0] for o in (*carries, *items))
+    left = tuple(o.tensors[0] for o in (*ends, *stacks))
+    if begin.op is LOOP:
+        fixed = _outside([body], outputs, given)
+        program = Graph((*given, *fixed), (), tuple(body), tuple(outputs))
+        return Recorded(Loop(program, len(carries), len(items), *begin.args), (*initial, *fixed), left, begin.source)
+    at = next(number for number, o in enumerate(body) if o.op is PROCEED and o.operands[1] is begin.tensors[0])
+    condition, rest = body[:at], body[at + 1 :]
+    predicate = body[at].operands[0]
+    both = [*condition, *rest]  # what the condition has computed, the body may read
+    fixed = _outside([both], [*outputs, predicate], given)
+    programs = (
+        Graph((*given, *fixed), (), tuple(condition), (predicate,)),
+        Graph((*given, *fixed), (), tuple(_needed(both, outputs)), tuple(outputs)),
+    )
+    return Recorded(While(*programs, len(carries)), (*initial, *fixed), left, begin.source)
+
+
+def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
+    """The operations that outputs depend on, and those with effects."""
+    live, kept = set(outputs), []
+    for operation in reversed(operations):
+        if operation.effect is not None or not live.isdisjoint(operation.tensors):
+            live.update(operation.operands)
+            kept.append(operation)
+    return kept[::-1]
+
+
+def _branch(
+    regions: Regions[Operation, Value], begin: Operation, inside: Sequence[Operation], after: Sequence[Operation]
+) -> Recorded:
+    case = begin.tensors[0]
+    at = next(number for number, o in enumerate(inside) if o.op is OTHERWISE and o.operands[0] is case)
+    sides = [list(inside[:at]), list(inside[at + 1 :])]
+    given = [{o.tensors[0]: o.operands[0] for o in regions.members(opens, GIVE)} for opens in (begin, inside[at])]
+    merges = list(itertools.takewhile(lambda o: o.op is MERGE, after))
+    outputs = [[held[o.operands[side]] for o in merges] for side, held in enumerate(given)]
+    bodies = [[o for o in side if o.tensors[0] not in held] for side, held in zip(sides, given, strict=True)]
+    fixed = _outside(bodies, [*outputs[0], *outputs[1]], ())
+    programs = [Graph(fixed, (), tuple(body), tuple(out)) for body, out in zip(bodies, outputs, strict=True)]
+    results = tuple(o.tensors[0] for o in merges)
+    return Recorded(Branch((programs[0], programs[1])), (begin.operands[0], *fixed), results, begin.source)
+
+
+def _outside(
+    bodies: Sequence[Sequence[Operation]], outputs: Sequence[Value], given: Sequence[Value]
+) -> tuple[Value, ...]:
+    """What bodies read of what is around them."""
+    made = {*given, *(value for body in bodies for o in body for value in o.tensors)}
+    read = [value for body in bodies for o in body for value in o.operands]
+    return tuple(value for value in dict.fromkeys((*read, *outputs)) if value not in made)

@@ -1,0 +1,202 @@
+"""Loops and branches in programs, under transforms on either side, beside Python's own on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import OnRanks
+from loop_cases import (
+    FORWARD,
+    FUNCTIONS,
+    LOOPS_OF_UNKNOWN_LENGTH,
+    PLACES,
+    TRANSFORMS,
+    arguments,
+    branch_in_loop,
+    check,
+    check_all,
+    newton,
+    rnn,
+)
+from sampling import product
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import spmd
+from spmd import P
+from spmd.errors import TraceError
+
+MESH = spmd.make_mesh({"data": 2, "model": 2}, runtime="virtual")
+SPECS = PLACES[0][2]
+
+
+def close(found: Any, wanted: Tensor) -> None:
+    torch.testing.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, wanted)
+
+
+@pytest.mark.parametrize(("function", "transform", "place"), product(FUNCTIONS, TRANSFORMS, range(len(PLACES))))
+def test_jit(function: Callable[..., Any], transform: str, place: int) -> None:
+    check(spmd.make_mesh(PLACES[place][0], runtime="virtual"), function, transform, place)
+
+
+@pytest.mark.parametrize(("function", "transform", "place"), product(LOOPS_OF_UNKNOWN_LENGTH, FORWARD, range(3)))
+def test_unknown_length(function: Callable[..., Any], transform: str, place: int) -> None:
+    check(spmd.make_mesh(PLACES[place][0], runtime="virtual"), function, transform, place)
+
+
+def test_processes(on_ranks: OnRanks) -> None:
+    on_ranks(check_all, PLACES[0][0])
+
+
+def loss(h: Tensor, xs: Tensor, w: Tensor) -> Tensor:
+    carry, sums = branch_in_loop(h, xs, w)
+    return carry.square().sum() + sums.sin().sum()  # type: ignore[no-any-return]
+
+
+def test_transforms_from_outside() -> None:
+    h, xs, w = arguments(0)
+    jitted: Any = spmd.jit(loss, SPECS, mesh=MESH)
+    close(torch.func.grad(jitted, 2)(h, xs, w), torch.func.grad(loss, 2)(h, xs, w))
+    close(torch.func.hessian(jitted, 0)(h, xs, w), torch.func.hessian(loss, 0)(h, xs, w))
+    close(
+        torch.vmap(jitted, (0, None, None))(torch.stack([h, -h]), xs, w), torch.stack([loss(h, xs, w), loss(-h, xs, w)])
+    )
+    given = spmd.distribute((h, xs, w), SPECS, mesh=MESH)
+    for tensor in given:
+        tensor.requires_grad_()
+    jitted(*given).backward()
+    for tensor, wanted in zip(given, torch.func.grad(loss, (0, 1, 2))(h, xs, w), strict=True):
+        close(tensor.grad, wanted)
+
+
+def test_disable_jit() -> None:
+    h, xs, w = arguments(0)
+    with spmd.disable_jit():
+        close(spmd.jit(loss, SPECS, mesh=MESH)(h, xs, w), loss(h, xs, w))
+
+
+def test_shard_map_in_a_body() -> None:
+    h, xs, _ = arguments(0)
+    sums = spmd.shard_map(lambda c, x: spmd.collectives.psum(c * x, "data"), MESH, (P("data"), P("data")), P())
+
+    def run(total: Any) -> Any:
+        return lambda h, xs: spmd.scan(lambda c, x: (torch.tanh(0.1 * total(c, x) + c / 2), None), h, xs)[0].sum()
+
+    def whole(c: Tensor, x: Tensor) -> Tensor:
+        return (c * x).unflatten(0, (2, -1)).sum(0)
+
+    total = lambda c, x: sums(c, x).sum()  # noqa: E731
+    on_one = lambda c, x: whole(c, x).sum()  # noqa: E731
+    specs = P("data"), P(None, "data")
+    close(spmd.jit(run(total), specs, mesh=MESH)(h, xs), run(on_one)(h, xs))
+    close(spmd.jit(torch.func.grad(run(total)), specs, mesh=MESH)(h, xs), torch.func.grad(run(on_one))(h, xs))
+
+
+def test_shards_of_other_shapes_in_a_body() -> None:
+    mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
+    h, xs = torch.randn(5, 4), torch.randn(5, 5, 4)
+    product_of_shards = spmd.shard_map(torch.mul, mesh, (P("data"), P("data")), P("data"))
+    body = lambda f: lambda h, xs: spmd.scan(lambda c, x: (torch.tanh(f(c, x)) + c, None), h, xs)[0]  # noqa: E731
+    close(spmd.jit(body(product_of_shards), (P("data"), P(None, "data")), mesh=mesh)(h, xs), body(torch.mul)(h, xs))
+
+
+def test_random_numbers() -> None:
+    def walk(h: Tensor) -> Any:
+        return spmd.scan(lambda c, _: (c + torch.randn(4), torch.rand(())), h, length=4)
+
+    h = torch.zeros(6, 4)
+    torch.manual_seed(3)
+    wanted = walk(h)
+    torch.manual_seed(3)
+    found = spmd.jit(walk, (P("data"),), mesh=MESH)(h)
+    for x, y in zip(found, wanted, strict=True):
+        close(x, y)
+
+
+def test_effects_run_in_order(capfd: pytest.CaptureFixture[str]) -> None:
+    def body(c: Tensor, _: None) -> Any:
+        spmd.debug.print("{}", c)
+        return c * 2, None
+
+    spmd.jit(lambda x: spmd.scan(body, x, length=3)[0], (P(),), mesh=spmd.make_mesh({"data": 1}))(torch.tensor(1))
+    assert [line.split()[-1] for line in capfd.readouterr().out.split("\n") if line] == ["1", "2", "4"]
+
+
+def test_checkpoints() -> None:
+    h, xs, w = arguments(0)
+
+    def inside(h: Tensor, xs: Tensor, w: Tensor) -> Tensor:
+        again = lambda c, x: checkpoint(lambda c, x: torch.tanh(c @ w + x).sin(), c, x, use_reentrant=False)  # noqa: E731
+        return spmd.scan(lambda c, x: (again(c, x), None), h, xs)[0].sum()
+
+    def around(h: Tensor, xs: Tensor, w: Tensor) -> Any:
+        return checkpoint(loss, h, xs, w, use_reentrant=False)
+
+    plain = lambda h, xs, w: spmd.scan(lambda c, x: (torch.tanh(c @ w + x).sin(), None), h, xs)[0].sum()  # noqa: E731
+    for function, wanted in ((inside, plain), (around, loss)):
+        close(spmd.jit(torch.func.grad(function, 2), SPECS, mesh=MESH)(h, xs, w), torch.func.grad(wanted, 2)(h, xs, w))
+
+
+def test_gradients_in_a_body() -> None:
+    def adapted(h: Tensor, xs: Tensor, w: Tensor) -> Tensor:
+        def step(w: Tensor, x: Tensor) -> Any:
+            return w - 0.1 * torch.func.grad(lambda w: torch.tanh(h @ w).square().sum() + (x * w.sum()).sum())(w), None
+
+        return spmd.scan(step, w, xs)[0].sum()
+
+    args = arguments(0)
+    close(spmd.jit(torch.func.grad(adapted, 2), SPECS, mesh=MESH)(*args), torch.func.grad(adapted, 2)(*args))
+
+
+def test_text() -> None:
+    h, xs, w = arguments(0)
+    text = spmd.jit(branch_in_loop, (P("model"), P(), P()), mesh=MESH).lower(h, xs, w).as_text()
+    lines = [line.partition("  # ")[0] for line in text.splitlines()]
+    start = lines.index("    for loop_1 in range(5):")
+    inside = [line for line in lines[start + 1 :] if line.startswith("        ")]
+    assert inside[0] == "        item_1 = xs[loop_1]"
+    assert any(re_line.startswith("        if ") for re_line in inside)
+    assert "        else:" in inside
+    assert inside[-1].startswith("        carry_1 = ")
+    assert "    stack_1 = torch.stack(stack_1)" in lines
+
+
+def test_what_a_body_reads_is_moved_once() -> None:
+    """A weight is gathered before the loop, and the sum of its gradient is sent behind that of the backward pass."""
+    h, xs, w = arguments(0)
+    specs = P("data"), P(None, "data"), P()
+    step = spmd.jit(torch.func.grad(lambda *args: rnn(*args)[0].sum(), 2), specs, P(), mesh=MESH)
+    assert [(comm.kind, comm.times) for comm in step.plan(h, xs, w).comms] == [("all_reduce", 1)]
+
+
+def test_collectives_of_a_body_count_every_trip() -> None:
+    h, xs, w = arguments(0)
+    mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+    step = spmd.jit(rnn, (P("data"), P(None, "data"), P()), (P(), P()), mesh=mesh)
+    constrained = spmd.jit(
+        lambda h, xs: spmd.scan(lambda c, x: (spmd.constrain(spmd.constrain(c, P("data")) + x, P()), None), h, xs)[0],
+        (P(), P(None, "data")),
+        mesh=mesh,
+    )
+    assert all(comm.times == 1 for comm in step.plan(h, xs, w).comms)
+    (comm,) = constrained.plan(h, xs).comms
+    assert (comm.kind, comm.times, comm.bytes) == ("all_gather", 5, 5 * h.nbytes / 2)
+    with spmd.comms_of() as sent:
+        constrained(h, xs)
+    assert sum(one.bytes for one in sent.comms) == comm.bytes
+
+
+def test_reverse_mode_of_a_while_loop_is_refused() -> None:
+    args = arguments(0)
+    with pytest.raises(TraceError, match=r"fori_loop.*spmd\.scan"):
+        spmd.jit(torch.func.grad(newton, 1), SPECS, mesh=MESH)(*args)
+
+
+def test_saved_plans(tmp_path: Any) -> None:
+    args = arguments(0)
+    step = spmd.jit(loss, SPECS, mesh=MESH)
+    step.plan(*args).save(tmp_path / "plan.json")
+    close(spmd.jit(loss, SPECS, mesh=MESH, plan=tmp_path / "plan.json")(*args), loss(*args))
