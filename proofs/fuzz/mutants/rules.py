@@ -182,7 +182,7 @@ MUTANTS = (
     mutant(
         "windows: not sent",
         "rows of other ranks are this rank's own",
-        replaced("spmd.rules.ops.windows", "ppermute", lambda x, axes, pairs: x),
+        replaced("spmd.rules.ops.window_exchange", "ppermute", lambda x, axes, pairs: x),
         within=_WINDOWS,
     ),
     mutant(

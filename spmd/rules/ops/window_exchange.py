@@ -263,9 +263,12 @@ def between_fills(before: int, size: int) -> Intervals:
 
 
 FEW = 8
-"""The most rows, and the most pieces of one tensor, that are exchanged wherever they are."""
+"""The most rows, and the most pieces of one tensor, that are exchanged wherever they are, of a dim with more rows.
+
+Where there are no more, exchanges save nothing, and more strategies make the search slow, or inexact.
+"""
 
 
 def is_near(part: int, size: int) -> bool:
     """Test for a part of a dim that is most of it, or a few rows."""
-    return 0 < part and (size <= 2 * part or part <= FEW)
+    return 0 < part and (size <= 2 * part or part <= FEW < size)

@@ -221,7 +221,9 @@ def cat_window(call: Call) -> Iterator[Row]:
     if not result.ndim or any(meta.ndim != result.ndim for meta in call.operands):
         return
     dim = _dim(call)
-    if len(call.operands) <= FEW or is_near(max(meta.shape[dim] for meta in call.operands), result.shape[dim]):
+    if len(call.operands) <= FEW < result.shape[dim] or is_near(
+        max(meta.shape[dim] for meta in call.operands), result.shape[dim]
+    ):
         yield _rows(call, dim, _cat_body)
 
 
@@ -244,6 +246,6 @@ def _split_body(axes: Axes, call: Call, x: Tensor, *_: Any, **__: Any) -> tuple[
 
 
 def split_window(call: Call) -> Iterator[Row]:
-    """A split into a few pieces: one exchange for all."""
-    if call.operands[0].ndim and any(_lengths(call)) and len(call.results) <= FEW:
+    """A split into two pieces, or one: an exchange for both. Those of more are of layers, whose search it slows."""
+    if call.operands[0].ndim and any(_lengths(call)) and len(call.results) <= 2:
         yield _rows(call, _dim(call), _split_body)
