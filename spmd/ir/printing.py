@@ -162,9 +162,9 @@ class _Statements:
         return [f"{self.indent}{operation.tensors[0].name}.append({operation.operands[0].name})"]
 
     def give(self, operation: Operation) -> list[str]:
-        """A result of one side of a branch: that of both."""
-        (merge,) = self.graph.consumers[operation.tensors[0]]
-        return [self.line(merge.tensors[0], operation.operands[0].name)]
+        """A result of one side of a branch: that of both. One value may be several results."""
+        merges = self.graph.consumers[operation.tensors[0]]
+        return [self.line(merge.tensors[0], operation.operands[0].name) for merge in merges]
 
 
 def _remark(comm: Comm) -> str:

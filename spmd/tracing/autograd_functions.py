@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from spmd.errors import TraceError
-from spmd.tracing.running import is_tracing
+from spmd.tracing.running import is_tracing, running_trace
 from spmd.tracing.source import user_source, where
 
 _Function: Any = torch.autograd.Function
@@ -38,6 +38,8 @@ _apply = _Function.apply.__func__
 @functools.wraps(_apply)
 def _apply_in_trace(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """In a trace under torch.func a function that supports it; else torch's own `apply`."""
+    if is_tracing() and not cls.__module__.startswith(("spmd.", _OF_OPERATORS)):
+        running_trace().functions.append(cls.__name__)
     if not is_tracing() or not torch._C._are_functorch_transforms_active():
         return _apply(cls, *args, **kwargs)
     if cls.setup_context is not _Function.setup_context or kwargs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class ClosureLifting(TorchFunctionMode):
     Attributes:
         unevenness: how the shapes of shards in manual regions differ between ranks; None if they do not.
         in_backward: makes the context in which Python code of backward passes runs.
+        functions: the names of the autograd.Functions of the user's that were called.
     """
 
     def __init__(self, recorder: Recorder, coordinate: Coordinate | None) -> None:
@@ -61,6 +62,8 @@ class ClosureLifting(TorchFunctionMode):
         self._lifted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tracked: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._constructs = False
+        self._given: dict[int, torch.Tensor] = {}
+        self.functions: list[str] = []
         self.in_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def close(self) -> None:
@@ -93,6 +96,8 @@ class ClosureLifting(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._given:
+            args, kwargs = map_leaves(self.given, args), map_leaves(self.given, kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator):
             return inlined(func)(*args, **(kwargs or {}))
         if any(issubclass(kind, NestedTensor) for kind in types):
@@ -177,7 +182,21 @@ class ClosureLifting(TorchFunctionMode):
 
     def take(self, leaf: torch.Tensor) -> torch.Tensor:
         """The tensor of the trace for one that the body of a loop or a branch closes over."""
-        return self.lift(leaf)  # type: ignore[no-any-return]
+        return self.lift(self.given(leaf))  # type: ignore[no-any-return]
+
+    def given(self, leaf: Any) -> Any:
+        """The tensor that functions take in place of one from around the trace (`substituting`); others unchanged."""
+        return self._given.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    @contextlib.contextmanager
+    def substituting(self, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A context in which functions take the given tensors for others, of a trace around this one."""
+        before = self._given
+        self._given = {**before, **{id(tensor): x for tensor, x in zip(tensors, given, strict=False)}}
+        try:
+            yield
+        finally:
+            self._given = before
 
     def made(self, value: Value, device: torch.device) -> torch.Tensor:
         """The tensor of a value that the trace has computed."""

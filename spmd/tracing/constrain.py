@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -97,6 +98,13 @@ def _reshard(x: torch.Tensor, spec: str) -> torch.Tensor:
 @_reshard.register_fake
 def _same_shape(x: torch.Tensor, spec: str) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+def differentiable(op: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+    """The function with a derivative that calls an operator: of `constrain` and `reshard` another, else itself."""
+    name = op._opname
+    known = op in (torch.ops.spmd.constrain.default, torch.ops.spmd.reshard.default)
+    return (lambda x, spec: _Constrained.apply(x, spec, name)) if known else op  # type: ignore[return-value]
 
 
 # An autograd.Function, because the autograd rules of torch.library do not work under torch.func transforms.

@@ -39,6 +39,7 @@ class RunningTrace(Protocol):
     """What manual regions ask of the trace in which they run; `spmd.api.uncompiled` has one of real tensors.
 
     Attributes:
+        functions: the names of the autograd.Functions of the user's that were called.
         coordinate: that of the rank with whose shards manual regions run; None for zero.
         unevenness: how the shapes of shards in manual regions differ between ranks; None if they do not.
         in_backward: makes the context in which Python code of backward passes runs.
@@ -46,6 +47,7 @@ class RunningTrace(Protocol):
             which is for all ranks.
     """
 
+    functions: list[str]
     unevenness: Unevenness | None
     in_backward: Callable[[], contextlib.AbstractContextManager[None]]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import OnRanks
 from loop_cases import (
     FORWARD,
@@ -23,6 +24,7 @@ from loop_cases import (
 )
 from sampling import product
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import spmd
@@ -149,6 +151,88 @@ def test_gradients_in_a_body() -> None:
 
     args = arguments(0)
     close(spmd.jit(torch.func.grad(adapted, 2), SPECS, mesh=MESH)(*args), torch.func.grad(adapted, 2)(*args))
+
+
+class Rounded(torch.autograd.Function):
+    """A rounded value, with another derivative than that of its operators, which is zero."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * ctx.saved_tensors[0] * 3
+
+
+def rounded(h: Tensor, xs: Tensor, w: Tensor) -> Tensor:
+    c, sums = spmd.scan(lambda c, x: (torch.tanh(Rounded.apply(c @ w * 3) + x), c.mean()), h, xs)  # type: ignore[no-untyped-call]
+    last = spmd.cond(c.sum() > 0, lambda: Rounded.apply(2 * c) * c, lambda: Rounded.apply(c) * c)  # type: ignore[no-untyped-call]
+    return sums.sin().sum() + last.sum()  # type: ignore[no-any-return]
+
+
+def by_autograd(function: Callable[..., Tensor], h: Tensor, xs: Tensor, w: Tensor) -> Tensor:
+    w = w.clone().requires_grad_()
+    return torch.autograd.grad(function(h, xs, w), w)[0]
+
+
+def test_functions_in_a_body_have_their_own_derivatives() -> None:
+    h, xs, w = arguments(0)
+    gradient = torch.func.grad(rounded, 2)
+    close(spmd.jit(gradient, SPECS, mesh=MESH)(h, xs, w), by_autograd(rounded, h, xs, w))
+    close(torch.func.grad(spmd.jit(rounded, SPECS, mesh=MESH), 2)(h, xs, w), by_autograd(rounded, h, xs, w))
+    both = lambda h, xs, w: torch.vmap(rounded, (0, None, None))(torch.stack([h, -h]), xs, w).sum()  # noqa: E731
+    wanted = by_autograd(lambda h, xs, w: rounded(h, xs, w) + rounded(-h, xs, w), h, xs, w)
+    close(spmd.jit(torch.func.grad(both, 2), SPECS, mesh=MESH)(h, xs, w), wanted)
+    with pytest.raises(TraceError, match="Function Rounded"):
+        second = torch.func.grad(lambda *args: gradient(*args).sum(), 2)
+        spmd.jit(second, SPECS, mesh=MESH)(h, xs, w)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_constraints_in_a_body(transform: str) -> None:
+    def constrained(h: Tensor, xs: Tensor, w: Tensor) -> Any:
+        return spmd.scan(lambda c, x: (spmd.constrain(torch.tanh(c @ w + x), P(None, "model")), None), h, xs)[0]
+
+    def plain(h: Tensor, xs: Tensor, w: Tensor) -> Any:
+        return spmd.scan(lambda c, x: (torch.tanh(c @ w + x), None), h, xs)[0]
+
+    args = arguments(0)
+    found = spmd.jit(TRANSFORMS[transform](constrained), SPECS, mesh=MESH)(*args)
+    for x, y in zip(tree_leaves(found), tree_leaves(TRANSFORMS[transform](plain)(*args)), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "vmap_of_grad"])
+def test_kernels_in_a_body_that_depend_on_transforms(transform: str) -> None:
+    def attended(h: Tensor, xs: Tensor, w: Tensor) -> Any:
+        def body(c: Tensor, x: Tensor) -> Any:
+            return torch.tanh(F.scaled_dot_product_attention((c @ w)[None], x[None], x[None])[0]), None
+
+        return spmd.scan(body, h, xs)[0]
+
+    args = arguments(0)
+    found = spmd.jit(TRANSFORMS[transform](attended), SPECS, mesh=MESH)(*args)
+    for x, y in zip(tree_leaves(found), tree_leaves(TRANSFORMS[transform](attended)(*args)), strict=True):
+        close(x, y)
+
+
+def test_a_checkpointed_body_keeps_little() -> None:
+    def deep(c: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(torch.sin(torch.cos(c @ w + x) @ w) @ w)
+
+    def stacks(body: Callable[..., Tensor]) -> int:
+        run = lambda h, xs, w: spmd.scan(lambda c, x: (body(c, x, w), None), h, xs)[0].sum()  # noqa: E731
+        return spmd.jit(torch.func.grad(run, 2), SPECS, mesh=MESH).lower(*arguments(0)).as_text().count(".append(")
+
+    again = lambda c, x, w: checkpoint(deep, c, x, w, use_reentrant=False)  # noqa: E731
+    assert stacks(again) == 2 < stacks(deep)
 
 
 def test_text() -> None:

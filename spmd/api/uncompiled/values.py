@@ -52,7 +52,7 @@ class RankTrace:
 
     Attributes:
         operations: the operators that ran, for messages; without tensors.
-        observer, unevenness, in_backward: as those of a trace.
+        observer, unevenness, in_backward, functions: as those of a trace.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -60,6 +60,7 @@ class RankTrace:
         self.operations: list[Operation] = []
         self.observer: Observer | None = None
         self.unevenness: Unevenness | None = None
+        self.functions: list[str] = []
         self.in_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._namer = Namer()
         self._known: dict[int, _Memory] = {}

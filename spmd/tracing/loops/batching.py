@@ -17,9 +17,9 @@ from spmd.errors import TraceError
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph
 from spmd.ir.regions import NEXT
-from spmd.tracing.loops.closed import Closed, without_constants
-from spmd.tracing.loops.constructs import Branch, Construct, Loop, While, with_equal_inputs
-from spmd.tracing.loops.replay import Apply, replay, retrace
+from spmd.tracing.loops.closed import Closed
+from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, While, with_equal_inputs
+from spmd.tracing.loops.replay import Apply, body_of, run
 from spmd.tracing.source import where
 
 Dims = Sequence[int | None]
@@ -59,11 +59,11 @@ class _Batch:
             x.movedim(dim, to) if dim is not None else x.unsqueeze(to).expand(*x.shape[:to], self.size, *x.shape[to:])
         )
 
-    def program(self, graph: Graph, inputs: Sequence[bool], outputs: Sequence[bool]) -> Closed:
+    def program(self, body: Body, inputs: Sequence[bool], outputs: Sequence[bool]) -> Closed:
         """A program over batches, in the first dim of the inputs and outputs that have one."""
 
         def mapped(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            function = lambda *each: tuple(replay(graph, each, self.apply))  # noqa: E731
+            function = lambda *each: tuple(run(body, each, self.apply))  # noqa: E731
             if not any(inputs):
                 found = list(function(*tensors))
                 return [self.moved(x, None, 0 if has else None) for x, has in zip(found, outputs, strict=True)]
@@ -71,17 +71,17 @@ class _Batch:
             vmap: Any = torch.vmap
             return list(vmap(function, in_dims, out_dims, randomness=self.randomness)(*tensors))
 
-        like = [self.meta(value.meta, has) for value, has in zip(graph.inputs, inputs, strict=True)]
-        return without_constants(retrace(mapped, like))
+        like = [self.meta(value.meta, has) for value, has in zip(body.inputs, inputs, strict=True)]
+        return body_of(mapped, like, body.functions)
 
     def meta(self, meta: TensorMeta, has: bool) -> TensorMeta:
         """The meta of a batch."""
         return TensorMeta((self.size, *meta.shape), meta.dtype) if has else meta
 
-    def carried(self, graph: Graph, carries: int, given: list[bool], more: bool = False) -> list[bool]:
+    def carried(self, body: Body, carries: int, given: list[bool], more: bool = False) -> list[bool]:
         """Which inputs of a body have a batch, if its outputs are its first inputs in the next trip."""
         while True:
-            left = _depending(graph, given)
+            left = _depending(body.graph, given)
             found = [has or more or left[n] for n, has in enumerate(given[:carries])] + given[carries:]
             if found == given:
                 return found
@@ -90,23 +90,23 @@ class _Batch:
     def loop(self, loop: Loop, in_dims: Dims, operands: Sequence[torch.Tensor]) -> Any:
         sliced = loop.carries + loop.items
         has = self.carried(loop.body, loop.carries, [dim is not None for dim in in_dims])
-        left = [*has[: loop.carries], *_depending(loop.body, has)[loop.carries :]]
+        left = [*has[: loop.carries], *_depending(loop.body.graph, has)[loop.carries :]]
         body = self.program(loop.body, has, left)
         to = [(1 if loop.carries <= n < sliced else 0) if each else None for n, each in enumerate(has)]
         given = [self.moved(x, dim, place) for x, dim, place in zip(operands, in_dims, to, strict=True)]
-        results = self.apply(attrs.evolve(loop, body=body.graph), *given, *body.closed_over)
+        results = self.apply(attrs.evolve(loop, body=body.body), *given, *body.closed_over)
         dims = [(0 if n < loop.carries else 1) if each else None for n, each in enumerate(left)]
         return tuple(results), tuple(dims)
 
     def while_(self, loop: While, in_dims: Dims, operands: Sequence[torch.Tensor]) -> Any:
         has = self.carried(loop.body, loop.carries, [dim is not None for dim in in_dims])
-        (differs,) = _depending(loop.condition, has)
+        (differs,) = _depending(loop.condition.graph, has)
         if differs:
             _refuse_effects(loop.condition, loop.body)
             has = self.carried(loop.body, loop.carries, has, more=True)
         left = has[: loop.carries]
         tested, body = self.program(loop.condition, has, [differs]), self.program(loop.body, has, left)
-        programs = with_equal_inputs(len(has), tested.graph, body.graph)
+        programs = with_equal_inputs(len(has), tested.body, body.body)
         constants = (*tested.closed_over, *body.closed_over)
         if differs:
             programs = self._until_all_are_done(programs, loop.carries)
@@ -114,19 +114,20 @@ class _Batch:
         results = self.apply(While(*programs, loop.carries), *given, *constants)
         return tuple(results), tuple(0 if each else None for each in left)
 
-    def _until_all_are_done(self, programs: tuple[Graph, Graph], carries: int) -> tuple[Graph, Graph]:
+    def _until_all_are_done(self, programs: tuple[Body, Body], carries: int) -> tuple[Body, Body]:
         condition, body = programs
         like = [value.meta for value in condition.inputs]
 
         def some(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            return [replay(condition, tensors, self.apply)[0].any()]
+            return [run(condition, tensors, self.apply)[0].any()]
 
         def masked(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            (goes_on,) = replay(condition, tensors, self.apply)
-            new = replay(body, tensors, self.apply)
+            (goes_on,) = run(condition, tensors, self.apply)
+            new = run(body, tensors, self.apply)
             return [_select(goes_on, x, old) for x, old in zip(new, tensors[:carries], strict=True)]
 
-        return retrace(some, like), retrace(masked, like)
+        tested, closed = body_of(some, like, condition.functions), body_of(masked, like, body.functions)
+        return tested.body, closed.body
 
     def branch(self, branch: Branch, in_dims: Dims, operands: Sequence[torch.Tensor]) -> Any:
         has = [dim is not None for dim in in_dims]
@@ -135,11 +136,11 @@ class _Batch:
             _refuse_effects(*branch.sides)
             every = [True] * len(branch.results)
             sides = [self.program(side, has[1:], every) for side in branch.sides]
-            found = [replay(side.graph, [*given[1:], *side.closed_over], self.apply) for side in sides]
+            found = [run(side.body, [*given[1:], *side.closed_over], self.apply) for side in sides]
             return tuple(_select(given[0], x, y) for x, y in zip(*found, strict=True)), (0,) * len(every)
-        left = [a or b for a, b in zip(*(_depending(side, has[1:]) for side in branch.sides), strict=True)]
+        left = [a or b for a, b in zip(*(_depending(side.graph, has[1:]) for side in branch.sides), strict=True)]
         sides = [self.program(side, has[1:], left) for side in branch.sides]
-        programs = with_equal_inputs(len(has) - 1, sides[0].graph, sides[1].graph)
+        programs = with_equal_inputs(len(has) - 1, sides[0].body, sides[1].body)
         constants = (*sides[0].closed_over, *sides[1].closed_over)
         results = self.apply(Branch(programs), *given, *constants)
         return tuple(results), tuple(0 if each else None for each in left)
@@ -162,9 +163,9 @@ def _depending(graph: Graph, inputs: Sequence[bool]) -> list[bool]:
     return [value in found for value in graph.outputs]
 
 
-def _refuse_effects(*graphs: Graph) -> None:
-    for graph in graphs:
-        for operation in graph.operations:
+def _refuse_effects(*bodies: Body) -> None:
+    for body in bodies:
+        for operation in body.graph.operations:
             if operation.effect not in (None, Effect.REGION):
                 raise TraceError(
                     f"{operation.name} at {where(operation.source)} stands in a loop or a branch whose predicate "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType, peek_interpreter_stack
 
 from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.closures import ClosureLifting
@@ -45,7 +46,7 @@ def traced_scan(
         return [*carries, *ys]
 
     closed = close(flat, *init, *(x.select(0, 0) if length else x.new_empty(x.shape[1:]) for x in xs))
-    loop = Loop(closed.graph, count, len(xs), length, reverse)
+    loop = Loop(closed.body, count, len(xs), length, reverse)
     results = apply(loop, *init, *xs, *closed.closed_over)
     return results[:count], results[count:]
 
@@ -62,7 +63,7 @@ def traced_while(
     """
     tested = close(lambda *carries: [condition(list(carries))], *init)
     closed = close(lambda *carries: body(list(carries)), *init)
-    programs = with_equal_inputs(len(init), tested.graph, closed.graph)
+    programs = with_equal_inputs(len(init), tested.body, closed.body)
     loop = While(*programs, len(init))
     return apply(loop, *init, *tested.closed_over, *closed.closed_over)
 
@@ -79,7 +80,7 @@ def traced_cond(
     sides = close(on_true), close(on_false)  # both, so that both are checked
     if isinstance(predicate, bool):
         return on_true() if predicate else on_false()
-    programs = with_equal_inputs(0, sides[0].graph, sides[1].graph)
+    programs = with_equal_inputs(0, sides[0].body, sides[1].body)
     return apply(Branch(programs), predicate, *sides[0].closed_over, *sides[1].closed_over)
 
 
@@ -88,10 +89,17 @@ def apply(construct: Construct, *operands: torch.Tensor) -> Tensors:
     trace = running_trace()
     assert isinstance(trace, ClosureLifting)
     operands = tuple(map(trace.take, operands))
-    if not torch.is_grad_enabled() or not any(map(needs_grad, operands)):
+    is_plain = isinstance(construct, While) or not _is_below_grad() or not torch.is_grad_enabled()
+    if is_plain or not any(map(needs_grad, operands)):
         return list(_Call.apply(construct, None, *operands))
     found = differentiated(construct, apply)
     return list(_Call.apply(found.forward, found, *operands, *found.constants))[: found.count]
+
+
+def _is_below_grad() -> bool:
+    """Whether the innermost transform that acts is one of gradients, or none does: others have rules of their own."""
+    innermost = peek_interpreter_stack()
+    return innermost is None or innermost.key() == TransformType.Grad
 
 
 class _Call(torch.autograd.Function):
@@ -136,24 +144,32 @@ def _gradients(
     cotangents: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """The cotangents of operands."""
-    if how is None or any(cotangent is not None for cotangent in cotangents[how.count :]):
-        # Of what the first derivative reads there is a second one: what that reads, is computed anew.
+    of_results = cotangents if how is None else cotangents[how.count :]
+    if any(cotangent is not None for cotangent in of_results):
+        # Only now the derivative of a derivative is asked for, or of what one reads. What it reads, is computed anew.
         again = differentiated(construct, apply)
-        operands = (*operands, *again.constants)
-        results = list(_Call.apply(again.forward, again, *operands))
-        return _gradients(again.forward, again, operands, results, cotangents)[: len(operands) - len(again.constants)]
+        given = (*operands, *again.constants)
+        rest = [None] * (len(cotangents) - len(of_results))
+        found = _gradients(again.forward, again, given, _Call.apply(again.forward, again, *given), [*rest, *of_results])
+        if how is None:
+            return found[: len(operands)]
+        first = _gradients(construct, how, operands, results, [*cotangents[: how.count], *[None] * len(of_results)])
+        return [_sum(x, y) for x, y in zip(first, found, strict=False)]
+    if how is None or all(cotangent is None for cotangent in cotangents):
+        return [None] * len(operands)
     take = {
         From.OPERAND: lambda number: operands[number],
         From.RESULT: lambda number: results[number],
         From.ZERO: lambda number: torch.zeros_like(operands[number]),
         From.COTANGENT: lambda number: _or_zeros(cotangents[number], results[number]),
     }
-    found: list[torch.Tensor | None] = [None] * len(operands)
-    for number, gradient in zip(
-        how.inputs, apply(how.backward, *(take[kind](n) for kind, n in how.takes)), strict=True
-    ):
-        found[number] = gradient
-    return found
+    gradients = _Call.apply(how.backward, None, *(take[kind](number) for kind, number in how.takes))
+    by_operand = dict(zip(how.inputs, gradients, strict=True))
+    return [by_operand.get(number) for number in range(len(operands))]
+
+
+def _sum(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
+    return x if y is None else y if x is None else x + y
 
 
 def _or_zeros(cotangent: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

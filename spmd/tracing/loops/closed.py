@@ -20,6 +20,7 @@ from spmd.ir.names import Namer
 from spmd.tracing.checkpointed import checkpoints, recompute
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.functionalization import Functionalization
+from spmd.tracing.loops.constructs import Body
 from spmd.tracing.recorder import Recorder
 from spmd.tracing.running import running_in, running_trace
 from spmd.tracing.source import user_source, where
@@ -32,11 +33,11 @@ class Closed:
     """A program without constants, and the tensors for its last inputs.
 
     Args:
-        graph: the program.
+        body: the program.
         closed_over: the tensors from around it, which it takes after its other inputs.
     """
 
-    graph: Graph
+    body: Body
     closed_over: tuple[torch.Tensor, ...]
 
 
@@ -77,14 +78,24 @@ def close(function: Callable[..., Sequence[torch.Tensor]], *like: torch.Tensor) 
             (*values, *lifting.inputs), tuple(recorder.constants.items()), tuple(recorder.operations), results
         )
         closed = without_constants(recompute(graph, recorder.regions, namer).verify())
-        return attrs.evolve(closed, closed_over=(*lifting.captured, *closed.closed_over))
+        captured, named = lifting.captured, lifting.named
+
+    def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        trace = running_trace()
+        assert isinstance(trace, ClosureLifting)
+        with _seeing_functions(trace), trace.substituting(named, tensors[len(like) :]):
+            return [trace.take(tensor) for tensor in function(*tensors[: len(like)])]
+
+    functions = tuple(dict.fromkeys(lifting.functions))
+    outer.functions += functions
+    return Closed(Body(closed.body.graph, call, functions), (*captured, *closed.closed_over))
 
 
 def without_constants(graph: Graph) -> Closed:
     """A program whose constants are inputs."""
     values = tuple(value for value, _ in graph.constants)
     closed = attrs.evolve(graph, inputs=(*graph.inputs, *values), constants=())
-    return Closed(closed, tuple(tensor for _, tensor in graph.constants))
+    return Closed(Body(closed), tuple(tensor for _, tensor in graph.constants))
 
 
 class _Capture(ClosureLifting):
@@ -101,12 +112,23 @@ class _Capture(ClosureLifting):
         self._under_transform = False
         around = peek_interpreter_stack()
         self._level = around.level() if around is not None else 0
-        self._inside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Keyed by id: the tensor that the function names, the one around the body, and the one inside.
+        self._inside: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self.inputs: list[Value] = []
+        self._outer = outer
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:
-        return tuple(outside for outside, _ in self._inside.values())
+        return tuple(outside for _, outside, _ in self._inside.values())
+
+    @property
+    def named(self) -> tuple[torch.Tensor, ...]:
+        """What the function names for each of the captured tensors."""
+        return tuple(named for named, _, _ in self._inside.values())
+
+    def given(self, leaf: Any) -> Any:
+        found = super().given(leaf)
+        return self._outer.given(leaf) if found is leaf else found
 
     def close(self) -> None:
         self._inside.clear()
@@ -128,8 +150,9 @@ class _Capture(ClosureLifting):
         if not isinstance(leaf, torch.Tensor) or self._is_own(leaf):
             return leaf
         if id(leaf) not in self._inside:
-            level = maybe_get_level(leaf)
-            is_traced = isinstance(leaf, FunctionalTensor) or is_functorch_wrapped_tensor(leaf)
+            outside = self._outer.given(leaf)
+            level = maybe_get_level(outside)
+            is_traced = isinstance(outside, FunctionalTensor) or is_functorch_wrapped_tensor(outside)
             if (hidden and is_traced) or (level is not None and level > self._level):
                 raise TraceError(
                     f"The body of a loop or a branch transforms a tensor {TensorMeta.of(leaf)} from around it, at "
@@ -140,8 +163,8 @@ class _Capture(ClosureLifting):
                 value = Value(self.recorder._namer.fresh("closed_over"), TensorMeta.of(leaf))
                 fake = self.recorder.fake(value, leaf.device)
                 self.inputs.append(value)
-                self._inside[id(leaf)] = (leaf, self.functional(fake))
-        return self._inside[id(leaf)][1]
+                self._inside[id(leaf)] = (leaf, outside, self.functional(fake))
+        return self._inside[id(leaf)][2]
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the body's."""
@@ -161,6 +184,12 @@ class _Capture(ClosureLifting):
                 f"{where(user_source())}. Draw them outside, and pass them as xs."
             )
         return finished
+
+
+def _seeing_functions(trace: ClosureLifting) -> contextlib.AbstractContextManager[object]:
+    """A context in which a trace sees the functions that are called: also in a rule for vmap, which it calls itself."""
+    active = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return contextlib.nullcontext() if any(mode is trace for mode in active) else trace
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:

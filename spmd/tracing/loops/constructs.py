@@ -36,6 +36,32 @@ NUMBER = TensorMeta((), torch.int64)
 
 
 @attrs.frozen(eq=False)
+class Body:
+    """A closed program.
+
+    Args:
+        graph: the program, without constants.
+        call: the function that was traced, on tensors for the inputs, in another trace and under transforms: they may
+            act on what its operators were made of, such as an autograd.Function. None where there is only the program.
+        functions: the names of the autograd.Functions of the user's that it has called, whose derivatives are theirs.
+    """
+
+    graph: Graph
+    call: Callable[..., Sequence[torch.Tensor]] | None = None
+    functions: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """Those of the program."""
+        return self.graph.inputs
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """Those of the program."""
+        return self.graph.outputs
+
+
+@attrs.frozen(eq=False)
 class Loop:
     """A loop of known length.
 
@@ -47,7 +73,7 @@ class Loop:
         reverse: whether the last item comes first.
     """
 
-    body: Graph
+    body: Body
     carries: int
     items: int
     trips: int
@@ -69,7 +95,7 @@ class Loop:
         given = list(operands[self.carries :])
         slices = inside[self.carries :][: self.items]
         items = [call(ITEM, x, turn, meta=v.meta) for x, v in zip(given, slices, strict=False)]
-        made = call.all(self.body, [*carries, *items, *given[self.items :]])
+        made = call.all(self.body.graph, [*carries, *items, *given[self.items :]])
         left = [call(NEXT, new, carry, meta=carry.meta) for new, carry in zip(made, carries, strict=False)]
         for y, meta in zip(made[self.carries :], self.results[self.carries :], strict=True):
             left.append(call(STACK, y, turn, self.trips, meta=meta))
@@ -87,8 +113,8 @@ class While:
         carries: how many of them there are.
     """
 
-    condition: Graph
-    body: Graph
+    condition: Body
+    body: Body
     carries: int
 
     @property
@@ -103,9 +129,9 @@ class While:
         inside = self.body.inputs[: self.carries]
         carries = [call(CARRY, x, turn, meta=v.meta) for x, v in zip(operands, inside, strict=False)]
         given = [*carries, *operands[self.carries :]]
-        (predicate,) = call.all(self.condition, given)
+        (predicate,) = call.all(self.condition.graph, given)
         call(PROCEED, predicate, turn, meta=NUMBER)
-        made = call.all(self.body, given)
+        made = call.all(self.body.graph, given)
         left = [call(NEXT, new, carry, meta=carry.meta) for new, carry in zip(made, carries, strict=True)]
         call(END, turn, meta=NUMBER)
         return left
@@ -120,7 +146,7 @@ class Branch:
             among the operands, and outputs of the same shapes and dtypes.
     """
 
-    sides: tuple[Graph, Graph]
+    sides: tuple[Body, Body]
 
     @property
     def results(self) -> tuple[TensorMeta, ...]:
@@ -135,7 +161,7 @@ class Branch:
         left = []
         for number, program in enumerate(self.sides):
             side = call(OTHERWISE, case, meta=NUMBER) if number else case
-            left.append([call(GIVE, x, side, meta=x.meta) for x in call.all(program, given)])
+            left.append([call(GIVE, x, side, meta=x.meta) for x in call.all(program.graph, given)])
         call(END, case, meta=NUMBER)
         return [call(MERGE, x, y, meta=x.meta) for x, y in zip(*left, strict=True)]
 
@@ -143,13 +169,22 @@ class Branch:
 Construct: TypeAlias = Loop | While | Branch
 
 
-def with_equal_inputs(shared: int, first: Graph, second: Graph) -> tuple[Graph, Graph]:
+def with_equal_inputs(shared: int, first: Body, second: Body) -> tuple[Body, Body]:
     """Two programs with the inputs of both: first those they share, then those of the first and of the second."""
     own = first.inputs[shared:], second.inputs[shared:]
     again = [tuple(Value(value.name, value.meta) for value in values) for values in own]
+    calls, start, end = (first.call, second.call), shared + len(own[0]), len(first.inputs)
     return (
-        attrs.evolve(first, inputs=(*first.inputs, *again[1])),
-        attrs.evolve(second, inputs=(*second.inputs[:shared], *again[0], *own[1])),
+        Body(
+            attrs.evolve(first.graph, inputs=(*first.inputs, *again[1])),
+            calls[0] and (lambda *tensors: calls[0](*tensors[:end])),  # type: ignore[misc]
+            first.functions,
+        ),
+        Body(
+            attrs.evolve(second.graph, inputs=(*second.inputs[:shared], *again[0], *own[1])),
+            calls[1] and (lambda *tensors: calls[1](*tensors[:shared], *tensors[start:])),  # type: ignore[misc]
+            second.functions,
+        ),
     )
 
 
@@ -224,15 +259,17 @@ def _recorded(
     if begin.op is LOOP:
         fixed = _outside([body], outputs, given)
         program = Graph((*given, *fixed), (), tuple(body), tuple(outputs))
-        return Recorded(Loop(program, len(carries), len(items), *begin.args), (*initial, *fixed), left, begin.source)
+        return Recorded(
+            Loop(Body(program), len(carries), len(items), *begin.args), (*initial, *fixed), left, begin.source
+        )
     at = next(number for number, o in enumerate(body) if o.op is PROCEED and o.operands[1] is begin.tensors[0])
     condition, rest = body[:at], body[at + 1 :]
     predicate = body[at].operands[0]
     both = [*condition, *rest]  # what the condition has computed, the body may read
     fixed = _outside([both], [*outputs, predicate], given)
     programs = (
-        Graph((*given, *fixed), (), tuple(condition), (predicate,)),
-        Graph((*given, *fixed), (), tuple(_needed(both, outputs)), tuple(outputs)),
+        Body(Graph((*given, *fixed), (), tuple(condition), (predicate,))),
+        Body(Graph((*given, *fixed), (), tuple(_needed(both, outputs)), tuple(outputs))),
     )
     return Recorded(While(*programs, len(carries)), (*initial, *fixed), left, begin.source)
 
@@ -258,7 +295,7 @@ def _branch(
     outputs = [[held[o.operands[side]] for o in merges] for side, held in enumerate(given)]
     bodies = [[o for o in side if o.tensors[0] not in held] for side, held in zip(sides, given, strict=True)]
     fixed = _outside(bodies, [*outputs[0], *outputs[1]], ())
-    programs = [Graph(fixed, (), tuple(body), tuple(out)) for body, out in zip(bodies, outputs, strict=True)]
+    programs = [Body(Graph(fixed, (), tuple(body), tuple(out))) for body, out in zip(bodies, outputs, strict=True)]
     results = tuple(o.tensors[0] for o in merges)
     return Recorded(Branch((programs[0], programs[1])), (begin.operands[0], *fixed), results, begin.source)
 

@@ -8,7 +8,7 @@ Source: Radul et al., "You Only Linearize Once: Tangents Transpose to Gradients"
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,8 +18,8 @@ from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.tracing.loops.closed import without_constants
-from spmd.tracing.loops.constructs import Branch, Construct, Loop
-from spmd.tracing.loops.replay import Apply, replay, retrace
+from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop
+from spmd.tracing.loops.replay import Apply, retrace, run
 from spmd.tracing.manual.partition import Joint
 from spmd.tracing.source import user_source, where
 
@@ -81,12 +81,14 @@ class _Derivative:
         constants: the tensors that it takes after the inputs of the body.
         cotangents: by the number of a differentiable output, its cotangent.
         gradients: by the number of a differentiable input, its cotangent.
+        functions: as of the body.
     """
 
     joint: Joint
     constants: tuple[torch.Tensor, ...]
     cotangents: dict[int, Value]
     gradients: dict[int, Value]
+    functions: tuple[str, ...]
 
     @property
     def primals(self) -> tuple[Value, ...]:
@@ -99,9 +101,15 @@ class _Derivative:
         return self.joint.graph.outputs[: self.joint.results]
 
 
-def _derivative(graph: Graph, apply: Apply) -> _Derivative:
+def _derivative(body: Body, apply: Apply) -> _Derivative:
     """A body and its derivative by reverse mode."""
-    outputs, inputs, count = _differentiable(graph.outputs), _differentiable(graph.inputs), len(graph.inputs)
+    if body.call is None and body.functions:
+        raise TraceError(
+            f"The second derivative of a loop or a branch at {where(user_source())} is that of autograd.Function "
+            f"{body.functions[0]} in its body, of which the program has the first one only. Unroll the loop "
+            "(unroll=True), or write the function of operators."
+        )
+    outputs, inputs, count = _differentiable(body.outputs), _differentiable(body.inputs), len(body.inputs)
 
     def both(*tensors: torch.Tensor) -> list[torch.Tensor]:
         primals = list(tensors[:count])
@@ -110,24 +118,25 @@ def _derivative(graph: Graph, apply: Apply) -> _Derivative:
             given = list(primals)
             for number, x in zip(inputs, some, strict=True):
                 given[number] = x
-            results = replay(graph, given, apply)
+            results = run(body, given, apply)
             return tuple(results[number] for number in outputs), results
 
         vjp: Any = torch.func.vjp
         _, pull, results = vjp(chosen, *(primals[number] for number in inputs), has_aux=True)
         return [*results, *pull(tuple(tensors[count:]))]
 
-    like = [value.meta for value in (*graph.inputs, *(graph.outputs[number] for number in outputs))]
+    like = [value.meta for value in (*body.inputs, *(body.outputs[number] for number in outputs))]
     closed = without_constants(retrace(both, like))
-    given = closed.graph.inputs
+    given = closed.body.inputs
     own, cotangents, constants = given[:count], given[count : len(like)], given[len(like) :]
-    joint = attrs.evolve(closed.graph, inputs=(*own, *constants, *cotangents))
-    gradients = joint.outputs[len(graph.outputs) :]
+    joint = attrs.evolve(closed.body.graph, inputs=(*own, *constants, *cotangents))
+    gradients = joint.outputs[len(body.outputs) :]
     return _Derivative(
-        Joint(joint, count + len(constants), len(graph.outputs)),
+        Joint(joint, count + len(constants), len(body.outputs)),
         closed.closed_over,
         dict(zip(outputs, cotangents, strict=True)),
         dict(zip(inputs, gradients, strict=True)),
+        body.functions,
     )
 
 
@@ -176,66 +185,88 @@ def _loop(loop: Loop, apply: Apply) -> Differentiated:
         *((From.COTANGENT, number) for number in later),
         *(known[value] for value in fixed),
     )
-    forward = attrs.evolve(loop, body=joint.forward(saved))
-    backward = Loop(body, len(carries) + len(sums), len(stacked) + len(later), loop.trips, not loop.reverse)
+    forward = attrs.evolve(loop, body=Body(joint.forward(saved), functions=loop.body.functions))
+    backward = Loop(
+        Body(body, functions=loop.body.functions),
+        len(carries) + len(sums),
+        len(stacked) + len(later),
+        loop.trips,
+        not loop.reverse,
+    )
     return Differentiated(forward, joint.results, found.constants, backward, takes, (*carries, *summed, *items))
 
 
 def _branch(branch: Branch, apply: Apply) -> Differentiated:
-    found = [_derivative(side, apply) for side in branch.sides]
-    count, results = len(branch.sides[0].inputs), len(branch.sides[0].outputs)
-    constants = [tensor for one in found for tensor in one.constants]
-    slots: list[tuple[From, int]] = []
-    forward, backward = [], []
-    saved = []
-    known: list[dict[Value, tuple[From, int]]] = []
-    before = 0
-    for one in found:
-        places = [*range(count), *range(count + before, count + before + len(one.constants))]
-        before += len(one.constants)
-        known.append({value: (From.OPERAND, 1 + n) for value, n in zip(one.primals, places, strict=True)})
-        for number, value in enumerate(one.results):
-            known[-1].setdefault(value, (From.RESULT, number))
-        saved.append([value for value in one.joint.reads if value not in known[-1]])
-    start = results
-    for number, values in enumerate(saved):
-        known[number] |= {value: (From.RESULT, start + n) for n, value in enumerate(values)}
-        start += len(values)
-    pulls = [one.joint.backward(one.joint.reads) for one in found]
-    for number, (_, reads) in enumerate(pulls):
-        slots += [known[number][value] for value in reads]
-    slots = list(dict.fromkeys(slots))
-    for number, (one, (pulled, reads)) in enumerate(zip(found, pulls, strict=True)):
-        others = [value for n, values in enumerate(saved) for value in values if n != number]
-        program = one.joint.forward(saved[number])
-        zeros = [_zeros(value) for value in others]
-        own, extra = program.outputs[:results], program.outputs[results:]
-        blank = [operation.tensors[0] for operation in zeros]
-        outputs = (*own, *extra, *blank) if number == 0 else (*own, *blank, *extra)
-        given = dict(zip(((From.OPERAND, 1 + n) for n in range(count)), one.primals, strict=False))
-        given |= {place: value for value, place in known[number].items() if place[0] is From.OPERAND}
-        inputs = tuple(
-            given.get((From.OPERAND, 1 + n)) or Value("constant", TensorMeta.of(constants[n - count]))
-            for n in range(count + len(constants))
-        )
-        forward.append(attrs.evolve(program, inputs=inputs, operations=(*program.operations, *zeros), outputs=outputs))
-        held = {known[number][value]: value for value in reads}
-        taken = tuple(held.get(slot) or Value("other", _meta(slot, found, known)) for slot in slots)
-        cotangents = pulled.inputs[len(reads) :]
-        backward.append(attrs.evolve(pulled, inputs=(*taken, *cotangents)))
-    takes = ((From.OPERAND, 0), *slots, *((From.COTANGENT, number) for number in found[0].cotangents))
+    first, second = (_derivative(side, apply) for side in branch.sides)
+    count, results = len(branch.sides[0].inputs), first.joint.results
+    one = _Side.of(first, count, 0, results)
+    other = _Side.of(second, count, len(first.constants), results + len(one.saved))
+    constants = (*first.constants, *second.constants)
+    zeros = [[_zeros(value) for value in side.saved] for side in (one, other)]
+    none: list[Operation] = []
+    sides = one.forward(count, constants, none, zeros[1]), other.forward(count, constants, zeros[0], none)
+    metas = {place: value.meta for side in (one, other) for value, place in side.reads.items()}
     return Differentiated(
-        Branch((forward[0].verify(), forward[1].verify())),
+        Branch(sides),
         results,
-        tuple(constants),
-        Branch((backward[0].verify(), backward[1].verify())),
-        takes,
-        tuple(1 + number for number in found[0].gradients),
+        constants,
+        Branch((one.backward(metas), other.backward(metas))),
+        ((From.OPERAND, 0), *metas, *((From.COTANGENT, number) for number in first.cotangents)),
+        tuple(1 + number for number in first.gradients),
     )
 
 
-def _meta(slot: tuple[From, int], found: Sequence[_Derivative], known: Sequence[dict[Value, Any]]) -> TensorMeta:
-    return next(value.meta for places in known for value, place in places.items() if place == slot)
+@attrs.frozen(eq=False)
+class _Side:
+    """A side of a branch with its derivative.
+
+    Args:
+        found: both.
+        places: where the branch has each of its primals and results, and what else its derivative reads.
+        saved: what only its derivative reads.
+    """
+
+    found: _Derivative
+    places: dict[Value, tuple[From, int]]
+    saved: list[Value]
+
+    @classmethod
+    def of(cls, found: _Derivative, count: int, constants: int, results: int) -> _Side:
+        """A side of `count` inputs, before whose constants and saved values the branch has so many others."""
+        numbers = [*range(count), *(count + constants + n for n in range(len(found.constants)))]
+        places = {value: (From.OPERAND, 1 + n) for value, n in zip(found.primals, numbers, strict=True)}
+        for number, value in enumerate(found.results):
+            places.setdefault(value, (From.RESULT, number))
+        saved = [value for value in found.joint.reads if value not in places]
+        return cls(found, places | {value: (From.RESULT, results + n) for n, value in enumerate(saved)}, saved)
+
+    @property
+    def reads(self) -> dict[Value, tuple[From, int]]:
+        """What its derivative reads, and where the branch has it."""
+        return {value: self.places[value] for value in self.found.joint.backward(self.found.joint.reads)[1]}
+
+    def forward(
+        self, count: int, constants: Sequence[torch.Tensor], before: Sequence[Operation], after: Sequence[Operation]
+    ) -> Body:
+        """The side, with the constants of both, and zeros for what the other one saves, before or after its own."""
+        program, results = self.found.joint.forward(self.saved), self.found.joint.results
+        own = {place: value for value, place in self.places.items() if place[0] is From.OPERAND}
+        inputs = list(self.found.primals[:count])
+        for number, tensor in enumerate(constants, count):
+            inputs.append(own.get((From.OPERAND, 1 + number)) or Value("constant", TensorMeta.of(tensor)))
+        zeros = [[operation.tensors[0] for operation in operations] for operations in (before, after)]
+        outputs = (*program.outputs[:results], *zeros[0], *program.outputs[results:], *zeros[1])
+        operations = (*program.operations, *before, *after)
+        graph = attrs.evolve(program, inputs=tuple(inputs), operations=operations, outputs=outputs).verify()
+        return Body(graph, functions=self.found.functions)
+
+    def backward(self, metas: Mapping[tuple[From, int], TensorMeta]) -> Body:
+        """Its derivative, of what the derivatives of both sides read."""
+        program, reads = self.found.joint.backward(self.found.joint.reads)
+        held = {self.places[value]: value for value in reads}
+        taken = (held.get(place) or Value("unread", meta) for place, meta in metas.items())
+        graph = attrs.evolve(program, inputs=(*taken, *program.inputs[len(reads) :])).verify()
+        return Body(graph, functions=self.found.functions)
 
 
 def _zeros(value: Value) -> Operation:

@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.ir.graph import Graph, Value
-from spmd.tracing.loops.closed import Closed, without_constants
-from spmd.tracing.loops.constructs import Branch, Construct, Loop, While, with_equal_inputs
-from spmd.tracing.loops.replay import Apply, replay, retrace
+from spmd.ir.graph import Value
+from spmd.tracing.loops.closed import Closed
+from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, While, with_equal_inputs
+from spmd.tracing.loops.replay import Apply, body_of, run
 
 
 def dual(
@@ -24,7 +24,7 @@ def dual(
         sides = [_dual(side, (), (), apply) for side in construct.sides]
         given = _doubled(pairs[1:], ())
         ends: tuple[int, ...] = ()
-        programs = with_equal_inputs(len(given), sides[0].graph, sides[1].graph)
+        programs = with_equal_inputs(len(given), sides[0].body, sides[1].body)
         constants = (*sides[0].closed_over, *sides[1].closed_over)
         results = apply(Branch(programs), operands[0], *given, *constants)
     else:
@@ -37,25 +37,25 @@ def dual(
         )
         made: Construct
         if isinstance(construct, Loop):
-            made = attrs.evolve(construct, body=body.graph, carries=carries, items=sliced)
+            made = attrs.evolve(construct, body=body.body, carries=carries, items=sliced)
         else:
-            condition = _with_tangents(construct.condition, starts, len(body.closed_over), body.graph)
-            made = While(condition, body.graph, carries)
+            condition = _with_tangents(construct.condition, starts, len(body.closed_over), body.body)
+            made = While(condition, body.body, carries)
         results = apply(made, *_doubled(pairs, starts), *body.closed_over)
     kinds = [(meta, None) for meta in construct.results]
     return tuple(tangent for _, tangent in _apart(results, kinds, ends))
 
 
-def _dual(graph: Graph, starts: Sequence[int], ends: Sequence[int], apply: Apply) -> Closed:
+def _dual(body: Body, starts: Sequence[int], ends: Sequence[int], apply: Apply) -> Closed:
     """A program that also computes the tangents of its outputs.
 
     Args:
-        graph: the program.
+        body: the program.
         starts, ends: where the groups of its inputs and outputs begin; the tangents of a group follow it.
         apply: as for `replay`.
     """
-    numbers = [n for n, value in enumerate(graph.inputs) if _has_tangent(value)]
-    inputs = [(value.meta, value.meta) for value in graph.inputs]
+    numbers = [n for n, value in enumerate(body.inputs) if _has_tangent(value)]
+    inputs = [(value.meta, value.meta) for value in body.inputs]
 
     def both(*tensors: torch.Tensor) -> list[torch.Tensor]:
         given = list(_apart(tensors, inputs, starts))
@@ -64,7 +64,7 @@ def _dual(graph: Graph, starts: Sequence[int], ends: Sequence[int], apply: Apply
             primals = [x for x, _ in given]
             for number, x in zip(numbers, some, strict=True):
                 primals[number] = x
-            results = replay(graph, primals, apply)
+            results = run(body, primals, apply)
             return tuple(x for x in results if _has_tangent(x)), results
 
         primals, tangents = (tuple(given[number][side] for number in numbers) for side in (0, 1))
@@ -73,15 +73,15 @@ def _dual(graph: Graph, starts: Sequence[int], ends: Sequence[int], apply: Apply
         rest = iter(moved)
         return _doubled([(x, next(rest) if _has_tangent(x) else None) for x in results], ends)
 
-    return without_constants(retrace(both, _doubled(inputs, starts)))
+    return body_of(both, _doubled(inputs, starts), body.functions)
 
 
-def _with_tangents(graph: Graph, starts: Sequence[int], constants: int, like: Graph) -> Graph:
+def _with_tangents(body: Body, starts: Sequence[int], constants: int, like: Body) -> Body:
     """A program with the inputs of another one, of which it does not read the tangents and the last, constants."""
     again = lambda value: Value(value.name, value.meta)  # noqa: E731
-    pairs = [(value, again(value)) for value in graph.inputs]
+    pairs = [(value, again(value)) for value in body.inputs]
     last = like.inputs[len(like.inputs) - constants :]
-    return attrs.evolve(graph, inputs=(*_doubled(pairs, starts), *map(again, last)))
+    return Body(attrs.evolve(body.graph, inputs=(*_doubled(pairs, starts), *map(again, last))))
 
 
 def _has_tangent(x: Any) -> bool:

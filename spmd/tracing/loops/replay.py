@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Graph, Value, iterate_leaves, map_leaves
 from spmd.ir.number import Number
-from spmd.tracing.loops.closed import without_outer_traces
-from spmd.tracing.loops.constructs import Recorded, steps
+from spmd.tracing.constrain import differentiable
+from spmd.tracing.loops.closed import Closed, without_constants, without_outer_traces
+from spmd.tracing.loops.constructs import Body, Recorded, steps
 from spmd.tracing.numbers import traced
 from spmd.tracing.source import at_line
 from spmd.tracing.trace import trace_flat
 
 Apply = Callable[..., Sequence[torch.Tensor]]
+
+
+def run(body: Body, tensors: Sequence[torch.Tensor], apply: Apply) -> list[torch.Tensor]:
+    """Call the function of a body, or else the operators of its program."""
+    return list(body.call(*tensors)) if body.call is not None else replay(body.graph, tensors, apply)
 
 
 def replay(graph: Graph, tensors: Sequence[torch.Tensor], apply: Apply) -> list[torch.Tensor]:
@@ -36,10 +43,19 @@ def replay(graph: Graph, tensors: Sequence[torch.Tensor], apply: Apply) -> list[
             known.update(zip(step.results, made, strict=True))
             continue
         with at_line(step.source):
-            found = step.op(*map_leaves(take, step.args), **map_leaves(take, dict(step.kwargs)))
+            found = differentiable(step.op)(*map_leaves(take, step.args), **map_leaves(take, dict(step.kwargs)))
         pairs = zip(step.results, iterate_leaves(found), strict=True)
         known.update((value, tensor) for value, tensor in pairs if value is not None)
     return [known[value] for value in graph.outputs]
+
+
+def body_of(
+    function: Callable[..., Sequence[torch.Tensor]], like: Sequence[TensorMeta], functions: tuple[str, ...]
+) -> Closed:
+    """A function of tensors that closes over none, and calls the function of a body, as a body."""
+    closed = without_constants(retrace(function, like))
+    call = lambda *tensors: function(*tensors[: len(like)])  # noqa: E731
+    return attrs.evolve(closed, body=attrs.evolve(closed.body, call=call, functions=functions))
 
 
 def retrace(function: Callable[..., Sequence[torch.Tensor]], like: Sequence[TensorMeta]) -> Graph:
