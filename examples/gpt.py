@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import spmd
+
 Params = dict[str, Any]
 Batch = tuple[Tensor, Tensor]
 """Tokens and the tokens that follow them, each int64 `[batch, context]`."""
@@ -28,6 +30,7 @@ class Config:
         layers: transformer blocks.
         context: longest sequence.
         fused_attention: `scaled_dot_product_attention` in place of plain operators.
+        scan: whether the blocks are one loop, over their stacked parameters.
         dtype: of the parameters, and of all arithmetic but the loss.
     """
 
@@ -37,6 +40,7 @@ class Config:
     layers: int = 4
     context: int = 64
     fused_attention: bool = False
+    scan: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -67,7 +71,7 @@ def init(config: Config, seed: int = 0) -> Params:
     return {
         "tokens": normal(config.vocab, width),
         "positions": normal(config.context, width),
-        "blocks": blocks,
+        "blocks": spmd.stack_layers(blocks) if config.scan else blocks,
         "norm": norm(),
         "head": normal(config.vocab, width),
     }
@@ -106,10 +110,16 @@ def forward(
     def norm(x: Tensor, parameters: Params) -> Tensor:
         return F.layer_norm(x, (config.width,), parameters["weight"], parameters["bias"])
 
-    x = F.embedding(tokens, params["tokens"]) + params["positions"][: tokens.shape[1]]
-    for block in params["blocks"]:
+    def layer(x: Tensor, block: Params) -> Tensor:
         x = residual(x + attention(norm(x, block["norm1"]), block, config))
-        x = residual(x + mlp(norm(x, block["norm2"]), block))
+        return residual(x + mlp(norm(x, block["norm2"]), block))
+
+    x = F.embedding(tokens, params["tokens"]) + params["positions"][: tokens.shape[1]]
+    if config.scan:
+        x, _ = spmd.scan(lambda x, block: (layer(x, block), None), x, params["blocks"])
+    else:
+        for block in params["blocks"]:
+            x = layer(x, block)
     return F.linear(norm(x, params["norm"]), params["head"])
 
 

@@ -79,7 +79,10 @@ def param_specs(strategy: Strategy, mesh: spmd.Mesh, config: gpt.Config) -> gpt.
         specs = optree.tree_map(lambda _: P(), specs)
     specs = optree.tree_map(lambda spec: on(mesh, spec), specs)
     if strategy.fully_sharded and "data" in mesh.names:
-        specs = optree.tree_map(lambda spec, param: _shard_fully(spec, param, mesh), specs, gpt.init(config))
+        params = gpt.init(attrs.evolve(config, scan=False))
+        specs = optree.tree_map(lambda spec, param: _shard_fully(spec, param, mesh), specs, params)
+    if config.scan:
+        specs["blocks"] = optree.tree_map(lambda spec: P(None, *spec.dims), specs["blocks"][0])
     return specs
 
 

@@ -67,14 +67,15 @@ def mesh_table(mesh: spmd.Mesh, strategy: str) -> Table:
 
 def params_table(params: Any) -> Table:
     """How the parameters lie; blocks are alike, so one stands for all."""
-    title = f"Parameters (blocks.* stands for each of {len(params['blocks'])} blocks)"
+    blocks, are_stacked = params["blocks"], isinstance(params["blocks"], dict)
+    title = f"Parameters (blocks.* stands for {'all' if are_stacked else f'each of {len(blocks)}'} blocks)"
     table = Table(title=title, title_justify="left")
     table.add_column("name", no_wrap=True)
     table.add_column("global", justify="right")
     table.add_column("spec")
     table.add_column("local", justify="right")
     table.add_column("bytes a rank", justify="right")
-    paths, leaves, _ = optree.tree_flatten_with_path({**params, "blocks": {"*": params["blocks"][0]}})
+    paths, leaves, _ = optree.tree_flatten_with_path({**params, "blocks": {"*": blocks if are_stacked else blocks[0]}})
     for path, leaf in zip(paths, leaves, strict=True):
         spec = leaf.spec
         local = spec.local_shape((0,) * len(spec.mesh.names))

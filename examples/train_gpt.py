@@ -4,6 +4,7 @@ python examples/train_gpt.py
 python examples/train_gpt.py --mesh data=8 --strategy fsdp
 python examples/train_gpt.py --steps 20 --verify
 python examples/train_gpt.py --strategy fsdp --dtype bfloat16
+python examples/train_gpt.py --layers 40 --scan
 python examples/train_gpt.py --checkpoint run --resume
 torchrun --nproc-per-node 4 examples/train_gpt.py
 """
@@ -54,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         layers=options.layers,
         heads=options.heads,
         context=options.context,
+        scan=options.scan,
         dtype=DTYPES[options.dtype],
     )
     training = Training(config, strategy, mesh)
@@ -96,6 +98,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of parameters and arithmetic; updates and sums are float32"
     )
+    parser.add_argument("--scan", action="store_true", help="make the layers one loop, traced and planned once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show-program", action="store_true", help="print the program that each rank runs")
     parser.add_argument("--checkpoint", metavar="DIR", help="save the run to this folder, now and then")

@@ -10,6 +10,7 @@ from spmd.api.control_flow.cond import cond
 from spmd.api.control_flow.fori_loop import fori_loop
 from spmd.api.control_flow.map import map
 from spmd.api.control_flow.scan import scan
+from spmd.api.control_flow.stack_layers import stack_layers
 from spmd.api.control_flow.switch import switch
 from spmd.api.control_flow.while_loop import while_loop
 from spmd.api.eager.dispatch import implicit_replication
@@ -133,6 +134,7 @@ __all__ = [
     "scan",
     "shard_map",
     "specs",
+    "stack_layers",
     "switch",
     "tensor_parallel_specs",
     "to_torch_dtensor",

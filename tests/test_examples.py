@@ -18,6 +18,7 @@ import decoding
 import gpt
 import layouts
 import llama
+import loops
 import report
 import spmd
 import step_time
@@ -137,6 +138,27 @@ def test_strategies_train_as_one_device(name):
     strategy = layouts.STRATEGIES[name]
     mesh = spmd.make_mesh(strategy.mesh, runtime="virtual")
     assert_trains_as_on_one_device(SMALL, strategy, mesh, small_batch(8))
+
+
+@pytest.mark.parametrize("name", sample(layouts.STRATEGIES, ["fsdp_tp", "sp"]))
+def test_layers_in_a_loop_train_as_one_device(name):
+    strategy = layouts.STRATEGIES[name]
+    mesh = spmd.make_mesh(strategy.mesh, runtime="virtual")
+    config = attrs.evolve(SMALL, scan=True)
+    torch.testing.assert_close(
+        gpt.loss(gpt.init(config), batch := small_batch(8), config), gpt.loss(gpt.init(SMALL), batch, SMALL)
+    )
+    assert_trains_as_on_one_device(config, strategy, mesh, batch)
+
+
+def test_the_plan_of_a_loop_of_layers_does_not_grow_with_them():
+    def operations(layers):
+        strategy, config = layouts.STRATEGIES["dp_tp"], attrs.evolve(SMALL, layers=layers, scan=True)
+        example = training.Training(config, strategy, spmd.make_mesh(strategy.mesh, runtime="abstract"))
+        state = training.init(config, example.optimizer)
+        return len(example.step().plan(state, small_batch(8)).graph.operations)
+
+    assert operations(80) <= 1.1 * operations(2)
 
 
 @pytest.mark.parametrize(
@@ -359,3 +381,24 @@ def test_a_token_sends_its_results_and_not_the_cache():
     arguments = decoding.arguments(config, decoding.CONTEXT)
     plan = decoding.jitted(config, mesh, "sequence, whole weights", machine=bytes_only).plan(*arguments)
     assert 1.5e6 * 2 / 32 >= sum(comm.bytes for comm in plan.comms) > 0
+
+
+@pytest.mark.parametrize("axes", [{"x": 8}, {"x": 3}])
+@pytest.mark.parametrize("name", loops.cases())
+def test_algorithms_of_loops_are_those_of_one_device(name, axes):
+    case = loops.cases()[name]
+    step = spmd.jit(case.function, case.specs, mesh=spmd.make_mesh(axes, runtime="virtual"))
+    torch.manual_seed(0)
+    wanted = optree.tree_leaves(case.function(*case.arguments))
+    for seed in (1, 0):  # a second call runs the same program
+        torch.manual_seed(seed)
+        found = optree.tree_leaves(step(*case.arguments))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x.full_tensor(), y, rtol=1e-4, atol=1e-5)
+    assert step.cache_info().currsize == 1
+
+
+def test_accumulation_sums_over_ranks_once():
+    case = loops.cases()["accumulation"]
+    step = spmd.jit(case.function, case.specs, P(), mesh=spmd.make_mesh({"x": 8}, runtime="virtual"))
+    assert [("all_reduce", 1)] == [(comm.kind, comm.times) for comm in step.plan(*case.arguments).comms]
