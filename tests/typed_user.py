@@ -314,6 +314,7 @@ def loops(x: Tensor) -> Tensor:
     assert_type(spmd.cond(x.sum() > 0, scaled, scaled, x, 2.0), Tensor)
     assert_type(spmd.switch(1, [doubled, doubled], x), Tensor)
     assert_type(spmd.map(squared, x, batch_size=2), tuple[Tensor, Tensor])
+    assert_type(spmd.stack_layers([{"weight": x}, {"weight": x}]), dict[str, Tensor])
     return spmd.associative_scan(added, x)
 
 

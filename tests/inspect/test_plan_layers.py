@@ -98,7 +98,7 @@ def test_inner_layers_of_the_gpt_lie_identically(strategy: str, layers: int) -> 
 
 def test_layers_know_their_lines_and_their_forward() -> None:
     forward, backward = gpt_plan("fsdp", 6).layers
-    assert ("gpt.py:80-112", "gpt.py:80-107 (backward)") == (forward.place, backward.place)
+    assert ("gpt.py:84-115", "gpt.py:84-111 (backward)") == (forward.place, backward.place)
     assert ((0, 1, 2, 3, 4, 5), (5, 4, 3, 2, 1, 0)) == (forward.numbers, backward.numbers)
     for layers, number in itertools.product((forward, backward), range(6)):
         copy = layers.copies[layers.numbers.index(number)]
