@@ -75,7 +75,7 @@ def dead(h: Tensor, xs: Tensor, w: Tensor) -> Any:
 
 
 def invariant(h: Tensor, xs: Tensor, w: Tensor) -> Any:
-    return spmd.scan(lambda c, x: (c @ (w @ w.T), w.sum() * x.mean()), h, xs), w @ w.T
+    return spmd.scan(lambda c, x: (torch.tanh(c @ (w @ w.T)), w.sum() * x.mean()), h, xs), w @ w.T
 
 
 def mapped(h: Tensor, xs: Tensor, w: Tensor) -> Any:
