@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmd.ir.graph import Graph, Value
-from spmd.ir.regions import CARRY
+from spmd.ir.regions import CARRY, ITEM
 
 
 def independent_values(graph: Graph) -> frozenset[Value]:
@@ -13,3 +13,9 @@ def independent_values(graph: Graph) -> frozenset[Value]:
         if operation.op is CARRY or any(operand in rooted for operand in operation.operands):
             rooted.update(operation.tensors)
     return frozenset(graph.producers.keys() - rooted)
+
+
+def is_read_by_items(graph: Graph, stack: Value) -> bool:
+    """Test for a stack that only loops read, item by item: it stays a list, which nothing joins."""
+    readers = graph.consumers.get(stack, ())
+    return stack not in graph.outputs and all(reader.op is ITEM for reader in readers)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from spmd.ir.dataflow import is_read_by_items
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.regions import (
     BEGINS,
@@ -216,8 +217,7 @@ def _histories(graph: Graph) -> dict[Value, tuple[int, bool]]:
     for operation in graph.operations:
         if operation.op is STACK:
             (value,) = operation.tensors
-            readers = graph.consumers.get(value, ())
-            if value not in graph.outputs and all(reader.op is ITEM for reader in readers):
+            if is_read_by_items(graph, value):
                 _, reverse = graph.producers[operation.operands[1]].args
                 found[value] = (operation.args[2], reverse)
     return found

@@ -14,9 +14,10 @@ import attrs
 
 from spmd.core.mesh import Coordinate, Runtime
 from spmd.core.spec import TensorMeta
+from spmd.ir.dataflow import is_read_by_items
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.in_place import InPlace, rewritable, targets
-from spmd.ir.regions import BEGINS, CARRY, END, ITEM, MERGE, NEXT, STACK, STRUCTURE
+from spmd.ir.regions import BEGINS, CARRY, END, MERGE, NEXT, STACK, STRUCTURE
 from spmd.lowering.launches import Launch, Start, Wait, split_launches, with_records
 from spmd.lowering.lower import rank_graph
 from spmd.lowering.passes.aliases import Aliases
@@ -149,10 +150,7 @@ class _Recorder:
             begin = self.graph.producers[operation.operands[0]]
             for member in regions.members(begin, STACK):
                 (stack,) = member.tensors
-                if (
-                    any(reader.op is not ITEM for reader in self.graph.consumers.get(stack, ()))
-                    or stack in self.graph.outputs
-                ):
+                if not is_read_by_items(self.graph, stack):
                     self.event(operation, self.buffers([stack]), (Buffer(None, stack.meta),))
 
     @cached_property
