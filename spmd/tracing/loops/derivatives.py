@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -72,7 +73,7 @@ def differentiated(construct: Construct, apply: Apply) -> Differentiated:
     )
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class _Derivative:
     """A body with its derivative.
 
@@ -99,6 +100,16 @@ class _Derivative:
     def results(self) -> tuple[Value, ...]:
         """The outputs of the body."""
         return self.joint.graph.outputs[: self.joint.results]
+
+    @cached_property
+    def reads(self) -> tuple[Value, ...]:
+        """What the derivative may read of the body."""
+        return self.joint.reads
+
+    @cached_property
+    def backward(self) -> tuple[Graph, tuple[Value, ...]]:
+        """The derivative, and what it reads of the body: its first inputs."""
+        return self.joint.backward(self.reads)
 
 
 def _derivative(body: Body, apply: Apply) -> _Derivative:
@@ -153,9 +164,9 @@ def _loop(loop: Loop, apply: Apply) -> Differentiated:
     known = {value: (From.OPERAND, number) for number, value in enumerate(primals) if number >= loop.carries}
     for number, value in enumerate(found.results[loop.carries :], loop.carries):
         known.setdefault(value, (From.RESULT, number))
-    saved = [value for value in joint.reads if value not in known]
+    saved = [value for value in found.reads if value not in known]
     known |= {value: (From.RESULT, joint.results + number) for number, value in enumerate(saved)}
-    pulled, reads = joint.backward(joint.reads)
+    pulled, reads = found.backward
     fixed = [value for value in reads if known[value][0] is From.OPERAND and known[value][1] >= sliced]
     stacked = [value for value in reads if value not in fixed]
     carries = [number for number in found.cotangents if number < loop.carries]
@@ -237,13 +248,13 @@ class _Side:
         places = {value: (From.OPERAND, 1 + n) for value, n in zip(found.primals, numbers, strict=True)}
         for number, value in enumerate(found.results):
             places.setdefault(value, (From.RESULT, number))
-        saved = [value for value in found.joint.reads if value not in places]
+        saved = [value for value in found.reads if value not in places]
         return cls(found, places | {value: (From.RESULT, results + n) for n, value in enumerate(saved)}, saved)
 
     @property
     def reads(self) -> dict[Value, tuple[From, int]]:
         """What its derivative reads, and where the branch has it."""
-        return {value: self.places[value] for value in self.found.joint.backward(self.found.joint.reads)[1]}
+        return {value: self.places[value] for value in self.found.backward[1]}
 
     def forward(
         self, count: int, constants: Sequence[torch.Tensor], before: Sequence[Operation], after: Sequence[Operation]
@@ -262,7 +273,7 @@ class _Side:
 
     def backward(self, metas: Mapping[tuple[From, int], TensorMeta]) -> Body:
         """Its derivative, of what the derivatives of both sides read."""
-        program, reads = self.found.joint.backward(self.found.joint.reads)
+        program, reads = self.found.backward
         held = {self.places[value]: value for value in reads}
         taken = (held.get(place) or Value("unread", meta) for place, meta in metas.items())
         graph = attrs.evolve(program, inputs=(*taken, *program.inputs[len(reads) :])).verify()
