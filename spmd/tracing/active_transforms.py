@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, maybe_get_level
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_get_level,
+)
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 
@@ -19,6 +26,13 @@ def active_transforms(tensors: Sequence[torch.Tensor]) -> list[TransformType]:
     inner = [get_unwrapped(tensor) if maybe_get_level(tensor) == interpreter.level() else tensor for tensor in tensors]
     with interpreter.lower():
         return [interpreter.key()] * acts + active_transforms(inner)
+
+
+def unwrapped(value: Any) -> Any:
+    """The tensor below all transforms; any other value unchanged."""
+    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    return value
 
 
 def _is_transformed(transform: TransformType, tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nested._internal.nested_tensor import NestedTensor
@@ -21,6 +21,7 @@ from spmd.core.spec import NESTED
 from spmd.errors import TraceError
 from spmd.ir.graph import Value, iterate_leaves, map_leaves
 from spmd.ir.variants import Unevenness
+from spmd.tracing.active_transforms import unwrapped
 from spmd.tracing.assignments import fill_masked
 from spmd.tracing.ctc import ctc_loss
 from spmd.tracing.differentiable import DIFFERENTIABLE
@@ -81,9 +82,7 @@ class ClosureLifting(TorchFunctionMode):
 
     def value(self, tensor: torch.Tensor) -> Value:
         """The value of a tensor of the trace as it is now, under transforms too."""
-        while is_functorch_wrapped_tensor(tensor):
-            tensor = get_unwrapped(tensor)
-        return self.recorder.value(self.finish(tensor))
+        return self.recorder.value(self.finish(unwrapped(tensor)))
 
     def finish(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that functionalization has wrapped, after all pending writes to it."""
@@ -221,9 +220,7 @@ _RETAINS = {torch.autograd.grad: 3, torch.Tensor.backward: 2, torch.autograd.bac
 
 def _refuse_transformed(leaf: Any) -> None:
     """TraceError for a tensor from outside that a transform has wrapped: one from outside, if not one of the trace."""
-    held = leaf
-    while isinstance(held, torch.Tensor) and is_functorch_wrapped_tensor(held):
-        held = get_unwrapped(held)
+    held = unwrapped(leaf)
     if held is not leaf and not torch._is_functional_tensor(held) and not isinstance(held, FunctionalTensor):
         raise TraceError(
             "A jitted function closes over a tensor on which a transform acts, perhaps one from outside, at "

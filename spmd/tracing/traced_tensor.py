@@ -17,6 +17,7 @@ from torch.testing._comparison import ErrorMeta
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import map_leaves
+from spmd.tracing.active_transforms import unwrapped
 from spmd.tracing.recorder import Recorder
 from spmd.tracing.source import where
 
@@ -122,7 +123,7 @@ def plain_types(types: Sequence[type]) -> tuple[type, ...]:
 
 def is_traced(tensor: Any) -> bool:
     """Whether a value is a tensor of a traced function, under transforms too."""
-    return isinstance(_inner(tensor), FunctionalTensor)
+    return isinstance(unwrapped(tensor), FunctionalTensor)
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -186,19 +187,13 @@ def _described(tensor: torch.Tensor) -> str:
 
 def _origin(tensor: torch.Tensor) -> tuple[str, str]:
     """The name of a traced tensor in its program, and the line that computed it; empty for an argument."""
-    held = _inner(tensor)
+    held = unwrapped(tensor)
     fake = torch._from_functional_tensor(held.elem)
     recorder = getattr(fake, "fake_mode", None)
     if not isinstance(recorder, Recorder):
         return "", ""
     source = recorder.source_of(fake)
     return recorder.value(fake).name, "" if source is None else where(source)
-
-
-def _inner(tensor: Any) -> Any:
-    while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
 
 
 def _is_running() -> bool:

@@ -9,7 +9,6 @@ import attrs
 import optree
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from spmd.core.pytree import leaf_remedy, structure_text, tree_flatten, tree_leaves
 from spmd.core.spec import TensorMeta
@@ -108,13 +107,6 @@ def check_callable(call: str, functions: Sequence[tuple[str, Any]]) -> None:
 def device_of(*trees: Any) -> torch.device | None:
     """The device of the first tensor in some trees; None if there is none."""
     return next((leaf.device for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)), None)
-
-
-def unwrapped(value: Any) -> Any:
-    """A tensor without the wrappers of transforms that act on it; any other value unchanged."""
-    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
-        value = get_unwrapped(value)
-    return value
 
 
 def integer_scalar(value: Any, call: str, name: str) -> int | Tensor:

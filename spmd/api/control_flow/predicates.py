@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from spmd.api.control_flow.leaves import unwrapped
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
+from spmd.tracing.active_transforms import unwrapped
 from spmd.tracing.source import where
 
 

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spmd.api.control_flow.associative_scan import associative_scan
 from spmd.api.control_flow.cond import cond
-from spmd.api.control_flow.leaves import unwrapped
 from spmd.api.control_flow.map import map
 from spmd.api.control_flow.scan import scan
 from spmd.api.control_flow.while_loop import while_loop
 from spmd.api.values.dtensor import DTensor
+from spmd.tracing.active_transforms import unwrapped
 from spmd.tracing.higher_order import meaning_of, means
 
 

@@ -14,7 +14,6 @@ import torch
 from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
-    get_unwrapped,
     is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
@@ -24,6 +23,7 @@ from spmd.api.transforms.planned_function import SavesResiduals, run
 from spmd.api.values.dtensor import DTensor
 from spmd.job.torch_compile import never_compiled
 from spmd.runtime.torch_settings import drawing_from, generator_state
+from spmd.tracing.active_transforms import unwrapped
 
 _any_requires_grad = torch._C._any_requires_grad  # type: ignore[attr-defined]
 
@@ -45,9 +45,7 @@ def is_transformed(leaves: Sequence[Any]) -> bool:
 
 def without_transforms(leaf: torch.Tensor) -> torch.Tensor:
     """The tensor in which an argument has its values, of a whole batch for one that is batched."""
-    while is_functorch_wrapped_tensor(leaf):
-        leaf = get_unwrapped(leaf)
-    return leaf
+    return unwrapped(leaf)  # type: ignore[no-any-return]
 
 
 def call(function: AnyFunction, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

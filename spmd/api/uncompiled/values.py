@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import (
     get_interpreter_stack,
-    get_unwrapped,
     is_functorch_wrapped_tensor,
     maybe_get_level,
 )
@@ -29,6 +28,7 @@ from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.names import Namer
 from spmd.ir.source import Source
 from spmd.ir.variants import Unevenness
+from spmd.tracing.active_transforms import unwrapped
 from spmd.tracing.running import Observer
 from spmd.tracing.source import where
 
@@ -87,8 +87,7 @@ class RankTrace:
     def value(self, tensor: Tensor) -> Value:
         """The value that a tensor has now, under transforms too."""
         refuse_transformed(tensor)
-        while is_functorch_wrapped_tensor(tensor):
-            tensor = get_unwrapped(tensor)
+        tensor = unwrapped(tensor)
         meta = TensorMeta.of(tensor)
         memory = self._memory(tensor)
         if memory is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_level, peek_interpreter_stack
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_get_level, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,6 +17,7 @@ from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value, map_leaves
 from spmd.ir.names import Namer
+from spmd.tracing.active_transforms import unwrapped
 from spmd.tracing.checkpointed import checkpoints, recompute
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.functionalization import Functionalization
@@ -168,16 +169,16 @@ class _Capture(ClosureLifting):
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the body's."""
-        tensor = _unwrapped(tensor)
+        tensor = unwrapped(tensor)
         if isinstance(tensor, FunctionalTensor):
             tensor = tensor.elem
         if torch._is_functional_tensor(tensor):
-            tensor = _unwrapped(torch._from_functional_tensor(tensor))  # transforms around wrap it again
+            tensor = unwrapped(torch._from_functional_tensor(tensor))  # transforms around wrap it again
         return getattr(tensor, "fake_mode", None) is self.recorder
 
     def result(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that the recorder knows for a result of the body."""
-        finished = self.finish(_unwrapped(self.capture(tensor)))
+        finished = self.finish(unwrapped(self.capture(tensor)))
         if finished.shape != tensor.shape:
             raise TraceError(
                 f"The body of a loop or a branch draws random numbers for each item of a vmap around it, at "
@@ -190,13 +191,6 @@ def _seeing_functions(trace: ClosureLifting) -> contextlib.AbstractContextManage
     """A context in which a trace sees the functions that are called: also in a rule for vmap, which it calls itself."""
     active = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
     return contextlib.nullcontext() if any(mode is trace for mode in active) else trace
-
-
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor below all transforms."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
 
 
 @contextlib.contextmanager
