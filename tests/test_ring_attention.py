@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
-from sampling import product
+from sampling import product, sample
 from torch.nn.functional import scaled_dot_product_attention
+from workers import call_on_mesh
 
 import ring_attention
 import spmd
@@ -18,8 +19,12 @@ EVEN = [(1, 8), (2, 8), (4, 24), (8, 16)]
 UNEVEN = [(2, 7), (4, 10), (4, 9), (4, 3), (8, 9), (8, 1)]
 """Ranks and lengths: the last block shorter, and one, two or more of them empty."""
 
+CASES = [(*at, causal) for at in EVEN + UNEVEN for causal in (False, True)]
+FAST = [(1, 8, False), (2, 8, True), (4, 24, False), (2, 7, False), (4, 9, True), (4, 3, False), (8, 1, True)]
+each_case = pytest.mark.parametrize("case", sample(CASES, FAST))
 
-@pytest.fixture(params=[False, True], ids=["full", "causal"])
+
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "causal"])
 def causal(request):
     return request.param
 
@@ -49,16 +54,21 @@ def assert_is_attention_of_one_device(length, causal, mesh, step=None):
     )
 
 
-@pytest.mark.parametrize(("at", "causal"), product(EVEN + UNEVEN, [False, True]))
-def test_values_and_gradients(at, causal):
-    ranks, length = at
+@each_case
+def test_values_and_gradients(case):
+    ranks, length, causal = case
     mesh = spmd.make_mesh({"seq": ranks}, runtime="virtual")
     assert_is_attention_of_one_device(length, causal, mesh, virtual_step(ranks, length, causal))
 
 
-@pytest.mark.parametrize(("length", "causal"), product([8, 10], [False, True]))
-def test_values_and_gradients_on_both_runtimes(on_ranks, length, causal):
-    on_ranks(assert_is_attention_of_one_device, {"seq": 4}, length, causal)
+ON_PROCESSES = [(2, 7, True), (4, 8, False), (4, 8, True), (4, 10, False), (4, 10, True)]
+
+
+@pytest.mark.parametrize("case", sample(ON_PROCESSES, ON_PROCESSES[:2]))
+def test_values_and_gradients_on_processes(workers, case):
+    ranks, length, causal = case
+    check, axes = functools.partial(assert_is_attention_of_one_device, length, causal), {"seq": ranks}
+    workers.run(call_on_mesh, check, axes, "distributed", ranks=ranks)
 
 
 def test_batch_over_another_axis(causal):
@@ -106,9 +116,9 @@ def test_bfloat16_sums_in_float32(causal):
         torch.testing.assert_close(grad.full_tensor().float(), want, rtol=0.03, atol=0.03 * want.abs().max().item())
 
 
-@pytest.mark.parametrize(("at", "causal"), product(EVEN + UNEVEN, [False, True]))
-def test_bytes_are_the_closed_form(at, causal):
-    ranks, length = at
+@each_case
+def test_bytes_are_the_closed_form(case):
+    ranks, length, causal = case
     qkv, target = inputs(length)
     block = -(-length // ranks)
     holding = -(-length // block)
@@ -140,12 +150,13 @@ def test_memory_is_that_of_the_own_block(causal):
     assert everything[2] - everything[1] >= 2 * 2 * block
 
 
-@pytest.mark.parametrize(("length", "received"), [(8, 4 * 3), (10, (4 + 2) * 3)], ids=["even", "uneven"])
-def test_gradients_from_outside_let_blocks_go_round_again(length, received, causal):
+@pytest.mark.parametrize(("at", "causal"), product([(8, 4 * 3), (10, (4 + 2) * 3)], [False, True]))
+def test_gradients_from_outside_let_blocks_go_round_again(at, causal):
     """The forward program sends keys and values only, so it keeps no block that the backward pass receives.
 
     Of uneven shards it keeps no value at all, and the backward program makes the forward values again.
     """
+    length, received = at
     mesh = spmd.make_mesh({"seq": 4}, runtime="virtual")
     attention = ring_attention.make_attention(mesh, length, causal=causal)
     qkv, target = inputs(length)
@@ -159,7 +170,7 @@ def test_gradients_from_outside_let_blocks_go_round_again(length, received, caus
     torch.testing.assert_close([x.grad.full_tensor() for x in placed], list(pullback(target)))
 
 
-@pytest.mark.parametrize("length", [8, 10])
+@pytest.mark.parametrize(("length", "causal"), product([8, 10], [False, True]))
 def test_without_jit(length, causal):
     with spmd.disable_jit():
         assert_is_attention_of_one_device(length, causal, spmd.make_mesh({"seq": 4}, runtime="virtual"))
@@ -171,6 +182,7 @@ def test_a_masked_block_is_not_sent():
     assert {(step, rank) for step in (1, 2, 3) for rank in range(step, 4)} == received
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("length", [8, 10])
 def test_every_key_is_seen_once(causal, length):
     """By the masks of all steps on all ranks, run as a body."""
