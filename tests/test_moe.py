@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling import product
 
 import moe
 import spmd
@@ -23,8 +24,7 @@ def virtual(ranks):
     return spmd.make_mesh({moe.AXIS: ranks}, runtime="virtual")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@each_dispatch
+@pytest.mark.parametrize(("dispatch", "ranks"), product(moe.DISPATCHES.values(), [1, 2, 4, 8]))
 def test_losses_and_gradients_are_those_of_one_device(dispatch, ranks):
     batches = [moe.make_batch(CONFIG, 24, seed) for seed in range(3)]
     _, found = moe.train(virtual(ranks), CONFIG, dispatch, batches)

@@ -11,6 +11,7 @@ import construction_cases as cases
 import pytest
 import torch
 from conftest import OnRanks
+from sampling import product
 from torch.utils._python_dispatch import transform_subclass
 from workers import Workers, call_on_mesh
 
@@ -27,8 +28,7 @@ SPECS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=repr)
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(("spec", "rows"), product(SPECS, [1, 5]))
 def test_local_tensors_and_back(on_ranks: OnRanks, spec: P, rows: int) -> None:
     on_ranks(cases.there_and_back, AXES, spec, rows)
 

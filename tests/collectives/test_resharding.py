@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 from hypothesis import given
+from sampling import product
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spmd.collectives.resharding import eager_redistribution, redistribution
@@ -45,21 +46,20 @@ def check_pair(source, target, generator):
         assert first.target == second.source
 
 
-MESHES = {"1d": {"x": 3}, "2x2": {"x": 2, "y": 2}, "2x3": {"x": 2, "y": 3}, "3x3": {"x": 3, "y": 3}}
+MESHES = [{"x": 3}, {"x": 2, "y": 2}, {"x": 2, "y": 3}, {"x": 3, "y": 3}]
 
 
-@pytest.mark.parametrize("shape", [(12,), (7,), (1,), (12, 6), (5, 2), (0, 3)], ids=str)
-@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES.keys())
-def test_every_pair_of_specs(axes, shape):
+@pytest.mark.parametrize(("shape", "axes"), product([(7,), (12, 6), (5, 2), (1,), (12,), (0, 3)], MESHES))
+def test_every_pair_of_specs(shape, axes):
     mesh, generator = make_mesh(axes, runtime="virtual"), torch.Generator().manual_seed(0)
     specs = every_spec(mesh, TensorMeta(shape, F32))
     for source, target in itertools.product(specs, repeat=2):
         check_pair(source, target, generator)
 
 
-@pytest.mark.parametrize("shape", [(24,), (9, 4)], ids=str)
 @pytest.mark.parametrize(
-    "axes", [{"x": 2, "y": 2, "z": 2}, {"x": 2, "y": 3, "z": 1}, {"x": 3, "y": 2, "z": 2}], ids=str
+    ("axes", "shape"),
+    product([{"x": 2, "y": 2, "z": 2}, {"x": 2, "y": 3, "z": 1}, {"x": 3, "y": 2, "z": 2}], [(9, 4), (24,)]),
 )
 def test_sampled_pairs_on_three_axes(axes, shape):
     mesh, generator = make_mesh(axes, runtime="virtual"), torch.Generator().manual_seed(0)

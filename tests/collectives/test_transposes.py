@@ -11,6 +11,7 @@ import math
 import attrs
 import pytest
 import torch
+from sampling import product
 
 from spmd import P, jit, make_mesh, shard_map
 from spmd.collectives import all_gather, all_to_all, axis_size, pcast, pmax, pmin, ppermute, psum, psum_scatter
@@ -100,8 +101,8 @@ ROWS = [
 ]
 BY_NAME = {row.name: row for row in ROWS}
 CALLS = [(row.name, dim) for row in ROWS for dim in row.dims]
-each_call = pytest.mark.parametrize(("name", "dim"), CALLS, ids=[f"{name} {dim}" for name, dim in CALLS])
 each_place = pytest.mark.parametrize(("mesh_name", "axes"), PLACES, ids=[f"{m}-{''.join(a)}" for m, a in PLACES])
+each_call_in_each_place = pytest.mark.parametrize(("called", "at"), product(CALLS, PLACES))
 
 
 @attrs.frozen
@@ -195,38 +196,37 @@ def problem(name, dim, place):
     return row, lambda value: row.call(value, place.axes, dim), x, y
 
 
-@each_place
-@each_call
-def test_a_row_is_a_loop_and_its_transpose_the_adjoint(name, dim, mesh_name, axes):
-    place = Place.of(mesh_name, axes)
-    row, call, x, y = problem(name, dim, place)
+@each_call_in_each_place
+def test_a_row_is_a_loop_and_its_transpose_the_adjoint(called, at):
+    place = Place.of(*at)
+    row, call, x, y = problem(*called, place)
     kinds = row.to, COTANGENT[row.source]
     both = lambda x, y: (call(x), torch.func.vjp(call, x)[1](y)[0])  # noqa: E731
     value, pulled = place.run(both, (row.source, COTANGENT[row.to]), kinds, x, y)
-    torch.testing.assert_close(value, place.loop(row, dim, x))
+    torch.testing.assert_close(value, place.loop(row, called[1], x))
     forward = (value * place.summands(COTANGENT[row.to], y)).sum()
     torch.testing.assert_close((pulled * place.summands(row.source, x)).sum(), forward)
 
 
-@each_place
-@each_call
-def test_the_transpose_of_the_transpose_is_the_operation(name, dim, mesh_name, axes):
-    place = Place.of(mesh_name, axes)
-    row, call, x, y = problem(name, dim, place)
+@each_call_in_each_place
+def test_the_transpose_of_the_transpose_is_the_operation(called, at):
+    place = Place.of(*at)
+    row, call, x, y = problem(*called, place)
 
     def twice(x, y):
         transpose = torch.func.vjp(call, x)[1]
         return torch.func.vjp(lambda y: transpose(y)[0], y)[1](x)[0]
 
     (found,) = place.run(twice, (row.source, COTANGENT[row.to]), (row.to,), x, y)
-    torch.testing.assert_close(found, place.loop(row, dim, x))
+    torch.testing.assert_close(found, place.loop(row, called[1], x))
 
 
-@pytest.mark.parametrize(("mesh_name", "axes"), [("line", ("x",)), ("grid", ("y", "x")), ("cube", ("x", "z"))])
-@each_call
-def test_gradients_of_first_and_second_order_are_those_of_a_loop(name, dim, mesh_name, axes):
-    place = Place.of(mesh_name, axes)
-    row, call, x, _ = problem(name, dim, place)
+@pytest.mark.parametrize(
+    ("called", "at"), product(CALLS, [("line", ("x",)), ("grid", ("y", "x")), ("cube", ("x", "z"))])
+)
+def test_gradients_of_first_and_second_order_are_those_of_a_loop(called, at):
+    place = Place.of(*at)
+    row, call, x, _ = problem(*called, place)
     direction = place.draw(row.source, x.shape[1:], 2)
     mapped = place.mapped(call, (row.source,), (row.to,))
 
@@ -237,17 +237,17 @@ def test_gradients_of_first_and_second_order_are_those_of_a_loop(name, dim, mesh
 
     # A reduced result is read from all ranks: the loss has it once for each.
     copies = len(place.groups[0]) if row.to == "R" else 1
-    scaled = lambda x: place.loop(row, dim, x) * copies ** (1 / 3)  # noqa: E731
+    scaled = lambda x: place.loop(row, called[1], x) * copies ** (1 / 3)  # noqa: E731
     jitted = jit(orders(lambda x: mapped(x)[0], lambda x: x), P(), None, mesh=place.mesh)
     for found, expected in zip(jitted(x, direction), orders(scaled, lambda x: x)(x, direction), strict=True):
         torch.testing.assert_close(found.full_tensor(), expected)
 
 
-@pytest.mark.parametrize(("in_dim", "out_dim"), [(0, 0), (1, 2), (2, 1)])
-@each_call
-def test_vmap_is_a_loop(name, dim, in_dim, out_dim):
+@pytest.mark.parametrize(("called", "dims"), product(CALLS, [(0, 0), (1, 2), (2, 1)]))
+def test_vmap_is_a_loop(called, dims):
+    in_dim, out_dim = dims
     place = Place.of("grid", ("y", "x"))
-    row, call, x, y = problem(name, dim, place)
+    row, call, x, y = problem(*called, place)
     xs, ys = (torch.stack([data, 2 - data, data.cos()], in_dim + 1) for data in (x, y))
     function = lambda x, y: (call(x), torch.func.vjp(call, x)[1](y)[0])  # noqa: E731
     kinds = row.to, COTANGENT[row.source]
@@ -323,10 +323,9 @@ def test_scatters_to_uneven_chunks_and_their_transposes(mesh_name, axes, length,
     torch.testing.assert_close(place.data(kind, pulled), y.expand_as(place.data(kind, pulled)))
 
 
-@pytest.mark.parametrize("kind", ["max", "min"])
-@each_place
-def test_extrema_have_the_derivative_of_differences(kind, mesh_name, axes):
-    place = Place.of(mesh_name, axes)
+@pytest.mark.parametrize(("at", "kind"), product(PLACES, ["max", "min"]))
+def test_extrema_have_the_derivative_of_differences(at, kind):
+    place, axes = Place.of(*at), at[1]
     reduce = pmax if kind == "max" else pmin
     mapped = place.mapped(lambda x: reduce(x, axes), ("V",), ("I",))
     x, direction = place.draw("V", (2, 3), 0), place.draw("V", (2, 3), 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optree import tree_leaves
+from sampling import product
 
 import spmd
 from spmd import P
@@ -82,9 +83,10 @@ def sharded_image(image: P, gradients: bool) -> tuple[Any, Any]:
     return (image, P(), P()), (image, image, P(), P()) if gradients else image
 
 
-@both
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("few_columns", "large_and_transposed")])
+@pytest.mark.parametrize(
+    ("name", "ranks", "gradients"),
+    product([name for name in CASES if name not in ("few_columns", "large_and_transposed")], [2, 3, 4], [True, False]),
+)
 def test_space_is_sharded(name: str, ranks: int, gradients: bool) -> None:
     f, arguments = program(name, gradients)
     mesh = spmd.make_mesh({"x": ranks}, runtime="virtual")

@@ -6,6 +6,7 @@ import re
 import pytest
 import redistribution_cases as cases
 import torch
+from sampling import product
 
 import spmd
 from proofs.redistribution.sweep import compare, wrong
@@ -17,8 +18,7 @@ from spmd.core.spec import DTensorSpec, TensorMeta
 MESHES = [{"x": 4}, {"x": 2, "y": 2}]
 
 
-@pytest.mark.parametrize("shape", [(16, 8), (4096, 1024)], ids=str)
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize(("axes", "shape"), product(MESHES, [(4096, 1024), (16, 8)]))
 def test_no_pair_costs_more_than_the_optimum_or_than_torchs(axes, shape):
     logging.getLogger("torch").setLevel(logging.ERROR)
     found = compare(make_mesh(axes, runtime="virtual"), TensorMeta(shape, torch.float32))
@@ -33,8 +33,9 @@ def test_values_and_gradients_of_all_pairs_are_those_of_one_device(axes):
     assert [] == list(wrong(make_mesh(axes, runtime="virtual"), TensorMeta((5, 3), torch.float32)))
 
 
-@pytest.mark.parametrize("shape", [(7, 3), (1, 5), (0, 3), (8, 8)], ids=str)
-@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axes"), product([(7, 3), (1, 5), (0, 3), (8, 8)], [{"x": 2, "y": 2}, {"x": 4}, {"x": 2}])
+)
 def test_random_pairs_between_processes(workers, axes, shape):
     ranks = torch.Size(axes.values()).numel()
     found = workers.run(cases.random_pairs, axes, shape, 30, ranks=ranks)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import product
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -28,8 +29,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "transform"), product(LOSSES, TRANSFORMS))
 def test_derivatives(loss, transform):
     function = TRANSFORMS[transform](LOSSES[loss])
     result = spmd.jit(function, P("data"), P(), mesh=MESH)(X)
@@ -49,15 +49,13 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("transform", [*TRANSFORMS, "jacrev", "vmap of pullback"])
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(("name", "transform"), product(PRODUCTS, [*TRANSFORMS, "jacrev", "vmap of pullback"]))
 def test_derivatives_of_products(name, transform):
-    product = PRODUCTS[name]
     more = {
         "jacrev": lambda f: jacrev(lambda x: torch.stack([f(x), f(x.cos())])),
         "vmap of pullback": lambda f: lambda x: vmap(lambda c: vjp(f, x)[1](c)[0])(x[0, 0, 0]),
     }
-    function = {**TRANSFORMS, **more}[transform](product)
+    function = {**TRANSFORMS, **more}[transform](PRODUCTS[name])
     torch.testing.assert_close(spmd.jit(function, P("data"), P(), mesh=MESH)(X).full_tensor(), function(X))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import product
 
 import spmd
 from spmd import P
@@ -82,8 +83,7 @@ CASES = {
 SPECS = [P(), P("a"), P(None, "a"), P(None, None, "b"), P("a", "b"), P("b", None, "a"), P(partial={"a": "sum"})]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=repr)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "spec"), product(CASES, SPECS))
 def test_values(case: str, spec: P) -> None:
     mesh = spmd.make_mesh({"a": 2, "b": 2}, runtime="virtual")
     x = torch.randn(4, 3, 6)

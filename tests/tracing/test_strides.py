@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import product
 
 import spmd
 from spmd import P
@@ -59,8 +60,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(("name", "target"), product(WRITES, TARGETS))
 def test_draws_after_a_write(name, target):
     def function(x):
         held, written = TARGETS[target]()
