@@ -9,6 +9,7 @@ import plain_module_cases as cases
 import pytest
 import torch
 from conftest import OnRanks
+from sampling import product
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from workers import Workers, call_on_mesh
@@ -17,24 +18,29 @@ import spmd
 from spmd import DTensor, P
 
 MESH = spmd.make_mesh({"x": 2, "y": 2}, runtime="virtual")
-LOOPS = [cases.accumulated_and_clipped, cases.adapters, cases.tied, cases.the_module_is_the_function]
+LOOPS = [
+    cases.accumulated_and_clipped,
+    cases.adapters,
+    cases.tied,
+    cases.the_module_is_the_function,
+    cases.own_memory,
+    cases.second_order,
+]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", list(cases.OPTIMIZERS))
+@pytest.mark.parametrize(("name", "sharded"), product(cases.OPTIMIZERS, [False, True]))
 def test_stock_optimizers_train_plain_modules(name: str, sharded: bool, on_ranks: OnRanks) -> None:
     on_ranks(cases.optimizers, {"x": 2}, name, sharded)
 
 
-@pytest.mark.parametrize("case", [*LOOPS, cases.own_memory, cases.second_order], ids=lambda case: case.__name__)
-@pytest.mark.parametrize("axes", [{"x": 3}, {"x": 2, "y": 2}], ids=["3", "2x2"])
+@pytest.mark.parametrize(("case", "axes"), product(LOOPS, [{"x": 3}, {"x": 2, "y": 2}, {"x": 2}]))
 def test_loops_of_plain_modules_are_those_of_one_device(case: Any, axes: dict[str, int]) -> None:
     case(spmd.make_mesh(axes, runtime="virtual"))
 
 
-@pytest.mark.parametrize("case", [*LOOPS, cases.own_memory, cases.second_order], ids=lambda case: case.__name__)
-def test_processes_train_plain_modules(case: Any, on_ranks: OnRanks) -> None:
-    on_ranks(case, {"x": 2})
+@pytest.mark.parametrize("case", LOOPS, ids=lambda case: case.__name__)
+def test_processes_train_plain_modules(case: Any, workers: Workers) -> None:
+    workers.run(call_on_mesh, case, {"x": 2}, "distributed", ranks=2)
 
 
 def test_uncompiled_functions_have_plain_gradients() -> None:
