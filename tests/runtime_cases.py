@@ -294,9 +294,13 @@ def operators_outside_jit(mesh: Mesh) -> None:
         torch.testing.assert_close(whole, wanted, rtol=1e-5, atol=1e-6)
 
 
-def stock_models(mesh: Mesh) -> None:
-    """Stock modules with fully sharded and with tensor-parallel parameters, trained by a stock optimizer."""
+def a_stock_encoder(mesh: Mesh) -> None:
+    """A stock module with tensor-parallel parameters, trained by a stock optimizer."""
     assert_trains_alike("encoder", "tp", mesh)
+
+
+def a_stock_resnet(mesh: Mesh) -> None:
+    """A stock module with fully sharded parameters and statistics of batches."""
     assert_trains_alike("resnet", "fsdp", mesh)
 
 
@@ -362,9 +366,9 @@ CASES: dict[str, Callable[[Mesh], None]] = {
     for case in (
         gradients_of_uneven_shards, empty_shards, draws_in_program_order, several_results, local_implementations,
         closed_over_tensors, lists_of_tensors, reshapes_of_shards, kernels_that_read_strides, training_steps,
-        redistributions, free_results, gradients_from_outside, operators_outside_jit, stock_models,
+        redistributions, free_results, gradients_from_outside, operators_outside_jit, a_stock_encoder,
         sums_in_another_dtype, gradients_of_moves, printing, host_calls, buckets,
-        buckets_of_exchanges,
+        buckets_of_exchanges, a_stock_resnet,
     )
 }  # fmt: skip
 

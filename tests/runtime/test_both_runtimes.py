@@ -10,6 +10,14 @@ from sampling import product
 pytestmark = pytest.mark.filterwarnings("ignore::spmd.api.programs.missing_rules.MissingRuleWarning")
 
 
-@pytest.mark.parametrize(("name", "axes"), product(runtime_cases.CASES, [{"x": 2, "y": 2}, {"x": 1, "y": 3}]))
+MESHES = [{"x": 2, "y": 2}, {"x": 1, "y": 3}]
+LONG = "a_stock_resnet"
+CASES = [
+    *product([name for name in runtime_cases.CASES if name != LONG], MESHES),
+    *(pytest.param(LONG, axes, marks=pytest.mark.slow) for axes in MESHES),
+]
+
+
+@pytest.mark.parametrize(("name", "axes"), CASES)
 def test_values_are_those_of_one_device(on_ranks: OnRanks, name: str, axes: dict[str, int]) -> None:
     on_ranks(runtime_cases.run, axes, name)
