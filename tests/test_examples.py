@@ -178,18 +178,15 @@ def test_thirteen_sequences_over_eight_ranks(name):
     assert_trains_as_on_one_device(SMALL, layouts.STRATEGIES[name], mesh, small_batch(13))
 
 
-@pytest.mark.parametrize(
-    "name",
-    # five seconds each; the next test takes more steps of the same workload by every strategy
-    [name if name in ("dp", "fsdp_tp") else pytest.param(name, marks=pytest.mark.slow) for name in layouts.STRATEGIES],
-)
+@pytest.mark.slow  # five seconds each; the next test takes steps of the same workload
+@pytest.mark.parametrize("name", layouts.STRATEGIES)
 def test_workload_trains_as_one_device(name):
     strategy = layouts.STRATEGIES[name]
     mesh = spmd.make_mesh(strategy.mesh, runtime="virtual")
     assert_trains_as_on_one_device(textbook.WORKLOAD, strategy, mesh, comms.workload_batch())
 
 
-@pytest.mark.parametrize("name", sample(layouts.STRATEGIES, ["dp", "fsdp_tp"]))
+@pytest.mark.parametrize("name", sample(layouts.STRATEGIES, ["fsdp_tp"]))
 def test_five_steps_in_double_precision_leave_the_state_of_one_device(name):
     strategy = layouts.STRATEGIES[name]
     mesh = spmd.make_mesh(strategy.mesh, runtime="virtual")
@@ -325,7 +322,7 @@ def test_resume_option(arguments, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--strategy", "dp_tp"],
+        pytest.param(["--strategy", "dp_tp"], marks=pytest.mark.slow),
         ["--strategy", "fsdp", "--mesh", "data=3"],
         ["--strategy", "fsdp_tp", "--dtype", "bfloat16"],
     ],

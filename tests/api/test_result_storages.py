@@ -3,6 +3,7 @@
 import pytest
 import storage_cases as cases
 import torch
+from sampling import sample
 from workers import call_on_mesh
 
 import layouts
@@ -12,7 +13,7 @@ import spmd
 from spmd import P
 from spmd.testing.live import peak_bytes
 
-MESHES = [dict(axes) for axes in {tuple(s.mesh_of(2).items()) for s in layouts.STRATEGIES.values()}]
+MESHES = [dict(axes) for axes in dict.fromkeys(tuple(s.mesh_of(2).items()) for s in layouts.STRATEGIES.values())]
 
 
 @pytest.mark.parametrize(
@@ -33,9 +34,9 @@ def test_results_of_processes_hold_their_own(workers, ranks):
     workers.run(call_on_mesh, cases.results_hold_their_own, {"x": 2, "y": ranks // 2}, "distributed", 1, ranks=ranks)
 
 
-def test_results_of_training_hold_their_own():
-    names = [name for axes in MESHES for name in cases.examples_hold_their_own(axes, "virtual")]
-    assert set(layouts.STRATEGIES) == set(names)
+@pytest.mark.parametrize("axes", sample(MESHES, [{"data": 2}]))
+def test_results_of_training_hold_their_own(axes):
+    assert cases.examples_hold_their_own(axes, "virtual")
 
 
 @pytest.mark.slow  # six strategies are compiled on each of two processes

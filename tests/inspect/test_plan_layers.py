@@ -81,7 +81,7 @@ OTHERWISE: dict[str, tuple[set[int], set[int]]] = {
 @pytest.mark.parametrize(
     ("strategy", "layers"),
     [
-        pytest.param(name, layers, marks=() if layers == 6 and name in ("fsdp", "tp", "sp") else pytest.mark.slow)
+        pytest.param(name, layers, marks=() if layers == 6 and name in ("fsdp", "sp") else pytest.mark.slow)
         for name in layouts.STRATEGIES
         for layers in (6, 12)
     ],
