@@ -63,8 +63,8 @@ def test_cases_are_varied() -> None:
     """The generator reaches what it is for: every operator, all kinds of specs, empty and uneven shards."""
     seen: set[object] = set()
 
-    @hypothesis.settings(max_examples=600, phases=[hypothesis.Phase.generate], derandomize=True)
-    @hypothesis.given(cases(max_steps=8))
+    @hypothesis.settings(max_examples=350, phases=[hypothesis.Phase.generate], derandomize=True)
+    @hypothesis.given(cases(max_steps=24))
     def draw(case: Case) -> None:
         seen.update(step.operator for step in case.program.steps)
         seen.update(case.mesh.names)

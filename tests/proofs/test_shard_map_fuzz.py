@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import sample
 
 from proofs.fuzz.outcome import Status
 from proofs.fuzz.program import default_dtype
@@ -33,7 +34,7 @@ from proofs.shard_map_fuzz.shrink import shrink
 SEEDS = st.integers(0, 10**9)
 
 
-@pytest.mark.parametrize("seed", range(10))  # `make test-shard-map` runs ten thousand
+@pytest.mark.parametrize("seed", sample(range(10), range(5)))  # `make test-shard-map` runs ten thousand
 def test_programs(seed):
     check_program(seed)
 
@@ -144,8 +145,10 @@ def test_the_reference_refuses_shapes_that_do_not_fit(step):
 
 def test_a_failing_program_is_made_shorter():
     name = "transpose of psum"
+    with default_dtype():
+        seeds = sorted(range(60), key=lambda seed: len(script(generate(seed))))  # short ones are checked in less time
     with MUTANTS[name].applied():
-        seed = next(seed for seed in range(100) if check_seed(seed).status is Status.WRONG)
+        seed = next(seed for seed in seeds if check_seed(seed).status is Status.WRONG)
         program = shrink(generate(seed))
         assert check_seed(seed, program=program).status is Status.WRONG
     assert len(script(program)) <= len(script(generate(seed)))
