@@ -166,7 +166,9 @@ def test_moves_to_a_pending_reduction(source: list[Any], target: list[Any]) -> N
 KINDS = [Replicate(), Shard(0), Shard(1)]
 
 
-@pytest.mark.parametrize("mesh", [spmd.make_mesh({"x": 4, "y": 2}, runtime="virtual"), CUBE], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [spmd.make_mesh({"x": 4, "y": 2}, runtime="virtual"), pytest.param(CUBE, marks=pytest.mark.slow)], ids=str
+)
 def test_every_move_on_meshes_of_several_axes(mesh: spmd.Mesh) -> None:
     whole, count = values((16, 24)), len(mesh.names)
     for given in itertools.product([*KINDS, Partial()], repeat=count):

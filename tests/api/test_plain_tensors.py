@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,15 +25,32 @@ MESH = spmd.make_mesh({"x": 3}, runtime="virtual")
 MASK, WEIGHT = torch.ones(6, 6).tril().bool(), torch.ones(4, 8)
 
 
-@pytest.mark.parametrize(("name", "at"), product(cases.CASES, [({"x": 3}, 0), ({"x": 2, "y": 2}, -1)]))
+PLACES = [({"x": 3}, 0), ({"x": 2, "y": 2}, -1)]
+LONG = ("GRU of packed sequences", "RNN of packed sequences")
+"""What these do is done by the LSTM of packed sequences, too."""
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        *product([name for name in cases.CASES if name not in LONG], PLACES),
+        *(pytest.param(name, at, marks=pytest.mark.slow) for name, at in itertools.product(LONG, PLACES)),
+    ],
+)
 def test_tensors_that_torch_makes(name: str, at: tuple[dict[str, int], int]) -> None:
     axes, shard = at
     found = cases.results(name, spmd.make_mesh(axes, runtime="virtual"), shard)
     torch.testing.assert_close(found, cases.results(name, None))
 
 
-ON_PROCESSES = ["causal attention with dropout", "fractional pooling", "LSTM of packed sequences", "chunks of a loss"]
-SLOW_ON_PROCESSES = ["LSTM", "padded sequences", "normalization over channels", "eigenvalues"]
+ON_PROCESSES = ["causal attention with dropout", "fractional pooling", "chunks of a loss"]
+SLOW_ON_PROCESSES = [
+    "LSTM",
+    "LSTM of packed sequences",
+    "padded sequences",
+    "normalization over channels",
+    "eigenvalues",
+]
 
 
 @pytest.mark.parametrize("name", sample([*ON_PROCESSES, *SLOW_ON_PROCESSES], ON_PROCESSES))
@@ -50,11 +68,11 @@ def test_ranks_compare_what_torch_draws(check: str, refused: list[int], workers:
         assert said[-1].endswith("If it is drawn, call torch.manual_seed with the same seed on all ranks.")
 
 
-def test_ranks_compare_a_tensor_that_torch_makes_once(workers: Workers) -> None:
-    for name in ("LSTM", "eigenvalues"):
-        run = functools.partial(cases.comparisons, name)
-        for calls in workers.run(call_on_mesh, run, {"x": 2}, "distributed", ranks=2):
-            assert calls and not [call for call in calls if "with plain tensors" in call]
+@pytest.mark.parametrize("name", sample(["LSTM", "eigenvalues"], ["LSTM"]))
+def test_ranks_compare_a_tensor_that_torch_makes_once(name: str, workers: Workers) -> None:
+    run = functools.partial(cases.comparisons, name)
+    for calls in workers.run(call_on_mesh, run, {"x": 2}, "distributed", ranks=2):
+        assert calls and not [call for call in calls if "with plain tensors" in call]
 
 
 def test_gradients_of_what_is_written_to_a_plain_tensor_are_dtensors() -> None:

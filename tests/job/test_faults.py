@@ -244,14 +244,14 @@ def test_a_rank_that_does_not_start_is_named(forks, missing):
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    [(cases.killed, r"Rank 1 of 3 failed in launched:\n.*SIGKILL"), SLOW(cases.raises_between_steps, "no such file")],
+    [(cases.killed, r"Rank 1 of 2 failed in launched:\n.*SIGKILL"), SLOW(cases.raises_between_steps, "no such file")],
     ids=["SIGKILL", "error"],
 )
 def test_launch_leaves_no_processes(tmp_path, case, message):
     with pytest.raises(SpmdError, match=f"(?s){message}"):
-        launch(cases.launched, 3, case, 1, str(tmp_path))
+        launch(cases.launched, 2, case, 1, str(tmp_path))
     pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
-    assert 3 == len(pids)
+    assert 2 == len(pids)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 

@@ -21,6 +21,7 @@ def test_the_first_traceback_is_the_error():
         launch(cases.fail_on_rank_one, 2)
 
 
+@pytest.mark.slow  # tests/job/test_faults.py has a fast one
 def test_a_rank_that_is_killed_is_the_error():
     with pytest.raises(SpmdError, match=r"Rank 1 of 2 failed in die_on_rank_one:\nSignal 9 \(SIGKILL\) received"):
         launch(cases.die_on_rank_one, 2)
