@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import attrs
@@ -66,6 +67,10 @@ class Draw:
         most: the most arguments and constants.
         axes: the names of the mesh axes.
         mesh: the sizes of the mesh axes.
+        in_reverse: whether the program runs under reverse mode.
+        body: the statements of a body with parameters, in whose context operands are its own; see `Maker.body`.
+        foreign: the values that are from outside of the body which is being generated.
+        depth: how many bodies that one is in, itself included.
     """
 
     rng: random.Random
@@ -80,6 +85,10 @@ class Draw:
     unused: set[str] = attrs.field(factory=set)
     adapters: list[tuple[str, str]] = attrs.field(factory=list)
     taken: set[str] = attrs.field(factory=set)
+    in_reverse: bool = False
+    body: Callable[[Mapping[str, str]], AbstractContextManager[list[str]]] = attrs.field(init=False)
+    foreign: tuple[str, ...] = ()
+    depth: int = 0
     _count: int = 0
 
     def choice(self, *items: _T) -> _T:
@@ -274,7 +283,7 @@ class Draw:
         if math.prod(shape) > 600:
             raise Rejected("large")
         if len(self.arguments) + len(self.constants) >= self.most:
-            return self._adapted(kind, tuple(shape))
+            return self.adapted(kind, tuple(shape), self.values)
         argument = len(self.arguments) < 2 or self.maybe(0.7)
         table = self.arguments if argument else self.constants
         name = f"{'x' if argument else 'c'}{len(table)}"
@@ -284,9 +293,10 @@ class Draw:
         self.values.append(name)
         return self._take(name)
 
-    def _adapted(self, kind: Kind, shape: tuple[int, ...]) -> Operand:
+    def adapted(self, kind: Kind, shape: tuple[int, ...], among: Sequence[str]) -> Operand:
+        """One of some values reshaped to `shape`."""
         numel = math.prod(shape)
-        found = [name for name in self.values if self._has(name, kind)]
+        found = [name for name in among if self._has(name, kind)]
         if not found:
             raise Rejected("no operand")
         x = self._take(self._prefer(found))
@@ -307,8 +317,8 @@ class Draw:
         return Kind.of(tensor) is kind and tensor.numel() > 0
 
     def is_own(self, x: Operand) -> bool:
-        """Whether a value shares no memory with an argument or a constant, so that it may be written to."""
-        others = (self.environment.values[name] for name in (*self.arguments, *self.constants))
+        """Whether it may be written to: it shares no memory with an argument, a constant or the outside of a body."""
+        others = (self.environment.values[name] for name in (*self.arguments, *self.constants, *self.foreign))
         memory = x.tensor.untyped_storage().data_ptr()
         return all(other.untyped_storage().data_ptr() != memory for other in others)
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import itertools
 import random
-import re
 from contextlib import nullcontext
 
 import attrs
 import torch
 
-from proofs.fuzz.draw import Block, Draw, Operand
-from proofs.fuzz.environment import Environment, Rejected, check_stable, seeded
+from proofs.fuzz.draw import Draw, Operand
+from proofs.fuzz.environment import Rejected, check_stable, seeded
+from proofs.fuzz.maker import CHANCES, NAMES, TRIES, Maker, words
 from proofs.fuzz.one_device import OneDevice
-from proofs.fuzz.pool import OPERATORS, WEIGHTS
-from proofs.fuzz.program import AXES, MACHINES, Argument, Line, Program
+from proofs.fuzz.pool import LOOPS
+from proofs.fuzz.program import AXES, MACHINES, Argument, Program
 from proofs.fuzz.rounding import OtherRounding
 from proofs.fuzz.tensors import NUDGE, Kind, Layout, Recipe, in_order, nudged
 from proofs.fuzz.transforms import Kind as TransformKind
@@ -38,8 +37,11 @@ _TRANSFORMS = {
     TransformKind.GRAD_GRAD: 5,
 }
 _COSTLY = frozenset({TransformKind.JACREV, TransformKind.JACFWD, TransformKind.HESSIAN, TransformKind.GRAD_GRAD})
-_TRIES = 4  # attempts with one operator, so that operators with many conditions are not rare
 _IN_TURN = 5  # operators of a program that are taken in turn and not drawn, so that none is rare
+_REVERSE = frozenset(TransformKind) - {
+    TransformKind.NONE, TransformKind.JVP, TransformKind.LINEARIZE, TransformKind.VMAP, TransformKind.JACFWD,
+}  # fmt: skip
+_LOOP_OF = 4  # programs, of which one holds a loop or a branch
 _RETURNED = 0.25  # fraction of values with a later reader that are also returned, since the reader may hide an error
 _RESULTS = 2048  # the most elements of all results together
 _CALLS = 250  # the most operators that one device runs
@@ -58,13 +60,14 @@ def _generated(rng: random.Random, seed: int) -> Program | None:
     mesh = _mesh(rng, kind)
     axes = AXES[: len(mesh)]
     largest = 3 if kind in _COSTLY else 5
-    maker = _Maker(Draw(rng, axes=axes, mesh=mesh, largest=largest, most=min(8, 3 + length // 3)))
-    wanted = [*_in_turn(seed), *rng.choices(_NAMES, _WEIGHTS, k=length - _IN_TURN)]
+    draw = Draw(rng, axes=axes, mesh=mesh, largest=largest, most=min(8, 3 + length // 3), in_reverse=kind in _REVERSE)
+    maker = Maker(draw)
+    wanted = [*_in_turn(seed), *_loops_in_turn(seed, kind), *rng.choices(NAMES, CHANCES, k=length - _IN_TURN)]
     rng.shuffle(wanted)
     again = wanted[:]  # retried later, when there are other operands
     while len(maker.lines) - maker.adapted < length:
-        operator = wanted.pop() if wanted else again.pop() if again else rng.choices(_NAMES, _WEIGHTS)[0]
-        if any(maker.attempt(operator) for _ in range(_TRIES)) and operator in again:
+        operator = wanted.pop() if wanted else again.pop() if again else rng.choices(NAMES, CHANCES)[0]
+        if any(maker.attempt(operator) for _ in range(TRIES)) and operator in again:
             again.remove(operator)
     return _finished(maker, seed, kind, mesh)
 
@@ -72,13 +75,20 @@ def _generated(rng: random.Random, seed: int) -> Program | None:
 def _in_turn(seed: int) -> list[str]:
     """Operators that the program of a seed should have; over consecutive seeds, all operators are equally frequent."""
     turns = range(seed * _IN_TURN, (seed + 1) * _IN_TURN)
-    return [_order(turn // len(_NAMES))[turn % len(_NAMES)] for turn in turns]
+    return [_order(turn // len(NAMES))[turn % len(NAMES)] for turn in turns]
+
+
+def _loops_in_turn(seed: int, kind: TransformKind) -> list[str]:
+    """Loops and branches that a program should have: one program of `_LOOP_OF` has two."""
+    turn, is_without = divmod(seed, _LOOP_OF)
+    found = [name for name in LOOPS if name != "while_loop" or kind not in _REVERSE]
+    return [] if is_without else [found[(turn + n) % len(found)] for n in (0, 3)]
 
 
 @functools.cache
 def _order(number: int) -> list[str]:
     """The operators in a random order, by its number."""
-    return random.Random(number).sample(_NAMES, len(_NAMES))
+    return random.Random(number).sample(NAMES, len(NAMES))
 
 
 def _length(rng: random.Random, kind: TransformKind) -> int:
@@ -88,104 +98,22 @@ def _length(rng: random.Random, kind: TransformKind) -> int:
     return 5 + min(20, int(rng.expovariate(0.16 if kind in (TransformKind.NONE, TransformKind.VMAP) else 0.28)))
 
 
-_NAMES = tuple(OPERATORS)
-_WEIGHTS = tuple(WEIGHTS[name] for name in _NAMES)
-
-
-@attrs.define
-class _Maker:
-    """A program that grows line by line."""
-
-    draw: Draw
-    lines: list[Line] = attrs.field(factory=list)
-    adapted: int = 0
-
-    def attempt(self, operator: str) -> bool:
-        """Add a line of an operator, and return True; False if it has no operands or its result is rejected."""
-        draw = self.draw
-        before = (dict(draw.arguments), dict(draw.constants), list(draw.values))
-        draw.taken, draw.adapters = set(), []
-        written = False
-        try:
-            made = OPERATORS[operator](draw)
-            written = isinstance(made, Block)
-            text, names = self._executed(made) if isinstance(made, Block) else self._evaluated(made)
-        except Rejected:
-            draw.arguments, draw.constants, draw.values = before
-            if written:
-                self._rebuild()
-            return False
-        self.lines += [Line("adapt", text) for _, text in draw.adapters]
-        self.adapted += len(draw.adapters)
-        self.lines.append(Line(operator, text))
-        draw.unused -= draw.taken
-        draw.unused |= set(names)
-        draw.values += [name for name in names if name not in draw.values]
-        return True
-
-    def _executed(self, block: Block) -> tuple[str, tuple[str, ...]]:
-        environment = self.draw.environment
-        text = "\n".join(block.statements)
-        environment.run(text)
-        environment.check([*self.draw.values, *block.names])
-        return text, block.names
-
-    def _evaluated(self, expression: str) -> tuple[str, tuple[str, ...]]:
-        draw = self.draw
-        value, moved = draw.environment.evaluate(expression)
-        if isinstance(value, torch.Tensor):
-            name = draw.name()
-            suffix = _relayout(draw, value)
-            if suffix:
-                text = f"{expression}{suffix}" if _is_postfix(expression) else f"({expression}){suffix}"
-                value, moved = draw.environment.evaluate(text)
-                expression = text
-            draw.environment.bind(name, value, moved)
-            return f"{name} = {expression}", (name,)
-        kept = [draw.name() for _ in value[:3]]
-        for name, one, other in zip(kept, value, moved, strict=False):
-            draw.environment.bind(name, one, other)
-        targets = ", ".join(kept) + ("," if len(kept) == 1 else "") + (", *_" if len(value) > 3 else "")
-        return f"{targets} = {expression}", tuple(kept)
-
-    def _rebuild(self) -> None:
-        """Recompute the environment, after rejected statements wrote to its values."""
-        environment = self.draw.environment = Environment()
-        for table, argument in ((self.draw.arguments, True), (self.draw.constants, False)):
-            for name, recipe in table.items():
-                environment.define(name, recipe, argument=argument)
-        for line in self.lines:
-            environment.run(line.text)
-
-
-def _relayout(draw: Draw, value: torch.Tensor) -> str:
-    """A view to append to an expression, or nothing, so that many values are not contiguous."""
-    if value.ndim < 1 or not value.is_contiguous() or draw.maybe(0.55) or value.numel() < 2:
-        return ""
-    if value.ndim > 1 and draw.maybe(0.7):
-        return draw.choice(".mT", ".transpose(0, -1)", ".movedim(0, -1)", ".transpose(0, 1)")
-    if value.ndim < 4 and draw.maybe(0.25) and value.numel() <= 200:
-        return ".unsqueeze(0).expand(" + ", ".join(["2", *["-1"] * value.ndim]) + ")"
-    return draw.choice("[..., ::2]", "[..., 1:]" if value.shape[-1] > 1 else "[::2]", "[::2]")
-
-
-def _is_postfix(expression: str) -> bool:
-    return isinstance(ast.parse(expression, mode="eval").body, (ast.Call, ast.Subscript, ast.Attribute, ast.Name))
-
-
-def _finished(maker: _Maker, seed: int, kind: TransformKind, mesh: tuple[int, ...]) -> Program | None:
+def _finished(maker: Maker, seed: int, kind: TransformKind, mesh: tuple[int, ...]) -> Program | None:
     draw = maker.draw
     rng = draw.rng
     read = " ".join(line.text for line in maker.lines)
-    words = set(_words(read))
-    arguments = {name: recipe for name, recipe in draw.arguments.items() if name in words}
-    constants = tuple((name, recipe) for name, recipe in draw.constants.items() if name in words)
+    used = set(words(read))
+    arguments = {name: recipe for name, recipe in draw.arguments.items() if name in used}
+    constants = tuple((name, recipe) for name, recipe in draw.constants.items() if name in used)
     returned = set(draw.unused)
     if kind not in _COSTLY:
         returned.update(name for name in draw.values if name not in draw.arguments and draw.maybe(_RETURNED))
     outputs = tuple(name for name in draw.values if name in returned)
     machine = rng.randrange(len(MACHINES))
+    in_forward = any("spmd.while_loop" in line.text for line in maker.lines)
     for candidate in _candidates(kind):
+        if in_forward and candidate in _REVERSE:
+            continue
         recipes = dict(arguments)
         transform = _transform(rng, candidate, recipes)
         if transform is None:
@@ -208,10 +136,6 @@ def _strided(draw: Draw) -> tuple[int, int]:
     tensors += [environment.values[name] for name in draw.values if name not in draw.arguments]
     several = [tensor for tensor in tensors if tensor.numel() > 1]
     return len(several), sum(not tensor.is_contiguous() for tensor in several)
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z]\d+", text)
 
 
 def _candidates(kind: TransformKind) -> list[TransformKind]:

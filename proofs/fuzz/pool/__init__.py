@@ -26,6 +26,7 @@ from proofs.fuzz.pool import (
     steered,
     views,
 )
+from proofs.fuzz.pool.loops import LOOPS
 from proofs.fuzz.pool.operator import Operator
 
 FAMILIES = (
@@ -82,3 +83,5 @@ _MORE_THAN_ONCE = {
 
 WEIGHTS: Mapping[str, int] = MappingProxyType({name: _MORE_THAN_ONCE.get(name, 1) for name in OPERATORS})
 """The relative frequency of each operator; higher if a defect shows only under placements that plans rarely use."""
+
+__all__ = ["LOOPS", "OPERATORS", "WEIGHTS"]
