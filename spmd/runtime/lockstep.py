@@ -219,11 +219,14 @@ class _Lockstep:
         return None if self.instances(value).is_single else len(self.instances(value).ranks)
 
     def given(self, value: Value, like: Value) -> str:
-        """The instances of a value, for those of another, which varies along all of its axes."""
+        """The instances of a value, for those of another, which varies along all of its axes.
+
+        A list is a new one: what reads a value last, takes its instances out of its list.
+        """
         held, wanted = self.instances(value), self.instances(like)
         own = self.writer.argument(value) if held.is_single else self.name(value)
         if held is wanted:
-            return own
+            return own if held.is_single else f"[*{own}]"
         if held.is_single:
             return f"[{own}] * {len(wanted.ranks)}"
         places = self.writer.reference([held.positions[rank] for rank in wanted.ranks])
