@@ -47,6 +47,10 @@ def traced_scan(
 
     closed = close(flat, *init, *(x.select(0, 0) if length else x.new_empty(x.shape[1:]) for x in xs))
     loop = Loop(closed.body, count, len(xs), length, reverse)
+    if not length:
+        device = next((x.device for x in (*init, *xs)), None)
+        stacked = loop.results[count:]
+        return list(init), [torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in stacked]
     results = apply(loop, *init, *xs, *closed.closed_over)
     return results[:count], results[count:]
 
