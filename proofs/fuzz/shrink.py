@@ -135,10 +135,11 @@ def _cuts(program: Program) -> Iterator[Program]:
     """Programs in which the values of one line are arguments instead."""
     values = _values(program)
     for n in range(len(program.lines) - 1, -1, -1):
-        match = re.match(r"((?:v\d+(?:, )?)+),?(?:, \*_)? = ", program.lines[n].text)
-        if match is None or "\n" in program.lines[n].text:
+        *functions, last = re.split(r"\n(?! )", program.lines[n].text)
+        match = re.match(r"((?:v\d+(?:, )?|[(),_] ?)+)(?:, \*_)? = ", last)
+        if match is None or not all(function.startswith("def ") for function in functions):
             continue
-        found = [(name, values[name]) for name in match.group(1).split(", ") if name in values]
+        found = [(name, values[name]) for name in re.findall(r"v\d+", match.group(1)) if name in values]
         made = [(name, Kind.of(value), tuple(value.shape)) for name, value in found]
         if any(kind is None for _, kind, _ in made):
             continue
@@ -238,7 +239,7 @@ def _simpler(recipe: Recipe) -> Iterator[Recipe]:
 def _texts(program: Program) -> Iterator[Program]:
     """Programs with one shorter line: without its last call or index, an elementwise call, an option or a number."""
     for n, line in enumerate(program.lines):
-        for text in _shorter(line.text):
+        for text in (*_shorter(line.text), *_shorter_bodies(line.text)):
             changed = attrs.evolve(line, text=text)
             yield attrs.evolve(program, lines=(*program.lines[:n], changed, *program.lines[n + 1 :]))
 
@@ -254,6 +255,23 @@ def _shorter(text: str) -> Iterator[str]:
     for pattern in (r" [+*/-] \d+(\.\d+)?", r", \w+=[^,()]+", r"\.(abs|square|tanh|sin|clone|contiguous)\(\)"):
         for match in re.finditer(pattern, expression):
             yield f"{head} = {expression[: match.start()]}{expression[match.end() :]}"
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _shorter_bodies(text: str) -> Iterator[str]:
+    """Statements without a function or a line of one, or with a line that is shorter or one of its operands."""
+    lines = text.split("\n") if "def " in text else []
+    for n, line in enumerate(lines):
+        depth = _depth(line)
+        outside = (at for at in range(n + 1, len(lines)) if _depth(lines[at]) <= depth)
+        yield "\n".join([*lines[:n], *lines[next(outside, len(lines)) :]])
+        head, equals, expression = line.partition(" = ")
+        operands = dict.fromkeys(re.findall(r"[a-z]\d+", expression)) if equals and depth else ()
+        for changed in (*(f"{head} = {operand}" for operand in operands if operand != expression), *_shorter(line)):
+            yield "\n".join([*lines[:n], changed, *lines[n + 1 :]])
 
 
 _STEPS = (_transforms, _outputs, _lines, _cuts, _specs, _meshes, _recipes, _texts)
