@@ -1,0 +1,33 @@
+"""What transforms in a traced function act on: a tensor from around the function becomes one of the trace first.
+
+Torch wraps operands without a call that a trace sees. What it has wrapped can no longer be exchanged: the derivative is
+with respect to the wrapper.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms, vmap
+
+from spmd.tracing.closures import ClosureLifting
+from spmd.tracing.running import is_tracing, running_trace
+
+
+def _of_the_trace(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch's that wraps a tensor, its first argument; in a trace, the tensor of the trace for it."""
+
+    @functools.wraps(wrap)
+    def wrapped(tensor: torch.Tensor, *args: Any) -> Any:
+        trace = running_trace() if is_tracing() else None
+        return wrap(trace.take(tensor) if isinstance(trace, ClosureLifting) else tensor, *args)
+
+    return wrapped
+
+
+# Once, and not in each trace: other threads may call transforms meanwhile.
+for _module, _name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
+    setattr(_module, _name, _of_the_trace(getattr(_module, _name)))
