@@ -79,7 +79,7 @@ def close(function: Callable[..., Sequence[torch.Tensor]], *like: torch.Tensor) 
             (*values, *lifting.inputs), tuple(recorder.constants.items()), tuple(recorder.operations), results
         )
         closed = without_constants(recompute(graph, recorder.regions, namer).verify())
-        captured, named = lifting.captured, lifting.named
+        named = lifting.named
 
     def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
         trace = running_trace()
@@ -89,7 +89,7 @@ def close(function: Callable[..., Sequence[torch.Tensor]], *like: torch.Tensor) 
 
     functions = tuple(dict.fromkeys(lifting.functions))
     outer.functions += functions
-    return Closed(Body(closed.body.graph, call, functions), (*captured, *closed.closed_over))
+    return Closed(Body(closed.body.graph, call, functions), (*named, *closed.closed_over))
 
 
 def without_constants(graph: Graph) -> Closed:
@@ -103,8 +103,7 @@ class _Capture(ClosureLifting):
     """Makes each tensor from around a body an input of it, transformed ones too.
 
     Attributes:
-        captured: the tensors, in the order of their first use.
-        inputs: their values in the body.
+        inputs: the values of the tensors in the body, in the order of their first use.
     """
 
     def __init__(self, recorder: Recorder, outer: ClosureLifting) -> None:
@@ -113,19 +112,15 @@ class _Capture(ClosureLifting):
         self._under_transform = False
         around = peek_interpreter_stack()
         self._level = around.level() if around is not None else 0
-        # Keyed by id: the tensor that the function names, the one around the body, and the one inside.
-        self._inside: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        # Keyed by id: the tensor that the function names, and the one inside.
+        self._inside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.inputs: list[Value] = []
         self._outer = outer
 
     @property
-    def captured(self) -> tuple[torch.Tensor, ...]:
-        return tuple(outside for _, outside, _ in self._inside.values())
-
-    @property
     def named(self) -> tuple[torch.Tensor, ...]:
-        """What the function names for each of the captured tensors."""
-        return tuple(named for named, _, _ in self._inside.values())
+        """The captured tensors, as the function names them: in another trace it has others (`substituting`)."""
+        return tuple(named for named, _ in self._inside.values())
 
     def given(self, leaf: Any) -> Any:
         found = super().given(leaf)
@@ -164,8 +159,8 @@ class _Capture(ClosureLifting):
                 value = Value(self.recorder._namer.fresh("closed_over"), TensorMeta.of(leaf))
                 fake = self.recorder.fake(value, leaf.device)
                 self.inputs.append(value)
-                self._inside[id(leaf)] = (leaf, outside, self.functional(fake))
-        return self._inside[id(leaf)][2]
+                self._inside[id(leaf)] = (leaf, self.functional(fake))
+        return self._inside[id(leaf)][1]
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the body's."""
