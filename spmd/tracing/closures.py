@@ -88,7 +88,8 @@ class ClosureLifting(TorchFunctionMode):
         """The tensor that functionalization has wrapped, after all pending writes to it."""
         if not isinstance(tensor, FunctionalTensor):
             return tensor
-        with temporarily_clear_interpreter_stack():  # views are made again, which no transform may wrap
+        # Views are made again, which no transform may wrap; a trace would take what fake tensors are made of.
+        with temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
             torch._sync(tensor)
         return torch._from_functional_tensor(tensor.elem)
 
