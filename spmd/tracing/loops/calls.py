@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._C._functorch import TransformType, peek_interpreter_stack
 
+from spmd.core.spec import TensorMeta
 from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.loops.batching import batched
@@ -94,10 +95,15 @@ def apply(construct: Construct, *operands: torch.Tensor) -> Tensors:
     assert isinstance(trace, ClosureLifting)
     operands = tuple(map(trace.take, operands))
     is_plain = isinstance(construct, While) or not _is_below_grad() or not torch.is_grad_enabled()
-    if is_plain or not any(map(needs_grad, operands)):
+    if is_plain or not any(map(needs_grad, operands)) or not any(map(_is_differentiable, construct.results)):
         return list(_Call.apply(construct, None, *operands))
     found = differentiated(construct, apply)
-    return list(_Call.apply(found.forward, found, *operands, *found.constants))[: found.count]
+    results = _Call.apply(found.forward, found, *operands, *found.constants)[: found.count]
+    return [x.clone() for x in results]  # to which the function may write, where the derivative reads what it was
+
+
+def _is_differentiable(x: torch.Tensor | TensorMeta) -> bool:
+    return x.dtype.is_floating_point or x.dtype.is_complex
 
 
 def _is_below_grad() -> bool:
@@ -124,7 +130,7 @@ class _Call(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands, *output)
         ctx.save_for_forward(*operands)
-        ctx.mark_non_differentiable(*(x for x in output if not (x.is_floating_point() or x.is_complex())))
+        ctx.mark_non_differentiable(*(x for x in output if not _is_differentiable(x)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
@@ -133,6 +139,8 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+        if not any(map(_is_differentiable, ctx.construct.results)):
+            return (None,) * len(ctx.construct.results)
         return dual(ctx.construct, ctx.saved_tensors, tangents[2:], apply)
 
     @staticmethod
