@@ -284,3 +284,93 @@ def test_saved_plans(tmp_path: Any) -> None:
     step = spmd.jit(loss, SPECS, mesh=MESH)
     step.plan(*args).save(tmp_path / "plan.json")
     close(spmd.jit(loss, SPECS, mesh=MESH, plan=tmp_path / "plan.json")(*args), loss(*args))
+
+
+def same(function: Callable[..., Any], *args: Tensor) -> None:
+    """Compare a function inside of jit, of shards over two ranks, with itself on one device."""
+    step: Any = spmd.jit(function, P("data"), P(), mesh=MESH)
+    found, wanted = tree_leaves(step(*args)), tree_leaves(function(*args))
+    assert len(found) == len(wanted)
+    for x, y in zip(found, wanted, strict=True):
+        close(x, y)
+
+
+def test_two_carries_that_are_one_value() -> None:
+    def twice(x: Tensor) -> Any:
+        first, second = spmd.fori_loop(0, 2, lambda i, pair: (pair[1], pair[1]), (x, x.sin()))
+        return first.cos(), second.exp()
+
+    same(twice, arguments(0)[0])
+
+
+def test_branches_three_deep_close_over_tensors() -> None:
+    def deep(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        inner = lambda: spmd.cond(x.sum() > y.sum(), lambda: x * y, lambda: y * z)  # noqa: E731
+        middle = lambda: spmd.cond(x.sum() > z.sum(), lambda: z * z, inner)  # noqa: E731
+        return spmd.cond(x.sum() > -100, middle, lambda: x * 2).sum()  # type: ignore[no-any-return]
+
+    h = arguments(0)[0]
+    for z in (h - 1, h + 1):
+        same(torch.func.grad(deep, (0, 1, 2)), h, h.cos(), z)
+
+
+def test_results_without_derivatives() -> None:
+    def positive(h: Tensor, xs: Tensor) -> Tensor:
+        rows = spmd.map(lambda x: x > 0, xs)
+        any_of = spmd.cond(h.sum() > 0, lambda: rows.any(0), lambda: rows.all(0))
+        return (h * any_of).sum()  # type: ignore[no-any-return]
+
+    h, xs, _ = arguments(0)
+    same(torch.func.grad(positive, (0, 1)), h, xs)
+    same(lambda *args: torch.func.jvp(positive, args, args), h, xs)
+
+
+def test_writes_to_results_that_a_derivative_reads() -> None:
+    def written(h: Tensor, xs: Tensor) -> Tensor:
+        carry, rows = spmd.scan(lambda c, x: (c * x, c.tanh()), h, xs)
+        rows.mul_(2)
+        return (carry + rows.sum(0)).sum()  # type: ignore[no-any-return]
+
+    h, xs, _ = arguments(0)
+    same(torch.func.grad(written, (0, 1)), h, xs)
+
+
+def test_views_that_an_unrolled_body_writes_to() -> None:
+    def body(c: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        new = c * x
+        new[0].neg_()
+        return new[0].expand_as(c), None
+
+    h, xs, _ = arguments(0)
+    same(lambda h, xs: spmd.cond(h.sum() > -100, lambda: spmd.scan(body, h, xs, unroll=2)[0], lambda: h), h, xs)
+
+
+TRANSFORMED: dict[str, Callable[..., Tensor]] = {
+    "grad": lambda x, c: torch.func.grad(lambda t: (t.sin() * c).sum())(x),
+    "vjp": lambda x, c: torch.func.vjp(lambda t: t.sin() * c, x)[1](x)[0],
+    "jvp": lambda x, c: torch.func.jvp(lambda t: t.sin() * c, (x,), (x,))[1],
+    "vmap": lambda x, c: torch.vmap(lambda t: t * c.sum())(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED)
+def test_a_body_transforms_what_is_around_it(transform: str) -> None:
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        inner = lambda c: spmd.cond(c.sum() > 0, lambda: c + TRANSFORMED[transform](x, c), lambda: c * y)  # noqa: E731
+        return spmd.fori_loop(0, 2, lambda i, c: inner(c) + TRANSFORMED[transform](y, c), x)  # type: ignore[no-any-return]
+
+    h = arguments(0)[0]
+    same(run, h, h.cos())
+    same(torch.func.grad(lambda *args: run(*args).sum(), (0, 1)), h, h.cos())
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, torch.func.grad, lambda f: torch.vmap(f, (None, 1))])
+def test_no_trip(transform: Callable[..., Any]) -> None:
+    def run(h: Tensor, xs: Tensor) -> Any:
+        carry, sums = spmd.scan(lambda c, x: (c * x, c.sum()), h, xs)
+        return (carry * h).sum() + sums.sum()
+
+    h, xs, _ = arguments(0)
+    step = spmd.jit(transform(run), (P("data"), P(None, None, "data")), P(), mesh=MESH)
+    close(step(h, xs[:0]), transform(run)(h, xs[:0]))
+    assert "range(" not in step.lower(h, xs[:0]).as_text()
