@@ -20,7 +20,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-import spmd.tracing.autograd_functions  # noqa: F401  # it hooks torch.autograd.Function
+import spmd.tracing.autograd_functions  # it hooks torch.autograd.Function
 import spmd.tracing.transformed_operands  # noqa: F401  # it hooks what wraps operands of torch.func
 from spmd.core.compile_lock import COMPILING
 from spmd.core.mesh import Coordinate
