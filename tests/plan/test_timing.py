@@ -7,6 +7,8 @@ import torch
 import spmd
 from spmd import Machine, P
 from spmd.inspect import Plan
+from spmd.ir.regions import STACK
+from spmd.plan.cost.account import account
 
 MACHINE = Machine(flops=1e9, memory_bandwidth=1e9, link_bandwidth=1e7, latency=1e-4)
 
@@ -68,3 +70,26 @@ def test_a_launch_waits_for_the_one_before_it_along_its_axis():
     slow = plan_of(attrs.evolve(MACHINE, link_bandwidth=1e5)).timing
     assert slow.exposed > plan.timing.exposed
     assert slow.step >= slow.communication
+
+
+def seconds_of_stacks(function, trips: int) -> list[float]:
+    mesh, x = spmd.make_mesh({"data": 4}, runtime="abstract"), torch.empty(256, 64, device="meta")
+    plan = spmd.jit(function, P("data"), P(), mesh=mesh, machine=MACHINE).plan(x, trips)
+    return [time for one, time in account(plan).seconds.items() if one.op is STACK]
+
+
+def test_each_trip_writes_its_part_of_a_stack():
+    def kept(x: torch.Tensor, trips: int) -> torch.Tensor:
+        return spmd.scan(lambda c, _: (torch.tanh(c), c), x, None, length=trips)[1]
+
+    two, four = (seconds_of_stacks(kept, trips) for trips in (2, 4))
+    assert len(two) == 1 and four == pytest.approx([2 * two[0]])
+
+
+def test_a_stack_that_stays_a_list_costs_nothing():
+    """As what a gradient keeps, which only a loop reads."""
+
+    def last(x: torch.Tensor, trips: int) -> torch.Tensor:
+        return spmd.scan(lambda c, _: (torch.tanh(c), None), x, None, length=trips)[0].sum()
+
+    assert seconds_of_stacks(torch.func.grad(last), 2) == [0.0]

@@ -13,10 +13,12 @@ from spmd.collectives.precision import summed_in
 from spmd.collectives.primitive import Collective
 from spmd.collectives.primitives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from spmd.core.placement import Partial, Placement, Replicate, Shard
+from spmd.ir.dataflow import is_read_by_items
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Operation, Value
 from spmd.ir.list_operators import FUSED
 from spmd.ir.markers import REDISTRIBUTE
+from spmd.ir.regions import STACK
 from spmd.plan.cost.buckets import bucketed_seconds
 from spmd.plan.cost.flops import arithmetic_dtype, flops
 from spmd.plan.data.assignment import Assignment, States, flat_shape, shrink
@@ -120,6 +122,8 @@ class LocalCost:
     def _traffic(self, operation: Operation, sizes: Sequence[Sequence[int]]) -> float:
         """Bytes that pass between memory and compute units, for operands and results of these sizes."""
         values = (*operation.operands, *operation.tensors)
+        if operation.op is STACK:  # each trip writes its part
+            sizes = [*sizes[:-1], sizes[0]]
         nbytes = [
             0 if value in self.assignment.fused else math.prod(size) * value.meta.dtype.itemsize
             for value, size in zip(values, sizes, strict=True)
@@ -153,7 +157,8 @@ class LocalCost:
 
     def _is_free(self, operation: Operation) -> bool:
         is_view = operation.is_view and self.assignment.copied.isdisjoint(operation.tensors)
-        costless = operation.op is REDISTRIBUTE or is_view or operation.effect is Effect.HOST
+        stays_list = operation.op is STACK and is_read_by_items(self.assignment.graph, operation.tensors[0])
+        costless = operation.op is REDISTRIBUTE or is_view or stays_list or operation.effect is Effect.HOST
         return costless or operation in self.assignment.pinned
 
     def _body_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
