@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -28,22 +29,21 @@ UNEVEN = gpt.Config(vocab=131, width=126, heads=6, layers=2, context=33)
 """Neither 2 nor 4 divides the vocabulary and the context, and 4 does not divide heads and width."""
 
 
-def gpt_step(strategy: str, *, dtype: torch.dtype = torch.float32, fused: bool = False, donate: bool = True) -> Program:
-    """A training step of `examples/training.py`."""
+def gpt_step(strategy: str, *, donate: bool = True, **options: Any) -> Program:
+    """A training step of `examples/training.py`; `options` are further fields of its configuration."""
 
     def make(ranks: int, even: bool) -> Case:
         spread = layouts.STRATEGIES[strategy]
-        like = EVEN if even else UNEVEN
-        config = gpt.Config(like.vocab, like.width, like.heads, like.layers, like.context, fused, dtype)
+        config = attrs.evolve(EVEN if even else UNEVEN, **options)
         setup = training.Training(config, spread, spmd.make_mesh(spread.mesh_of(ranks)))
         tokens = empty(8 if even else 7, config.context, dtype=torch.int64)
-        options: dict[str, Any] = {"donate_argnums": 0} if donate else {}
+        donated: dict[str, Any] = {"donate_argnums": 0} if donate else {}
 
         def arguments() -> tuple[Any, ...]:
             batch = random_like((tokens, tokens))
             return setup.init(), spmd.distribute(batch, layouts.batch_spec(setup.mesh), setup.mesh)
 
-        return Case(lambda **more: setup.step(**options, **more), arguments)
+        return Case(lambda **more: setup.step(**donated, **more), arguments)
 
     return make
 
@@ -110,8 +110,11 @@ EXAMPLES: Mapping[str, Program] = {
     "gpt dp": gpt_step("dp"),
     "gpt fsdp": gpt_step("fsdp"),
     "gpt fsdp, state kept": gpt_step("fsdp", donate=False),
-    "gpt fsdp, fused attention": gpt_step("fsdp", fused=True),
+    "gpt fsdp, fused attention": gpt_step("fsdp", fused_attention=True),
     "gpt fsdp, bfloat16": gpt_step("fsdp", dtype=torch.bfloat16),
+    "gpt dp, scan": gpt_step("dp", scan=True, layers=4),
+    "gpt fsdp, scan": gpt_step("fsdp", scan=True, layers=4),
+    "gpt sp, scan": gpt_step("sp", scan=True, layers=4),
     "gpt tp": gpt_step("tp"),
     "gpt sp": gpt_step("sp"),
     "gpt dp_tp": gpt_step("dp_tp"),

@@ -191,6 +191,20 @@ def keeps_parts(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return whole[:32], (x @ w).t().reshape(-1)[8:], torch.tanh(x)[:, :64]
 
 
+def recurs(h: Tensor, g: Tensor, xs: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of a loop that carries sums, and keeps one of them, of which two are sent as one."""
+
+    def body(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], None]:
+        h, g = (spmd.constrain(x.t() @ spmd.constrain(x @ each, ROWS).tanh(), WHOLE) for each in carry)
+        return (h, g.sin()), None
+
+    def loss(h: Tensor, g: Tensor) -> Tensor:
+        h, g = spmd.scan(body, (h, g), xs)[0]
+        return (h.square() * g).sum()
+
+    return torch.func.grad(loss, (0, 1))(h, g)  # type: ignore[no-any-return]
+
+
 def scatters(x: Tensor, w: Tensor) -> Tensor:
     """Per rank: partial products, summed and scattered, gathered again, and scattered."""
     y = torch.relu(psum_scatter(x @ w, AXIS, tiled=True))
@@ -239,6 +253,7 @@ SMALL: Mapping[str, Program] = {
     "reduces": function(reduces, (ROWS,), WHOLE, (1024, 64)),
     "classifies": function(classifies, (WHOLE, COLUMNS), (WHOLE, COLUMNS), (128, 64), (64, 1024)),
     "normalizes": function(normalizes, (ROWS, ROWS), ROWS, SQUARE, SQUARE),
+    "recurs": function(recurs, (WHOLE, WHOLE, P(None, AXIS)), WHOLE, (64, 64), (64, 64), (5, 256, 64)),
     "scans": function(scans, (ROWS,), ROWS, SQUARE),
     "convolves": function(convolves, (ROWS, WHOLE), (ROWS, WHOLE), (32, 16, 64), (16, 16, 3)),
     "embeds": function(embeds, (ROWS, WHOLE), ROWS, (1024, 64), (64, 64)),
