@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
+import attrs
 import optree
 import torch
 import torch.distributed as dist
@@ -28,7 +29,6 @@ from spmd.collectives.distributed import scatter
 from spmd.core.mesh import Mesh, Runtime, make_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import SpmdError
-from spmd.ir.comm import Comm
 from spmd.job.process import init, process_count, process_index
 from spmd.optim import apply_updates
 from spmd.runtime.redistribute import redistribute_shards
@@ -106,11 +106,12 @@ def redistribute_one(axes: dict[str, int], source: DTensorSpec, target: DTensorS
 
 
 def train(
-    name: str, axes: dict[str, int], runtime: str, steps: int, device: str = "cpu"
+    name: str, axes: dict[str, int], runtime: str, steps: int, device: str = "cpu", scan: bool = False
 ) -> tuple[list[float], list[Any], list[Any], int]:
     """Losses of a strategy's steps; the collectives of the plan, those of a step, and the local bytes of parameters."""
     mesh = make_mesh(axes, runtime=runtime, device=device)
-    setup = training.Training(CONFIG, layouts.STRATEGIES[name], mesh)
+    config = attrs.evolve(CONFIG, scan=True, layers=3) if scan else CONFIG
+    setup = training.Training(config, layouts.STRATEGIES[name], mesh)
     state, step = setup.init(), setup.step()
     generator = torch.Generator().manual_seed(1)
     losses = []
@@ -119,10 +120,7 @@ def train(
         with ExecutedCollectives() as executed:
             state, loss = step(state, batch)
         losses.append(loss.item())
-    launches: dict[int, list[Comm]] = {}
-    for comm in step.plan(state, batch).comms:
-        launches.setdefault(comm.launch, []).append(comm)
-    planned = [Executed.of_launch(joined, mesh) for joined in launches.values()]
+    planned = Executed.of_plan(step.plan(state, batch).comms, mesh)
     local = sum(shard.nbytes for leaf in optree.tree_leaves(state.params) for shard in leaf.shards)
     return losses, planned, executed.found, local
 

@@ -59,6 +59,11 @@ class Comm:
         times = f" in {self.times} runs" if self.times > 1 else ""
         return f"{self.kind} over {', '.join(self.axes)}, {self.bytes:,.0f} bytes{times}{together}"
 
+    @property
+    def bytes_of_a_run(self) -> float:
+        """The most bytes that any rank sends in one run."""
+        return self.bytes / self.times
+
     def repeated(self, times: int) -> Comm:
         """The same collective in a loop that runs so many times."""
         if times == 1:

@@ -17,7 +17,8 @@ The results of `next_`, `stack` and `give` belong to what is around the region; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -96,6 +97,15 @@ class _Operation(Protocol):
 
 Op = TypeVar("Op", bound=_Operation)
 V = TypeVar("V", bound=Hashable)
+
+
+def stretches(operations: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
+    """The operations between bounds of regions, which run one after the other or not at all; each bound by itself."""
+    for is_bound, stretch in groupby(operations, lambda operation: operation.op in BOUNDS):
+        if is_bound:
+            yield from ((operation,) for operation in stretch)
+        else:
+            yield tuple(stretch)
 
 
 class Regions(Generic[Op, V]):

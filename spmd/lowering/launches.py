@@ -3,11 +3,12 @@
 Every launch becomes two operations: one starts it, one waits for its results. Launches start in the order of the plan,
 the same on all ranks, although their programs differ in views that are identities on some ranks; where each starts,
 `spmd.ir.launch_schedule` says. It is waited for before the first use of a result, and so views of results stand there,
-too.
+too. No launch is under way where a region begins or ends: each stretch between their bounds is split by itself.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -15,8 +16,9 @@ import attrs
 import torch
 
 from spmd.ir.comm import Comm
-from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.graph import Graph, Operation, Value, producers_of
 from spmd.ir.launch_schedule import PlacedCall, PlacedLaunch, placed, starts
+from spmd.ir.regions import stretches
 
 
 @attrs.frozen(eq=False)
@@ -31,8 +33,9 @@ class Launch:
 
     @property
     def bytes(self) -> float:
-        """What a rank sends."""
-        return sum(operation.annotations.comm.bytes for operation in self.collectives if operation.annotations.comm)
+        """What a rank sends in one run."""
+        comms = (operation.annotations.comm for operation in self.collectives)
+        return sum(comm.bytes_of_a_run for comm in comms if comm is not None)
 
     @property
     def operands(self) -> tuple[Value, ...]:
@@ -85,52 +88,52 @@ def split_launches(graph: Graph, window_bytes: float) -> Graph:
         graph: the program, whose collectives have records.
         window_bytes: as in `LaunchSchedule`.
     """
-    return attrs.evolve(graph, operations=tuple(_Splitter(graph, window_bytes).run())).verify()
+    parts = [_Splitter(stretch, window_bytes).run() for stretch in stretches(graph.operations)]
+    return attrs.evolve(graph, operations=tuple(itertools.chain.from_iterable(parts))).verify()
 
 
 class _Splitter:
-    """The operations so far. Those that wait for a collective are added when they are needed."""
+    """The operations so far of a stretch. Those that wait for a collective are added when they are needed."""
 
-    def __init__(self, graph: Graph, window_bytes: float) -> None:
-        self.graph = graph
-        self.producers = graph.producers
-        self.launches = _launches(graph)
+    def __init__(self, stretch: Sequence[Operation], window_bytes: float) -> None:
+        self.stretch = stretch
+        self.producers = producers_of(stretch)
+        self.launches = _launches(stretch)
         self.launch_of = {value: n for n, launch in enumerate(self.launches) for value in launch.results}
         self.starts: dict[int, int] = {}
         """The number of the last launch that starts at each position."""
-        for number, position in enumerate(starts(_placed(graph, self.launches), window_bytes)):
+        for number, position in enumerate(starts(_placed(stretch, self.launches), window_bytes)):
             self.starts[position] = number
         self.pending: dict[int, Value] = {}
         """What the launches that are under way are waited for by."""
         self.started = 0
         self.effects = [
-            operation
-            for operation in graph.operations
-            if operation.effect is not None and operation.annotations.comm is None
+            operation for operation in stretch if operation.effect is not None and operation.annotations.comm is None
         ]
         self.operations: list[Operation] = []
         self.added: set[Operation] = set()
-        self.made = {*graph.inputs, *(value for value, _ in graph.constants)}
+        self.missing = set(self.producers)
+        """The values of the stretch that are not there."""
 
     def run(self) -> list[Operation]:
         """All operations in their new order."""
-        for position, operation in enumerate(self.graph.operations):
+        for position, operation in enumerate(self.stretch):
             self.start(self.starts.get(position, -1))
             if operation.annotations.comm is None and not self.is_view_of_result(operation):
                 self.add(operation)
         self.start(len(self.launches) - 1)
-        for operation in self.graph.operations:
+        for operation in self.stretch:
             self.make(operation.tensors)
         return self.operations
 
     def is_view_of_result(self, operation: Operation) -> bool:
         """Whether it is a view of a result that is not there, or of such a view."""
-        return _is_view(operation) and not self.made.issuperset(operation.operands)
+        return _is_view(operation) and not self.missing.isdisjoint(operation.operands)
 
     def make(self, values: Iterable[Value]) -> None:
         """Add what makes values, unless they are there."""
         for value in values:
-            if value in self.made:
+            if value not in self.missing:
                 continue
             if value in self.launch_of:
                 self.wait(self.launch_of[value])
@@ -147,7 +150,7 @@ class _Splitter:
                 self.add(earlier)
         self.make(operation.operands)
         self.operations.append(operation)
-        self.made.update(operation.tensors)
+        self.missing.difference_update(operation.tensors)
 
     def start(self, last: int) -> None:
         """Start all launches up to one."""
@@ -167,36 +170,36 @@ class _Splitter:
         launch = self.launches[number]
         pending, first = self.pending.pop(number), launch.collectives[0]
         self.operations.append(attrs.evolve(first, op=Wait(launch), args=(pending,), results=launch.results))
-        self.made.update(launch.results)
+        self.missing.difference_update(launch.results)
 
 
-def _launches(graph: Graph) -> list[Launch]:
+def _launches(stretch: Sequence[Operation]) -> list[Launch]:
     """The launches, in their order."""
     found: dict[int, list[Operation]] = defaultdict(list)
-    for operation in graph.operations:
+    for operation in stretch:
         if operation.annotations.comm is not None:
             found[operation.annotations.comm.launch].append(operation)
     return [Launch(tuple(found[number])) for number in sorted(found)]
 
 
-def _placed(graph: Graph, launches: Sequence[Launch]) -> list[PlacedLaunch]:
-    """Where launches are in a program."""
+def _placed(stretch: Sequence[Operation], launches: Sequence[Launch]) -> list[PlacedLaunch]:
+    """Where launches are in a stretch."""
     root: dict[Value, Value] = {}
     made: dict[Value, float] = {}
     needed: dict[Value, float] = {}
     calls: dict[Operation, PlacedCall[Value]] = {}
-    for position, operation in enumerate(graph.operations):
+    for position, operation in enumerate(stretch):
         reads = [root.get(value, value) for value in operation.operands]
         if _is_view(operation):
             root.update(dict.fromkeys(operation.tensors, reads[0]))
         elif (comm := operation.annotations.comm) is not None:
-            calls[operation] = PlacedCall(position, reads, operation.tensors, comm.bytes)
+            calls[operation] = PlacedCall(position, reads, operation.tensors, comm.bytes_of_a_run)
         else:
             made.update(dict.fromkeys(operation.tensors, position))
             for value in reads:
                 needed.setdefault(value, position)
     groups = [[calls[operation] for operation in launch.collectives] for launch in launches]
-    return placed(groups, made, needed, len(graph.operations))
+    return placed(groups, made, needed, len(stretch))
 
 
 def _is_view(operation: Operation) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,12 +28,20 @@ class Executed:
     bytes: float
 
     @classmethod
-    def of_launch(cls, joined: Sequence[Comm], mesh: Mesh) -> Executed:
-        """What runs for the collectives of a launch of a plan; on processors a reduce_scatter may be an all_to_all."""
+    def of_plan(cls, comms: Iterable[Comm], mesh: Mesh) -> list[Executed]:
+        """What runs for the collectives of a plan, without their order in loops."""
+        launches: dict[int, list[Comm]] = defaultdict(list)
+        for comm in comms:
+            launches[comm.launch].append(comm)
+        return [cls._of_launch(joined, mesh) for joined in launches.values() for _ in range(joined[0].times)]
+
+    @classmethod
+    def _of_launch(cls, joined: Sequence[Comm], mesh: Mesh) -> Executed:
+        """One run of a launch; on processors a reduce_scatter may be an all_to_all."""
         ranks = mesh.axis_size(joined[0].axes)
         collective = KINDS[joined[0].kind]
         sent_as = ALL_TO_ALL if collective.in_parts(mesh.device.type, ranks) else collective
-        return cls(sent_as.kind, ranks, sum(comm.bytes for comm in joined))
+        return cls(sent_as.kind, ranks, sum(comm.bytes_of_a_run for comm in joined))
 
 
 def _by_ring(collective: Collective, x: torch.Tensor, ranks: int) -> Executed:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import OnRanks
 from loop_cases import (
     FORWARD,
     FUNCTIONS,
@@ -26,6 +26,7 @@ from sampling import product, sample
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from workers import Workers, call_on_mesh
 
 import spmd
 from spmd import P
@@ -49,8 +50,9 @@ def test_unknown_length(function: Callable[..., Any], transform: str, place: int
     check(spmd.make_mesh(PLACES[place][0], runtime="virtual"), function, transform, place)
 
 
-def test_processes(on_ranks: OnRanks) -> None:
-    on_ranks(check_all, PLACES[0][0])
+@pytest.mark.parametrize("axes", sample([axes for axes, *_ in PLACES], fast=[PLACES[0][0]]), ids=str)
+def test_processes(workers: Workers, axes: dict[str, int]) -> None:
+    workers.run(call_on_mesh, check_all, axes, "distributed", ranks=math.prod(axes.values()))
 
 
 def loss(h: Tensor, xs: Tensor, w: Tensor) -> Tensor:

@@ -52,16 +52,18 @@ def test_drawn_pairs_of_uneven_shards(workers, data, axes):
     workers.run(cases.redistribute_one, axes, source, target, shards, ranks=4)
 
 
-RUNS = list(itertools.product(layouts.STRATEGIES, [1, 2, 4, 8]))
+RUNS = list(itertools.product(layouts.STRATEGIES, [1, 2, 4, 8], [False, True]))
 
 
 # What other strategies do on two axes or on one, these do, too.
-@pytest.mark.parametrize("run", sample(RUNS, [("dp", 1), ("fsdp_tp", 4), ("sp", 2)]))
+@pytest.mark.parametrize(
+    "run", sample(RUNS, [("dp", 1, False), ("fsdp_tp", 4, False), ("sp", 2, False), ("fsdp", 2, True)])
+)
 def test_strategies_train_as_on_virtual_ranks(workers, run):
-    name, ranks = run
+    name, ranks, scan = run
     axes = layouts.STRATEGIES[name].mesh_of(ranks)
-    expected, *_ = cases.train(name, axes, "virtual", 5)
-    results = workers.run(cases.train, name, axes, "distributed", 5, ranks=ranks)
+    expected, *_ = cases.train(name, axes, "virtual", 5, "cpu", scan)
+    results = workers.run(cases.train, name, axes, "distributed", 5, "cpu", scan, ranks=ranks)
     for losses, planned, executed, _ in results:
         assert expected == pytest.approx(losses, abs=1e-6, rel=0)
         for one, other in zip(sorted(planned), sorted(executed), strict=True):

@@ -10,9 +10,10 @@ Parallel Training", VLDB 2020).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -23,6 +24,7 @@ from spmd.ir.comm import Comm
 from spmd.ir.graph import Operation, Value
 from spmd.ir.launch_schedule import PlacedLaunch, launch_order
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.regions import GIVE, LEAVES, stretches
 from spmd.plan.data.plan import PlanData
 
 Comms = Mapping[Operation, tuple[Comm, ...]]
@@ -70,7 +72,7 @@ class _Launch:
 
     def placed(self) -> PlacedLaunch:
         """The launch in the program."""
-        sent = sum(call.comm.bytes for call in self.calls)
+        sent = sum(call.comm.bytes_of_a_run for call in self.calls)
         return PlacedLaunch(min(self.ready + 1, self.place), self.place, self.needed, sent)
 
     def takes(self, call: _TimedCollective, limit: float) -> bool:
@@ -88,16 +90,29 @@ class _Launch:
 def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -> dict[Operation, tuple[Comm, ...]]:
     """The collectives with the numbers of their launches.
 
-    In a plan without a schedule each is launched alone, in the order of the program.
+    In a plan without a schedule each is launched alone, in the order of the program. No launch passes a bound of a loop
+    or a branch.
 
     Args:
         plan: the plan, whose schedule says how large buckets are.
         comms: the collectives of each operation.
         executed: all operations, in order of execution.
     """
+    found: dict[Operation, tuple[Comm, ...]] = {}
+    numbers = itertools.count()
+    for stretch in stretches(executed):
+        sent = {operation: comms[operation] for operation in stretch if operation in comms}
+        found |= _of_a_stretch(plan, sent, stretch, numbers) if sent else {}
+    return found
+
+
+def _of_a_stretch(
+    plan: PlanData, comms: Comms, executed: Sequence[Operation], numbers: Iterator[int]
+) -> dict[Operation, tuple[Comm, ...]]:
+    """As `with_launches`, for operations between bounds of regions; `numbers` are those of the next launches."""
     limit, window = (plan.schedule.bucket_bytes, plan.schedule.window_bytes) if plan.schedule else (0.0, 0.0)
     needed = _needed(executed)
-    made = _made(executed, comms, needed)
+    made, leaving = _made(executed, comms, needed), _leaving(executed)
     launches: list[_Launch] = []
     found: dict[tuple[Operation, int], _Launch] = {}
     waiting: dict[Hashable, list[_Launch]] = {}
@@ -111,9 +126,9 @@ def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -
                 else max(map(made.__getitem__, operation.operands), default=-1.0)
             )
             comm = comms[operation][step]
-            buffer = KINDS[comm.kind].buffer(plan.mesh.axis_size(comm.axes), comm.bytes)
+            buffer = KINDS[comm.kind].buffer(plan.mesh.axis_size(comm.axes), comm.bytes_of_a_run)
             call = _call(operation, comms[operation], step, time, ready, needed, buffer)
-            key = _key(plan, operation, comms[operation], step)
+            key = _key(plan, operation, comms[operation], step, leaving)
             others = waiting.setdefault(key, []) if key is not None else []
             launch = next((other for other in reversed(others) if other.takes(call, limit)), None)
             if launch is not None:
@@ -125,11 +140,11 @@ def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -
             found[operation, step] = launch
         waiting = {key: [other for other in others if not other.goes_on] for key, others in waiting.items()}
     placed = {launch.placed(): launch for launch in sorted(launches, key=lambda launch: launch.place)}
-    numbers = {placed[one]: number for number, one in enumerate(launch_order(list(placed), window))}
+    number_of = {placed[one]: next(numbers) for one in launch_order(list(placed), window)}
 
     def numbered(operation: Operation, step: int) -> Comm:
         launch = found[operation, step]
-        return attrs.evolve(comms[operation][step], launch=numbers[launch], joined=len(launch.calls))
+        return attrs.evolve(comms[operation][step], launch=number_of[launch], joined=len(launch.calls))
 
     return {operation: tuple(numbered(operation, step) for step in range(len(comms[operation]))) for operation in comms}
 
@@ -181,12 +196,33 @@ def _made(operations: Sequence[Operation], comms: Comms, needed: Mapping[Value, 
     return made
 
 
+def _leaving(operations: Sequence[Operation]) -> Mapping[Value, frozenset[Hashable]]:
+    """How values leave their region: by the operators, of a branch by the operations.
+
+    What is held of a bucket after a trip holds all of it, so that its results must be held equally long.
+    """
+    found: dict[Value, frozenset[Hashable]] = defaultdict(frozenset)
+    for operation in reversed(operations):
+        if operation.op in LEAVES:
+            found[operation.operands[0]] |= {operation if operation.op is GIVE else operation.op}
+        elif _is_view(operation):
+            for value in operation.operands:
+                found[value] |= frozenset().union(*map(found.__getitem__, operation.tensors))
+    return found
+
+
 def _is_view(operation: Operation) -> bool:
     """Whether an operation only names what is there in another way."""
     return operation.op is RELABEL or (isinstance(operation.op, torch._ops.OpOverload) and operation.is_view)
 
 
-def _key(plan: PlanData, operation: Operation, found: Sequence[Comm], step: int) -> Hashable:
+def _key(
+    plan: PlanData,
+    operation: Operation,
+    found: Sequence[Comm],
+    step: int,
+    leaving: Mapping[Value, frozenset[Hashable]],
+) -> Hashable:
     """What a collective has in common with those of its bucket; None if it is launched alone."""
     if operation.op is REDISTRIBUTE:
         ends = plan.specs[operation.operands[0]], plan.specs[operation.tensors[0]]
@@ -198,6 +234,7 @@ def _key(plan: PlanData, operation: Operation, found: Sequence[Comm], step: int)
         reduction = collective.reduction(*operation.args[1:-1])
     else:
         return None
-    comm = found[step]
+    comm, is_last = found[step], step + 1 == len(found)
+    left = leaving[operation.tensors[0]] if is_last else frozenset()
     joined = joins and dtype in _DTYPES and reduction in (None, "sum") and comm.bytes > 0
-    return (comm.kind, comm.axes, dtype) if joined else None
+    return (comm.kind, comm.axes, dtype, left) if joined else None

@@ -47,8 +47,6 @@ def best_schedule(plan: AnyPlan, *others: AnyPlan) -> AnyPlan:
 
 def _schedules(plan: PlanData) -> list[LaunchSchedule | None]:
     """The schedules to choose from; those that hold more come first."""
-    if plan.graph.regions:  # a launch would start in one trip, and be waited for in another
-        return [None]
     largest = plan.request.machine.launch_schedule
     if plan.mesh.runtime is Runtime.VIRTUAL or not plan.comms:
         return [largest]

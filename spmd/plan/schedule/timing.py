@@ -83,7 +83,7 @@ class Simulation:
             if first is not None:
                 launch = op.launch if isinstance(op, Start) else Launch((operation,))
                 axes = first.axes
-                takes = first.times * machine.sending_seconds(first.kind, axes, launch.bytes / first.times)
+                takes = first.times * machine.sending_seconds(first.kind, axes, launch.bytes)
                 wait = first.times * machine.wait_seconds(first.kind, axes)
                 buffers = launch_buffers(plan.mesh, ranks, calls_of(launch, self.aliases))
                 copies = first.times * _copy_seconds(machine, KINDS[first.kind], len(launch.collectives), buffers)

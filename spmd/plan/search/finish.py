@@ -50,7 +50,7 @@ def finish(draft: Draft, request: Request, joins: bool = True) -> PlanData:
         gap=draft.gap,
         seconds=0.0,
         comms=(),
-        schedule=None if graph.regions else request.machine.launch_schedule,
+        schedule=request.machine.launch_schedule,
     )
     found = account(plan)
     return attrs.evolve(plan, comms=found.all_comms, seconds=found.total)
