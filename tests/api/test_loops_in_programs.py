@@ -376,3 +376,17 @@ def test_no_trip(transform: Callable[..., Any]) -> None:
     step = spmd.jit(transform(run), (P("data"), P(None, None, "data")), P(), mesh=MESH)
     close(step(h, xs[:0]), transform(run)(h, xs[:0]))
     assert "range(" not in step.lower(h, xs[:0]).as_text()
+
+
+def test_results_that_are_parts_of_what_a_loop_or_a_branch_begins_with() -> None:
+    def parts(h: Tensor) -> Any:
+        part = h.sin()[1:]
+        above = (h.sum(1) > 0)[0]
+        return (
+            part,
+            spmd.while_loop(lambda c: c.sum() > 1, torch.cos, part),
+            above,
+            spmd.cond(above, lambda: h, lambda: -h),
+        )
+
+    same(parts, arguments(0)[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import attrs
 import torch
@@ -14,6 +14,7 @@ from spmd.core.own_storage import own_memory
 from spmd.ir.graph import Annotations, Graph, Operation, Value
 from spmd.ir.names import Namer
 from spmd.ir.operator_kinds import is_composite
+from spmd.ir.regions import BEGINS
 from spmd.lowering.passes.aliases import Aliases
 
 
@@ -39,10 +40,15 @@ def copy_partial_views(graph: Graph, place: tuple[Mesh, int], donated: Collectio
         copy = Operation(own_memory, values, {}, tuple(made.values()), last[base].source, annotations=notes)
         after[last[base]].append(copy)
         copies |= made
-    operations = tuple(each for operation in graph.operations for each in (operation, *after[operation]))
+    operations = tuple(each for operation in graph.operations for each in _placed(operation, after[operation]))
     specs = {**graph.specs, **{copies[value]: spec for value, spec in graph.specs.items() if value in copies}}
     outputs = tuple(copies.get(value, value) for value in graph.outputs)
     return attrs.evolve(graph, operations=operations, outputs=outputs, specs=specs)
+
+
+def _placed(operation: Operation, copies: Sequence[Operation]) -> tuple[Operation, ...]:
+    """An operation with the copies of what it reads last: behind it, but around a region that it begins."""
+    return (*copies, operation) if operation.op in BEGINS else (operation, *copies)
 
 
 def _partial_views(graph: Graph, aliases: Aliases, donated: Collection[int]) -> dict[Value, tuple[Value, ...]]:
