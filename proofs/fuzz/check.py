@@ -118,9 +118,17 @@ def given_arguments(program: Program, space: Mapping[str, Any]) -> list[torch.Te
 
 
 def failed(outcome: Outcome, error: Exception) -> Outcome:
-    """The outcome of a program that raised an error: refused, if it is one of this package's own."""
-    status = Status.REFUSED if isinstance(error, SpmdError) else Status.CRASH
+    """The outcome of a program that raised an error: refused, if it is one of this package's own, or torch's in a body.
+
+    A trace runs bodies that one device does not: of loops without a trip, and the other sides of branches.
+    """
+    refused = isinstance(error, SpmdError) or any(text in str(error) for text in _REFUSED_IN_BODIES)
+    status = Status.REFUSED if refused else Status.CRASH
     return attrs.evolve(outcome, status=status, kind=_kind(error), message=_text(error))
+
+
+_REFUSED_IN_BODIES = ("randomness error mode", "out=... arguments don't support automatic differentiation")
+"""Of errors of torch's for what a transform does not take."""
 
 
 def _spread(parts: Sequence[torch.Tensor], spec: DTensorSpec) -> DTensor:
