@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -316,9 +316,9 @@ class Draw:
         tensor = self.environment.values[name]
         return Kind.of(tensor) is kind and tensor.numel() > 0
 
-    def is_own(self, x: Operand) -> bool:
-        """Whether it may be written to: it shares no memory with an argument, a constant or the outside of a body."""
-        others = (self.environment.values[name] for name in (*self.arguments, *self.constants, *self.foreign))
+    def is_own(self, x: Operand, more: Iterable[str] = ()) -> bool:
+        """Whether a value may be written to: no argument, constant, value around the body or of `more` shares it."""
+        others = (self.environment.values[name] for name in (*self.arguments, *self.constants, *self.foreign, *more))
         memory = x.tensor.untyped_storage().data_ptr()
         return all(other.untyped_storage().data_ptr() != memory for other in others)
 

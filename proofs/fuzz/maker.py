@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import attrs
 import torch
 
-from proofs.fuzz.draw import Block, Draw
+from proofs.fuzz.draw import Block, Draw, Operand
 from proofs.fuzz.environment import Environment, Rejected
 from proofs.fuzz.pool import LOOPS, OPERATORS, WEIGHTS
 from proofs.fuzz.program import Line
@@ -50,7 +50,7 @@ class Maker:
         try:
             made = (OPERATORS.get(operator) or LOOPS[operator])(draw)
             written = isinstance(made, Block)
-            text, names = self._executed(made) if isinstance(made, Block) else self._evaluated(made)
+            text, names = self._executed(operator, made) if isinstance(made, Block) else self._evaluated(made)
         except Rejected:
             draw.arguments, draw.constants, draw.values = before
             if written:
@@ -64,10 +64,16 @@ class Maker:
         draw.values += [name for name in names if name not in draw.values]
         return True
 
-    def _executed(self, block: Block) -> tuple[str, tuple[str, ...]]:
+    def _executed(self, operator: str, block: Block) -> tuple[str, tuple[str, ...]]:
         environment = self.draw.environment
         text = "\n".join(block.statements)
         environment.run(text)
+        for name in block.names if operator in LOOPS else ():
+            if not self.draw.is_own(
+                Operand(name, environment.values[name]), {*self.draw.values, *block.names} - {name}
+            ):
+                text += f"\n{name} = {name}.clone()"  # on one device it is what the loop was given, memory and all
+                environment.run(f"{name} = {name}.clone()")
         environment.check([*self.draw.values, *block.names])
         return text, block.names
 
