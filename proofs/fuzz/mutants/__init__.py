@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from proofs.fuzz.mutants import collectives, counting, flows, layouts, lowering, passes, resharding, rules
+from proofs.fuzz.mutants import collectives, counting, flows, layouts, loops, lowering, passes, resharding, rules
 from proofs.fuzz.mutants.mutant import Mutant
 
 FAMILIES: Mapping[str, tuple[Mutant, ...]] = MappingProxyType(
@@ -15,6 +15,7 @@ FAMILIES: Mapping[str, tuple[Mutant, ...]] = MappingProxyType(
         "Rules: flow of partial values": flows.MUTANTS,
         "Memory layouts": layouts.MUTANTS,
         "Derivatives": collectives.MUTANTS,
+        "Loops and branches": loops.MUTANTS,
         "Resharding": resharding.MUTANTS,
         "Planning and lowering": lowering.MUTANTS,
         "Counting": counting.MUTANTS,

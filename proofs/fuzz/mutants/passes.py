@@ -38,7 +38,7 @@ def _instead(owner: str, table: str, name: str, other: Callable[..., Any]) -> Pa
     return Patch(owner, table, lambda passes: tuple(other if run.__name__ == name else run for run in passes))
 
 
-def _blind_to_draws(owner: str, table: str, name: str) -> Patch:
+def blind_to_draws(owner: str, table: str, name: str) -> Patch:
     """Make a pass treat random operators as deterministic ones."""
 
     def change(passes: Sequence[Callable[[Graph], Graph]]) -> tuple[Callable[[Graph], Graph], ...]:
@@ -206,13 +206,13 @@ MUTANTS = (
     mutant(
         "simplify: draws",
         "two equal draws are made once",
-        _blind_to_draws(_CANONICALIZE, "PASSES", "simplify"),
+        blind_to_draws(_CANONICALIZE, "PASSES", "simplify"),
         within="rand_twice",
     ),
     mutant(
         "eliminate_dead: draws",
         "a draw that nobody reads is dropped",
-        _blind_to_draws(_CANONICALIZE, "PASSES", "eliminate_dead"),
+        blind_to_draws(_CANONICALIZE, "PASSES", "eliminate_dead"),
         within="rand_unused",
     ),
     mutant(
@@ -318,13 +318,13 @@ MUTANTS = (
     mutant(
         "simplify_local: draws",
         "two equal draws are made once in a rank's program",
-        _blind_to_draws(_LOWER, "PASSES", "simplify_local"),
+        blind_to_draws(_LOWER, "PASSES", "simplify_local"),
         within="rand_twice",
     ),
     mutant(
         "eliminate_dead: draws of a rank",
         "a draw that nobody reads is dropped from a rank's program",
-        _blind_to_draws(_LOWER, "PASSES", "eliminate_dead"),
+        blind_to_draws(_LOWER, "PASSES", "eliminate_dead"),
         within="rand_unused",
     ),
     mutant(
