@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
+.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-fuzz test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -58,6 +58,12 @@ test-faults: $(STAMP)
 LOAD ?= 8
 test-faults-at-load: $(STAMP)
 	$(BIN)/python -m proofs.faults_at_load --runs $(RUNS) --load $(LOAD) --markdown proofs/reports/faults.md
+
+# Random whole programs, of which a quarter holds loops and branches, so many, against one device; and from outside of jit.
+WHOLE_PROGRAMS ?= 5000
+test-fuzz: $(STAMP)
+	$(BIN)/python -m proofs.fuzz --seeds 0:$(WHOLE_PROGRAMS) --jobs $(JOBS)
+	$(BIN)/python -m proofs.fuzz --seeds 0:$(WHOLE_PROGRAMS) --jobs $(JOBS) --outside
 
 # Random programs with shard_map, so many, against a loop over ranks.
 PROGRAMS ?= 10000
