@@ -30,7 +30,8 @@ def copy_partial_views(graph: Graph, place: tuple[Mesh, int], donated: Collectio
         return graph
     aliases = Aliases(graph, place)
     held_until = graph.regions.held_until
-    last = {aliases.bases[value]: held_until(o, value) for o in graph.operations for value in o.operands}
+    read = [(o, aliases.bases[value]) for o in graph.operations for value in o.operands]
+    last = {base: held_until(o, base) for o, base in read}
     after: dict[Operation, list[Operation]] = defaultdict(list)
     namer, copies = Namer(graph.names), dict[Value, Value]()
     for base, values in _partial_views(graph, aliases, donated).items():
