@@ -277,3 +277,34 @@ def test_layouts_change_where_computing_again_is_not_enough(monkeypatch: pytest.
     assert smaller < 0.9 * limit
     assert plan.memory.peak == smaller
     assert make().seconds < same.seconds < plan.seconds
+
+
+def test_stacked_layers_are_gathered_in_the_trips_of_a_loop():
+    """All at once they would be held until its end; the values stay."""
+
+    def step(weights: Tensor, x: Tensor) -> Tensor:
+        def loss(weights: Tensor) -> Tensor:
+            return spmd.scan(lambda x, weight: (torch.tanh(x @ weight), None), x, weights)[0].square().mean()
+
+        return weights - torch.func.grad(loss)(weights)
+
+    mesh = spmd.make_mesh({"data": 4}, runtime="virtual")
+    weights, x = torch.randn(6, 64, 64) / 8, torch.randn(1024, 64)
+    specs = (P(None, "data"), P("data"))
+    free = spmd.jit(step, specs, P(None, "data"), mesh=mesh)
+    assert {comm.times for comm in free.plan(weights, x).comms if comm.kind == "all_gather"} == {1}
+    limit = int(0.9 * free.plan(weights, x).memory.peak)
+    within = spmd.jit(step, specs, P(None, "data"), mesh=mesh, memory_limit=limit)
+    plan = within.plan(weights, x)
+    assert plan.memory.peak <= limit
+    assert {comm.times for comm in plan.comms if comm.kind == "all_gather"} == {6}
+    torch.testing.assert_close(within(weights, x).full_tensor(), step(weights, x))
+
+
+def test_a_limit_that_no_plan_of_a_loop_meets():
+    mesh = spmd.make_mesh({"data": 4}, runtime="abstract")
+    loop = lambda xs: spmd.scan(lambda c, x: (c + x, c * x), torch.zeros(64, 64), xs)  # noqa: E731
+    with pytest.raises(
+        spmd.PlanError, match=r"at most memory_limit=9 bytes per rank: the\s+smallest peak found is [\d,]+"
+    ):
+        spmd.jit(loop, P(None, "data"), P(), mesh=mesh, memory_limit=9).plan(meta(5, 64, 64))

@@ -16,8 +16,9 @@ import attrs
 
 from spmd.core.mesh import Coordinate
 from spmd.errors import PlanError
-from spmd.ir.graph import Operation, Value
-from spmd.ir.markers import MARKERS
+from spmd.ir.dataflow import is_read_by_items
+from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.markers import MARKERS, REDISTRIBUTE
 from spmd.ir.source import Source
 from spmd.plan.cost.account import account, launched
 from spmd.plan.data.plan import AnyPlan, PlanData
@@ -48,20 +49,26 @@ def fitting(plans: Sequence[PlanData]) -> list[PlanData]:
 
 
 def memory_prices(plan: PlanData, price: float) -> dict[Value, float]:
-    """Memory prices, in seconds per byte, of the values held at a plan's peak; inputs and constants have none.
+    """Memory prices, in seconds per byte, of the values held at a plan's peak.
 
-    A redistributed value is priced as the value that it is made from.
+    A redistributed value is priced as the value that it is made from. Inputs and constants have a price only if loops
+    read them item by item, as stacked layers, which may be gathered trip by trip.
 
     Args:
         plan: the plan.
         price: the price of the whole peak, as a multiple of the plan's predicted time.
     """
-    found = {}
-    for held in (item.value for item in memory_of(plan).held if item.value is not None):
-        value = plan.graph.origin(held, lambda operation: operation.op in MARKERS)
-        if value in plan.graph.producers:
-            found[value] = price * plan.seconds / memory_of(plan).peak
-    return found
+    held = (item.value for item in memory_of(plan).held if item.value is not None)
+    priced = dict.fromkeys(value for each in held if (value := _priced(plan.graph, each)) is not None)
+    return dict.fromkeys(priced, price * plan.seconds / memory_of(plan).peak)
+
+
+def _priced(graph: Graph, held: Value) -> Value | None:
+    """The value that one at the peak is made from, if it may have a price."""
+    is_stack = is_read_by_items(graph, held)
+    passed = (REDISTRIBUTE,) if is_stack else MARKERS
+    value = graph.origin(held, lambda operation: operation.op in passed)
+    return value if value in graph.producers or (is_stack and value is not held) else None
 
 
 def fit(plan: PlanData) -> PlanData:

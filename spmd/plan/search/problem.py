@@ -18,7 +18,7 @@ import torch
 
 from spmd.core.placement import Placement, Replicate
 from spmd.ir.graph import Operation, Value
-from spmd.ir.regions import TIED
+from spmd.ir.regions import ITEM, TIED
 from spmd.plan.cost.local_cost import LocalCost, MoveCost
 from spmd.plan.data.assignment import States, shrink
 from spmd.plan.data.draft import Draft
@@ -79,7 +79,7 @@ class AxisProblem:
         acquire: the most shards that a hub may hold, 1 or 2.
         only: operations whose strategy is fixed, with these strategies.
         memory_prices: memory prices (Lagrange multipliers) of values, in seconds per byte; they are added to the times
-            for the placements in which a value is held. Inputs have none.
+            for the placements in which a value is held. Inputs have none, but for those that loops read by items.
     """
 
     def __init__(
@@ -226,6 +226,12 @@ class AxisProblem:
         sizes = shrink(self.cost.sizes[value], state, self.draft.mesh.axis_size(self.axis))
         return self.memory_prices[value] * math.prod(sizes) * value.meta.dtype.itemsize
 
+    def _price_of_use(self, value: Value, source: Placement, state: Placement, use: Use) -> float:
+        """The price of holding a value for one consumer; a loop that reads its items holds it resharded, too."""
+        price = self._memory_price(value, source)
+        is_held = use.operation.op is ITEM and state != source
+        return price + self._memory_price(value, state) if is_held else price
+
     def _sources(self, value: Value) -> tuple[Placement, ...]:
         """The placement of a value under every strategy of its producer."""
         if value not in self.producers:
@@ -250,9 +256,8 @@ class AxisProblem:
             wanted = tuple(state for strategy in self.strategies[use.operation] for state in use.wanted(strategy))
             costs = edge_table(sources, wanted, self.move_cost(value))
             if value in self.memory_prices:
-                costs = costs + torch.tensor(
-                    [[self._memory_price(value, source)] for source in sources], dtype=torch.float64
-                )
+                prices = [[self._price_of_use(value, source, state, use) for state in wanted] for source in sources]
+                costs = costs + torch.tensor(prices, dtype=torch.float64)
             self._edges[key] = self._from_producer(value, costs)
         yield self._table(value, self.variables[use.operation], self._edges[key])
 
