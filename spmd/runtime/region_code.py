@@ -73,13 +73,16 @@ class RegionCode:
     def write(self, operation: Operation, dying: Sequence[Value]) -> None:
         """Add the lines of an operation that calls one of `STRUCTURE`; `dying` are the values to be freed after it."""
         write: Mapping[object, Callable[[Operation], None]] = {
-            BRANCH: self.branch, OTHERWISE: self.otherwise, PROCEED: self.proceed, END: self.end, CARRY: lambda _: None,
+            BRANCH: self.branch, OTHERWISE: self.otherwise, PROCEED: self.proceed, CARRY: lambda _: None,
             ITEM: self.item, NEXT: self.next, STACK: self.stack, GIVE: self.give, MERGE: self.merge,
         }  # fmt: skip
         if operation.op in BOUNDS:
             self.writer.within((), self.writer.indent)
         if operation.op in BEGINS and operation.op is not BRANCH:
             self.loop(operation, dying)
+            return
+        if operation.op is END:
+            self.end(operation, dying)
             return
         write[operation.op](operation)
         self.free(dying)
@@ -108,8 +111,8 @@ class RegionCode:
         self.line(f"if not {self._truth(operation.operands[0])}:")
         self.line("    break")
 
-    def end(self, operation: Operation) -> None:
-        """The end of a loop or a branch."""
+    def end(self, operation: Operation, dying: Sequence[Value]) -> None:
+        """The end of a loop or a branch; what dies is freed before stacks are joined."""
         begin = self.graph.producers[operation.operands[0]]
         nexts, stacks = self.regions.members(begin, NEXT), self.regions.members(begin, STACK)
         if nexts:
@@ -120,10 +123,11 @@ class RegionCode:
         for one in nexts:
             self.line(f"{self.name(one.tensors[0])} = {self.given(one.operands[1], one.tensors[0])}")
         self.free([one.operands[1] for one in nexts])
-        for stack in stacks:
-            (result,) = stack.tensors
-            if result not in self.histories:
-                self._join(result, begin.args[1])
+        results = [stack.tensors[0] for stack in stacks if stack.tensors[0] not in self.histories]
+        self.free([value for value in dying if value not in results])
+        for result in results:
+            self._join(result, begin.args[1])
+        self.free([value for value in dying if value in results])
 
     def _join(self, result: Value, reverse: bool) -> None:
         kept, meta = self._kept(result), self.writer.reference((result.meta.shape, result.meta.dtype))

@@ -279,3 +279,14 @@ def test_the_gradient_of_a_trace_makes_no_global_matrix() -> None:
     gradient = torch.func.grad(lambda x: x.trace() ** 2)
     x, mesh = meta(2048, 2048), spmd.make_mesh({"x": 8}, runtime="abstract")
     assert spmd.jit(gradient, P("x"), P("x"), mesh=mesh).plan(x).memory.peak < 3.5 * x.nbytes / 8
+
+
+def test_what_a_loop_read_is_freed_before_its_results_are_stacked() -> None:
+    """A gradient keeps the exponentials of all trips, and stacks as many products."""
+
+    def total(rows: Tensor) -> Tensor:
+        return spmd.scan(lambda c, row: (c + row.exp().sum(), None), torch.zeros(()), rows)[0]
+
+    step = spmd.jit(torch.func.grad(total), (P(),), P(), mesh=spmd.make_mesh({"data": 2}, runtime="virtual"))
+    held = peak_bytes(step.lower(meta(6, 64, 64)))
+    assert 3 * 6 * 64 * 64 * 4 <= held <= step.plan(meta(6, 64, 64)).memory.peak < 1.1 * held
