@@ -7,7 +7,7 @@ that is computed from what enters, up to where it leaves. Along other axes, valu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -126,6 +126,14 @@ class ManualAxes:
         for operation in graph.operations:
             found.add(operation)
         return found._axes
+
+    def of_value(self, value: Value) -> frozenset[str]:
+        """The manual axes of a value whose producer was added."""
+        return self._axes.get(value, frozenset())
+
+    def declare(self, value: Value, axes: Iterable[str]) -> None:
+        """Say which manual axes a value has that no operation produces."""
+        self._axes[value] = frozenset(axes)
 
     def add(self, operation: Operation) -> frozenset[str]:
         """The manual axes of an operation, whose producers were added before: those along which ranks run it as is.

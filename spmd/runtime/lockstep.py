@@ -14,7 +14,7 @@ output, and their positions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -24,8 +24,9 @@ import torch
 
 from spmd.collectives.local import LOCALS, Local, bind_local
 from spmd.core.mesh import Mesh
+from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.regions import STRUCTURE
+from spmd.ir.regions import BRANCH, MERGE, PROCEED, STRUCTURE, WHILE
 from spmd.runtime.codegen import Generated, ProgramWriter, aliases_of, last_uses, last_uses_of, unused_inputs
 from spmd.runtime.ranges import InRanges, common
 from spmd.runtime.region_code import RegionCode
@@ -112,7 +113,10 @@ def generate_lockstep(
 
 @attrs.frozen(eq=False)
 class _Segment:
-    """Operations without effects on the same instances, or one operation with an effect."""
+    """Operations without effects on the same instances, or one operation with an effect.
+
+    Or a branch, or a loop, in which ranks part: it runs for one instance after the other.
+    """
 
     instances: Instances
     operations: tuple[Operation, ...]
@@ -167,9 +171,14 @@ class _Lockstep:
         Between effects, an operation has at least as many instances as its operands, so that what has fewer comes
         first.
         """
-        found = []
-        for alone, group in itertools.groupby(self.graph.operations, _stands_alone):
-            if alone:
+        found: list[list[_Segment]] = []
+        operations = self.graph.operations
+        parted = {o: segment for segment in self.parted() for o in segment.operations}
+        for kind, group in itertools.groupby(operations, lambda o: parted.get(o) or _stands_alone(o)):
+            if isinstance(kind, _Segment):
+                found.append([kind])
+                continue
+            if kind:
                 found.append([_Segment(self.along(operand_axes(o, self.varying)), (o,)) for o in group])
                 continue
             by_instances: dict[Instances, list[Operation]] = {}
@@ -179,6 +188,25 @@ class _Lockstep:
             found.append(sorted(segments, key=lambda segment: len(segment.instances.ranks)))
         return found
 
+    def parted(self) -> Iterator[_Segment]:
+        """The branches and loops in which ranks may part, with what is inside of them."""
+        operations, regions, done = self.graph.operations, self.graph.regions, 0
+        for start, operation in enumerate(operations if regions else ()):
+            if operation.op not in (BRANCH, WHILE) or start < done:
+                continue
+            tests = (operation,) if operation.op is BRANCH else regions.members(operation, PROCEED)
+            if all(self.instances(test.operands[0]).is_single for test in tests):
+                continue
+            stop = operations.index(regions.end(operation)) + 1
+            while operation.op is BRANCH and stop < len(operations) and operations[stop].op is MERGE:
+                stop += 1
+            inside = operations[start:stop]
+            if any(each.effect not in (None, Effect.REGION) for each in inside):
+                continue  # of all ranks: the instances are equal
+            axes = frozenset[str]().union(*(operand_axes(each, self.varying) for each in inside))
+            done = stop
+            yield _Segment(self.along(axes), inside)
+
     def generated(self) -> Generated:
         """The program."""
         name = lambda value: f"[{self.name(value)}]" if self.instances(value).is_single else self.name(value)  # noqa: E731
@@ -187,7 +215,9 @@ class _Lockstep:
         self.writer.compute_numbers(self.graph)
         self.free(unused_inputs(self.graph))
         for segment in self.segments:
-            if segment.operations[0].op in STRUCTURE:
+            if segment.operations[0].op in STRUCTURE and len(segment.operations) > 1:
+                self.one_by_one(segment)
+            elif segment.operations[0].op in STRUCTURE:
                 self.code.write(segment.operations[0], self.dying[segment.operations[0]])
             elif segment.operations[0].effect is not None:
                 self.effect(segment.operations[0], segment.instances)
@@ -307,6 +337,38 @@ class _Lockstep:
             self.writer.delete(indent, map(self.writer.variable, last[operation]))
         self.writer.within(around, indent)
         self.free([value for value in dying if value not in made])
+
+    def one_by_one(self, segment: _Segment) -> None:
+        """A branch or a loop for one instance after the other."""
+        writer, variable = self.writer, self.writer.variable
+        made = {value for operation in segment.operations for value in operation.tensors}
+        inside = set(segment.operations)
+        left = [v for v in made if v in self.graph.outputs or not inside.issuperset(self.graph.consumers.get(v, ()))]
+        read = dict.fromkeys(v for o in segment.operations for v in o.operands if v not in made)
+        loaded = [value for value in read if not self.instances(value).is_single]
+        for value in left:
+            self.lines.append(f"{writer.indent}{self.name(value)} = []")
+        writer.within((), writer.indent)
+        self.lines.append(f"{writer.indent}for index, rank in enumerate({writer.reference(segment.instances.ranks)}):")
+        writer.indent += "    "
+        for value in loaded:
+            self.lines.append(f"{writer.indent}{variable(value)} = {self.item(value, segment.instances)}")
+        free = lambda values: writer.delete(writer.indent, [variable(v) for v in values if v in made and v not in left])  # noqa: E731
+        code = RegionCode(writer, self.graph, variable, lambda value, _: writer.argument(value), lambda _: None, free)
+        for operation in segment.operations:
+            dying = [value for value in self.dying[operation] if value in made and value not in left]
+            if operation.op in STRUCTURE:
+                code.write(operation, dying)
+            else:
+                writer.write(operation, writer.indent, self.call(operation, segment.instances, dying))
+                free(dying)
+        for value in left:
+            self.lines.append(f"{writer.indent}if rank in {writer.reference(self.instances(value).ranks)}:")
+            self.lines.append(f"{writer.indent}    {self.name(value)}.append({variable(value)})")
+        writer.delete(writer.indent, map(variable, [*left, *loaded]))
+        writer.within((), writer.indent)
+        writer.indent = writer.indent[:-4]
+        self.free([v for o in segment.operations for v in self.dying[o] if v not in made])
 
     def load(self, value: Value, instances: Instances, *, dies: bool) -> None:
         """Read an instance from its list, and take it out if no other iteration reads it and no later operation."""

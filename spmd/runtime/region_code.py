@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from spmd.errors import SpmdError
 from spmd.ir.dataflow import is_read_by_items
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.regions import (
@@ -197,7 +198,9 @@ class RegionCode:
         self.line(f"{self.name(result)} = {one} if {self.name(first)} is not None else {other}")
 
     def _truth(self, predicate: Value) -> str:
-        return self.name(predicate) if self.each(predicate) is None else f"{self.name(predicate)}[0]"
+        if self.each(predicate) is None:
+            return self.name(predicate)
+        return f"{self.writer.reference(agreed)}({self.name(predicate)})"
 
     def _kept(self, result: Value) -> str:
         """The list of what trips add to a stack."""
@@ -205,6 +208,17 @@ class RegionCode:
 
     def _next(self, carry: Value) -> str:
         return f"{self.name(carry)}_next"
+
+
+def agreed(predicates: Sequence[torch.Tensor]) -> bool:
+    """The value of a predicate whose instances lead all ranks the same way: they meet in the body."""
+    values = set(map(bool, predicates))
+    if len(values) > 1:
+        raise SpmdError(
+            "A predicate differs between virtual ranks that communicate in the body of a loop or a branch. Make it one "
+            "for all: of spmd.collectives.pmax or psum."
+        )
+    return values.pop()
 
 
 def joined(parts: list[torch.Tensor], reverse: bool, meta: tuple[Sequence[int], torch.dtype]) -> torch.Tensor:

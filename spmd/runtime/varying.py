@@ -14,7 +14,7 @@ from spmd.core.spec import DTensorSpec
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.random_operators import TEMPLATED
-from spmd.ir.regions import CARRY, NEXT
+from spmd.ir.regions import CARRY, NEXT, PROCEED
 
 Axes: TypeAlias = frozenset[str]
 
@@ -38,8 +38,13 @@ def varying_axes(graphs: Sequence[Graph], mesh: Mesh, specs: Sequence[DTensorSpe
 
 def _carried(graphs: Sequence[Graph], found: Mapping[Value, Axes]) -> dict[Value, Axes]:
     """The axes along which the carries of loops vary after a trip."""
-    nexts = [operation.operands for graph in graphs for operation in graph.operations if operation.op is NEXT]
-    return {carry: found[new] | found[carry] for new, carry in nexts}
+    left: dict[Value, Axes] = {}
+    for graph in graphs:
+        trips = {o.operands[1]: found[o.operands[0]] for o in graph.operations if o.op is PROCEED}  # by predicates
+        turns = {o.tensors[0]: o.operands[1] for o in graph.operations if o.op is CARRY}
+        nexts = [o.operands for o in graph.operations if o.op is NEXT]
+        left |= {carry: found[new] | found[carry] | trips.get(turns[carry], frozenset()) for new, carry in nexts}
+    return left
 
 
 def _varying(

@@ -15,6 +15,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spmd.collectives.axis_types import AxisType
 from spmd.core.mesh import Coordinate
 from spmd.core.pytree import tree_leaves
 from spmd.core.spec import NESTED
@@ -183,6 +184,10 @@ class ClosureLifting(TorchFunctionMode):
     def take(self, leaf: torch.Tensor) -> torch.Tensor:
         """The tensor of the trace for one that the body of a loop or a branch closes over."""
         return self.lift(self.given(leaf))  # type: ignore[no-any-return]
+
+    def cast(self, leaf: torch.Tensor, casts: Sequence[tuple[str, AxisType]]) -> torch.Tensor | None:
+        """As of `RunningTrace`: None, but in a body of a loop or a branch."""
+        return None
 
     def given(self, leaf: Any) -> Any:
         """The tensor that functions take in place of one from around the trace (`substituting`); others unchanged."""

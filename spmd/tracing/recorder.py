@@ -140,7 +140,9 @@ class Recorder(FakeTensorMode):
 
     def inner(self, namer: Namer, labels: Mapping[Value, str]) -> Recorder:
         """A recorder for a function that is traced by itself meanwhile."""
-        return Recorder(namer, self._source, labels, self._drawn)
+        recorder = Recorder(namer, self._source, labels, self._drawn)
+        recorder.observer = self.observer
+        return recorder
 
     def add(self, operation: Operation) -> tuple[Value | None, ...]:
         """Record an operation that was made elsewhere; returns new values for its results."""

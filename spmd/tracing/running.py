@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import attrs
 import torch
 
+from spmd.collectives.axis_types import AxisType
 from spmd.core.mesh import Coordinate
 from spmd.ir.graph import Operation, Value
 from spmd.ir.variants import Unevenness
@@ -65,6 +66,12 @@ class RunningTrace(Protocol):
 
     def lift(self, leaf: Any) -> Any:
         """The tensor of the trace for one from outside; any other value unchanged."""
+
+    def take(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The tensor of the trace for one that a function names, also from a trace around this one."""
+
+    def cast(self, leaf: torch.Tensor, casts: Sequence[tuple[str, AxisType]]) -> torch.Tensor | None:
+        """A tensor cast along axes, where that is done around the trace; None where it is an operation of it."""
 
 
 @attrs.frozen

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import spmd
 from spmd import P
@@ -247,33 +246,6 @@ def test_a_trace_tells_the_same(name: str) -> None:
     mistake, text = MISTAKES[name]
     with pytest.raises(spmd.TraceError, match=text):
         spmd.jit(lambda x: (mistake(), x)[1], P(), P(), mesh=MESH)(X)
-
-
-def body(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    return spmd.shard_map(function, MESH, P("data"), P("data"))
-
-
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (
-            lambda x: spmd.while_loop(lambda x: x.sum() < 3, lambda x: x * 2, x),
-            "spmd.while_loop at .* ends when a tensor says so, in a shard_map body.* Use spmd.scan or spmd.fori_loop",
-        ),
-        (
-            lambda x: spmd.fori_loop(0, x[0].int(), lambda i, x: x * 2, x),
-            "spmd.fori_loop at .* ends when a tensor says",
-        ),
-        (
-            lambda x: spmd.cond(x.sum() < 3, lambda x: x, lambda x: x * 2, x),
-            r"spmd.cond at .* decides by a tensor in a shard_map body.*take torch.where\(predicate, a, b\)",
-        ),
-        (lambda x: spmd.switch(x[0].int(), [lambda x: x, lambda x: x * 2], x), "spmd.switch at .* decides by a tensor"),
-    ],
-)
-def test_a_body_decides_by_no_tensor(function: Callable[[Tensor], Any], text: str) -> None:
-    with pytest.raises(spmd.TraceError, match=text):
-        body(function)(torch.ones(4))
 
 
 def test_what_reads_a_value_in_a_trace_names_the_construct() -> None:

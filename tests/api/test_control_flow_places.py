@@ -140,9 +140,8 @@ def test_bodies(function: Callable[..., Any], expected: Callable[..., Any]) -> N
     whole = values[0] if function is summed else torch.cat(values, 1)
     with spmd.disable_jit():
         same(whole, mapped(x))
-    if function is summed:
-        same(whole, mapped(x))
-        same(whole, spmd.jit(mapped, mesh=MESH)(x))
+    same(whole, mapped(x))
+    same(whole, spmd.jit(mapped, mesh=MESH)(x))
 
 
 def test_ranks_of_a_body_may_not_part_where_they_communicate() -> None:

@@ -32,7 +32,8 @@ def cond(
     In a function under `jit` both are traced into one operation of the program, which runs one of them. Elsewhere
     Python calls one of them, and the host reads the predicate; if it is a bool of Python, both are traced first, to
     compare what they return. Under `vmap` a predicate that differs between examples selects from the results of both.
-    In a shard_map body that is compiled a predicate that is a tensor is an error: take `torch.where`.
+    In a shard_map body each rank decides by what it holds; where that varies along an axis, the functions may call no
+    collective.
 
     Args:
         pred: a boolean scalar, or a number, which is true if it is not zero.

@@ -1,10 +1,9 @@
-"""The place where a loop or a branch is called: in a trace, in a shard_map body that is traced, or where values are."""
+"""The place where a loop or a branch is called: in a trace, or where tensors have values."""
 
 from __future__ import annotations
 
 import enum
 
-from spmd.collectives.environment import bound_axes
 from spmd.tracing.running import is_tracing, running_trace
 
 
@@ -13,12 +12,10 @@ class CallPlace(enum.Enum):
 
     Attributes:
         PROGRAM: in a trace, whose program it becomes an operation of.
-        BODY: in the trace of a shard_map body, where a loop of known length is unrolled.
         VALUES: where tensors have values: Python runs it. On each rank, in a body that is not compiled.
     """
 
     PROGRAM = enum.auto()
-    BODY = enum.auto()
     VALUES = enum.auto()
 
 
@@ -26,4 +23,4 @@ def here() -> CallPlace:
     """The place of this call."""
     if not is_tracing() or running_trace().gather is not None:
         return CallPlace.VALUES
-    return CallPlace.BODY if bound_axes() else CallPlace.PROGRAM
+    return CallPlace.PROGRAM

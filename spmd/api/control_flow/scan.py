@@ -49,7 +49,7 @@ def scan(
     """Loop over the rows of `xs`, carry values from row to row, and stack a result of each; `jax.lax.scan`.
 
     In a function under `jit` it is one operation of the program, whose body is traced and planned once, whatever its
-    length. In a shard_map body that is compiled it is unrolled. Elsewhere Python runs it. It is differentiable.
+    length. Elsewhere Python runs it. It is differentiable.
 
     Args:
         f: one trip, `carry, y = f(carry, x)`.

@@ -13,9 +13,7 @@ from spmd.api.control_flow.leaves import check_callable, device_of, leaves_of
 from spmd.api.control_flow.place import CallPlace, here
 from spmd.api.control_flow.predicates import boolean_scalar
 from spmd.api.control_flow.trips import while_by_trips
-from spmd.errors import TraceError
 from spmd.tracing.loops import traced_while
-from spmd.tracing.source import where
 
 
 def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
@@ -26,13 +24,6 @@ def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[An
     """
     check_callable(call, [("cond_fun", cond_fun), ("body_fun", body_fun)])
     start = leaves_of(init_val, call, "init_val")
-    place = here()
-    if place is CallPlace.BODY:
-        raise TraceError(
-            f"{call} at {where()} ends when a tensor says so, in a shard_map body, which the program of all ranks "
-            "cannot do yet. Use spmd.scan or spmd.fori_loop with a length that is known, and torch.where where a trip "
-            "is to change nothing; or loop outside of shard_map."
-        )
 
     def run(carry: Carry) -> Any:
         def condition(values: list[Tensor]) -> bool | Tensor:
@@ -41,7 +32,7 @@ def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[An
         def body(values: list[Tensor]) -> list[Tensor]:
             return carry.next(body_fun(carry.tree(values)))
 
-        if place is CallPlace.PROGRAM:
+        if here() is CallPlace.PROGRAM:
             finals = traced_while(lambda values: torch.as_tensor(condition(values)), body, carry.values)
         else:
             finals = while_by_trips(condition, body, carry.values, call)

@@ -31,8 +31,9 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
 
     In a function under `jit` it is one operation of the program, and each rank finds out for itself when it ends.
     Elsewhere Python runs it, and the host reads the condition. Under `vmap` it runs until the condition is false for
-    all examples, and an example for which it is false keeps its value. In a shard_map body that is compiled it is an
-    error: take `scan`, of known length.
+    all examples, and an example for which it is false keeps its value. In a shard_map body each rank decides by what
+    it holds, and a rank that is done waits for no other: where the condition varies along an axis, the function may
+    call no collective.
 
     Args:
         cond_fun: returns a boolean scalar.

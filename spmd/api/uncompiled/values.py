@@ -7,7 +7,7 @@ known by a weak reference. A cast returns a copy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -21,6 +21,7 @@ from torch._C._functorch import (
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spmd.api.uncompiled.rank import Rank
+from spmd.collectives.axis_types import AxisType
 from spmd.core.mesh import Coordinate
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
@@ -79,6 +80,11 @@ class RankTrace:
     def lift(self, tensor: Tensor) -> Tensor:
         """The tensor: those from outside are like all others here."""
         return tensor
+
+    take = lift
+
+    def cast(self, leaf: Tensor, casts: Sequence[tuple[str, AxisType]]) -> None:
+        """None: casts are made where they stand."""
 
     def gather(self, value: Any) -> list[Any]:
         """The Python values of all ranks, at the end of a body."""

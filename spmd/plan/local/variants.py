@@ -41,7 +41,9 @@ class _Merge:
         """The merged plan."""
         inside = Inside(self.plan.graph)
         for operation in self.plan.graph.operations:
-            if operation.op is ENTER:
+            if operation in inside.loop_of:
+                self._loop(operation, inside)
+            elif operation.op is ENTER:
                 self._enter(operation)
             elif operation.op is LEAVE:
                 self._leave(operation, inside)
@@ -57,6 +59,13 @@ class _Merge:
         return attrs.evolve(
             self.plan, graph=graph, logical={**self.plan.logical, **logical}, specs={**self.plan.specs, **specs}
         )
+
+    def _loop(self, operation: Operation, inside: Inside) -> None:
+        """At the beginning of a loop or a branch inside of a region, all of the other program's."""
+        number = inside.loop_of[operation]
+        theirs = self.match.manual[1].loops[number]
+        if operation is inside.loops[number][0] and theirs[0] not in self.emitted:
+            self._needed(theirs[-1])
 
     def _enter(self, operation: Operation) -> None:
         theirs = self.match.entered.get(operation.tensors[0])
@@ -74,17 +83,28 @@ class _Merge:
             self._needed(theirs, attrs.evolve(operation, args=(theirs.args[0], *operation.args[1:])), adds=False)
 
     def _needed(self, operation: Operation, placed: Operation | None = None, adds: bool = True) -> None:
-        """Emit an operation of the other program, in a changed form if given, after all that it needs."""
+        """Emit an operation of the other program, in a changed form if given, after all that it needs.
+
+        Of a loop or a branch all operations are needed, in their order.
+        """
+        theirs = self.match.manual[1]
         found: set[Operation] = set()
-        pending = list((placed or operation).operands)
+        pending = [*(placed or operation).operands, *self._together(operation)]
         while pending:
             made = self.producers.get(pending.pop())
-            if made is not None and made not in self.emitted | found and not self.match.manual[1].is_anchor(made):
+            if made is not None and made not in self.emitted | found and not theirs.is_anchor(made):
                 found.add(made)
-                pending.extend(made.operands)
-        for made in sorted(found, key=self.order.__getitem__):
+                pending.extend((*made.operands, *self._together(made)))
+        for made in sorted(found - {operation}, key=self.order.__getitem__):
             self._emit(made, made)
-        self._emit(operation, placed or operation, adds)
+        if operation not in self.emitted:
+            self._emit(operation, placed or operation, adds)
+
+    def _together(self, operation: Operation) -> list[Value]:
+        """The results of all operations of the loop or branch in which one stands."""
+        theirs = self.match.manual[1]
+        loop = theirs.loops[theirs.loop_of[operation]] if operation in theirs.loop_of else ()
+        return [value for made in loop for value in made.tensors]
 
     def _emit(self, operation: Operation, placed: Operation, adds: bool = True) -> None:
         self.emitted.add(operation)

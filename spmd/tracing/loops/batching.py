@@ -19,6 +19,7 @@ from spmd.ir.graph import Graph
 from spmd.ir.regions import NEXT
 from spmd.tracing.loops.closed import Closed
 from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, While, with_equal_inputs
+from spmd.tracing.loops.per_rank import again
 from spmd.tracing.loops.replay import Apply, body_of, run
 from spmd.tracing.source import where
 
@@ -71,7 +72,7 @@ class _Batch:
             vmap: Any = torch.vmap
             return list(vmap(function, in_dims, out_dims, randomness=self.randomness)(*tensors))
 
-        like = [self.meta(value.meta, has) for value, has in zip(body.inputs, inputs, strict=True)]
+        like = [again(value, self.meta(value.meta, has)) for value, has in zip(body.inputs, inputs, strict=True)]
         return body_of(mapped, like, body.functions)
 
     def meta(self, meta: TensorMeta, has: bool) -> TensorMeta:
@@ -116,7 +117,7 @@ class _Batch:
 
     def _until_all_are_done(self, programs: tuple[Body, Body], carries: int) -> tuple[Body, Body]:
         condition, body = programs
-        like = [value.meta for value in condition.inputs]
+        like = condition.inputs
 
         def some(*tensors: torch.Tensor) -> list[torch.Tensor]:
             return [run(condition, tensors, self.apply)[0].any()]

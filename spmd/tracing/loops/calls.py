@@ -12,10 +12,21 @@ from spmd.core.spec import TensorMeta
 from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.loops.batching import batched
-from spmd.tracing.loops.closed import close
+from spmd.tracing.loops.closed import Closed, close
 from spmd.tracing.loops.constructs import Branch, Construct, Loop, While, with_equal_inputs
 from spmd.tracing.loops.derivatives import Differentiated, From, differentiated
 from spmd.tracing.loops.forward_mode import dual
+from spmd.tracing.loops.per_rank import (
+    as_expected,
+    check_parted,
+    joined,
+    parted_axes,
+    raised,
+    result_types,
+    types_of,
+    varying,
+)
+from spmd.tracing.manual.axis_types import Types
 from spmd.tracing.running import running_trace
 
 Tensors = list[torch.Tensor]
@@ -46,7 +57,8 @@ def traced_scan(
         carries, ys = body(list(tensors[:count]), list(tensors[count:]))
         return [*carries, *ys]
 
-    closed = close(flat, *init, *(x.select(0, 0) if length else x.new_empty(x.shape[1:]) for x in xs))
+    items = [x.select(0, 0) if length else x.new_empty(x.shape[1:]) for x in xs]
+    closed, init = _trip(flat, init, items)
     loop = Loop(closed.body, count, len(xs), length, reverse)
     if not length:
         device = next((x.device for x in (*init, *xs)), None)
@@ -66,8 +78,14 @@ def traced_while(
         body: from carries to the next ones, of equal shapes and dtypes.
         init: the first carries.
     """
-    tested = close(lambda *carries: [condition(list(carries))], *init)
-    closed = close(lambda *carries: body(list(carries)), *init)
+    before: tuple[str, ...] | None = None
+    parted: tuple[str, ...] = ()
+    while parted != before:
+        closed, init = _trip(lambda *carries: body(list(carries)), init, parted=parted)
+        tested = close(lambda *carries: [condition(list(carries))], *init, parted=parted)
+        before, parted = parted, parted_axes("while_loop", result_types(tested.body.outputs)[0])
+    for closing in (tested, closed):
+        check_parted("while_loop", parted, closing.body.graph.operations)
     programs = with_equal_inputs(len(init), tested.body, closed.body)
     loop = While(*programs, len(init))
     return apply(loop, *init, *tested.closed_over, *closed.closed_over)
@@ -82,18 +100,53 @@ def traced_cond(
         predicate: a 0-d boolean tensor; or what is known to Python.
         on_true, on_false: the functions; their results have equal shapes and dtypes.
     """
-    sides = close(on_true), close(on_false)  # both, so that both are checked
+    functions = on_true, on_false
+    parted = () if isinstance(predicate, bool) else parted_axes("cond", types_of(predicate))
+    sides = [close(function, parted=parted) for function in functions]  # both, so that both are checked
     if isinstance(predicate, bool):
         return on_true() if predicate else on_false()
+    given = [result_types(side.body.outputs) for side in sides]
+    wanted = [varying(joined(x, y), parted) for x, y in zip(*given, strict=True)]
+    if any(types != wanted for types in given):
+        sides = [close(_raising(function, wanted), parted=parted) for function in functions]
+    for side in sides:
+        check_parted("cond", parted, side.body.graph.operations)
     programs = with_equal_inputs(0, sides[0].body, sides[1].body)
     return apply(Branch(programs), predicate, *sides[0].closed_over, *sides[1].closed_over)
+
+
+def _trip(
+    function: Callable[..., Tensors],
+    init: Sequence[torch.Tensor],
+    items: Sequence[torch.Tensor] = (),
+    parted: Sequence[str] = (),
+) -> tuple[Closed, list[torch.Tensor]]:
+    """The program of a trip, and what its first carries are, cast to the types that carries have in all trips."""
+    init = list(init)
+    while True:
+        wanted = [varying(types_of(x), parted) for x in init]
+        closed = close(_raising(function, wanted), *init, *items, parted=parted)
+        made = result_types(closed.body.outputs)
+        found = [joined(types, new) for types, new in zip(wanted, made, strict=False)]
+        if found == wanted:
+            return closed, init
+        init = [raised(x, types) for x, types in zip(init, found, strict=True)]
+
+
+def _raising(function: Callable[..., Tensors], wanted: Sequence[Types]) -> Callable[..., Tensors]:
+    """A function whose first results are cast to types that are wanted, where they can be."""
+
+    def call(*tensors: torch.Tensor) -> Tensors:
+        results = list(function(*tensors))
+        return [raised(x, types) for x, types in zip(results, wanted, strict=False)] + results[len(wanted) :]
+
+    return call
 
 
 def apply(construct: Construct, *operands: torch.Tensor) -> Tensors:
     """Call a construct on tensors of the trace that is running, or of one around it."""
     trace = running_trace()
-    assert isinstance(trace, ClosureLifting)
-    operands = tuple(map(trace.take, operands))
+    operands = tuple(as_expected(trace.take(x), value) for x, value in zip(operands, construct.inputs, strict=True))
     is_plain = isinstance(construct, While) or not _is_below_grad() or not torch.is_grad_enabled()
     if is_plain or not any(map(needs_grad, operands)) or not any(map(_is_differentiable, construct.results)):
         return list(_Call.apply(construct, None, *operands))

@@ -22,6 +22,8 @@ from spmd.tracing.checkpointed import checkpoints, recompute
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.functionalization import Functionalization
 from spmd.tracing.loops.constructs import Body
+from spmd.tracing.loops.per_rank import Casting, declare, region_of_body, types_of, varying
+from spmd.tracing.manual.axis_types import Types
 from spmd.tracing.recorder import Recorder
 from spmd.tracing.running import running_in, running_trace
 from spmd.tracing.source import user_source, where
@@ -42,12 +44,13 @@ class Closed:
     closed_over: tuple[torch.Tensor, ...]
 
 
-def close(function: Callable[..., Sequence[torch.Tensor]], *like: torch.Tensor) -> Closed:
+def close(function: Callable[..., Sequence[torch.Tensor]], *like: torch.Tensor, parted: Sequence[str] = ()) -> Closed:
     """Trace a function of tensors, in a trace that is running and under its transforms.
 
     Args:
         function: from tensors to a list of tensors.
         like: tensors of the shapes and dtypes of its arguments, such as transforms show them.
+        parted: the manual axes along which it may run on some ranks only.
 
     Raises:
         TraceError: as a trace does; the function writes to an argument, or to a tensor from around it.
@@ -57,9 +60,10 @@ def close(function: Callable[..., Sequence[torch.Tensor]], *like: torch.Tensor) 
     namer = Namer()
     values = [Value(namer.fresh("x"), TensorMeta.of(tensor)) for tensor in like]
     recorder = outer.recorder.inner(namer, dict.fromkeys(values, "of the body"))
+    declare(values, [varying(types_of(tensor), parted) for tensor in like])
     with temporarily_clear_interpreter_stack():  # no transform may wrap the tensors of the body
         fakes = [recorder.fake(value, tensor.device) for value, tensor in zip(values, like, strict=True)]
-    lifting = _Capture(recorder, outer)
+    lifting = _Capture(recorder, outer, parted)
     with contextlib.closing(lifting):
         with (
             without_outer_traces(),
@@ -79,17 +83,21 @@ def close(function: Callable[..., Sequence[torch.Tensor]], *like: torch.Tensor) 
             (*values, *lifting.inputs), tuple(recorder.constants.items()), tuple(recorder.operations), results
         )
         closed = without_constants(recompute(graph, recorder.regions, namer).verify())
-        named = lifting.named
+        captured, named, casts = tuple(lifting.captured), tuple(lifting.named), lifting.casts
+    in_region, count = region_of_body(), len(like)
 
     def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
         trace = running_trace()
         assert isinstance(trace, ClosureLifting)
-        with _seeing_functions(trace), trace.substituting(named, tensors[len(like) :]):
-            return [trace.take(tensor) for tensor in function(*tensors[: len(like)])]
+        given = tensors[count:]
+        with _seeing_functions(trace), in_region() as remember, trace.substituting(named, given):
+            for base, change, number in casts:
+                remember(given[base], change, given[number])
+            return [trace.take(tensor) for tensor in function(*tensors[:count])]
 
     functions = tuple(dict.fromkeys(lifting.functions))
     outer.functions += functions
-    return Closed(Body(closed.body.graph, call, functions), (*named, *closed.closed_over))
+    return Closed(Body(closed.body.graph, call, functions), (*captured, *closed.closed_over))
 
 
 def without_constants(graph: Graph) -> Closed:
@@ -103,11 +111,15 @@ class _Capture(ClosureLifting):
     """Makes each tensor from around a body an input of it, transformed ones too.
 
     Attributes:
-        inputs: the values of the tensors in the body, in the order of their first use.
+        captured: the tensors, as the function names them: in another trace it has others (`substituting`).
+        inputs: their values in the body, in the order of their first use.
+        named: the same tensors; for one that is only cast, a tensor that the function does not name.
+        casts: the number of a captured tensor, how it is cast, and the number of the input that is so.
     """
 
-    def __init__(self, recorder: Recorder, outer: ClosureLifting) -> None:
+    def __init__(self, recorder: Recorder, outer: ClosureLifting, parted: Sequence[str]) -> None:
         super().__init__(recorder, outer.coordinate)
+        self._parted = parted
         self.unevenness, self.in_backward = outer.unevenness, outer.in_backward
         self._under_transform = False
         around = peek_interpreter_stack()
@@ -115,12 +127,11 @@ class _Capture(ClosureLifting):
         # Keyed by id: the tensor that the function names, and the one inside.
         self._inside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.inputs: list[Value] = []
+        self.captured: list[torch.Tensor] = []
+        self.named: list[torch.Tensor] = []
+        self.casts: list[tuple[int, Casting, int]] = []
+        self._numbers: dict[int, int] = {}  # by the ids of tensors of the body, which `_tracked` keeps
         self._outer = outer
-
-    @property
-    def named(self) -> tuple[torch.Tensor, ...]:
-        """The captured tensors, as the function names them: in another trace it has others (`substituting`)."""
-        return tuple(named for named, _ in self._inside.values())
 
     def given(self, leaf: Any) -> Any:
         found = super().given(leaf)
@@ -155,12 +166,33 @@ class _Capture(ClosureLifting):
                     f"{where(user_source())}. Pass it to the body: in the carry, in xs, or as an operand; or call the "
                     "transform on a function of it, x * 1."
                 )
-            with temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
-                value = Value(self.recorder._namer.fresh("closed_over"), TensorMeta.of(leaf))
-                fake = self.recorder.fake(value, leaf.device)
-                self.inputs.append(value)
-                self._inside[id(leaf)] = (leaf, self.functional(fake))
+            self._inside[id(leaf)] = (leaf, self._input(leaf, self._types_around(leaf)))
         return self._inside[id(leaf)][1]
+
+    def _types_around(self, leaf: torch.Tensor) -> Types:
+        with running_in(self._outer):
+            return varying(types_of(leaf), self._parted)
+
+    def _input(self, leaf: torch.Tensor, types: Types, is_cast: bool = False) -> torch.Tensor:
+        """A new input of the body, for a tensor that its function names, or for a cast of it."""
+        value = Value(self.recorder._namer.fresh("closed_over"), TensorMeta.of(leaf))
+        declare([value], [types])
+        with temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
+            inside = self.functional(self.recorder.fake(value, leaf.device))
+        self.inputs.append(value)
+        self.captured.append(leaf)
+        self.named.append(inside if is_cast else leaf)
+        self._numbers[id(inside)] = len(self.named) - 1
+        return inside
+
+    def cast(self, leaf: torch.Tensor, casts: Casting) -> torch.Tensor | None:
+        """A tensor from around the body, cast there: its gradient is summed once, behind the loop."""
+        number = self._numbers.get(id(leaf))
+        if number is None:
+            return None
+        self.casts.append((number, casts, len(self.inputs)))
+        outside = self.captured[number]
+        return self._input(outside, {**self._types_around(outside), **dict(casts)}, is_cast=True)
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the body's."""

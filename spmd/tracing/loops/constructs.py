@@ -28,6 +28,7 @@ from spmd.ir.regions import (
     Regions,
 )
 from spmd.ir.source import Source
+from spmd.tracing.loops.per_rank import again
 
 Record: TypeAlias = Callable[[Operation], tuple[Value | None, ...]]
 """Records an operation, and returns new values for its results."""
@@ -80,6 +81,11 @@ class Loop:
     reverse: bool = False
 
     @property
+    def inputs(self) -> tuple[Value | None, ...]:
+        """The value in a body of each operand; None of a predicate."""
+        return self.body.inputs
+
+    @property
     def results(self) -> tuple[TensorMeta, ...]:
         """The shapes and dtypes of the last carries and of the stacked results."""
         metas = [value.meta for value in self.body.outputs]
@@ -118,6 +124,11 @@ class While:
     carries: int
 
     @property
+    def inputs(self) -> tuple[Value | None, ...]:
+        """As of `Loop`."""
+        return self.body.inputs
+
+    @property
     def results(self) -> tuple[TensorMeta, ...]:
         """The shapes and dtypes of the last carries."""
         return tuple(value.meta for value in self.body.outputs)
@@ -149,6 +160,11 @@ class Branch:
     sides: tuple[Body, Body]
 
     @property
+    def inputs(self) -> tuple[Value | None, ...]:
+        """As of `Loop`."""
+        return (None, *self.sides[0].inputs)
+
+    @property
     def results(self) -> tuple[TensorMeta, ...]:
         """The shapes and dtypes of the results."""
         return tuple(value.meta for value in self.sides[0].outputs)
@@ -172,16 +188,16 @@ Construct: TypeAlias = Loop | While | Branch
 def with_equal_inputs(shared: int, first: Body, second: Body) -> tuple[Body, Body]:
     """Two programs with the inputs of both: first those they share, then those of the first and of the second."""
     own = first.inputs[shared:], second.inputs[shared:]
-    again = [tuple(Value(value.name, value.meta) for value in values) for values in own]
+    added = [tuple(map(again, values)) for values in own]
     calls, start, end = (first.call, second.call), shared + len(own[0]), len(first.inputs)
     return (
         Body(
-            attrs.evolve(first.graph, inputs=(*first.inputs, *again[1])),
+            attrs.evolve(first.graph, inputs=(*first.inputs, *added[1])),
             calls[0] and (lambda *tensors: calls[0](*tensors[:end])),  # type: ignore[misc]
             first.functions,
         ),
         Body(
-            attrs.evolve(second.graph, inputs=(*second.inputs[:shared], *again[0], *own[1])),
+            attrs.evolve(second.graph, inputs=(*second.inputs[:shared], *added[0], *own[1])),
             calls[1] and (lambda *tensors: calls[1](*tensors[:shared], *tensors[start:])),  # type: ignore[misc]
             second.functions,
         ),

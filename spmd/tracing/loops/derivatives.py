@@ -20,6 +20,7 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.tracing.loops.closed import without_constants
 from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop
+from spmd.tracing.loops.per_rank import again
 from spmd.tracing.loops.replay import Apply, retrace, run
 from spmd.tracing.manual.partition import Joint
 from spmd.tracing.source import user_source, where
@@ -112,15 +113,15 @@ class _Derivative:
         return self.joint.backward(self.reads)
 
 
-def _derivative(body: Body, apply: Apply) -> _Derivative:
-    """A body and its derivative by reverse mode."""
+def _derivative(body: Body, inputs: Sequence[int], apply: Apply) -> _Derivative:
+    """A body and its derivative by reverse mode, with respect to some inputs, by their numbers."""
     if body.call is None and body.functions:
         raise TraceError(
             f"The second derivative of a loop or a branch at {where(user_source())} is that of autograd.Function "
             f"{body.functions[0]} in its body, of which the program has the first one only. Unroll the loop "
             "(unroll=True), or write the function of operators."
         )
-    outputs, inputs, count = _differentiable(body.outputs), _differentiable(body.inputs), len(body.inputs)
+    outputs, count = _differentiable(body.outputs), len(body.inputs)
 
     def both(*tensors: torch.Tensor) -> list[torch.Tensor]:
         primals = list(tensors[:count])
@@ -136,7 +137,7 @@ def _derivative(body: Body, apply: Apply) -> _Derivative:
         _, pull, results = vjp(chosen, *(primals[number] for number in inputs), has_aux=True)
         return [*results, *pull(tuple(tensors[count:]))]
 
-    like = [value.meta for value in (*body.inputs, *(body.outputs[number] for number in outputs))]
+    like = [*body.inputs, *(again(body.outputs[number], cotangent=True) for number in outputs)]
     closed = without_constants(retrace(both, like))
     given = closed.body.inputs
     own, cotangents, constants = given[:count], given[count : len(like)], given[len(like) :]
@@ -157,8 +158,15 @@ def _differentiable(values: Sequence[Value]) -> list[int]:
     return [number for number, kind in enumerate(kinds) if kind]
 
 
+def _read(body: Body) -> set[int]:
+    """The numbers of the inputs that a program reads: not those of the other side, or of which it reads a cast."""
+    read = {*body.outputs, *(value for operation in body.graph.operations for value in operation.operands)}
+    return {number for number, value in enumerate(body.inputs) if value in read}
+
+
 def _loop(loop: Loop, apply: Apply) -> Differentiated:
-    found = _derivative(loop.body, apply)
+    inside, read = _differentiable(loop.body.inputs), _read(loop.body)
+    found = _derivative(loop.body, [n for n in inside if n < loop.carries or n in read], apply)
     joint, primals, sliced = found.joint, found.primals, loop.carries + loop.items
     # Of a trip, the derivative reads items and fixed values as the loop did, and results as it stacked them.
     known = {value: (From.OPERAND, number) for number, value in enumerate(primals) if number >= loop.carries}
@@ -173,8 +181,8 @@ def _loop(loop: Loop, apply: Apply) -> Differentiated:
     later = [number for number in found.cotangents if number >= loop.carries]
     items = [number for number in found.gradients if loop.carries <= number < sliced]
     summed = [number for number in found.gradients if number >= sliced]
-    sums = [Value("sum", primals[number].meta) for number in summed]
-    totals = [Value("total", total.meta) for total in sums]
+    sums = [again(primals[number], cotangent=True) for number in summed]
+    totals = list(map(again, sums))
     pairs = zip(sums, (found.gradients[number] for number in summed), totals, strict=True)
     added = [Operation(aten.add.Tensor, (total, gradient), {}, (new,)) for total, gradient, new in pairs]
     body = Graph(
@@ -208,7 +216,9 @@ def _loop(loop: Loop, apply: Apply) -> Differentiated:
 
 
 def _branch(branch: Branch, apply: Apply) -> Differentiated:
-    first, second = (_derivative(side, apply) for side in branch.sides)
+    inside = _differentiable(branch.sides[0].inputs)
+    read = set().union(*map(_read, branch.sides))
+    first, second = (_derivative(side, [n for n in inside if n in read], apply) for side in branch.sides)
     count, results = len(branch.sides[0].inputs), first.joint.results
     one = _Side.of(first, count, 0, results)
     other = _Side.of(second, count, len(first.constants), results + len(one.saved))
@@ -216,13 +226,13 @@ def _branch(branch: Branch, apply: Apply) -> Differentiated:
     zeros = [[_zeros(value) for value in side.saved] for side in (one, other)]
     none: list[Operation] = []
     sides = one.forward(count, constants, none, zeros[1]), other.forward(count, constants, zeros[0], none)
-    metas = {place: value.meta for side in (one, other) for value, place in side.reads.items()}
+    places = {place: value for side in (one, other) for value, place in side.reads.items()}
     return Differentiated(
         Branch(sides),
         results,
         constants,
-        Branch((one.backward(metas), other.backward(metas))),
-        ((From.OPERAND, 0), *metas, *((From.COTANGENT, number) for number in first.cotangents)),
+        Branch((one.backward(places), other.backward(places))),
+        ((From.OPERAND, 0), *places, *((From.COTANGENT, number) for number in first.cotangents)),
         tuple(1 + number for number in first.gradients),
     )
 
@@ -271,15 +281,15 @@ class _Side:
         graph = attrs.evolve(program, inputs=tuple(inputs), operations=operations, outputs=outputs).verify()
         return Body(graph, functions=self.found.functions)
 
-    def backward(self, metas: Mapping[tuple[From, int], TensorMeta]) -> Body:
+    def backward(self, places: Mapping[tuple[From, int], Value]) -> Body:
         """Its derivative, of what the derivatives of both sides read."""
         program, reads = self.found.backward
         held = {self.places[value]: value for value in reads}
-        taken = (held.get(place) or Value("unread", meta) for place, meta in metas.items())
+        taken = (held.get(place) or again(value) for place, value in places.items())
         graph = attrs.evolve(program, inputs=(*taken, *program.inputs[len(reads) :])).verify()
         return Body(graph, functions=self.found.functions)
 
 
 def _zeros(value: Value) -> Operation:
     meta = value.meta
-    return Operation(aten.full.default, (list(meta.shape), 0), {"dtype": meta.dtype}, (Value("zeros", meta),))
+    return Operation(aten.full.default, (list(meta.shape), 0), {"dtype": meta.dtype}, (again(value),))

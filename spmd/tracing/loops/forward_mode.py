@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.ir.graph import Value
 from spmd.tracing.loops.closed import Closed
 from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, While, with_equal_inputs
+from spmd.tracing.loops.per_rank import again
 from spmd.tracing.loops.replay import Apply, body_of, run
 
 
@@ -55,7 +55,7 @@ def _dual(body: Body, starts: Sequence[int], ends: Sequence[int], apply: Apply) 
         apply: as for `replay`.
     """
     numbers = [n for n, value in enumerate(body.inputs) if _has_tangent(value)]
-    inputs = [(value.meta, value.meta) for value in body.inputs]
+    inputs = [(value, value) for value in body.inputs]
 
     def both(*tensors: torch.Tensor) -> list[torch.Tensor]:
         given = list(_apart(tensors, inputs, starts))
@@ -78,7 +78,6 @@ def _dual(body: Body, starts: Sequence[int], ends: Sequence[int], apply: Apply) 
 
 def _with_tangents(body: Body, starts: Sequence[int], constants: int, like: Body) -> Body:
     """A program with the inputs of another one, of which it does not read the tangents and the last, constants."""
-    again = lambda value: Value(value.name, value.meta)  # noqa: E731
     pairs = [(value, again(value)) for value in body.inputs]
     last = like.inputs[len(like.inputs) - constants :]
     return Body(attrs.evolve(body.graph, inputs=(*_doubled(pairs, starts), *map(again, last))))

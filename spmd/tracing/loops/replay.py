@@ -8,13 +8,16 @@ from typing import Any
 import attrs
 import torch
 
-from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Graph, Value, iterate_leaves, map_leaves
 from spmd.ir.number import Number
+from spmd.tracing.active_transforms import unwrapped
+from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.constrain import differentiable
 from spmd.tracing.loops.closed import Closed, without_constants, without_outer_traces
 from spmd.tracing.loops.constructs import Body, Recorded, steps
+from spmd.tracing.loops.per_rank import declare, known_types
 from spmd.tracing.numbers import traced
+from spmd.tracing.running import running_trace
 from spmd.tracing.source import at_line
 from spmd.tracing.trace import trace_flat
 
@@ -50,7 +53,7 @@ def replay(graph: Graph, tensors: Sequence[torch.Tensor], apply: Apply) -> list[
 
 
 def body_of(
-    function: Callable[..., Sequence[torch.Tensor]], like: Sequence[TensorMeta], functions: tuple[str, ...]
+    function: Callable[..., Sequence[torch.Tensor]], like: Sequence[Value], functions: tuple[str, ...]
 ) -> Closed:
     """A function of tensors that closes over none, and calls the function of a body, as a body."""
     closed = without_constants(retrace(function, like))
@@ -58,7 +61,24 @@ def body_of(
     return attrs.evolve(closed, body=attrs.evolve(closed.body, call=call, functions=functions))
 
 
-def retrace(function: Callable[..., Sequence[torch.Tensor]], like: Sequence[TensorMeta]) -> Graph:
-    """Trace a function of tensors that closes over none."""
+def retrace(function: Callable[..., Sequence[torch.Tensor]], like: Sequence[Value]) -> Graph:
+    """Trace a function of tensors that closes over none.
+
+    Args:
+        function: from tensors to a list of tensors.
+        like: values with the shapes, dtypes, and types along manual axes of its arguments.
+    """
+    types, outer = known_types(), running_trace()
+
+    def typed(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        trace = running_trace()
+        assert isinstance(trace, ClosureLifting)
+        trace.in_backward, trace.recorder.observer = outer.in_backward, types
+        declare([trace.value(x) for x in tensors], [types.of(value) if types is not None else {} for value in like])
+        try:
+            return [trace.finish(unwrapped(x)) for x in function(*tensors)]
+        finally:
+            trace.recorder.observer = None  # results are per rank, as those of a body are
+
     with without_outer_traces():
-        return trace_flat(function, like)
+        return trace_flat(typed if types is not None else function, [value.meta for value in like])

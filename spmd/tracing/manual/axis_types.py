@@ -13,15 +13,16 @@ from types import MappingProxyType
 
 from spmd.collectives.axis_types import AxisType
 from spmd.collectives.environment import bound_axes
-from spmd.collectives.manual import ENTER, LEAVE, region_axes
+from spmd.collectives.manual import ENTER, LEAVE, ManualAxes, region_axes
 from spmd.collectives.primitives import BY_OPERATOR
 from spmd.core.placement import Partial, Placement, Replicate
 from spmd.core.spec import P
 from spmd.core.spec_text import parse_spec
 from spmd.errors import TraceError
 from spmd.ir.effects import Effect
-from spmd.ir.graph import Graph, Operation, Value, producers_of
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.operator_kinds import COPIES, LIKE, RESHAPERS, fill_number
+from spmd.ir.regions import BOUNDS, GIVE, MERGE, NEXT, STRUCTURE
 from spmd.ir.source import Source
 from spmd.rules import RULES, derive_strategies, find_rule
 from spmd.tracing.canonicalize.canonicalize import canonicalize
@@ -46,16 +47,14 @@ def types_of_spec(spec: P, axes: Iterable[str], reduced: Sequence[str] = ()) -> 
 class AxisTypes:
     """The type of every value of a trace along each of its manual axes; values outside of manual regions have none.
 
-    Args:
-        operations: the list to which the recorder appends, for messages.
-
     Attributes:
         axes_of_regions: the manual axes of the regions that were traced, with their sizes.
     """
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
-        self._operations = operations
+    def __init__(self) -> None:
         self.axes_of_regions: dict[str, int] = {}
+        self._producers: dict[Value, Operation] = {}  # for messages
+        self._manual = ManualAxes()
         self._types: dict[Value, Types] = {}
         self._constant: set[Value] = set()
         self._zero: set[Value] = set()
@@ -68,14 +67,27 @@ class AxisTypes:
         """Whether a value depends on no data."""
         return value in self._constant
 
+    def manual_axes(self, value: Value) -> frozenset[str]:
+        """The axes along which a value is what one rank holds; a constant that a body makes has none."""
+        return self._manual.of_value(value)
+
+    def declare(self, value: Value, types: Types) -> None:
+        """Give a value, an input of a body of a loop or a branch, its types: per rank along their axes."""
+        self._types[value] = MappingProxyType(dict(types))
+        self._manual.declare(value, types)
+
     def add(self, operation: Operation) -> None:
         """Derive the types of the results of an operation.
 
         Raises:
             TraceError: operands of different types, or an unreduced operand of an operator that is not linear in it.
         """
+        self._producers.update(dict.fromkeys(operation.tensors, operation))
+        self._manual.add(operation)
         if operation.effect is Effect.HOST:  # each rank prints what it holds, of any type
             return None
+        if operation.op in STRUCTURE:
+            return self._of_region(operation)
         if operation.op is ENTER:
             return self._enter(operation)
         if operation.op is LEAVE:
@@ -96,6 +108,17 @@ class AxisTypes:
         if _U in types.values():
             return self._linear(operation, types)
         return self._set(operation, types | dict.fromkeys(own, _V))
+
+    def _of_region(self, operation: Operation) -> None:
+        """What passes the border of a trip or of a branch keeps its types; a trip, and a case, have none."""
+        if operation.op in BOUNDS:
+            return
+        known = operation.operands[0]
+        if operation.op is NEXT or (operation.op is MERGE and self.is_constant(known)):
+            known = operation.operands[1]
+        if operation.op is GIVE and self.is_constant(known):  # zeros for what only the other side has
+            self._constant.update(operation.tensors)
+        self._set(operation, self.of(known))
 
     def _is_number(self, value: Value) -> bool:
         """Whether a value in a body is that of a Python number, which torch wraps for `x[0] = 1.5`.
@@ -228,10 +251,9 @@ class AxisTypes:
 
     def origin(self, value: Value, axis: str) -> str:
         """The operation and line at which a value got its type along an axis, for messages."""
-        producers = producers_of(self._operations)
         held = self.of(value).get(axis, _I)
         while True:
-            made = producers.get(value)
+            made = self._producers.get(value)
             if made is None:
                 return "it was closed over"
             before = next((v for v in made.operands if self.of(v).get(axis, _I) is held), None)

@@ -60,6 +60,8 @@ class Casts(TorchFunctionMode):
             gradients = func(outputs, inputs, **{**kwargs, "grad_outputs": cotangents})
             check_batches(_listed(outputs), _listed(inputs), gradients, self._axes, self._types_of)
             return gradients
+        if func is custom_function_call and args[0].__module__.startswith("spmd."):
+            return func(*args, **kwargs)  # a loop or a branch, whose operands get the types that its body expects
         if func is custom_function_call:
             args = (self._function(args[0]), *args[1:])
         if name.startswith("_foreach_"):
@@ -121,15 +123,20 @@ class Casts(TorchFunctionMode):
     def _cast(self, leaf: torch.Tensor, wanted: dict[str, AxisType]) -> torch.Tensor:
         held = self._types.of(running_trace().value(leaf))
         casts = tuple((axis, to) for axis, to in wanted.items() if held.get(axis, _I) not in (to, _U))
-        return self._once(leaf, casts, lambda: _cast_each(leaf, casts)) if casts else leaf
+        if not casts:
+            return leaf
+        cast = running_trace().cast
+        return self._once(
+            leaf, casts, lambda: found if (found := cast(leaf, casts)) is not None else _cast_each(leaf, casts)
+        )
 
     def _entered(self, leaf: torch.Tensor) -> torch.Tensor:
         """The per-rank value of a tensor: its own, or that of a tensor from outside, which all ranks hold."""
         trace = running_trace()
-        held: torch.Tensor = trace.lift(leaf)
+        held: torch.Tensor = trace.take(leaf)
         value = trace.value(held)
         if self._types.of(value).keys() >= set(self._axes) or (not held.is_cpu and held.is_meta):
-            return leaf
+            return held
         return self._once(leaf, "enter", lambda: self._enter(held))
 
     def _once(self, leaf: torch.Tensor, change: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -137,12 +144,18 @@ class Casts(TorchFunctionMode):
 
         A second cast would be a second sum of gradients. Results are kept for one level of transforms, which wrap them.
         """
-        value: Value = running_trace().value(running_trace().lift(leaf))
-        level = len(get_interpreter_stack() or ())
-        key = (id(leaf), value, change, level)
+        key = self._key(leaf, change)
         if key not in self._known:
             self._known[key] = (leaf, make())
         return self._known[key][1]
+
+    def remember(self, leaf: torch.Tensor, casts: Sequence[tuple[str, AxisType]], cast: torch.Tensor) -> None:
+        """Take a tensor that is given wherever another one would be cast."""
+        self._known[self._key(leaf, tuple(casts))] = (leaf, cast)
+
+    def _key(self, leaf: torch.Tensor, change: Any) -> Any:
+        value: Value = running_trace().value(running_trace().lift(leaf))
+        return id(leaf), value, change, len(get_interpreter_stack() or ())
 
     def _check_target(self, target: torch.Tensor, operands: Any, name: str) -> None:
         """TraceError for a write in place to a tensor that is not of the type of what is written."""

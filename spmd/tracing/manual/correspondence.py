@@ -23,8 +23,12 @@ from spmd.errors import DivergenceError, TraceError
 from spmd.ir.dataflow import independent_values
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
+from spmd.ir.regions import BEGINS, BRANCH, CARRY, GIVE, ITEM, MERGE, PROCEED, STACK
 from spmd.ir.variants import Key, Unevenness, Variants
 from spmd.tracing.source import where
+
+PASSES = (CARRY, ITEM, GIVE, STACK, PROCEED)
+"""The operators through which values pass into a loop or a branch, and out of it."""
 
 
 def check_variants(graph: Graph) -> None:
@@ -121,7 +125,7 @@ class Correspondence:
         mine, theirs = (inside.calls for inside in self.manual)
         for number in range(max(len(mine), len(theirs))):
             a, b = (listed[number] if number < len(listed) else None for listed in (mine, theirs))
-            if a is None or b is None or _effect_key(a) != _effect_key(b):
+            if a is None or b is None or self.manual[0].effect_key(a) != self.manual[1].effect_key(b):
                 raise _divergence(a, b, (0,) * len(self.coordinate), self.coordinate)
         return {a.tensors[0]: b for a, b in zip(mine, theirs, strict=True)}
 
@@ -215,6 +219,8 @@ class Inside:
         anchors: the operations outside, and those that enter or leave, but for constants that are made inside.
         producers: the operation of each value.
         own: what is computed from literals and nothing else, which may be used on both sides, too.
+        loops: the loops and branches inside, each as all of its operations; those inside of others are parts of them.
+        loop_of: by operation of such a one, its number.
     """
 
     def __init__(self, graph: Graph, literals: Iterable[Value] = ()) -> None:
@@ -228,7 +234,24 @@ class Inside:
             known = all(value in self.own or value in self.free for value in operation.operands)
             if known and not self.own.isdisjoint(operation.operands) and operation.op is not ENTER:
                 self.own.update(operation.tensors)
+        self.loops = self._loops()
+        self.loop_of = {operation: number for number, loop in enumerate(self.loops) for operation in loop}
         self.anchors = [operation for operation in graph.operations if self.is_anchor(operation)]
+
+    def _loops(self) -> list[tuple[Operation, ...]]:
+        regions, found = self.graph.regions, list[tuple[Operation, ...]]()
+        operations, start = self.graph.operations, 0
+        while regions and start < len(operations):
+            begin, end = operations[start], start + 1
+            if begin.op in BEGINS:
+                members = [o for o in regions.of_sides(begin, *PASSES) if self.holds(o)]
+                if members:
+                    end = operations.index(regions.end(begin)) + 1
+                    while begin.op is BRANCH and end < len(operations) and operations[end].op is MERGE:
+                        end += 1
+                    found.append(operations[start:end])
+            start = end
+        return found
 
     @property
     def calls(self) -> list[Operation]:
@@ -238,6 +261,11 @@ class Inside:
     def holds(self, operation: Operation) -> bool:
         """Whether an operation is inside of a region, or its value leaves one."""
         return any(value in self.values for value in (*operation.operands, *operation.tensors))
+
+    def effect_key(self, operation: Operation) -> Any:
+        """What all ranks must call alike, in loops of equal length."""
+        around = [(opens.op, freeze(_given(opens))) for opens in self.graph.regions.path(operation)]
+        return _effect_key(operation), tuple(around)
 
     def is_free(self, operation: Operation) -> bool:
         """Whether an operation depends on nothing, so that both sides may use it."""
@@ -252,6 +280,8 @@ class Inside:
     def is_anchor(self, operation: Operation) -> bool:
         """Whether an operation is outside, or enters or leaves a region; not of constants that are made there."""
         if not self.own.isdisjoint(operation.tensors) or (operation.op is ENTER and operation.operands[0] in self.own):
+            return False
+        if operation in self.loop_of:
             return False
         own = self.holds(operation) or self.is_free(operation) or self.has_effect(operation)
         return operation.op in (ENTER, LEAVE) or not own

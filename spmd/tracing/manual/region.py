@@ -288,10 +288,10 @@ def _types_of_trace() -> AxisTypes:
     """The types of the values of the trace that is running, which are derived from its first region on."""
     recorder = running_trace().recorder
     if not isinstance(recorder.observer, AxisTypes):
-        recorder.observer = AxisTypes(recorder.operations)
+        recorder.observer = AxisTypes()
     return recorder.observer
 
 
 def _reader(types: AxisTypes) -> Callable[[torch.Tensor], Any]:
     """Returns the types of a tensor of the trace."""
-    return lambda x: types.of(running_trace().value(x))
+    return lambda x: types.of(running_trace().value(running_trace().take(x)))
