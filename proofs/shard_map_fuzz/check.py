@@ -16,7 +16,7 @@ from proofs.fuzz.check import difference, failed
 from proofs.fuzz.outcome import Outcome, Status
 from proofs.fuzz.program import default_dtype
 from proofs.shard_map_fuzz.generate import generate
-from proofs.shard_map_fuzz.program import Collective, Mode, Program, Region, Transform, argument_text, walk
+from proofs.shard_map_fuzz.program import Collective, Kind, Mode, Program, Region, Transform, argument_text, walk
 from proofs.shard_map_fuzz.reference import run_program
 from spmd import distribute
 from spmd.api.eager.dispatch import implicit_replication
@@ -28,7 +28,7 @@ _TOLERANCE = 1e-9  # relative to the largest number of a result
 HEADER = """\
 import torch, spmd
 import torch.nn.functional as F
-from spmd import P, make_mesh, shard_map
+from spmd import P, cond, make_mesh, scan, shard_map
 from spmd.collectives import all_gather, all_to_all, axis_index, pcast, pmax, pmean, pmin, ppermute, psum, psum_scatter
 
 torch.set_default_dtype(torch.float64)
@@ -204,6 +204,6 @@ def _shards(program: Program) -> set[str]:
 
 def _named(step: Collective | Transform) -> str:
     if isinstance(step, Transform):
-        return f"{step.kind.value} inside"
+        return step.kind.value if step.kind in (Kind.SCAN, Kind.COND) else f"{step.kind.value} inside"
     to = dict(step.options).get("to")
     return step.name if to is None else f"{step.name} to {to}"

@@ -25,6 +25,7 @@ from proofs.shard_map_fuzz.program import (
     Mode,
     Program,
     Region,
+    Step,
     Transform,
     argument_text,
     walk,
@@ -146,6 +147,7 @@ def fill(builder: Builder) -> None:
             options |= _UNEVEN_STEPS
         if builder.level < 4 and builder.budget >= 3:
             options[transform] = 1.6 if builder.ranks.axes else 0.5
+            options[repeated] = options[chosen] = 0.8 if builder.ranks.axes else 0.3
             if builder.automatic() and not (builder.is_uneven and builder.ranks.axes):
                 options[region] = 2.0 if builder.ranks.axes else 6.0
         before = len(builder.steps)
@@ -195,7 +197,7 @@ def region(builder: Builder, alone: Sequence[str] = ()) -> bool:
 
 def transform(builder: Builder) -> bool:
     """A transform of `torch.func` of an inner block."""
-    kind = builder.rng.choice(list(Kind))
+    kind = builder.rng.choice([Kind.GRAD, Kind.VJP, Kind.JVP, Kind.VMAP])
     operands = [name for name in (builder.pick() for _ in range(builder.rng.randint(1, 2))) if name]
     operands = list(dict.fromkeys(operands))
     if not operands:
@@ -216,6 +218,64 @@ def transform(builder: Builder) -> bool:
         return False
     make = {Kind.GRAD: _grad, Kind.VJP: _vjp, Kind.JVP: _jvp}[kind]
     return make(builder, inner, operands, params, result)
+
+
+def _body(builder: Builder) -> tuple[Builder, str, str] | None:
+    """A block of one parameter, with the operand and the parameter."""
+    operand = builder.pick(lambda name: builder.ndim(name) > 0)
+    if operand is None:
+        return None
+    inner, param = builder.inner(builder.rng.randint(2, 4)), builder.fresh()
+    inner.values[param], inner.letters[param] = builder.values[operand], builder.letters[operand]
+    fill(inner)
+    return inner, operand, param
+
+
+def _of_kind(inner: Builder, param: str, like: Letters | None) -> str | None:
+    """A result of a block with the shapes of its parameter, and its types where they must be equal."""
+    own = [target for step in inner.steps for target in step.targets if target in inner.floats()]
+    fits = [name for name in own if inner.shapes(name) == inner.shapes(param) and like in (None, inner.letters[name])]
+    return inner.pick(among=[name for name in fits if param in influences(_block(inner, (param,), name))])
+
+
+def _needs_all_ranks(step: Step) -> bool:
+    """Whether a step sums over ranks, or may send: where ranks part, or items of a batch, it cannot stand."""
+    if isinstance(step, Transform):
+        return step.kind in (Kind.GRAD, Kind.VJP)
+    return isinstance(step, Region) or (isinstance(step, Collective) and step.name not in ("axis_index", "pcast"))
+
+
+def repeated(builder: Builder) -> bool:
+    """A block that runs several times, each time on what it made before."""
+    if (made := _body(builder)) is None:
+        return False
+    inner, operand, param = made
+    result = _of_kind(inner, param, inner.letters[param])
+    if result is None:
+        return False
+    trips = builder.rng.choice([1, 2, 2, 3])
+    step = Transform((builder.fresh(),), Kind.SCAN, _block(inner, (param,), result), (operand,), trips=trips)
+    return builder.add(step, [inner.letters[param]])
+
+
+def chosen(builder: Builder) -> bool:
+    """A block that runs if the sum of a value is above zero, which may differ between ranks."""
+    decides = builder.pick(lambda name: not builder.is_linear_only(name))
+    made = _body(builder) if decides is not None else None
+    if decides is None or made is None or builder.is_linear_only(made[1]):
+        return False
+    inner, operand, param = made
+    parts = builder.letter_groups(decides, "V")
+    if (parts or builder.is_mapped) and any(map(_needs_all_ranks, walk(inner.steps))):
+        return False
+    result = _of_kind(inner, param, None)
+    if result is None or inner.is_linear_only(result):
+        return False
+    found = types.joined([inner.letters[result], builder.letters[operand]])
+    if found is None:
+        return False
+    step = Transform((builder.fresh(),), Kind.COND, _block(inner, (param,), result), (operand,), extra=(decides,))
+    return builder.add(step, [types.changed(found, parts, "V")])
 
 
 def _of_each_rank(builder: Builder, name: str) -> str:

@@ -143,27 +143,31 @@ class Region:
 
 
 class Kind(str, Enum):
-    """The transforms of `torch.func` that a block may be under."""
+    """The transforms of `torch.func` that a block may be under, and the loop or branch of which it may be the body."""
 
     GRAD = "grad"
     VJP = "vjp"
     JVP = "jvp"
     VMAP = "vmap"
+    SCAN = "scan"
+    COND = "cond"
 
 
 @attrs.frozen
 class Transform:
-    """A transform of a block, called on values of the block around it.
+    """A transform of a block, called on values of the block around it, or a loop or a branch.
 
     Args:
-        targets: what it computes: gradients for each operand (grad, vjp), one tangent (jvp), one result (vmap).
+        targets: what it computes: gradients for each operand (grad, vjp), one tangent (jvp), one result (vmap); the
+            carry of the last trip (scan); the result of the block, or else its operand (cond).
         kind: the transform.
         block: a function with one result, which is a scalar for grad.
         operands: the arguments of the block.
         shared: for each argument the axes along which it is invariant: the ranks have one variable together.
         counted_once: the axes along which the result is invariant: its ranks make up one term of the loss.
-        extra: the cotangent (vjp), or the tangents of the operands (jvp).
+        extra: the cotangent (vjp), the tangents of the operands (jvp), or what decides by its sign (cond).
         in_dims, out_dim: of vmap.
+        trips: of scan.
     """
 
     targets: tuple[str, ...]
@@ -175,6 +179,7 @@ class Transform:
     extra: tuple[str, ...] = ()
     in_dims: tuple[int | None, ...] = ()
     out_dim: int = 0
+    trips: int = 0
 
     @property
     def name(self) -> str:
@@ -192,6 +197,10 @@ class Transform:
             return f"({targets},) = torch.func.vjp({name}, {operands})[1]({', '.join(self.extra)})"
         if self.kind is Kind.JVP:
             return f"{targets} = torch.func.jvp({name}, ({operands},), ({', '.join(self.extra)},))[1]"
+        if self.kind is Kind.SCAN:
+            return f"{targets} = scan(lambda c, _: ({name}(c), None), {operands}, length={self.trips})[0]"
+        if self.kind is Kind.COND:
+            return f"{targets} = cond({self.extra[0]}.sum() > 0, {name}, lambda x: x * 1, {operands})"
         return f"{targets} = torch.vmap({name}, {self.in_dims}, {self.out_dim})({operands})"
 
 

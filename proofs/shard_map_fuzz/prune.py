@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from proofs.shard_map_fuzz.program import Block, Collective, Local, Region, Step, Transform
+from proofs.shard_map_fuzz.program import Block, Collective, Kind, Local, Region, Step, Transform
 
 
 def pruned(block: Block) -> Block:
@@ -68,4 +68,5 @@ def _influences_of(step: Step, needed: set[str]) -> set[str]:
     inner = influences(block)
     operands = zip(step.block.params, step.operands, strict=True)
     found = (inner - set(step.block.params)) | {operand for param, operand in operands if param in inner}
-    return found | set(step.extra) if isinstance(step, Transform) else found
+    decides = isinstance(step, Transform) and step.kind is Kind.COND  # which has no derivative
+    return found | set(step.extra) if isinstance(step, Transform) and not decides else found

@@ -133,6 +133,14 @@ class World:
         function = functools.partial(self._single, step.block, ranks, values)
         if step.kind is Kind.VMAP:
             return [_vmap(function, given, step)]
+        if step.kind is Kind.SCAN:
+            carry = given
+            for _ in range(step.trips):
+                carry = [function(carry)]
+            return carry
+        if step.kind is Kind.COND:
+            pairs = zip(values[step.extra[0]], function(given), given[0], strict=True)
+            return [[x if bool(decides.sum() > 0) else other * 1 for decides, x, other in pairs]]
         if step.kind is Kind.JVP:
             return [_jvp(function, given, [values[name] for name in step.extra])]
         cotangent = values[step.extra[0]] if step.extra else None
