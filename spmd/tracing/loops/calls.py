@@ -145,14 +145,19 @@ def _raising(function: Callable[..., Tensors], wanted: Sequence[Types]) -> Calla
 
 def apply(construct: Construct, *operands: torch.Tensor) -> Tensors:
     """Call a construct on tensors of the trace that is running, or of one around it."""
-    trace = running_trace()
-    operands = tuple(as_expected(trace.take(x), value) for x, value in zip(operands, construct.inputs, strict=True))
+    operands = tuple(map(running_trace().take, operands))
     is_plain = isinstance(construct, While) or not _is_below_grad() or not torch.is_grad_enabled()
     if is_plain or not any(map(needs_grad, operands)) or not any(map(_is_differentiable, construct.results)):
-        return list(_Call.apply(construct, None, *operands))
+        return _call(construct, None, operands)
     found = differentiated(construct, apply)
-    results = _Call.apply(found.forward, found, *operands, *found.constants)[: found.count]
+    results = _call(found.forward, found, (*operands, *found.constants))[: found.count]
     return [x.clone() for x in results]  # to which the function may write, where the derivative reads what it was
+
+
+def _call(construct: Construct, how: Differentiated | None, operands: Sequence[torch.Tensor]) -> Tensors:
+    """The results of a construct, of operands with the types that its bodies expect."""
+    given = [as_expected(x, value) for x, value in zip(operands, construct.inputs, strict=True)]
+    return list(_Call.apply(construct, how, *given))
 
 
 def _is_differentiable(x: torch.Tensor | TensorMeta) -> bool:
@@ -215,7 +220,7 @@ def _gradients(
         again = differentiated(construct, apply)
         given = (*operands, *again.constants)
         rest = [None] * (len(cotangents) - len(of_results))
-        found = _gradients(again.forward, again, given, _Call.apply(again.forward, again, *given), [*rest, *of_results])
+        found = _gradients(again.forward, again, given, _call(again.forward, again, given), [*rest, *of_results])
         if how is None:
             return found[: len(operands)]
         first = _gradients(construct, how, operands, results, [*cotangents[: how.count], *[None] * len(of_results)])
@@ -228,7 +233,7 @@ def _gradients(
         From.ZERO: lambda number: torch.zeros_like(operands[number]),
         From.COTANGENT: lambda number: _or_zeros(cotangents[number], results[number]),
     }
-    gradients = _Call.apply(how.backward, None, *(take[kind](number) for kind, number in how.takes))
+    gradients = _call(how.backward, None, [take[kind](number) for kind, number in how.takes])
     by_operand = dict(zip(how.inputs, gradients, strict=True))
     return [by_operand.get(number) for number in range(len(operands))]
 
