@@ -73,7 +73,7 @@ class _Batch:
             return list(vmap(function, in_dims, out_dims, randomness=self.randomness)(*tensors))
 
         like = [again(value, self.meta(value.meta, has)) for value, has in zip(body.inputs, inputs, strict=True)]
-        return body_of(mapped, like, body.functions)
+        return body_of(mapped, like, body.outputs, body.functions)
 
     def meta(self, meta: TensorMeta, has: bool) -> TensorMeta:
         """The meta of a batch."""
@@ -127,7 +127,8 @@ class _Batch:
             new = run(body, tensors, self.apply)
             return [_select(goes_on, x, old) for x, old in zip(new, tensors[:carries], strict=True)]
 
-        tested, closed = body_of(some, like, condition.functions), body_of(masked, like, body.functions)
+        tested = body_of(some, like, condition.outputs, condition.functions)
+        closed = body_of(masked, like, body.outputs, body.functions)
         return tested.body, closed.body
 
     def branch(self, branch: Branch, in_dims: Dims, operands: Sequence[torch.Tensor]) -> Any:

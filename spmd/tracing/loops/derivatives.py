@@ -138,7 +138,8 @@ def _derivative(body: Body, inputs: Sequence[int], apply: Apply) -> _Derivative:
         return [*results, *pull(tuple(tensors[count:]))]
 
     like = [*body.inputs, *(again(body.outputs[number], cotangent=True) for number in outputs)]
-    closed = without_constants(retrace(both, like))
+    results = [*body.outputs, *(again(body.inputs[number], cotangent=True) for number in inputs)]
+    closed = without_constants(retrace(both, like, results))
     given = closed.body.inputs
     own, cotangents, constants = given[:count], given[count : len(like)], given[len(like) :]
     joint = attrs.evolve(closed.body.graph, inputs=(*own, *constants, *cotangents))

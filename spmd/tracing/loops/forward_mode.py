@@ -73,7 +73,8 @@ def _dual(body: Body, starts: Sequence[int], ends: Sequence[int], apply: Apply) 
         rest = iter(moved)
         return _doubled([(x, next(rest) if _has_tangent(x) else None) for x in results], ends)
 
-    return body_of(both, _doubled(inputs, starts), body.functions)
+    results = _doubled([(value, value) for value in body.outputs], ends)
+    return body_of(both, _doubled(inputs, starts), results, body.functions)
 
 
 def _with_tangents(body: Body, starts: Sequence[int], constants: int, like: Body) -> Body:

@@ -127,10 +127,10 @@ def as_expected(x: torch.Tensor, value: Value | None) -> torch.Tensor:
     types, trace = known_types(), running_trace()
     if types is None or value is None or not (wanted := types.of(value)):
         return x
-    if not _is_per_rank(types, x, wanted):
-        sizes = [types.axes_of_regions[axis] for axis in wanted]
-        shape = list(x.shape)
-        x = torch.ops.spmd.enter(x, encode_spec(P()), [], list(wanted), sizes, shape)
+    manual = types.manual_axes(trace.value(x))
+    if new := [axis for axis in wanted if axis not in manual]:
+        sizes = [types.axes_of_regions[axis] for axis in new]
+        x = torch.ops.spmd.enter(x, encode_spec(P()), [], new, sizes, list(x.shape))
     held = types_of(x)
     x = raised(x, wanted)
     for axis, to in wanted.items():
@@ -145,10 +145,6 @@ def as_expected(x: torch.Tensor, value: Value | None) -> torch.Tensor:
             f"{axis!r}, and its body expects one that is {to}. {remedy(kind, to, axis)}"
         )
     return x
-
-
-def _is_per_rank(types: AxisTypes, x: torch.Tensor, wanted: Types) -> bool:
-    return types.manual_axes(running_trace().value(x)).issuperset(wanted)
 
 
 def again(value: Value, meta: TensorMeta | None = None, *, cotangent: bool = False) -> Value:

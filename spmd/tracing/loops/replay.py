@@ -53,20 +53,24 @@ def replay(graph: Graph, tensors: Sequence[torch.Tensor], apply: Apply) -> list[
 
 
 def body_of(
-    function: Callable[..., Sequence[torch.Tensor]], like: Sequence[Value], functions: tuple[str, ...]
+    function: Callable[..., Sequence[torch.Tensor]],
+    like: Sequence[Value],
+    results: Sequence[Value],
+    functions: tuple[str, ...],
 ) -> Closed:
     """A function of tensors that closes over none, and calls the function of a body, as a body."""
-    closed = without_constants(retrace(function, like))
+    closed = without_constants(retrace(function, like, results))
     call = lambda *tensors: function(*tensors[: len(like)])  # noqa: E731
     return attrs.evolve(closed, body=attrs.evolve(closed.body, call=call, functions=functions))
 
 
-def retrace(function: Callable[..., Sequence[torch.Tensor]], like: Sequence[Value]) -> Graph:
+def retrace(function: Callable[..., Sequence[torch.Tensor]], like: Sequence[Value], results: Sequence[Value]) -> Graph:
     """Trace a function of tensors that closes over none.
 
     Args:
         function: from tensors to a list of tensors.
         like: values with the shapes, dtypes, and types along manual axes of its arguments.
+        results: values with the types of its results, where these are constants, such as zeros.
     """
     types, outer = known_types(), running_trace()
 
@@ -81,4 +85,8 @@ def retrace(function: Callable[..., Sequence[torch.Tensor]], like: Sequence[Valu
             trace.recorder.observer = None  # results are per rank, as those of a body are
 
     with without_outer_traces():
-        return trace_flat(typed if types is not None else function, [value.meta for value in like])
+        graph = trace_flat(typed if types is not None else function, [value.meta for value in like])
+    for made, value in zip(graph.outputs, results, strict=True) if types is not None else ():
+        if types.is_constant(made):
+            declare([made], [types.of(value)])
+    return graph

@@ -113,12 +113,15 @@ class AxisTypes:
         """What passes the border of a trip or of a branch keeps its types; a trip, and a case, have none."""
         if operation.op in BOUNDS:
             return
-        known = operation.operands[0]
-        if operation.op is NEXT or (operation.op is MERGE and self.is_constant(known)):
-            known = operation.operands[1]
-        if operation.op is GIVE and self.is_constant(known):  # zeros for what only the other side has
+        given = operation.operands[1:] if operation.op is NEXT else operation.operands[:1]
+        if operation.op is GIVE and self.is_constant(given[0]):  # zeros for what only the other side has
             self._constant.update(operation.tensors)
-        self._set(operation, self.of(known))
+        if operation.op is MERGE:
+            given = [value for value in operation.operands if not self.is_constant(value)] or operation.operands
+        found: dict[str, AxisType] = {}
+        for value in given:
+            found |= {axis: held for axis, held in self.of(value).items() if found.get(axis, _I) is _I}
+        self._set(operation, found)
 
     def _is_number(self, value: Value) -> bool:
         """Whether a value in a body is that of a Python number, which torch wraps for `x[0] = 1.5`.
