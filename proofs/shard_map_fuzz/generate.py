@@ -147,7 +147,7 @@ def fill(builder: Builder) -> None:
             options |= _UNEVEN_STEPS
         if builder.level < 4 and builder.budget >= 3:
             options[transform] = 1.6 if builder.ranks.axes else 0.5
-            options[repeated] = options[chosen] = 0.8 if builder.ranks.axes else 0.3
+            options[repeated] = options[chosen] = 2.0 if builder.ranks.axes else 0.5
             if builder.automatic() and not (builder.is_uneven and builder.ranks.axes):
                 options[region] = 2.0 if builder.ranks.axes else 6.0
         before = len(builder.steps)

@@ -223,6 +223,29 @@ def test_the_gradient_of_a_weight_is_summed_once() -> None:
     assert [(comm.kind, comm.times) for comm in gradient.plan(*arguments(6)).comms] == [("all_reduce", 1)]
 
 
+def inner_region_in_a_branch(x: Tensor, w: Tensor, xs: Tensor) -> Tensor:
+    """The branch is in a region along y, and takes what varies along x."""
+
+    def inner(w: Tensor) -> Tensor:
+        return spmd.cond(psum(w.sum(), "y") > 0, lambda: x * 2, lambda: x * 3)
+
+    both = spmd.shard_map(inner, GRID, P("y"), P(), axis_names=["y"])(w)
+    return psum(both, "x") * x
+
+
+def reduced(x: Tensor, w: Tensor, xs: Tensor) -> Tensor:
+    shared = pcast(w, "x", to="reduced")
+    return x @ spmd.scan(lambda c, _: (c * torch.cos(w), None), shared, length=2)[0]
+
+
+@pytest.mark.parametrize(("function", "axes"), [(inner_region_in_a_branch, ["x"]), (reduced, ["x", "y"])])
+def test_second_gradients_of_other_types(function: Function, axes: list[str]) -> None:
+    mapped = spmd.shard_map(function, GRID, SPECS, P("x"), axis_names=axes)
+    first: Any = torch.func.grad(lambda *given: mapped(*given).square().sum(), (0, 1))
+    second: Any = torch.func.grad(lambda *given: sum(g.square().sum() for g in first(*given)), (0, 1))
+    check(lambda *given: (first(*given), second(*given)), GRID, 4)
+
+
 X = torch.ones(6, 4)
 
 

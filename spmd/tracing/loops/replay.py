@@ -86,7 +86,7 @@ def retrace(function: Callable[..., Sequence[torch.Tensor]], like: Sequence[Valu
 
     with without_outer_traces():
         graph = trace_flat(typed if types is not None else function, [value.meta for value in like])
-    for made, value in zip(graph.outputs, results, strict=True) if types is not None else ():
-        if types.is_constant(made):
-            declare([made], [types.of(value)])
+    for made, value in zip(graph.outputs, results, strict=True):
+        if types is not None and types.is_constant(made):
+            types.declare(made, types.of(value))
     return graph

@@ -113,11 +113,11 @@ class AxisTypes:
         """What passes the border of a trip or of a branch keeps its types; a trip, and a case, have none."""
         if operation.op in BOUNDS:
             return
-        given = operation.operands[1:] if operation.op is NEXT else operation.operands[:1]
-        if operation.op is GIVE and self.is_constant(given[0]):  # zeros for what only the other side has
+        operands = operation.operands
+        if operation.op is GIVE and self.is_constant(operands[0]):  # zeros for what only the other side has
             self._constant.update(operation.tensors)
-        if operation.op is MERGE:
-            given = [value for value in operation.operands if not self.is_constant(value)] or operation.operands
+        varied = tuple(value for value in operands if not self.is_constant(value)) or operands
+        given = {NEXT: operands[1:], MERGE: varied}.get(operation.op, operands[:1])
         found: dict[str, AxisType] = {}
         for value in given:
             found |= {axis: held for axis, held in self.of(value).items() if found.get(axis, _I) is _I}
