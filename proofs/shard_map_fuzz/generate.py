@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ _UNEVEN = 0.3
 def generate(seed: int) -> Program:
     """The program of a seed."""
     rng = random.Random(seed)
-    with default_dtype():
+    with default_dtype(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         while True:
             program = _attempt(rng, seed)
             if program is not None:

@@ -8,7 +8,7 @@ import attrs
 
 from proofs.fuzz.outcome import Outcome
 from proofs.shard_map_fuzz.check import check_seed
-from proofs.shard_map_fuzz.program import Block, Collective, Local, Program, Region, Step, Transform, renamed
+from proofs.shard_map_fuzz.program import Block, Collective, Local, Mode, Program, Region, Step, Transform, renamed
 from proofs.shard_map_fuzz.prune import pruned
 
 
@@ -35,7 +35,7 @@ def _sign(outcome: Outcome) -> tuple[str, str]:
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    for block in _smaller_blocks(program.block, top=True):
+    for block in _smaller_blocks(program.block, top=program.mode is not Mode.ALONE):  # whose results are its region's
         if block.steps and any(isinstance(step, Region) for step in block.steps):
             yield attrs.evolve(program, block=pruned(block))
 
