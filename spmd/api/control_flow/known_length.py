@@ -16,7 +16,6 @@ from spmd.api.control_flow.trips import Body, scan_by_trips
 from spmd.core.pytree import structure_text
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
-from spmd.tracing.loops import traced_scan
 from spmd.tracing.source import where
 
 
@@ -94,6 +93,8 @@ def _run(
     """Run a loop; in a program as a loop over blocks of trips, and the trips that remain."""
     if here() is not CallPlace.PROGRAM or 1 < length <= block:
         return scan_by_trips(body, init, xs, length, reverse)
+    from spmd.tracing.loops import traced_scan  # with the rules, which `import spmd` leaves out
+
     if block == 1 or length < 2:
         return traced_scan(body, init, xs, length, reverse)
     whole = length - length % block

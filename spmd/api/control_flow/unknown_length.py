@@ -13,7 +13,6 @@ from spmd.api.control_flow.leaves import check_callable, device_of, leaves_of
 from spmd.api.control_flow.place import CallPlace, here
 from spmd.api.control_flow.predicates import boolean_scalar
 from spmd.api.control_flow.trips import while_by_trips
-from spmd.tracing.loops import traced_while
 
 
 def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
@@ -33,6 +32,8 @@ def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[An
             return carry.next(body_fun(carry.tree(values)))
 
         if here() is CallPlace.PROGRAM:
+            from spmd.tracing.loops import traced_while  # with the rules, which `import spmd` leaves out
+
             finals = traced_while(lambda values: torch.as_tensor(condition(values)), body, carry.values)
         else:
             finals = while_by_trips(condition, body, carry.values, call)
