@@ -191,6 +191,21 @@ def test_gradients_of_ranks_that_part() -> None:
     torch.testing.assert_close(whole(found), whole(wanted))
 
 
+def test_a_region_in_a_body_returns_what_it_closes_over() -> None:
+    x, w, _ = arguments(6)
+
+    def run(w: Tensor) -> Tensor:
+        def body(c: Tensor, _: Any) -> Any:
+            kept, rows = spmd.shard_map(lambda c: (w, c), MESH, P("x"), (P(), P("x")))(c)
+            return torch.sin(rows @ kept), None
+
+        return spmd.scan(body, x, length=2)[0]
+
+    moved = lambda f: lambda w: torch.func.jvp(f, (w,), (w.cos(),))  # noqa: E731
+    wanted = moved(lambda w: torch.sin(torch.sin(x @ w) @ w))(w)
+    torch.testing.assert_close(whole(spmd.jit(moved(run), P(), mesh=MESH)(w)), wanted)
+
+
 def test_ring_attention_by_scan() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ranks = spmd.collectives.axis_size("x")

@@ -137,7 +137,7 @@ class Casts(TorchFunctionMode):
         value = trace.value(held)
         if self._types.of(value).keys() >= set(self._axes) or (not held.is_cpu and held.is_meta):
             return held
-        return self._once(leaf, "enter", lambda: self._enter(held))
+        return self._once(held, "enter", lambda: self._enter(held))
 
     def _once(self, leaf: torch.Tensor, change: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What `make` makes of a tensor; the same as before for the same tensor with the same value.
