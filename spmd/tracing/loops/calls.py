@@ -171,7 +171,13 @@ def _is_below_grad() -> bool:
 
 
 class _Call(torch.autograd.Function):
-    """A call of a construct."""
+    """A call of a construct.
+
+    Attributes:
+        casts_operands: says that its operands have the types along manual axes that it takes (`as_expected`).
+    """
+
+    casts_operands = True
 
     @staticmethod
     def forward(construct: Construct, how: Differentiated | None, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:

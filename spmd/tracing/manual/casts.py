@@ -60,8 +60,8 @@ class Casts(TorchFunctionMode):
             gradients = func(outputs, inputs, **{**kwargs, "grad_outputs": cotangents})
             check_batches(_listed(outputs), _listed(inputs), gradients, self._axes, self._types_of)
             return gradients
-        if func is custom_function_call and args[0].__module__.startswith("spmd."):
-            return func(*args, **kwargs)  # a loop or a branch, whose operands get the types that its body expects
+        if func is custom_function_call and getattr(args[0], "casts_operands", False):
+            return func(*args, **kwargs)  # a loop or a branch, whose operands have the types that its body expects
         if func is custom_function_call:
             args = (self._function(args[0]), *args[1:])
         if name.startswith("_foreach_"):
