@@ -121,8 +121,11 @@ class Regions(Generic[Op, V]):
         self._begin: dict[Op, Op] = {}
         self._end: dict[Op, Op] = {}
         self._home: dict[V, Op] = {}
+        self._operations = operations
+        self._index: dict[Op, int] = {}
         found: list[Op] = []
         if any(operation.op in BEGINS for operation in operations):
+            self._index = {operation: index for index, operation in enumerate(operations)}
             for operation in operations:
                 self._add(operation, found)
 
@@ -177,6 +180,15 @@ class Regions(Generic[Op, V]):
         for operation in self.of_sides(begin):
             found += [operation, *(self.inside(operation) if operation.op in BEGINS else ())]
         return found
+
+    def whole(self, operation: Op) -> tuple[Op, ...]:
+        """A loop or a branch, by what begins it, with its end and the merges behind that; any other operation alone."""
+        if operation.op not in BEGINS:
+            return (operation,)
+        end = self._index[self._end[operation]] + 1
+        while operation.op is BRANCH and end < len(self._operations) and self._operations[end].op is MERGE:
+            end += 1
+        return tuple(self._operations[self._index[operation] : end])
 
     def path(self, operation: Op) -> list[Op]:
         """What opens the regions in which an operation stands, the innermost first."""

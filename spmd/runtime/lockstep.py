@@ -26,7 +26,7 @@ from spmd.collectives.local import LOCALS, Local, bind_local
 from spmd.core.mesh import Mesh
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.regions import BRANCH, MERGE, PROCEED, STRUCTURE, WHILE
+from spmd.ir.regions import BRANCH, PROCEED, STRUCTURE, WHILE
 from spmd.runtime.codegen import Generated, ProgramWriter, aliases_of, last_uses, last_uses_of, unused_inputs
 from spmd.runtime.ranges import InRanges, common
 from spmd.runtime.region_code import RegionCode
@@ -190,21 +190,18 @@ class _Lockstep:
 
     def parted(self) -> Iterator[_Segment]:
         """The branches and loops in which ranks may part, with what is inside of them."""
-        operations, regions, done = self.graph.operations, self.graph.regions, 0
-        for start, operation in enumerate(operations if regions else ()):
-            if operation.op not in (BRANCH, WHILE) or start < done:
+        regions, inside = self.graph.regions, tuple[Operation, ...]()
+        for operation in self.graph.operations if regions else ():
+            if operation.op not in (BRANCH, WHILE) or operation in inside:
                 continue
             tests = (operation,) if operation.op is BRANCH else regions.members(operation, PROCEED)
             if all(self.instances(test.operands[0]).is_single for test in tests):
                 continue
-            stop = operations.index(regions.end(operation)) + 1
-            while operation.op is BRANCH and stop < len(operations) and operations[stop].op is MERGE:
-                stop += 1
-            inside = operations[start:stop]
-            if any(each.effect not in (None, Effect.REGION) for each in inside):
+            whole = regions.whole(operation)
+            if any(each.effect not in (None, Effect.REGION) for each in whole):
                 continue  # of all ranks: the instances are equal
+            inside = whole
             axes = frozenset[str]().union(*(operand_axes(each, self.varying) for each in inside))
-            done = stop
             yield _Segment(self.along(axes), inside)
 
     def generated(self) -> Generated:

@@ -102,15 +102,12 @@ class _Expected:
         """The operations outside of regions and, with what is inside of it, those that begin one."""
         regions, position = self.plan.graph.regions, 0
         while position < len(operations):
-            operation = operations[position]
+            operation, *inside = regions.whole(operations[position])
             parts: list[list[Operation]] = [[]]
-            position += 1
-            if operation.op in BEGINS:
-                end = operations.index(regions.end(operation), position)
-                for inner in operations[position:end]:
-                    divides = inner.op in (OTHERWISE, PROCEED) and inner.operands[-1] is operation.tensors[0]
-                    parts.append([]) if divides else parts[-1].append(inner)
-                position = end + 1
+            for inner in inside:
+                divides = inner.op in (OTHERWISE, PROCEED) and inner.operands[-1] is operation.tensors[0]
+                parts.append([]) if divides else parts[-1].append(inner)
+            position += 1 + len(inside)
             yield operation, parts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -12,7 +11,6 @@ import torch
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.regions import (
-    BEGINS,
     BRANCH,
     CARRY,
     END,
@@ -239,29 +237,21 @@ class Recorded:
 def steps(graph: Graph) -> list[Operation | Recorded]:
     """The operations of a program outside of its regions and the constructs at its top, in order."""
     found: list[Operation | Recorded] = []
-    regions, position = graph.regions, 0
-    index = {operation: number for number, operation in enumerate(graph.operations)} if regions else {}
-    operations = graph.operations
-    while position < len(operations):
-        operation = operations[position]
-        position += 1
-        if operation.op not in BEGINS:
-            found.append(operation)
-            continue
-        end = index[regions.end(operation)]
-        found.append(_recorded(regions, operation, operations[position:end], operations[end + 1 :]))
-        position = end + 1
-        while operation.op is BRANCH and position < len(operations) and operations[position].op is MERGE:
-            position += 1
+    position = 0
+    while position < len(graph.operations):
+        whole = graph.regions.whole(graph.operations[position])
+        found.append(_recorded(graph.regions, whole) if len(whole) > 1 else whole[0])
+        position += len(whole)
     return found
 
 
-def _recorded(
-    regions: Regions[Operation, Value], begin: Operation, inside: Sequence[Operation], after: Sequence[Operation]
-) -> Recorded:
-    """The construct that an operation begins."""
+def _recorded(regions: Regions[Operation, Value], whole: Sequence[Operation]) -> Recorded:
+    """A loop or a branch as a construct."""
+    begin = whole[0]
+    end = whole.index(regions.end(begin))
+    inside = whole[1:end]
     if begin.op is BRANCH:
-        return _branch(regions, begin, inside, after)
+        return _branch(regions, begin, inside, whole[end + 1 :])
     carries, items = regions.members(begin, CARRY), regions.members(begin, ITEM)
     nexts = {operation.operands[1]: operation for operation in regions.members(begin, NEXT)}
     stacks = regions.members(begin, STACK)
@@ -301,13 +291,12 @@ def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[O
 
 
 def _branch(
-    regions: Regions[Operation, Value], begin: Operation, inside: Sequence[Operation], after: Sequence[Operation]
+    regions: Regions[Operation, Value], begin: Operation, inside: Sequence[Operation], merges: Sequence[Operation]
 ) -> Recorded:
     case = begin.tensors[0]
     at = next(number for number, o in enumerate(inside) if o.op is OTHERWISE and o.operands[0] is case)
     sides = [list(inside[:at]), list(inside[at + 1 :])]
     given = [{o.tensors[0]: o.operands[0] for o in regions.members(opens, GIVE)} for opens in (begin, inside[at])]
-    merges = list(itertools.takewhile(lambda o: o.op is MERGE, after))
     outputs = [[held[o.operands[side]] for o in merges] for side, held in enumerate(given)]
     bodies = [[o for o in side if o.tensors[0] not in held] for side, held in zip(sides, given, strict=True)]
     fixed = _outside(bodies, [*outputs[0], *outputs[1]], ())

@@ -23,7 +23,7 @@ from spmd.errors import DivergenceError, TraceError
 from spmd.ir.dataflow import independent_values
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
-from spmd.ir.regions import BEGINS, BRANCH, CARRY, GIVE, ITEM, MERGE, PROCEED, STACK
+from spmd.ir.regions import BEGINS, CARRY, GIVE, ITEM, PROCEED, STACK
 from spmd.ir.variants import Key, Unevenness, Variants
 from spmd.tracing.source import where
 
@@ -240,17 +240,11 @@ class Inside:
 
     def _loops(self) -> list[tuple[Operation, ...]]:
         regions, found = self.graph.regions, list[tuple[Operation, ...]]()
-        operations, start = self.graph.operations, 0
-        while regions and start < len(operations):
-            begin, end = operations[start], start + 1
-            if begin.op in BEGINS:
-                members = [o for o in regions.of_sides(begin, *PASSES) if self.holds(o)]
-                if members:
-                    end = operations.index(regions.end(begin)) + 1
-                    while begin.op is BRANCH and end < len(operations) and operations[end].op is MERGE:
-                        end += 1
-                    found.append(operations[start:end])
-            start = end
+        for operation in self.graph.operations if regions else ():
+            if operation.op not in BEGINS or (found and operation in found[-1]):
+                continue
+            if any(self.holds(member) for member in regions.of_sides(operation, *PASSES)):
+                found.append(regions.whole(operation))
         return found
 
     @property
