@@ -6,9 +6,10 @@ Everything here is immutable. Values and operations compare by identity: values 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -63,6 +64,49 @@ class Annotations:
 NOT_ANNOTATED = Annotations()
 
 
+@attrs.frozen
+class OperandNumber:
+    """The place of an operand in a form, by its position among the operands of a call."""
+
+    number: int
+
+
+@attrs.frozen(eq=False, slots=False)
+class Form:
+    """A call without its operands; equal for calls with equal arguments beside tensors.
+
+    Args:
+        op: the operator.
+        args, kwargs: its arguments, with an `OperandNumber` for each tensor.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @cached_property
+    def key(self) -> Hashable:
+        """The arguments, hashable."""
+        return freeze((self.args, self.kwargs))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.op, self.key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Form) and (
+            self is other or (self._hash == other._hash and self.op is other.op and self.key == other.key)
+        )
+
+    def filled(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these in place of the operands."""
+        fill = lambda leaf: operands[leaf.number] if isinstance(leaf, OperandNumber) else leaf  # noqa: E731
+        return map_leaves(fill, self.args), map_leaves(fill, self.kwargs)
+
+
 @attrs.frozen(eq=False, slots=False)  # cached properties of a class with slots are slow
 class Operation:
     """One call of one operator.
@@ -91,9 +135,21 @@ class Operation:
         return tuple(leaf for leaf in iterate_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Value))
 
     @cached_property
+    def form(self) -> Form:
+        """The call without its operands."""
+        numbers = itertools.count()
+        take = lambda leaf: OperandNumber(next(numbers)) if isinstance(leaf, Value) else leaf  # noqa: E731
+        return Form(self.op, *map_leaves(take, (self.args, dict(self.kwargs))))
+
+    @cached_property
     def tensors(self) -> tuple[Value, ...]:
         """The results without the Nones."""
         return tuple(result for result in self.results if result is not None)
+
+    @property
+    def metas(self) -> tuple[TensorMeta | None, ...]:
+        """Those of its operands, and of its results, with the Nones."""
+        return tuple(None if value is None else value.meta for value in (*self.operands, *self.results))
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from spmd.ir.effects import Effect
-from spmd.ir.graph import Graph, Operation, Value, freeze
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.operator_kinds import COPIES, RESHAPERS
 from spmd.ir.refusals import refuses_positions
 from spmd.ir.regions import CARRY, END, NEXT
@@ -202,5 +202,4 @@ def _boundaries(shape: Sequence[int]) -> set[int]:
 
 
 def _key(operation: Operation) -> Any:
-    kwargs = freeze(dict(operation.kwargs))
-    return operation.op, freeze(operation.args), kwargs, operation.annotations.repetition
+    return operation.form, operation.operands, operation.annotations.repetition

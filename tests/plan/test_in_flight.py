@@ -63,7 +63,7 @@ def numels(*calls, ranks=((0,), (1,))):
         (call_of(spmd_ops.all_to_all, (3, 4), (6, 2), 1, 0, 2, 6), ([12], [12], [])),
         (call_of(spmd_ops.permute, (4,), (4,), [-1, 0], [4]), ([], [4], [])),
     ],
-    ids=lambda value: f"{value.op}{value.operands[0].meta}" if isinstance(value, StridedCall) else "",
+    ids=lambda value: f"{value.form.op}{value.operands[0].meta}" if isinstance(value, StridedCall) else "",
 )
 def test_what_a_rank_of_two_allocates_for_a_collective(call, expected):
     assert expected == numels(call)

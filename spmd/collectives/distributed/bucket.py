@@ -77,13 +77,15 @@ class Bucket:
 
     def unpack(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """The results from the buffer that was received."""
+        return tuple(part.unpack(row) for part, row in zip(self.parts, self.rows(buffer), strict=True))
+
+    def rows(self, buffer: Tensor) -> Sequence[Tensor]:
+        """What each collective received."""
         sizes = [part.receives for part in self.parts]
         if _are_equal(sizes):
-            flat = buffer.view(len(self.receives), -1).split([size[0] for size in sizes], 1)
-        else:
-            pieces = buffer.split(list(itertools.chain(*zip(*sizes, strict=True))))
-            flat = tuple(torch.cat(pieces[number :: len(sizes)]) for number in range(len(sizes)))
-        return tuple(part.unpack(row) for part, row in zip(self.parts, flat, strict=True))
+            return buffer.view(len(self.receives), -1).split([size[0] for size in sizes], 1)
+        pieces = buffer.split(list(itertools.chain(*zip(*sizes, strict=True))))
+        return tuple(torch.cat(pieces[number :: len(sizes)]) for number in range(len(sizes)))
 
     def start(self, *operands: Tensor) -> Tensor:
         """Start the collective on this rank's operands; the result is pending, and only `finish` may use it."""

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from spmd.ir.dataflow import independent_values
-from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.cost.flops import has_formula
 
 Copy: TypeAlias = tuple[Operation, ...]
@@ -71,13 +71,7 @@ def find_repeats(graph: Graph) -> tuple[Repeat, ...]:
 def _tokens(operations: Sequence[Operation]) -> list[int]:
     """A number for every operation, the same for equal calls: operator, literal arguments, metas of all tensors."""
     numbers: dict[Any, int] = {}
-    hide = lambda leaf: leaf.meta if isinstance(leaf, Value) else leaf  # noqa: E731
-    tokens = []
-    for operation in operations:
-        arguments = freeze(map_leaves(hide, (operation.args, dict(operation.kwargs))))
-        results = tuple(None if value is None else value.meta for value in operation.results)
-        tokens.append(numbers.setdefault((operation.op, arguments, results), len(numbers)))
-    return tokens
+    return [numbers.setdefault((operation.form, operation.metas), len(numbers)) for operation in operations]
 
 
 @attrs.frozen(order=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmd.collectives.local import run_local
 from spmd.core.mesh import Mesh
 from spmd.core.spec import TensorMeta
-from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.graph import Form, Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.operator_kinds import VIEWS
 from spmd.ir.simplify import identity
 
@@ -66,38 +66,23 @@ class Result:
 
 
 @attrs.frozen
-class _OperandNumber:
-    number: int
-
-
-@attrs.frozen
 class StridedCall:
     """A call on local tensors, as a cache key: equal calls have results with equal strides and views.
 
     Args:
-        op: the operator.
-        key: the arguments, hashable.
+        form: the operator with its arguments.
         operands: the tensors among them.
         results: the shapes and dtypes of the results.
-        arguments: positional ones and by keyword, with numbers in place of tensors.
     """
 
-    op: torch._ops.OpOverload
-    key: Hashable
+    form: Form
     operands: tuple[Strided, ...]
     results: tuple[TensorMeta, ...]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] = attrs.field(eq=False)
 
     @classmethod
     def of(cls, operation: Operation, operands: Sequence[Strided]) -> StridedCall:
         """The call of an operation on tensors with these strides, in the order of its operands."""
-        numbers = iter(range(len(operands)))
-        arguments: Any = map_leaves(
-            lambda leaf: _OperandNumber(next(numbers)) if isinstance(leaf, Value) else leaf,
-            (operation.args, dict(operation.kwargs)),
-        )
-        metas = tuple(value.meta for value in operation.tensors)
-        return cls(operation.op, freeze(arguments), tuple(operands), metas, arguments)
+        return cls(operation.form, tuple(operands), tuple(value.meta for value in operation.tensors))
 
 
 def results_of(
@@ -136,13 +121,12 @@ def _run_on_meta(call: StridedCall, place: tuple[Mesh, int] | None) -> tuple[Res
         operands = [layout.tensor() for layout in call.operands]
 
         def concrete(leaf: Any) -> Any:
-            if isinstance(leaf, _OperandNumber):
-                return operands[leaf.number]
             return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
-        args, kwargs = map_leaves(concrete, call.arguments)
+        op = call.form.op
+        args, kwargs = map_leaves(concrete, call.form.filled(operands))
         try:
-            made = call.op(*args, **kwargs) if place is None else run_local(call.op, *place, *args)
+            made = op(*args, **kwargs) if place is None else run_local(op, *place, *args)
         except (NotImplementedError, RuntimeError):
             return None
         tensors = [leaf for leaf in iterate_leaves(made) if leaf is not None]

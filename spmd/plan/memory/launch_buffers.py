@@ -59,9 +59,9 @@ def launch_buffers(mesh: Mesh, ranks: tuple[Coordinate, ...], calls: tuple[Strid
             send and receive in permutations only.
         calls: the calls of primitives that are launched as one.
     """
-    if COLLECTIVES[calls[0].op].sizes_are_data:
+    if COLLECTIVES[calls[0].form.op].sizes_are_data:
         return _ragged(*calls)
-    if mesh.axis_size(calls[0].arguments[0][-1]) == 1:
+    if mesh.axis_size(calls[0].form.args[-1]) == 1:
         return _alone(*calls)
     bound = [_bound(mesh, ranks, call) for call in calls]
     run = bound[0] if len(bound) == 1 else Bucket.of(bound)
@@ -73,16 +73,16 @@ def launch_buffers(mesh: Mesh, ranks: tuple[Coordinate, ...], calls: tuple[Strid
     received = run.received(packed)
     numbers = storages.number(packed), storages.number(received)
     with storages:
-        results = run.unpack(received)
-    found = tuple(map(storages.number, results if isinstance(results, tuple) else (results,)))
+        rows = run.rows(received) if isinstance(run, Bucket) else (received,)
+    found = tuple(storages.unpacked(*one) for one in zip(calls, bound, rows, strict=True))
     return LaunchBuffers(storages.metas, packing, *numbers, storages.taken(), found, run.in_place is None)
 
 
 def _bound(mesh: Mesh, ranks: Sequence[Coordinate], call: StridedCall) -> Exchange:
     """The exchange of a call."""
-    *rest, axes = call.arguments[0][1:]
-    busiest = COLLECTIVES[call.op].busiest([mesh.axis_index(rank, axes) for rank in ranks], *rest)
-    found = bind(call.op, mesh, ranks[0], call.operands[0].meta, (*busiest, axes), communicates=False)
+    *rest, axes = call.form.args[1:]
+    busiest = COLLECTIVES[call.form.op].busiest([mesh.axis_index(rank, axes) for rank in ranks], *rest)
+    found = bind(call.form.op, mesh, ranks[0], call.operands[0].meta, (*busiest, axes), communicates=False)
     assert isinstance(found, Exchange)
     return found
 
@@ -112,6 +112,7 @@ class _Storages(TorchDispatchMode):
         self._tensors: list[torch.Tensor] = []  # held, so that no storage has the address of an earlier one
         self._numbers: dict[int, int] = {}
         self._allocations: list[Allocation] = []
+        self._unpacked: dict[StridedCall, tuple[int, list[Allocation], int]] = {}
         for tensor in tensors:
             self.number(tensor)
 
@@ -125,9 +126,26 @@ class _Storages(TorchDispatchMode):
         """The number of a tensor's storage, a new one if it has none."""
         key = storage_of(tensor)
         if key not in self._numbers:
-            self._numbers[key] = len(self._numbers)
+            self._numbers[key] = len(self._tensors)
             self._tensors.append(tensor)
         return self._numbers[key]
+
+    def unpacked(self, call: StridedCall, part: Exchange, row: torch.Tensor) -> int:
+        """The number of a call's result, from what it received; equal calls allocate the same."""
+        received, begin = self.number(row), len(self._allocations)
+        if call not in self._unpacked:
+            with self:
+                result = self.number(part.unpack(row))
+            self._unpacked[call] = received, self._allocations[begin:], result
+            return result
+        before, allocations, result = self._unpacked[call]
+        numbers = {before: received}
+        for reads, writes in allocations:
+            for number in writes:
+                numbers[number] = len(self._tensors)
+                self._tensors.append(self._tensors[number])
+            self._allocations.append((tuple(map(numbers.__getitem__, reads)), tuple(map(numbers.__getitem__, writes))))
+        return numbers[result]
 
     def taken(self) -> tuple[Allocation, ...]:
         """The allocations since the last call."""
@@ -137,7 +155,7 @@ class _Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = [self.number(leaf) for leaf in iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        known, made = len(self._numbers), op(*args, **(kwargs or {}))
+        known, made = len(self._tensors), op(*args, **(kwargs or {}))
         writes = {self.number(leaf) for leaf in iterate_leaves(made) if isinstance(leaf, torch.Tensor)}
         if new := tuple(number for number in sorted(writes) if number >= known):
             self._allocations.append((tuple(reads), new))

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from spmd.ir.dataflow import independent_values
-from spmd.ir.graph import Graph, Operation, freeze
+from spmd.ir.graph import Graph, Operation
 from spmd.plan.data.dataflow import fused_values, latency_shares
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.request import Request
@@ -115,9 +115,8 @@ def _factorize(graph: Graph, rules: Mapping[torch._ops.OpOverload, Rule]) -> dic
         rule = RANDOM_RULE if operation.is_random else find_rule(operation.op, rules)
         if rule is None:
             continue
-        call = operation.call()
-        key = (call.op, freeze(call.args), freeze(dict(call.kwargs)), call.results)
+        key = operation.form, operation.metas
         if key not in known:
-            known[key] = rule.factorize(call)
+            known[key] = rule.factorize(operation.call())
         found[operation] = known[key]
     return found

@@ -6,13 +6,14 @@ Parameters of one optimizer have cones that differ in nothing but the values: th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from spmd.ir.graph import Operation, Value, freeze, iterate_leaves, map_leaves
+from spmd.ir.graph import Operation, Value, iterate_leaves, map_leaves
 from spmd.ir.number import Number, in_order
 
 aten = torch.ops.aten
@@ -38,20 +39,20 @@ class Node:
     number: int
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Cone:
     """A value, and what computes it from values of the same shape and dtype, and from 0-d values.
 
     Args:
         values: the value of each node; the first is the one that is computed.
-        calls: what computes each node: operator, arguments and keyword arguments, which have a Node for each operand of
-            that shape; None for a node that is not computed here.
+        operations: what computes each node; None for a node that is not computed here.
+        numbers: the 0-d values that nodes are computed from.
         key: equal for cones that compute the same function.
         producers: the producer of each value of the program.
     """
 
     values: tuple[Value, ...]
-    calls: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]] | None, ...]
+    operations: tuple[Operation | None, ...]
     numbers: tuple[Value, ...]
     key: Any
     producers: Mapping[Value, Operation]
@@ -59,25 +60,28 @@ class Cone:
     @classmethod
     def of(cls, value: Value, producers: Mapping[Value, Operation]) -> Cone:
         """The cone of a value, of limited depth and size."""
-        calls: list[tuple[Any, Any, Any] | None] = []
+        operations: list[Operation | None] = []
         numbers, depths, found = {value: 0}, [0], [value]
         for number, value in enumerate(found):  # `found` grows
             operation = producers.get(value)
             depth = depths[number] + 1
             if operation is None or depth > _DEPTH or len(found) > _SIZE or not _is_elementwise(operation):
-                calls.append(None)
+                operations.append(None)
                 continue
             for operand in operation.operands:
                 if operand.meta == value.meta and operand not in numbers:
                     numbers[operand] = len(found)
                     found.append(operand)
                     depths.append(depth)
-            args, kwargs = map_leaves(
-                lambda leaf: Node(numbers[leaf]) if isinstance(leaf, Value) and leaf in numbers else leaf,
-                (operation.args, dict(operation.kwargs)),
-            )
-            calls.append((operation.op, args, kwargs))
-        return cls(tuple(found), tuple(calls), *_numbered(calls, producers), producers)
+            operations.append(operation)
+        return cls(tuple(found), tuple(operations), *_numbered(operations, numbers, producers), producers)
+
+    @cached_property
+    def calls(self) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]] | None]:
+        """The operator and arguments of each node, which have a `Node` for each operand that is one."""
+        numbers = {value: Node(number) for number, value in enumerate(self.values)}
+        take = lambda value: numbers.get(value, value)  # noqa: E731
+        return [None if o is None else (o.op, *o.form.filled(list(map(take, o.operands)))) for o in self.operations]
 
     def operands(self, number: int) -> tuple[int, ...]:
         """The nodes that a node is computed from, without repetitions."""
@@ -138,39 +142,40 @@ class Cone:
     def _call(self, key: int | Value) -> tuple[Any, Any, Any] | None:
         if isinstance(key, int):
             return self.calls[key]
-        return _call_of_number(key, self.producers)
+        operation = _producer_of_number(key, self.producers)
+        return None if operation is None else _call_of(operation)
 
 
-def _numbered(calls: Sequence[Any], producers: Mapping[Value, Operation]) -> tuple[tuple[Value, ...], Any]:
-    """The 0-d values that calls are computed from, and a key of the calls, which has their places for them.
+def _numbered(
+    operations: Sequence[Operation | None], nodes: Mapping[Value, int], producers: Mapping[Value, Operation]
+) -> tuple[tuple[Value, ...], Any]:
+    """The 0-d values that nodes are computed from, and a key of the nodes, which has their places for them.
 
     So the parameters of a fused optimizer, of which each has its own number of steps, have equal keys.
     """
     places: dict[Value, int] = {}
     numbers: list[Value] = []
 
-    def place(leaf: Any) -> Any:
-        if not isinstance(leaf, Value):
-            return leaf
-        if leaf not in places:
-            places[leaf] = len(numbers)
-            numbers.append(leaf)
-        return "number", places[leaf]
+    def place(operand: Value) -> tuple[bool, int]:
+        if operand in nodes:
+            return True, nodes[operand]
+        if operand not in places:
+            places[operand] = len(numbers)
+            numbers.append(operand)
+        return False, places[operand]
 
-    def frozen(call: Any) -> Any:
-        return call and (call[0], freeze(map_leaves(place, call[1:])))
+    def key_of(operation: Operation | None) -> Any:
+        return operation and (operation.form, tuple(map(place, operation.operands)))
 
-    key = [frozen(call) for call in calls]
+    key: list[Any] = [key_of(operation) for operation in operations]
     for number in numbers:  # which grows
-        key.append(number if len(numbers) > _SIZE else (number.meta, frozen(_call_of_number(number, producers))))
+        key.append(number if len(numbers) > _SIZE else (number.meta, key_of(_producer_of_number(number, producers))))
     return tuple(numbers), tuple(key)
 
 
-def _call_of_number(number: Value, producers: Mapping[Value, Operation]) -> tuple[Any, Any, Any] | None:
+def _producer_of_number(number: Value, producers: Mapping[Value, Operation]) -> Operation | None:
     operation = producers.get(number)
-    if operation is None or not (_is_elementwise(operation) or operation.op is aten.full.default):
-        return None
-    return _call_of(operation)
+    return operation if operation and (_is_elementwise(operation) or operation.op is aten.full.default) else None
 
 
 def _call_of(operation: Operation) -> tuple[Any, Any, Any]:
