@@ -198,9 +198,8 @@ class RegionCode:
         self.line(f"{self.name(result)} = {one} if {self.name(first)} is not None else {other}")
 
     def _truth(self, predicate: Value) -> str:
-        if self.each(predicate) is None:
-            return self.name(predicate)
-        return f"{self.writer.reference(agreed)}({self.name(predicate)})"
+        value = self.given(predicate, predicate)
+        return value if self.each(predicate) is None else f"{self.writer.reference(agreed)}({value})"
 
     def _kept(self, result: Value) -> str:
         """The list of what trips add to a stack."""
