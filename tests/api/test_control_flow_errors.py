@@ -104,9 +104,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"length must be an integer of 0 or more \(got int -1\)",
     ),
     "a float for the length": (lambda: spmd.scan(lambda c, x: (c, x), X, length=2.0), r"of 0 or more \(got float 2.0"),  # type: ignore[arg-type]
-    "unroll of nothing": (
-        lambda: spmd.scan(lambda c, x: (c, x), X, ROWS, unroll=0),
-        r"unroll must be a bool or an integer of 1 or more \(got 0\)",
+    "unroll of less than nothing": (
+        lambda: spmd.scan(lambda c, x: (c, x), X, ROWS, unroll=-1),
+        r"unroll must be a bool or an integer of 0 or more \(got int -1\)",
+    ),
+    "unroll of a range that is data": (
+        lambda: spmd.fori_loop(0, torch.tensor(3), lambda i, x: x, X, unroll=2),
+        r"unroll=2 needs integers of Python for lower and upper \(got a tensor, whose value is not known",
     ),
     "no function for a while_loop": (
         lambda: spmd.while_loop(True, lambda x: x, X),  # type: ignore[arg-type]

@@ -22,18 +22,35 @@ _Value = TypeVar("_Value")
 
 @overload
 def fori_loop(
-    lower: int | Tensor, upper: int | Tensor, body_fun: Callable[[Tensor, Tensor], Tensor], init_val: complex
+    lower: int | Tensor,
+    upper: int | Tensor,
+    body_fun: Callable[[Tensor, Tensor], Tensor],
+    init_val: complex,
+    *,
+    unroll: int | bool | None = None,
 ) -> Tensor: ...
 
 
 @overload
 def fori_loop(
-    lower: int | Tensor, upper: int | Tensor, body_fun: Callable[[Tensor, _Value], _Value], init_val: _Value
+    lower: int | Tensor,
+    upper: int | Tensor,
+    body_fun: Callable[[Tensor, _Value], _Value],
+    init_val: _Value,
+    *,
+    unroll: int | bool | None = None,
 ) -> _Value: ...
 
 
 @hides_internals_of_own_errors
-def fori_loop(lower: int | Tensor, upper: int | Tensor, body_fun: Callable[[Any, Any], Any], init_val: Any) -> Any:
+def fori_loop(
+    lower: int | Tensor,
+    upper: int | Tensor,
+    body_fun: Callable[[Any, Any], Any],
+    init_val: Any,
+    *,
+    unroll: int | bool | None = None,
+) -> Any:
     """Call `val = body_fun(i, val)` for each integer of a range, and return the last `val`; `jax.lax.fori_loop`.
 
     With integers of Python it is a `scan` of known length, and differentiable; with tensors a `while_loop`, which in
@@ -44,12 +61,14 @@ def fori_loop(lower: int | Tensor, upper: int | Tensor, body_fun: Callable[[Any,
         upper: the integer behind the last `i`. No trip is made if it is not above `lower`.
         body_fun: one trip; `i` is a 0-d tensor of integers.
         init_val: the first value, as of `while_loop`.
+        unroll: as of `scan`; only with integers of Python.
 
     Returns:
         The last value.
 
     Raises:
-        TraceError: a bound is no integer; the value does not keep its structure, shapes and dtypes.
+        TraceError: a bound is no integer, or a tensor although trips are to be unrolled; the value does not keep its
+            structure, shapes and dtypes.
 
     >>> import torch
     >>> fori_loop(1, 4, lambda i, x: x * i, torch.tensor([1.0, 2.0]))
@@ -60,7 +79,13 @@ def fori_loop(lower: int | Tensor, upper: int | Tensor, body_fun: Callable[[Any,
     device = device_of(init_val)
     if not isinstance(lower, Tensor) and not isinstance(upper, Tensor):
         numbers = torch.arange(lower, max(lower, upper), device=device)
-        return loop(_CALL, "body_fun", lambda val, i: (body_fun(i, val), None), init_val, numbers)[0]
+        once = 1 if unroll is None else unroll
+        return loop(_CALL, "body_fun", lambda val, i: (body_fun(i, val), None), init_val, numbers, unroll=once)[0]
+    if unroll is not None:
+        raise TraceError(
+            f"{_CALL} at {where()}: unroll={unroll!r:.60} needs integers of Python for lower and upper (got a tensor, "
+            "whose value is not known when the program is made)."
+        )
     if isinstance(lower, Tensor) and isinstance(upper, Tensor) and lower.dtype != upper.dtype:
         raise TraceError(
             f"{_CALL} at {where()}: lower and upper must have one dtype (got {TensorMeta.of(lower)} and "

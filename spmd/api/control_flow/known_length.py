@@ -82,9 +82,10 @@ def number_of_rows(rows: Leaves, length: Any, call: str) -> int:
 
 def _trips_of_a_block(unroll: Any, trips: int, call: str) -> int:
     """How many trips the program holds, from the argument `unroll`."""
-    if not isinstance(unroll, int) or (unroll < 1 and unroll is not False):
-        raise TraceError(f"{call} at {where()}: unroll must be a bool or an integer of 1 or more (got {unroll!r}).")
-    return max(trips, 1) if unroll is True else max(int(unroll), 1)
+    if not isinstance(unroll, int) or unroll < 0:
+        got = f"{type(unroll).__name__} {unroll!r:.60}"
+        raise TraceError(f"{call} at {where()}: unroll must be a bool or an integer of 0 or more (got {got}).")
+    return 1 if unroll is False else max(trips, 1) if unroll is True else unroll or max(trips, 1)
 
 
 def _run(

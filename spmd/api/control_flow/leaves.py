@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import attrs
@@ -115,11 +116,11 @@ def integer_scalar(value: Any, call: str, name: str) -> int | Tensor:
     Raises:
         TraceError: it is neither; `name` says what it is.
     """
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if isinstance(value, Tensor):
         is_float = value.dtype.is_floating_point or value.dtype.is_complex
         is_integer = not (value.ndim or is_float or value.dtype is torch.bool)
     if not is_integer:
         got = TensorMeta.of(value) if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
         raise TraceError(f"{call} at {where()}: {name} must be an integer or a 0-d tensor of integers (got {got}).")
-    return value  # type: ignore[no-any-return]
+    return value if isinstance(value, Tensor) else int(value)

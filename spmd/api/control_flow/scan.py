@@ -58,7 +58,7 @@ def scan(
         xs: a pytree of tensors; `x` is row `t` of each, `xs[t]`. None for a loop over nothing, `length` times.
         length: the number of trips; needed only without `xs`.
         reverse: whether rows are taken from the last to the first. `ys[t]` is the result of row `t` in either order.
-        unroll: how many trips the program holds, side by side; True for all.
+        unroll: how many trips the program holds, side by side; True or 0 for all.
 
     Returns:
         The last carry, and the pytree of stacked `y`s, each with `length` rows.
