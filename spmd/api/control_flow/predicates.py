@@ -12,6 +12,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.tracing.active_transforms import unwrapped
+from spmd.tracing.linearize import RecordingError, recorder
 from spmd.tracing.source import where
 
 
@@ -57,5 +58,7 @@ def read(predicate: bool | Tensor, call: str) -> bool:
     value: Tensor = unwrapped(predicate)
     if value.is_meta:
         raise TraceError(f"{call} at {where()} decides by a tensor on the meta device, which has no value.")
+    if recorder() is not None:
+        raise RecordingError(f"{call} at {where()} decides by a tensor that make_fx records, which has no value.")
     with temporarily_clear_interpreter_stack():
         return bool(value.any().item() if value.ndim else value.item())
