@@ -43,7 +43,7 @@ def while_by_trips(
     while read(active := condition(carry), call):
         after = body(carry)
         if isinstance(active, Tensor) and is_batched(active):
-            after = [torch.where(active, new, old) for new, old in zip(after, carry, strict=True)]
+            after = [x if x is old else torch.where(active, x, old) for x, old in zip(after, carry, strict=True)]
         carry = after
     return carry
 

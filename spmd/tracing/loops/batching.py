@@ -80,10 +80,14 @@ class _Batch:
         return TensorMeta((self.size, *meta.shape), meta.dtype) if has else meta
 
     def carried(self, body: Body, carries: int, given: list[bool], more: bool = False) -> list[bool]:
-        """Which inputs of a body have a batch, if its outputs are its first inputs in the next trip."""
+        """Which inputs of a body have a batch, if its outputs are its first inputs in the next trip.
+
+        With `more`, also all those that it does not return as they are.
+        """
         while True:
             left = _depending(body.graph, given)
-            found = [has or more or left[n] for n, has in enumerate(given[:carries])] + given[carries:]
+            changed = [more and new is not old for new, old in zip(body.outputs, body.inputs, strict=False)]
+            found = [has or changed[n] or left[n] for n, has in enumerate(given[:carries])] + given[carries:]
             if found == given:
                 return found
             given = found
@@ -110,12 +114,16 @@ class _Batch:
         programs = with_equal_inputs(len(has), tested.body, body.body)
         constants = (*tested.closed_over, *body.closed_over)
         if differs:
-            programs = self._until_all_are_done(programs, loop.carries)
+            programs, more = self._until_all_are_done(programs, left)
+            constants = (*constants, *more)
         given = [self.moved(x, dim, 0 if each else None) for x, dim, each in zip(operands, in_dims, has, strict=True)]
         results = self.apply(While(*programs, loop.carries), *given, *constants)
         return tuple(results), tuple(0 if each else None for each in left)
 
-    def _until_all_are_done(self, programs: tuple[Body, Body], carries: int) -> tuple[Body, Body]:
+    def _until_all_are_done(
+        self, programs: tuple[Body, Body], has: Sequence[bool]
+    ) -> tuple[tuple[Body, Body], tuple[torch.Tensor, ...]]:
+        """The programs of a loop that ends when its condition is false for all items, and what they close over."""
         condition, body = programs
         like = condition.inputs
 
@@ -125,11 +133,11 @@ class _Batch:
         def masked(*tensors: torch.Tensor) -> list[torch.Tensor]:
             (goes_on,) = run(condition, tensors, self.apply)
             new = run(body, tensors, self.apply)
-            return [_select(goes_on, x, old) for x, old in zip(new, tensors[:carries], strict=True)]
+            return [_select(goes_on, x, old) if each else old for x, old, each in zip(new, tensors, has, strict=False)]
 
         tested = body_of(some, like, condition.outputs, condition.functions)
         closed = body_of(masked, like, body.outputs, body.functions)
-        return tested.body, closed.body
+        return with_equal_inputs(len(like), tested.body, closed.body), (*tested.closed_over, *closed.closed_over)
 
     def branch(self, branch: Branch, in_dims: Dims, operands: Sequence[torch.Tensor]) -> Any:
         has = [dim is not None for dim in in_dims]

@@ -13,7 +13,7 @@ from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.loops.batching import batched
 from spmd.tracing.loops.closed import Closed, close
-from spmd.tracing.loops.constructs import Branch, Construct, Loop, While, with_equal_inputs
+from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, While, with_equal_inputs
 from spmd.tracing.loops.derivatives import Differentiated, From, differentiated
 from spmd.tracing.loops.forward_mode import dual
 from spmd.tracing.loops.per_rank import (
@@ -65,7 +65,7 @@ def traced_scan(
         stacked = loop.results[count:]
         return list(init), [torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in stacked]
     results = apply(loop, *init, *xs, *closed.closed_over)
-    return results[:count], results[count:]
+    return _changed(loop.body, init, results), results[count:]
 
 
 def traced_while(
@@ -88,7 +88,7 @@ def traced_while(
         check_parted("while_loop", parted, closing.body.graph.operations)
     programs = with_equal_inputs(len(init), tested.body, closed.body)
     loop = While(*programs, len(init))
-    return apply(loop, *init, *tested.closed_over, *closed.closed_over)
+    return _changed(loop.body, init, apply(loop, *init, *tested.closed_over, *closed.closed_over))
 
 
 def traced_cond(
@@ -112,7 +112,21 @@ def traced_cond(
     for side in sides:
         check_parted("cond", parted, side.body.graph.operations)
     programs = with_equal_inputs(0, sides[0].body, sides[1].body)
-    return apply(Branch(programs), predicate, *sides[0].closed_over, *sides[1].closed_over)
+    results = apply(Branch(programs), predicate, *sides[0].closed_over, *sides[1].closed_over)
+    returned = [_returned(side) for side in sides]
+    return [x if x is y and x is not None else new for new, x, y in zip(results, *returned, strict=True)]
+
+
+def _changed(body: Body, init: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Tensors:
+    """The last carries; what a body returns as it gets it is what the loop begins with, and no batch under vmap."""
+    given = zip(init, results, body.inputs, body.outputs, strict=False)
+    return [first if new is old else last for first, last, old, new in given]
+
+
+def _returned(side: Closed) -> list[torch.Tensor | None]:
+    """What a side closes over and returns as it is; None for other results."""
+    given = dict(zip(side.body.inputs, side.closed_over, strict=True))
+    return [given.get(value) for value in side.body.outputs]
 
 
 def _trip(
