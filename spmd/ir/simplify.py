@@ -155,6 +155,8 @@ def identity(operation: Operation) -> Value | None:
         return operand
     if operation.op is aten.permute.default and list(operation.args[1]) == list(range(meta.ndim)):
         return operand
+    if operation.op is aten.where.self and operation.args[1] is operation.args[2] and operation.args[1].meta == meta:
+        return operation.args[1]  # type: ignore[no-any-return]
     if operation.op is aten.slice_scatter.default and operation.args[1].meta == meta:
         return operation.args[1]  # type: ignore[no-any-return]
     return None

@@ -57,8 +57,8 @@ def cond(
     results = Results(_CALL, device_of(pred, operands))
     if isinstance(predicate, bool):
         results.compare_traces(functions, operands)
-    on_true, on_false = (functools.partial(_call, results, name, f, operands) for name, f in functions)
-    found: _Result = results.tree(branch(predicate, on_true, on_false, _CALL))
+    on_true, on_false = (functools.partial(_call, results, name, f) for name, f in functions)
+    found: _Result = results.tree(branch(predicate, on_true, on_false, operands, _CALL))
     return found
 
 

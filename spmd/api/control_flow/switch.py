@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from typing_extensions import TypeVarTuple, Unpack
@@ -52,21 +53,22 @@ def switch(
     chosen = integer_scalar(index, _CALL, "index")
     results = Results(_CALL, device_of(index, operands))
 
-    def call(number: int) -> list[Tensor]:
+    def call(number: int, given: tuple[Any, ...]) -> list[Tensor]:
         name, function = functions[number]
-        return results.tensors(function(*operands), name)
+        return results.tensors(function(*given), name)
 
-    def choose(first: int, end: int) -> list[Tensor]:
+    def choose(first: int, end: int, given: tuple[Any, ...]) -> list[Tensor]:
         """The results of one of some neighbours."""
         if end == first + 1:
-            return call(first)
+            return call(first, given)
         middle = (first + end) // 2
-        return branch(chosen < middle, lambda: choose(first, middle), lambda: choose(middle, end), _CALL)
+        halves = functools.partial(choose, first, middle), functools.partial(choose, middle, end)
+        return branch(chosen < middle, *halves, given, _CALL)
 
     if isinstance(chosen, int):
         results.compare_traces(functions, operands)
-        tensors = call(min(max(chosen, 0), len(functions) - 1))
+        tensors = call(min(max(chosen, 0), len(functions) - 1), operands)
     else:
-        tensors = choose(0, len(functions))
+        tensors = choose(0, len(functions), operands)
     found: _Result = results.tree(tensors)
     return found

@@ -146,7 +146,10 @@ class _Batch:
             _refuse_effects(*branch.sides)
             every = [True] * len(branch.results)
             sides = [self.program(side, has[1:], every) for side in branch.sides]
-            found = [run(side.body, [*given[1:], *side.closed_over], self.apply) for side in sides]
+            found = []
+            for side, which in zip(sides, (given[0], ~given[0]), strict=True):
+                read = [selected(which, x) if each else x for x, each in zip(given[1:], has[1:], strict=True)]
+                found.append(run(side.body, [*read, *side.closed_over], self.apply))
             return tuple(_select(given[0], x, y) for x, y in zip(*found, strict=True)), (0,) * len(every)
         left = [a or b for a, b in zip(*(_depending(side.graph, has[1:]) for side in branch.sides), strict=True)]
         sides = [self.program(side, has[1:], left) for side in branch.sides]
@@ -158,6 +161,14 @@ class _Batch:
 
 def _select(which: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(which.reshape(*which.shape, *(1,) * (x.ndim - which.ndim)), x, y)
+
+
+def selected(which: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """An operand of a side of a branch, with the gradient of those items of a batch for which the side is selected.
+
+    That of the others would be zero times their derivative, which may be infinite.
+    """
+    return _select(which, x, x.detach()) if x.is_floating_point() else x
 
 
 def _depending(graph: Graph, inputs: Sequence[bool]) -> list[bool]:
