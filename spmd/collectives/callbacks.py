@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from spmd.core.pytree import leaf_meta, tree_flatten
 from spmd.core.spec import TensorMeta
+from spmd.core.value_types import is_continuous
 from spmd.errors import SpmdError
 from spmd.ir.host_functions import HostFunction, host_function
 
@@ -168,7 +169,7 @@ def _without_derivative(name: str) -> Callable[..., None]:
 def _refuse_derivative(keyset: Any, values: list[Tensor], number: int) -> list[Tensor]:
     """The autograd kernel: an error where a derivative goes through."""
     function = host_function(number)
-    continuous = any(meta.dtype.is_floating_point or meta.dtype.is_complex for meta in function.results)
+    continuous = any(is_continuous(meta.dtype) for meta in function.results)
     if continuous and any(map(_is_differentiated, values)):
         raise SpmdError(
             f"{function.name}, called by spmd.pure_callback, is differentiated, and a function of the host has no "

@@ -20,3 +20,8 @@ PLAIN = (*VALUES, type(None), *TORCH_VALUES)
 
 CONSTANTS = (*PLAIN, enum.Enum, type)
 """The types of values that are no tensors, and that are the same if they are equal."""
+
+
+def is_continuous(dtype: torch.dtype) -> bool:
+    """Test for a floating-point or complex dtype: its values may have derivatives."""
+    return dtype.is_floating_point or dtype.is_complex

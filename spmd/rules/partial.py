@@ -15,6 +15,7 @@ import torch
 
 from spmd.core.placement import Partial, Placement, Reduction, Replicate
 from spmd.core.spec import TensorMeta
+from spmd.core.value_types import is_continuous
 from spmd.ir.call import Call
 from spmd.ir.number import Number
 from spmd.rules.notation import operand_names
@@ -144,7 +145,7 @@ def _holds_integers(call: Call, group: list[str]) -> bool:
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return not (is_continuous(dtype) or dtype == torch.bool)
 
 
 def _holds(target: torch.dtype, source: torch.dtype) -> bool:
@@ -163,4 +164,4 @@ def _keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether conversion between these dtypes commutes with summation (up to rounding of floats)."""
     if torch.bool in (source, target):
         return False
-    return target.is_floating_point or target.is_complex or not (source.is_floating_point or source.is_complex)
+    return is_continuous(target) or not is_continuous(source)

@@ -147,11 +147,6 @@ class FlatFunction(ABC, Generic[_InSpec, _OutSpec]):
         return results, pull(tuple(cotangents))
 
 
-def is_continuous(value: Any) -> bool:
-    """Test a tensor, or a meta, for a dtype that has derivatives."""
-    return bool(value.dtype.is_floating_point or value.dtype.is_complex)
-
-
 def positions(numbers: Sequence[int], some: Sequence[int]) -> tuple[int, ...]:
     """The positions of some numbers among numbers."""
     return tuple(position for position, number in enumerate(numbers) if number in some)

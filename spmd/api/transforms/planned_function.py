@@ -17,13 +17,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program, StandIn
-from spmd.api.transforms.flat_function import Flat, FlatFunction, is_continuous, positions, replaced
+from spmd.api.transforms.flat_function import Flat, FlatFunction, positions, replaced
 from spmd.api.values.distribute import place
 from spmd.api.values.dtensor import DTensor
 from spmd.api.values.wrapper import delete_shards
 from spmd.core.compile_lock import compiled_property
 from spmd.core.mesh import Mesh, use_mesh
 from spmd.core.spec import DTensorSpec, P, TensorMeta
+from spmd.core.value_types import is_continuous
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value
 from spmd.runtime.ownership import is_owned
@@ -79,7 +80,7 @@ class PlannedFunction(FlatFunction[DTensorSpec, P | None]):
     @property
     def differentiable(self) -> tuple[int, ...]:
         """The numbers of the results that have derivatives."""
-        return tuple(n for n, spec in enumerate(self.program.out_specs) if is_continuous(spec.meta))
+        return tuple(n for n, spec in enumerate(self.program.out_specs) if is_continuous(spec.meta.dtype))
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return run(self.program, leaves, self.plain)
@@ -180,7 +181,7 @@ class PlannedFunction(FlatFunction[DTensorSpec, P | None]):
 
     def _saving(self, wanted: tuple[int, ...], plain: tuple[int, ...]) -> SavesResiduals:
         """The function where the arguments `wanted` may get gradients; those of the arguments `plain` are plain."""
-        return SavesResiduals(self, tuple(n for n in wanted if is_continuous(self.in_specs[n].meta)), plain)
+        return SavesResiduals(self, tuple(n for n in wanted if is_continuous(self.in_specs[n].meta.dtype)), plain)
 
     def _batched(
         self, in_dims: tuple[int | None, ...], size: int, randomness: str, axes: tuple[tuple[str, ...], ...]

@@ -18,9 +18,10 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 
-from spmd.api.transforms.flat_function import FlatFunction, is_continuous, replaced
+from spmd.api.transforms.flat_function import FlatFunction, replaced
 from spmd.api.transforms.planned_function import SavesResiduals, run
 from spmd.api.values.dtensor import DTensor
+from spmd.core.value_types import is_continuous
 from spmd.job.torch_compile import never_compiled
 from spmd.runtime.torch_settings import drawing_from, generator_state
 from spmd.tracing.active_transforms import unwrapped
@@ -121,7 +122,7 @@ class _FlatCall(torch.autograd.Function):
         node, draws, *leaves = inputs
         ctx.node, ctx.draws, ctx.count = node, draws.again, len(leaves)
         ctx.outputs, ctx.results = len(output), len(output) - len(node.residuals)
-        ctx.continuous = tuple(n for n, value in enumerate(output[: ctx.results]) if is_continuous(value))
+        ctx.continuous = tuple(n for n, value in enumerate(output[: ctx.results]) if is_continuous(value.dtype))
         ctx.mark_non_differentiable(*(value for n, value in enumerate(output) if n not in ctx.continuous))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*leaves, *(output if isinstance(node, SavesResiduals) else ()))

@@ -9,6 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from spmd.core.value_types import is_continuous
+
 
 @attrs.frozen(eq=False)
 class MemoryLayout:
@@ -96,8 +98,7 @@ def _sliced(name: str, shape: Sequence[int], dim: int, part: slice, size: int) -
     index[dim] = part
 
     def hold(x: Tensor) -> Tensor:
-        fractions = x.dtype.is_floating_point or x.dtype.is_complex
-        held = _contiguous((x.new_full((), float("nan")) if fractions else x.amax()).expand(sizes))
+        held = _contiguous((x.new_full((), float("nan")) if is_continuous(x.dtype) else x.amax()).expand(sizes))
         held[tuple(index)].copy_(x)
         return held
 

@@ -18,6 +18,7 @@ from spmd.collectives.primitives import BY_OPERATOR
 from spmd.core.placement import Partial, Placement, Replicate
 from spmd.core.spec import P
 from spmd.core.spec_text import parse_spec
+from spmd.core.value_types import is_continuous
 from spmd.errors import TraceError
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value
@@ -178,7 +179,7 @@ class AxisTypes:
         types |= {axis: self.of(value).get(axis, _I) for axis in operation.args[-1]}
         for axis in operation.args[-1]:
             held = types.get(axis, _I)
-            if held not in possible and not self.is_constant(value) and _is_continuous(value):
+            if held not in possible and not self.is_constant(value) and is_continuous(value.meta.dtype):
                 expected = " or ".join(possible)
                 raise TraceError(
                     f"{operation.name} over {axis!r} at {where(operation.source)} takes a value that is {expected} "
@@ -193,7 +194,7 @@ class AxisTypes:
         light: set[AxisType] = set()  # of operands that have no gradient
         for value in operation.operands:
             held = self.of(value).get(axis, _I)
-            if self.is_constant(value) or not _is_continuous(value) or self._is_number(value):
+            if self.is_constant(value) or not is_continuous(value.meta.dtype) or self._is_number(value):
                 light.add(held)
             else:
                 found.setdefault(held, value)
@@ -268,11 +269,6 @@ class AxisTypes:
 def _types_of_end(operation: Operation) -> dict[str, AxisType]:
     """The types of the per-rank value that enters or leaves a region, along the axes of the region."""
     return types_of_spec(parse_spec(operation.args[1]), region_axes(operation), operation.args[2])
-
-
-def _is_continuous(value: Value) -> bool:
-    """Whether a value may have a gradient."""
-    return value.meta.dtype.is_floating_point or value.meta.dtype.is_complex
 
 
 def _through_rule(operation: Operation, wanted: list[Placement]) -> tuple[Placement, ...] | None:
