@@ -34,7 +34,8 @@ from proofs.shard_map_fuzz.shrink import shrink
 SEEDS = st.integers(0, 10**9)
 
 
-@pytest.mark.parametrize("seed", sample(range(10), range(5)))  # `make test-shard-map` runs ten thousand
+# `make test-shard-map` runs ten thousand. The last one has a loop in an uneven region into which only zeros pass.
+@pytest.mark.parametrize("seed", sample([*range(10), 5509], range(5)))
 def test_programs(seed):
     check_program(seed)
 

@@ -23,11 +23,11 @@ from spmd.errors import DivergenceError, TraceError
 from spmd.ir.dataflow import independent_values
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
-from spmd.ir.regions import BEGINS, CARRY, GIVE, ITEM, PROCEED, STACK
+from spmd.ir.regions import BEGINS, CARRY, GIVE, ITEM, NEXT, PROCEED, STACK
 from spmd.ir.variants import Key, Unevenness, Variants
 from spmd.tracing.source import where
 
-PASSES = (CARRY, ITEM, GIVE, STACK, PROCEED)
+PASSES = (CARRY, NEXT, ITEM, GIVE, STACK, PROCEED)
 """The operators through which values pass into a loop or a branch, and out of it."""
 
 
