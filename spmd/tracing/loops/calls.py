@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._C._functorch import TransformType, peek_interpreter_stack
 
-from spmd.core.spec import TensorMeta
+from spmd.core.value_types import is_continuous
+from spmd.tracing.active_transforms import active_transforms
 from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.loops.batching import batched
 from spmd.tracing.loops.closed import Closed, close
 from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, While, with_equal_inputs
 from spmd.tracing.loops.derivatives import Differentiated, From, differentiated
-from spmd.tracing.loops.forward_mode import dual
+from spmd.tracing.loops.forward_mode import Dual
 from spmd.tracing.loops.per_rank import (
     as_expected,
     check_parted,
@@ -30,6 +32,7 @@ from spmd.tracing.manual.axis_types import Types
 from spmd.tracing.running import running_trace
 
 Tensors = list[torch.Tensor]
+Gradients = list["torch.Tensor | None"]
 
 
 def traced_scan(
@@ -160,22 +163,32 @@ def _raising(function: Callable[..., Tensors], wanted: Sequence[Types]) -> Calla
 def apply(construct: Construct, *operands: torch.Tensor) -> Tensors:
     """Call a construct on tensors of the trace that is running, or of one around it."""
     operands = tuple(map(running_trace().take, operands))
-    is_plain = isinstance(construct, While) or not _is_below_grad() or not torch.is_grad_enabled()
-    if is_plain or not any(map(needs_grad, operands)) or not any(map(_is_differentiable, construct.results)):
-        return _call(construct, None, operands)
-    found = differentiated(construct, apply)
-    results = _call(found.forward, found, (*operands, *found.constants))[: found.count]
+    is_recorded = torch.is_grad_enabled() and _is_below_grad() and any(map(needs_grad, operands))
+    continuous = any(is_continuous(meta.dtype) for meta in construct.results)
+    if isinstance(construct, While) or not is_recorded or not continuous:
+        return _call(construct, operands)
+    found = _differentiated(construct, operands)
+    results = _call(found.forward, (*operands, *found.constants), how=found)[: found.count]
     return [x.clone() for x in results]  # to which the function may write, where the derivative reads what it was
 
 
-def _call(construct: Construct, how: Differentiated | None, operands: Sequence[torch.Tensor]) -> Tensors:
-    """The results of a construct, of operands with the types that its bodies expect."""
+def _call(
+    construct: Construct,
+    operands: Sequence[torch.Tensor],
+    *,
+    how: Differentiated | None = None,
+    of: Differentiated | None = None,
+) -> Tensors:
+    """The results of a construct, of operands with the types that its bodies expect.
+
+    Args:
+        construct: the construct.
+        operands: its operands.
+        how: what it is the `forward` of; None if it has no derivative, or it is not known yet.
+        of: what it is the `backward` of; None if it is no derivative.
+    """
     given = [as_expected(x, value) for x, value in zip(operands, construct.inputs, strict=True)]
-    return list(_Call.apply(construct, how, *given))
-
-
-def _is_differentiable(x: torch.Tensor | TensorMeta) -> bool:
-    return x.dtype.is_floating_point or x.dtype.is_complex
+    return list(_Call.apply(construct, how, of, *given))
 
 
 def _is_below_grad() -> bool:
@@ -194,7 +207,7 @@ class _Call(torch.autograd.Function):
     casts_operands = True
 
     @staticmethod
-    def forward(construct: Construct, how: Differentiated | None, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(construct: Construct, how: Any, of: Any, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         trace = running_trace()
         assert isinstance(trace, ClosureLifting)
         recorder, device = trace.recorder, operands[0].device if operands else torch.device("cpu")
@@ -203,57 +216,69 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        construct, how, *operands = inputs
-        ctx.construct, ctx.how, ctx.count = construct, how, len(operands)
+        ctx.construct, ctx.how, ctx.of, *operands = inputs
+        ctx.count = len(operands)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands, *output)
         ctx.save_for_forward(*operands)
-        ctx.mark_non_differentiable(*(x for x in output if not _is_differentiable(x)))
+        continuous = {number for number, x in enumerate(output) if is_continuous(x.dtype)}
+        if ctx.how is not None:
+            continuous -= set(range(ctx.how.count)).difference(ctx.how.dependent)
+        with torch.autograd.forward_ad._set_fwd_grad_enabled(True):  # torch has disabled it, and shows no tangents
+            moves = [active_transforms([x])[:1] == [TransformType.Jvp] for x in operands]
+        ctx.dual = Dual.of(ctx.construct, moves, apply) if continuous and any(moves) else None
+        if ctx.dual is not None:
+            continuous &= ctx.dual.dependent
+        ctx.mark_non_differentiable(*(x for number, x in enumerate(output) if number not in continuous))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         operands, results = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        return None, None, *_gradients(ctx.construct, ctx.how, operands, results, cotangents)
+        count = 0 if ctx.how is None else ctx.how.count
+        found: Gradients = [None] * len(operands)
+        if any(cotangent is not None for cotangent in cotangents[:count]):
+            found = _gradients(ctx.how, operands, results, cotangents[:count])
+        if any(cotangent is not None for cotangent in cotangents[count:]):
+            # Only now the derivative of a derivative, or of what it reads, is asked for: it computes that anew.
+            again = ctx.how.again if ctx.how is not None else _differentiated(ctx.construct, operands, ctx.of)
+            given = (*operands, *again.constants)
+            made = _call(again.forward, given, how=again)
+            added = _gradients(again, given, made, [*[None] * count, *cotangents[count:]])
+            found = [_sum(x, y) for x, y in zip(found, added, strict=False)]
+        return None, None, None, *found
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
-        if not any(map(_is_differentiable, ctx.construct.results)):
-            return (None,) * len(ctx.construct.results)
-        return dual(ctx.construct, ctx.saved_tensors, tangents[2:], apply)
+        primals = [torch._VF._unpack_dual(x, level=0)[0] for x in ctx.saved_tensors]  # type: ignore[attr-defined]
+        return ctx.dual.tangents(primals, tangents[3:], apply) if ctx.dual else (None,) * len(ctx.construct.results)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, construct: Construct, how: Any, *operands: torch.Tensor) -> Any:
-        return batched(construct, info, in_dims[2:], operands, apply)
+    def vmap(info: Any, in_dims: Any, construct: Construct, how: Any, of: Any, *operands: torch.Tensor) -> Any:
+        return batched(construct, info, in_dims[3:], operands, apply)
+
+
+def _differentiated(
+    construct: Construct, operands: Sequence[torch.Tensor], of: Differentiated | None = None
+) -> Differentiated:
+    """A construct for reverse mode, with respect to the operands that need gradients."""
+    needed = list(map(needs_grad, operands))
+    return differentiated(construct, apply, needed if of is None else list(map(operator.and_, needed, of.varied)))
 
 
 def _gradients(
-    construct: Construct,
-    how: Differentiated | None,
+    how: Differentiated,
     operands: Sequence[torch.Tensor],
     results: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor | None],
-) -> list[torch.Tensor | None]:
-    """The cotangents of operands."""
-    of_results = cotangents if how is None else cotangents[how.count :]
-    if any(cotangent is not None for cotangent in of_results):
-        # Only now the derivative of a derivative is asked for, or of what one reads. What it reads, is computed anew.
-        again = differentiated(construct, apply)
-        given = (*operands, *again.constants)
-        rest = [None] * (len(cotangents) - len(of_results))
-        found = _gradients(again.forward, again, given, _call(again.forward, again, given), [*rest, *of_results])
-        if how is None:
-            return found[: len(operands)]
-        first = _gradients(construct, how, operands, results, [*cotangents[: how.count], *[None] * len(of_results)])
-        return [_sum(x, y) for x, y in zip(first, found, strict=False)]
-    if how is None or all(cotangent is None for cotangent in cotangents):
-        return [None] * len(operands)
+) -> Gradients:
+    """The cotangents of operands, for those of the results that the original construct has."""
     take = {
         From.OPERAND: lambda number: operands[number],
         From.RESULT: lambda number: results[number],
         From.ZERO: lambda number: torch.zeros_like(operands[number]),
         From.COTANGENT: lambda number: _or_zeros(cotangents[number], results[number]),
     }
-    gradients = _call(how.backward, None, [take[kind](number) for kind, number in how.takes])
+    gradients = _call(how.backward, [take[kind](number) for kind, number in how.takes], of=how)
     by_operand = dict(zip(how.inputs, gradients, strict=True))
     return [by_operand.get(number) for number in range(len(operands))]
 

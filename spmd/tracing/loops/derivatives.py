@@ -2,6 +2,7 @@
 
 The derivative of a loop is a loop in the other direction, whose carries are the cotangents of carries and the sums of
 the cotangents of fixed values. What it reads of a trip is stacked by the first loop, unless it is an item or fixed.
+It is with respect to the operands that need gradients, and the carries that come to depend on them.
 Source: Radul et al., "You Only Linearize Once: Tangents Transpose to Gradients", POPL 2023, for the split.
 """
 
@@ -16,12 +17,13 @@ import attrs
 import torch
 
 from spmd.core.spec import TensorMeta
+from spmd.core.value_types import is_continuous
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.tracing.loops.closed import without_constants
 from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop
 from spmd.tracing.loops.per_rank import again
-from spmd.tracing.loops.replay import Apply, retrace, run
+from spmd.tracing.loops.replay import Apply, retrace, run, transformed
 from spmd.tracing.manual.partition import Joint
 from spmd.tracing.source import user_source, where
 
@@ -37,7 +39,7 @@ class From(enum.Enum):
     ZERO = "zeros like an operand"
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Differentiated:
     """A construct that returns what its derivative reads, too.
 
@@ -48,6 +50,8 @@ class Differentiated:
         backward: the derivative.
         takes: the operands of the derivative, among what `forward` takes and returns.
         inputs: the numbers of the operands whose cotangents are the results of the derivative.
+        dependent: the numbers of the results of the original that have cotangents.
+        apply: calls a construct with its operands.
     """
 
     forward: Construct
@@ -56,18 +60,37 @@ class Differentiated:
     backward: Construct
     takes: tuple[tuple[From, int], ...]
     inputs: tuple[int, ...]
+    dependent: tuple[int, ...]
+    apply: Apply
+
+    @cached_property
+    def again(self) -> Differentiated:
+        """The construct `forward` for reverse mode: a second derivative is also that of what the first one reads."""
+        needed = [number in self.inputs for number in range(len(self.forward.inputs))]
+        return differentiated(self.forward, self.apply, needed)
+
+    @cached_property
+    def varied(self) -> tuple[bool, ...]:
+        """Which operands of `backward` have derivatives: of what some operators save for theirs, torch has none."""
+        dependent = self.again.dependent
+        return tuple(kind is not From.RESULT or number in dependent for kind, number in self.takes)
 
 
-def differentiated(construct: Construct, apply: Apply) -> Differentiated:
+def differentiated(construct: Construct, apply: Apply, needed: Sequence[bool]) -> Differentiated:
     """A construct for reverse mode.
+
+    Args:
+        construct: the construct.
+        apply: calls a construct with its operands.
+        needed: which operands need gradients.
 
     Raises:
         TraceError: it is a loop whose length is data.
     """
     if isinstance(construct, Loop):
-        return _loop(construct, apply)
+        return _loop(construct, apply, needed)
     if isinstance(construct, Branch):
-        return _branch(construct, apply)
+        return _branch(construct, apply, needed)
     raise TraceError(
         f"while_loop at {where(user_source())} is differentiated in reverse mode, which has to keep values of every "
         "trip, and their number is data. Use spmd.fori_loop with integers, spmd.scan, or forward mode: torch.func.jvp."
@@ -81,8 +104,9 @@ class _Derivative:
     Args:
         joint: both, as one program.
         constants: the tensors that it takes after the inputs of the body.
-        cotangents: by the number of a differentiable output, its cotangent.
-        gradients: by the number of a differentiable input, its cotangent.
+        cotangents: by the number of an output that has derivatives, its cotangent.
+        gradients: by the number of an input with respect to which it is, its cotangent.
+        dependent: the numbers of the outputs that depend on these inputs; cotangents of others have no effect.
         functions: as of the body.
     """
 
@@ -90,6 +114,7 @@ class _Derivative:
     constants: tuple[torch.Tensor, ...]
     cotangents: dict[int, Value]
     gradients: dict[int, Value]
+    dependent: frozenset[int]
     functions: tuple[str, ...]
 
     @property
@@ -121,7 +146,8 @@ def _derivative(body: Body, inputs: Sequence[int], apply: Apply) -> _Derivative:
             f"{body.functions[0]} in its body, of which the program has the first one only. Unroll the loop "
             "(unroll=True), or write the function of operators."
         )
-    outputs, count = _differentiable(body.outputs), len(body.inputs)
+    outputs = [number for number, value in enumerate(body.outputs) if is_continuous(value.meta.dtype)]
+    count, dependent = len(body.inputs), set[int]()
 
     def both(*tensors: torch.Tensor) -> list[torch.Tensor]:
         primals = list(tensors[:count])
@@ -131,6 +157,7 @@ def _derivative(body: Body, inputs: Sequence[int], apply: Apply) -> _Derivative:
             for number, x in zip(inputs, some, strict=True):
                 given[number] = x
             results = run(body, given, apply)
+            dependent.update(transformed(results))
             return tuple(results[number] for number in outputs), results
 
         vjp: Any = torch.func.vjp
@@ -149,14 +176,9 @@ def _derivative(body: Body, inputs: Sequence[int], apply: Apply) -> _Derivative:
         closed.closed_over,
         dict(zip(outputs, cotangents, strict=True)),
         dict(zip(inputs, gradients, strict=True)),
+        frozenset(dependent),
         body.functions,
     )
-
-
-def _differentiable(values: Sequence[Value]) -> list[int]:
-    """The numbers of those that have derivatives."""
-    kinds = [value.meta.dtype.is_floating_point or value.meta.dtype.is_complex for value in values]
-    return [number for number, kind in enumerate(kinds) if kind]
 
 
 def _read(body: Body) -> set[int]:
@@ -165,9 +187,15 @@ def _read(body: Body) -> set[int]:
     return {number for number, value in enumerate(body.inputs) if value in read}
 
 
-def _loop(loop: Loop, apply: Apply) -> Differentiated:
-    inside, read = _differentiable(loop.body.inputs), _read(loop.body)
-    found = _derivative(loop.body, [n for n in inside if n < loop.carries or n in read], apply)
+def _loop(loop: Loop, apply: Apply, needed: Sequence[bool]) -> Differentiated:
+    read = {*range(loop.carries), *_read(loop.body)}
+    needed = [need and number in read for number, need in enumerate(needed)]
+    while True:
+        found = _derivative(loop.body, _numbers(needed), apply)
+        left = [need or number in found.dependent for number, need in enumerate(needed[: loop.carries])]
+        if left == needed[: loop.carries]:
+            break
+        needed = [*left, *needed[loop.carries :]]
     joint, primals, sliced = found.joint, found.primals, loop.carries + loop.items
     # Of a trip, the derivative reads items and fixed values as the loop did, and results as it stacked them.
     known = {value: (From.OPERAND, number) for number, value in enumerate(primals) if number >= loop.carries}
@@ -178,8 +206,8 @@ def _loop(loop: Loop, apply: Apply) -> Differentiated:
     pulled, reads = found.backward
     fixed = [value for value in reads if known[value][0] is From.OPERAND and known[value][1] >= sliced]
     stacked = [value for value in reads if value not in fixed]
-    carries = [number for number in found.cotangents if number < loop.carries]
-    later = [number for number in found.cotangents if number >= loop.carries]
+    carries = [number for number in found.gradients if number < loop.carries]
+    later = [number for number in sorted(found.dependent) if number >= loop.carries]
     items = [number for number in found.gradients if loop.carries <= number < sliced]
     summed = [number for number in found.gradients if number >= sliced]
     sums = [again(primals[number], cotangent=True) for number in summed]
@@ -213,13 +241,16 @@ def _loop(loop: Loop, apply: Apply) -> Differentiated:
         loop.trips,
         not loop.reverse,
     )
-    return Differentiated(forward, joint.results, found.constants, backward, takes, (*carries, *summed, *items))
+    inputs = (*carries, *summed, *items)
+    dependent = tuple(sorted(found.dependent))
+    return Differentiated(forward, joint.results, found.constants, backward, takes, inputs, dependent, apply)
 
 
-def _branch(branch: Branch, apply: Apply) -> Differentiated:
-    inside = _differentiable(branch.sides[0].inputs)
+def _branch(branch: Branch, apply: Apply, needed: Sequence[bool]) -> Differentiated:
     read = set().union(*map(_read, branch.sides))
-    first, second = (_derivative(side, [n for n in inside if n in read], apply) for side in branch.sides)
+    inside = [number for number in _numbers(needed[1:]) if number in read]
+    first, second = (_derivative(side, inside, apply) for side in branch.sides)
+    dependent = tuple(sorted(first.dependent | second.dependent))
     count, results = len(branch.sides[0].inputs), first.joint.results
     one = _Side.of(first, count, 0, results)
     other = _Side.of(second, count, len(first.constants), results + len(one.saved))
@@ -232,9 +263,11 @@ def _branch(branch: Branch, apply: Apply) -> Differentiated:
         Branch(sides),
         results,
         constants,
-        Branch((one.backward(places), other.backward(places))),
-        ((From.OPERAND, 0), *places, *((From.COTANGENT, number) for number in first.cotangents)),
-        tuple(1 + number for number in first.gradients),
+        Branch((one.backward(places, dependent), other.backward(places, dependent))),
+        ((From.OPERAND, 0), *places, *((From.COTANGENT, number) for number in dependent)),
+        tuple(1 + number for number in inside),
+        dependent,
+        apply,
     )
 
 
@@ -282,13 +315,18 @@ class _Side:
         graph = attrs.evolve(program, inputs=tuple(inputs), operations=operations, outputs=outputs).verify()
         return Body(graph, functions=self.found.functions)
 
-    def backward(self, places: Mapping[tuple[From, int], Value]) -> Body:
-        """Its derivative, of what the derivatives of both sides read."""
+    def backward(self, places: Mapping[tuple[From, int], Value], dependent: Sequence[int]) -> Body:
+        """Its derivative, of what the derivatives of both sides read, and of the cotangents of some results."""
         program, reads = self.found.backward
         held = {self.places[value]: value for value in reads}
         taken = (held.get(place) or again(value) for place, value in places.items())
-        graph = attrs.evolve(program, inputs=(*taken, *program.inputs[len(reads) :])).verify()
+        cotangents = (self.found.cotangents[number] for number in dependent)
+        graph = attrs.evolve(program, inputs=(*taken, *cotangents)).verify()
         return Body(graph, functions=self.found.functions)
+
+
+def _numbers(which: Sequence[bool]) -> list[int]:
+    return [number for number, each in enumerate(which) if each]
 
 
 def _zeros(value: Value) -> Operation:

@@ -10,7 +10,7 @@ import torch
 
 from spmd.ir.graph import Graph, Value, iterate_leaves, map_leaves
 from spmd.ir.number import Number
-from spmd.tracing.active_transforms import unwrapped
+from spmd.tracing.active_transforms import active_transforms, unwrapped
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.constrain import differentiable
 from spmd.tracing.loops.closed import Closed, without_constants, without_outer_traces
@@ -50,6 +50,11 @@ def replay(graph: Graph, tensors: Sequence[torch.Tensor], apply: Apply) -> list[
         pairs = zip(step.results, iterate_leaves(found), strict=True)
         known.update((value, tensor) for value, tensor in pairs if value is not None)
     return [known[value] for value in graph.outputs]
+
+
+def transformed(results: Sequence[torch.Tensor]) -> list[int]:
+    """The numbers of the results of a body on which the transform that is running acts: they depend on its inputs."""
+    return [number for number, x in enumerate(results) if active_transforms([x])]
 
 
 def body_of(
