@@ -1,7 +1,7 @@
-"""What transforms in a traced function act on: a tensor from around the function becomes one of the trace first.
+"""What transforms in a traced function take and return: a tensor from around it becomes one of the trace first.
 
-Torch wraps operands without a call that a trace sees. What it has wrapped can no longer be exchanged: the derivative is
-with respect to the wrapper.
+Torch wraps operands, and unwraps results, without a call that a trace sees. What it has wrapped can no longer be
+exchanged: the derivative is with respect to the wrapper.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from spmd.tracing.running import is_tracing, running_trace
 
 
 def _of_the_trace(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch's that wraps a tensor, its first argument; in a trace, the tensor of the trace for it."""
+    """A function of torch's that wraps or unwraps a tensor, its first argument; in a trace, that of the trace for it."""
 
     @functools.wraps(wrap)
     def wrapped(tensor: torch.Tensor, *args: Any) -> Any:
-        trace = running_trace() if is_tracing() else None
+        trace = running_trace() if is_tracing() and isinstance(tensor, torch.Tensor) else None
         return wrap(trace.take(tensor) if isinstance(trace, ClosureLifting) else tensor, *args)
 
     return wrapped
 
 
 # Once, and not in each trace: other threads may call transforms meanwhile.
-for _module, _name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
-    setattr(_module, _name, _of_the_trace(getattr(_module, _name)))
+for _module, *_names in (
+    (eager_transforms, "_wrap_for_grad", "_unwrap_for_grad"),
+    (vmap, "_add_batch_dim", "_remove_batch_dim"),
+):
+    for _name in _names:
+        setattr(_module, _name, _of_the_trace(getattr(_module, _name)))

@@ -352,6 +352,9 @@ TRANSFORMED: dict[str, Callable[..., Tensor]] = {
     "vjp": lambda x, c: torch.func.vjp(lambda t: t.sin() * c, x)[1](x)[0],
     "jvp": lambda x, c: torch.func.jvp(lambda t: t.sin() * c, (x,), (x,))[1],
     "vmap": lambda x, c: torch.vmap(lambda t: t * c.sum())(x),
+    "result of vmap": lambda x, c: torch.vmap(lambda t: x)(c)[0],
+    "result of vjp": lambda x, c: torch.func.vjp(lambda t: (t * c, x), c)[0][1],
+    "result of jvp": lambda x, c: torch.func.jvp(lambda t: x, (c,), (c,))[0],
 }
 
 
@@ -363,7 +366,8 @@ def test_a_body_transforms_what_is_around_it(transform: str) -> None:
 
     h = arguments(0)[0]
     same(run, h, h.cos())
-    same(torch.func.grad(lambda *args: run(*args).sum(), (0, 1)), h, h.cos())
+    gradient: Any = torch.func.grad(lambda *args: run(*args).sum(), (0, 1))
+    same(torch.func.grad(lambda *args: sum(g.square().sum() for g in gradient(*args)), (0, 1)), h, h.cos())
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, torch.func.grad, lambda f: torch.vmap(f, (None, 1))])
