@@ -18,7 +18,7 @@ from spmd.tracing.running import is_tracing, running_trace
 
 
 def _of_the_trace(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch's that wraps or unwraps a tensor, its first argument; in a trace, that of the trace for it."""
+    """A function of torch's that wraps or unwraps its first argument: a tensor, or that of the trace for it."""
 
     @functools.wraps(wrap)
     def wrapped(tensor: torch.Tensor, *args: Any) -> Any:

@@ -253,7 +253,16 @@ def reduced(x: Tensor, w: Tensor, xs: Tensor) -> Tensor:
     return x @ spmd.scan(lambda c, _: (c * torch.cos(w), None), shared, length=2)[0]
 
 
-@pytest.mark.parametrize(("function", "axes"), [(inner_region_in_a_branch, ["x"]), (reduced, ["x", "y"])])
+def chosen_rows(x: Tensor, w: Tensor, xs: Tensor) -> Tensor:
+    """The second derivative of a side is zero: a sum over ranks, too."""
+    shared = pcast(w, "x", to="reduced")
+    doubled = lambda: shared.index_add(0, torch.tensor([0]), shared[:1])  # noqa: E731
+    return x @ torch.sigmoid(spmd.cond(psum(x.sum(), ("x", "y")) > 0, doubled, lambda: shared * 1))
+
+
+@pytest.mark.parametrize(
+    ("function", "axes"), [(inner_region_in_a_branch, ["x"]), (reduced, ["x", "y"]), (chosen_rows, ["x", "y"])]
+)
 def test_second_gradients_of_other_types(function: Function, axes: list[str]) -> None:
     mapped = spmd.shard_map(function, GRID, SPECS, P("x"), axis_names=axes)
     first: Any = torch.func.grad(lambda *given: mapped(*given).square().sum(), (0, 1))

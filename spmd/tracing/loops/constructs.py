@@ -26,7 +26,7 @@ from spmd.ir.regions import (
     Regions,
 )
 from spmd.ir.source import Source
-from spmd.tracing.loops.per_rank import again
+from spmd.tracing.loops.per_rank import again, declare_constants
 
 Record: TypeAlias = Callable[[Operation], tuple[Value | None, ...]]
 """Records an operation, and returns new values for its results."""
@@ -218,9 +218,10 @@ class Caller:
         """Record the operations of a program; returns the values of its outputs."""
         known = dict(zip(graph.inputs, inputs, strict=True))
         for operation in graph.operations:
-            results = self.record(operation.substitute(known))
-            pairs = zip(operation.results, results, strict=True)
-            known.update((old, new) for old, new in pairs if old is not None and new is not None)
+            pairs = zip(operation.results, self.record(operation.substitute(known)), strict=True)
+            made = {old: new for old, new in pairs if old is not None and new is not None}
+            declare_constants(made)
+            known.update(made)
         return [known[value] for value in graph.outputs]
 
 

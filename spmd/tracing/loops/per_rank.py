@@ -8,7 +8,7 @@ from outside are varying inside: their gradients are summed where all ranks are 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -52,6 +52,14 @@ def declare(values: Sequence[Value], each: Sequence[Types]) -> None:
     for value, held in zip(values, each, strict=True):
         if types is not None and held:
             types.declare(value, held)
+
+
+def declare_constants(made: Mapping[Value, Value]) -> None:
+    """Give constants the types of those they are copies of: zeros in a derivative have those of a cotangent."""
+    types = known_types()
+    for value, new in made.items():
+        if types is not None and types.is_constant(value) and (held := types.of(value)):
+            types.declare(new, held)
 
 
 def region_of_body() -> Callable[[], contextlib.AbstractContextManager[Remember]]:
