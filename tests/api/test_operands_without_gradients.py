@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import spmd
 from spmd import P
+from spmd.errors import TraceError
 
 MEAN, VARIANCE = torch.full((4,), 0.1, dtype=torch.float64), torch.full((4,), 1.2, dtype=torch.float64)
 TARGET = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
@@ -66,6 +67,21 @@ def test_operands_without_gradients(function: Callable[..., Any], transform: str
     found = tree_leaves(spmd.jit(TRANSFORMS[transform](function), PLACES[0][2], mesh=MESH)(*args))
     for x, y in zip(found, tree_leaves(TRANSFORMS[transform](function)(*args)), strict=True):
         torch.testing.assert_close(x.full_tensor(), y)
+
+
+def test_operators_without_derivatives() -> None:
+    """One that the user writes, and one of a derivative, which the program has only."""
+    h, xs, w = arguments(0)
+
+    def written(h: Tensor) -> Tensor:
+        return spmd.fori_loop(0, 2, lambda i, c: torch.mul(c, c, out=torch.empty_like(h)), h)  # type: ignore[no-any-return]
+
+    for function in (written, lambda h: TRANSFORMS["grad"](losses)(h, xs, w)[0]):
+        moved = lambda h, function=function: torch.func.jvp(function, (h,), (h,))  # noqa: E731
+        with pytest.raises(
+            TraceError, match=r"test_operands_without_gradients\.py:\d+.*has no such derivative.*forward AD"
+        ):
+            spmd.jit(moved, P("data"), mesh=MESH)(h)
 
 
 def test_a_weight_without_gradient_costs_nothing_backward() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value, iterate_leaves, map_leaves
 from spmd.ir.number import Number
 from spmd.tracing.active_transforms import active_transforms, unwrapped
@@ -18,7 +20,7 @@ from spmd.tracing.loops.constructs import Body, Recorded, steps
 from spmd.tracing.loops.per_rank import declare, known_types
 from spmd.tracing.numbers import traced
 from spmd.tracing.running import running_trace
-from spmd.tracing.source import at_line
+from spmd.tracing.source import at_line, user_source, where
 from spmd.tracing.trace import trace_flat
 
 Apply = Callable[..., Sequence[torch.Tensor]]
@@ -26,7 +28,24 @@ Apply = Callable[..., Sequence[torch.Tensor]]
 
 def run(body: Body, tensors: Sequence[torch.Tensor], apply: Apply) -> list[torch.Tensor]:
     """Call the function of a body, or else the operators of its program."""
-    return list(body.call(*tensors)) if body.call is not None else replay(body.graph, tensors, apply)
+    if body.call is None:
+        return replay(body.graph, tensors, apply)
+    with _saying_what_has_no_derivative():
+        return list(body.call(*tensors))
+
+
+@contextlib.contextmanager
+def _saying_what_has_no_derivative() -> Iterator[None]:
+    """A context in which torch's errors for operators that lack a formula are errors of the trace."""
+    try:
+        yield
+    except RuntimeError as error:  # NotImplementedError is one
+        if not any(text in str(error) for text in ("forward AD", "automatic differentiation")):
+            raise
+        raise TraceError(
+            f"A loop or a branch at {where(user_source())} is differentiated, and an operator in its body has no such "
+            f"derivative in torch: {str(error).splitlines()[0]} Write it of others, or pass it x.detach()."
+        ) from error
 
 
 def replay(graph: Graph, tensors: Sequence[torch.Tensor], apply: Apply) -> list[torch.Tensor]:
@@ -45,7 +64,7 @@ def replay(graph: Graph, tensors: Sequence[torch.Tensor], apply: Apply) -> list[
                 made = apply(step.construct, *map(take, step.operands))
             known.update(zip(step.results, made, strict=True))
             continue
-        with at_line(step.source):
+        with at_line(step.source), _saying_what_has_no_derivative():
             found = differentiable(step.op)(*map_leaves(take, step.args), **map_leaves(take, dict(step.kwargs)))
         pairs = zip(step.results, iterate_leaves(found), strict=True)
         known.update((value, tensor) for value, tensor in pairs if value is not None)
