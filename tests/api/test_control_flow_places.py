@@ -228,3 +228,36 @@ def test_batches_of_dtensors() -> None:
     same(vmap(lambda row: halved(row, W)["x"])(X), vmap(lambda row: halved(row, W)["x"])(x))
     function = lambda row: spmd.cond(row.sum() > 0, lambda row: row * 2, torch.sin, row)  # noqa: E731
     same(vmap(function)(X), vmap(function)(x))
+
+
+RETURNS_OPERANDS: dict[str, Callable[[Tensor], Any]] = {
+    "scan": lambda x: spmd.scan(lambda c, r: (c, None), x, x[None])[0],
+    "scan row": lambda x: spmd.scan(lambda c, r: (r, None), x[0], x)[0],
+    "scan pair": lambda x: spmd.scan(lambda c, r: ((c[0], c[0]), None), (x * 1, x), x[None])[0],
+    "no trip": lambda x: spmd.scan(lambda c, r: (c * 2, None), x, length=0)[0],
+    "unrolled": lambda x: spmd.scan(lambda c, r: (c, None), x, length=2, unroll=True)[0],
+    "fori": lambda x: spmd.fori_loop(0, 3, lambda i, c: c, x),
+    "while": lambda x: spmd.while_loop(lambda c: c.sum() > 1e9, lambda c: c, x),
+    "cond": lambda x: spmd.cond(x.sum() > 1e9, lambda x: -x, lambda x: x, x),
+    "cond of a bool": lambda x: spmd.cond(False, lambda x: -x, lambda x: x, x),
+    "switch": lambda x: spmd.switch(0, [lambda x: x, lambda x: -x], x),
+    "associative": lambda x: spmd.associative_scan(torch.add, x[:1]),
+}
+
+
+@pytest.mark.parametrize("call", RETURNS_OPERANDS)
+def test_results_are_new_values(call: str) -> None:
+    """Writing to what was an operand, or is another result, too."""
+
+    def written(x: Tensor) -> Any:
+        results = RETURNS_OPERANDS[call](x)
+        for result in results if isinstance(results, tuple) else (results,):
+            result.mul_(2)
+        return results, x + 0
+
+    x = torch.arange(4.0).view(2, 2)
+    mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+    inside = tree_leaves(spmd.jit(written, P("data"), mesh=mesh)(x))
+    for found in (written(x.clone()), written(spmd.distribute(x, P("data"), mesh))):
+        same(x, found[1])
+        same([y.full_tensor() if isinstance(y, DTensor) else y for y in tree_leaves(found)], inside)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd.api.control_flow.leaves import Leaves, check_callable, device_of, difference, leaves_of
+from spmd.api.control_flow.new_values import new_values
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.job.tracebacks import hides_internals_of_own_errors
@@ -54,7 +55,8 @@ def associative_scan(
     if reverse:
         tensors = [x.flip(dim) for x in tensors]
     scanned = _scan(combine, tensors, dim)
-    result: _Elems = found.structure.unflatten([x.flip(dim) for x in scanned] if reverse else scanned)
+    scanned = new_values([x.flip(dim) for x in scanned] if reverse else scanned, tensors)
+    result: _Elems = found.structure.unflatten(scanned)
     return result
 
 

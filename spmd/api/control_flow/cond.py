@@ -11,8 +11,10 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from spmd.api.control_flow.branching import branch
 from spmd.api.control_flow.leaves import check_callable, device_of
+from spmd.api.control_flow.new_values import new_values
 from spmd.api.control_flow.predicates import boolean_scalar
 from spmd.api.control_flow.results import Results
+from spmd.core.pytree import tree_leaves
 from spmd.job.tracebacks import hides_internals_of_own_errors
 
 _CALL = "spmd.cond"
@@ -58,7 +60,8 @@ def cond(
     if isinstance(predicate, bool):
         results.compare_traces(functions, operands)
     on_true, on_false = (functools.partial(_call, results, name, f) for name, f in functions)
-    found: _Result = results.tree(branch(predicate, on_true, on_false, operands, _CALL))
+    tensors = branch(predicate, on_true, on_false, operands, _CALL)
+    found: _Result = results.tree(new_values(tensors, tree_leaves(operands)))
     return found
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spmd.api.control_flow.carry import Carry, settled
 from spmd.api.control_flow.leaves import Leaves, check_callable, device_of, leaves_of
+from spmd.api.control_flow.new_values import new_values
 from spmd.api.control_flow.place import CallPlace, here
 from spmd.api.control_flow.results import Results
 from spmd.api.control_flow.trips import Body, scan_by_trips
@@ -49,7 +50,7 @@ def loop(
             return carry.next(pair[0]), results.tensors(pair[1], name)
 
         finals, ys = _run(body, carry.values, rows.values, trips, reverse, block)
-        return carry.tree(finals), results.tree(ys)
+        return carry.tree(new_values(finals, (*carry.values, *rows.values))), results.tree(ys)
 
     return settled(Carry.of(start, call, name, device), run)
 

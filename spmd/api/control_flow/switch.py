@@ -11,7 +11,9 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from spmd.api.control_flow.branching import branch
 from spmd.api.control_flow.leaves import check_callable, device_of, integer_scalar
+from spmd.api.control_flow.new_values import new_values
 from spmd.api.control_flow.results import Results
+from spmd.core.pytree import tree_leaves
 from spmd.errors import TraceError
 from spmd.job.tracebacks import hides_internals_of_own_errors
 from spmd.tracing.source import where
@@ -70,5 +72,5 @@ def switch(
         tensors = call(min(max(chosen, 0), len(functions) - 1), operands)
     else:
         tensors = choose(0, len(functions), operands)
-    found: _Result = results.tree(tensors)
+    found: _Result = results.tree(new_values(tensors, tree_leaves(operands)))
     return found

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spmd.api.control_flow.carry import Carry, settled
 from spmd.api.control_flow.leaves import check_callable, device_of, leaves_of
+from spmd.api.control_flow.new_values import new_values
 from spmd.api.control_flow.place import CallPlace, here
 from spmd.api.control_flow.predicates import boolean_scalar
 from spmd.api.control_flow.trips import while_by_trips
@@ -37,6 +38,6 @@ def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[An
             finals = traced_while(lambda values: torch.as_tensor(condition(values)), body, carry.values)
         else:
             finals = while_by_trips(condition, body, carry.values, call)
-        return carry.tree(finals)
+        return carry.tree(new_values(finals, carry.values))
 
     return settled(Carry.of(start, call, "body_fun", device_of(init_val)), run)

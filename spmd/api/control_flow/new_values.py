@@ -1,0 +1,35 @@
+"""Results of loops and branches as new values: writing to one changes nothing else, as in a function under `jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from spmd.api.eager.families import view_of
+from spmd.api.values.dtensor import DTensor
+from spmd.tracing.active_transforms import unwrapped
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def new_values(results: Sequence[Tensor], operands: Iterable[object]) -> list[Tensor]:
+    """The results, of which those are copies that are in the memory of an operand, or of another result."""
+    used = {memory for operand in operands if isinstance(operand, Tensor) for memory in _memory(operand)}
+    found = []
+    for result in results:
+        memory = _memory(result)
+        found.append(result if used.isdisjoint(memory) else result.clone())
+        used |= memory
+    return found
+
+
+def _memory(tensor: Tensor) -> set[int]:
+    """What identifies the memory of a tensor; of one that a trace has made, the tensor itself."""
+    held = unwrapped(tensor)
+    if isinstance(held, DTensor):
+        base = held if (view := view_of(held)) is None else view.base
+        return {id(base), id(base._family or base)}
+    is_dense = type(held) in _PLAIN and held.layout is torch.strided and not torch._is_functional_tensor(held)
+    return {id(held), held.untyped_storage()._cdata} if is_dense else {id(held)}
