@@ -3,7 +3,8 @@
 The function of a region runs once, and its operations are marked. Afterwards each operation of a backward pass that
 reads a value of the region gets a second computation of it, which stands just before. So `torch.func` transforms work,
 which torch's own checkpoints refuse. Values that the forward pass reads outside of the region are held in any case, and
-operations with effects run once: a second computation has the same random numbers, and no collective runs twice.
+operations with effects run once: a second computation has the same random numbers, and no collective runs twice. A
+loop or a branch in a region is computed again as a whole, if it draws no random numbers (`spmd.tracing.loops.calls`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class Checkpoints:
         self._open: tuple[tuple[int, Holds], ...] = ()
         self._count = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether operations are recorded in a region now."""
+        return bool(self._open)
+
     def new(self) -> int:
         """The number of one more region."""
         self._count += 1
@@ -63,6 +69,12 @@ class Checkpoints:
             self.backward.add(operation)
         if operation.effect is None and not any(holds(operation) for _, holds in self._open):
             self.inside[operation] = tuple(number for number, _ in self._open)
+
+
+def is_checkpointed() -> bool:
+    """Whether this call stands in a checkpointed region of the trace that is running."""
+    regions = _regions.get()
+    return regions is not None and regions.is_open
 
 
 _regions: ContextVar[Checkpoints | None] = ContextVar("spmd_checkpointed_regions", default=None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from spmd.api.control_flow.carry import Carry, settled
 from spmd.api.control_flow.leaves import Leaves, check_callable, device_of, leaves_of
@@ -29,12 +30,13 @@ def loop(
     length: Any = None,
     reverse: bool = False,
     unroll: Any = 1,
+    segments: Any = None,
 ) -> tuple[Any, Any]:
     """Run `scan` under the name of the function that the user calls, and of the function that is one trip of it."""
     check_callable(call, [(name, f)])
     start, rows = leaves_of(init, call, "init"), leaves_of(xs, call, "xs")
     trips = number_of_rows(rows, length, call)
-    block = _trips_of_a_block(unroll, trips, call)
+    block, segment = _trips_of_a_block(unroll, trips, call), _trips_of_a_segment(segments, trips, call)
     device = device_of(init, xs)
 
     def run(carry: Carry) -> tuple[Any, Any]:
@@ -49,7 +51,7 @@ def loop(
                 )
             return carry.next(pair[0]), results.tensors(pair[1], name)
 
-        finals, ys = _run(body, carry.values, rows.values, trips, reverse, block)
+        finals, ys = _run(body, carry.values, rows.values, trips, reverse, block, segment)
         return carry.tree(new_values(finals, (*carry.values, *rows.values))), results.tree(ys)
 
     return settled(Carry.of(start, call, name, device), run)
@@ -89,28 +91,66 @@ def _trips_of_a_block(unroll: Any, trips: int, call: str) -> int:
     return 1 if unroll is False else max(trips, 1) if unroll is True else unroll or max(trips, 1)
 
 
+def _trips_of_a_segment(segments: Any, trips: int, call: str) -> int | None:
+    """How many trips reverse mode computes again at once, from the argument `segments`."""
+    if segments is None:
+        return None
+    if isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
+        raise TraceError(f"{call} at {where()}: segments must be an integer of 1 or more (got {segments!r:.60}).")
+    return -(-trips // segments)
+
+
 def _run(
-    body: Body, init: Sequence[Tensor], xs: Sequence[Tensor], length: int, reverse: bool, block: int
+    body: Body,
+    init: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    length: int,
+    reverse: bool,
+    block: int,
+    segment: int | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a loop; in a program as a loop over blocks of trips, and the trips that remain."""
-    if here() is not CallPlace.PROGRAM or 1 < length <= block:
+    """Run a loop; in a program as one over blocks of trips, and in segments if it has any."""
+    if here() is not CallPlace.PROGRAM:
         return scan_by_trips(body, init, xs, length, reverse)
     from spmd.tracing.loops import traced_scan  # with the rules, which `import spmd` leaves out
 
-    if block == 1 or length < 2:
-        return traced_scan(body, init, xs, length, reverse)
+    def run_trips(carry: Sequence[Tensor], x: Sequence[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
+        return scan_by_trips(body, carry, x, count, reverse)
+
+    def run(carry: Sequence[Tensor], x: Sequence[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
+        if block == 1 or count < 2:
+            return traced_scan(body, carry, x, count, reverse)
+        return _in_blocks(carry, x, count, block, reverse, run_trips)
+
+    def run_again(carry: Sequence[Tensor], x: Sequence[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
+        results: tuple[list[Tensor], list[Tensor]] = checkpoint(run, carry, x, count, use_reentrant=False)
+        return results
+
+    return _in_blocks(init, xs, length, segment, reverse, run_again) if segment else run(init, xs, length)
+
+
+def _in_blocks(
+    init: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    length: int,
+    block: int,
+    reverse: bool,
+    run: Callable[[Sequence[Tensor], Sequence[Tensor], int], tuple[list[Tensor], list[Tensor]]],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a loop over blocks of trips, each by `run`, and the trips that remain."""
+    from spmd.tracing.loops import traced_scan  # as in `_run`
+
+    if length <= block:
+        return run(init, xs, length)
     whole = length - length % block
     blocks = [x[:whole].unflatten(0, (whole // block, block)) for x in xs]
 
-    def trips(carry: list[Tensor], x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        return scan_by_trips(body, carry, x, block, reverse)
-
     def run_blocks(carry: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        carry, ys = traced_scan(trips, carry, blocks, whole // block, reverse)
+        carry, ys = traced_scan(lambda carry, x: run(carry, x, block), carry, blocks, whole // block, reverse)
         return carry, [y.flatten(0, 1) for y in ys]
 
     def run_rest(carry: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        return scan_by_trips(body, carry, [x[whole:] for x in xs], length - whole, reverse)
+        return run(carry, [x[whole:] for x in xs], length - whole)
 
     if whole == length:
         return run_blocks(init)

@@ -23,6 +23,8 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
+    *,
+    segments: int | None = None,
 ) -> tuple[Tensor, _Result]: ...
 
 
@@ -34,6 +36,8 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
+    *,
+    segments: int | None = None,
 ) -> tuple[_Carry, _Result]: ...
 
 
@@ -45,6 +49,8 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
+    *,
+    segments: int | None = None,
 ) -> tuple[Any, Any]:
     """Loop over the rows of `xs`, carry values from row to row, and stack a result of each; `jax.lax.scan`.
 
@@ -59,6 +65,10 @@ def scan(
         length: the number of trips; needed only without `xs`.
         reverse: whether rows are taken from the last to the first. `ys[t]` is the result of row `t` in either order.
         unroll: how many trips the program holds, side by side; True or 0 for all.
+        segments: into how many runs of equal length reverse mode divides the trips, the last one may be shorter, in a
+            function under `jit`. It keeps the carry at the start of each, and computes the trips of one again when it
+            comes to them; about the square root of `length` needs the least memory. Trips that draw random numbers are
+            not computed again.
 
     Returns:
         The last carry, and the pytree of stacked `y`s, each with `length` rows.
@@ -71,4 +81,4 @@ def scan(
     >>> total, sums
     (tensor(6.), tensor([1., 3., 6.]))
     """
-    return loop("spmd.scan", "f", f, init, xs, length, reverse, unroll)
+    return loop("spmd.scan", "f", f, init, xs, length, reverse, unroll, segments)

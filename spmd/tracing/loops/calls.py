@@ -12,6 +12,7 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from spmd.core.value_types import is_continuous
 from spmd.tracing.active_transforms import active_transforms
 from spmd.tracing.autograd_functions import needs_grad
+from spmd.tracing.checkpointed import is_checkpointed
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.loops.batching import batched
 from spmd.tracing.loops.closed import Closed, close
@@ -168,6 +169,8 @@ def apply(construct: Construct, *operands: torch.Tensor) -> Tensors:
     if isinstance(construct, While) or not is_recorded or not continuous:
         return _call(construct, operands)
     found = _differentiated(construct, operands)
+    if is_checkpointed() and construct.may_run_again:
+        return _call(construct, operands, how=found)
     results = _call(found.forward, (*operands, *found.constants), how=found)[: found.count]
     return [x.clone() for x in results]  # to which the function may write, where the derivative reads what it was
 
@@ -184,7 +187,7 @@ def _call(
     Args:
         construct: the construct.
         operands: its operands.
-        how: what it is the `forward` of; None if it has no derivative, or it is not known yet.
+        how: with its derivative, if that is known: what it is the `forward` of, or the original of.
         of: what it is the `backward` of; None if it is no derivative.
     """
     given = [as_expected(x, value) for x, value in zip(operands, construct.inputs, strict=True)]
@@ -234,13 +237,15 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         operands, results = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        count = 0 if ctx.how is None else ctx.how.count
+        has_kept = ctx.how is not None and ctx.construct is ctx.how.forward
+        count = ctx.how.count if has_kept else 0
         found: Gradients = [None] * len(operands)
         if any(cotangent is not None for cotangent in cotangents[:count]):
             found = _gradients(ctx.how, operands, results, cotangents[:count])
         if any(cotangent is not None for cotangent in cotangents[count:]):
-            # Only now the derivative of a derivative, or of what it reads, is asked for: it computes that anew.
-            again = ctx.how.again if ctx.how is not None else _differentiated(ctx.construct, operands, ctx.of)
+            # Of a derivative, of what one reads, or of what is checkpointed: what it reads, it computes anew.
+            how = ctx.how.again if has_kept else ctx.how
+            again = how if how is not None else _differentiated(ctx.construct, operands, ctx.of)
             given = (*operands, *again.constants)
             made = _call(again.forward, given, how=again)
             added = _gradients(again, given, made, [*[None] * count, *cotangents[count:]])

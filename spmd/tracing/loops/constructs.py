@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from spmd.core.spec import TensorMeta
+from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.regions import (
     BRANCH,
@@ -59,6 +60,12 @@ class Body:
         """Those of the program."""
         return self.graph.outputs
 
+    @property
+    def may_run_again(self) -> bool:
+        """Whether a second run changes nothing: it draws no random numbers, and calls nothing of the host."""
+        repeatable = (None, Effect.REGION, Effect.COLLECTIVE)
+        return all(operation.effect in repeatable for operation in self.graph.operations)
+
 
 @attrs.frozen(eq=False)
 class Loop:
@@ -77,6 +84,11 @@ class Loop:
     items: int
     trips: int
     reverse: bool = False
+
+    @property
+    def may_run_again(self) -> bool:
+        """As of `Body`."""
+        return self.body.may_run_again
 
     @property
     def inputs(self) -> tuple[Value | None, ...]:
@@ -156,6 +168,11 @@ class Branch:
     """
 
     sides: tuple[Body, Body]
+
+    @property
+    def may_run_again(self) -> bool:
+        """As of `Body`."""
+        return all(side.may_run_again for side in self.sides)
 
     @property
     def inputs(self) -> tuple[Value | None, ...]:
