@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,5 +32,10 @@ def _memory(tensor: Tensor) -> set[int]:
     if isinstance(held, DTensor):
         base = held if (view := view_of(held)) is None else view.base
         return {id(base), id(base._family or base)}
-    is_dense = type(held) in _PLAIN and held.layout is torch.strided and not torch._is_functional_tensor(held)
-    return {id(held), held.untyped_storage()._cdata} if is_dense else {id(held)}
+    found = {id(held)}
+    if type(held) in _PLAIN and not torch._is_functional_tensor(held):
+        with contextlib.suppress(
+            NotImplementedError
+        ):  # by sparse tensors, and wrappers of transforms of another thread
+            found.add(held.untyped_storage()._cdata)
+    return found
