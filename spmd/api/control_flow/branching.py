@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from spmd.api.control_flow.place import CallPlace, here
+from spmd.api.control_flow.place import in_program
 from spmd.api.control_flow.predicates import is_batched, read
 from spmd.core.pytree import tree_map
 
@@ -23,7 +23,7 @@ def branch(
     call: str,
 ) -> list[Tensor]:
     """The results of the function that a predicate selects; for a batch of predicates, of both, selected by each."""
-    if here() is CallPlace.PROGRAM:
+    if in_program():
         from spmd.tracing.loops import traced_cond  # with the rules, which `import spmd` leaves out
 
         return traced_cond(predicate, lambda: on_true(operands), lambda: on_false(operands))

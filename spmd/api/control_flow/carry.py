@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmd.api.control_flow.leaves import WEAK, Leaves, as_tensor, difference, have, leaves_of
-from spmd.api.control_flow.place import CallPlace, here
+from spmd.api.control_flow.place import in_program
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.runtime.torch_settings import default_generator_state, set_default_generator_state
@@ -99,7 +99,7 @@ class Carry:
 
 def settled(carry: Carry, run: Callable[[Carry], T]) -> T:
     """Run a loop, from its start again where a number turns out to need another dtype, as JAX traces it again."""
-    values = here() is CallPlace.VALUES and any(carry.weak)
+    values = not in_program() and any(carry.weak)
     device = carry.values[carry.weak.index(True)].device if values else torch.device("cpu")
     state = default_generator_state(device) if values else None
     while True:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from spmd.api.control_flow.carry import Carry, settled
 from spmd.api.control_flow.leaves import Leaves, check_callable, device_of, leaves_of
 from spmd.api.control_flow.new_values import new_values
-from spmd.api.control_flow.place import CallPlace, here
+from spmd.api.control_flow.place import in_program
 from spmd.api.control_flow.results import Results
 from spmd.api.control_flow.trips import Body, scan_by_trips
 from spmd.core.pytree import structure_text
@@ -110,7 +110,7 @@ def _run(
     segment: int | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run a loop; in a program as one over blocks of trips, and in segments if it has any."""
-    if here() is not CallPlace.PROGRAM:
+    if not in_program():
         return scan_by_trips(body, init, xs, length, reverse)
     from spmd.tracing.loops import traced_scan  # with the rules, which `import spmd` leaves out
 

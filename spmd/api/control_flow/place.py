@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-import enum
-
 from spmd.tracing.running import is_tracing, running_trace
 
 
-class CallPlace(enum.Enum):
-    """Where a loop or a branch is called.
-
-    Attributes:
-        PROGRAM: in a trace, whose program it becomes an operation of.
-        VALUES: where tensors have values: Python runs it. On each rank, in a body that is not compiled.
-    """
-
-    PROGRAM = enum.auto()
-    VALUES = enum.auto()
-
-
-def here() -> CallPlace:
-    """The place of this call."""
-    if not is_tracing() or running_trace().gather is not None:
-        return CallPlace.VALUES
-    return CallPlace.PROGRAM
+def in_program() -> bool:
+    """Test for a trace, whose program gets an operation; else Python runs the loop or the branch, on each rank."""
+    return is_tracing() and running_trace().gather is None

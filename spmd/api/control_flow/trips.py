@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from spmd.api.control_flow.place import CallPlace, here
+from spmd.api.control_flow.place import in_program
 from spmd.api.control_flow.predicates import is_batched, read
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
@@ -57,7 +57,7 @@ def _no_rows(body: Body, init: Sequence[Tensor], xs: Sequence[Tensor]) -> list[T
 def _metas(body: Body, init: Sequence[Tensor], xs: Sequence[Tensor], device: torch.device) -> list[TensorMeta]:
     """The metas of a trip's results."""
     row = lambda: [x.new_zeros(x.shape[1:]) for x in xs]  # noqa: E731
-    if here() is not CallPlace.VALUES:
+    if in_program():
         return [TensorMeta.of(y) for y in body(list(init), row())[1]]
     operands = [TensorMeta.of(tensor) for tensor in init] + [TensorMeta(x.shape[1:], x.dtype) for x in xs]
     try:

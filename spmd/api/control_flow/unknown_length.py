@@ -11,7 +11,7 @@ from torch import Tensor
 from spmd.api.control_flow.carry import Carry, settled
 from spmd.api.control_flow.leaves import check_callable, device_of, leaves_of
 from spmd.api.control_flow.new_values import new_values
-from spmd.api.control_flow.place import CallPlace, here
+from spmd.api.control_flow.place import in_program
 from spmd.api.control_flow.predicates import boolean_scalar
 from spmd.api.control_flow.trips import while_by_trips
 
@@ -32,7 +32,7 @@ def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[An
         def body(values: list[Tensor]) -> list[Tensor]:
             return carry.next(body_fun(carry.tree(values)))
 
-        if here() is CallPlace.PROGRAM:
+        if in_program():
             from spmd.tracing.loops import traced_while  # with the rules, which `import spmd` leaves out
 
             finals = traced_while(lambda values: torch.as_tensor(condition(values)), body, carry.values)
