@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import attrs
 import torch
+from torch.overrides import TorchFunctionMode
 
 from spmd.collectives.axis_types import AxisType
 from spmd.core.mesh import Coordinate
@@ -101,6 +102,11 @@ def running_trace() -> RunningTrace:
     found = _running.get()
     assert found is not None and not isinstance(found, AsWritten), "no function is being traced"
     return found
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The modes that see torch functions which are called now, outermost first."""
+    return [torch._C._get_function_stack_at(number) for number in range(torch._C._len_torch_function_stack())]
 
 
 @contextlib.contextmanager

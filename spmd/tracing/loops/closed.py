@@ -25,7 +25,7 @@ from spmd.tracing.loops.constructs import Body
 from spmd.tracing.loops.per_rank import Casting, declare, region_of_body, types_of, varying
 from spmd.tracing.manual.axis_types import Types
 from spmd.tracing.recorder import Recorder
-from spmd.tracing.running import running_in, running_trace
+from spmd.tracing.running import function_modes, running_in, running_trace
 from spmd.tracing.source import user_source, where
 
 _FUNCTION_MODES: Any = torch._C
@@ -216,8 +216,7 @@ class _Capture(ClosureLifting):
 
 def _seeing_functions(trace: ClosureLifting) -> contextlib.AbstractContextManager[object]:
     """A context in which a trace sees the functions that are called: also in a rule for vmap, which it calls itself."""
-    active = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return contextlib.nullcontext() if any(mode is trace for mode in active) else trace
+    return contextlib.nullcontext() if any(mode is trace for mode in function_modes()) else trace
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from spmd.ir.effects import Effect
 from spmd.ir.graph import Operation, Value
 from spmd.tracing.manual.axis_types import AxisTypes, Types, remedy
 from spmd.tracing.manual.casts import Casts
-from spmd.tracing.running import running_trace
+from spmd.tracing.running import function_modes, running_trace
 from spmd.tracing.source import user_source, where
 
 _I, _V, _U, _R = AxisType.INVARIANT, AxisType.VARYING, AxisType.UNREDUCED, AxisType.REDUCED
@@ -85,8 +85,7 @@ def region_of_body() -> Callable[[], contextlib.AbstractContextManager[Remember]
 
 def _casts() -> list[Casts]:
     """The casts that act on functions."""
-    active = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return [mode for mode in active if isinstance(mode, Casts)]
+    return [mode for mode in function_modes() if isinstance(mode, Casts)]
 
 
 def raised(x: torch.Tensor, wanted: Types) -> torch.Tensor:
