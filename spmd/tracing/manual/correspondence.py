@@ -23,12 +23,12 @@ from spmd.errors import DivergenceError, TraceError
 from spmd.ir.dataflow import independent_values
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
-from spmd.ir.regions import BEGINS, CARRY, GIVE, ITEM, NEXT, PROCEED, STACK
+from spmd.ir.regions import BEGINS, GIVE, NEXT, PROCEED, STACK
 from spmd.ir.variants import Key, Unevenness, Variants
 from spmd.tracing.source import where
 
-PASSES = (CARRY, NEXT, ITEM, GIVE, STACK, PROCEED)
-"""The operators through which values pass into a loop or a branch, and out of it."""
+PASSES = (NEXT, GIVE, STACK, PROCEED)
+"""The operators through which values pass out of a loop or a branch, or decide when it ends."""
 
 
 def check_variants(graph: Graph) -> None:
@@ -243,9 +243,17 @@ class Inside:
         for operation in self.graph.operations if regions else ():
             if operation.op not in BEGINS or (found and operation in found[-1]):
                 continue
-            if any(self.holds(member) for member in regions.of_sides(operation, *PASSES)):
+            if self._is_inside(operation):
                 found.append(regions.whole(operation))
         return found
+
+    def _is_inside(self, begin: Operation) -> bool:
+        """Whether a loop or a branch takes or leaves what one rank holds; a region in its body does neither."""
+        operations = self.graph.regions.inside(begin)
+        made = {value for operation in operations for value in operation.tensors}
+        taken = {value for operation in operations for value in operation.operands} - made
+        left = self.graph.regions.of_sides(begin, *PASSES)
+        return not taken.isdisjoint(self.values) or any(map(self.holds, left))
 
     @property
     def calls(self) -> list[Operation]:
