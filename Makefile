@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-fuzz test-shard-map test-memory test-scale test-redistribution test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
+.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-fuzz test-shard-map test-memory test-scale test-redistribution test-tied-loops test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -88,6 +88,10 @@ test-hidden-state: $(STAMP)
 # Every redistribution of meshes of up to 2 x 2 x 2 beside an optimum and torch's; rewrites proofs/reports/redistribution.md.
 test-redistribution: $(STAMP)
 	$(BIN)/python -m proofs.redistribution --jobs $(JOBS) --markdown proofs/reports/redistribution.md
+
+# Plans of 200 small programs with loops beside the optimum of the unrolled ones: some minutes.
+test-tied-loops: $(STAMP)
+	$(BIN)/python -m proofs.tied_loops
 
 # Scripts as people write them, twice in one namespace, beside one device: ARGS='llama ppo' for some.
 test-user-programs: $(STAMP)

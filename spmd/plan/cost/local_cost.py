@@ -18,7 +18,7 @@ from spmd.ir.effects import Effect
 from spmd.ir.graph import Operation, Value
 from spmd.ir.list_operators import FUSED
 from spmd.ir.markers import REDISTRIBUTE
-from spmd.ir.regions import STACK
+from spmd.ir.regions import BOUNDS, STACK
 from spmd.plan.cost.buckets import bucketed_seconds
 from spmd.plan.cost.flops import arithmetic_dtype, flops
 from spmd.plan.data.assignment import Assignment, States, flat_shape, shrink
@@ -122,13 +122,13 @@ class LocalCost:
     def _traffic(self, operation: Operation, sizes: Sequence[Sequence[int]]) -> float:
         """Bytes that pass between memory and compute units, for operands and results of these sizes."""
         values = (*operation.operands, *operation.tensors)
-        if operation.op is STACK:  # each trip writes its part
-            sizes = [*sizes[:-1], sizes[0]]
+        if operation.op is STACK:  # each trip writes its part; its number is none of memory
+            values, sizes = (values[0], values[-1]), (sizes[0], sizes[0])
         nbytes = [
             0 if value in self.assignment.fused else math.prod(size) * value.meta.dtype.itemsize
             for value, size in zip(values, sizes, strict=True)
         ]
-        count = len(operation.operands)
+        count = len(values) - len(operation.tensors)
         read, written = sum(nbytes[:count]), sum(nbytes[count:])
         return read + written if operation.op in FUSED else self.machine.traffic(read, written)
 
@@ -158,7 +158,8 @@ class LocalCost:
     def _is_free(self, operation: Operation) -> bool:
         is_view = operation.is_view and self.assignment.copied.isdisjoint(operation.tensors)
         stays_list = operation.op is STACK and is_read_by_items(self.assignment.graph, operation.tensors[0])
-        costless = operation.op is REDISTRIBUTE or is_view or stays_list or operation.effect is Effect.HOST
+        is_bound = operation.op is REDISTRIBUTE or operation.op in BOUNDS
+        costless = is_bound or is_view or stays_list or operation.effect is Effect.HOST
         return costless or operation in self.assignment.pinned
 
     def _body_seconds(self, operation: Operation, strategy: Strategy, axis: str) -> float:
