@@ -20,6 +20,7 @@ from spmd.inspect.saving.images import is_laid_out
 from spmd.ir.dataflow import independent_values
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
+from spmd.ir.regions import LOOP, STACK
 from spmd.plan.data.draft import SAME_TENSOR, logical_meta, physical_shape, spec_of
 from spmd.plan.data.layout import Layout
 from spmd.plan.search.boundary import CONSTRAINTS, carry_over, physical_dims, without_trivial_axes
@@ -85,7 +86,9 @@ class _Check:
         for value, spec in self.plan.specs.items():
             self.check_value(value, spec)
         for operation, origin in self.origins.operations.items():
-            if origin is None:
+            if operation.op is STACK and origin is None:
+                self.check_restack(operation)
+            elif origin is None:
                 self.check_marker(operation)
             else:
                 self.check_operation(operation, origin)
@@ -146,6 +149,17 @@ class _Check:
             self.check_never_gathered(operation)
         elif not _same_shards(before, after):
             raise wrong(f"{operation!r} moves data from {before} to {after}")
+
+    def check_restack(self, operation: Operation) -> None:
+        """Check that a loop stacks an item in each of its trips, for each row of the stack, as it is sharded."""
+        (item, turn), (stack,), loop = operation.operands, operation.tensors, self.plan.graph.regions.around(operation)
+        rows, *atoms = self.plan.logical[stack]
+        before, after = self.plan.specs[item], self.plan.specs[stack]
+        is_kept = (((),) * len(rows) + before.dims, before.partial) == (after.dims, after.partial)
+        if not is_kept or self.plan.logical[item] != tuple(atoms):
+            raise wrong(f"{operation!r} moves data from {before} to {after}")
+        if loop is None or loop.op is not LOOP or loop.tensors != (turn,) or loop.args[0] != stack.meta.shape[0]:
+            raise wrong(f"{operation!r} does not stack {stack.meta.shape[0]} items")
 
     def check_never_gathered(self, operation: Operation) -> None:
         (operand,), (result,) = operation.operands, operation.tensors

@@ -28,6 +28,7 @@ from spmd.inspect.saving.images import find_origins
 from spmd.inspect.saving.schema import Document, find_wrong
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, map_leaves
+from spmd.ir.markers import MARKERS
 from spmd.plan.cost.account import account
 from spmd.plan.cost.suspicious_moves import SuspiciousMove, suspicious_moves
 from spmd.plan.data.plan import PlanData
@@ -47,7 +48,8 @@ def make_document(plan: PlanData) -> Document:
     numbers = {operation: number for number, operation in enumerate(plan.graph.operations)}
     origins: dict[Operation, int | None] = {**find_origins(plan)}
     at = {operation.source: number for number, operation in reversed(list(enumerate(request.graph.operations)))}
-    origins |= {o: at.get(o.source) if o.source else None for o in plan.graph.operations if o not in origins}
+    others = [operation for operation in plan.graph.operations if operation not in origins]
+    origins |= {o: at.get(o.source) if o.source and o.op in MARKERS else None for o in others}
     lines = program_lines(request.graph)
     return {
         "format": FORMAT,

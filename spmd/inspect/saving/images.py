@@ -14,6 +14,7 @@ from spmd.core.spec import DTensorSpec
 from spmd.core.spec_text import parse_spec
 from spmd.ir.graph import Graph, Operation, Value, freeze, map_leaves
 from spmd.ir.markers import MARKERS
+from spmd.ir.regions import ITEM
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.plan import PlanData
 from spmd.plan.search.boundary import CONSTRAINTS, carry_over, physical_dims, without_trivial_axes
@@ -68,8 +69,17 @@ def is_laid_out(layout: Layout, spec: DTensorSpec) -> bool:
     )
 
 
+def restacked(program: Graph, item: frozenset[Value], turn: frozenset[Value]) -> frozenset[Value]:
+    """The stacks of a program whose items a loop stacks again, from what an item and its trip are images of."""
+    reads = (operation for operation in program.operations if operation.op is ITEM)
+    return frozenset(o.operands[0] for o in reads if o.tensors[0] in item and o.operands[1] in turn)
+
+
 def find_origins(plan: PlanData) -> dict[Operation, int]:
-    """For each operation of a plan except `MARKERS`, the number of the program's operation that it executes."""
+    """For each operation of a plan, the number of the program's operation that it executes.
+
+    `MARKERS` execute none, nor do loops that stack what they have read, to leave it to others.
+    """
     program = plan.request.graph
     images = Images(program, plan.mesh)
     by_result = {value: number for number, o in enumerate(program.operations) for value in o.tensors}
@@ -87,10 +97,16 @@ def find_origins(plan: PlanData) -> dict[Operation, int]:
             found[result] = images.of(found[operand], plan.layout(result))
             continue
         known = [by_result[value] for value in operation.tensors if value in by_result]
-        alike = known or [n for n in by_call[_call(operation)] if _takes(operation, program.operations[n], found)]
-        origins[operation] = alike[0]
-        for value, own in zip(operation.tensors, program.operations[alike[0]].tensors, strict=True):
-            found[value] = images.of([own], plan.layout(value))
+        alike = known or [
+            n for n in by_call.get(_call(operation), ()) if _takes(operation, program.operations[n], found)
+        ]
+        if alike:
+            origins[operation] = alike[0]
+            own = [frozenset([value]) for value in program.operations[alike[0]].tensors]
+        else:
+            own = [restacked(program, *map(found.__getitem__, operation.operands))]
+        for value, values in zip(operation.tensors, own, strict=True):
+            found[value] = images.of(values, plan.layout(value))
     return origins
 
 

@@ -15,14 +15,15 @@ from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError, SpmdError
 from spmd.inspect.saving.computes import Origins, Restored, check_computes
 from spmd.inspect.saving.document import Document, defined_values, encode_strategy, program_lines
-from spmd.inspect.saving.images import Images
+from spmd.inspect.saving.images import Images, restacked
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import MARKERS
+from spmd.ir.regions import ITEM, STACK
 from spmd.ir.source import Source
 from spmd.plan.data.draft import logical_meta
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.request import Request
-from spmd.plan.search.prepare import Prepared, prepare
+from spmd.plan.search.prepare import Prepared, options_of, prepare
 from spmd.rules.strategy import MANUAL, LogicalShape, Strategy
 
 _MARKERS = {str(op): op for op in MARKERS}
@@ -175,6 +176,8 @@ class _Restorer:
         if entry["operator"] in _MARKERS:
             source = None if origin is None else program[origin].source
             return self.marker(where, entry, operands, source), None
+        if origin is None and entry["operator"] == str(STACK):
+            return self.restack(where, entry, operands), None
         if origin is None or str(program[origin].op) != entry["operator"]:
             of = "none" if origin is None else str(program[origin].op)
             raise damaged(f"{where} is of operation {origin} of the program, which is {of}")
@@ -200,15 +203,36 @@ class _Restorer:
         result = self.define(entry["results"][0], self.found[operands[0]])
         return Operation(_MARKERS[entry["operator"]], tuple(operands), {}, (result,), source)
 
+    def restack(self, where: str, entry: Document, operands: Sequence[Value]) -> Operation:
+        """The operation of a loop that stacks the items which it has read."""
+        own = frozenset[Value]()
+        if (len(operands), len(entry["results"])) == (2, 1) and entry["group"] is None:
+            own = restacked(self.request.graph, *map(self.found.__getitem__, operands))
+        if not own:
+            raise damaged(f"{where} stacks what no loop of the program reads")
+        result = self.define(entry["results"][0], own)
+        reads = next(o for o in self.request.graph.operations if o.op is ITEM and o.operands[0] in own)
+        operation = Operation(STACK, (*operands, result.meta.shape[0]), {}, (result,), reads.source)
+        options = options_of(operation, self.logical, self.request.rules)
+        self.strategies[operation] = MappingProxyType(
+            {axis: _matching(operation, options, saved) for axis, saved in entry["strategies"].items()}
+        )
+        return operation
+
     def strategy(self, template: Operation, saved: Mapping[str, Any]) -> Strategy:
         """The strategy of an operation that matches a saved one."""
-        for strategy in _strategies(template, self.prepared.options.get(template, ())):
-            if encode_strategy(strategy) == saved:
-                return strategy
-        raise PlanError(
-            f"The saved plan runs {template.op} at {template.source} with strategy {saved['label']!r}, "
-            f"{saved['operands']} -> {saved['results']}, which its rule does not give any more. Plan again."
-        )
+        return _matching(template, self.prepared.options.get(template, ()), saved)
+
+
+def _matching(template: Operation, options: Sequence[Strategy], saved: Mapping[str, Any]) -> Strategy:
+    """The one of an operation's strategies that matches a saved one."""
+    for strategy in _strategies(template, options):
+        if encode_strategy(strategy) == saved:
+            return strategy
+    raise PlanError(
+        f"The saved plan runs {template.op} at {template.source} with strategy {saved['label']!r}, "
+        f"{saved['operands']} -> {saved['results']}, which its rule does not give any more. Plan again."
+    )
 
 
 def _strategies(operation: Operation, options: Sequence[Strategy]) -> Iterator[Strategy]:

@@ -42,7 +42,7 @@ def best_schedule(plan: AnyPlan, *others: AnyPlan) -> AnyPlan:
     simulations = [Simulation.of(each, found) for each, found in plans]
     steps = [simulations[number].timing(candidate).step for candidate, number in candidates]
     fast = [candidate for (candidate, _), step in zip(candidates, steps, strict=True) if step <= NEAR * min(steps)]
-    return min(fast, key=lambda candidate: len({comm.launch for comm in candidate.comms}))
+    return min(fast, key=lambda candidate: sum({comm.launch: comm.times for comm in candidate.comms}.values()))
 
 
 def _schedules(plan: PlanData) -> list[LaunchSchedule | None]:

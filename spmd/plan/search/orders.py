@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 from types import MappingProxyType
 
@@ -25,6 +25,7 @@ from spmd.plan.search.never_gathered import allowed, refusal
 from spmd.plan.search.options import SEARCH, SearchOptions
 from spmd.plan.search.prepare import Prepared, prepare
 from spmd.plan.search.problem import AxisChoice, AxisProblem
+from spmd.plan.search.trip_by_trip import trip_by_trip
 from spmd.plan.solver.elimination import NoAssignmentError
 
 
@@ -35,8 +36,9 @@ def plan(request: Request, search: SearchOptions = SEARCH) -> PlanData:
     planned once more, this time with a guess of the placements on later axes: those of the plan in the reverse order.
     Of the plans within 2% of the fastest, the one that sends the fewest bytes is taken, the earliest on a tie. Under a
     memory limit, every plan is first made to fit. If none fits, the search is repeated with memory prices (Lagrange
-    multipliers of the limit). Last comes the schedule of its launches; where these are much of the predicted time, a
-    plan for which they counted twice is simulated, too.
+    multipliers of the limit). Last comes the schedule of its launches, and where loops reshard stacks: around their
+    trips or in them. Where launches are much of the predicted time, a plan for which they counted twice is simulated,
+    too.
 
     Args:
         request: the program, the mesh, the specs and the constraints.
@@ -55,7 +57,15 @@ def plan(request: Request, search: SearchOptions = SEARCH) -> PlanData:
             smallest = min(found, key=lambda plan: memory_of(plan).peak)
             found += map(fit, _allowed_plans(prepared, request.machine, memory_prices(smallest, price)))
         best = _best(fitting(found))
-        return best_schedule(best, *_with_fewer_launches(best, prepared)).verify()
+        first, *others = (each for plan in (best, *_with_fewer_launches(best, prepared)) for each in _variants(plan))
+        return best_schedule(first, *others).verify()
+
+
+def _variants(plan: PlanData) -> Iterator[PlanData]:
+    """The plan, and the one that reshards stacks trip by trip, if it has loops that can."""
+    yield plan
+    if (moved := trip_by_trip(plan)) is not None:
+        yield moved
 
 
 PRICE_LEVELS = (0.1, 1.0, 10.0, 100.0)
@@ -71,7 +81,7 @@ def _with_fewer_launches(best: PlanData, prepared: Prepared) -> list[PlanData]:
     machine = prepared.request.machine
     if not prepared.search.fewer_launches or not machine.links:  # its latencies are shares of those of buckets
         return []
-    launches = {comm.launch: machine.collective_seconds(comm.kind, comm.axes, 0.0) for comm in best.comms}
+    launches = {c.launch: c.times * machine.collective_seconds(c.kind, c.axes, 0.0) for c in best.comms}
     if sum(launches.values()) <= _MUCH * best.seconds:
         return []
     found = [plan for plan in _allowed_plans(prepared, machine.with_launch_times(2.0)) if fits(plan)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import attrs
 import torch
 
 from spmd.ir.dataflow import independent_values
-from spmd.ir.graph import Graph, Operation
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.data.dataflow import fused_values, latency_shares
 from spmd.plan.data.draft import Draft
 from spmd.plan.data.request import Request
@@ -19,7 +20,7 @@ from spmd.plan.search.options import SEARCH, SearchOptions
 from spmd.rules import find_rule
 from spmd.rules.ops.random import RANDOM_RULE
 from spmd.rules.rule import Factors, Rule
-from spmd.rules.strategy import Strategy, derive_strategies
+from spmd.rules.strategy import LogicalShape, Strategy, derive_strategies
 
 
 @attrs.frozen(eq=False)
@@ -86,6 +87,17 @@ def strategies_of(
     factors = _factorize(graph, rules)
     refinement = refine(graph, factors)
     return refinement, _derive(graph.operations, factors, refinement)
+
+
+def options_of(
+    operation: Operation, logical: Mapping[Value, LogicalShape], rules: Mapping[torch._ops.OpOverload, Rule]
+) -> tuple[Strategy, ...]:
+    """The strategies on one mesh axis of an operation whose dims have one factor each, over the atoms of its values."""
+    shapes = [logical[value] for value in (*operation.operands, *operation.tensors)]
+    factors, count = rules[operation.op].factorize(operation.call()), len(operation.operands)
+    dims = zip(itertools.chain(*factors.operands, *factors.results), itertools.chain(*shapes), strict=True)
+    atoms = {name: sizes for names, sizes in dims for name in names}
+    return derive_strategies(factors, atoms, (shapes[:count], shapes[count:]))
 
 
 def _derive(
