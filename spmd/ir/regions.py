@@ -203,6 +203,15 @@ class Regions(Generic[Op, V]):
         """How often an operation runs; a loop whose length is data counts once."""
         return math.prod(opens.args[0] for opens in self.path(operation) if opens.op is LOOP)
 
+    def needed_at(self, operation: Op, value: V) -> Op:
+        """The operation before which a value is made that another one reads: the beginning of a region around that."""
+        home, place = self.home(value), operation
+        for opens in self.path(operation):
+            if opens is home:
+                break
+            place = self._begin[opens]
+        return place
+
     def held_until(self, operation: Op, value: V) -> Op:
         """As `reads_at`; what leaves a region is held until its end, too."""
         return self.leaves(operation) if operation.op in LEAVES else self.reads_at(operation, value)

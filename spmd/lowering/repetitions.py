@@ -11,11 +11,14 @@ import torch
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value, freeze
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.regions import STRUCTURE
 
 
 def is_cheap(operation: Operation) -> bool:
     """Whether an operation may run twice: it is a redistribution, elementwise, or without tensor operands."""
-    if len(operation.tensors) != 1 or operation.is_random or operation.op is RELABEL or operation.is_view:
+    if len(operation.tensors) != 1 or operation.is_random or operation.is_view:
+        return False
+    if operation.op is RELABEL or operation.op in STRUCTURE:
         return False
     pointwise = torch.Tag.pointwise in operation.op.tags or not operation.operands
     return operation.op is REDISTRIBUTE or pointwise

@@ -308,3 +308,45 @@ def test_a_limit_that_no_plan_of_a_loop_meets():
         spmd.PlanError, match=r"at most memory_limit=9 bytes per rank: the\s+smallest peak found is [\d,]+"
     ):
         spmd.jit(loop, P(None, "data"), P(), mesh=mesh, memory_limit=9).plan(meta(5, 64, 64))
+
+
+def test_a_trip_computes_again_what_it_reads_twice():
+    """Across the peak of the trip; the values stay, also where a branch or an inner loop stands between."""
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        def trip(x: Tensor, _: None) -> tuple[Tensor, None]:
+            first = torch.exp(x)
+            y = torch.tanh(first @ w)
+            wide = spmd.scan(lambda wide, _: (wide.sin(), None), y.repeat(1, 4), None, length=2)[0]
+            wide = spmd.cond(y.sum() > 0, lambda: wide.cos(), lambda: wide + 1)
+            return torch.tanh(wide.sum(1, keepdim=True) + y + first), None
+
+        return spmd.scan(trip, x, None, length=3)[0]
+
+    mesh = spmd.make_mesh({"data": 4}, runtime="virtual")
+    x, w = torch.randn(256, 64), torch.randn(64, 64) / 8
+    free = spmd.jit(step, (P("data"), P()), P("data"), mesh=mesh).plan(x, w)
+    shard = 64 * 64 * 4
+    within = spmd.jit(step, (P("data"), P()), P("data"), mesh=mesh, memory_limit=free.memory.peak - shard)
+    plan = within.plan(x, w)
+    assert plan.memory.peak <= free.memory.peak - shard
+    exps = [operation for operation in plan.graph.operations if operation.op is torch.ops.aten.exp.default]
+    assert len(exps) == 2
+    assert len({plan.graph.regions.around(operation) for operation in exps}) == 1
+    torch.testing.assert_close(within(x, w).full_tensor(), step(x, w))
+
+
+def test_what_a_branch_reads_is_computed_again_before_it():
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        first = torch.exp(x)
+        wide = (first @ w).repeat(1, 4).sin().sum(1, keepdim=True)
+        return spmd.cond(wide.sum() > 0, lambda: first + wide, lambda: first.cos() * wide)
+
+    mesh = spmd.make_mesh({"data": 4}, runtime="virtual")
+    x, w = torch.randn(256, 64), torch.randn(64, 64) / 8
+    free = spmd.jit(step, (P("data"), P()), P("data"), mesh=mesh).plan(x, w)
+    within = spmd.jit(step, (P("data"), P()), P("data"), mesh=mesh, memory_limit=free.memory.peak - 1)
+    plan = within.plan(x, w)
+    exps = [operation for operation in plan.graph.operations if operation.op is torch.ops.aten.exp.default]
+    assert [None, None] == [plan.graph.regions.around(operation) for operation in exps]
+    torch.testing.assert_close(within(x, w).full_tensor(), step(x, w))

@@ -79,7 +79,7 @@ def fit(plan: PlanData) -> PlanData:
     if fits(plan):
         return plan
     plan = launched(plan, account(plan), None)
-    if fits(plan) or plan.graph.regions:  # nothing is moved into a loop or a branch, or out of it
+    if fits(plan):
         return plan
     found = _reordered(plan)
     if fits(found):
@@ -170,6 +170,7 @@ def _source(operation: Operation) -> Source | None:
 def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
     """Seconds that a second run of each operation would add: its collectives and its memory traffic."""
     machine, comms, zero = plan.request.machine, account(plan).comms, (0,) * len(plan.mesh.names)
+    trips = plan.graph.regions.trips
 
     def nbytes(value: Value) -> int:
         return math.prod(plan.layout(value).shape(zero)) * value.meta.dtype.itemsize
@@ -177,7 +178,7 @@ def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
     def seconds(operation: Operation) -> float:
         copies = machine.copy_seconds(sum(map(nbytes, operation.operands)), sum(map(nbytes, operation.tensors)))
         sent = sum(comm.seconds for comm in comms.get(operation, ()))
-        return _LAUNCH + sent + copies
+        return trips(operation) * (_LAUNCH + copies) + sent
 
     return {operation: seconds(operation) for operation in plan.graph.operations}
 

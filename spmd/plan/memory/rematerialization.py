@@ -52,31 +52,35 @@ class Rewritten:
 def candidates(graph: Graph, liveness: Liveness, peak: Operation) -> Iterator[Rematerialization]:
     """The operations that may be run a second time to lower the memory at the peak.
 
+    The second run stands in the same trip of a loop, or the same side of a branch, as the first.
+
     Args:
         graph: a planned program without list operators.
         liveness: its liveness.
         peak: the operation at the peak.
     """
-    position = {operation: index for index, operation in enumerate(graph.operations)}
+    position, regions = {operation: index for index, operation in enumerate(graph.operations)}, graph.regions
     at = position[peak]
-    uses: dict[Buffer, list[int]] = {}
+    uses: dict[Buffer, list[tuple[int, int]]] = {}
     for operation in graph.operations:
         for value in operation.operands:
-            uses.setdefault(liveness.buffers[value], []).append(position[operation])
+            ends = regions.needed_at(operation, value), regions.held_until(operation, value)
+            uses.setdefault(liveness.buffers[value], []).append((position[ends[0]], position[ends[1]]))
     always = {*liveness.inputs, *liveness.constants, *liveness.outputs}
     for operation in graph.operations[:at]:
         if not is_cheap(operation):
             continue
         buffer = liveness.buffers[operation.tensors[0]]
         used = uses.get(buffer, [])
-        late = [index for index in used if index > at]
-        if buffer in always or buffer.value is not operation.tensors[0] or not late or at in used:
+        late = [start for start, _ in used if start > at]
+        is_read = any(start <= at <= end for start, end in used)
+        if buffer in always or buffer.value is not operation.tensors[0] or not late or is_read:
             continue
         sources = {liveness.buffers[value] for value in operation.operands}
-        kept = [other for other in sources if other not in always and max(uses[other]) < at]
+        kept = [other for other in sources if other not in always and max(end for _, end in uses[other]) < at]
         freed = buffer.nbytes - sum(other.nbytes for other in kept)
         if freed > 0:
-            yield Rematerialization(operation, buffer, late[0], freed)
+            yield Rematerialization(operation, buffer, min(late), freed)
 
 
 def rewrite(graph: Graph, liveness: Liveness, peak: Operation, chosen: Sequence[Rematerialization]) -> Rewritten:
@@ -90,8 +94,7 @@ def rewrite(graph: Graph, liveness: Liveness, peak: Operation, chosen: Sequence[
         peak: the operation at the peak.
         chosen: candidates for this peak, none of which reads the buffer of another.
     """
-    position = {operation: index for index, operation in enumerate(graph.operations)}
-    at = position[peak]
+    at, regions = graph.operations.index(peak), graph.regions
     second: dict[Value, Value] = {}
     inserted: dict[int, list[Operation]] = {}
     origins: dict[Operation, Operation] = {}
@@ -102,7 +105,8 @@ def rewrite(graph: Graph, liveness: Liveness, peak: Operation, chosen: Sequence[
             if buffer.value not in operation.tensors:
                 views[buffer].append(operation)
     for item in chosen:
-        for operation in (item.operation, *views[item.buffer]):
+        own = regions.around(item.operation)
+        for operation in (item.operation, *(view for view in views[item.buffer] if regions.around(view) is own)):
             copy = _copy(operation, second)
             origins[copy] = operation
             inserted.setdefault(item.next_use, []).append(copy)

@@ -21,8 +21,11 @@ def by_results(graph: Graph) -> dict[Operation, Operation]:
     """The operations in their new order, as a mapping from each old operation to its new one.
 
     List operators (`_foreach_*`), which need all their elements at once, are split into one operation per element:
-    the new operations have no `group`. Operations with effects keep their order.
+    the new operations have no `group`. Operations with effects keep their order; so do all, if there are loops or
+    branches, which are none of one output.
     """
+    if graph.regions:
+        return {operation: attrs.evolve(operation, group=None) for operation in graph.operations}
     position = {operation: index for index, operation in enumerate(graph.operations)}
     needs = _needs(graph)
     ready = _readiness(graph, needs, position)
