@@ -13,7 +13,7 @@ from spmd.lowering.emit import emit
 from spmd.lowering.launches import with_records
 from spmd.lowering.passes import PASSES
 from spmd.lowering.passes.in_place import write_in_place
-from spmd.lowering.passes.results import copy_partial_views
+from spmd.lowering.passes.results import copy_partial_items, copy_partial_views
 from spmd.lowering.program import LocalProgram
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.fragments import Known
@@ -73,7 +73,8 @@ def rank_graph(
     graph = emit(plan, coordinate, known)
     for run in PASSES if passes is None else passes:
         graph = run(graph)
-    graph = copy_partial_views(graph, (plan.mesh, plan.mesh.rank(coordinate)), plan.request.donated)
+    place = (plan.mesh, plan.mesh.rank(coordinate))
+    graph = copy_partial_items(copy_partial_views(graph, place, plan.request.donated), place)
     return write_in_place(graph, plan.request.donated)
 
 

@@ -1,9 +1,9 @@
-"""The pass that copies results which are views of parts of larger tensors, so that these are freed."""
+"""The passes that copy what a program or a trip leaves if it is views of parts of larger tensors: these are freed."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 import torch
@@ -14,7 +14,7 @@ from spmd.core.own_storage import own_memory
 from spmd.ir.graph import Annotations, Graph, Operation, Value
 from spmd.ir.names import Namer
 from spmd.ir.operator_kinds import is_composite
-from spmd.ir.regions import BEGINS
+from spmd.ir.regions import BEGINS, STACK
 from spmd.lowering.passes.aliases import Aliases
 
 
@@ -26,7 +26,7 @@ def copy_partial_views(graph: Graph, place: tuple[Mesh, int], donated: Collectio
         place: the mesh and the number of the rank.
         donated: the positions of the donated inputs.
     """
-    if not _may_have_views(graph):
+    if not _may_have_views(graph, graph.outputs):
         return graph
     aliases = Aliases(graph, place)
     held_until = graph.regions.held_until
@@ -47,9 +47,50 @@ def copy_partial_views(graph: Graph, place: tuple[Mesh, int], donated: Collectio
     return attrs.evolve(graph, operations=operations, outputs=outputs, specs=specs)
 
 
+def copy_partial_items(graph: Graph, place: tuple[Mesh, int]) -> Graph:
+    """Copy items of stacks that would hold more memory than their own until the end of a loop.
+
+    Each copy stands after the last operation of the trip that reads that memory.
+
+    Args:
+        graph: a rank's program.
+        place: the mesh and the number of the rank.
+    """
+    stacks = [operation for operation in graph.operations if operation.op is STACK]
+    if not _may_have_views(graph, [stack.operands[0] for stack in stacks]):
+        return graph
+    aliases, regions, namer = Aliases(graph, place), graph.regions, Namer(graph.names)
+    items: dict[tuple[Operation, Value], dict[Value, Value]] = defaultdict(dict)
+    for stack in stacks:
+        y, loop = stack.operands[0], regions.path(stack)[0]
+        base = aliases.bases[y]
+        if base is not y and regions.home(base) is loop:
+            items[loop, base].setdefault(y, Value(namer.fresh(f"{y.name}_copy"), y.meta))
+    copies: dict[tuple[Operation, Value], Value] = {}
+    around: dict[Operation, list[Operation]] = defaultdict(list)
+    for (loop, base), made in items.items():
+        if sum(value.meta.nbytes for value in made) >= base.meta.nbytes:
+            continue
+        reads = [(o, v) for o in graph.operations if o.op is not STACK for v in o.operands if aliases.bases[v] is base]
+        last = max((regions.held_until(*read) for read in reads), key=graph.operations.index)
+        if regions.around(last) is not loop:
+            last = next(stack for stack in stacks if stack.operands[0] in made)
+        notes = Annotations(tuple_name=namer.fresh("copies") if len(made) > 1 else "", origin=last.annotations.origin)
+        copy = Operation(own_memory, tuple(made), {}, tuple(made.values()), last.source, annotations=notes)
+        around[last].append(copy)
+        copies |= {(loop, value): new for value, new in made.items()}
+    operations: list[Operation] = []
+    for operation in graph.operations:
+        copied = copies.get((regions.path(operation)[0], operation.operands[0])) if operation.op is STACK else None
+        left = operation if copied is None else operation.substitute({operation.operands[0]: copied})
+        operations += _placed(left, around[operation])
+    specs = {new: graph.specs[value] for (_, value), new in copies.items() if value in graph.specs}
+    return attrs.evolve(graph, operations=tuple(operations), specs={**graph.specs, **specs})
+
+
 def _placed(operation: Operation, copies: Sequence[Operation]) -> tuple[Operation, ...]:
-    """An operation with the copies of what it reads last: behind it, but around a region that it begins."""
-    return (*copies, operation) if operation.op in BEGINS else (operation, *copies)
+    """An operation with the copies of what it reads last: behind it, but around a region that it begins or leaves."""
+    return (*copies, operation) if operation.op in (*BEGINS, STACK) else (operation, *copies)
 
 
 def _partial_views(graph: Graph, aliases: Aliases, donated: Collection[int]) -> dict[Value, tuple[Value, ...]]:
@@ -69,10 +110,10 @@ def _partial_views(graph: Graph, aliases: Aliases, donated: Collection[int]) -> 
     }
 
 
-def _may_have_views(graph: Graph) -> bool:
-    """Test for a result that may be a view of a tensor with more bytes."""
+def _may_have_views(graph: Graph, values: Iterable[Value]) -> bool:
+    """Test for a value that may be a view of a tensor with more bytes."""
     makers = graph.producers
-    for value in graph.outputs:
+    for value in values:
         nbytes = value.meta.nbytes
         while (maker := makers.get(value)) is not None and maker.operands and _may_return_view(maker):
             value = maker.operands[0]
