@@ -130,7 +130,8 @@ class Recorder(FakeTensorMode):
                 return self._leaked[tensor]
             raise TraceError(
                 f"A tensor {TensorMeta.of(tensor)} of another trace was used at {where(self._source())}. Do not keep "
-                "tensors of a traced function in globals or attributes: return them."
+                "tensors of a traced function, or of a body of a loop or a branch, in globals, attributes or lists: "
+                "return them."
             )
         return self._constant(tensor)
 
@@ -190,7 +191,8 @@ class Recorder(FakeTensorMode):
         label = f"argument {self._labels[value]}" if value in self._labels else "closed-over tensor"
         return TraceError(
             f"In-place write to {label} {value.meta} at {where(source)}. Arguments and tensors from outside are never "
-            f"mutated: compute a new tensor and return it; state goes in and comes out.{_copy_of_state(source)}"
+            "mutated: compute a new tensor, or write to a copy (x = x.clone()), and return it; state goes in and comes "
+            f"out.{_copy_of_state(source)}"
         )
 
     def __torch_dispatch__(  # type: ignore[override]
@@ -494,8 +496,8 @@ def _data_dependent(func: OpOverload, error: Exception, source: Source | None) -
     return TraceError(
         f"The value of a tensor is needed as a Python number at {where(source)} ({asked}.item(), float(), bool() or "
         "`if` on a tensor), and a traced function has no values. Keep it a tensor (spmd.cond or torch.where instead of "
-        "`if`, spmd.while_loop for `while`, spmd.fori_loop for range(), num_classes= for one_hot), or pass the number "
-        "with static_argnums."
+        "`if`, spmd.while_loop for `while`, spmd.fori_loop for range(), a mask torch.arange(n) < i for x[:i], "
+        "num_classes= for one_hot), or pass the number with static_argnums."
     )
 
 

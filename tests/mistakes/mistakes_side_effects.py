@@ -13,7 +13,7 @@ MISTAKES: list[Mistake] = []
 mistake = collector(MISTAKES)
 
 
-@mistake("A write to an argument", "compute a new tensor and return it")
+@mistake("A write to an argument", "write to a copy")
 def writes_argument() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         x += 1  # here
