@@ -143,6 +143,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/virtual_ranks.py
 	$(BIN)/python benchmarks/rank_overhead.py
+	$(BIN)/python benchmarks/loops.py
 
 # The processor time of this version beside that of a commit or folder, in turns: ARGS='call_overhead eager_overhead:mm'.
 OLD ?= HEAD
