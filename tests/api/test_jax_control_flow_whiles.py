@@ -339,7 +339,7 @@ def in_a_scan(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("f", [by_condition, in_a_branch, in_a_scan])
 def test_reverse_mode_of_a_length_that_is_data(f: Any) -> None:
     one = torch.tensor(1.0)
-    with pytest.raises(spmd.TraceError, match="while_loop"):
+    with pytest.raises(spmd.TraceError, match=r"while_loop at .* reverse mode.*or torch.no_grad\(\) around the call"):
         program(grad(f), one)
     expected = jvp(f, (one,), (one,))  # on plain tensors Python runs the loop, in either mode
     assert_same(grad(f)(one), expected[1])

@@ -93,7 +93,8 @@ def differentiated(construct: Construct, apply: Apply, needed: Sequence[bool]) -
         return _branch(construct, apply, needed)
     raise TraceError(
         f"while_loop at {where(user_source())} is differentiated in reverse mode, which has to keep values of every "
-        "trip, and their number is data. Use spmd.fori_loop with integers, spmd.scan, or forward mode: torch.func.jvp."
+        "trip, and their number is data. Use spmd.fori_loop with integers, spmd.scan, or forward mode: torch.func.jvp; "
+        "or torch.no_grad() around the call, where no gradient is needed."
     )
 
 
