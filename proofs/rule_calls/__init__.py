@@ -15,6 +15,7 @@ from proofs.rule_calls.draws import Calls
 from proofs.rule_calls.embedding import EMBEDDING
 from proofs.rule_calls.factories import FACTORIES
 from proofs.rule_calls.indexing import INDEXING
+from proofs.rule_calls.keyed_draws import KEYED_DRAWS
 from proofs.rule_calls.linalg import LINALG
 from proofs.rule_calls.loss import LOSS
 from proofs.rule_calls.matmul import MATMUL
@@ -34,6 +35,7 @@ CALLS: Mapping[torch._ops.OpOverload, Calls] = {
     **MATMUL,
     **SHAPE,
     **FACTORIES,
+    **KEYED_DRAWS,
     **REDUCTION,
     **NORMALIZATION,
     **ATTENTION,

@@ -24,6 +24,7 @@ from spmd.rules.ops.factories import FACTORIES
 from spmd.rules.ops.fourier import FOURIER
 from spmd.rules.ops.grouped import GROUPED
 from spmd.rules.ops.indexing import INDEXING
+from spmd.rules.ops.keyed_draws import KEYED_DRAWS
 from spmd.rules.ops.layers import LAYERS
 from spmd.rules.ops.linalg import LINALG
 from spmd.rules.ops.loss import LAZILY_DEFINED, LOSS
@@ -44,9 +45,9 @@ from spmd.rules.strategy import Strategy, derive_strategies
 from spmd.rules.without_results import without_results
 
 _FAMILIES = (
-    POINTWISE, MATMUL, GROUPED, VIEWS, MOVES, INDEXING, FACTORIES, RANDOM, REDUCTION, EXTREMES, SCAN, COUNTING, SOFTMAX,
-    NORMALIZATION, ATTENTION, EMBEDDING, LOSS, CTC, LINALG, FOURIER, CONVOLUTION, POOLING, LAYERS, MANUAL,
-    OPTIMIZERS, REGIONS,
+    POINTWISE, MATMUL, GROUPED, VIEWS, MOVES, INDEXING, FACTORIES, RANDOM, KEYED_DRAWS, REDUCTION, EXTREMES, SCAN,
+    COUNTING, SOFTMAX, NORMALIZATION, ATTENTION, EMBEDDING, LOSS, CTC, LINALG, FOURIER, CONVOLUTION, POOLING, LAYERS,
+    MANUAL, OPTIMIZERS, REGIONS,
 )  # fmt: skip
 
 RULES: Table = MappingProxyType({op: rule for family in _FAMILIES for op, rule in family.items()})

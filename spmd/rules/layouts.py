@@ -101,7 +101,7 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
     return [_map(function, item) for item in tree] if isinstance(tree, (tuple, list)) else function(tree)
 
 
-_KNOWN = frozenset({"aten", "prims", "torch_nn", "spmd"})
+_KNOWN = frozenset({"aten", "prims", "torch_nn", "spmd", "spmd_random"})
 
 
 def _table(contiguous: Mapping[str, str], rows: Mapping[str, str]) -> Mapping[str, Mapping[str, Need]]:

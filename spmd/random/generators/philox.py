@@ -1,0 +1,80 @@
+"""Philox4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+
+A key is two 64-bit numbers, a seed and the first counter, as in `torch.func._random`: `key.view(torch.uint64)` is a key
+of torch's, whose kernels assign words to elements as it is done here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def blocks(key: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four 32-bit words of each counter; of the second and the fourth only the low 32 bits count.
+
+    Args:
+        key: i64[..., 2].
+        counters: i64, broadcasts with the first dims of `key`. It is overwritten.
+
+    >>> words = blocks(torch.tensor([0, 0]), torch.tensor([0]))
+    >>> [hex(int(word) & WORD) for word in words]
+    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    rounds = torch.arange(_ROUNDS, device=key.device)
+    halves = key[..., :1] & WORD, (key[..., :1] >> 32) & WORD
+    schedules = [(half + rounds * step & WORD).unbind(-1) for half, step in zip(halves, _INCREMENTS, strict=True)]
+    counters += key[..., 1]
+    a, b = counters & WORD, counters.bitwise_right_shift_(32).bitwise_and_(WORD)
+    c, d, spare = torch.zeros_like(a), torch.zeros_like(a), torch.empty_like(a)
+    for first, second in zip(*schedules, strict=True):
+        # A product of 32-bit words wraps to its low 64 bits. Words are masked where they are multiplied next.
+        torch.mul(a, _MULTIPLIERS[0], out=spare)
+        torch.mul(c, _MULTIPLIERS[1], out=a)
+        torch.bitwise_right_shift(spare, 32, out=c).bitwise_xor_(d).bitwise_xor_(second).bitwise_and_(WORD)
+        torch.bitwise_right_shift(a, 32, out=d).bitwise_xor_(b).bitwise_xor_(first).bitwise_and_(WORD)
+        a, b, d, spare = d, a, spare, b
+    return a, b, c, d
+
+
+def patterns(key: Tensor, counters: Tensor, width: int) -> Tensor:
+    """Integers of `width` bits, `per_counter(width)` of each counter in a new last dim.
+
+    Of 64 bits, the earlier word is the high half, as in torch's kernels; of fewer than 32 it is cut from its low end.
+    """
+    words = blocks(key, counters)
+    if width == 64:
+        return torch.stack([words[0] << 32 | words[1] & WORD, words[2] << 32 | words[3] & WORD], dim=-1)
+    found = torch.empty(*words[0].shape, 4, dtype=torch.int32, device=key.device)
+    for number, word in enumerate(words):
+        found[..., number].copy_(word)
+    return found.view(_DTYPES[width])
+
+
+_DTYPES = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+
+
+def per_counter(width: int) -> int:
+    """How many integers of `width` bits a counter is worth."""
+    return 128 // width
+
+
+def derived(key: Tensor, data: Tensor) -> Tensor:
+    """The keys that numbers `data` make of keys, as torch's `_philox_key_fold_in` does."""
+    words = blocks(key, data.clone())
+    return torch.stack([low & WORD | high << 32 for low, high in (words[:2], words[2:])], dim=-1)
+
+
+def seeded(seed: Tensor) -> Tensor:
+    """The key of a seed, of which all 64 bits count."""
+    return torch.stack([seed, torch.zeros_like(seed)], dim=-1)
+
+
+def mantissa_width(dtype: torch.dtype) -> int:
+    """The bits that an element of a floating dtype is drawn from."""
+    return 64 if dtype == torch.float64 else 32
