@@ -60,7 +60,7 @@ from spmd.tracing.constrain import constrain, reshard
 from spmd.tracing.disable_jit import disable_jit
 
 if TYPE_CHECKING:
-    from spmd import checkpoint, debug, rules
+    from spmd import checkpoint, debug, random, rules
     from spmd.api.model_specs.tensor_parallel import tensor_parallel_specs
     from spmd.api.values.interop import from_torch_dtensor, to_torch_dtensor
     from spmd.checkpoint.safetensors_loading import load_safetensors
@@ -128,6 +128,7 @@ __all__ = [
     "rand_like",
     "randn",
     "randn_like",
+    "random",
     "reshard",
     "rules",
     "save_safetensors",
@@ -146,7 +147,7 @@ __all__ = [
 ]
 
 
-_SUBMODULES = ("checkpoint", "debug", "inspect", "plan", "rules")
+_SUBMODULES = ("checkpoint", "debug", "inspect", "plan", "random", "rules")
 _HOMES = {
     "Machine": "spmd.plan.machine.machine",
     "from_torch_dtensor": "spmd.api.values.interop",

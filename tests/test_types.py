@@ -17,7 +17,7 @@ import spmd
 
 ROOT = Path(__file__).parents[1]
 FILE = Path(typed_user.__file__)
-MODULES = (spmd.checkpoint, spmd.collectives, spmd.debug, spmd.optim, spmd.rules)
+MODULES = (spmd.checkpoint, spmd.collectives, spmd.debug, spmd.optim, spmd.random, spmd.rules)
 CONFIG = """
 [mypy]
 strict = True
@@ -73,6 +73,7 @@ def test_the_file_runs(tmp_path, capsys):
     assert typed_user.loops(x).shape == x.shape
     typed_user.layouts(torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)), params)
     typed_user.from_host(torch.ones(4))
+    assert typed_user.draws(0, torch.ones(4, 6)).shape == (4, 6)
     torch.testing.assert_close(typed_user.optimizers(params, params)["b"], torch.full((6,), 1 - 1e-3))
     torch.testing.assert_close(typed_user.checkpoints(tmp_path / "saved", params), params)
     typed_user.plans(params, x, tmp_path / "plan.json")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 import spmd
-from spmd import P, checkpoint, debug, optim, rules
+from spmd import P, checkpoint, debug, optim, random, rules
 from spmd.api.jit import Jitted
 from spmd.collectives import (
     all_gather,
@@ -320,6 +320,24 @@ def loops(x: Tensor) -> Tensor:
 
 def added(x: Tensor, y: Tensor) -> Tensor:
     return x + y
+
+
+# Random numbers by keys.
+
+
+def draws(seed: int, x: Tensor) -> Tensor:
+    key: random.Key = random.key(seed, impl="threefry2x32")
+    keys = random.split(random.wrap_key_data(random.key_data(key)), 3)
+    assert_type(keys, random.Key)
+    assert_type([random.fold_in(key, 1) for key in keys], list[random.Key])
+    with random.check_keys():
+        assert_type(random.bits(keys[0], (2,), torch.uint8), Tensor)
+    floats = random.uniform(key, (2,), minval=x[0, 0]) + random.normal(key, (2,), torch.float64)
+    floats = floats + random.gumbel(key, (2,)) + random.exponential(key) + random.truncated_normal(key, -1.0, 1.0)
+    items = random.choice(key, x, (2,)), random.permutation(key, 5), random.categorical(key, x)
+    assert_type(items, tuple[Tensor, Tensor, Tensor])
+    print(random.bernoulli(key, 0.5, (2,)), random.randint(key, (2,), 0, 9), floats)
+    return spmd.jit(random.dropout, mesh=mesh)(key, x, 0.1)
 
 
 # Plans and rules.

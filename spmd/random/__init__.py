@@ -1,1 +1,29 @@
-"""Random numbers by explicit keys: the same on every mesh, each rank its shard."""
+"""Random numbers by explicit keys, with the names of `jax.random`: the same on every mesh, each rank its shard."""
+
+from spmd.random.choices import categorical, choice, permutation, randint
+from spmd.random.dropping import dropout
+from spmd.random.keys import Key, fold_in, key, key_data, split, wrap_key_data
+from spmd.random.samples import bernoulli, bits, exponential, gumbel, normal, truncated_normal, uniform
+from spmd.random.uses import check_keys
+
+__all__ = [
+    "Key",
+    "bernoulli",
+    "bits",
+    "categorical",
+    "check_keys",
+    "choice",
+    "dropout",
+    "exponential",
+    "fold_in",
+    "gumbel",
+    "key",
+    "key_data",
+    "normal",
+    "permutation",
+    "randint",
+    "split",
+    "truncated_normal",
+    "uniform",
+    "wrap_key_data",
+]
