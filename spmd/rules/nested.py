@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
 import attrs
 
+from spmd.collectives.blocks import sharded_in_blocks
 from spmd.ir.call import Call
 from spmd.rules.rule import Axes, Body
 
@@ -27,14 +29,22 @@ class Along:
     Args:
         dim: the dim of operands and results that is sharded.
         run: the implementation.
+        block: the size of the blocks in which the dim is sharded, for an implementation that knows the dim by
+            `shard_offset` only; None for one that needs it sharded between any elements where results are.
     """
 
     dim: int
     run: Callable[..., Any]
+    block: int | None = None
 
     def __call__(self, axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
         """Run around the operator."""
-        return self.run(axes, call, call.op, self.dim, *args, **kwargs)
+        return self.around(call.op, axes, call, *args, **kwargs)
+
+    def around(self, inner: Inner, axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Run around the operator, or around the implementation along a later dim."""
+        with contextlib.nullcontext() if self.block is None else sharded_in_blocks(self.block):
+            return self.run(axes, call, inner, self.dim, *args, **kwargs)
 
 
 @attrs.frozen
@@ -49,9 +59,9 @@ class Nested:
 
     def __call__(self, axes: Axes, call: Call, *args: Any, **kwargs: Any) -> Any:
         """Run all levels around the operator."""
-        run: Callable[..., Any] = call.op
+        run: Inner = call.op
         for body, spanned in reversed(self.levels):
-            run = partial(body.run, spanned, call, run, body.dim)
+            run = partial(body.around, run, spanned, call)
         return run(*args, **kwargs)
 
 

@@ -19,6 +19,7 @@ from spmd.collectives.blocks import sharded_in_blocks
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.errors import RuleError
 from spmd.ir.call import Call
+from spmd.rules.nested import Along
 from spmd.rules.rule import Axes, Body, FactorDims, Factors, Row
 
 Atoms: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -177,7 +178,7 @@ def _logical_row(row: Row, shapes: Sequence[LogicalShape]) -> Strategy | None:
     """A `Row` as a strategy over logical dims.
 
     A dim of several atoms is sharded in its outermost one, which makes chunks of whole blocks: None if the row has no
-    local implementation, or a result is sharded, too, whose chunks would differ.
+    local implementation, or a result is sharded, too, whose chunks would differ from those that it expects.
     """
     placements: list[Placement] = []
     blocks: set[int] = set()
@@ -188,8 +189,13 @@ def _logical_row(row: Row, shapes: Sequence[LogicalShape]) -> Strategy | None:
         placements.append(placement)
     count, body = len(row.operands), row.body
     if blocks and blocks != {1}:
-        if body is None or len(blocks) > 1 or any(isinstance(placement, Shard) for placement in row.results):
+        if body is None or len(blocks) > 1:
             return None
-        body = _InBlocks(body, blocks.pop())
+        if isinstance(body, Along) and body.block is not None:
+            body = attrs.evolve(body, block=blocks.pop())
+        elif any(isinstance(placement, Shard) for placement in row.results):
+            return None
+        else:
+            body = _InBlocks(body, blocks.pop())
     label = "partial" if body is None else LOCAL_BODY
     return Strategy(tuple(placements[:count]), tuple(placements[count:]), body, label)

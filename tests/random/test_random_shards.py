@@ -196,6 +196,22 @@ def test_a_rank_holds_its_shard_only():
     assert peaks[0] / 64 <= peaks[2] <= 1.01 * peaks[0] / 64
 
 
+@pytest.mark.parametrize("size", [8, 7])
+@pytest.mark.parametrize(
+    ("spec", "is_drawn_sharded"),
+    [(P("x"), True), (P("x", None, "y"), True), (P(("y", "x")), True), (P("x", "y"), False), (P(None, "y"), False)],
+    ids=str,
+)
+def test_a_draw_whose_dim_is_split_afterwards(spec, is_drawn_sharded, size):
+    def drop(key, x):
+        return random.dropout(key, x.view(-1, 8)).view(x.shape)
+
+    x = torch.ones(size, 3, 8)
+    jitted = spmd.jit(drop, (P(), spec), spec, mesh=mesh_of("2x4"))
+    assert torch.equal(drop(KEY, x), jitted(KEY, x).full_tensor())
+    assert is_drawn_sharded is (" shard(" not in jitted.lower(KEY, x).as_text())
+
+
 @pytest.mark.parametrize("name", ["permutation", "choice", "categorical", "randint", "bernoulli", "truncated_normal"])
 def test_functions_of_draws(name):
     arguments = {

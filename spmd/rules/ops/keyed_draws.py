@@ -51,7 +51,7 @@ def _shard(
 def _boxes(call: Call) -> Iterator[Row]:
     """A result that is sharded in a dim that the keys do not have."""
     for dim in range(_first(call), call.results[0].ndim):
-        yield Row((Replicate(),), (Shard(dim),), Along(dim, _shard))
+        yield Row((Replicate(),), (Shard(dim),), Along(dim, _shard, block=1))
 
 
 def _keys(call: Call) -> Factors:
