@@ -18,7 +18,7 @@ from torch import Tensor
 from spmd.random.generators.distributions import computed_in, samples
 from spmd.random.generators.implementations import GENERATORS
 
-_BLOCK, _DEVICE_BLOCK = 2**14, 2**22
+_BLOCK, _DEVICE_BLOCK = 2**15, 2**22
 """The counters that are computed at once on a processor, whose second cache holds them, and on other devices."""
 
 _LIBRARY = torch.library.Library("spmd_random", "FRAGMENT")

@@ -31,8 +31,12 @@ def blocks(key: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     schedules = [(half + rounds * step & WORD).unbind(-1) for half, step in zip(halves, _INCREMENTS, strict=True)]
     counters += key[..., 1]
     a, b = counters & WORD, counters.bitwise_right_shift_(32).bitwise_and_(WORD)
-    c, d, spare = torch.zeros_like(a), torch.zeros_like(a), torch.empty_like(a)
-    for first, second in zip(*schedules, strict=True):
+    (first, second), *later = zip(*schedules, strict=True)
+    # The last two words of a counter are zero, so one product of the first round is.
+    d = a * _MULTIPLIERS[0]
+    c = (d >> 32).bitwise_and_(WORD).bitwise_xor_(second)
+    a, b, spare = b.bitwise_xor_(first), torch.zeros_like(a), torch.empty_like(a)
+    for first, second in later:
         # A product of 32-bit words wraps to its low 64 bits. Words are masked where they are multiplied next.
         torch.mul(a, _MULTIPLIERS[0], out=spare)
         torch.mul(c, _MULTIPLIERS[1], out=a)
