@@ -11,7 +11,7 @@ from torch import Tensor
 from spmd.errors import SpmdError
 from spmd.job.user_code import user_line
 from spmd.random.generators.draw import DRAW
-from spmd.random.keys import Key, shape_of, split, used
+from spmd.random.keys import Key, broadcasts, shape_of, split, used
 from spmd.random.samples import Shape, gumbel, uniform
 
 _WORD = 0xFFFFFFFF
@@ -180,12 +180,8 @@ def categorical(key: Key, logits: Tensor, axis: int = -1, shape: Shape | None = 
 def _end(end: int | Tensor, sizes: tuple[int, ...], name: str) -> int | Tensor:
     if isinstance(end, int):
         return end
-    fits = isinstance(end, Tensor) and not (end.dtype.is_floating_point or end.dtype.is_complex)
-    try:
-        fits = fits and torch.broadcast_shapes(end.shape, sizes) == sizes
-    except RuntimeError:
-        fits = False
-    if not fits:
+    is_integer = isinstance(end, Tensor) and not (end.dtype.is_floating_point or end.dtype.is_complex)
+    if not is_integer or not broadcasts(end, sizes):
         got = f"{end.dtype} {tuple(end.shape)}" if isinstance(end, Tensor) else f"{end!r:.60}"
         raise SpmdError(
             f"{name} of spmd.random.randint at {user_line()} must be an integer, or integers that broadcast to {sizes} "

@@ -296,6 +296,12 @@ def shape_of(shape: Any, name: str, argument: str = "shape") -> tuple[int, ...]:
     return sizes
 
 
+def broadcasts(tensor: Tensor, sizes: tuple[int, ...]) -> bool:
+    """Test whether a tensor broadcasts to a shape."""
+    pairs = zip(reversed(tensor.shape), reversed(sizes), strict=False)
+    return tensor.ndim <= len(sizes) and all(own in (1, size) for own, size in pairs)
+
+
 def _check_impl(impl: str) -> None:
     if impl not in GENERATORS:
         raise SpmdError(f"impl at {user_line()} must be one of {', '.join(map(repr, GENERATORS))} (got {impl!r:.60}).")

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmd.errors import SpmdError
 from spmd.job.user_code import user_line
 from spmd.random.generators.draw import DRAW
-from spmd.random.keys import Key, shape_of, used
+from spmd.random.keys import Key, broadcasts, shape_of, used
 
 Shape: TypeAlias = int | tuple[int, ...] | list[int]
 """The shape of a result; an integer is that of one dim."""
@@ -130,7 +130,8 @@ def truncated_normal(
     >>> truncated_normal(spmd.random.key(0), -1.0, 1.0, (3,))
     tensor([-0.1736,  0.7056,  0.4150])
     """
-    given = torch.broadcast_shapes(*(end.shape for end in (lower, upper) if isinstance(end, Tensor)))
+    tensors = [end for end in (lower, upper) if isinstance(end, Tensor)]
+    given = tuple(torch.broadcast_tensors(*tensors)[0].shape) if tensors else ()
     fractions = _standard("uniform", key, given if shape is None else shape, dtype, by="truncated_normal")
     low, high = (
         _parameter(end, fractions, "truncated_normal", name) for end, name in ((lower, "lower"), (upper, "upper"))
@@ -179,11 +180,7 @@ def _standard(kind: str, key: Key, shape: Shape, dtype: torch.dtype | None, by: 
 def _parameter(value: float | Tensor, drawn: Tensor, name: str, argument: str) -> Tensor:
     """An argument in the dtype of what is drawn; SpmdError if it does not broadcast to its shape."""
     found = torch.as_tensor(value, dtype=drawn.dtype, device=drawn.device)
-    try:
-        fits = torch.broadcast_shapes(found.shape, drawn.shape) == drawn.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not broadcasts(found, drawn.shape):
         raise SpmdError(
             f"{argument} {tuple(found.shape)} of spmd.random.{name} at {user_line()} does not broadcast to the shape "
             f"{tuple(drawn.shape)} of the result."

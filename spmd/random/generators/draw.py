@@ -137,8 +137,11 @@ def _ranges(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _derive_key(key: Tensor, data: Tensor, impl: str) -> Tensor:
-    shape = torch.broadcast_shapes(key.shape[:-1], data.shape)
-    return GENERATORS[impl].derived(key, data.expand(shape))
+    return GENERATORS[impl].derived(key, torch.broadcast_tensors(key[..., 0], data)[1])
+
+
+def _fake_derived_key(key: Tensor, data: Tensor, impl: str) -> Tensor:
+    return key.new_empty((*torch.broadcast_tensors(key[..., 0], data)[0].shape, 2))
 
 
 def _batched_draw(info: Any, in_dims: Any, key: Tensor, size: Sequence[int], *args: Any) -> tuple[Tensor, int]:
@@ -179,7 +182,7 @@ Args:
 DERIVE_KEY = _define(
     "derive_key(Tensor key, Tensor data, str impl) -> Tensor",
     _derive_key,
-    lambda key, data, impl: key.new_empty((*torch.broadcast_shapes(key.shape[:-1], data.shape), 2)),
+    _fake_derived_key,
     _batched_derive_key,
 )
 """The keys that numbers i64[keys...] make of keys i64[keys..., 2]; lengths of 1 broadcast."""
