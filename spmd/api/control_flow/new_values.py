@@ -34,8 +34,6 @@ def _memory(tensor: Tensor) -> set[int]:
         return {id(base), id(base._family or base)}
     found = {id(held)}
     if type(held) in _PLAIN and not torch._is_functional_tensor(held):
-        with contextlib.suppress(
-            NotImplementedError
-        ):  # by sparse tensors, and wrappers of transforms of another thread
+        with contextlib.suppress(NotImplementedError):  # by sparse tensors, and transforms of another thread
             found.add(held.untyped_storage()._cdata)
     return found
