@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
 
+from spmd.api.control_flow.predicates import is_batched
 from spmd.api.eager.families import view_of
 from spmd.api.values.dtensor import DTensor
 from spmd.tracing.active_transforms import unwrapped
@@ -16,12 +18,18 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def new_values(results: Sequence[Tensor], operands: Iterable[object]) -> list[Tensor]:
-    """The results, of which those are copies that are in the memory of an operand, or of another result."""
+    """The results, of which those are copies that are in the memory of an operand, or of another result.
+
+    Under vmap, what has no batch stays what it is: a branch has no batch where both sides return the same tensor.
+    """
+    around = peek_interpreter_stack()
+    is_mapped = around is not None and around.key() == TransformType.Vmap
     used = {memory for operand in operands if isinstance(operand, Tensor) for memory in _memory(operand)}
     found = []
     for result in results:
         memory = _memory(result)
-        found.append(result if used.isdisjoint(memory) else result.clone())
+        stays = used.isdisjoint(memory) or (is_mapped and not is_batched(result))
+        found.append(result if stays else result.clone())
         used |= memory
     return found
 
