@@ -64,8 +64,8 @@ class Comm:
         """The most bytes that any rank sends in one run."""
         return self.bytes / self.times
 
-    def repeated(self, times: int) -> Comm:
-        """The same collective in a loop that runs so many times."""
-        if times == 1:
+    def repeated(self, times: int, average: float) -> Comm:
+        """The same collective in loops and branches where it runs so many times at most, and on average."""
+        if times == average == 1:
             return self
-        return attrs.evolve(self, bytes=times * self.bytes, seconds=times * self.seconds, times=times * self.times)
+        return attrs.evolve(self, bytes=times * self.bytes, seconds=average * self.seconds, times=times * self.times)

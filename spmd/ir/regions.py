@@ -8,7 +8,7 @@ the predicate says. A pass that looks at operators one by one sees those of a bo
 * `carry(init, turn)` is what the trip before left: of the first one `init`. `next_(new, carry)` says what it is in the
   next trip; its result is that of the last one, after the loop.
 * `item(xs, turn)` is `xs[turn]`; the result of `stack(y, turn, trips)` has the `y` of all trips, after the loop.
-* `branch(predicate)` and `otherwise(case)` begin the two sides, which `give(x, side)` their results;
+* `branch(predicate, probability)` and `otherwise(case)` begin the two sides, which `give(x, side)` their results;
   `merge(x, y)`, after the end, is that of the side which ran.
 
 The results of `next_`, `stack` and `give` belong to what is around the region; all others of a region are read inside.
@@ -17,7 +17,7 @@ The results of `next_`, `stack` and `give` belong to what is around the region; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -57,7 +57,7 @@ ITEM = _define("item(Tensor(a) xs, Tensor turn) -> Tensor(a)", _first)
 STACK = _define(
     "stack_(Tensor y, Tensor turn, int trips) -> Tensor", lambda y, turn, trips: y.new_empty((trips, *y.shape))
 )
-BRANCH = _define("branch(Tensor predicate) -> Tensor", _number)
+BRANCH = _define("branch(Tensor predicate, float? probability=None) -> Tensor", _number)
 OTHERWISE = _define("otherwise(Tensor case) -> Tensor", _number)
 GIVE = _define("give(Tensor(a) x, Tensor side) -> Tensor(a)", _same)
 MERGE = _define("merge(Tensor x, Tensor y) -> Tensor", lambda x, y: torch.ops.aten.clone.default(x))
@@ -200,8 +200,36 @@ class Regions(Generic[Op, V]):
         return found
 
     def trips(self, operation: Op) -> int:
-        """How often an operation runs; a loop whose length is data counts once."""
+        """How often an operation runs at most; a loop whose length is data counts once."""
         return math.prod(opens.args[0] for opens in self.path(operation) if opens.op is LOOP)
+
+    def runs(self, operation: Op) -> float:
+        """How often an operation runs on average; both sides of a branch count whose probability is not known."""
+        return math.prod(map(self._runs_inside, self.path(operation)))
+
+    def _runs_inside(self, opens: Op) -> float:
+        """How often what stands in a region runs on average, each time that its loop or branch does."""
+        if opens.op is LOOP:
+            return float(opens.args[0])
+        begin = self._begin[opens]
+        probability = begin.args[1] if begin.op is BRANCH else None
+        return 1.0 if probability is None else probability if opens is begin else 1.0 - probability
+
+    def most(self, amounts: Mapping[Op, float]) -> float:
+        """The sum of amounts of operations; of a branch, that of the side with more."""
+        sums, begins, first = [0.0], list[Op](), list[float]()
+        for operation in self._operations:
+            if operation.op in BEGINS:
+                begins.append(operation)
+                sums.append(0.0)
+            elif operation.op is OTHERWISE:
+                first.append(sums.pop())
+                sums.append(0.0)
+            elif operation.op is END:
+                inside = sums.pop()
+                sums[-1] += max(inside, first.pop()) if begins.pop().op is BRANCH else inside
+            sums[-1] += amounts.get(operation, 0.0)
+        return sums[0]
 
     def needed_at(self, operation: Op, value: V) -> Op:
         """The operation before which a value is made that another one reads: the beginning of a region around that."""
@@ -216,10 +244,10 @@ class Regions(Generic[Op, V]):
         """As `reads_at`; what leaves a region is held until its end, too."""
         return self.leaves(operation) if operation.op in LEAVES else self.reads_at(operation, value)
 
-    def trips_of(self, value: V) -> int:
-        """How often a value is made."""
+    def runs_of(self, value: V) -> float:
+        """How often a value is made on average."""
         home = self.home(value)
-        return 1 if home is None else self.trips(home) * (home.args[0] if home.op is LOOP else 1)
+        return 1.0 if home is None else self.runs(home) * self._runs_inside(home)
 
     def leaves(self, operation: Op) -> Op:
         """The end of the region that a result leaves."""

@@ -11,7 +11,7 @@ import attrs
 from spmd.collectives.primitives import KINDS
 from spmd.core.quantity import parse_bytes
 from spmd.errors import PlanError
-from spmd.ir.comm import Comm
+from spmd.plan.cost.account import account
 from spmd.plan.data.plan import PlanData
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ class Limit:
     count: float = math.inf
     bytes: float = math.inf
 
-    def excess(self, comms: tuple[Comm, ...]) -> float:
-        """How many collectives, or bytes, are over the limit, whichever is more; 0 if none."""
-        return max(0.0, len(comms) - self.count, sum(comm.bytes for comm in comms) - self.bytes)
+    def excess(self, plan: PlanData, kind: str) -> float:
+        """How many collectives of a kind, or bytes, are over the limit, whichever is more; 0 if none."""
+        count, sent = _most(plan, kind)
+        return max(0.0, count - self.count, sent - self.bytes)
 
 
 @attrs.frozen
@@ -46,7 +47,7 @@ class Budget:
 
     def excess(self, plan: PlanData) -> float:
         """How far a plan is over the limits, in collectives or bytes; 0 if it is within them."""
-        return sum(limit.excess(_of_kind(plan, kind)) for kind, limit in self.limits.items())
+        return sum(limit.excess(plan, kind) for kind, limit in self.limits.items())
 
     def check(self, plan: PlanData, name: str) -> None:
         """Check that a plan is within the budget.
@@ -59,7 +60,7 @@ class Budget:
             PlanError: it does not; the message lists the offending collectives with their lines, the cheapest pin that
                 avoids each (of a large program, each of the largest), and what all these pins cost together.
         """
-        over = {kind: limit for kind, limit in self.limits.items() if limit.excess(_of_kind(plan, kind))}
+        over = {kind: limit for kind, limit in self.limits.items() if limit.excess(plan, kind)}
         offending = [comm for comm in plan.comms if comm.kind in over]
         fallbacks = () if self.fallbacks else plan.fallbacks
         if not offending and not fallbacks:
@@ -125,14 +126,21 @@ def _limit(kind: str, amount: Any) -> Limit:
     )
 
 
-def _of_kind(plan: PlanData, kind: str) -> tuple[Comm, ...]:
-    return tuple(comm for comm in plan.comms if comm.kind == kind)
+def _most(plan: PlanData, kind: str) -> tuple[int, float]:
+    """How many collectives of a kind a step has at most, and their bytes: of a branch, those of the larger side."""
+    if not plan.graph.regions:
+        found = [comm.bytes for comm in plan.comms if comm.kind == kind]
+        return len(found), sum(found)
+    sent = {o: [comm for comm in comms if comm.kind == kind] for o, comms in account(plan).comms.items()}
+    counts = {operation: float(sum(comm.times for comm in comms)) for operation, comms in sent.items()}
+    sizes = {operation: sum(comm.bytes for comm in comms) for operation, comms in sent.items()}
+    return int(plan.graph.regions.most(counts)), plan.graph.regions.most(sizes)
 
 
 def _total(plan: PlanData, kind: str, limit: Limit) -> str:
-    comms = _of_kind(plan, kind)
+    count, sent = _most(plan, kind)
     allowed = f"{limit.bytes:,.0f} bytes" if limit.count == math.inf else f"{limit.count:,.0f}"
-    return f"  {kind}: {len(comms)} with {sum(comm.bytes for comm in comms):,.0f} bytes, allowed {allowed}:"
+    return f"  {kind}: {count} with {sent:,.0f} bytes, allowed {allowed}:"
 
 
 def _remedy(suggestion: Suggestion | None) -> str:

@@ -20,6 +20,7 @@ from spmd.inspect.questions.replay import states_of
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Operation, Value, map_leaves
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
+from spmd.ir.regions import CARRY, LEAVES, MERGE
 from spmd.plan.cost.account import account
 from spmd.plan.data.draft import logical_meta, spec_of
 from spmd.plan.data.plan import PlanData
@@ -172,9 +173,15 @@ def _trials(plan: PlanData, explainer: Explainer, operation: Operation) -> Itera
 
 
 def _alternatives(plan: PlanData, explainer: Explainer, value: Value) -> Iterator[_Trial]:
-    """Constraints of a value to specs of its producer's other strategies; none for values of a backward pass."""
-    producer = next((o for o in plan.request.graph.operations if value in o.tensors), None)
-    if producer is None or producer.source is None or producer.source.backward:
+    """Constraints of a value to specs of its producer's other strategies; none for values of a backward pass.
+
+    What leaves a loop or a branch is constrained in it; what a loop carries, or one of two sides gives, has no line.
+    """
+    producers = plan.request.graph.producers
+    while value in producers and producers[value].op in LEAVES:
+        value = producers[value].operands[0]
+    producer = producers.get(value)
+    if producer is None or producer.source is None or producer.source.backward or producer.op in (CARRY, MERGE):
         return
     seen = {_pspec(plan, value, plan.specs[value])}
     position = producer.tensors.index(value)

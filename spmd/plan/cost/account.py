@@ -59,12 +59,12 @@ def account(plan: PlanData) -> Account:
         operation: _cast_seconds(plan, operation) if operation.op is REDISTRIBUTE else cost.planned_seconds(operation)
         for operation in plan.graph.operations
     }
-    trips = plan.graph.regions.trips
-    seconds = {operation: trips(operation) * time for operation, time in seconds.items()}
+    trips, runs = plan.graph.regions.trips, plan.graph.regions.runs
+    seconds = {operation: runs(operation) * time for operation, time in seconds.items()}
     units = scheduled(plan)
     executed = [operation for unit in units for operation in unit.operations]
     comms = {operation: _comms(plan, assignment, operation) for operation in executed}
-    found = {o: tuple(one.repeated(trips(o)) for one in sent) for o, sent in comms.items() if sent}
+    found = {o: tuple(one.repeated(trips(o), runs(o)) for one in sent) for o, sent in comms.items() if sent}
     return Account(seconds, with_launches(plan, found, executed), units)
 
 

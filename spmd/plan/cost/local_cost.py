@@ -199,7 +199,7 @@ class MoveCost:
         reduce_dtype: the dtype in which sums run, as by `summed_in`.
         gather_seconds: seconds that are added to an all_gather; infinite if the tensor is never gathered.
         latency_share: the part of a launch's latency that its collectives pay.
-        trips: how often it is moved, in a loop.
+        runs: how often it is moved on average, in a loop or a branch.
     """
 
     machine: Machine
@@ -210,7 +210,7 @@ class MoveCost:
     reduce_dtype: torch.dtype | None = None
     gather_seconds: float = 0.0
     latency_share: float = 1.0
-    trips: int = 1
+    runs: float = 1.0
 
     def seconds(self, source: Placement, target: Placement) -> float:
         """Seconds to bring the tensor from one placement to another."""
@@ -221,7 +221,7 @@ class MoveCost:
         moved = collective.kind, (self.axis,), sent
         seconds = bucketed_seconds(self.machine, self.count, moved, self.latency_share)
         extra = self.gather_seconds if collective.gathers else 0.0
-        return self.trips * (seconds + self._cast_seconds(source, target) + extra)
+        return self.runs * (seconds + self._cast_seconds(source, target) + extra)
 
     def _cast_seconds(self, source: Placement, target: Placement) -> float:
         """Seconds of the casts before and after a sum in another dtype."""

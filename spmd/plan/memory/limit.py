@@ -170,7 +170,7 @@ def _source(operation: Operation) -> Source | None:
 def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
     """Seconds that a second run of each operation would add: its collectives and its memory traffic."""
     machine, comms, zero = plan.request.machine, account(plan).comms, (0,) * len(plan.mesh.names)
-    trips = plan.graph.regions.trips
+    runs = plan.graph.regions.runs
 
     def nbytes(value: Value) -> int:
         return math.prod(plan.layout(value).shape(zero)) * value.meta.dtype.itemsize
@@ -178,7 +178,7 @@ def _costs_of_a_second_run(plan: PlanData) -> dict[Operation, float]:
     def seconds(operation: Operation) -> float:
         copies = machine.copy_seconds(sum(map(nbytes, operation.operands)), sum(map(nbytes, operation.tensors)))
         sent = sum(comm.seconds for comm in comms.get(operation, ()))
-        return trips(operation) * (_LAUNCH + copies) + sent
+        return runs(operation) * (_LAUNCH + copies) + sent
 
     return {operation: seconds(operation) for operation in plan.graph.operations}
 

@@ -82,11 +82,11 @@ class Simulation:
                 continue
             if first is not None:
                 launch = op.launch if isinstance(op, Start) else Launch((operation,))
-                axes = first.axes
-                takes = first.times * machine.sending_seconds(first.kind, axes, launch.bytes)
-                wait = first.times * machine.wait_seconds(first.kind, axes)
+                axes, runs = first.axes, graph.regions.runs(operation)
+                takes = runs * machine.sending_seconds(first.kind, axes, launch.bytes)
+                wait = runs * machine.wait_seconds(first.kind, axes)
                 buffers = launch_buffers(plan.mesh, ranks, calls_of(launch, self.aliases))
-                copies = first.times * _copy_seconds(machine, KINDS[first.kind], len(launch.collectives), buffers)
+                copies = runs * _copy_seconds(machine, KINDS[first.kind], len(launch.collectives), buffers)
                 now += copies
                 sent_at = max(now, *(free[axis] for axis in axes)) + takes
                 free.update(dict.fromkeys(axes, sent_at))

@@ -110,7 +110,7 @@ class AxisProblem:
         self.domains = [len(self.strategies[operation]) for operation in draft.graph.operations]
         self.hubs: dict[Value, tuple[int, tuple[Hub, ...]]] = {}
         self.uses, self.ties = _uses(draft)
-        self.trips = {operation: draft.graph.regions.trips(operation) for operation in draft.graph.operations}
+        self.runs = {operation: draft.graph.regions.runs(operation) for operation in draft.graph.operations}
         self.producers = {
             value: (operation, position)
             for operation in draft.graph.operations
@@ -182,7 +182,7 @@ class AxisProblem:
         """The times of resharding a value along the axis."""
         dtypes, share = (value.meta.dtype, self.draft.reduce_dtype), self.draft.latency_shares.get(value, 1.0)
         gathering = value in self.never_gathered and self.draft.gather_seconds
-        key = (self.cost.sizes[value], *dtypes, gathering, share, self.draft.graph.regions.trips_of(value))
+        key = (self.cost.sizes[value], *dtypes, gathering, share, self.draft.graph.regions.runs_of(value))
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
         return self._move_costs[key]
@@ -207,10 +207,10 @@ class AxisProblem:
     def _times(self, operation: Operation) -> torch.Tensor:
         """Seconds of an operation with each of its strategies."""
         strategies = self.strategies[operation]
-        key = (id(strategies), self.cost.cache_key(operation), self.trips[operation])
+        key = (id(strategies), self.cost.cache_key(operation), self.runs[operation])
         if key not in self._known_times:
-            trips = self.trips[operation]
-            seconds = [trips * self.cost.seconds(operation, strategy, self.axis) for strategy in strategies]
+            runs = self.runs[operation]
+            seconds = [runs * self.cost.seconds(operation, strategy, self.axis) for strategy in strategies]
             self._known_times[key] = torch.tensor(seconds, dtype=torch.float64) + _preference(len(seconds))
         return self._known_times[key]
 

@@ -155,7 +155,7 @@ class _Batch:
         sides = [self.program(side, has[1:], left) for side in branch.sides]
         programs = with_equal_inputs(len(has) - 1, sides[0].body, sides[1].body)
         constants = (*sides[0].closed_over, *sides[1].closed_over)
-        results = self.apply(Branch(programs), *given, *constants)
+        results = self.apply(attrs.evolve(branch, sides=programs), *given, *constants)
         return tuple(results), tuple(0 if each else None for each in left)
 
 

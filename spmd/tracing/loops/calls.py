@@ -96,13 +96,17 @@ def traced_while(
 
 
 def traced_cond(
-    predicate: bool | torch.Tensor, on_true: Callable[[], Tensors], on_false: Callable[[], Tensors]
+    predicate: bool | torch.Tensor,
+    on_true: Callable[[], Tensors],
+    on_false: Callable[[], Tensors],
+    probability: float | None = None,
 ) -> Tensors:
     """The results of one of two functions.
 
     Args:
         predicate: a 0-d boolean tensor; or what is known to Python.
         on_true, on_false: the functions; their results have equal shapes and dtypes.
+        probability: how likely the predicate is true, if that is known.
     """
     functions = on_true, on_false
     parted = () if isinstance(predicate, bool) else parted_axes("cond", types_of(predicate))
@@ -116,7 +120,7 @@ def traced_cond(
     for side in sides:
         check_parted("cond", parted, side.body.graph.operations)
     programs = with_equal_inputs(0, sides[0].body, sides[1].body)
-    results = apply(Branch(programs), predicate, *sides[0].closed_over, *sides[1].closed_over)
+    results = apply(Branch(programs, probability), predicate, *sides[0].closed_over, *sides[1].closed_over)
     returned = [_returned(side) for side in sides]
     return [x if x is y and x is not None else new for new, x, y in zip(results, *returned, strict=True)]
 

@@ -165,9 +165,11 @@ class Branch:
     Args:
         sides: what runs if the predicate holds, and what otherwise; both have the same inputs, all after the predicate
             among the operands, and outputs of the same shapes and dtypes.
+        probability: that of the first side, by which the planner weighs times; None if it is not known.
     """
 
     sides: tuple[Body, Body]
+    probability: float | None = None
 
     @property
     def may_run_again(self) -> bool:
@@ -188,7 +190,7 @@ class Branch:
         """As of `Loop`; operands are the predicate and the inputs of both sides."""
         call = Caller(record, source)
         predicate, *given = operands
-        case = side = call(BRANCH, predicate, meta=NUMBER)
+        case = side = call(BRANCH, predicate, self.probability, meta=NUMBER)
         left = []
         for number, program in enumerate(self.sides):
             side = call(OTHERWISE, case, meta=NUMBER) if number else case
@@ -320,7 +322,8 @@ def _branch(
     fixed = _outside(bodies, [*outputs[0], *outputs[1]], ())
     programs = [Body(Graph(fixed, (), tuple(body), tuple(out))) for body, out in zip(bodies, outputs, strict=True)]
     results = tuple(o.tensors[0] for o in merges)
-    return Recorded(Branch((programs[0], programs[1])), (begin.operands[0], *fixed), results, begin.source)
+    predicate, probability = begin.args
+    return Recorded(Branch((programs[0], programs[1]), probability), (predicate, *fixed), results, begin.source)
 
 
 def _outside(

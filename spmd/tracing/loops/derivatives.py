@@ -261,10 +261,10 @@ def _branch(branch: Branch, apply: Apply, needed: Sequence[bool]) -> Differentia
     sides = one.forward(count, constants, none, zeros[1]), other.forward(count, constants, zeros[0], none)
     places = {place: value for side in (one, other) for value, place in side.reads.items()}
     return Differentiated(
-        Branch(sides),
+        attrs.evolve(branch, sides=sides),
         results,
         constants,
-        Branch((one.backward(places, dependent), other.backward(places, dependent))),
+        attrs.evolve(branch, sides=(one.backward(places, dependent), other.backward(places, dependent))),
         ((From.OPERAND, 0), *places, *((From.COTANGENT, number) for number in dependent)),
         tuple(1 + number for number in inside),
         dependent,

@@ -59,7 +59,7 @@ def _branch(branch: Branch, moves: Sequence[bool], apply: Apply) -> Dual:
     left = tuple(is_continuous(meta.dtype) for meta in branch.results)
     (first, one), (second, other) = (_program(side, moves[1:], left, (), (), apply) for side in branch.sides)
     shared = len(first.body.inputs) - len(first.closed_over)
-    made = Branch(with_equal_inputs(shared, first.body, second.body))
+    made = attrs.evolve(branch, sides=with_equal_inputs(shared, first.body, second.body))
     return Dual(made, (*first.closed_over, *second.closed_over), tuple(moves), left, (), (), one | other)
 
 
