@@ -230,6 +230,27 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: spmd.associative_scan(lambda a, b: (a, b), X),
         r"fn returns \(f32\[1\], f32\[1\]\), where it gets two of f32\[1\]",
     ),
+    "a write to the carry": (
+        lambda: spmd.scan(lambda c, x: (c.add_(x), None), torch.ones(3), ROWS),
+        r"f writes in place to its argument f32\[3\]\. .* write to a copy \(x = x.clone\(\)\), and return it",
+    ),
+    "a write to a row": (lambda: spmd.map(lambda x: x.mul_(2), torch.ones(2, 3)), r"f writes in place to its argument"),
+    "a write in a while_loop": (
+        lambda: spmd.while_loop(lambda x: x.sum() < 9, lambda x: x.add_(1), torch.ones(3)),
+        r"body_fun writes in place to its argument",
+    ),
+    "a write in a condition": (
+        lambda: spmd.while_loop(lambda x: x.add_(1).sum() < 9, lambda x: x + 1, torch.ones(3)),
+        r"cond_fun writes in place to its argument",
+    ),
+    "a write in a branch": (
+        lambda: spmd.cond(X.sum() > 0, lambda x: x.add_(1), lambda x: x, torch.ones(3)),
+        r"true_fun writes in place to its argument",
+    ),
+    "a write to elements": (
+        lambda: spmd.associative_scan(lambda a, b: a.add_(b), torch.ones(4)),
+        r"fn writes in place to its argument",
+    ),
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spmd.api.control_flow.leaves import Leaves, check_callable, device_of, difference, leaves_of
 from spmd.api.control_flow.new_values import new_values
+from spmd.api.control_flow.unwritten import called
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.job.tracebacks import hides_internals_of_own_errors
@@ -50,7 +51,7 @@ def associative_scan(
     dim = _dim(found.paths, tensors, dim)
 
     def combine(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
-        return _checked(found, fn(found.structure.unflatten(a), found.structure.unflatten(b)), a)
+        return _checked(found, called(fn, *map(found.structure.unflatten, (a, b)), call=_CALL, name="fn"), a)
 
     if reverse:
         tensors = [x.flip(dim) for x in tensors]

@@ -14,6 +14,7 @@ from spmd.api.control_flow.leaves import check_callable, device_of
 from spmd.api.control_flow.new_values import new_values
 from spmd.api.control_flow.predicates import boolean_scalar
 from spmd.api.control_flow.results import Results
+from spmd.api.control_flow.unwritten import called
 from spmd.core.pytree import tree_leaves
 from spmd.job.tracebacks import hides_internals_of_own_errors
 
@@ -70,4 +71,4 @@ def cond(
 
 
 def _call(results: Results, name: str, function: Callable[..., Any], operands: tuple[Any, ...]) -> list[Tensor]:
-    return results.tensors(function(*operands), name)
+    return results.tensors(called(function, *operands, call=_CALL, name=name), name)

@@ -15,6 +15,7 @@ from spmd.api.control_flow.new_values import new_values
 from spmd.api.control_flow.place import in_program
 from spmd.api.control_flow.results import Results
 from spmd.api.control_flow.trips import Body, scan_by_trips
+from spmd.api.control_flow.unwritten import called
 from spmd.core.pytree import structure_text
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
@@ -43,7 +44,7 @@ def loop(
         results = Results(call, device)
 
         def body(values: list[Tensor], x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-            pair = f(carry.tree(values), rows.structure.unflatten(x))
+            pair = called(f, carry.tree(values), rows.structure.unflatten(x), call=call, name=name)
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise TraceError(
                     f"{call} at {where()}: {name} must return a pair, the next carry and a result (got "

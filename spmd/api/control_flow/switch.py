@@ -14,6 +14,7 @@ from spmd.api.control_flow.branching import branch, probability_of
 from spmd.api.control_flow.leaves import check_callable, device_of, integer_scalar
 from spmd.api.control_flow.new_values import new_values
 from spmd.api.control_flow.results import Results
+from spmd.api.control_flow.unwritten import called
 from spmd.core.pytree import tree_leaves
 from spmd.errors import TraceError
 from spmd.job.tracebacks import hides_internals_of_own_errors
@@ -64,7 +65,7 @@ def switch(
 
     def call(number: int, given: tuple[Any, ...]) -> list[Tensor]:
         name, function = functions[number]
-        return results.tensors(function(*given), name)
+        return results.tensors(called(function, *given, call=_CALL, name=name), name)
 
     def choose(first: int, end: int, given: tuple[Any, ...]) -> list[Tensor]:
         """The results of one of some neighbours."""

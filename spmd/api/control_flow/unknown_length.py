@@ -14,6 +14,7 @@ from spmd.api.control_flow.new_values import new_values
 from spmd.api.control_flow.place import in_program
 from spmd.api.control_flow.predicates import boolean_scalar
 from spmd.api.control_flow.trips import while_by_trips
+from spmd.api.control_flow.unwritten import called
 
 
 def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
@@ -27,10 +28,11 @@ def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[An
 
     def run(carry: Carry) -> Any:
         def condition(values: list[Tensor]) -> bool | Tensor:
-            return boolean_scalar(cond_fun(carry.tree(values)), call, "what cond_fun returns")
+            tested = called(cond_fun, carry.tree(values), call=call, name="cond_fun")
+            return boolean_scalar(tested, call, "what cond_fun returns")
 
         def body(values: list[Tensor]) -> list[Tensor]:
-            return carry.next(body_fun(carry.tree(values)))
+            return carry.next(called(body_fun, carry.tree(values), call=call, name="body_fun"))
 
         if in_program():
             from spmd.tracing.loops import traced_while  # with the rules, which `import spmd` leaves out
