@@ -21,7 +21,7 @@ aten = torch.ops.aten
 MEMORY_BOUND = (
     rules.VIEWS, rules.MOVES, rules.INDEXING, rules.FACTORIES, rules.RANDOM, rules.REDUCTION, rules.EXTREMES,
     rules.SCAN, rules.COUNTING, rules.SOFTMAX, rules.NORMALIZATION, rules.EMBEDDING, rules.LOSS, rules.CTC,
-    rules.POOLING, rules.MANUAL, rules.OPTIMIZERS, rules.REGIONS,
+    rules.POOLING, rules.MANUAL, rules.OPTIMIZERS, rules.REGIONS, rules.KEYED_DRAWS,
 )  # fmt: skip
 """Families of a few operations an element: sorts and top-k are among the moves, resampling is pooling."""
 
