@@ -25,3 +25,8 @@ CONSTANTS = (*PLAIN, enum.Enum, type)
 def is_continuous(dtype: torch.dtype) -> bool:
     """Test for a floating-point or complex dtype: its values may have derivatives."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Test for a dtype of integers, of which booleans are none."""
+    return not (is_continuous(dtype) or dtype == torch.bool)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 from spmd.core.containers import NAMESPACE
+from spmd.core.value_types import is_integer
 from spmd.errors import SpmdError
 from spmd.job.user_code import user_line
 from spmd.random.generators.draw import DERIVE_KEY
@@ -161,7 +162,7 @@ def key(seed: int | Tensor, *, impl: str = DEFAULT_IMPL, device: torch.device | 
     """
     _check_impl(impl)
     if isinstance(seed, Tensor):
-        if seed.ndim or not _is_integer(seed.dtype):
+        if seed.ndim or not is_integer(seed.dtype):
             raise SpmdError(f"The seed at {user_line()} must be one integer (got {seed.dtype} {tuple(seed.shape)}).")
         number = seed.to(device=device, dtype=torch.int64)
     elif isinstance(seed, int) and not isinstance(seed, bool):
@@ -188,7 +189,7 @@ def wrap_key_data(key_data: Tensor, *, impl: str = DEFAULT_IMPL) -> Key:
     Key((3,), 'philox4x32')
     """
     _check_impl(impl)
-    if not isinstance(key_data, Tensor) or not _is_integer(key_data.dtype) or key_data.shape[-1:] != (2,):
+    if not isinstance(key_data, Tensor) or not is_integer(key_data.dtype) or key_data.shape[-1:] != (2,):
         got = f"{key_data.dtype} {tuple(key_data.shape)}" if isinstance(key_data, Tensor) else type(key_data).__name__
         raise SpmdError(f"wrap_key_data at {user_line()} expects integers [keys..., 2] (got {got}).")
     return Key(key_data.to(torch.int64), impl)
@@ -244,7 +245,7 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
     1
     """
     found = single(key, "fold_in")
-    if isinstance(data, Tensor) and not data.ndim and _is_integer(data.dtype):
+    if isinstance(data, Tensor) and not data.ndim and is_integer(data.dtype):
         number = data.to(device=found.device, dtype=torch.int64)
     elif isinstance(data, int) and not isinstance(data, bool) and -(2**63) <= data < 2**64:
         number = torch.full((), data - 2**64 if data >= 2**63 else data, dtype=torch.int64, device=found.device)
@@ -305,7 +306,3 @@ def broadcasts(tensor: Tensor, sizes: tuple[int, ...]) -> bool:
 def _check_impl(impl: str) -> None:
     if impl not in GENERATORS:
         raise SpmdError(f"impl at {user_line()} must be one of {', '.join(map(repr, GENERATORS))} (got {impl!r:.60}).")
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

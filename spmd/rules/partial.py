@@ -15,7 +15,7 @@ import torch
 
 from spmd.core.placement import Partial, Placement, Reduction, Replicate
 from spmd.core.spec import TensorMeta
-from spmd.core.value_types import is_continuous
+from spmd.core.value_types import is_continuous, is_integer
 from spmd.ir.call import Call
 from spmd.ir.number import Number
 from spmd.rules.notation import operand_names
@@ -141,16 +141,12 @@ def _row(call: Call, group: list[str], source: Reduction, target: Reduction | No
 
 def _holds_integers(call: Call, group: list[str]) -> bool:
     named = zip(operand_names(call), call.operands, strict=True)
-    return any(name in group and _is_integer(meta.dtype) for name, meta in named)
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (is_continuous(dtype) or dtype == torch.bool)
+    return any(name in group and is_integer(meta.dtype) for name, meta in named)
 
 
 def _holds(target: torch.dtype, source: torch.dtype) -> bool:
     """Whether a conversion between integers wraps none around; true for all other dtypes."""
-    if not (_is_integer(target) and _is_integer(source)):
+    if not (is_integer(target) and is_integer(source)):
         return True
     held, given = torch.iinfo(target), torch.iinfo(source)
     return held.min <= given.min and given.max <= held.max

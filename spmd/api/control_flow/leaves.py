@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmd.core.pytree import leaf_remedy, structure_text, tree_flatten, tree_leaves
 from spmd.core.spec import TensorMeta
-from spmd.core.value_types import NUMBERS, is_continuous
+from spmd.core.value_types import NUMBERS, is_integer
 from spmd.errors import TraceError
 from spmd.tracing.source import where
 
@@ -116,10 +116,10 @@ def integer_scalar(value: Any, call: str, name: str) -> int | Tensor:
     Raises:
         TraceError: it is neither; `name` says what it is.
     """
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    fits = isinstance(value, Integral) and not isinstance(value, bool)
     if isinstance(value, Tensor):
-        is_integer = not (value.ndim or is_continuous(value.dtype) or value.dtype is torch.bool)
-    if not is_integer:
+        fits = not value.ndim and is_integer(value.dtype)
+    if not fits:
         got = TensorMeta.of(value) if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
         raise TraceError(f"{call} at {where()}: {name} must be an integer or a 0-d tensor of integers (got {got}).")
     return value if isinstance(value, Tensor) else int(value)

@@ -247,7 +247,7 @@ class _Call(torch.autograd.Function):
         if any(cotangent is not None for cotangent in cotangents[:count]):
             found = _gradients(ctx.how, operands, results, cotangents[:count])
         if any(cotangent is not None for cotangent in cotangents[count:]):
-            # Of a derivative, of what one reads, or of what is checkpointed: what it reads, it computes anew.
+            # Of a derivative, of what one reads, or of what is checkpointed: what it reads, it computes again.
             how = ctx.how.again if has_kept else ctx.how
             again = how if how is not None else _differentiated(ctx.construct, operands, ctx.of)
             given = (*operands, *again.constants)
