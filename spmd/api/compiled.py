@@ -132,7 +132,9 @@ class Compiled(Generic[_Result]):
 
     def _trace(self) -> Traced:
         layout = self.signature.layout
-        return trace(self._function, self._args, static_argnums=layout.static, labels=layout.labels)
+        return trace(
+            self._function, self._args, static_argnums=layout.static, labels=layout.labels, rng=self.options.rng
+        )
 
     @property
     def _buffers(self) -> list[int]:

@@ -47,6 +47,7 @@ from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import isolated, torch_settings
 from spmd.tracing.constrain import constrain
+from spmd.tracing.draw_scopes import Rng
 from spmd.tracing.linearize import RecordingError, recorder
 from spmd.tracing.running import AsWritten, running
 from spmd.tracing.source import user_source, where
@@ -438,6 +439,7 @@ def jit(
     memory_limit: int | str | None = None,
     keep_sharded: KeepSharded | None = None,
     reduce_dtype: torch.dtype | None = None,
+    rng: Rng = "torch",
 ) -> Any:
     """Compile a function of global tensors into the program that each rank of a mesh runs.
 
@@ -482,6 +484,9 @@ def jit(
         reduce_dtype: the dtype of sums over ranks, for floating values of fewer bits: with `torch.float32`, partial
             sums in bfloat16 are cast, reduced, and the result is cast back. By default each value is reduced in its own
             dtype. The name is that of FSDP2's `MixedPrecisionPolicy`.
+        rng: what torch's random operators in the function draw by. `"torch"`: its default generator, so that numbers
+            are those of one device; each rank draws whole tensors. `"counter"`: keys of a seed that this generator
+            draws at each call, and of the place in the function; each rank draws its shard (`docs/random.md`).
 
     Returns:
         A `Jitted`; without a function, a decorator that makes one. Type checkers see the parameters and the result of
@@ -516,6 +521,7 @@ def jit(
         plan=plan,
         keep_sharded=keep_sharded,
         reduce_dtype=reduce_dtype,
+        rng=rng,
     )
     if function is None:
         return lambda decorated: Jitted(decorated, in_specs, out_specs, mesh, options)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spmd.api.jit import jit
-from spmd.api.values.dtensor import DTensor
 from spmd.core.mesh import Mesh
 from spmd.errors import SpmdError
 from spmd.job.user_code import user_line
@@ -46,6 +44,8 @@ def dropout(key: Key, x: Tensor, p: float = 0.5) -> Tensor:
     if isinstance(p, bool) or not isinstance(p, (int, float, torch.SymFloat)) or not 0 <= p <= 1:
         raise SpmdError(f"p of spmd.random.dropout at {user_line()} must be a probability (got {p!r:.60}).")
     data, level = used(key, "dropout"), round(float(p) * _LEVELS)
+    from spmd.api.values.dtensor import DTensor  # below it, tracing imports the generators of this package
+
     inner = unwrapped(x)
     drop = _on_shards(inner.mesh) if isinstance(inner, DTensor) else _dropped
     return drop(data, x, level, key.impl)
@@ -62,4 +62,6 @@ def _dropped(data: Tensor, x: Tensor, level: int, impl: str) -> Tensor:
 @functools.cache
 def _on_shards(mesh: Mesh) -> Callable[[Tensor, Tensor, int, str], Tensor]:
     """`_dropped` of a DTensor: one program, so that no rank draws for other shards than its own."""
+    from spmd.api.jit import jit  # as in `dropout`
+
     return jit(_dropped, mesh=mesh, static_argnums=(2, 3))

@@ -16,7 +16,10 @@ from spmd.ir.effectful import effectful_form, has_side_effects
 from spmd.ir.graph import map_leaves
 from spmd.ir.list_operators import list_decomposition
 from spmd.ir.operator_kinds import INDEXED_WRITES, is_composite
+from spmd.ir.random_operators import is_random
 from spmd.tracing.assignments import check_masks
+from spmd.tracing.counter_draws import drawn
+from spmd.tracing.draw_scopes import draw_scope
 from spmd.tracing.nested_tracers import refuse_recording
 from spmd.tracing.operand_dtypes import check_products
 from spmd.tracing.overlapping import OverlappingViews
@@ -68,6 +71,12 @@ class Functionalization(FunctionalTensorMode):
         if func in INDEXED_WRITES:
             check_masks(args[0], args[1])
         check_products(func, args)
+        scope = draw_scope()
+        if scope is not None and is_random(func, args, kwargs):
+            with self:
+                result = drawn(func, args, kwargs, scope)
+            if result is not NotImplemented:
+                return result
         if func in REPLACEMENTS:
             with self:
                 result = REPLACEMENTS[func](*args, **kwargs)

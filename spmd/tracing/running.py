@@ -26,6 +26,9 @@ class Observer(Protocol):
     def add(self, operation: Operation) -> None:
         """Take note of an operation that was recorded."""
 
+    def declare_constant(self, value: Value) -> None:
+        """Take note that a value depends on no data."""
+
     def check_result(self, value: Value) -> None:
         """Check a result of the function."""
 

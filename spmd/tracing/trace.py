@@ -21,6 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 import spmd.tracing.autograd_functions  # it hooks torch.autograd.Function
+import spmd.tracing.initializers  # it hooks an initializer that reads values
 import spmd.tracing.transformed_operands  # noqa: F401  # it hooks what wraps operands of torch.func
 from spmd.core.compile_lock import COMPILING
 from spmd.core.mesh import Coordinate
@@ -34,6 +35,7 @@ from spmd.ir.number import Number
 from spmd.ir.variants import Variants
 from spmd.tracing.checkpointed import checkpoints, recompute
 from spmd.tracing.closures import ClosureLifting
+from spmd.tracing.draw_scopes import Rng, drawing_by, seed_key, without_unused_seed
 from spmd.tracing.effects import Generators, noticing, refuse_changes
 from spmd.tracing.functionalization import Functionalization
 from spmd.tracing.nested_tracers import nested_tracers
@@ -52,6 +54,7 @@ def trace(
     static_argnums: Sequence[int] = (),
     labels: Sequence[str] = (),
     name: str | None = None,
+    rng: Rng = "torch",
 ) -> Traced:
     """Trace a function of pytrees of tensors.
 
@@ -63,6 +66,8 @@ def trace(
         static_argnums: positions of the arguments that are passed to the function unchanged, as in `jax.jit`.
         labels: what paths call each argument; by default its position.
         name: the name of the program; by default the function's name.
+        rng: what torch's random operators draw by: `"torch"`, its default generator, or `"counter"`, a key of a seed
+            that this draws.
 
     Raises:
         TraceError: a leaf or a result that is no tensor and no constant, an in-place write to an argument or to a
@@ -108,7 +113,9 @@ def trace(
 
     of_tensors = lambda every: [every[position] for position in tensors_at]  # noqa: E731
     reserved = [number.name for number in numbers.values()]
-    graph = trace_flat(flat, of_tensors(leaves), names=of_tensors(hints), paths=of_tensors(paths), reserved=reserved)
+    graph = trace_flat(
+        flat, of_tensors(leaves), names=of_tensors(hints), paths=of_tensors(paths), reserved=reserved, rng=rng
+    )
     paths, name = of_tensors(paths), name or name_of(function)
     return Traced(graph, in_tree, result["tree"], tuple(paths), result["paths"], name, guards, result["values"])
 
@@ -120,6 +127,7 @@ def trace_flat(
     names: Sequence[str] | None = None,
     paths: Sequence[str] | None = None,
     reserved: Sequence[str] = (),
+    rng: Rng = "torch",
 ) -> Graph:
     """Trace a function from tensors to a sequence of tensors.
 
@@ -130,19 +138,33 @@ def trace_flat(
         names: hints for the names of the inputs.
         paths: the paths of the leaves, for messages.
         reserved: names that no value has.
+        rng: as of `trace`.
 
     Raises:
         TraceError: as in `trace`.
     """
-    trace = functools.partial(_trace_once, function, leaves, names, paths, reserved)
+    by_counter = rng == "counter"
+    trace = functools.partial(
+        _trace_once, _seeded(function) if by_counter else function, leaves, names, paths, reserved
+    )
     with COMPILING:
         graph, lifting = trace(None)
         unevenness = lifting.unevenness
-        if unevenness is None:
-            return graph
-        others = list(unevenness.coordinates())[1:]
-        graphs = {unevenness.key(coordinate): (coordinate, trace(coordinate)[0]) for coordinate in others}
-    return attrs.evolve(graph, variants=Variants(unevenness, graphs))
+        if unevenness is not None:
+            others = list(unevenness.coordinates())[1:]
+            graphs = {unevenness.key(coordinate): (coordinate, trace(coordinate)[0]) for coordinate in others}
+            graph = attrs.evolve(graph, variants=Variants(unevenness, graphs))
+    return without_unused_seed(graph) if by_counter else graph
+
+
+def _seeded(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
+    """A function whose random operators draw by a key of a seed."""
+
+    def seeded(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        with drawing_by(seed_key()):
+            return function(*tensors)
+
+    return seeded
 
 
 def _trace_once(

@@ -12,6 +12,7 @@ from spmd.api.control_flow.place import in_program
 from spmd.api.control_flow.predicates import is_batched, read
 from spmd.core.pytree import tree_map
 from spmd.errors import TraceError
+from spmd.tracing.draw_scopes import in_scope
 from spmd.tracing.source import where
 
 Operands: TypeAlias = tuple[Any, ...]
@@ -29,6 +30,7 @@ def branch(
 
     The planner weighs the time of both by the probability of the first one, if that is known.
     """
+    on_true, on_false = in_scope(on_true), in_scope(on_false)
     if in_program():
         from spmd.tracing.loops import traced_cond  # with the rules, which `import spmd` leaves out
 

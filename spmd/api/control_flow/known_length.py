@@ -19,6 +19,7 @@ from spmd.api.control_flow.unwritten import called
 from spmd.core.pytree import structure_text
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
+from spmd.tracing.draw_scopes import in_trips
 from spmd.tracing.source import where
 
 
@@ -40,6 +41,8 @@ def loop(
     block, segment = _trips_of_a_block(unroll, trips, call), _trips_of_a_segment(segments, trips, call)
     device = device_of(init, xs)
 
+    in_own_scope, xs_of_trips = in_trips(rows.values, trips)
+
     def run(carry: Carry) -> tuple[Any, Any]:
         results = Results(call, device)
 
@@ -52,7 +55,7 @@ def loop(
                 )
             return carry.next(pair[0]), results.tensors(pair[1], name)
 
-        finals, ys = _run(body, carry.values, rows.values, trips, reverse, block, segment)
+        finals, ys = _run(in_own_scope(body), carry.values, xs_of_trips, trips, reverse, block, segment)
         return carry.tree(new_values(finals, (*carry.values, *rows.values))), results.tree(ys)
 
     return settled(Carry.of(start, call, name, device), run)

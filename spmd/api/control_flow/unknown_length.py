@@ -15,6 +15,7 @@ from spmd.api.control_flow.place import in_program
 from spmd.api.control_flow.predicates import boolean_scalar
 from spmd.api.control_flow.trips import while_by_trips
 from spmd.api.control_flow.unwritten import called
+from spmd.tracing.draw_scopes import TripCounter
 
 
 def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
@@ -24,22 +25,28 @@ def loop_while(call: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[An
         TraceError: as of `while_loop`.
     """
     check_callable(call, [("cond_fun", cond_fun), ("body_fun", body_fun)])
-    start = leaves_of(init_val, call, "init_val")
+    start, counter = leaves_of(init_val, call, "init_val"), TripCounter()
 
     def run(carry: Carry) -> Any:
+        init = [*carry.values, *counter.start]
+        length = len(carry.values)
+
         def condition(values: list[Tensor]) -> bool | Tensor:
-            tested = called(cond_fun, carry.tree(values), call=call, name="cond_fun")
+            with counter.scope(values[length:], 0):
+                tested = called(cond_fun, carry.tree(values[:length]), call=call, name="cond_fun")
             return boolean_scalar(tested, call, "what cond_fun returns")
 
         def body(values: list[Tensor]) -> list[Tensor]:
-            return carry.next(called(body_fun, carry.tree(values), call=call, name="body_fun"))
+            with counter.scope(values[length:], 1):
+                found = carry.next(called(body_fun, carry.tree(values[:length]), call=call, name="body_fun"))
+            return [*found, *(count + 1 for count in values[length:])]
 
         if in_program():
             from spmd.tracing.loops import traced_while  # with the rules, which `import spmd` leaves out
 
-            finals = traced_while(lambda values: torch.as_tensor(condition(values)), body, carry.values)
+            finals = traced_while(lambda values: torch.as_tensor(condition(values)), body, init)
         else:
-            finals = while_by_trips(condition, body, carry.values, call)
-        return carry.tree(new_values(finals, carry.values))
+            finals = while_by_trips(condition, body, init, call)
+        return carry.tree(new_values(finals[:length], carry.values))
 
     return settled(Carry.of(start, call, "body_fun", device_of(init_val)), run)

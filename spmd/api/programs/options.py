@@ -18,6 +18,7 @@ from spmd.core.compile_lock import COMPILING
 from spmd.core.mesh import Mesh
 from spmd.core.quantity import parse_bytes
 from spmd.errors import PlanError, RuleError, TraceError
+from spmd.tracing.draw_scopes import Rng
 
 if TYPE_CHECKING:
     from spmd.inspect.plan import Plan
@@ -48,6 +49,7 @@ class JitOptions(TypedDict, total=False):
     plan: Plan | str | os.PathLike[str] | None
     keep_sharded: KeepSharded | None
     reduce_dtype: torch.dtype | None
+    rng: Rng
 
 
 def _argnums(numbers: int | Sequence[int]) -> tuple[int, ...]:
@@ -159,3 +161,4 @@ class Options:
     keep_sharded: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=None, converter=parse_keep_sharded)
     reduce_dtype: torch.dtype | None = attrs.field(default=None, validator=optional(_check_reduce_dtype))
     static_argnames: tuple[str, ...] = attrs.field(default=(), converter=_argnames)
+    rng: Rng = attrs.field(default="torch", validator=_one_of("torch", "counter"))

@@ -93,7 +93,7 @@ class PlannedFunction(FlatFunction[DTensorSpec, P | None]):
         """Trace a function."""
         stand_ins = [StandIn(spec.meta, self.mesh.device) for spec in in_specs]
         with use_mesh(self.mesh):
-            return trace_flat(function, stand_ins)
+            return trace_flat(function, stand_ins, rng=self.options.rng)
 
     def of_graph(self, graph: Graph, in_specs: Sequence[DTensorSpec], given: Sequence[P | None]) -> Program:
         """A program of a graph, with the options of this one."""

@@ -68,6 +68,10 @@ class AxisTypes:
         """Whether a value depends on no data."""
         return value in self._constant
 
+    def declare_constant(self, value: Value) -> None:
+        """Take note that a value depends on no data, as the key of a draw."""
+        self._constant.add(value)
+
     def manual_axes(self, value: Value) -> frozenset[str]:
         """The axes along which a value is what one rank holds; a constant that a body makes has none."""
         return self._manual.of_value(value)
