@@ -7,10 +7,11 @@ from spmd.ir.regions import CARRY, ITEM
 
 
 def independent_values(graph: Graph) -> frozenset[Value]:
-    """The values that depend on no input and no constant of the program, and on no trip of a loop."""
+    """The values that depend on no input and no constant of the program, on no trip of a loop, and on no key."""
     rooted = {*graph.inputs, *(value for value, _ in graph.constants)}
     for operation in graph.operations:
-        if operation.op is CARRY or any(operand in rooted for operand in operation.operands):
+        draws = operation.op.namespace == "spmd_random"  # its cost is that of a shard
+        if draws or operation.op is CARRY or any(operand in rooted for operand in operation.operands):
             rooted.update(operation.tensors)
     return frozenset(graph.producers.keys() - rooted)
 
