@@ -340,6 +340,7 @@ class Jitted(Generic[_Arguments, _Result]):
     def _uncompiled(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call the function as it is written, under `spmd.disable_jit`."""
         with COMPILING:
+            from spmd.api.uncompiled.counter_mode import drawing_by_counter
             from spmd.api.uncompiled.inside import is_inside  # few need them: `import spmd` leaves them out
             from spmd.api.uncompiled.whole import call_whole
 
@@ -347,6 +348,8 @@ class Jitted(Generic[_Arguments, _Result]):
             return self._inline(args, keywords)
         mesh, call = self._mesh_of(args, keywords), self._arguments(args, keywords)
         function = call.layout.by_position(self._parameters.function)
+        if self._options.rng == "counter":
+            function = drawing_by_counter(function)
         with_given = lambda given: function(*call.with_dynamic(given))  # noqa: E731
         prefix = call.layout.prefix(self._in_specs)
 

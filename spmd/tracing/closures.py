@@ -27,6 +27,8 @@ from spmd.tracing.assignments import fill_masked
 from spmd.tracing.ctc import ctc_loss
 from spmd.tracing.differentiable import DIFFERENTIABLE
 from spmd.tracing.distributions import VALUE_DEPENDENT, for_distributions
+from spmd.tracing.draw_scopes import draw_scope
+from spmd.tracing.dropped_attention import dropped_attention
 from spmd.tracing.effects import refuse_rebinding
 from spmd.tracing.nested_tracers import inlined
 from spmd.tracing.numbers import DIFFERENTIABLE_IN_TENSORS, has_number, tensor_of_numbers
@@ -138,6 +140,10 @@ class ClosureLifting(TorchFunctionMode):
             return DIFFERENTIABLE_IN_TENSORS[func](*args, **(kwargs or {}))
         if func in _REPLACED:
             return _REPLACED[func](*map_leaves(self.lift, args), **map_leaves(self.lift, kwargs or {}))
+        if func is F.scaled_dot_product_attention and draw_scope() is not None:
+            found = dropped_attention(*args, **(kwargs or {}))
+            if found is not NotImplemented:
+                return found
         if func is torch.tensor and not any(isinstance(leaf, torch.Tensor) for leaf in iterate_leaves(args)):
             return self._construct(func, *args, **(kwargs or {}))
         if func is torch.Tensor.__setitem__ and fill_masked(*args):

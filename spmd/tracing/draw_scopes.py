@@ -50,6 +50,21 @@ class DrawScope:
         self.count += 1
         return _folded(self.key, self.count - 1)
 
+    @property
+    def position(self) -> tuple[Tensor, int]:
+        """What the next keys depend on."""
+        return self.key, self.count
+
+    def restore(self, position: tuple[Tensor, int]) -> None:
+        """Go on from a position that the scope has had."""
+        self.key, self.count = position
+
+    def reseed(self, seed: int) -> None:
+        """Go on with the keys of a number, which are the same in each call."""
+        with temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
+            number = (seed + 2**63) % 2**64 - 2**63
+            self.restore((GENERATORS[IMPL].seeded(torch.full_like(self.key[0], number)), 0))
+
 
 _scope: ContextVar[DrawScope | None] = ContextVar("spmd_draw_scope", default=None)
 
@@ -60,11 +75,12 @@ def draw_scope() -> DrawScope | None:
 
 
 @contextlib.contextmanager
-def drawing_by(key: Tensor) -> Iterator[None]:
-    """A context in which torch's random operators draw by a key."""
-    token = _scope.set(DrawScope(key))
+def drawing_by(key: Tensor, count: int = 0) -> Iterator[DrawScope]:
+    """A context in which torch's random operators draw by a key, of which a count of keys has been made."""
+    scope = DrawScope(key, count)
+    token = _scope.set(scope)
     try:
-        yield
+        yield scope
     finally:
         _scope.reset(token)
 
@@ -72,8 +88,9 @@ def drawing_by(key: Tensor) -> Iterator[None]:
 def seed_key() -> Tensor:
     """The key of a seed of 64 bits, which torch's default generator draws: each call of a program has another one."""
     mesh = default_mesh()
-    seed = torch.empty((), dtype=torch.int64, device="cpu" if mesh is None else mesh.device)
-    return GENERATORS[IMPL].seeded(seed.random_(-(2**63), None))
+    with temporarily_clear_interpreter_stack():
+        seed = torch.empty((), dtype=torch.int64, device="cpu" if mesh is None else mesh.device)
+        return GENERATORS[IMPL].seeded(seed.random_(-(2**63), None))
 
 
 def without_unused_seed(graph: Graph) -> Graph:
@@ -137,7 +154,7 @@ class TripCounter:
         """The carries that it adds: none where no key is drawn by."""
         return [] if self._key is None else [torch.zeros((), dtype=torch.int64, device=self._key.device)]
 
-    def scope(self, count: Sequence[Tensor], part: int) -> contextlib.AbstractContextManager[None]:
+    def scope(self, count: Sequence[Tensor], part: int) -> contextlib.AbstractContextManager[DrawScope | None]:
         """A context for a part of a trip: 0 for the condition, 1 for the body."""
         if self._key is None:
             return contextlib.nullcontext()
@@ -147,8 +164,7 @@ class TripCounter:
 def _folded(key: Tensor, data: int | range | Tensor) -> Tensor:
     """The keys that numbers make of a key, on which no transform acts."""
     with temporarily_clear_interpreter_stack(), torch._C.DisableTorchFunction():
-        if is_tracing():
-            key = _in_trace(key)
+        key = _in_trace(key) if is_tracing() else unwrapped(key)
         if isinstance(data, range):
             return DERIVE_KEY(key.unsqueeze(0), torch.arange(len(data), device=key.device), IMPL)  # type: ignore[no-any-return]
         number = data if isinstance(data, Tensor) else torch.full((), data, dtype=torch.int64, device=key.device)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmd.errors import TraceError
 from spmd.ir.source import Source
 from spmd.job.user_code import is_user_file
+from spmd.tracing.draw_scopes import draw_scope
 from spmd.tracing.source import source_at, user_source, where
 from spmd.tracing.torch_state import GENERATOR, Setting, TorchState
 
@@ -26,26 +27,57 @@ from spmd.tracing.torch_state import GENERATOR, Setting, TorchState
 class Generators:
     """Notices that a traced function seeds torch's default generators or sets their state: in a trace neither happens.
 
-    So other threads that draw meanwhile draw what they would without the trace.
+    So other threads that draw meanwhile draw what they would without the trace. Where the function draws by keys, they
+    are those of the seed, or of the position at which a state was read.
     """
 
     def __init__(self) -> None:
         self._line: Source | None = None
         self._is_changed = False
-        self._states: list[torch.Tensor] = []  # which the function has read before any change
+        self._drawn = 0
+        self._states: list[tuple[torch.Tensor, bool, Any]] = []  # read, if there was a change before, and where
 
-    def note(self, state: torch.Tensor | None = None) -> None:
-        """Note that the function seeds a generator, or sets its state: to one that it has read before is no change."""
-        with _without_modes():
-            self._is_changed = state is None or not any(
-                state.shape == known.shape and torch.equal(state, known) for known in self._states
+    def note(self, state: torch.Tensor | None = None, seed: int | None = None) -> None:
+        """Note that the function seeds a generator, or sets its state: to one that it has read before is no change.
+
+        Raises:
+            TraceError: it has drawn since, or sets another state where it draws by keys.
+        """
+        scope, self._line = draw_scope(), user_source()
+        found = self._read(state)
+        self._is_changed = found is None or found[0]
+        if scope is None:
+            if found is not None and found[1] != self._drawn:
+                raise TraceError(
+                    f"The state of the generator is set back at {where(self._line)} after draws, which a program "
+                    "cannot draw again: its generator goes on. Draw once and use the numbers twice, or draw by keys: "
+                    'spmd.jit(..., rng="counter").'
+                )
+        elif found is not None:
+            scope.restore(found[1])
+        elif seed is not None:
+            scope.reseed(seed)
+        else:
+            raise TraceError(
+                f'A state of a generator is set at {where(self._line)}, and rng="counter" draws by keys. Call '
+                "torch.manual_seed(seed) in torch.random.fork_rng(), or draw by a key: spmd.random.key(seed)."
             )
-        self._line = user_source()
+
+    def _read(self, state: torch.Tensor | None) -> tuple[bool, Any] | None:
+        """If there was a change before a state was read, and the position there; None if it was not read."""
+        if state is None:
+            return None
+        with _without_modes():
+            same = [(changed, at) for known, changed, at in self._states if known is state]
+            equal = lambda known: known.shape == state.shape and torch.equal(known, state)  # noqa: E731
+            return next(iter(same), None) or next(
+                ((changed, at) for known, changed, at in self._states if equal(known)), None
+            )
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
         """Remember a state that the function reads, and return it."""
-        if not self._is_changed:
-            self._states.append(state)
+        scope = draw_scope()
+        self._states.append((state, self._is_changed, self._drawn if scope is None else scope.position))
         return state
 
     def draw(self, op: torch._ops.OpOverload, source: Source | None) -> None:
@@ -59,6 +91,7 @@ class Generators:
                 f"{op} at {where(source)} draws random numbers after the function has seeded the generator or set its "
                 "state, which a program cannot do. Call torch.manual_seed before the jitted function."
             )
+        self._drawn += 1
 
     def refuse_changes(self) -> None:
         """Raise TraceError if the function leaves the generators changed."""
@@ -89,7 +122,7 @@ class _DefaultGenerator:
         traced = _generators.get()
         if traced is None:
             return torch.default_generator.manual_seed(seed)
-        traced.note()
+        traced.note(seed=seed)
         return torch.default_generator
 
     def seed(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from spmd.api.programs.missing_rules import warn_of_missing_rules
 from spmd.api.programs.never_gathered import never_gathered_inputs
 from spmd.api.programs.options import Options
+from spmd.api.programs.whole_draws import warn_of_whole_draws
 from spmd.collectives.manual import drop_trivial_axes
 from spmd.core.mesh import Mesh
 from spmd.core.single_threaded import single_threaded
@@ -73,6 +74,7 @@ def make_plan(
     )
     found = _answer(request, options)
     warn_of_missing_rules(found)
+    warn_of_whole_draws(found)
     if options.comms is not None:
         options.comms.check(found, traced.name)
     return found

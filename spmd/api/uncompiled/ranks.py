@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from spmd.api.uncompiled.baton import Baton
+from spmd.api.uncompiled.counter_mode import RankDraws
 from spmd.api.uncompiled.operators import BackwardPasses, RankOperators
 from spmd.api.uncompiled.rank import ProcessRank, Rank, ThreadRank, answer, call_name
 from spmd.api.uncompiled.values import RankTrace
@@ -50,16 +51,16 @@ def run_on_ranks(mesh: Mesh, function: Callable[[], T]) -> T:
         (coordinate,) = mesh.held_coordinates
         rank = ProcessRank(mesh, coordinate, user_source())
         with failing_together(call_name(mesh), mesh):
-            result = _run(rank, function)
+            result = _run(rank, RankDraws(), function)
         rank.end()
         return result
-    inherit, caller = _settings(), user_source()
+    inherit, caller, draws = _settings(), user_source(), RankDraws()
     holder: list[Baton[T]] = []
 
     def on(rank: Rank) -> Callable[[], T]:
         def call() -> T:
             with inherit():
-                return _run(rank, function)
+                return _run(rank, draws, function)
 
         return call
 
@@ -72,9 +73,9 @@ def run_on_ranks(mesh: Mesh, function: Callable[[], T]) -> T:
     return results[0]
 
 
-def _run(rank: Rank, function: Callable[[], T]) -> T:
+def _run(rank: Rank, draws: RankDraws, function: Callable[[], T]) -> T:
     trace = RankTrace(rank)
-    with use_mesh(rank.mesh), running_in(trace), RankOperators(trace), BackwardPasses(trace):
+    with use_mesh(rank.mesh), running_in(trace), RankOperators(trace), BackwardPasses(trace), draws.on_rank():
         result = function()
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and trace.observer is not None:
