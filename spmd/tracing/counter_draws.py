@@ -25,6 +25,9 @@ OpOverload = torch._ops.OpOverload
 _LAYOUTS = ("generator", "layout", "pin_memory", "memory_format")
 """Arguments that say nothing of the numbers."""
 
+_ENDS = {"from": "low", "to": "high"}
+"""What functions here call the arguments that are words of Python."""
+
 
 def drawn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], scope: DrawScope) -> Any:
     """The results of a random operator by the next key of a scope.
@@ -58,9 +61,7 @@ def drawn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], scop
             'the numbers of one device\'s generator, which each rank draws whole: spmd.jit(..., rng="torch").'
         )
     target = given.pop("out", given.get("self") if name.endswith("_") else None)
-    options = {key: value for key, value in given.items() if key not in _LAYOUTS}
-    if "from" in options:
-        options["low"], options["high"] = options.pop("from"), options.pop("to")
+    options = {_ENDS.get(key, key): value for key, value in given.items() if key not in _LAYOUTS}
     result = draw(_Draw(scope.next_key()), **options)
     return result if target is None else target.copy_(result)
 
