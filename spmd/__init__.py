@@ -15,6 +15,7 @@ from spmd.api.control_flow.switch import switch
 from spmd.api.control_flow.while_loop import while_loop
 from spmd.api.eager.dispatch import implicit_replication
 from spmd.api.jit import jit
+from spmd.api.materialize import materialize
 from spmd.api.model_specs.by_path import specs
 from spmd.api.model_specs.fully_sharded import fsdp_specs
 from spmd.api.shard_map import shard_map
@@ -118,6 +119,7 @@ __all__ = [
     "log_compiles",
     "make_mesh",
     "map",
+    "materialize",
     "ones",
     "ones_like",
     "optim",

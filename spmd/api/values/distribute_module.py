@@ -83,12 +83,8 @@ def distribute_module(
                 f"distribute_module takes an nn.Module (got {type(module).__name__}). For other trees of tensors, "
                 "spmd.distribute(tree, specs, mesh)."
             )
-        if getattr(module, _DONE, False):
-            raise ShardingError(f"{type(module).__name__} was distributed before, by spmd.distribute_module.")
-        by_name = partition_fn if isinstance(partition_fn, Mapping) else None
-        function = None if isinstance(partition_fn, Mapping) else partition_fn
+        _refuse_distributed(module)
         for expected, hook in (
-            ("partition_fn must take (name, module, mesh)", function),
             ("input_fn must take (module, inputs, mesh)", input_fn),
             ("output_fn must take (module, outputs, mesh)", output_fn),
         ):
@@ -96,9 +92,7 @@ def distribute_module(
         mesh.require_processes()
         if src_rank is not None:
             mesh.coordinate(src_rank)  # a rank of the mesh
-        state = _State(module)
-        specs = _partition(module, mesh, function) if by_name is None else state.by_slot(by_name)
-        targets = state.targets(mesh, specs)
+        state, targets = _targets(module, mesh, partition_fn)
     state.place(call, mesh, targets, src_rank)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda owner, inputs: input_fn(owner, inputs, mesh))
@@ -106,6 +100,42 @@ def distribute_module(
         module.register_forward_hook(lambda owner, _, outputs: output_fn(owner, outputs, mesh))
     setattr(module, _DONE, True)
     return module
+
+
+def specs_of(
+    module: nn.Module, mesh: Mesh, partition_fn: PartitionFn | Mapping[str, SpecLike] | None
+) -> dict[str, DTensorSpec]:
+    """The spec that `distribute_module` would give each parameter and buffer, by each of its dotted names.
+
+    Raises:
+        ShardingError: as `distribute_module`.
+    """
+    _refuse_distributed(module)
+    _, targets = _targets(module, mesh, partition_fn)
+    by_slot = {(id(held), key): spec for slots, spec in targets.values() for held, key in slots}
+    return {
+        f"{prefix}.{key}" if prefix else key: by_slot[id(held), key]
+        for prefix, owner in module.named_modules()
+        for held in (owner._parameters, owner._buffers)
+        for key in held
+        if (id(held), key) in by_slot
+    }
+
+
+def _refuse_distributed(module: nn.Module) -> None:
+    if getattr(module, _DONE, False):
+        raise ShardingError(f"{type(module).__name__} was distributed before, by spmd.distribute_module.")
+
+
+def _targets(
+    module: nn.Module, mesh: Mesh, partition_fn: PartitionFn | Mapping[str, SpecLike] | None
+) -> tuple[_State, dict[str, tuple[list[Slot], DTensorSpec]]]:
+    """The places and the spec of each tensor that is to be placed."""
+    state = _State(module)
+    if isinstance(partition_fn, Mapping):
+        return state, state.targets(mesh, state.by_slot(partition_fn))
+    _check_hook("partition_fn must take (name, module, mesh)", partition_fn)
+    return state, state.targets(mesh, _partition(module, mesh, partition_fn))
 
 
 def _check_hook(expected: str, hook: Any) -> None:
@@ -237,8 +267,6 @@ def _refuse_meta(names: list[str], leaves: list[torch.Tensor]) -> None:
     for name, leaf in zip(names, leaves, strict=True):
         if leaf.is_meta:
             raise ShardingError(
-                f"{name} is on the meta device and has no data. Make it in a function partition_fn, module.weight = "
-                "torch.nn.Parameter(spmd.empty_like(module.weight, spec=..., mesh=mesh)), and call reset_parameters() "
-                "or load_state_dict() afterwards; or take the tensors of one rank by src_rank=0; or, where the module "
-                "fits in memory, call module.to_empty(device=...) and fill it before."
+                f"{name} is on the meta device and has no data. spmd.materialize(module, specs, mesh) runs the module's "
+                "own initializers, each rank for its shards; or take the tensors of one rank by src_rank=0."
             )
