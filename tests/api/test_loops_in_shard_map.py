@@ -270,6 +270,33 @@ def test_second_gradients_of_other_types(function: Function, axes: list[str]) ->
     check(lambda *given: (first(*given), second(*given)), GRID, 4)
 
 
+@pytest.mark.parametrize("rows", [7, 2])  # one row on the last rank only, or on the first two
+@pytest.mark.parametrize(
+    "of_one_row",
+    [
+        lambda x: spmd.fori_loop(0, 3, lambda i, c: torch.sin(c) * 2, x),
+        lambda x: spmd.cond(x.sum() > 0, torch.sin, torch.cos, x),
+        lambda x: spmd.while_loop(lambda c: c.abs().sum() < 9, lambda c: c * 2 + 1, x),
+    ],
+)
+def test_loops_of_some_ranks(of_one_row: Callable[[Tensor], Tensor], rows: int) -> None:
+    def body(x: Tensor, w: Tensor, xs: Tensor) -> Tensor:
+        x = of_one_row(x) if x.shape[0] == 1 else x
+        total = psum(x.sum(), "x")
+        return x * spmd.scan(lambda c, _: (psum(c.sin(), "x"), None), total, length=2)[0]
+
+    check(spmd.shard_map(body, MESH, SPECS, P("x")), MESH, rows)
+
+
+def test_results_of_branches_that_depend_on_nothing() -> None:
+    def body(x: Tensor, w: Tensor, xs: Tensor) -> Tensor:
+        sides = lambda: (psum(x.sum(), "x"), torch.zeros(2)), lambda: (x.sum() * 1, torch.ones(2))
+        total, fixed = spmd.cond(torch.eye(2).sum() > 0, *sides)
+        return x * total * (fixed + 1).sum()
+
+    check(with_gradients(body, MESH), MESH, 7)
+
+
 X = torch.ones(6, 4)
 
 
@@ -304,3 +331,15 @@ X = torch.ones(6, 4)
 def test_mistakes(body: Callable[[Tensor], Tensor], text: str) -> None:
     with pytest.raises(spmd.TraceError, match=text):
         spmd.shard_map(body, MESH, P("x"), P("x"))(X)
+
+
+def test_collectives_in_loops_that_differ_between_ranks() -> None:
+    def body(x: Tensor) -> Tensor:
+        step = lambda c, _: (psum(c, "x") / 3, None)  # noqa: E731
+        of_two = lambda c, _: (step(*step(c, None))[0], None)  # noqa: E731
+        if x.shape[0] == 1:
+            return x * spmd.scan(of_two, x.sum(), length=2)[0]
+        return x * spmd.scan(step, spmd.scan(step, x.sum(), length=2)[0], length=2)[0]
+
+    with pytest.raises(spmd.DivergenceError, match="Ranks whose shards differ in shape call different collectives"):
+        spmd.jit(spmd.shard_map(body, MESH, P("x"), P("x")), P("x"), mesh=MESH)(X[:5])

@@ -12,6 +12,7 @@ from spmd.collectives.manual import ENTER, LEAVE
 from spmd.core.mesh import Coordinate
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.simplify import eliminate_dead
 from spmd.plan.data.draft import physical_shape
 from spmd.plan.data.plan import PlanData
 from spmd.tracing.manual.correspondence import Correspondence, Inside, leave_key
@@ -52,7 +53,8 @@ class _Merge:
             elif not inside.holds(operation):
                 self.operations.append(operation)
         constants = (*self.plan.graph.constants, *self.graph.constants)
-        graph = attrs.evolve(self.plan.graph, constants=constants, operations=tuple(self.operations)).verify()
+        graph = attrs.evolve(self.plan.graph, constants=constants, operations=tuple(self.operations))
+        graph = eliminate_dead(graph).verify()  # what coordinate zero computes in bodies from nothing, the plan has too
         mesh = self.plan.mesh
         logical = {value: physical_shape(value.meta) for value in self.added}
         specs = {value: DTensorSpec.replicated(mesh, value.meta) for value in self.added}
@@ -61,11 +63,12 @@ class _Merge:
         )
 
     def _loop(self, operation: Operation, inside: Inside) -> None:
-        """At the beginning of a loop or a branch inside of a region, all of the other program's."""
-        number = inside.loop_of[operation]
-        theirs = self.match.manual[1].loops[number]
-        if operation is inside.loops[number][0] and theirs[0] not in self.emitted:
-            self._needed(theirs[-1])
+        """At the beginning of a loop or a branch with effects inside of a region, the other program's that has them."""
+        loop = inside.loops[inside.loop_of[operation]]
+        first = next(filter(inside.has_effect, loop), None)
+        if operation is loop[0] and first is not None:
+            theirs = self.match.manual[1]
+            self._needed(theirs.loops[theirs.loop_of[self.match.effects[first.tensors[0]]]][-1])
 
     def _enter(self, operation: Operation) -> None:
         theirs = self.match.entered.get(operation.tensors[0])

@@ -255,7 +255,7 @@ class Inside:
         left = self.graph.regions.of_sides(begin, *PASSES)
         return not taken.isdisjoint(self.values) or any(map(self.holds, left))
 
-    @property
+    @functools.cached_property
     def calls(self) -> list[Operation]:
         """The operations with effects inside of regions, which all ranks must call in the same order."""
         return [operation for operation in self.graph.operations if self.has_effect(operation)]
@@ -265,19 +265,32 @@ class Inside:
         return any(value in self.values for value in (*operation.operands, *operation.tensors))
 
     def effect_key(self, operation: Operation) -> Any:
-        """What all ranks must call alike, in loops of equal length."""
-        around = [(opens.op, freeze(_given(opens))) for opens in self.graph.regions.path(operation)]
+        """What all ranks must call alike, in loops of equal length that begin before the same one."""
+        path = self.graph.regions.path(operation)
+        around = [(opens.op, freeze(_given(opens)), self._first_calls[opens] is operation) for opens in path]
         return _effect_key(operation), tuple(around)
+
+    @functools.cached_property
+    def _first_calls(self) -> dict[Operation, Operation]:
+        """By what opens a loop or a side of a branch, the first of `calls` in it."""
+        found: dict[Operation, Operation] = {}
+        for operation in self.calls:
+            for opens in self.graph.regions.path(operation):
+                found.setdefault(opens, operation)
+        return found
 
     def is_free(self, operation: Operation) -> bool:
         """Whether an operation depends on nothing, so that both sides may use it."""
         return all(value in self.free for value in operation.tensors) and operation.effect is None
 
     def has_effect(self, operation: Operation) -> bool:
-        """Whether an operation has an effect inside of a region; what prints no values may be inside, too."""
+        """Whether an operation has an effect inside of a region; what prints no values may be inside, too.
+
+        Not a loop or a branch itself: one without any such operation is a rank's own.
+        """
         if operation.effect is Effect.HOST and not operation.operands:
             return True
-        return operation.effect is not None and self.holds(operation)
+        return operation.effect not in (None, Effect.REGION) and self.holds(operation)
 
     def is_anchor(self, operation: Operation) -> bool:
         """Whether an operation is outside, or enters or leaves a region; not of constants that are made there."""
