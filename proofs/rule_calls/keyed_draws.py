@@ -21,6 +21,7 @@ KEYED_DRAWS = {
         call(i(9, 4, 1, 2), [4, 1, 3, 2], "exponential", torch.bfloat16, "philox4x32"),
         call(i(9, 5, 2), [5], "uniform", torch.float16, "philox4x32"),
         call(i(9, 2), [], "uniform", torch.float64, "threefry2x32"),
+        call(i(9, 2), [3, 5], "mask", torch.int8, "philox4x32", None, None, -9000),
         call(i(9, 2), [3, 0], "normal", torch.float32, "philox4x32"),
     ],
     DERIVE_KEY: [

@@ -55,8 +55,8 @@ def _dropped(data: Tensor, x: Tensor, level: int, impl: str) -> Tensor:
     """`x` with elements set to zero in `level` of `_LEVELS` cases."""
     if level in (0, _LEVELS):
         return x if level == 0 else torch.zeros_like(x)
-    keep = DRAW(data.to(x.device), x.shape, "bits", torch.int16, impl) >= level - _LEVELS // 2
-    return (x * keep).mul_(_LEVELS / (_LEVELS - level))
+    mask = DRAW(data.to(x.device), x.shape, "mask", torch.int8, impl, None, None, level - _LEVELS // 2)
+    return (x * mask).mul_(_LEVELS / (_LEVELS - level))
 
 
 @functools.cache

@@ -98,7 +98,7 @@ KINDS = [
     ("bits", torch.int8), ("bits", torch.int16), ("bits", torch.int32), ("bits", torch.int64),
     ("uniform", torch.float32), ("uniform", torch.float64), ("uniform", torch.bfloat16), ("uniform", torch.float16),
     ("normal", torch.float32), ("normal", torch.float64), ("normal", torch.bfloat16),
-    ("gumbel", torch.float32), ("exponential", torch.float64),
+    ("gumbel", torch.float32), ("exponential", torch.float64), ("mask", torch.int8),
 ]  # fmt: skip
 
 

@@ -51,8 +51,15 @@ _STANDARD: Mapping[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 """Samples of the standard distributions from fractions, which are overwritten."""
 
-KINDS = ("bits", "uniform", *_STANDARD)
-"""What an element of a draw may be."""
+KINDS = ("bits", "mask", "uniform", *_STANDARD)
+"""What an element of a draw may be: of a mask, one or zero."""
+
+
+def width(kind: str, dtype: torch.dtype, mantissa_width: Callable[[torch.dtype], int]) -> int:
+    """The bits of the integer that an element is made of; for floats, those that a generator takes."""
+    if kind == "mask":
+        return 16
+    return 8 * dtype.itemsize if kind == "bits" else mantissa_width(computed_in(kind, dtype))
 
 
 def computed_in(kind: str, dtype: torch.dtype) -> torch.dtype:
@@ -60,10 +67,12 @@ def computed_in(kind: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if kind in _STANDARD and dtype.itemsize < 4 else dtype
 
 
-def samples(kind: str, patterns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Samples from integers, one each, in the dtype of `computed_in`."""
+def samples(kind: str, patterns: Tensor, dtype: torch.dtype, level: int) -> Tensor:
+    """Samples from integers, which are overwritten, one each: floats in the dtype of `computed_in`."""
     if kind == "bits":
         return patterns
+    if kind == "mask":
+        return patterns.ge_(level)  # many times faster than to booleans
     found = fractions(patterns, computed_in(kind, dtype))
     if kind == "uniform":
         return found

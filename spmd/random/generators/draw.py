@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from spmd.random.generators.distributions import computed_in, samples
+from spmd.random.generators.distributions import samples, width
 from spmd.random.generators.implementations import GENERATORS
 
 _BLOCK, _DEVICE_BLOCK = 2**15, 2**22
@@ -82,17 +82,18 @@ def _draw(
     impl: str,
     strides: Sequence[int] | None = None,
     start: Tensor | None = None,
+    level: int = 0,
 ) -> Tensor:
     found = torch.empty(size, dtype=dtype, device=key.device)
     event = size[key.ndim - 1 :]
     if found.numel():
         own = contiguous_strides(event) if strides is None else strides
         box = _Box.of(event, own, 0 if start is None else int(start))
-        _fill(found.view(-1, box.run), key.reshape(-1, 1, 2), box, kind, impl)
+        _fill(found.view(-1, box.run), key.reshape(-1, 1, 2), box, kind, impl, level)
     return found
 
 
-def _fill(found: Tensor, keys: Tensor, box: _Box, kind: str, impl: str) -> None:
+def _fill(found: Tensor, keys: Tensor, box: _Box, kind: str, impl: str, level: int) -> None:
     """Fill the runs of a box for each key, as many at once as fit in a block.
 
     Args:
@@ -101,10 +102,11 @@ def _fill(found: Tensor, keys: Tensor, box: _Box, kind: str, impl: str) -> None:
         box: the elements.
         kind: what they are.
         impl: the generator.
+        level: the least integer for which a mask is one.
     """
     generator, dtype, device = GENERATORS[impl], found.dtype, found.device
-    width = 8 * dtype.itemsize if kind == "bits" else generator.mantissa_width(computed_in(kind, dtype))
-    per = generator.per_counter(width)
+    bits = width(kind, dtype, generator.mantissa_width)
+    per = generator.per_counter(bits)
     common, most = box.shift(per), _BLOCK if device.type == "cpu" else _DEVICE_BLOCK
     together = max(1, most // _blocks(box.run, per - 1 if common is None else common, per))
     for first in range(0, len(found), together):
@@ -115,13 +117,13 @@ def _fill(found: Tensor, keys: Tensor, box: _Box, kind: str, impl: str) -> None:
         shift = int(starts) % per if together == 1 else common
         if shift is None:
             counters = starts // per + torch.arange(_blocks(box.run, per - 1, per), device=device)
-            made = generator.patterns(key, counters, width).flatten(1)
+            made = generator.patterns(key, counters, bits).flatten(1)
             made = made.gather(1, starts % per + torch.arange(box.run, device=device))
-            target.copy_(samples(kind, made, dtype))
+            target.copy_(samples(kind, made, dtype, level))
             continue
         for begin, end in _ranges(_blocks(box.run, shift, per), most):
             counters = starts // per + torch.arange(begin, end, device=device)
-            made = samples(kind, generator.patterns(key, counters, width).flatten(1), dtype)
+            made = samples(kind, generator.patterns(key, counters, bits).flatten(1), dtype, level)
             low, high = max(0, begin * per - shift), min(box.run, end * per - shift)
             target[:, low:high].copy_(made[:, low + shift - begin * per : high + shift - begin * per])
 
@@ -165,8 +167,8 @@ def _define(schema: str, kernel: Any, fake: Any, batch: Any) -> torch._ops.OpOve
 
 
 DRAW = _define(
-    "draw(Tensor key, int[] size, str kind, ScalarType dtype, str impl, int[]? strides=None, Tensor? start=None) "
-    "-> Tensor",
+    "draw(Tensor key, int[] size, str kind, ScalarType dtype, str impl, int[]? strides=None, Tensor? start=None, "
+    "int level=0) -> Tensor",
     _draw,
     lambda key, size, kind, dtype, *_: torch.empty(size, dtype=dtype, device=key.device),
     _batched_draw,
@@ -178,6 +180,7 @@ Args:
     kind: one of `KINDS`; `bits` are integers of as many bits as `dtype` has.
     strides, start: of a box of the elements of a larger draw, the distance of neighbours in each dim of the event, in
         the flattened draw, and the index of the first element, i64[].
+    level: a mask is one where 16 random bits, as a signed integer, are at least this.
 """
 DERIVE_KEY = _define(
     "derive_key(Tensor key, Tensor data, str impl) -> Tensor",

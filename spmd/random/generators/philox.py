@@ -16,7 +16,7 @@ _ROUNDS = 10
 
 
 def blocks(key: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four 32-bit words of each counter; of the second and the fourth only the low 32 bits count.
+    """The four 32-bit words of each counter, new tensors; of the second and the fourth only the low 32 bits count.
 
     Args:
         key: i64[..., 2].
@@ -51,13 +51,11 @@ def patterns(key: Tensor, counters: Tensor, width: int) -> Tensor:
 
     Of 64 bits, the earlier word is the high half, as in torch's kernels; of fewer than 32 it is cut from its low end.
     """
-    words = blocks(key, counters)
+    pairs = blocks(key, counters)
     if width == 64:
-        return torch.stack([words[0] << 32 | words[1] & WORD, words[2] << 32 | words[3] & WORD], dim=-1)
-    found = torch.empty(*words[0].shape, 4, dtype=torch.int32, device=key.device)
-    for number, word in enumerate(words):
-        found[..., number].copy_(word)
-    return found.view(_DTYPES[width])
+        return torch.stack([first << 32 | second & WORD for first, second in (pairs[:2], pairs[2:])], dim=-1)
+    both = [second.bitwise_left_shift_(32).bitwise_or_(first) for first, second in (pairs[:2], pairs[2:])]
+    return torch.stack(both, dim=-1).view(_DTYPES[width])
 
 
 _DTYPES = {8: torch.int8, 16: torch.int16, 32: torch.int32}

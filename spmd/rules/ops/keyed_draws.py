@@ -39,13 +39,14 @@ def _shard(
     impl: str,
     strides: Sequence[int] | None = None,
     start: Tensor | None = None,
+    level: int = 0,
 ) -> Tensor:
     """A draw whose result is sharded in `dim`, by the box of its elements."""
     whole, first = call.argument("size"), _first(call)
     strides = contiguous_strides(whole[first:]) if strides is None else strides
     offset = shard_offset(whole[dim], axes) * strides[dim - first]
-    result: Tensor = inner(key, size, kind, dtype, impl, strides, offset if start is None else start + offset)
-    return result
+    start = offset if start is None else start + offset
+    return inner(key, size, kind, dtype, impl, strides, start, level)  # type: ignore[no-any-return]
 
 
 def _boxes(call: Call) -> Iterator[Row]:
