@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-fuzz test-shard-map test-memory test-scale test-redistribution test-tied-loops test-user-programs test-distributions test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
+.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-fuzz test-shard-map test-memory test-scale test-redistribution test-tied-loops test-user-programs test-distributions test-random-bits test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -100,6 +100,10 @@ test-user-programs: $(STAMP)
 # Every distribution of torch, its errors and its derivatives, beside one device.
 test-distributions: $(STAMP)
 	$(BIN)/python -m proofs.distributions
+
+# What Debian's dieharder says of 1 GB of the words of each generator, of one key, split keys and folded keys: some hours.
+test-random-bits: $(STAMP)
+	$(BIN)/python -m proofs.dieharder --markdown proofs/reports/random_bits.md $(ARGS)
 
 # Stock models beside one device, and what needs transformers; writes proofs/reports/models.md.
 $(VENV)/.models: $(STAMP)
