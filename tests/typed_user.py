@@ -330,6 +330,7 @@ def draws(seed: int, x: Tensor) -> Tensor:
     keys = random.split(random.wrap_key_data(random.key_data(key)), 3)
     assert_type(keys, random.Key)
     assert_type([random.fold_in(key, 1) for key in keys], list[random.Key])
+    assert_type(random.to_generator(random.from_generator()), torch.Generator)
     with random.check_keys():
         assert_type(random.bits(keys[0], (2,), torch.uint8), Tensor)
     floats = random.uniform(key, (2,), minval=x[0, 0]) + random.normal(key, (2,), torch.float64)

@@ -4,6 +4,7 @@ from spmd.random.choices import categorical, choice, permutation, randint
 from spmd.random.dropping import dropout
 from spmd.random.keys import Key, fold_in, key, key_data, split, wrap_key_data
 from spmd.random.samples import bernoulli, bits, exponential, gumbel, normal, truncated_normal, uniform
+from spmd.random.torch_generators import from_generator, to_generator
 from spmd.random.uses import check_keys
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "dropout",
     "exponential",
     "fold_in",
+    "from_generator",
     "gumbel",
     "key",
     "key_data",
@@ -23,6 +25,7 @@ __all__ = [
     "permutation",
     "randint",
     "split",
+    "to_generator",
     "truncated_normal",
     "uniform",
     "wrap_key_data",

@@ -170,7 +170,9 @@ def key(seed: int | Tensor, *, impl: str = DEFAULT_IMPL, device: torch.device | 
             raise SpmdError(f"The seed at {user_line()} must have 64 bits at most (got {seed}).")
         number = torch.tensor(seed - 2**64 if seed >= 2**63 else seed, device=device)
     else:
-        raise SpmdError(f"The seed at {user_line()} must be an integer (got {type(seed).__name__} {seed!r:.60}).")
+        remedy = " Make a key by it: spmd.random.from_generator(x)." if isinstance(seed, torch.Generator) else ""
+        got = f"{type(seed).__name__} {seed!r:.60}"
+        raise SpmdError(f"The seed at {user_line()} must be an integer (got {got}).{remedy}")
     return Key(GENERATORS[impl].seeded(number), impl)
 
 
@@ -178,8 +180,8 @@ def wrap_key_data(key_data: Tensor, *, impl: str = DEFAULT_IMPL) -> Key:
     """Make keys of their numbers, as `key_data` returns them; `jax.random.wrap_key_data`.
 
     Args:
-        key_data: integers [keys..., 2]. A `torch.uint64` key of `torch.func._random` makes one of `"philox4x32"`, and
-            two words of a key of JAX make one of `"threefry2x32"`.
+        key_data: integers [keys..., 2]. A `torch.uint64` key of `torch.func._random` makes one of `"philox4x32"`, of
+            which `split` and `fold_in` make the same keys; two words of a key of JAX make one of `"threefry2x32"`.
         impl: the generator.
 
     Raises:
@@ -198,8 +200,8 @@ def wrap_key_data(key_data: Tensor, *, impl: str = DEFAULT_IMPL) -> Key:
 def key_data(key: Key) -> Tensor:
     """The numbers of keys, i64[keys..., 2]; `jax.random.key_data`.
 
-    Of `"philox4x32"` they are the seed and the first counter, as in `torch.func._random`; of `"threefry2x32"` the words
-    of JAX's key.
+    Of `"philox4x32"` they are a seed and the first counter, which `torch.func._random` splits into the same keys; of
+    `"threefry2x32"` the words of JAX's key.
 
     >>> key_data(key(7)), key_data(key(7, impl="threefry2x32"))
     (tensor([7, 0]), tensor([0, 7]))
@@ -280,7 +282,7 @@ def checked(key: Any, name: str) -> Key:
     if isinstance(key, int):
         remedy = f"Make a key of it: spmd.random.key({key})."
     elif isinstance(key, torch.Generator):
-        remedy = "Make a key of its seed: spmd.random.key(generator.initial_seed())."
+        remedy = "Make a key by it: spmd.random.from_generator(x); of its seed: spmd.random.key(x.initial_seed())."
     got = type(key).__name__
     raise SpmdError(
         f"spmd.random.{name} at {user_line()} expects a key as its first argument (got {got}). {remedy}".strip()

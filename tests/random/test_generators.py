@@ -75,7 +75,7 @@ def test_the_reference_has_the_known_answers_of_random123(given, words):
     assert words.split() == [f"{word:08x}" for word in reference_philox(numbers[:4], numbers[4:])]
 
 
-def test_words_of_philox_are_assigned_as_in_torch():
+def test_words_of_philox_are_those_of_counters_in_order():
     seed, offset = 2**64 - 5, 2**64 - 2  # the counter wraps
     key = spmd.random.wrap_key_data(torch.tensor([seed - 2**64, offset - 2**64]))
     counters = [(offset + block) % 2**64 for block in range(4)]
@@ -155,6 +155,56 @@ def test_integers_and_floats_have_their_distributions(impl):
         (exponential.square().mean(), 2, 20), (log.mean(), 0.5772156649, math.pi**2 / 6),
     ]  # fmt: skip
     assert all(abs(found - mean) < 4 * math.sqrt(variance / count) for found, mean, variance in moments)
+
+
+STREAMS = {
+    "one key": lambda key, n: spmd.random.bits(key, (n, n)),
+    "split": lambda key, n: torch.func.vmap(lambda own: spmd.random.bits(own, (n,)).view(torch.int32))(
+        spmd.random.split(key, n)),
+    "chain": lambda key, n: spmd.scan(
+        lambda key, _: (lambda pair: (pair[0], spmd.random.bits(pair[1], (n,)).view(torch.int32)))(
+            spmd.random.split(key)), key, None, length=n)[1],
+    "folded": lambda key, n: torch.func.vmap(lambda own: torch.func.vmap(
+        lambda layer: spmd.random.bits(spmd.random.fold_in(own, layer), ()).view(torch.int32))(torch.arange(n)))(
+        torch.func.vmap(spmd.random.fold_in, in_dims=(None, 0))(key, torch.arange(n))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("stream", "impl"), list(product(STREAMS, GENERATORS)))
+def test_words_of_streams_are_serially_independent(stream, impl):
+    side = 256
+    words = STREAMS[stream](spmd.random.key(77, impl=impl), side).view(torch.int32).long() & WORD
+    by_key = words.reshape(side, side).double() / 2**32
+    for x in (by_key.flatten(), by_key.T.flatten()):  # neighbours of one key, and of neighbouring keys
+        centred, count = x - 0.5, x.numel()
+        for lag in (1, 2, 3, 4, 5, 7, 8, 16, 64, side):
+            products = centred[lag:] * centred[:-lag]
+            assert abs(products.sum()) < 4.5 * math.sqrt(len(products)) / 12, (lag, products.mean())
+        rises = (x[1:] > x[:-1]).double()
+        turns = 1 + (rises[1:] != rises[:-1]).sum()  # runs up and down, with their known mean and variance
+        assert abs(turns - (2 * count - 1) / 3) < 4.5 * math.sqrt((16 * count - 29) / 90)
+        high = x > 0.5
+        runs = 1 + (high[1:] != high[:-1]).sum()
+        assert abs(runs - (count + 1) / 2) < 4.5 * math.sqrt(count / 4)
+        pairs = torch.bincount((x[::2] * 16).long() * 16 + (x[1::2] * 16).long(), minlength=256)
+        assert abs(chi_square(pairs.double())) < 4.5
+    ones = torch.stack([(words >> bit & 1).double().mean() for bit in range(32)])
+    assert (ones - 0.5).abs().max() < 4.5 / (2 * side)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("impl", GENERATORS)
+def test_offsets_across_the_edges_of_blocks(impl, count):
+    key, choices = spmd.random.key(12, impl=impl).data, random.Random(3)
+    per = GENERATORS[impl].per_counter(32)
+    edges = [2**15 * per * number for number in (1, 2)]
+    for kind in ("normal", "gumbel", "exponential"):
+        whole = DRAW(key, [edges[1] + 300], kind, torch.float32, impl)
+        for _ in range(count):
+            low = choices.choice(edges) - choices.randrange(280)
+            size = choices.randrange(1, min(560, len(whole) - low))
+            found = DRAW(key, [size], kind, torch.float32, impl, [1], torch.tensor(low))
+            assert torch.equal(whole[low : low + size], found), (kind, low, size)
 
 
 def test_a_dropped_share_is_the_rounded_probability():

@@ -54,6 +54,24 @@ def test_seeds():
     assert torch.equal(random.key(9).data, jitted(torch.tensor(9)).data.full_tensor())
 
 
+def test_a_generator_of_torch_makes_keys_and_is_seeded_by_one():
+    state = torch.Generator().manual_seed(7)
+    first, second = random.from_generator(state), random.from_generator(state, impl="threefry2x32")
+    assert ("threefry2x32", False) == (second.impl, torch.equal(first.data, second.data))
+    assert torch.equal(first.data, random.from_generator(state.manual_seed(7)).data)
+    torch.manual_seed(7)
+    draw = lambda: random.normal(random.from_generator(), (5,))  # noqa: E731
+    expected = [draw(), draw()]
+    torch.manual_seed(7)
+    jitted = spmd.jit(draw, None, P("x"), mesh=MESH)
+    assert all(torch.equal(value, jitted().full_tensor()) for value in expected)
+    one, same, other = (torch.rand(3, generator=random.to_generator(key)) for key in (KEY, KEY, KEYS[0]))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    placed = spmd.distribute(KEY, P(), MESH)
+    assert torch.equal(one, torch.rand(3, generator=random.to_generator(placed)))
+
+
 def test_a_second_use_is_an_error_where_keys_are_checked():
     key = random.key(0)
     with random.check_keys():
@@ -100,7 +118,13 @@ MISTAKES = {
         r"expects a key as its first argument \(got int\). Make .* spmd.random.key\(3\)",
     ),
     "tensor for a key": (lambda: random.uniform(torch.ones(2)), "wrap_key_data"),
-    "generator for a key": (lambda: random.bits(torch.Generator()), "initial_seed"),
+    "generator for a key": (lambda: random.bits(torch.Generator()), r"from_generator\(x\).*initial_seed"),
+    "generator for a seed": (lambda: random.key(torch.Generator()), r"got Generator.*from_generator\(x\)"),
+    "seed for a generator": (lambda: random.from_generator(3), r"expects a torch.Generator \(got int\)"),
+    "generator in a trace": (
+        lambda: spmd.jit(lambda key: torch.rand(2, generator=random.to_generator(key)), mesh=MESH)(KEY),
+        "needs the values",
+    ),
     "shape for a key": (lambda: random.normal((3, 4)), "got tuple"),
     "array of keys": (lambda: random.normal(KEYS), r"expects a single key \(got an array \(3,\)\).*vmap"),
     "split of an array": (

@@ -1,7 +1,8 @@
 """Philox4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 
-A key is two 64-bit numbers, a seed and the first counter, as in `torch.func._random`: `key.view(torch.uint64)` is a key
-of torch's, whose kernels assign words to elements as it is done here.
+A key is two 64-bit numbers, a seed and the first counter. `torch.func._random` of torch 2.13 derives the same keys. The
+words are those of its kernels where the counter is zero, as of a seed; in them the second number counts words, not
+counters, when they draw. Floats are JAX's: torch's are of other bits of a word, and normal ones of another formula.
 """
 
 from __future__ import annotations
