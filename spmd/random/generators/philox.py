@@ -69,8 +69,22 @@ def per_counter(width: int) -> int:
 
 def derived(key: Tensor, data: Tensor) -> Tensor:
     """The keys that numbers `data` make of keys, as torch's `_philox_key_fold_in` does."""
+    if key.numel() == 2 and data.numel() == 1 and data.device.type == "cpu":  # a hundred times as fast
+        return torch.tensor(_folded(*key.flatten().tolist(), int(data))).expand(*data.shape, 2).contiguous()
     words = blocks(key, data.clone())
     return torch.stack([low & WORD | high << 32 for low, high in (words[:2], words[2:])], dim=-1)
+
+
+def _folded(seed: int, first: int, number: int) -> tuple[int, int]:
+    """One key that a number makes of one: as `blocks`, of Python's integers."""
+    counter, keys = first + number, [seed & WORD, seed >> 32 & WORD]
+    a, b, c, d = counter & WORD, counter >> 32 & WORD, 0, 0
+    for _ in range(_ROUNDS):
+        low, high = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = high >> 32 ^ b ^ keys[0], high & WORD, low >> 32 ^ d ^ keys[1], low & WORD
+        keys = [key + step & WORD for key, step in zip(keys, _INCREMENTS, strict=True)]
+    pairs = (a | b << 32, c | d << 32)
+    return tuple(pair - 2**64 if pair >= 2**63 else pair for pair in pairs)  # type: ignore[return-value]
 
 
 def seeded(seed: Tensor) -> Tensor:
