@@ -69,8 +69,9 @@ def per_counter(width: int) -> int:
 
 def derived(key: Tensor, data: Tensor) -> Tensor:
     """The keys that numbers `data` make of keys, as torch's `_philox_key_fold_in` does."""
-    if key.numel() == 2 and data.numel() == 1 and data.device.type == "cpu":  # a hundred times as fast
-        return torch.tensor(_folded(*key.flatten().tolist(), int(data))).expand(*data.shape, 2).contiguous()
+    if key.numel() == 2 and data.numel() == 1 and data.device.type == "cpu":  # nine times as fast
+        seed, first = key.flatten().tolist()
+        return torch.tensor(_folded(seed, first, int(data))).view(*data.shape, 2)
     words = blocks(key, data.clone())
     return torch.stack([low & WORD | high << 32 for low, high in (words[:2], words[2:])], dim=-1)
 
