@@ -14,9 +14,10 @@ from spmd.api.module_initializers import AssignsData, Replaced, named_slots, run
 from spmd.api.programs.options import Options
 from spmd.api.programs.program import Program
 from spmd.api.values.distribute_module import PartitionFn, distribute_module, specs_of
-from spmd.api.values.dtensor import DTensor
+from spmd.api.values.dtensor import DTensor, wrap
 from spmd.collectives.distributed.agreement import check_agreement, failing_together, spans_processes
 from spmd.core.mesh import Mesh, current_mesh, use_mesh
+from spmd.core.own_storage import own_storage
 from spmd.core.pytree import SpecLike
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.errors import ShardingError
@@ -49,23 +50,22 @@ def materialize(
 
     The initializers are traced once, on tensors without memory. The program is split by parameters, and parts that
     compute alike are planned once: a rank holds its shards, and at most one tensor that an initializer needs whole
-    (`torch.nn.init.orthogonal_`). Tied tensors stay tied. Parameters that have values already are distributed, unless an
-    initializer writes to them. Optimizers are to be made afterwards; `load_safetensors` and `checkpoint.load` make other
-    values.
+    (`torch.nn.init.orthogonal_`). Tied tensors stay tied. Parameters that have values already are distributed, unless
+    an initializer writes to them. Optimizers are to be made afterwards.
 
     On a distributed mesh this is a collective call.
 
     Args:
         module: the module, made under `torch.device("meta")`.
-        specs: as `partition_fn` of `distribute_module`: specs by dotted names, as from `spmd.specs` and `fsdp_specs`, or
-            a function of submodules. What it leaves is replicated.
+        specs: as `partition_fn` of `distribute_module`: specs by dotted names, as from `spmd.specs` and `fsdp_specs`,
+            or a function of submodules. What it leaves is replicated.
         mesh: the mesh; by default that of `use_mesh`.
         init: a function of the module that writes its parameters and buffers; or one that returns another module of
             equal names, whose values count: `lambda _: Model(config)` runs the constructor. By default
             `reset_parameters` of each submodule, inner ones first, and then `init_weights` of the module, which
             transformers, timm and torchtitan have.
         rng: as of `jit`. `"counter"`: numbers that are equal on every mesh, each rank draws its shards. `"torch"`: the
-            numbers of one device after the same `torch.manual_seed`; each rank draws whole tensors, one after the other.
+            numbers of one device after the same `torch.manual_seed`; each rank draws one whole tensor after the other.
 
     Returns:
         The module.
@@ -101,9 +101,15 @@ def materialize(
         initialized.check(module)
         targets = initialized.targets(mesh, given)
     if spans_processes(mesh):
-        claims = {name: f"{spec}" for name, spec in zip(initialized.names, targets, strict=True)}
+        pairs = zip(initialized.names, targets, strict=True)
+        claims = {", ".join(names): f"{spec} on {spec.mesh}" for names, spec in pairs}
         claims["the seed"] = str(key if key is None else key.tolist())
-        check_agreement(call, claims, "Every rank must have the same module, specs and seed of torch.", mesh.ranks)
+        check_agreement(
+            call,
+            claims,
+            "Every rank must have the same module and specs, and call torch.manual_seed before.",
+            mesh.ranks,
+        )
     places = named_slots(module)
     for numbers, values in initialized.run(mesh, targets, key):
         for number, value in zip(numbers, values, strict=True):
@@ -185,9 +191,9 @@ class _Initialized:
         if wrong:
             shown = "\n  ".join([*wrong[:10], *([f"and {len(wrong) - 10} others"] if len(wrong) > 10 else [])])
             raise ShardingError(
-                f"No initializer of {type(module).__name__} writes to:\n  {shown}\nWhat only a constructor computes is "
-                "there if that runs: spmd.materialize(module, specs, mesh, init=lambda _: Model(...)). Or write it in a "
-                "function of the module, init=function, or in a method reset_parameters() of its class."
+                f"No initializer of {type(module).__name__} writes to:\n  {shown}\nWhat only a constructor computes "
+                "is there if that runs: spmd.materialize(module, specs, mesh, init=lambda _: Model(...)). Or write it "
+                "in a function of the module, init=function, or in a method reset_parameters() of its class."
             )
 
     def targets(self, mesh: Mesh, given: Mapping[str, DTensorSpec]) -> tuple[DTensorSpec, ...]:
@@ -213,15 +219,18 @@ class _Initialized:
         """Run the program part by part: yields the numbers of outputs, and their values."""
         numbers = _drawn_numbers(self.graph)
         programs: dict[Hashable, Program] = {}
-        options = Options(static_argnums=(), donate_argnums=(), comms="allow", backend="eager", machine=None, rules=None)
+        options = Options(
+            static_argnums=(), donate_argnums=(), comms="allow", backend="eager", machine=None, rules=None
+        )
         for part in parts(self.graph, numbers.keys()):
             specs = tuple(targets[n] for n in part.outputs)
-            known = part.key(), specs
-            if known not in programs:
-                programs[known] = _program(part, mesh, specs, options, self.names)
-            inputs = [key if (number := numbers.get(value)) is None else _derived(key, number) for value in part.graph.inputs]
-            count_held = len(mesh.held_coordinates)
-            yield part.outputs, programs[known]([(value,) * count_held for value in inputs])
+            found = part.key(), specs
+            if found not in programs:
+                programs[found] = _program(part, mesh, specs, options, self.names)
+            assert key is not None or not part.graph.inputs
+            keys = [_key_of(key, numbers.get(value)) for value in part.graph.inputs] if key is not None else []
+            values = programs[found]([(each,) * len(mesh.held_coordinates) for each in keys])
+            yield part.outputs, [wrap(value.spec, own_storage(*value.shards)) for value in values]
 
     def assign(self, number: int, value: DTensor, places: Mapping[str, tuple[dict[str, Any], str]]) -> None:
         """Let the module hold the value of an output."""
@@ -237,8 +246,8 @@ def _check_names(module: nn.Module, before: Mapping[str, Any], found: Mapping[st
     if differing := sorted(before.keys() ^ found.keys()):
         sides = "lacks" if differing[0] in before else "has"
         raise ShardingError(
-            f"What initializes {type(module).__name__} {sides} {', '.join(differing[:5])}, unlike the module. Make both "
-            "with the same arguments."
+            f"What initializes {type(module).__name__} {sides} {', '.join(differing[:5])}, unlike the module. Make "
+            "both with the same arguments."
         )
 
 
@@ -253,8 +262,12 @@ def _drawn_numbers(graph: Graph) -> dict[Value, int]:
     return found
 
 
-def _derived(key: torch.Tensor, number: int) -> torch.Tensor:
-    return DERIVE_KEY(key, torch.full((), number, dtype=torch.int64, device=key.device), IMPL)  # type: ignore[no-any-return]
+def _key_of(key: torch.Tensor, number: int | None) -> torch.Tensor:
+    """The key that a number makes of a key; that itself for no number."""
+    if number is None:
+        return key
+    data = torch.full((), number, dtype=torch.int64, device=key.device)
+    return DERIVE_KEY(key, data, IMPL)  # type: ignore[no-any-return]
 
 
 def _program(

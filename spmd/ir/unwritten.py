@@ -53,7 +53,9 @@ def _masks(graph: Graph, operation: Operation, given: list[Mask]) -> list[Mask]:
     if op in COPIES or op is aten._to_copy.default or op is torch.ops.prims.convert_element_type.default:
         return [given[0]]
     if op is aten.copy.default:
-        return [_shaped(given[1], operation.operands[1]).expand(results[0].meta.shape) if given[1] is not False else False]
+        return [
+            _shaped(given[1], operation.operands[1]).expand(results[0].meta.shape) if given[1] is not False else False
+        ]
     if op in _WRITES or op in _MOVES or operation.is_view:
         return _same_operator(operation, [_shaped(x, v) for x, v in zip(given, operation.operands, strict=True)])
     if op in INDEXED_WRITES:

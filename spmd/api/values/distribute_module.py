@@ -267,6 +267,6 @@ def _refuse_meta(names: list[str], leaves: list[torch.Tensor]) -> None:
     for name, leaf in zip(names, leaves, strict=True):
         if leaf.is_meta:
             raise ShardingError(
-                f"{name} is on the meta device and has no data. spmd.materialize(module, specs, mesh) runs the module's "
-                "own initializers, each rank for its shards; or take the tensors of one rank by src_rank=0."
+                f"{name} is on the meta device and has no data. spmd.materialize(module, specs, mesh) runs the "
+                "module's own initializers, each rank for its shards; or take the tensors of one rank by src_rank=0."
             )
