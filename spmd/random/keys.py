@@ -7,7 +7,7 @@ closed over. It is no tensor itself: there is no arithmetic on keys, of which dr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import optree
 import torch
@@ -76,8 +76,9 @@ class Key:
             )
         return len(self._data)
 
-    def __iter__(self) -> Iterator[Key]:
-        return (self[number] for number in range(len(self)))
+    if TYPE_CHECKING:  # items are found one by one: optimizers take what has this method for a list in their states
+
+        def __iter__(self) -> Iterator[Key]: ...
 
     def __getitem__(self, index: Any) -> Key:
         if not self.ndim:
@@ -86,7 +87,7 @@ class Key:
             )
         items = index if isinstance(index, tuple) else (index,)
         found = Key(self._data[(*items, slice(None)) if Ellipsis in items else (*items, ..., slice(None))], self.impl)
-        found._uses = self._uses.of_item(index)
+        found._uses = self._uses.of_item(items, self.shape)
         return found
 
     def __eq__(self, other: object) -> Any:
@@ -96,6 +97,9 @@ class Key:
         return (self._data == other._data).all(-1)
 
     __hash__ = object.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Key, (self._data, self._impl)
 
     def __repr__(self) -> str:
         return f"Key({tuple(self.shape)}, {self.impl!r})"
@@ -137,6 +141,7 @@ optree.register_pytree_node(
     path_entry_type=optree.GetAttrEntry,
     namespace=NAMESPACE,
 )
+torch.serialization.add_safe_globals([Key])
 torch_pytree.register_pytree_node(
     Key,
     lambda key: ([key.data], key.impl),

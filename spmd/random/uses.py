@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 from spmd.errors import SpmdError
@@ -18,7 +18,7 @@ def check_keys(enabled: bool = True) -> Iterator[None]:
 
     Two draws by one key depend on each other. A draw and `split` use a key, `fold_in` and `key_data` do not. It holds
     of an object `Key`, outside of programs and while one is traced: the key that a function under `jit`, `vmap` or
-    `scan` gets is a new one each time.
+    `scan` gets is a new one each time, and so is a slice of an array of keys, and a copy.
 
     Raises:
         SpmdError: in the block, at the second use; it names both.
@@ -47,11 +47,14 @@ class Uses:
         self._by: str | None = None
         self._items: dict[int, Uses] = {}
 
-    def of_item(self, index: object) -> Uses:
+    def of_item(self, indices: Sequence[object], shape: Sequence[int]) -> Uses:
         """The record of the item at a position of an array of keys; a new one for an index of another kind."""
-        if not (_checks.get() and isinstance(index, int)):
-            return Uses()
-        return self._items.setdefault(index, Uses())
+        found = self
+        for index, length in zip(indices, shape, strict=False):
+            if not (_checks.get() and isinstance(index, int)):
+                return Uses()
+            found = found._items.setdefault(index % length, Uses())
+        return found
 
     def add(self, name: str) -> None:
         """Record a use by a function of this name; SpmdError if it is not the first."""

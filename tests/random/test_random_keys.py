@@ -45,6 +45,18 @@ def test_keys_are_saved(tmp_path):
     assert torch.equal(KEY.data, found["key"].data)
 
 
+def test_keys_are_saved_by_torch_and_in_states_of_optimizers(tmp_path):
+    torch.save({"keys": KEYS}, tmp_path / "state.pt")
+    assert torch.equal(KEYS.data, torch.load(tmp_path / "state.pt")["keys"].data)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    optimizer.state[parameter] = {"key": KEY, "keys": KEYS}
+    other = torch.optim.SGD([parameter], 0.1)
+    other.load_state_dict(optimizer.state_dict())
+    state = other.state[parameter]
+    assert all(torch.equal(a.data, b.data) for a, b in ((KEY, state["key"]), (KEYS, state["keys"])))
+
+
 def test_seeds():
     assert torch.equal(random.key(-1).data, random.key(2**64 - 1).data)
     assert torch.equal(random.key(5).data, random.key(torch.tensor(5, dtype=torch.int32)).data)
@@ -86,6 +98,12 @@ def test_a_second_use_is_an_error_where_keys_are_checked():
         random.permutation(keys[1], 100)
         with pytest.raises(spmd.SpmdError, match=r"spmd\.random\.bits at .* has used"):
             random.bits(keys[0])
+        with pytest.raises(spmd.SpmdError, match=r"spmd\.random\.bits at .* has used"):
+            random.bits(keys[-2])
+        grid = random.split(random.key(2), (2, 2))
+        random.bits(grid[0, 1])
+        with pytest.raises(spmd.SpmdError, match=r"spmd\.random\.bits at .* has used"):
+            random.bits(grid[0][-1])
         for own in keys[1:]:
             random.randint(own, (), 0, 3)
     random.normal(key)
