@@ -31,7 +31,7 @@ PATH = re.compile(r"`((?:docs|notebooks|examples|benchmarks|proofs|spmd)/[\w./-]
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+)", re.MULTILINE)
 ENTRIES = re.compile(r"^(\| (?:name|parameter) \| what it is \|\n\|---\|---\|\n)(?:\|.*\n)*", re.MULTILINE)
-MOST_PAGES, MOST_LINES, MOST_WORDS = 22, 4750, 2200
+MOST_PAGES, MOST_LINES, MOST_WORDS = 22, 4800, 2200
 """A guide is read in ten minutes: its words, without code and tables."""
 
 

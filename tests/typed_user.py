@@ -158,6 +158,7 @@ def values(params: Params, x: Tensor, module: nn.Module) -> Params:
     assert_type(spmd.from_process_data(x, P("data"), mesh), spmd.DTensor)
     assert_type(spmd.from_process_data(params, LAYOUT, mesh), dict[str, Tensor])
     assert_type(spmd.distribute_module(module, mesh), nn.Module)
+    assert_type(spmd.materialize(nn.Linear(2, 2, device="meta"), {"weight": P("data")}, mesh), nn.Module)
     made: list[spmd.DTensor] = [
         spmd.zeros(4, 3, spec=P("data"), mesh=mesh),
         spmd.ones((4, 3), mesh=mesh),

@@ -83,7 +83,6 @@ def materialize(
     >>> with torch.device("meta"):
     ...     layer = nn.Linear(4, 6)
     >>> materialize(layer, {"weight": P("model")}, mesh).weight
-    Parameter containing:
     DTensor(f32[6,4] P('model') on Mesh(model=2), shards 2x[3,4])
     """
     mesh = current_mesh(mesh)

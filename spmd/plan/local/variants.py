@@ -12,7 +12,6 @@ from spmd.collectives.manual import ENTER, LEAVE
 from spmd.core.mesh import Coordinate
 from spmd.core.spec import DTensorSpec
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.ir.simplify import eliminate_dead
 from spmd.plan.data.draft import physical_shape
 from spmd.plan.data.plan import PlanData
 from spmd.tracing.manual.correspondence import Correspondence, Inside, leave_key
@@ -53,14 +52,26 @@ class _Merge:
             elif not inside.holds(operation):
                 self.operations.append(operation)
         constants = (*self.plan.graph.constants, *self.graph.constants)
-        graph = attrs.evolve(self.plan.graph, constants=constants, operations=tuple(self.operations))
-        graph = eliminate_dead(graph).verify()  # what coordinate zero computes in bodies from nothing, the plan has too
+        operations = tuple(self._used(inside))
+        graph = attrs.evolve(self.plan.graph, constants=constants, operations=operations).verify()
         mesh = self.plan.mesh
         logical = {value: physical_shape(value.meta) for value in self.added}
         specs = {value: DTensorSpec.replicated(mesh, value.meta) for value in self.added}
         return attrs.evolve(
             self.plan, graph=graph, logical={**self.plan.logical, **logical}, specs={**self.plan.specs, **specs}
         )
+
+    def _used(self, inside: Inside) -> list[Operation]:
+        """The operations without those that coordinate zero's bodies compute from nothing, and only these use.
+
+        Unused ones outside stay: all ranks must reshard their operands.
+        """
+        used, kept = set(self.plan.graph.outputs), []
+        for operation in reversed(self.operations):
+            if not inside.is_free(operation) or not used.isdisjoint(operation.tensors):
+                used.update(operation.operands)
+                kept.append(operation)
+        return kept[::-1]
 
     def _loop(self, operation: Operation, inside: Inside) -> None:
         """At the beginning of a loop or a branch with effects inside of a region, the other program's that has them."""
